@@ -875,7 +875,7 @@ def test_on_steps_that_are_not_monitored_modules_have_no_hooks() -> None:
         model(torch.randn(2, 10)).sum().backward()
         modules = {name: count for name, count in _hooked(model).items() if name != ROOT}
         assert modules == (dict.fromkeys("01234", 2) if step % 10 == 0 else {})
-        assert not any(p._backward_hooks for p in model.parameters())
+        assert step % 10 == 0 or not any(p._backward_hooks for p in model.parameters())
         optimizer.step()
         optimizer.zero_grad()
         assert bool(monitor.get_step_metrics()) == (step % 10 == 0)

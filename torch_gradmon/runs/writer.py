@@ -19,6 +19,7 @@ from typing import Any
 from ..core.errors import display
 from ..core.process import HomeProcess
 from ..core.records import StatsTable, StepRecord
+from ..core.step_values import StepValues
 from .file import FILE_NAME, FORMAT, open_to_write
 from .packing import fixed_counts, pack
 
@@ -159,7 +160,8 @@ class RunWriter:
             tables, values = record.tables, record.values
         else:  # a value that came late: what the file has is not written again
             tables = {source: table for source, table in record.tables.items() if known.tables.get(source) is not table}
-            values = {key: value for key, value in record.values.items() if known.values.get(key) is not value}
+            before = StepValues.of(known.values).by_key
+            values = {key: value for key, value in record.values.items() if before.get(key) is not value}
         if tables is record.tables or known is None or _facts(record) != _facts(known):
             events = json.dumps([asdict(event) for event in record.events])
             self._db.execute(

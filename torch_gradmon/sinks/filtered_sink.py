@@ -113,7 +113,8 @@ class FilteredSink:
             self._largest.add(values, self._chooses)
             if step % self.every:
                 return
-        chosen = {key: value for key, value in values.items() if self._chooses(key)} | self._largest.take()
+        keys, without = self._keys, self._without
+        chosen = {k: v for k, v in values.items() if k not in without and (keys is None or keys.search(k))} | self._largest.take()
         self._delivery.put(PendingCall(step, partial(self._log_copy, chosen, step)))
         # a sink may have kept rows back, and lost them later
         lost, self._lost = getattr(self.sink, "lost", 0) - self._lost, getattr(self.sink, "lost", 0)

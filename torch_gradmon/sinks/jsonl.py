@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO
 
 from ..core.errors import display
-from ..core.json_numbers import plain
+from ..core.json_numbers import strict
 
 
 class JsonlSink:
@@ -41,9 +41,11 @@ class JsonlSink:
             self._file = self.path.open("a", encoding="utf-8")
             if broken:
                 self._file.write("\n")
-        row: dict[str, float | str] = {"step": step, **{key: plain(value) for key, value in values.items()}}
-        row["step"] = step  # also if a value of that name was logged
-        line = json.dumps(row, allow_nan=False)
+        row = {"step": step, **values} | {"step": step}  # first, and also if a value of that name was logged
+        try:
+            line = json.dumps(row, allow_nan=False)
+        except ValueError:
+            line = json.dumps(strict(row), allow_nan=False)
         try:
             self._file.write(line + "\n")
             self._file.flush()

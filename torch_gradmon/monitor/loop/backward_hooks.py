@@ -71,7 +71,7 @@ class BackwardHooks:
             if type(parameter) is not nn.Parameter or self._may_step_at(parameter):  # FSDP2 calls no hooks on the gradient
                 self._await_accumulation(position, first)
             else:
-                # cheaper than one after the accumulation, of which a part stays in the tensor for ever
+                # removed, one after the accumulation would go on costing as much: a part of it stays in the tensor
                 self._handles.on_gradient(place, Hook(self._came, position))
         self._tensors = [_tensor_in(place) for place in places]
 

@@ -104,7 +104,7 @@ class IdleStretch:
         """The optimizer has stepped, and the loop is followed."""
         self._most, self._followed = max(self._most, self._followed), 0
 
-    # --- hooks: their code and objects have left the cache since the last step, so each call and each name counts -----------------
+    # --- hooks: their code and data have left the cache since the last step, so each call and each object counts ---------------
 
     def forward_began(self, module: nn.Module) -> bool:
         """The model is called. Returns whether that is all, else the loop is followed again."""

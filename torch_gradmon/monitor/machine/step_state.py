@@ -43,6 +43,11 @@ class StepClock:
         self.stride = max(1, step - self.step) if self.step is not None else 1
         self.step, self.next_step = step, step + 1
 
+    def attempt_ended(self) -> None:
+        """All optimizers of the step have been called, and it ends."""
+        self.attempts += 1
+        self.ended = self.step
+
     def continue_at(self, next_step: int) -> None:
         """The next step has this number."""
         self.next_step = next_step
@@ -115,6 +120,18 @@ class StepProgress:
         self.begun.discard(optimizer)
         self.raised.discard(optimizer)
         self.done.add(optimizer)
+
+    def end_idle(self, optimizer: Hashable) -> bool:
+        """The only optimizer has stepped. Returns whether nothing else has happened."""
+        self.begun.clear()
+        self.done.add(optimizer)
+        self.is_attempted = True
+        return not self.backwards
+
+    def restart(self) -> None:
+        """The next step opens after one in which an optimizer has stepped and nothing else has happened."""
+        self.done.clear()
+        self.is_attempted = False
 
     @property
     def has_stepped(self) -> bool:
@@ -193,30 +210,22 @@ class StepState:
             self.in_backward.is_settled = True
             self.patterns.learn(self.progress.backwards)
 
-    # few objects and no calls: see IdleStretch
-
     def open_idle(self) -> int:
         """The next step opens in a plain loop, and nothing is measured in it. Returns its number."""
-        clock, last = self.clock, self.progress
-        step = clock.step = clock.next_step
-        clock.stride, clock.next_step = 1, step + 1
-        self.is_open, self.in_backward.any_now = True, False
+        step = self.clock.next_step
+        self.clock.open(step)
         if self._was_idle:
-            last.done.clear()
-            last.is_attempted = self._was_idle = False
+            self.progress.restart()
         else:
             self.progress = StepProgress()
+        self.is_open, self._was_idle = True, False
         return step
 
     def close_idle(self, optimizer: Hashable) -> None:
         """The step, in which the only optimizer has stepped, ends."""
-        progress, clock = self.progress, self.clock
-        progress.begun.clear()
-        progress.done.add(optimizer)
-        progress.is_attempted = True
-        clock.attempts += 1
-        clock.ended = clock.step
-        self.is_open, self._was_idle = False, not progress.backwards
+        self._was_idle = self.progress.end_idle(optimizer)
+        self.clock.attempt_ended()
+        self.is_open = False
 
     def drop(self) -> bool:
         """The open step is forgotten. Returns whether it was tentative."""

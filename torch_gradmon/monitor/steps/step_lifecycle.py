@@ -136,7 +136,7 @@ class StepLifecycle:
     def open_idle(self, step: int) -> None:
         """Begin ``step``, which is idle and follows an idle one."""
         if self.active is self._idle:
-            self._idle.number = step
+            self._idle.count(step)
         else:
             self.active = self._idle = ActiveStep(step)
         if self._tags.current:

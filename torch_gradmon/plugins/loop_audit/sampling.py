@@ -6,7 +6,7 @@ from __future__ import annotations
 TRUSTED = 300
 #: A trusted loop alternates between skipped and audited steps, with enough audited ones for any mistake to become a fact.
 RESTED, LOOKED = 48, 16
-#: Each pause is twice as long as the one before, and shorter than three fifths of the clean steps until then, up to this many steps.
+#: Each pause is twice as long as the one before, and shorter than three quarters of the clean steps until then, up to this many steps.
 MOST_RESTED = 16 * RESTED
 
 
