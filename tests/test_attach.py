@@ -355,6 +355,45 @@ def test_gradients_that_are_returned_are_no_end_of_a_backward_pass(create_graph:
     assert run.monitor.get_step_metrics()["gradmon/grad_norm"] == pytest.approx(before, rel=1e-6)
 
 
+def test_many_returned_gradients_take_no_memory() -> None:
+    run = Run().attach()
+    weights = list(run.model.parameters())
+    loss = MLP.loss(run.model, BATCHES[0])
+    for _ in range(10_010):
+        torch.autograd.grad(loss, weights[-1:], retain_graph=True)
+    assert run.monitor._runtime.loop is not None
+    assert len(run.monitor._runtime.loop.hooks.backward._tasks) < 100
+
+
+def test_gradients_that_are_returned_in_a_batch_are_not_measured() -> None:
+    run = Run().attach()
+    run.monitor.add_gradient_metric("norm", stages=("local",))
+    for step in range(3):
+        run.optimizer.zero_grad()
+        output = run.model(BATCHES[step][0])
+        some = output.flatten()[:2]
+        torch.autograd.grad(some, list(run.model.parameters()), torch.eye(2), is_grads_batched=True, retain_graph=True)
+        output.square().mean().backward()
+        before = norm_of(run.model)
+        run.optimizer.step()
+        assert run.monitor.get_step_metrics()["gradmon/grad_norm"] == pytest.approx(before, rel=1e-6)
+    assert not run.monitor.complaints()
+
+
+def test_two_monitors_of_the_same_parameters_leave_nothing() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[0], model[2])]
+    monitors = [gradmon.watch(model, optimizers[0]), gradmon.watch(model[2], optimizers[1])]
+    for _ in range(3):
+        model(torch.randn(5, 3)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for monitor in monitors:
+        monitor.detach()
+    assert [(p._backward_hooks, p._post_accumulate_grad_hooks) for p in model.parameters()] == [(None, None)] * 4
+
+
 def test_hooks_change_no_gradient_and_keep_none() -> None:
     """Autograd puts a gradient into a parameter as it is, unless a hook holds on to it."""
     run, places = Run().attach(), {}

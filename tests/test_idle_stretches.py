@@ -452,6 +452,44 @@ class Fragile(torch.optim.SGD):
             parameter.data.add_(parameter.grad, alpha=-0.01)
 
 
+class OwnHooks(torch.optim.SGD):
+    """Keeps its hooks under other names than torch does."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr=lr)
+        self.before, self.after = self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks
+        del self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        return self._registered(self.before, hook)
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        return self._registered(self.after, hook)
+
+    @staticmethod
+    def _registered(hooks: Any, hook: Any) -> Any:
+        handle = torch.utils.hooks.RemovableHandle(hooks)
+        hooks[handle.id] = hook
+        return handle
+
+    def step(self, closure: Any = None) -> None:
+        for hook in self.before.values():
+            hook(self, (self,), {})
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.add_(parameter.grad, alpha=-0.01)
+        for hook in self.after.values():
+            hook(self, (self,), {})
+
+    step.hooked = True  # type: ignore[attr-defined]
+
+
+def test_an_optimizer_with_hooks_of_its_own_kind_goes_on() -> None:
+    loop = Loop(every=10, optimizer=OwnHooks).go(60)
+    loop.monitor.detach()
+    assert loop.records == list(range(0, 60, 10))
+    assert loop.monitor.counts.attempted == 60
+
+
 def test_a_step_that_raises_was_not_applied(counted: list[int]) -> None:
     loop = Loop(every=10, optimizer=Fragile).go(5)
     assert counted[-1] == 4

@@ -20,7 +20,7 @@ from torch import nn
 from ..core import pickling as saving
 from ..core.compat import is_exporting
 from ..core.pickling import BareState
-from ..core.torch_modes import is_traced
+from ..core.torch_modes import is_batched, is_traced
 from ..step.parameter_refs import Place
 
 
@@ -48,8 +48,8 @@ class Hook:
 
     def __call__(self, *args: object) -> Any:
         """Call the method if its object is alive."""
-        # compiled autograd, which would trace what comes, and whose engine takes no callbacks
-        if torch.compiler.is_compiling():
+        # compiled autograd, which would trace what comes, and whose engine takes no callbacks; or all gradients of a Jacobian at once
+        if torch.compiler.is_compiling() or (args and is_batched(args[-1])):
             return None
         method = self._method()
         return None if method is None else method(*self._extra, *args)
@@ -107,7 +107,7 @@ class Handles:
 
     def __init__(self) -> None:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._bare: list[tuple[Place, str]] = []
+        self._hooked: list[tuple[Place, str]] = []
 
     def __bool__(self) -> bool:
         return bool(self._handles)
@@ -147,8 +147,7 @@ class Handles:
         parameter = place()
         if parameter is None:
             return
-        if getattr(parameter, attribute) is None:
-            self._bare.append((place, attribute))
+        self._hooked.append((place, attribute))
         with _thawed(parameter):
             self.add(register(hook))
 
@@ -156,11 +155,12 @@ class Handles:
         """Remove all hooks. Idempotent."""
         for handle in self._handles:
             saving.remove(handle)
-        for place, attribute in self._bare:
+        for place, attribute in self._hooked:
             parameter = place()
-            if parameter is not None and not getattr(parameter, attribute):
+            hooks = None if parameter is None else getattr(parameter, attribute)
+            if hooks is not None and not hooks:  # an empty dict would be looked at in every backward pass
                 setattr(parameter, attribute, None)
-        self._handles, self._bare = [], []
+        self._handles, self._hooked = [], []
 
 
 @contextlib.contextmanager

@@ -110,3 +110,8 @@ def is_accumulating() -> bool:
         return node is None or torch._C._will_engine_execute_node(node)
     except RuntimeError:  # the engine's answer for a leaf whose gradient is returned
         return False
+
+
+def is_batched(value: object) -> bool:
+    """Whether it is a batch of gradients in a tensor without readable values, as in ``torch.autograd.grad(is_grads_batched=True)``."""
+    return isinstance(value, torch.Tensor) and torch._C._functorch.is_legacy_batchedtensor(value)

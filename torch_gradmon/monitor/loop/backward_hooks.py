@@ -68,7 +68,7 @@ class BackwardHooks:
             parameter = place()
             if not is_trained(parameter):
                 continue
-            if type(parameter) is not nn.Parameter or self._may_step_at(parameter):  # FSDP2 calls no hooks on the gradient
+            if type(parameter) is not nn.Parameter or self._may_step_at(parameter):  # FSDP2 calls no others
                 self._await_accumulation(position, first)
             else:
                 # removed, one after the accumulation would go on costing as much: a part of it stays in the tensor
@@ -102,7 +102,7 @@ class BackwardHooks:
         return True
 
     def _await_accumulation(self, position: int, first: bool) -> None:
-        """Follow the accumulation of this gradient: an optimizer may step right after it, in a hook that has to come later."""
+        """Have the accumulation of this gradient reported, before a hook in which an optimizer steps."""
         if position not in self._completing:
             self._completing.add(position)
             self._handles.on_accumulate(self._installed[0][position], Hook(self._accumulated, position), first)
@@ -117,7 +117,7 @@ class BackwardHooks:
             if is_accumulating():
                 self.await_end()
             else:
-                self._tasks.add(task)
+                self._remember(task)
 
     def _expect_step(self, position: int) -> None:
         parameter = self._installed[0][position]()
@@ -158,12 +158,15 @@ class BackwardHooks:
         if task == -1:  # FSDP2 in a pipeline calls the hooks itself, when it reduces gradients after the pass
             return
         if task not in self._tasks:
-            if len(self._tasks) > 10_000:
-                self._tasks.clear()
-            self._tasks.add(task)
+            self._remember(task)
             engine = Variable._execution_engine
             # DDP copies the reduced gradients back in a callback of its own; one queued from within a callback comes after it
             engine.queue_callback(lambda: engine.queue_callback(self._ended))
+
+    def _remember(self, task: int) -> None:
+        if len(self._tasks) > 10_000:
+            self._tasks.clear()
+        self._tasks.add(task)
 
     def _ended(self) -> None:
         if not self._optimizers.in_closure:

@@ -69,7 +69,8 @@ class StepHooks:
             if torch.compiler.is_compiling():  # else the shield would cost a tenth of a step that is not monitored
                 return shielded[name](optimizer, args, kwargs)
             # with others on the step, the last of them may be behind ours, and one that raises prevents the step
-            if stretch.left and (is_after or len(optimizer._optimizer_step_pre_hooks) == 1) and counts(optimizer, args, kwargs):
+            is_alone = is_after or len(getattr(optimizer, "_optimizer_step_pre_hooks", ())) == 1
+            if is_alone and stretch.left and counts(optimizer, args, kwargs):
                 return None
             return method(optimizer, args, kwargs)
 
