@@ -424,6 +424,27 @@ def test_a_plugin_that_begins_to_watch_within_a_step_sees_its_end() -> None:
     assert sees.closed == [0, 5, 6, 7]
 
 
+@pytest.mark.parametrize("answer", [None, 1, []], ids=str)
+def test_a_plugin_may_answer_by_a_property(answer: Any, counted: list[int]) -> None:
+    class Answers(Plugin):
+        name = "answers"
+        is_asked = False
+
+        @property
+        def watches_idle_steps(self) -> Any:  # type: ignore[override]
+            return answer if self.is_asked else False
+
+        def on_step_closed(self, step: Any) -> None:
+            pass
+
+    answers = Answers()
+    loop = Loop(every=30, plugins=[answers]).go(5)
+    answers.is_asked = True
+    loop.go(30)
+    assert counted == []
+    assert loop.monitor.counts.attempted == 35
+
+
 def test_a_plugin_whose_answer_fails_warns_and_sees_all_steps(counted: list[int]) -> None:
     class Fails(Plugin):
         name = "fails"

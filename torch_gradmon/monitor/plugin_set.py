@@ -34,6 +34,8 @@ class PluginSet:
         self._stopped: list[Plugin] = []
         at_boundaries = {id(plugin) for hook in _BOUNDARIES for plugin, _ in self._calls[hook]}
         self.at_boundaries = [plugin for plugin in plugins if id(plugin) in at_boundaries]
+        # in steps that are only counted their attributes are read outside of the fence, where the code of a property must not fail
+        self._has_answers = any(isinstance(type(p).watches_idle_steps, property) for p in self.at_boundaries)
         in_all_steps = {id(plugin) for hook in _IN_ALL_STEPS for plugin, _ in self._calls[hook]}
         self._requiring = [p for p in plugins if type(p).requires_gradients is not Plugin.requires_gradients]
         self._in_all_steps = [p for p in plugins if id(p) in in_all_steps or p in self._requiring]
@@ -58,6 +60,8 @@ class PluginSet:
 
     def may_miss(self, steps: int) -> int:
         """How many of the next ``steps`` steps, all idle, no plugin has to see."""
+        if self._has_answers:
+            return 0
         for plugin in self._in_all_steps:
             if steps > 0 and plugin not in self._stopped:
                 steps = min(steps, int(self.call_one(plugin, plugin.may_miss) or 0))

@@ -117,7 +117,8 @@ class IdleStretch:
         is_odd = not is_usual or not module.training or get_ident() != self._thread
         is_odd = is_odd or (self._captures is not None and self._captures())
         for plugin in self._watchers:
-            is_odd |= plugin.watches_idle_steps
+            if plugin.watches_idle_steps:
+                is_odd = True
         if is_odd or state.progress.begun:
             self.stop()
             return False
@@ -134,7 +135,8 @@ class IdleStretch:
         is_odd = is_odd or getattr(optimizer, "found_inf", None) is not None
         is_odd = is_odd or (self._captures is not None and self._captures())
         for plugin in self._watchers:
-            is_odd |= plugin.watches_idle_steps
+            if plugin.watches_idle_steps:
+                is_odd = True
         if is_odd or _running_task() != -1:
             self.stop()
             return False
