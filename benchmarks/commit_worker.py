@@ -26,7 +26,7 @@ from .sets import SETS, Tensors, build, gradients
 
 NINE = ("norm", "rms", "mean", "std", "max", "min_value", "max_value", "sparsity", "nonfinite")
 SMALL = "small_1024"
-DEMO_STEPS, DEMO_FIRST = 40, 8
+DEMO_STEPS, DEMO_FIRST = 150, 8
 #: Beyond these the audit of the loop rests in most steps.
 IDLE_FIRST, IDLE_STEPS = 2000, 300
 
