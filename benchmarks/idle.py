@@ -26,6 +26,8 @@ PARAMETERS = 150
 _WARM_UP = 20
 #: In the first steps the audit covers every step, see torch_gradmon/plugins/loop_audit/sampling.py.
 _FIRST = 250
+#: From here on the audit rests in most steps.
+_SETTLED = 1500
 #: Loops of each kind.
 INSTANCES = 8
 KINDS: dict[str, dict[str, bool]] = {"bare": {}, "once_hooked": {"once_hooked": True}, "watched": {"watched": True}}
@@ -89,7 +91,7 @@ def idle(steps: int, instances: int = INSTANCES) -> dict[str, Any]:
             loop.step()
     first, first_hooks = _python(watched, _FIRST)
     for loop in (loop for kind, loop in loops if kind == "watched"):
-        for _ in range(TRUSTED - _FIRST * (loop is watched)):
+        for _ in range(_SETTLED - _FIRST * (loop is watched)):
             loop.step()
     later, later_hooks = _python(watched, steps)
     medians = _medians(loops, max(1, steps // TURN), order)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,30 @@ def _tensor_in(place: Place) -> int | None:
     """The identity of a parameter's inner tensor: a conversion that swaps tensors changes it, and loses the hooks."""
     parameter = place()
     return None if parameter is None else parameter._cdata
+
+
+class _GradientHook(Hook):
+    """Calls ``method`` with ``position`` in the first hook of each backward pass, and in all of them where optimizers may step within.
+
+    Args:
+        method: of a weakly held object.
+        position: of the parameter.
+        tasks: the passes that are known.
+        in_backward: which optimizers step within the backward pass.
+    """
+
+    def __init__(self, method: Callable[..., Any], position: int, tasks: set[int], in_backward: StepsInBackward) -> None:
+        super().__init__(method, position)
+        self._tasks, self._in_backward = tasks, in_backward
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the method if it has to know."""
+        if torch.compiler.is_compiling():
+            return None
+        within = self._in_backward
+        if torch._C._current_graph_task_id() in self._tasks and within.is_settled and not within.known:
+            return None
+        return super().__call__(*args)
 
 
 class BackwardHooks:
@@ -72,7 +97,7 @@ class BackwardHooks:
                 self._await_accumulation(position, first)
             else:
                 # removed, one after the accumulation would go on costing as much: a part of it stays in the tensor
-                self._handles.on_gradient(place, Hook(self._came, position))
+                self._handles.on_gradient(place, _GradientHook(self._came, position, self._tasks, self._in_backward))
         self._tensors = [_tensor_in(place) for place in places]
 
     def uninstall(self) -> None:
@@ -107,17 +132,15 @@ class BackwardHooks:
             self._completing.add(position)
             self._handles.on_accumulate(self._installed[0][position], Hook(self._accumulated, position), first)
 
-    # called for each parameter in each backward pass: few calls, and no fence where there is nothing to report
+    # no fence where there is nothing to report
 
     def _came(self, position: int, gradient: Tensor | None) -> None:
         if not self._in_backward.is_settled or self._in_backward.known:
             self._fence.run(self._expect_step, position)
-        task = torch._C._current_graph_task_id()
-        if task not in self._tasks:
-            if is_accumulating():
-                self.await_end()
-            else:
-                self._remember(task)
+        if is_accumulating():
+            self.await_end()
+        else:
+            self._remember(torch._C._current_graph_task_id())
 
     def _expect_step(self, position: int) -> None:
         parameter = self._installed[0][position]()
