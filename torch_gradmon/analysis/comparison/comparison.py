@@ -20,7 +20,7 @@ from ...runs.window import is_of_layer
 from ..run import Run
 from .causal_order import CONTEXT, STAGES, Order, stage_of
 from .cells import Cell, facts_of, item_key
-from .interpretation import interpret, interpret_gaps, interpret_noise
+from .interpretation import Onset, interpret, interpret_gaps, interpret_noise
 from .matching import Pairing, SheetComparison, compare
 from .result import Divergence, StageCounts
 from .rules import Rules
@@ -155,7 +155,8 @@ class Comparison:
         found, row = cell.divergence(step), bisect_left(steps, step)
         before = steps[row - 1] if row else None
         is_finite = math.isfinite(found.a) and math.isfinite(found.b)
-        return found, interpret(found.stage, found.key, step, before, self.stages(step), found.relative, is_finite, settings)
+        stages = self.stages(step)
+        return found, interpret(Onset(found.stage, found.key, step, before, stages, found.relative, is_finite, settings))
 
     def _cells(self, step: int, chosen: Callable[[SheetComparison], Tensor]) -> list[Cell]:
         """The chosen values of a step, in the order of computation."""

@@ -21,20 +21,28 @@ _OF_BACKWARD = (
 _OF_OPTIMIZER = "the optimizer's settings, its state (a checkpoint without it, for example), or its code"
 
 
-class _Onset(NamedTuple):
+class Onset(NamedTuple):
     """The first value that differs.
 
     Attributes:
+        stage: of the value.
         key: of the value.
         step: number of the step.
         before: the step that was compared before; None if there is none.
         compared: the stages that were compared in the step.
+        relative: relative difference of the values.
+        is_finite: whether both values are finite.
+        settings: of optimizers that differ.
     """
 
+    stage: str
     key: str
     step: int
     before: int | None
     compared: Container[str]
+    relative: float
+    is_finite: bool
+    settings: Sequence[str] = ()
 
     def same(self, *stages: str) -> str:
         """Which of ``stages`` are the same, and which were not recorded in both runs."""
@@ -51,36 +59,19 @@ class _Onset(NamedTuple):
         return _OF_FORWARD if "parameters" in self.compared else f"other parameters, {_OF_FORWARD}"
 
 
-def interpret(
-    stage: str,
-    key: str,
-    step: int,
-    before: int | None,
-    compared: Container[str],
-    relative: float,
-    is_finite: bool,
-    settings: Sequence[str],
-) -> str:
-    """What it means that a value is the first to differ.
-
-    Args:
-        stage: of the value.
-        key, step, before, compared: see :class:`_Onset`.
-        relative: relative difference of the values.
-        is_finite: whether both values are finite.
-        settings: of optimizers that differ.
-    """
-    text = _PLACES[stage](_Onset(key, step, before, compared))
-    if not is_finite:
+def interpret(onset: Onset) -> str:
+    """What it means that this value is the first to differ."""
+    text = _PLACES[onset.stage](onset)
+    if not onset.is_finite:
         return f"{text} Not all of the values are finite."
-    if settings and stage in _OF_STEP and (stage != "parameters" or before is not None):
-        return f"{text} The optimizers differ in {listed(settings, 3)}, which may be the cause."
-    if stage in ("settings", "other values"):
+    if onset.settings and onset.stage in _OF_STEP and (onset.stage != "parameters" or onset.before is not None):
+        return f"{text} The optimizers differ in {listed(onset.settings, 3)}, which may be the cause."
+    if onset.stage in ("settings", "other values"):
         return text
-    if relative > _ROUNDING:
-        return f"{text} At {relative:.1e} it is more than rounding in float32."
+    if onset.relative > _ROUNDING:
+        return f"{text} At {onset.relative:.1e} it is more than rounding in float32."
     return (
-        f"{text} At {relative:.1e} it is of the size of rounding in float32: sums in another order, from kernels that are not "
+        f"{text} At {onset.relative:.1e} it is of the size of rounding in float32: sums in another order, from kernels that are not "
         "deterministic, another number of threads, or code that is equal in exact arithmetic. Such a difference grows during training."
     )
 
@@ -110,7 +101,7 @@ def interpret_gaps(step: int, run: str, keys: Sequence[str]) -> str:
     return f"In step {step} the {run} run lacks {keys[0]}{more}, which it has in other steps."
 
 
-def _parameters(onset: _Onset) -> str:
+def _parameters(onset: Onset) -> str:
     if onset.before is None:
         return (
             f"The parameters differ in the first compared step ({onset.step}): another seed, initialisation or checkpoint, or the runs "
@@ -122,20 +113,20 @@ def _parameters(onset: _Onset) -> str:
     )
 
 
-def _activations(onset: _Onset) -> str:
+def _activations(onset: Onset) -> str:
     if onset.key.startswith(f"{n.INPUT}/{n.ROOT}/"):
         return f"{onset.same('parameters')}, and the input of the model differs: other data."
     return f"{onset.same('parameters')}, and this is the first activation that differs: {onset.of_forward}."
 
 
-def _loss(onset: _Onset) -> str:
+def _loss(onset: Onset) -> str:
     if "activations" in onset.compared:
         return f"{onset.same('parameters', 'activations')}, and the loss differs: other targets, or other code of the loss."
     hint = 'Activations (preset="full") would show more.'
     return f"{onset.same('parameters')}, and the loss differs: {onset.of_forward}. {hint}"
 
 
-def _gradients(onset: _Onset) -> str:
+def _gradients(onset: Onset) -> str:
     known = [stage for stage in ("activations", "loss") if stage in onset.compared]
     if known:
         return f"{onset.same('parameters', *known)}, and gradients differ: {_OF_BACKWARD}."
@@ -143,26 +134,26 @@ def _gradients(onset: _Onset) -> str:
     return f"{onset.same('parameters')}, and gradients differ: {onset.of_forward}, or in the backward pass. {hint}"
 
 
-def _clipped(onset: _Onset) -> str:
+def _clipped(onset: Onset) -> str:
     if "gradients before clipping" not in onset.compared:
         return _gradients(onset)
     return "The gradients are the same before clipping, and those that the optimizer uses differ: the clip, or its limit."
 
 
-def _settings(onset: _Onset) -> str:
+def _settings(onset: Onset) -> str:
     names = {"context/amp_scale": "the loss scale", "context/applied": "whether the step was applied"}
     return f"{onset.same('parameters', 'gradients for the optimizer')}, and {names.get(onset.key, 'the learning rate')} differs."
 
 
-def _optimizer(onset: _Onset) -> str:
+def _optimizer(onset: Onset) -> str:
     return f"{onset.same('parameters', 'gradients for the optimizer')}, and the optimizer's result differs: {_OF_OPTIMIZER}."
 
 
-def _others(onset: _Onset) -> str:
+def _others(onset: Onset) -> str:
     return "The step itself does not differ, only values that were logged beside it or follow from earlier steps."
 
 
-_PLACES: dict[str, Callable[[_Onset], str]] = {
+_PLACES: dict[str, Callable[[Onset], str]] = {
     "parameters": _parameters,
     "activations": _activations,
     "loss": _loss,
