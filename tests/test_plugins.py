@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -260,6 +261,25 @@ class Counts(Plugin):
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         self.steps = state["steps"]
+
+
+def test_a_plugin_belongs_to_one_monitor(tmp_path: Path) -> None:
+    plugin = Diary()
+    first, second = nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 1)
+    of_first, of_second = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (first, second))
+    with pytest.warns(GradmonWarning, match="watched already"):
+        monitor = [gradmon.watch(first, of_first, plugins=[plugin]) for _ in range(2)][
+            1
+        ]  # the same model again: a cell of a notebook
+    with pytest.raises(ValueError, match="the monitor of another Sequential uses"):
+        gradmon.watch(second, of_second, plugins=[plugin], run_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    monitor.detach()
+    gradmon.watch(second, of_second, plugins=[plugin])
+    plugin.lines.clear()
+    second(torch.ones(2)).sum().backward()
+    of_second.step()
+    assert plugin.lines == _MONITORED
 
 
 def test_what_a_plugin_has_learned_is_part_of_the_state() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..capture.modules.unit_metrics import ACTIVATION_BUILT_INS, INPUT_BUILT_INS
 from ..capture.parameter_functions import OPTIMIZER_BUILT_INS, UPDATE_BUILT_INS
 from ..core import keys as n
 from ..core import validation as check
-from ..core.errors import WarningLog
+from ..core.errors import WarningLog, display
 from ..core.fence import Fence, is_disabled
 from ..core.key_formatter import KeyFormatter
 from ..core.records import SpikeEvent
@@ -69,12 +69,13 @@ def build(config: MonitorConfig, model: nn.Module | None = None) -> Runtime:
     The model is checked and indexed before the run directory is created, so a model that is refused leaves no files.
 
     Raises:
-        TypeError, ValueError: the model cannot be monitored.
+        TypeError, ValueError: the model cannot be monitored, or a plugin belongs to the monitor of another one.
     """
     inert, ranks = is_disabled(), Ranks(config.process_group)
     complaints = WarningLog(raising=config.on_metric_error == "raise")
     is_muted = partial(ranks.is_muted, config.log_on_all_ranks)
     planner = _planner(config, model)
+    _check_free(config.plugins, model)
     directory = _directory(config, complaints, ranks, inert, is_muted)
     fence = Fence(complaints, inert)
     factory = RecordFactory(planner.registry, LayerSelection(config.layers), directory)
@@ -107,6 +108,17 @@ def build(config: MonitorConfig, model: nn.Module | None = None) -> Runtime:
     # the last rows are sent when the interpreter ends, and what sends them has to be alive until then
     weakref.finalize(runtime, at_exit, weakref.ref(runtime), directory.keep_alive, pipeline.publisher.keep_alive)
     return runtime
+
+
+def _check_free(plugins: Sequence[Plugin], model: nn.Module | None) -> None:
+    for plugin in plugins:
+        context: Any = getattr(plugin, "context", None)
+        other = None if context is None else context.module
+        if other is not None and other is not model and context.is_attached:  # a second watch() of a model replaces the first
+            raise ValueError(
+                f"plugins has {display(plugin)}, which the monitor of another {type(other).__name__} uses; "
+                "give each monitor a plugin of its own, or detach() that monitor first"
+            )
 
 
 def _plugins(

@@ -17,8 +17,8 @@ from .plugin_context import OptimizerContext, PluginContext
 class Plugin:
     """Optional behaviour of a monitor. Every method does nothing by default, and only those that a plugin overrides are called.
 
-    Pass instances to ``ModuleMonitor(plugins=[...])`` or ``watch(plugins=[...])``. A method that raises costs a warning, once, and
-    training continues; :class:`torch_gradmon.SpikeError` leaves through ``optimizer.step()``.
+    Pass instances to ``ModuleMonitor(plugins=[...])`` or ``watch(plugins=[...])``, each to one monitor. A method that raises costs a
+    warning, once, and training continues; :class:`torch_gradmon.SpikeError` leaves through ``optimizer.step()``.
     """
 
     #: The name under which warnings and the state dict know the plugin.
