@@ -41,7 +41,8 @@ class JsonlSink:
             self._file = self.path.open("a", encoding="utf-8")
             if broken:
                 self._file.write("\n")
-        row = {"step": step, **values} | {"step": step}  # first, and also if a value of that name was logged
+        row = {"step": step, **values}
+        row["step"] = step  # also if a value of that name was logged
         try:
             line = json.dumps(row, allow_nan=False)
         except ValueError:
