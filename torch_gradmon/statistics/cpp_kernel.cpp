@@ -17,6 +17,11 @@
 #include <system_error>
 #include <thread>
 #include <vector>
+#if defined(__AVX__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
 
 // Subnormal numbers count as zero in threads that ask for it (torch.set_flush_denormal), and all threads have to agree.
 #if defined(__SSE__)
@@ -46,24 +51,33 @@ typedef float Floats __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t Bits __attribute__((vector_size(4 * WIDTH)));
 typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH)));
-typedef double Doubles __attribute__((vector_size(8 * WIDTH)));
+typedef double Doubles __attribute__((vector_size(4 * WIDTH)));
 
 // Vectors whose lanes are summed, in float32 if that will do, before they go on in float64: rounding loses at most
 // RUN / 2^25 = 4.8e-7 of the magnitudes. Sums in float64 alone gain as well by being cut in two.
 constexpr int64_t RUN = 16;
-// Bytes: memory is asked for what comes a page later, since an Intel processor's own prefetcher stops at the end of each page: one thread
-// reads a quarter faster (Xeon with AVX-512, from 2 to 16 kB alike). One of AMD reads a tenth slower with it (EPYC with AVX-512), so there
-// memory is asked for what is read next anyway. Nothing is read, so it may be past the end.
-int64_t bytes_ahead() {
+// How memory is read. A processor's own prefetcher stops at the end of each page. On Intel one thread reads a quarter faster when each line
+// is asked for a page ahead (Xeon with AVX-512, from 2 to 16 kB alike). On AMD that takes a tenth longer; there it is two chunks read by
+// turns that come faster than one, by some percent (EPYC with AVX-512).
+struct Reading {
+    int64_t ahead;    // bytes; nothing is read there, so it may be past the end
+    int64_t streams;  // how many chunks of a tensor are read by turns
+};
+
+constexpr int64_t MOST_STREAMS = 2;
+
+Reading reading() {
 #if defined(__SSE__)
     __builtin_cpu_init();
-    if (__builtin_cpu_is("amd")) return 0;
+    if (__builtin_cpu_is("amd")) return {0, MOST_STREAMS};
 #endif
-    return 1 << 12;
+    return {1 << 12, 1};
 }
-const int64_t AHEAD = bytes_ahead();
+const Reading READING = reading();
 // Elements: 256 kB of float32. Chunks are what threads share out.
 constexpr int64_t CHUNK = 1 << 16;
+// Elements of a chunk that are read before it is another one's turn.
+constexpr int64_t TURN = 2 * RUN * LANES;
 // Elements for which another thread pays: it starts within 20 us, and reads so many in 50 or more.
 constexpr int64_t PER_THREAD = 1 << 19;
 
@@ -123,65 +137,130 @@ Floats read(const typename Kind::Stored* values, const typename Kind::Stored* mi
 
 Floats magnitude(Floats x) { return (Floats)((Bits)x & 0x7fffffff); }
 
-// What the sums of a run are computed in.
-template <bool WIDE>
-struct Sums {
-    typedef Floats Vector;
-    static Vector of(Floats x) { return x; }
+// What compilers write in too many instructions, if left to themselves: the halves of a register in float64, a square that is added
+// before it is rounded (by every processor that a kernel is built for), and a count of magnitudes within a limit.
+#if defined(__AVX512F__)
+Doubles low(Floats x) { return (Doubles)_mm512_cvtps_pd(_mm512_castps512_ps256((__m512)x)); }
+Doubles high(Floats x) { return (Doubles)_mm512_cvtps_pd(_mm512_extractf32x8_ps((__m512)x, 1)); }
+Floats square_added(Floats x, Floats sum) { return (Floats)_mm512_fmadd_ps((__m512)x, (__m512)x, (__m512)sum); }
+#elif defined(__AVX__)
+Doubles low(Floats x) { return (Doubles)_mm256_cvtps_pd(_mm256_castps256_ps128((__m256)x)); }
+Doubles high(Floats x) { return (Doubles)_mm256_cvtps_pd(_mm256_extractf128_ps((__m256)x, 1)); }
+#if defined(__FMA__)
+Floats square_added(Floats x, Floats sum) { return (Floats)_mm256_fmadd_ps((__m256)x, (__m256)x, (__m256)sum); }
+#else
+Floats square_added(Floats x, Floats sum) { return sum + x * x; }
+#endif
+#else
+Doubles low(Floats x) { return Doubles{x[0], x[1]}; }
+Doubles high(Floats x) { return Doubles{x[2], x[3]}; }
+#if defined(__ARM_NEON)
+Floats square_added(Floats x, Floats sum) { return (Floats)vfmaq_f32((float32x4_t)sum, (float32x4_t)x, (float32x4_t)x); }
+#else
+Floats square_added(Floats x, Floats sum) { return sum + x * x; }
+#endif
+#endif
+
+Ints counted(Floats m, Floats limit, Ints count) {
+#if defined(__AVX512F__)
+    return m <= limit ? count + 1 : count;
+#else
+    return count - (m <= limit);  // true is -1
+#endif
+}
+
+// The sums of WIDTH lanes, in float32 or in float64.
+struct Narrow {
+    Floats sum;
+    void add(Floats x) { sum += x; }
+    void add_square(Floats x) { sum = square_added(x, sum); }
 };
 
-template <>
-struct Sums<true> {
-    typedef Doubles Vector;
-    static Vector of(Floats x) { return __builtin_convertvector(x, Doubles); }
+struct Wide {
+    Doubles of_low, of_high;
+    void add(Floats x) { of_low += low(x), of_high += high(x); }
+    void add_square(Floats x) { of_low += low(x) * low(x), of_high += high(x) * high(x); }
+    void add(const Narrow& run) { add(run.sum); }
+    void add(const Wide& run) { of_low += run.of_low, of_high += run.of_high; }
+    double operator[](int lane) const { return lane < WIDTH / 2 ? of_low[lane] : of_high[lane - WIDTH / 2]; }
 };
 
-template <class Kind, bool CHANGED, bool WIDE>
-void look_at(const void* address, const void* other, int64_t length, Change change, float limit, double* row) {
-    const auto* values = static_cast<const typename Kind::Stored*>(address);
-    const auto* minus = static_cast<const typename Kind::Stored*>(other);
-    double sums[LANES] = {}, abs_sums[LANES] = {}, square_sums[LANES] = {};
-    Ints near[PARTS] = {};
+// What the lanes have found in the runs of a chunk so far.
+struct Lanes {
+    Wide sums[PARTS], abs_sums[PARTS], square_sums[PARTS];
+    Ints near[PARTS];
     Floats smallest[PARTS], largest[PARTS];
-    std::fill(smallest, smallest + PARTS, Floats{} + std::numeric_limits<float>::infinity());
-    std::fill(largest, largest + PARTS, Floats{} - std::numeric_limits<float>::infinity());
-    const int64_t whole = length / LANES * LANES, ahead = AHEAD / static_cast<int64_t>(sizeof *values);
-    for (int64_t start = 0; start < whole; start += RUN * LANES) {
-        typename Sums<WIDE>::Vector sum[PARTS] = {}, abs_sum[PARTS] = {}, square_sum[PARTS] = {};
-        const int64_t end = std::min(whole, start + RUN * LANES);
-        for (int64_t i = start; i < end; i += LANES) {
-            __builtin_prefetch(values + i + ahead);
-            if (CHANGED && change.minus) __builtin_prefetch(minus + i + ahead);
+
+    void begin() {
+        std::memset(this, 0, sizeof *this);
+        for (int part = 0; part < PARTS; ++part) {
+            smallest[part] = Floats{} + std::numeric_limits<float>::infinity();
+            largest[part] = Floats{} - std::numeric_limits<float>::infinity();
+        }
+    }
+};
+
+// Whole vectors from `start` to `end`, in runs.
+template <class Kind, bool CHANGED, class Run>
+inline void look_at_vectors(
+    const typename Kind::Stored* values, const typename Kind::Stored* minus, int64_t start, int64_t end, Change change, float limit,
+    Lanes& lanes) {
+    Ints near[PARTS];
+    Floats smallest[PARTS], largest[PARTS];
+    for (int part = 0; part < PARTS; ++part) {
+        near[part] = lanes.near[part], smallest[part] = lanes.smallest[part], largest[part] = lanes.largest[part];
+    }
+    const Floats within = Floats{} + limit;
+    const int64_t ahead = READING.ahead / static_cast<int64_t>(sizeof *values);
+    for (; start < end; start += RUN * LANES) {
+        Run sum[PARTS] = {}, abs_sum[PARTS] = {}, square_sum[PARTS] = {};
+        const int64_t last = std::min(end, start + RUN * LANES);
+        for (int64_t i = start; i < last; i += LANES) {
+            if (ahead) {
+                __builtin_prefetch(values + i + ahead);
+                if (CHANGED && change.minus) __builtin_prefetch(minus + i + ahead);
+            }
             for (int part = 0; part < PARTS; ++part) {
                 const Floats x = read<Kind, CHANGED>(values, minus, i + part * WIDTH, change);
                 const Floats m = magnitude(x);
-                const auto summand = Sums<WIDE>::of(x);
-                sum[part] += summand;
-                abs_sum[part] += Sums<WIDE>::of(m);
-                square_sum[part] += summand * summand;
-                near[part] -= m <= limit;  // true is -1
+                sum[part].add(x);
+                abs_sum[part].add(m);
+                square_sum[part].add_square(x);
+                near[part] = counted(m, within, near[part]);
                 smallest[part] = x < smallest[part] ? x : smallest[part];
                 largest[part] = x > largest[part] ? x : largest[part];
             }
         }
-        for (int lane = 0; lane < LANES; ++lane) {
-            sums[lane] += sum[lane / WIDTH][lane % WIDTH];
-            abs_sums[lane] += abs_sum[lane / WIDTH][lane % WIDTH];
-            square_sums[lane] += square_sum[lane / WIDTH][lane % WIDTH];
+        for (int part = 0; part < PARTS; ++part) {
+            lanes.sums[part].add(sum[part]);
+            lanes.abs_sums[part].add(abs_sum[part]);
+            lanes.square_sums[part].add(square_sum[part]);
         }
     }
+    for (int part = 0; part < PARTS; ++part) {
+        lanes.near[part] = near[part], lanes.smallest[part] = smallest[part], lanes.largest[part] = largest[part];
+    }
+}
+
+// The row of a chunk of `length` elements at `values`, whose whole vectors the lanes have seen.
+template <class Kind, bool CHANGED>
+void finish(
+    const Lanes& lanes, const typename Kind::Stored* values, const typename Kind::Stored* minus, int64_t length, Change change,
+    float limit, double* row) {
     std::fill(row, row + MIN, 0.0);
     row[COUNT] = static_cast<double>(length);
     row[MIN] = std::numeric_limits<double>::infinity();
     row[MAX] = -row[MIN];
     for (int lane = 0; lane < LANES; ++lane) {
-        row[SUM] += sums[lane];
-        row[ABS_SUM] += abs_sums[lane];
-        row[SQUARE_SUM] += square_sums[lane];
-        row[NEAR_ZERO] += near[lane / WIDTH][lane % WIDTH];
-        row[MIN] = std::min<double>(row[MIN], smallest[lane / WIDTH][lane % WIDTH]);
-        row[MAX] = std::max<double>(row[MAX], largest[lane / WIDTH][lane % WIDTH]);
+        const int part = lane / WIDTH, place = lane % WIDTH;
+        row[SUM] += lanes.sums[part][place];
+        row[ABS_SUM] += lanes.abs_sums[part][place];
+        row[SQUARE_SUM] += lanes.square_sums[part][place];
+        row[NEAR_ZERO] += lanes.near[part][place];
+        row[MIN] = std::min<double>(row[MIN], lanes.smallest[part][place]);
+        row[MAX] = std::max<double>(row[MAX], lanes.largest[part][place]);
     }
+    const int64_t whole = length / LANES * LANES;
     if (whole == length) return;
     // the rest, in float64: of a few elements the mean may be large beside the spread, for which float32 is too narrow
     typename Kind::Stored last[LANES] = {}, last_minus[LANES] = {};
@@ -200,6 +279,30 @@ void look_at(const void* address, const void* other, int64_t length, Change chan
     }
 }
 
+// The rows of up to MOST_STREAMS chunks, one behind the other in memory: `length` elements together.
+template <class Kind, bool CHANGED, class Run>
+void look_at(const void* address, const void* other, int64_t length, Change change, float limit, double* rows) {
+    const auto* values = static_cast<const typename Kind::Stored*>(address);
+    const auto* minus = static_cast<const typename Kind::Stored*>(other);
+    const int64_t chunks = std::max<int64_t>(1, (length + CHUNK - 1) / CHUNK);  // an empty tensor has one chunk too
+    Lanes lanes[MOST_STREAMS];
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) lanes[chunk].begin();
+    const int64_t turn = chunks > 1 ? TURN : CHUNK;
+    for (int64_t from = 0; from < std::min(CHUNK, length); from += turn) {
+        for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+            const int64_t start = chunk * CHUNK, whole = start + std::min(CHUNK, length - start) / LANES * LANES;
+            const int64_t end = std::min(whole, start + from + turn);
+            look_at_vectors<Kind, CHANGED, Run>(values, minus, start + from, end, change, limit, lanes[chunk]);
+        }
+    }
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+        const int64_t start = chunk * CHUNK;
+        finish<Kind, CHANGED>(
+            lanes[chunk], values + start, minus + (CHANGED && change.minus ? start : 0), std::min(CHUNK, length - start), change,
+            limit, rows + chunk * COLUMNS);
+    }
+}
+
 // A tensor, as the caller describes it; dtype is an index of LOOKS.
 struct Entry {
     int64_t address, other, length, dtype;
@@ -207,12 +310,16 @@ struct Entry {
 
 typedef void (*Look)(const void*, const void*, int64_t, Change, float, double*);
 #define TORCH_GRADMON_LOOKS(Kind) \
-    {{look_at<Kind, false, false>, look_at<Kind, false, true>}, {look_at<Kind, true, false>, look_at<Kind, true, true>}}
+    {{look_at<Kind, false, Narrow>, look_at<Kind, false, Wide>}, {look_at<Kind, true, Narrow>, look_at<Kind, true, Wide>}}
 constexpr Look LOOKS[][2][2] = {TORCH_GRADMON_LOOKS(Float32), TORCH_GRADMON_LOOKS(BFloat16), TORCH_GRADMON_LOOKS(Float16)};
 constexpr int64_t SIZES[] = {4, 2, 2};
 
-struct Chunk {
-    int64_t entry, start;
+// The most elements that are looked at together: it is the arithmetic that numbers of two bytes wait for, not memory.
+int64_t together(const Entry& entry) { return CHUNK * (SIZES[entry.dtype] == 4 ? READING.streams : 1); }
+
+// Chunks of a tensor that are looked at together, and the number of the first one of them among all of the call.
+struct Group {
+    int64_t entry, start, chunk;
 };
 
 // What is the same for all tensors of a call.
@@ -224,18 +331,18 @@ struct Call {
     double* rows;
 };
 
-void look_at_chunk(const Call& call, Chunk chunk, bool wide, double* row) {
-    const Entry& entry = call.entries[chunk.entry];
+void look_at_group(const Call& call, Group group, bool wide, double* rows) {
+    const Entry& entry = call.entries[group.entry];
     const Change change = {call.scale ? *call.scale : 1.0f, entry.other != 0};
-    const int64_t offset = chunk.start * SIZES[entry.dtype];
+    const int64_t offset = group.start * SIZES[entry.dtype];
     const bool changed = call.scale || change.minus;
     LOOKS[entry.dtype][changed][wide](
         reinterpret_cast<const void*>(entry.address + offset),
         reinterpret_cast<const void*>(entry.other + offset),
-        std::min(CHUNK, entry.length - chunk.start),
+        std::min(together(entry), entry.length - group.start),
         change,
         call.limit,
-        row);
+        rows);
 }
 
 void merge(double* into, const double* row) {
@@ -246,21 +353,24 @@ void merge(double* into, const double* row) {
 
 // Writes the rows of the tensors at these positions; wide: with sums in float64 throughout.
 void measure(const Call& call, const std::vector<int64_t>& positions, bool wide) {
-    std::vector<Chunk> chunks;
-    int64_t elements = 0;
+    std::vector<Group> groups;
+    int64_t elements = 0, chunks = 0;
     for (const int64_t entry : positions) {
-        elements += call.entries[entry].length;
+        const int64_t length = call.entries[entry].length, most = together(call.entries[entry]);
+        elements += length;
         int64_t start = 0;
-        do {  // an empty tensor has one chunk too
-            chunks.push_back({entry, start});
-            start += CHUNK;
-        } while (start < call.entries[entry].length);
+        do {
+            groups.push_back({entry, start, chunks});
+            chunks += std::max<int64_t>(1, (std::min(most, length - start) + CHUNK - 1) / CHUNK);
+            start += most;
+        } while (start < length);
     }
-    const int64_t all = static_cast<int64_t>(chunks.size());
-    std::vector<double> parts(all * COLUMNS);
+    const int64_t all = static_cast<int64_t>(groups.size());
+    groups.push_back({-1, 0, chunks});
+    std::vector<double> parts(chunks * COLUMNS);
     std::atomic<int64_t> next{0};
     const auto work = [&] {
-        for (int64_t i; (i = next++) < all;) look_at_chunk(call, chunks[i], wide, &parts[i * COLUMNS]);
+        for (int64_t i; (i = next++) < all;) look_at_group(call, groups[i], wide, &parts[groups[i].chunk * COLUMNS]);
     };
     // Threads of their own live for this call only: no OpenMP, whose second runtime in a process may hang, and nothing that a fork loses.
     const unsigned mode = TORCH_GRADMON_MODE;
@@ -277,12 +387,14 @@ void measure(const Call& call, const std::vector<int64_t>& positions, bool wide)
     work();
     for (std::thread& other : others) other.join();
     for (int64_t i = 0; i < all; ++i) {
-        const double* part = parts.data() + i * COLUMNS;
-        double* row = call.rows + chunks[i].entry * COLUMNS;
-        if (chunks[i].start == 0) {
-            std::copy(part, part + COLUMNS, row);
-        } else {
-            merge(row, part);
+        double* row = call.rows + groups[i].entry * COLUMNS;
+        for (int64_t chunk = groups[i].chunk; chunk < groups[i + 1].chunk; ++chunk) {
+            const double* part = parts.data() + chunk * COLUMNS;
+            if (groups[i].start == 0 && chunk == groups[i].chunk) {
+                std::copy(part, part + COLUMNS, row);
+            } else {
+                merge(row, part);
+            }
         }
     }
 }
