@@ -549,6 +549,67 @@ def test_a_state_loaded_within_a_counted_step_begins_a_segment() -> None:
     assert loop.records == [0, 10, 20, 30, 40, 10, 20, 30]
 
 
+class _Watcher(Plugin):
+    """Sees the steps that close."""
+
+    name = "watcher"
+
+    def __init__(self) -> None:
+        self.closed: list[int] = []
+
+    def on_step_closed(self, step: Any) -> None:
+        self.closed.append(step.number)
+
+
+def test_a_plugin_may_watch_from_its_beginning_and_stop(counted: list[int]) -> None:
+    watcher = _Watcher()
+    watcher.watches_idle_steps = True
+    loop = Loop(every=30, plugins=[watcher]).go(10)
+    assert (watcher.closed, counted) == ([*range(10)], [])
+    watcher.watches_idle_steps = False
+    loop.go(10)
+    assert watcher.closed == [*range(10)]
+    assert counted
+
+
+def test_a_plugin_may_begin_to_watch_from_another_thread() -> None:
+    watcher = _Watcher()
+    loop = Loop(every=30, plugins=[watcher]).go(8)
+    thread = threading.Thread(target=setattr, args=(watcher, "watches_idle_steps", True))
+    thread.start()
+    thread.join()
+    loop.go(2)
+    assert watcher.closed == [0, 8, 9]
+
+
+def test_a_class_may_watch_always(counted: list[int]) -> None:
+    watcher = type("Always", (_Watcher,), {"watches_idle_steps": True})()
+    loop = Loop(every=30, plugins=[watcher]).go(6)
+    watcher.watches_idle_steps = False
+    loop.go(3)
+    assert (watcher.closed, counted) == ([*range(6)], [])
+
+
+def test_a_plugin_of_a_second_monitor_is_heard_there() -> None:
+    watcher = _Watcher()
+    first = Loop(every=30, plugins=[watcher]).go(5)
+    first.monitor.detach()
+    second = Loop(every=30, plugins=[watcher]).go(5)
+    watcher.watches_idle_steps = True
+    second.go(2)
+    assert watcher.closed == [0, 0, 5, 6]
+
+
+def test_the_time_of_counted_steps_is_overhead() -> None:
+    loop = Loop(every=30).go(5)
+    fence = loop.monitor._runtime.fence
+    before = fence.spent()
+    loop.go(20)
+    loop.backward()
+    loop.monitor.set_detail(every=1)  # the loop is followed again
+    assert fence.spent() - before > 20e-6
+
+
 def test_tags_of_a_counted_step_are_not_of_the_next_one() -> None:
     loop = Loop(every=30).go(5)
     loop.backward()

@@ -93,7 +93,7 @@ class FollowedLoop(LoopDriver):
         self.owner, self.fence, self._lifecycle, self._overflows = owner, lifecycle.fence, lifecycle, overflows
         order: list[Hashable] = [id(optimizer) for optimizer in optimizers]
         self.ownership = Ownership(optimizers)
-        stretch = IdleStretch(cycle.state, lifecycle, lifecycle.plugins, self.fence)
+        stretch = IdleStretch(cycle.state, lifecycle, lifecycle.values.late.tags, lifecycle.plugins, self.fence)
         self.hooks = LoopHooks(self, self.fence, module, optimizers, scaler, wrappers, cycle.state.in_backward, stretch)
         self.measurement = StepMeasurement(lifecycle, self.ownership, self.hooks, order)
         self.decisions = Decisions(self.ownership, order, self.hooks.optimizers.holds, lifecycle.planning.planner)

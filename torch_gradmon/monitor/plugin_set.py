@@ -25,17 +25,20 @@ class PluginSet:
         complaints: where failures are reported.
 
     Attributes:
-        at_boundaries: those with methods that are called at the beginning or the end of a step.
+        watching: the ids of those that watch idle steps.
     """
 
     def __init__(self, plugins: Sequence[Plugin], complaints: WarningLog) -> None:
         self._plugins, self._complaints = tuple(plugins), complaints
         self._calls = {hook: self._overridden(hook) for hook in _HOOKS}
         self._stopped: list[Plugin] = []
-        at_boundaries = {id(plugin) for hook in _BOUNDARIES for plugin, _ in self._calls[hook]}
-        self.at_boundaries = [plugin for plugin in plugins if id(plugin) in at_boundaries]
-        # in steps that are only counted their attributes are read outside of the fence, where the code of a property must not fail
-        self._has_answers = any(isinstance(type(p).watches_idle_steps, property) for p in self.at_boundaries)
+        at_boundaries = {id(plugin): plugin for hook in _BOUNDARIES for plugin, _ in self._calls[hook]}.values()
+        self.watching: set[int] = set()
+        # a class with an attribute or a property of its own is asked
+        self._asked = [p for p in at_boundaries if type(p).watches_idle_steps is not Plugin.watches_idle_steps]
+        for plugin in at_boundaries:
+            if plugin not in self._asked:
+                plugin.report_watching(self.watching)
         in_all_steps = {id(plugin) for hook in _IN_ALL_STEPS for plugin, _ in self._calls[hook]}
         self._requiring = [p for p in plugins if type(p).requires_gradients is not Plugin.requires_gradients]
         self._in_all_steps = [p for p in plugins if id(p) in in_all_steps or p in self._requiring]
@@ -53,14 +56,16 @@ class PluginSet:
     @property
     def watch_idle_steps(self) -> bool:
         """Whether any plugin watches idle steps at this moment. Cheaper than a call that finds none."""
-        for plugin in self.at_boundaries:  # noqa: SIM110 (asked in every idle step: no generator)
+        if self.watching:
+            return True
+        for plugin in self._asked:  # noqa: SIM110 (asked in every idle step: no generator)
             if plugin.watches_idle_steps:
                 return True
         return False
 
     def may_miss(self, steps: int) -> int:
         """How many of the next ``steps`` steps, all idle, no plugin has to see."""
-        if self._has_answers:
+        if self._asked:  # in steps that are only counted none is asked
             return 0
         for plugin in self._in_all_steps:
             if steps > 0 and plugin not in self._stopped:

@@ -56,10 +56,6 @@ class ActiveStep:
     annotations: dict[str, Any] = field(default_factory=dict)
     values: dict[Key, float] = field(default_factory=dict)
 
-    def count(self, step: int) -> None:
-        """This stands for ``step``, which follows one that nothing was kept of."""
-        self.number = step
-
     @property
     def is_monitored(self) -> bool:
         """Whether all that is due is measured."""

@@ -25,14 +25,32 @@ class Plugin:
     name = "plugin"
     #: Whether the plugin is called no more after it failed, until the next :meth:`ModuleMonitor.attach`.
     stops_on_failure = False
-    #: Whether the methods of a step are called also in idle steps, in which nothing is measured. Most steps of most trainings are idle,
-    #: so this costs the most; a plugin may change it at any time.
-    watches_idle_steps = False
     context: PluginContext
+    _watches_idle_steps = False
+    _watching: set[int] | None = None
 
     def attach(self, context: PluginContext) -> None:
         """The monitor has taken the plugin."""
         self.context = context
+
+    @property
+    def watches_idle_steps(self) -> bool:
+        """Whether the methods of a step are called also in idle steps, in which nothing is measured. Most steps of most trainings are
+        idle, so this costs the most; a plugin may change it at any time.
+        """
+        return self._watches_idle_steps
+
+    @watches_idle_steps.setter
+    def watches_idle_steps(self, watches: bool) -> None:
+        self._watches_idle_steps = watches
+        if self._watching is not None:
+            (self._watching.add if watches else self._watching.discard)(id(self))
+
+    def report_watching(self, watching: set[int]) -> None:
+        """From now on the id of this plugin is in ``watching`` while it watches idle steps, so that no step has to ask."""
+        self._watching = watching
+        if self.watches_idle_steps:
+            watching.add(id(self))
 
     @property
     def requires_gradients(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Set
 from threading import get_ident
 from time import perf_counter
 from typing import Any, Protocol
@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from ...core.accelerator import capture_check
 from ...core.fence import Fence
-from ...step.plugin import Plugin
 from ..machine.step_state import StepState
 
 _has_grad, _running_task = torch.is_grad_enabled, torch._C._current_graph_task_id
@@ -26,21 +25,27 @@ class IdleWatchers(Protocol):
     """The plugins."""
 
     @property
-    def at_boundaries(self) -> Sequence[Plugin]:
-        """Those whose methods are called at the beginning or the end of a step."""
+    def watching(self) -> Set[int]:
+        """The ids of those that have to see idle steps, as they are at any time."""
 
     def call(self, hook: str, *args: Any) -> list[Any]:
         """Call a method of each."""
 
 
 class IdleSteps(Protocol):
-    """Takes steps that only begin and end."""
+    """Has the open step, or the last one."""
 
-    def open_idle(self, step: int) -> None:
-        """Begin ``step``."""
+    def pass_idle(self, step: int) -> None:
+        """The steps up to ``step`` were idle, or are."""
 
-    def close_idle(self) -> None:
-        """End it."""
+
+class IdleTags(Protocol):
+    """Facts about steps, from the loop."""
+
+    current: dict[str, Any]
+
+    def clear(self) -> None:
+        """Forget it."""
 
 
 class IdleStretch:
@@ -52,7 +57,8 @@ class IdleStretch:
 
     Args:
         state: of the step machine.
-        steps: takes them.
+        steps: gets to know of them when the loop is followed again.
+        tags: nothing is kept of these steps.
         plugins: one of them may have to see the next step.
         fence: measures the time.
 
@@ -61,14 +67,14 @@ class IdleStretch:
         depth: how many calls of each optimizer's step are running, by its id.
     """
 
-    def __init__(self, state: StepState, steps: IdleSteps, plugins: IdleWatchers, fence: Fence) -> None:
-        self._state, self._steps, self._plugins, self._fence = state, steps, plugins, fence
+    def __init__(self, state: StepState, steps: IdleSteps, tags: IdleTags, plugins: IdleWatchers, fence: Fence) -> None:
+        self._state, self._steps, self._tags, self._plugins, self._fence = state, steps, tags, plugins, fence
         self.left = self._missed = self._forwards = self._thread = 0
         # calls of the model since the last followed step of an optimizer, and the most between two
         self._followed = self._most = 0
         self._due = self._spent = 0.0
         self.depth: dict[int, int] = {}
-        self._captures, self._watchers = capture_check(), plugins.at_boundaries
+        self._captures, self._watching = capture_check(), plugins.watching
 
     def begin(self, steps: int) -> None:
         """The next ``steps`` steps are idle."""
@@ -76,9 +82,17 @@ class IdleStretch:
 
     def stop(self) -> None:
         """Follow the loop again; an open step remains open."""
-        if self.left and self._forwards and self._state.is_open:
+        if self.left:
+            self.left = 0
+            self._leave()
+
+    def _leave(self) -> None:
+        if self._forwards and self._state.is_open:
             self._state.patterns.called(in_eval=False)
-        self.left = 0
+        if (self._missed or self._forwards) and self._state.clock.step is not None:
+            self._steps.pass_idle(self._state.clock.step)
+        self._fence.add_time(self._spent)
+        self._spent = 0.0
 
     def wake(self) -> None:
         """The same, and plugins know at once what they have missed."""
@@ -116,14 +130,11 @@ class IdleStretch:
         is_usual = self._forwards < self._most  # else another optimizer may step now
         is_odd = not is_usual or not module.training or get_ident() != self._thread
         is_odd = is_odd or (self._captures is not None and self._captures())
-        for plugin in self._watchers:
-            if plugin.watches_idle_steps:
-                is_odd = True
-        if is_odd or state.progress.begun:
+        if is_odd or self._watching or state.progress.begun:
             self.stop()
             return False
         if not state.is_open:
-            self._steps.open_idle(state.open_idle())
+            state.open_idle()
         self._forwards += 1
         self._spent += perf_counter() - began
         return True
@@ -134,10 +145,7 @@ class IdleStretch:
         is_odd = not state.is_open or len(args) > 1 or bool(kwargs or state.progress.begun)
         is_odd = is_odd or getattr(optimizer, "found_inf", None) is not None
         is_odd = is_odd or (self._captures is not None and self._captures())
-        for plugin in self._watchers:
-            if plugin.watches_idle_steps:
-                is_odd = True
-        if is_odd or _running_task() != -1:
+        if is_odd or self._watching or _running_task() != -1:
             self.stop()
             return False
         state.progress.begun.add(key)
@@ -151,11 +159,14 @@ class IdleStretch:
             self.stop()
             return False
         state.close_idle(key)
-        self._steps.close_idle()
+        if self._tags.current:
+            self._tags.clear()
         self.depth[key] = self._forwards = 0
         self._missed += 1
         ended = perf_counter()
-        self.left = 0 if ended >= self._due else self.left - 1
-        self._fence.add_time(self._spent + ended - began)
-        self._spent = 0.0
+        self._spent += ended - began
+        self.left -= 1
+        if ended >= self._due or not self.left:
+            self.left = 0
+            self._leave()
         return True

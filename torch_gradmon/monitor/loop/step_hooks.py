@@ -66,7 +66,7 @@ class StepHooks:
         method, shielded, is_after = self._shielded[name], self._shielded, name == "after"
 
         def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if torch.compiler.is_compiling():  # else the shield would cost a tenth of a step that is not monitored
+            if torch.compiler.is_dynamo_compiling():  # else the shield would cost a tenth of a step that is not monitored
                 return shielded[name](optimizer, args, kwargs)
             # with others on the step, the last of them may be behind ours, and one that raises prevents the step
             is_alone = is_after or len(getattr(optimizer, "_optimizer_step_pre_hooks", ())) == 1

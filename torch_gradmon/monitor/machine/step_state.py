@@ -210,16 +210,14 @@ class StepState:
             self.in_backward.is_settled = True
             self.patterns.learn(self.progress.backwards)
 
-    def open_idle(self) -> int:
-        """The next step opens in a plain loop, and nothing is measured in it. Returns its number."""
-        step = self.clock.next_step
-        self.clock.open(step)
+    def open_idle(self) -> None:
+        """The next step opens in a plain loop, and nothing is measured in it."""
+        self.clock.open(self.clock.next_step)
         if self._was_idle:
             self.progress.restart()
         else:
             self.progress = StepProgress()
         self.is_open, self._was_idle = True, False
-        return step
 
     def close_idle(self, optimizer: Hashable) -> None:
         """The step, in which the only optimizer has stepped, ends."""

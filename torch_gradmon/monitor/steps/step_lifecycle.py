@@ -34,9 +34,8 @@ class StepLifecycle:
         self.planning, self.queue, self.values = planning, queue, values
         self.state, self.hooks, self.fence = planning.state, planning.hooks, planning.fence
         self.captures, self.plugins = planning.captures, planning.cadence.plugins
-        self._closing, self._tags = StepClosing(planning, queue, values), values.late.tags
+        self._closing = StepClosing(planning, queue, values)
         self.active: ActiveStep | None = None
-        self._idle = ActiveStep(-1)  # no plugin sees it, so all steps of a stretch can be the same object
 
     @property
     def has_values(self) -> bool:
@@ -133,19 +132,9 @@ class StepLifecycle:
         modules.step_began(in_eval=is_tentative)
         self.values.step_opened(active.buffer, active.is_monitored, hides_forward, is_tentative)
 
-    def open_idle(self, step: int) -> None:
-        """Begin ``step``, which is idle and follows an idle one."""
-        if self.active is self._idle:
-            self._idle.count(step)
-        else:
-            self.active = self._idle = ActiveStep(step)
-        if self._tags.current:
-            self._tags.begin(is_kept=False)
-
-    def close_idle(self) -> None:
-        """End it."""
-        if self._tags.current:
-            self._tags.clear()
+    def pass_idle(self, step: int) -> None:
+        """The steps up to ``step`` were idle, or are, and were only counted."""
+        self.active = ActiveStep(step)
 
     def confirm(self) -> None:
         """The open step trains, although a call in evaluation mode opened it."""

@@ -76,7 +76,6 @@ class LiveDetail(Plugin):
     Attributes:
         in_force: the change that applies to the open step.
         left: the number of steps for which it applies, including this one; None for no end.
-        watches_idle_steps: whether the start or end of a step has to be handled.
     """
 
     name = "live_detail"
@@ -89,7 +88,6 @@ class LiveDetail(Plugin):
         self.left: int | None = None
         self._since: int | None = None  # its first step; None before that began
         self._raised: GradmonWarning | None = None
-        self.watches_idle_steps = False
 
     # --- requests --------------------------------------------------------------------------------------------------------------
 
@@ -128,7 +126,7 @@ class LiveDetail(Plugin):
 
     def before_step(self, step: int) -> None:
         """A step is about to open, which may be the first one under a request that came since the last one closed."""
-        if self.watches_idle_steps:
+        if self._watches_idle_steps:
             self._accept()
             self._change(step)
 
@@ -146,8 +144,9 @@ class LiveDetail(Plugin):
         raised, self._raised = self._raised, None
         if raised is not None:
             raise raised
-        self.watches_idle_steps |= self._requests.look()
-        if self.watches_idle_steps:
+        if self._requests.look():
+            self.watches_idle_steps = True
+        if self._watches_idle_steps:  # without the call of a property in each step
             self._requests.receive()
             self._exchange.exchange.broadcast(self._requests.broadcast())
 
@@ -160,7 +159,7 @@ class LiveDetail(Plugin):
     def on_step_closed(self, step: ActiveStep) -> None:
         """Count the step, take what was broadcast in it, and change."""
         has_received = self._exchange.exchange.has_received
-        if not (self.watches_idle_steps or has_received):
+        if not (self._watches_idle_steps or has_received):
             return
         if has_received:
             self._take_broadcast()
@@ -172,12 +171,13 @@ class LiveDetail(Plugin):
 
     def may_miss(self) -> int:
         """All idle steps while no request is known; a look at the file is due after a second, see :class:`IdleStretch`."""
-        return 0 if self.watches_idle_steps or self.in_force is not None else sys.maxsize
+        return 0 if self._watches_idle_steps or self.in_force is not None else sys.maxsize
 
     def wants(self, step: int, asked: bool) -> bool:
         """Whether ``step`` is monitored; ``asked`` is the script's own answer."""
         try:
-            self.watches_idle_steps |= self._requests.look()
+            if self._requests.look():
+                self.watches_idle_steps = True
         except GradmonWarning as error:  # where warnings are errors; raised where it costs no step
             self._raised, self.watches_idle_steps = error, True
         every = None if self.in_force is None else self.in_force.every
