@@ -77,8 +77,8 @@ def test_without_tensors_there_are_no_rows() -> None:
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 NARROW = [torch.float32, torch.bfloat16, torch.float16]
-#: Around the vectors, the runs of them and the chunks that the kernel cuts tensors into.
-SIZES = [1, 5, 15, 16, 17, 255, 256, 257, 5000, 65_535, 65_536, 65_537, 3_000_000]
+#: Around the vectors, the runs of them, the chunks that the kernel cuts tensors into, and the pairs that it may read by turns.
+SIZES = [1, 5, 15, 16, 17, 255, 256, 257, 5000, 65_535, 65_536, 65_537, 66_049, 131_071, 131_072, 131_073, 196_609, 3_000_000]
 
 
 _CAPABILITY = torch.backends.cpu.get_cpu_capability()
@@ -187,6 +187,16 @@ class TestCompiled:
                 assert together[1].tolist() == together[3].tolist() == alone
         finally:
             torch.set_num_threads(threads)
+
+    @pytest.mark.parametrize("dtype", NARROW, ids=str)
+    def test_differences_and_scales_across_chunks(self, fused: CppStatistics, dtype: torch.dtype) -> None:
+        scale = torch.tensor(0.37)
+        tensors = [torch.randn(size).to(dtype) for size in (65_535, 65_537, 131_073, 196_650)]
+        less = [torch.randn_like(x) for x in tensors]
+        for row, x, y in zip(fused.measure(tensors, minus=less), tensors, less, strict=True):
+            oracle.check(views(row), x.float() - y.float())
+        for row, x in zip(fused.measure(tensors, inverse_scale=scale), tensors, strict=True):
+            oracle.check(views(row), x.float() * scale)
 
     @pytest.mark.parametrize("value", [0.1, -7e-5, 123.4, 1e-25, 1e25, 0.0])
     def test_constants_large_and_tiny(self, fused: CppStatistics, value: float) -> None:

@@ -120,6 +120,23 @@ def test_norms_clipped_to_one_limit_are_never_taken_for_scaled_ones(rounding: fl
         assert share == sum(s.factor < 1 - 1e-5 for s in window._steps) / WINDOW
 
 
+@pytest.mark.parametrize("rounding", [0.0, 2.0**-8])
+def test_factors_of_a_run_are_found_wherever_they_lie(rounding: float) -> None:
+    """A window has a scaling by one factor among clips of all factors, as few or as many."""
+    for seed in range(100):
+        random.seed(seed)
+        window, scaled = ClipWindow(), random.randint(10, WINDOW)
+        kinds = [True] * scaled + [False] * (WINDOW - scaled)
+        random.shuffle(kinds)
+        for number, is_scaled in enumerate(kinds):
+            window.add(True, 1.0 + number, (1.0 + number) * (0.5 if is_scaled else 0.1 + 0.003 * number), rounding)
+        share, factor = window.share()
+        if scaled == WINDOW:
+            assert (share, factor) == (None, 0.5)
+        else:
+            assert share == (WINDOW - scaled) / WINDOW
+
+
 def test_a_state_goes_on() -> None:
     one, other = ClipWindow(), ClipWindow()
     for norm in (1.0, 2.0, 3.0):

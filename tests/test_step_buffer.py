@@ -72,6 +72,24 @@ def test_putting_the_first_names_again_after_others_still_replaces() -> None:
     assert _norms(buffer) == {"a": 3.0, "b": 3.0}
 
 
+def test_tables_of_several_sources_have_their_own_rows_whatever_the_order_of_blocks() -> None:
+    buffer = _buffer()
+    _put(buffer.put_rows, n.PARAMETER, a=[1.0], b=[2.0], c=[3.0])
+    _put(buffer.put_rows, n.GRADIENT, a=[4.0], b=[5.0])
+    _put(buffer.put_rows, n.GRADIENT, c=[6.0])
+    _put(buffer.merge_rows, n.ACTIVATION, x=[7.0], y=[8.0])
+    _put(buffer.merge_rows, n.INPUT, y=[9.0])
+    _put(buffer.merge_rows, n.ACTIVATION, x=[24.0])
+    buffer.clear(n.PARAMETER, ["b"])
+    tables = buffer.flush()[0]
+    assert {source: dict(zip(t.names, t.rows[:, 3].sqrt().tolist(), strict=True)) for source, t in tables.items()} == {
+        n.PARAMETER: {"a": 1.0, "c": 3.0},
+        n.GRADIENT: {"a": 4.0, "b": 5.0, "c": 6.0},
+        n.ACTIVATION: {"x": 25.0, "y": 8.0},
+        n.INPUT: {"y": 9.0},
+    }
+
+
 def test_a_table_claims_only_columns_that_all_its_rows_have() -> None:
     buffer = _buffer()
     for columns in (ALL_COLUMNS, frozenset({Column.SUM, Column.MAX})):

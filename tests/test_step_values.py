@@ -46,6 +46,18 @@ def test_many_late_values_are_merged() -> None:
     assert len(values.blocks) < 20
 
 
+def test_what_came_since() -> None:
+    before = StepValues(((A, B), [1.0, 2.0]))
+    later = before.updated({B: 5.0}).updated({C: 3.0})
+    assert later.since(before) == {B: 5.0, C: 3.0}
+    assert before.since(before) == {}
+    other = StepValues(((A, B), [1.0, 2.0]))
+    assert other.since(before) == before.since(later) == {A: 1.0, B: 2.0}  # not made from it: all
+    for number in range(50):  # merged in between
+        later = later.updated({C: float(number)})
+    assert later.since(before)[C] == 49.0
+
+
 def test_flat_keys_follow_the_blocks() -> None:
     formatted, first = KeyFormatter("seed", ""), (A, B)
     for blocks in (

@@ -37,6 +37,12 @@ class StepValues(Mapping[Key, float]):
         blocks = self.blocks if len(self.blocks) < _BLOCKS else StepValues.of(self.by_key.copy()).blocks
         return StepValues(*blocks, *StepValues.of(more).blocks)
 
+    def since(self, before: StepValues) -> dict[Key, float]:
+        """The values that came after ``before``, which these were made from by :meth:`updated`; else all."""
+        shared = len(before.blocks)
+        is_continued = len(self.blocks) >= shared and all(a is b for a, b in zip(before.blocks, self.blocks, strict=False))
+        return StepValues(*self.blocks[shared if is_continued else 0 :]).by_key
+
     @property
     def by_key(self) -> dict[Key, float]:
         """All values as a dict."""

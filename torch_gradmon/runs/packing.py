@@ -8,10 +8,11 @@ of raw sums it would lose the spread.
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
 from array import array
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 
@@ -19,15 +20,21 @@ from ..core.keys import PARAMETER_SOURCES
 from ..core.moments import ALWAYS, WIDTH, Column, identity
 from ..core.records import StatsTable
 
+#: The columns that are stored as means.
+_TOTALS = slice(Column.SUM, Column.SQUARE_SUM + 1)
+
 
 def fixed_counts(source: str, table: StatsTable) -> bytes:
     """The counts of a source whose tensors keep their size, as little-endian int64, to be stored once; empty for other sources."""
-    if source not in PARAMETER_SOURCES:
-        return b""
-    counts = array("q", table.rows[:, Column.COUNT].to(torch.int64).tolist())
+    return _integers(tuple(table.rows[:, Column.COUNT].tolist())) if source in PARAMETER_SOURCES else b""
+
+
+@lru_cache(maxsize=64)  # in most steps they are those of the last one
+def _integers(numbers: tuple[float, ...]) -> bytes:
+    packed = array("q", map(int, numbers))
     if sys.byteorder == "big":
-        counts.byteswap()
-    return counts.tobytes()
+        packed.byteswap()
+    return packed.tobytes()
 
 
 def _stored(columns: frozenset[Column], counted: bool) -> list[Column]:
@@ -47,13 +54,14 @@ def pack(tables: Mapping[str, tuple[StatsTable, bool]]) -> dict[str, bytes]:
     for part, (table, _) in zip(torch.split(rows, sizes), tables.values(), strict=True):
         if Column.SUM not in table.columns:
             part[:, Column.SUM] = 0.0  # which makes the spread the rms
+    rows[:, _TOTALS].div_(rows[:, : Column.COUNT + 1])
     columns = rows.unbind(1)
-    count, mean, magnitude, square = (columns[column] for column in (Column.COUNT, Column.SUM, Column.ABS_SUM, Column.SQUARE_SUM))
-    for total in (mean, magnitude, square):
-        total.div_(count)
-    # if the spread is not finite, store the mean square, which keeps NaN and infinity apart
-    variance = (square - mean.square()).clamp_(min=0)
-    square.copy_(torch.where(square.isfinite(), variance, square).sqrt_())
+    count, mean, square = (columns[column] for column in (Column.COUNT, Column.SUM, Column.SQUARE_SUM))
+    variance = torch.addcmul(square, mean, mean, value=-1).clamp_(min=0)
+    if not all(math.isfinite(table.sums[Column.SQUARE_SUM]) for table, _ in tables.values()):
+        # if the spread is not finite, store the mean square, which keeps NaN and infinity apart
+        variance = torch.where(square.isfinite(), variance, square)
+    torch.sqrt(variance, out=square)
     rows.masked_fill_((count <= 0).unsqueeze(1), 0.0)
     parts = torch.split(rows.to(torch.float32), sizes)
     return {

@@ -140,7 +140,7 @@ class RunWriter:
             sqlite3.Error: it could not be written; the transaction was rolled back.
             Superseded: another writer has claimed the run.
         """
-        if not self._is_writer():
+        if not update and not self._is_writer():  # what comes late is of a record that was written a moment ago
             raise Superseded
         if self._last is not None and record.step <= self._last and not (update or backfill):
             self._segment += 1
@@ -160,8 +160,7 @@ class RunWriter:
             tables, values = record.tables, record.values
         else:  # a value that came late: what the file has is not written again
             tables = {source: table for source, table in record.tables.items() if known.tables.get(source) is not table}
-            before = StepValues.of(known.values).by_key
-            values = {key: value for key, value in record.values.items() if before.get(key) is not value}
+            values = StepValues.of(record.values).since(StepValues.of(known.values))
         if tables is record.tables or known is None or _facts(record) != _facts(known):
             events = json.dumps([asdict(event) for event in record.events])
             self._db.execute(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from operator import attrgetter
+from itertools import repeat
+from operator import attrgetter, le, mul, sub
 from typing import NamedTuple
 
 #: Number of steps over which clipping is counted.
@@ -99,8 +100,11 @@ def _is_one(factor: float) -> bool:
 
 def _scalings(steps: Sequence[_Step]) -> list[float]:
     """Constant factors of gradients, whatever their norm. 1 is one of them if a clip does not always act."""
+    factors, slack = sorted(map(_FACTOR, steps)), max(map(_SLACK, steps), default=_SAME)
+    # the factors of an active clip all differ: then no two are of one run, which is found without making any
+    is_any_run = any(map(le, map(sub, factors[1:], factors), map(mul, factors[1:], repeat(slack))))
     runs: list[list[_Step]] = []
-    for step in sorted(steps, key=_FACTOR):  # the factors of an active clip all differ, which gives many runs
+    for step in sorted(steps, key=_FACTOR) if is_any_run else ():
         if runs and step.factor - runs[-1][0].factor <= step.slack * step.factor:
             runs[-1].append(step)
         else:

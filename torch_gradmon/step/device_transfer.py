@@ -28,20 +28,24 @@ class DeviceToHostCopy:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = tensors
+        self._host: list[Tensor] = []  # those of other devices are replaced when they land
         by_device: dict[torch.device, list[int]] = {}
         for position, tensor in enumerate(tensors):
-            by_device.setdefault(tensor.device, []).append(position)
+            if tensor.is_cpu:  # without packing it
+                tensor = tensor.to(torch.float64, copy=True)
+            else:
+                by_device.setdefault(tensor.device, []).append(position)
+            self._host.append(tensor)
         self._groups = [_send(device, positions, tensors) for device, positions in by_device.items()]
 
     @property
     def is_local(self) -> bool:
-        """Whether all tensors are on the host already."""
-        return all(group.packed.device.type == "cpu" and group.copied is None for group in self._groups)
+        """Whether all tensors were on the host already."""
+        return not self._groups
 
     def is_ready(self) -> bool:
         """Whether :meth:`land` would not wait. Does not synchronise."""
-        return all(group.packed.device.type == "cpu" if group.copied is None else group.copied.query() for group in self._groups)
+        return all(group.copied is not None and group.copied.query() for group in self._groups)
 
     def wait(self) -> None:
         """Wait for the copies."""
@@ -52,17 +56,15 @@ class DeviceToHostCopy:
     def land(self) -> list[Tensor]:
         """The tensors on the host, in order. Waits for the copies, but not for work queued after them."""
         self.wait()
-        host = list(self._tensors)
         for group in self._groups:
             values = group.packed.to("cpu", torch.float64)
-            pieces = torch.split(values, [self._tensors[p].numel() for p in group.positions])
+            pieces = torch.split(values, [self._host[p].numel() for p in group.positions])
             for position, piece in zip(group.positions, pieces, strict=True):
-                host[position] = piece.reshape(self._tensors[position].shape)
-        return host
+                self._host[position] = piece.reshape(self._host[position].shape)
+        self._groups = []
+        return self._host
 
 
 def _send(device: torch.device, positions: list[int], tensors: Sequence[Tensor]) -> _DeviceGroup:
     packed = torch.cat([tensors[p].reshape(-1).to(accumulator_dtype(device)) for p in positions])
-    if device.type == "cpu":
-        return _DeviceGroup(positions, packed, None)
     return _DeviceGroup(positions, *copied_to_host(packed))

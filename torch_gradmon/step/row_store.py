@@ -138,27 +138,24 @@ class RowStore:
         """The tables by source, from the stored blocks on the host; the last block has the ``merged`` rows."""
         if not blocks:
             return {}
-        rows = torch.cat(blocks)
-        starts = [0, *accumulate(len(block) for block in blocks)]
         edited = {source for source, _ in self._exchanged}.union(source for source, _ in merged)
         tables: dict[str, StatsTable] = {}
-        collected: dict[str, dict[str, int]] = {}
+        collected: dict[str, dict[str, tuple[int, int]]] = {}
         for source, places in self._places.items():
             if places.whole is not None and source not in edited:
                 names, block = places.whole
                 if names:
-                    tables[source] = StatsTable(names, rows[starts[block] : starts[block + 1]], self._columns[source])
+                    tables[source] = StatsTable(names, blocks[block], self._columns[source])
             else:
-                collected[source] = {name: starts[block] + row for name, (block, row) in places.by_name.items()}
+                collected[source] = dict(places.by_name)
         for source, name in self._exchanged:
-            if (place := collected.get(source, {}).get(name)) is not None and not rows[
-                place, Column.COUNT
-            ] > 0:  # no rank had any
+            place = collected.get(source, {}).get(name)
+            if place is not None and not blocks[place[0]][place[1], Column.COUNT] > 0:  # no rank had any
                 del collected[source][name]
-        for offset, (source, name) in enumerate(merged):
-            collected.setdefault(source, {})[name] = starts[-2] + offset
+        for row, (source, name) in enumerate(merged):
+            collected.setdefault(source, {})[name] = len(blocks) - 1, row
         tables.update(
-            (source, StatsTable(tuple(found), rows[list(found.values())], self._columns[source]))
+            (source, StatsTable(tuple(found), _rows_at(blocks, [*found.values()]), self._columns[source]))
             for source, found in collected.items()
             if found
         )
@@ -205,10 +202,21 @@ class RowStore:
         self._columns = {source: columns for source, columns in other._columns.items() if source in wanted}
 
 
+def _rows_at(blocks: Sequence[Tensor], places: Sequence[tuple[int, int]]) -> Tensor:
+    """The rows at these places, each a block and a row in it."""
+    (block, first), count = places[0], len(places)
+    if places[-1] == (block, first + count - 1) and list(places) == [(block, first + row) for row in range(count)]:
+        return blocks[block][first : first + count]  # as for what was merged
+    starts = [0, *accumulate(len(block) for block in blocks)]
+    return torch.cat(list(blocks))[[starts[block] + row for block, row in places]]
+
+
 def _shared(after: StatsTable, before: StatsTable) -> StatsTable:
     """``after``, or the rows of ``before`` if both have the same values: a run directory stores those once."""
     if not _WITNESSES <= after.columns <= before.columns:
         return after
+    if before.names == after.names and before.sums[Column.SQUARE_SUM] != after.sums[Column.SQUARE_SUM]:
+        return after  # as in most steps that clip; both sums are needed anyway
     rows = before.rows
     if before.names != after.names:
         place = {name: row for row, name in enumerate(before.names)}

@@ -26,9 +26,14 @@ _SUMS = (Column.COUNT, Column.SUM, Column.ABS_SUM, Column.SQUARE_SUM, Column.NEA
 
 
 class RecordingFlag:
-    """The flags that let compiled graphs write, one per device. Changing them launches a fill and does not synchronise."""
+    """The flags that let compiled graphs write, one per device. Changing them launches a fill and does not synchronise.
+
+    Attributes:
+        is_traced: any hook with these flags is, or was, part of a graph.
+    """
 
     def __init__(self) -> None:
+        self.is_traced = False
         self._open = True
         self._flags: dict[torch.device, Tensor] = {}
 
@@ -37,6 +42,10 @@ class RecordingFlag:
         if device not in self._flags:
             self._flags[device] = torch.full((), self._open, dtype=torch.bool, device=device)
         return self._flags[device]
+
+    def note_trace(self) -> None:
+        """A hook is part of a graph."""
+        self.is_traced = True
 
     def set(self, is_open: bool) -> None:
         """Set all flags."""
@@ -97,6 +106,7 @@ class TracedStatistics:
     def _note(self) -> int:
         """Called while tracing, but not traced."""
         self.is_traced = True
+        self._gate.note_trace()
         return 0
 
     def _allot(self, path: str, dtype: str, device: torch.device) -> int:
@@ -170,14 +180,12 @@ class CompiledHooks:
     @property
     def has_graphs(self) -> bool:
         """Whether any compiled graph contains a hook of ours."""
-        if not self._taps:  # a fast path for every step
-            return False
-        return any(tap.is_traced for tap in self._taps.values())
+        return self.gate.is_traced and any(tap.is_traced for tap in self._taps.values())
 
     def collect(self, buffer: StepBuffer, values: ModuleValues) -> bool:
         """Move what the graphs wrote into ``buffer``, as outputs in ``values``. Returns whether they contain any module but the root."""
         seen = False
-        for (_, name), tap in self._taps.items():
+        for (_, name), tap in self._taps.items() if self.gate.is_traced else ():
             for path in tap.collect(buffer, n.ACTIVATION):
                 values.adopt(n.ACTIVATION, name, path, tap.columns, _INSIDE_COMPILE)
                 seen |= name != n.ROOT
