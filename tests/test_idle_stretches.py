@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -582,22 +583,52 @@ def test_a_plugin_may_begin_to_watch_from_another_thread() -> None:
     assert watcher.closed == [0, 8, 9]
 
 
-def test_a_class_may_watch_always(counted: list[int]) -> None:
-    watcher = type("Always", (_Watcher,), {"watches_idle_steps": True})()
-    loop = Loop(every=30, plugins=[watcher]).go(6)
-    watcher.watches_idle_steps = False
-    loop.go(3)
-    assert (watcher.closed, counted) == ([*range(6)], [])
+@pytest.mark.parametrize("watches", [False, True])
+def test_a_class_may_have_its_own_beginning(watches: bool, counted: list[int]) -> None:
+    @dataclass(eq=False)
+    class Field(_Watcher):
+        watches_idle_steps: bool = watches  # type: ignore[assignment]
+
+        def __post_init__(self) -> None:
+            super().__init__()
+
+    class Attribute(_Watcher):
+        watches_idle_steps = watches
+
+    class Inherited(Attribute):
+        _watching = "of the plugin itself"
+
+    for kind in (Field, Attribute, Inherited):
+        watcher = kind()
+        assert watcher.watches_idle_steps is watches
+        loop = Loop(every=30, plugins=[watcher]).go(6)
+        assert watcher.closed == ([*range(6)] if watches else [0])
+        watcher.watches_idle_steps = False
+        loop.go(6)
+        watcher.watches_idle_steps = True
+        loop.go(1)
+        assert watcher.closed == ([*range(6), 12] if watches else [0, 12])
+        assert counted
+        counted.clear()
 
 
-def test_a_plugin_of_a_second_monitor_is_heard_there() -> None:
+@pytest.mark.parametrize("is_attached_again", [False, True])
+def test_a_plugin_that_moves_on_is_heard_by_each_of_its_monitors(is_attached_again: bool) -> None:
     watcher = _Watcher()
     first = Loop(every=30, plugins=[watcher]).go(5)
-    first.monitor.detach()
-    second = Loop(every=30, plugins=[watcher]).go(5)
+    if is_attached_again:
+        first.monitor.detach()
+        second = Loop(every=30, plugins=[watcher]).go(5)
+        second.monitor.detach()
+        first.monitor.attach(first.optimizer)
+        first.go(5)
+    else:
+        gradmon.ModuleMonitor(first.model, plugins=[watcher])  # never attached
+    watcher.closed.clear()
+    before = first.monitor.counts.attempted
     watcher.watches_idle_steps = True
-    second.go(2)
-    assert watcher.closed == [0, 0, 5, 6]
+    first.go(2)
+    assert watcher.closed == [before, before + 1]
 
 
 def test_the_time_of_counted_steps_is_overhead() -> None:

@@ -34,7 +34,7 @@ class PluginSet:
         self._stopped: list[Plugin] = []
         at_boundaries = {id(plugin): plugin for hook in _BOUNDARIES for plugin, _ in self._calls[hook]}.values()
         self.watching: set[int] = set()
-        # a class with an attribute or a property of its own is asked
+        # a class with a property of its own is asked
         self._asked = [p for p in at_boundaries if type(p).watches_idle_steps is not Plugin.watches_idle_steps]
         for plugin in at_boundaries:
             if plugin not in self._asked:

@@ -29,7 +29,7 @@ def fixed_counts(source: str, table: StatsTable) -> bytes:
     return _integers(tuple(table.rows[:, Column.COUNT].tolist())) if source in PARAMETER_SOURCES else b""
 
 
-@lru_cache(maxsize=64)  # in most steps they are those of the last one
+@lru_cache(maxsize=8)  # in most steps they are those of the last one
 def _integers(numbers: tuple[float, ...]) -> bytes:
     packed = array("q", map(int, numbers))
     if sys.byteorder == "big":
@@ -57,7 +57,7 @@ def pack(tables: Mapping[str, tuple[StatsTable, bool]]) -> dict[str, bytes]:
     rows[:, _TOTALS].div_(rows[:, : Column.COUNT + 1])
     columns = rows.unbind(1)
     count, mean, square = (columns[column] for column in (Column.COUNT, Column.SUM, Column.SQUARE_SUM))
-    variance = torch.addcmul(square, mean, mean, value=-1).clamp_(min=0)
+    variance = (square - mean.square()).clamp_(min=0)
     if not all(math.isfinite(table.sums[Column.SQUARE_SUM]) for table, _ in tables.values()):
         # if the spread is not finite, store the mean square, which keeps NaN and infinity apart
         variance = torch.where(square.isfinite(), variance, square)

@@ -140,7 +140,7 @@ class RunWriter:
             sqlite3.Error: it could not be written; the transaction was rolled back.
             Superseded: another writer has claimed the run.
         """
-        if not update and not self._is_writer():  # what comes late is of a record that was written a moment ago
+        if not self._is_writer():
             raise Superseded
         if self._last is not None and record.step <= self._last and not (update or backfill):
             self._segment += 1

@@ -13,6 +13,8 @@ from .active_step import ActiveStep, RecordedStep
 from .buffer import StepBuffer
 from .plugin_context import OptimizerContext, PluginContext
 
+_REPORTS = "_torch_gradmon_watching"  #: where a plugin keeps the sets of those that watch idle steps
+
 
 class Plugin:
     """Optional behaviour of a monitor. Every method does nothing by default, and only those that a plugin overrides are called.
@@ -27,7 +29,12 @@ class Plugin:
     stops_on_failure = False
     context: PluginContext
     _watches_idle_steps = False
-    _watching: set[int] | None = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if isinstance(own := cls.__dict__.get("watches_idle_steps"), bool):  # what its instances begin with
+            cls._watches_idle_steps = own
+            del cls.watches_idle_steps
 
     def attach(self, context: PluginContext) -> None:
         """The monitor has taken the plugin."""
@@ -41,14 +48,18 @@ class Plugin:
         return self._watches_idle_steps
 
     @watches_idle_steps.setter
-    def watches_idle_steps(self, watches: bool) -> None:
+    def watches_idle_steps(self, watches: Any) -> None:
+        if isinstance(watches, property):  # a dataclass takes it for the default of a field
+            watches = type(self)._watches_idle_steps
         self._watches_idle_steps = watches
-        if self._watching is not None:
-            (self._watching.add if watches else self._watching.discard)(id(self))
+        for watching in self.__dict__.get(_REPORTS, ()):
+            (watching.add if watches else watching.discard)(id(self))
 
     def report_watching(self, watching: set[int]) -> None:
-        """From now on the id of this plugin is in ``watching`` while it watches idle steps, so that no step has to ask."""
-        self._watching = watching
+        """From now on the id of this plugin is in ``watching`` while it watches idle steps, so that no step has to ask. Earlier sets are
+        kept up to date, too: a monitor that had the plugin before may be attached again.
+        """
+        self.__dict__.setdefault(_REPORTS, []).append(watching)
         if self.watches_idle_steps:
             watching.add(id(self))
 

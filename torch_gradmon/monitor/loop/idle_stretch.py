@@ -166,7 +166,7 @@ class IdleStretch:
         ended = perf_counter()
         self._spent += ended - began
         self.left -= 1
-        if ended >= self._due or not self.left:
+        if ended >= self._due or self.left <= 0:  # below if another thread has stopped it
             self.left = 0
             self._leave()
         return True
