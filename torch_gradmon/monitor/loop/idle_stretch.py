@@ -69,7 +69,7 @@ class IdleStretch:
 
     def __init__(self, state: StepState, steps: IdleSteps, tags: IdleTags, plugins: IdleWatchers, fence: Fence) -> None:
         self._state, self._steps, self._tags, self._plugins, self._fence = state, steps, tags, plugins, fence
-        self.left = self._missed = self._forwards = self._thread = 0
+        self.left = self._missed = self._forwards = self._thread = self._key = 0
         # calls of the model since the last followed step of an optimizer, and the most between two
         self._followed = self._most = 0
         self._due = self._spent = 0.0
@@ -91,6 +91,8 @@ class IdleStretch:
             self._state.patterns.called(in_eval=False)
         if (self._missed or self._forwards) and self._state.clock.step is not None:
             self._steps.pass_idle(self._state.clock.step)
+            if not self._state.is_open:
+                self._state.leave_idle(self._key)
         self._fence.add_time(self._spent)
         self._spent = 0.0
 
@@ -159,6 +161,7 @@ class IdleStretch:
             self.stop()
             return False
         state.close_idle(key)
+        self._key = key
         if self._tags.current:
             self._tags.clear()
         self.depth[key] = self._forwards = 0

@@ -121,17 +121,10 @@ class StepProgress:
         self.raised.discard(optimizer)
         self.done.add(optimizer)
 
-    def end_idle(self, optimizer: Hashable) -> bool:
-        """The only optimizer has stepped. Returns whether nothing else has happened."""
-        self.begun.clear()
+    def attempted_by(self, optimizer: Hashable) -> None:
+        """The only optimizer has stepped."""
         self.done.add(optimizer)
         self.is_attempted = True
-        return not self.backwards
-
-    def restart(self) -> None:
-        """The next step opens after one in which an optimizer has stepped and nothing else has happened."""
-        self.done.clear()
-        self.is_attempted = False
 
     @property
     def has_stepped(self) -> bool:
@@ -213,17 +206,21 @@ class StepState:
     def open_idle(self) -> None:
         """The next step opens in a plain loop, and nothing is measured in it."""
         self.clock.open(self.clock.next_step)
-        if self._was_idle:
-            self.progress.restart()
-        else:
+        if not self._was_idle:
             self.progress = StepProgress()
         self.is_open, self._was_idle = True, False
 
     def close_idle(self, optimizer: Hashable) -> None:
         """The step, in which the only optimizer has stepped, ends."""
-        self._was_idle = self.progress.end_idle(optimizer)
+        self.progress.begun.discard(optimizer)
+        self._was_idle = not self.progress.backwards
         self.clock.attempt_ended()
         self.is_open = False
+
+    def leave_idle(self, optimizer: Hashable) -> None:
+        """No more steps are counted, and none is open: the last one was attempted, and all its optimizers have stepped."""
+        self.progress.attempted_by(optimizer)
+        self._was_idle = False
 
     def drop(self) -> bool:
         """The open step is forgotten. Returns whether it was tentative."""
