@@ -51,33 +51,25 @@ typedef float Floats __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t Ints __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t Bits __attribute__((vector_size(4 * WIDTH)));
 typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH)));
-typedef double Doubles __attribute__((vector_size(4 * WIDTH)));
+typedef double Doubles __attribute__((vector_size(4 * WIDTH)));  // half as many
 
 // Vectors whose lanes are summed, in float32 if that will do, before they go on in float64: rounding loses at most
 // RUN / 2^25 = 4.8e-7 of the magnitudes. Sums in float64 alone gain as well by being cut in two.
 constexpr int64_t RUN = 16;
-// How memory is read. A processor's own prefetcher stops at the end of each page. On Intel one thread reads a quarter faster when each line
-// is asked for a page ahead (Xeon with AVX-512, from 2 to 16 kB alike). On AMD that takes a tenth longer; there it is two chunks read by
-// turns that come faster than one, by some percent (EPYC with AVX-512).
-struct Reading {
-    int64_t ahead;    // bytes; nothing is read there, so it may be past the end
-    int64_t streams;  // how many chunks of a tensor are read by turns
-};
-
-constexpr int64_t MOST_STREAMS = 2;
-
-Reading reading() {
+// Bytes: memory is asked for what comes a page later, since an Intel processor's own prefetcher stops at the end of each page: one thread
+// reads a quarter faster (Xeon with AVX-512, from 2 to 16 kB alike). One of AMD reads a tenth slower with it (EPYC with AVX-512), and as
+// fast by one line of each run; two chunks read by turns are now faster and now a third slower. So there nothing is asked for. Nothing is
+// read, so it may be past the end.
+int64_t bytes_ahead() {
 #if defined(__SSE__)
     __builtin_cpu_init();
-    if (__builtin_cpu_is("amd")) return {0, MOST_STREAMS};
+    if (__builtin_cpu_is("amd")) return 0;
 #endif
-    return {1 << 12, 1};
+    return 1 << 12;
 }
-const Reading READING = reading();
+const int64_t AHEAD = bytes_ahead();
 // Elements: 256 kB of float32. Chunks are what threads share out.
 constexpr int64_t CHUNK = 1 << 16;
-// Elements of a chunk that are read before it is another one's turn.
-constexpr int64_t TURN = 2 * RUN * LANES;
 // Elements for which another thread pays: it starts within 20 us, and reads so many in 50 or more.
 constexpr int64_t PER_THREAD = 1 << 19;
 
@@ -171,13 +163,13 @@ Ints counted(Floats m, Floats limit, Ints count) {
 
 // The sums of WIDTH lanes, in float32 or in float64.
 struct Narrow {
-    Floats sum;
+    Floats sum = {};
     void add(Floats x) { sum += x; }
     void add_square(Floats x) { sum = square_added(x, sum); }
 };
 
 struct Wide {
-    Doubles of_low, of_high;
+    Doubles of_low = {}, of_high = {};
     void add(Floats x) { of_low += low(x), of_high += high(x); }
     void add_square(Floats x) { of_low += low(x) * low(x), of_high += high(x) * high(x); }
     void add(const Narrow& run) { add(run.sum); }
@@ -185,37 +177,24 @@ struct Wide {
     double operator[](int lane) const { return lane < WIDTH / 2 ? of_low[lane] : of_high[lane - WIDTH / 2]; }
 };
 
-// What the lanes have found in the runs of a chunk so far.
-struct Lanes {
-    Wide sums[PARTS], abs_sums[PARTS], square_sums[PARTS];
-    Ints near[PARTS];
-    Floats smallest[PARTS], largest[PARTS];
-
-    void begin() {
-        std::memset(this, 0, sizeof *this);
-        for (int part = 0; part < PARTS; ++part) {
-            smallest[part] = Floats{} + std::numeric_limits<float>::infinity();
-            largest[part] = Floats{} - std::numeric_limits<float>::infinity();
-        }
-    }
-};
-
-// Whole vectors from `start` to `end`, in runs.
+// Run: what the sums of a run are computed in.
 template <class Kind, bool CHANGED, class Run>
-inline void look_at_vectors(
-    const typename Kind::Stored* values, const typename Kind::Stored* minus, int64_t start, int64_t end, Change change, float limit,
-    Lanes& lanes) {
-    Ints near[PARTS];
+void look_at(const void* address, const void* other, int64_t length, Change change, float limit, double* row) {
+    const auto* values = static_cast<const typename Kind::Stored*>(address);
+    const auto* minus = static_cast<const typename Kind::Stored*>(other);
+    Wide sums[PARTS], abs_sums[PARTS], square_sums[PARTS];
+    Ints near[PARTS] = {};
     Floats smallest[PARTS], largest[PARTS];
     for (int part = 0; part < PARTS; ++part) {
-        near[part] = lanes.near[part], smallest[part] = lanes.smallest[part], largest[part] = lanes.largest[part];
+        smallest[part] = Floats{} + std::numeric_limits<float>::infinity();
+        largest[part] = Floats{} - std::numeric_limits<float>::infinity();
     }
     const Floats within = Floats{} + limit;
-    const int64_t ahead = READING.ahead / static_cast<int64_t>(sizeof *values);
-    for (; start < end; start += RUN * LANES) {
-        Run sum[PARTS] = {}, abs_sum[PARTS] = {}, square_sum[PARTS] = {};
-        const int64_t last = std::min(end, start + RUN * LANES);
-        for (int64_t i = start; i < last; i += LANES) {
+    const int64_t whole = length / LANES * LANES, ahead = AHEAD / static_cast<int64_t>(sizeof *values);
+    for (int64_t start = 0; start < whole; start += RUN * LANES) {
+        Run sum[PARTS], abs_sum[PARTS], square_sum[PARTS];
+        const int64_t end = std::min(whole, start + RUN * LANES);
+        for (int64_t i = start; i < end; i += LANES) {
             if (ahead) {
                 __builtin_prefetch(values + i + ahead);
                 if (CHANGED && change.minus) __builtin_prefetch(minus + i + ahead);
@@ -232,35 +211,24 @@ inline void look_at_vectors(
             }
         }
         for (int part = 0; part < PARTS; ++part) {
-            lanes.sums[part].add(sum[part]);
-            lanes.abs_sums[part].add(abs_sum[part]);
-            lanes.square_sums[part].add(square_sum[part]);
+            sums[part].add(sum[part]);
+            abs_sums[part].add(abs_sum[part]);
+            square_sums[part].add(square_sum[part]);
         }
     }
-    for (int part = 0; part < PARTS; ++part) {
-        lanes.near[part] = near[part], lanes.smallest[part] = smallest[part], lanes.largest[part] = largest[part];
-    }
-}
-
-// The row of a chunk of `length` elements at `values`, whose whole vectors the lanes have seen.
-template <class Kind, bool CHANGED>
-void finish(
-    const Lanes& lanes, const typename Kind::Stored* values, const typename Kind::Stored* minus, int64_t length, Change change,
-    float limit, double* row) {
     std::fill(row, row + MIN, 0.0);
     row[COUNT] = static_cast<double>(length);
     row[MIN] = std::numeric_limits<double>::infinity();
     row[MAX] = -row[MIN];
     for (int lane = 0; lane < LANES; ++lane) {
         const int part = lane / WIDTH, place = lane % WIDTH;
-        row[SUM] += lanes.sums[part][place];
-        row[ABS_SUM] += lanes.abs_sums[part][place];
-        row[SQUARE_SUM] += lanes.square_sums[part][place];
-        row[NEAR_ZERO] += lanes.near[part][place];
-        row[MIN] = std::min<double>(row[MIN], lanes.smallest[part][place]);
-        row[MAX] = std::max<double>(row[MAX], lanes.largest[part][place]);
+        row[SUM] += sums[part][place];
+        row[ABS_SUM] += abs_sums[part][place];
+        row[SQUARE_SUM] += square_sums[part][place];
+        row[NEAR_ZERO] += near[part][place];
+        row[MIN] = std::min<double>(row[MIN], smallest[part][place]);
+        row[MAX] = std::max<double>(row[MAX], largest[part][place]);
     }
-    const int64_t whole = length / LANES * LANES;
     if (whole == length) return;
     // the rest, in float64: of a few elements the mean may be large beside the spread, for which float32 is too narrow
     typename Kind::Stored last[LANES] = {}, last_minus[LANES] = {};
@@ -279,30 +247,6 @@ void finish(
     }
 }
 
-// The rows of up to MOST_STREAMS chunks, one behind the other in memory: `length` elements together.
-template <class Kind, bool CHANGED, class Run>
-void look_at(const void* address, const void* other, int64_t length, Change change, float limit, double* rows) {
-    const auto* values = static_cast<const typename Kind::Stored*>(address);
-    const auto* minus = static_cast<const typename Kind::Stored*>(other);
-    const int64_t chunks = std::max<int64_t>(1, (length + CHUNK - 1) / CHUNK);  // an empty tensor has one chunk too
-    Lanes lanes[MOST_STREAMS];
-    for (int64_t chunk = 0; chunk < chunks; ++chunk) lanes[chunk].begin();
-    const int64_t turn = chunks > 1 ? TURN : CHUNK;
-    for (int64_t from = 0; from < std::min(CHUNK, length); from += turn) {
-        for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-            const int64_t start = chunk * CHUNK, whole = start + std::min(CHUNK, length - start) / LANES * LANES;
-            const int64_t end = std::min(whole, start + from + turn);
-            look_at_vectors<Kind, CHANGED, Run>(values, minus, start + from, end, change, limit, lanes[chunk]);
-        }
-    }
-    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-        const int64_t start = chunk * CHUNK;
-        finish<Kind, CHANGED>(
-            lanes[chunk], values + start, minus + (CHANGED && change.minus ? start : 0), std::min(CHUNK, length - start), change,
-            limit, rows + chunk * COLUMNS);
-    }
-}
-
 // A tensor, as the caller describes it; dtype is an index of LOOKS.
 struct Entry {
     int64_t address, other, length, dtype;
@@ -314,12 +258,8 @@ typedef void (*Look)(const void*, const void*, int64_t, Change, float, double*);
 constexpr Look LOOKS[][2][2] = {TORCH_GRADMON_LOOKS(Float32), TORCH_GRADMON_LOOKS(BFloat16), TORCH_GRADMON_LOOKS(Float16)};
 constexpr int64_t SIZES[] = {4, 2, 2};
 
-// The most elements that are looked at together: it is the arithmetic that numbers of two bytes wait for, not memory.
-int64_t together(const Entry& entry) { return CHUNK * (SIZES[entry.dtype] == 4 ? READING.streams : 1); }
-
-// Chunks of a tensor that are looked at together, and the number of the first one of them among all of the call.
-struct Group {
-    int64_t entry, start, chunk;
+struct Chunk {
+    int64_t entry, start;
 };
 
 // What is the same for all tensors of a call.
@@ -331,18 +271,18 @@ struct Call {
     double* rows;
 };
 
-void look_at_group(const Call& call, Group group, bool wide, double* rows) {
-    const Entry& entry = call.entries[group.entry];
+void look_at_chunk(const Call& call, Chunk chunk, bool wide, double* row) {
+    const Entry& entry = call.entries[chunk.entry];
     const Change change = {call.scale ? *call.scale : 1.0f, entry.other != 0};
-    const int64_t offset = group.start * SIZES[entry.dtype];
+    const int64_t offset = chunk.start * SIZES[entry.dtype];
     const bool changed = call.scale || change.minus;
     LOOKS[entry.dtype][changed][wide](
         reinterpret_cast<const void*>(entry.address + offset),
         reinterpret_cast<const void*>(entry.other + offset),
-        std::min(together(entry), entry.length - group.start),
+        std::min(CHUNK, entry.length - chunk.start),
         change,
         call.limit,
-        rows);
+        row);
 }
 
 void merge(double* into, const double* row) {
@@ -353,24 +293,21 @@ void merge(double* into, const double* row) {
 
 // Writes the rows of the tensors at these positions; wide: with sums in float64 throughout.
 void measure(const Call& call, const std::vector<int64_t>& positions, bool wide) {
-    std::vector<Group> groups;
-    int64_t elements = 0, chunks = 0;
+    std::vector<Chunk> chunks;
+    int64_t elements = 0;
     for (const int64_t entry : positions) {
-        const int64_t length = call.entries[entry].length, most = together(call.entries[entry]);
-        elements += length;
+        elements += call.entries[entry].length;
         int64_t start = 0;
-        do {
-            groups.push_back({entry, start, chunks});
-            chunks += std::max<int64_t>(1, (std::min(most, length - start) + CHUNK - 1) / CHUNK);
-            start += most;
-        } while (start < length);
+        do {  // an empty tensor has one chunk too
+            chunks.push_back({entry, start});
+            start += CHUNK;
+        } while (start < call.entries[entry].length);
     }
-    const int64_t all = static_cast<int64_t>(groups.size());
-    groups.push_back({-1, 0, chunks});
-    std::vector<double> parts(chunks * COLUMNS);
+    const int64_t all = static_cast<int64_t>(chunks.size());
+    std::vector<double> parts(all * COLUMNS);
     std::atomic<int64_t> next{0};
     const auto work = [&] {
-        for (int64_t i; (i = next++) < all;) look_at_group(call, groups[i], wide, &parts[groups[i].chunk * COLUMNS]);
+        for (int64_t i; (i = next++) < all;) look_at_chunk(call, chunks[i], wide, &parts[i * COLUMNS]);
     };
     // Threads of their own live for this call only: no OpenMP, whose second runtime in a process may hang, and nothing that a fork loses.
     const unsigned mode = TORCH_GRADMON_MODE;
@@ -387,14 +324,12 @@ void measure(const Call& call, const std::vector<int64_t>& positions, bool wide)
     work();
     for (std::thread& other : others) other.join();
     for (int64_t i = 0; i < all; ++i) {
-        double* row = call.rows + groups[i].entry * COLUMNS;
-        for (int64_t chunk = groups[i].chunk; chunk < groups[i + 1].chunk; ++chunk) {
-            const double* part = parts.data() + chunk * COLUMNS;
-            if (groups[i].start == 0 && chunk == groups[i].chunk) {
-                std::copy(part, part + COLUMNS, row);
-            } else {
-                merge(row, part);
-            }
+        const double* part = parts.data() + i * COLUMNS;
+        double* row = call.rows + chunks[i].entry * COLUMNS;
+        if (chunks[i].start == 0) {
+            std::copy(part, part + COLUMNS, row);
+        } else {
+            merge(row, part);
         }
     }
 }
