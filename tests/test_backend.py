@@ -77,7 +77,7 @@ def test_without_tensors_there_are_no_rows() -> None:
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 NARROW = [torch.float32, torch.bfloat16, torch.float16]
-#: Around the vectors, the runs of them, the chunks that the kernel cuts tensors into, and pairs of those.
+#: Around the vectors, the runs of them and the chunks that the kernel cuts tensors into, one and several.
 SIZES = [1, 5, 15, 16, 17, 255, 256, 257, 5000, 65_535, 65_536, 65_537, 66_049, 131_071, 131_072, 131_073, 196_609, 3_000_000]
 
 

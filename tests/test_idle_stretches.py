@@ -67,6 +67,18 @@ class Loop:
         return self
 
 
+class _Watcher(Plugin):
+    """Sees the steps that close."""
+
+    name = "watcher"
+
+    def __init__(self) -> None:
+        self.closed: list[int] = []
+
+    def on_step_closed(self, step: Any) -> None:
+        self.closed.append(step.number)
+
+
 def test_most_idle_steps_are_only_counted_and_the_monitored_ones_are_the_same(counted: list[int]) -> None:
     loop = Loop(every=10).go(101)
     loop.monitor.detach()
@@ -407,16 +419,7 @@ def test_a_plugin_that_requires_gradients_in_some_idle_steps_gets_them() -> None
 
 
 def test_a_plugin_that_begins_to_watch_within_a_step_sees_its_end() -> None:
-    class Sees(Plugin):
-        name = "sees"
-
-        def __init__(self) -> None:
-            self.closed: list[int] = []
-
-        def on_step_closed(self, step: Any) -> None:
-            self.closed.append(step.number)
-
-    sees = Sees()
+    sees = _Watcher()
     loop = Loop(every=30, plugins=[sees]).go(5)
     loop.backward()
     sees.watches_idle_steps = True
@@ -548,18 +551,6 @@ def test_a_state_loaded_within_a_counted_step_begins_a_segment() -> None:
     with pytest.warns(gradmon.GradmonWarning, match="step 4 comes after step 41"):
         loop.go(30)
     assert loop.records == [0, 10, 20, 30, 40, 10, 20, 30]
-
-
-class _Watcher(Plugin):
-    """Sees the steps that close."""
-
-    name = "watcher"
-
-    def __init__(self) -> None:
-        self.closed: list[int] = []
-
-    def on_step_closed(self, step: Any) -> None:
-        self.closed.append(step.number)
 
 
 def test_a_plugin_may_watch_from_its_beginning_and_stop(counted: list[int]) -> None:

@@ -112,6 +112,10 @@ class StatView:
         return have(self.needs, rows.unbind(1))
 
 
+#: What a view may need of a tensor, from less to more.
+NEEDS = ("", "elements", "finite elements")
+
+
 def have(needs: str, columns: Sequence[Tensor]) -> Tensor:
     """Which rows, given by their columns, have what a view ``needs``: bool ``[n]``."""
     if needs == "elements":

@@ -134,24 +134,25 @@ Floats magnitude(Floats x) { return (Floats)((Bits)x & 0x7fffffff); }
 #if defined(__AVX512F__)
 Doubles low(Floats x) { return (Doubles)_mm512_cvtps_pd(_mm512_castps512_ps256((__m512)x)); }
 Doubles high(Floats x) { return (Doubles)_mm512_cvtps_pd(_mm512_extractf32x8_ps((__m512)x, 1)); }
-Floats square_added(Floats x, Floats sum) { return (Floats)_mm512_fmadd_ps((__m512)x, (__m512)x, (__m512)sum); }
 #elif defined(__AVX__)
 Doubles low(Floats x) { return (Doubles)_mm256_cvtps_pd(_mm256_castps256_ps128((__m256)x)); }
 Doubles high(Floats x) { return (Doubles)_mm256_cvtps_pd(_mm256_extractf128_ps((__m256)x, 1)); }
-#if defined(__FMA__)
-Floats square_added(Floats x, Floats sum) { return (Floats)_mm256_fmadd_ps((__m256)x, (__m256)x, (__m256)sum); }
-#else
-Floats square_added(Floats x, Floats sum) { return sum + x * x; }
-#endif
 #else
 Doubles low(Floats x) { return Doubles{x[0], x[1]}; }
 Doubles high(Floats x) { return Doubles{x[2], x[3]}; }
-#if defined(__ARM_NEON)
-Floats square_added(Floats x, Floats sum) { return (Floats)vfmaq_f32((float32x4_t)sum, (float32x4_t)x, (float32x4_t)x); }
+#endif
+
+Floats square_added(Floats x, Floats sum) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_fmadd_ps((__m512)x, (__m512)x, (__m512)sum);
+#elif defined(__AVX__) && defined(__FMA__)
+    return (Floats)_mm256_fmadd_ps((__m256)x, (__m256)x, (__m256)sum);
+#elif defined(__ARM_NEON)
+    return (Floats)vfmaq_f32((float32x4_t)sum, (float32x4_t)x, (float32x4_t)x);
 #else
-Floats square_added(Floats x, Floats sum) { return sum + x * x; }
+    return sum + x * x;
 #endif
-#endif
+}
 
 Ints counted(Floats m, Floats limit, Ints count) {
 #if defined(__AVX512F__)

@@ -100,11 +100,12 @@ def _is_one(factor: float) -> bool:
 
 def _scalings(steps: Sequence[_Step]) -> list[float]:
     """Constant factors of gradients, whatever their norm. 1 is one of them if a clip does not always act."""
-    factors, slack = sorted(map(_FACTOR, steps)), max(map(_SLACK, steps), default=_SAME)
+    ordered, slack = sorted(steps, key=_FACTOR), max(map(_SLACK, steps), default=_SAME)
+    factors = [step.factor for step in ordered]
     # the factors of an active clip all differ: then no two are of one run, which is found without making any
     is_any_run = any(map(le, map(sub, factors[1:], factors), map(mul, factors[1:], repeat(slack))))
     runs: list[list[_Step]] = []
-    for step in sorted(steps, key=_FACTOR) if is_any_run else ():
+    for step in ordered if is_any_run else ():
         if runs and step.factor - runs[-1][0].factor <= step.slack * step.factor:
             runs[-1].append(step)
         else:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..core.keys import Key
 from ..core.metric import Metric
-from ..core.moments import VIEWS, Column, StatView, have
+from ..core.moments import NEEDS, VIEWS, Column, StatView, have
 from ..core.records import StatsTable
 from ..core.step_values import Block
 
@@ -72,11 +72,9 @@ class SourcePlan:
         if not found:
             return (), ()
         columns = table.rows.unbind(1)
-        if not any(metric.name == "ratio" or places for metric, _, places in found) and bool(
-            have("finite elements", columns).all()
-        ):
-            return keys, torch.cat([VIEWS[metric.name].of(columns) for metric, _, _ in found]).tolist()  # as in nearly every step
-        there: dict[str, Tensor] = {}
+        finite = have("finite elements", columns)
+        # where all rows have finite elements, as in nearly every step, they have all that a view needs
+        there = dict.fromkeys(NEEDS, finite) if bool(finite.all()) else {"finite elements": finite}
         values: list[Tensor] = []
         defined: list[Tensor] = []
         for metric, wanted, places in found:
