@@ -89,17 +89,6 @@ def _step_lines(training: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _of_before(training: Mapping[str, Any] | None) -> str:
-    """An older measurement that is kept by hand beside the newer one, since the hosts differed."""
-    if training is None:
-        return ""
-    added = ", ".join(f"`{preset}` {with_spread(of)} %" for preset, of in training["added_pct"].items())
-    return (
-        "Measured before the launches of `full` were reduced, on another machine of the kind with a faster host: "
-        f"{with_spread(training['step_ms']['without'])} ms without a monitor; {added}."
-    )
-
-
 def markdown(result: Mapping[str, Any] | None) -> str:
     """The section of the documentation; ``None`` before there are results."""
     if result is None:
@@ -113,7 +102,6 @@ def markdown(result: Mapping[str, Any] | None) -> str:
         "together. The last three bring values to the host, and wait for them.",
         "\n".join(_table(sections)),
         "\n".join(_step_lines(result["training"])),
-        _of_before(result.get("training_before")),
         f"Left out: {'; '.join(left_out)}." if left_out else "",
     ]
     return "\n\n".join(part for part in parts if part)
