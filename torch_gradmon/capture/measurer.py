@@ -18,7 +18,7 @@ from ..core.keys import Key
 from ..core.metric import Metric
 from ..core.torch_modes import no_autocast
 from ..statistics.dispatch import Statistics
-from ..statistics.tensor_access import as_plain, refusal
+from ..statistics.tensor_access import on_one_device, refusal
 from ..step.buffer import StepBuffer
 from ..step.plan import SourcePlan
 from ..step.ranks import Ranks
@@ -84,7 +84,7 @@ class Measurer:
         parts = tensors if wanted.are_parts else self.ranks.own_parts(tensors, plan.spread)
         if not parts:
             return
-        if (values := as_plain(list(parts.values()))) is not None:
+        if (values := on_one_device(list(parts.values()))) is not None:
             self._measure(wanted, list(parts), values)
             return
         groups: dict[torch.device, dict[int, Tensor]] = {}

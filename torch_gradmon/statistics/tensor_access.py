@@ -91,6 +91,14 @@ def are_unchanged_on(tensors: Sequence[Tensor], device: torch.device) -> bool:
     )
 
 
+def on_one_device(tensors: Sequence[Tensor]) -> Sequence[Tensor] | None:
+    """The ``tensors`` if all can be measured and are on one device, found without one call for each; None if each has to be looked at."""
+    plain = as_plain(tensors)
+    if plain is None and not (tensors[0].is_cpu or tensors[0].is_meta) and are_unchanged_on(tensors, tensors[0].device):
+        return tensors
+    return plain
+
+
 def are_alike(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
     """Whether each tensor has the shape and dtype of the one at its place in ``second``, found without one call for each."""
     return (

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from itertools import accumulate, chain, repeat
+from operator import attrgetter
 from typing import cast
 
 import torch
@@ -38,6 +39,7 @@ CHUNK = 1 << 15
 _GROUPS = 512
 #: Chunks that the second kernel merges at once.
 _LANES = 128
+_DTYPE = attrgetter("dtype")
 #: The kernels' codes of dtypes.
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 #: Where the kernels run; torch calls GPUs of AMD by the same name.
@@ -145,8 +147,8 @@ class TritonStatistics(Backend):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The tables of :func:`_chunks`, with the near-zero thresholds ``limits``, and the addresses of tensors and partners."""
         device = tensors[0].device
-        kinds = {dtype: (kind, limits[dtype]) for dtype, kind in _KINDS.items()}
-        sizes = tuple(number for x in tensors for number in (x.numel(), *kinds[x.dtype]))
+        of_dtypes = map(_KINDS.__getitem__, map(_DTYPE, tensors))
+        sizes = (*map(Tensor.numel, tensors), *of_dtypes, *(limits[dtype] for dtype in _KINDS))
         others = repeat(0) if partners[0] is None else map(Tensor.data_ptr, cast(Sequence[Tensor], partners))
         where = tuple(chain.from_iterable(zip(map(Tensor.data_ptr, tensors), others, strict=False)))
         entries, owners = self._tables_of(_chunks, sizes, device)
@@ -249,14 +251,19 @@ def _threshold_bits(eps: float, dtype: torch.dtype) -> int:
 
 
 def _chunks(numbers: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
-    """Tables of sizes: per tensor ``[elements, dtype, threshold, first chunk, chunks]``, per chunk its tensor."""
-    tensors = [numbers[i : i + 3] for i in range(0, len(numbers), 3)]
-    counts = [max(1, -(-elements // CHUNK)) for elements, _, _ in tensors]  # an empty tensor has an empty chunk
+    """Tables of sizes: per tensor ``[elements, dtype, threshold, first chunk, chunks]``, per chunk its tensor.
+
+    The numbers are the elements of each tensor, then the kinds of their dtypes, then the threshold of each kind.
+    """
+    count = (len(numbers) - len(_KINDS)) // 2
+    elements, kinds, thresholds = numbers[:count], numbers[count : 2 * count], numbers[2 * count :]
+    counts = [max(1, -(-each // CHUNK)) for each in elements]  # an empty tensor has an empty chunk
     firsts = accumulate(counts, initial=0)
-    rows = [number for each in zip(tensors, firsts, counts, strict=False) for number in (*each[0], *each[1:])]
+    limits = map(thresholds.__getitem__, kinds)
+    rows = chain.from_iterable(zip(elements, kinds, limits, firsts, counts, strict=False))
     (table,) = _numbers(tuple(rows), device)
     table = table.view(-1, 5)
-    index = torch.arange(len(tensors), dtype=torch.int32, device=device)
+    index = torch.arange(count, dtype=torch.int32, device=device)
     return table, torch.repeat_interleave(index, table[:, 4], output_size=sum(counts))
 
 
