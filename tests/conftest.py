@@ -10,7 +10,7 @@ import sys
 from collections.abc import Generator, Iterator
 from typing import Any
 
-import hypothesis  # noqa: F401  trio's part of it looks for referrers of a generator, which a frozen one has not
+import hypothesis  # before a freeze: trio's part of it looks for referrers of a generator, which a frozen one has not
 import pytest
 import torch
 
@@ -21,6 +21,10 @@ from .browser import browser
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which torch may do in any test
+
+# a busy machine is no failure
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 # Transformers imports Comet, which would then make an experiment of its own for each run of MLflow
 os.environ["COMET_DISABLE_AUTO_LOGGING"] = "1"

@@ -142,7 +142,7 @@ def test_adagc_is_the_naive_formula(seed: int, monitored: bool) -> None:
 _norms = st.floats(1e-3, 1e3)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(_norms, min_size=1, max_size=40), st.integers(1, 6), st.floats(0.5, 5), st.floats(0.1, 0.99))
 def test_zclip_never_raises_a_norm_and_follows_the_formula(
     norms: list[float], warmup: int, threshold: float, alpha: float
@@ -154,7 +154,7 @@ def test_zclip_never_raises_a_norm_and_follows_the_formula(
         assert factors.item() * norm == pytest.approx(naive.clipped(norm), rel=1e-6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(_norms, _norms), min_size=1, max_size=40), st.integers(1, 6), st.floats(1.001, 3), st.floats(0.1, 0.99))
 def test_adagc_never_raises_a_norm_and_follows_the_formula(
     norms: list[tuple[float, float]], warmup: int, ratio: float, beta: float

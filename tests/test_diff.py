@@ -683,7 +683,7 @@ _NUMBERS = st.one_of(
     st.floats(-10, 10, width=32),
 )
 _STEPS = st.lists(st.tuples(_NUMBERS, _NUMBERS, st.sampled_from([0.0, 1e-9, 1e-7, 1e-5, 1e-3, 1.0])), min_size=1, max_size=6)
-_QUICK = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+_QUICK = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def _pair(path: Path, rows: list[tuple[float, float, float]]) -> tuple[Path, Path]:

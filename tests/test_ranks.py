@@ -81,7 +81,7 @@ def test_so_it_is_where_ranks_are_so_many_that_rows_are_reduced_and_not_gathered
     _check(on_ranks(4, train_with_reductions, setting))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 2**31), st.sets(st.sampled_from(list(Column))), st.booleans())
 def test_rows_of_many_ranks_are_those_of_one(seed: int, columns: set[Column], gathers: bool) -> None:
     first, second = on_ranks(2, merged, seed, sorted(map(int, columns)), gathers)

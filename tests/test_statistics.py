@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -408,7 +408,6 @@ def test_the_whole_is_the_merge_of_its_parts(parts: list[Tensor]) -> None:
 
 
 @given(st.lists(st.tuples(tensors, st.integers(0, 3)), max_size=8))
-@settings(deadline=None)
 def test_merging_by_group_is_the_merge_of_each_group(pairs: list[tuple[Tensor, int]]) -> None:
     rows, groups = measure([x for x, _ in pairs]), [group for _, group in pairs]
     merged = merge_by_group(rows, groups, 5)

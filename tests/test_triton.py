@@ -171,7 +171,7 @@ def test_a_small_std_beside_a_large_mean(dtype: torch.dtype) -> None:
         max_size=4,
     )
 )
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 def test_any_numbers(parts: list[tuple[list[float], torch.dtype, int]]) -> None:
     tensors = [torch.tensor(numbers * times, dtype=dtype, device=DEVICE) for numbers, dtype, times in parts]
     check(measure(tensors), tensors)
