@@ -99,7 +99,7 @@ def markdown(result: Mapping[str, Any] | None) -> str:
     parts = [
         f"{where['gpu']}, driver {where['driver']}, torch {where['torch']}, Python {where['python']}; {packages}; {result['date']}. "
         "Medians, quartiles in brackets. 100 % is one read of each gradient at the rate at which the copy reads and writes "
-        "together. The last three bring values to the host, and wait for them.",
+        "together. ModuleMonitor, torch-module-monitor and wandb.watch bring values to the host, and wait for them.",
         "\n".join(_table(sections)),
         "\n".join(_step_lines(result["training"])),
         f"Left out: {'; '.join(left_out)}." if left_out else "",
