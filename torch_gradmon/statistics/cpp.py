@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import repeat
-from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -24,13 +23,12 @@ from . import kernel_build
 from .eager import EagerStatistics
 from .precise import measure_precisely, needs_precise_pass
 from .request import Batch, Request
-from .tensor_access import are_alike, dtypes_of, is_plain, threshold
+from .tensor_access import are_alike, dtype_of, dtypes_of, is_plain, threshold
 
 #: The kernel's codes of dtypes.
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 #: Some compilers do not know the processor.
 _OPTIONS = (("-march=native",), ())
-_DTYPE = attrgetter("dtype")
 _Row = ctypes.c_double * WIDTH
 _Entry = ctypes.c_int64 * 4
 #: count, entries, scale or None, limit, threads, rows; how many rows are not finite
@@ -81,7 +79,7 @@ class CppStatistics(EagerStatistics):
         entries[2::4] = array("q", map(Tensor.numel, values))
         dtypes = dtypes_of(values)
         kinds = (
-            map(_KINDS.__getitem__, map(_DTYPE, values)) if len(dtypes) > 1 else repeat(_KINDS[next(iter(dtypes))], len(values))
+            map(_KINDS.__getitem__, map(dtype_of, values)) if len(dtypes) > 1 else repeat(_KINDS[next(iter(dtypes))], len(values))
         )
         entries[3::4] = array("q", kinds)
         rows = torch.empty(len(values), WIDTH, dtype=torch.float64, device="cpu")

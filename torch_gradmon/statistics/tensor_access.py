@@ -21,7 +21,7 @@ REAL = NARROW | {torch.float64, torch.bool, torch.uint8, torch.int8, torch.int16
 LANES = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
 #: Types whose memory holds the elements unchanged; nn.Buffer makes plain tensors.
 PLAIN = frozenset({Tensor, nn.Parameter})
-_DTYPE, _IS_CPU, _LAYOUT, _IS_NESTED, _DEVICE, _SHAPE = map(
+dtype_of, _IS_CPU, _LAYOUT, _IS_NESTED, _DEVICE, _SHAPE = map(
     attrgetter, ("dtype", "is_cpu", "layout", "is_nested", "device", "shape")
 )
 _STRIDED = frozenset({torch.strided})
@@ -76,7 +76,7 @@ def as_plain(tensors: Sequence[Tensor]) -> PlainTensors | None:
 
 def dtypes_of(tensors: Iterable[Tensor]) -> frozenset[torch.dtype]:
     """The dtypes of ``tensors``."""
-    return tensors.dtypes if isinstance(tensors, PlainTensors) else frozenset(map(_DTYPE, tensors))
+    return tensors.dtypes if isinstance(tensors, PlainTensors) else frozenset(map(dtype_of, tensors))
 
 
 def are_unchanged_on(tensors: Sequence[Tensor], device: torch.device) -> bool:
@@ -103,7 +103,7 @@ def are_alike(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
     """Whether each tensor has the shape and dtype of the one at its place in ``second``, found without one call for each."""
     return (
         len(first) == len(second)
-        and all(map(eq, map(_DTYPE, first), map(_DTYPE, second)))
+        and all(map(eq, map(dtype_of, first), map(dtype_of, second)))
         and all(map(eq, map(_SHAPE, first), map(_SHAPE, second)))
     )
 

@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from itertools import accumulate, chain, repeat
-from operator import attrgetter
 from typing import cast
 
 import torch
@@ -30,7 +29,7 @@ from ..core.accelerator import copied_to_device, stream_number
 from ..core.moments import WIDTH
 from .eager import EagerStatistics
 from .request import Backend, Request
-from .tensor_access import PLAIN, are_alike, are_unchanged_on, dtypes_of, is_functorch_wrapped, threshold
+from .tensor_access import PLAIN, are_alike, are_unchanged_on, dtype_of, dtypes_of, is_functorch_wrapped, threshold
 from .triton_kernels import INTERPRETED, merged_rows, merged_sums, products_of_chunks, rows_of_chunks
 
 #: Elements per program of the first kernel: 64 to 256 kB; ten million elements still give 306 programs.
@@ -39,7 +38,6 @@ CHUNK = 1 << 15
 _GROUPS = 512
 #: Chunks that the second kernel merges at once.
 _LANES = 128
-_DTYPE = attrgetter("dtype")
 #: The kernels' codes of dtypes.
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 #: Where the kernels run; torch calls GPUs of AMD by the same name.
@@ -96,7 +94,7 @@ class TritonStatistics(Backend):
     ) -> Tensor:
         """Rows of tensors that the kernels accept; either all have a partner or none."""
         device = tensors[0].device
-        limits = {dtype: _threshold_bits(eps, dtype) for dtype in _KINDS}
+        limits = [_threshold_bits(eps, dtype) for dtype in _KINDS]
         with _on(device):
             entries, owners, addresses = self._tables(tensors, partners, limits)
             parts = torch.empty(len(owners), WIDTH, dtype=torch.float64, device=device)
@@ -133,7 +131,7 @@ class TritonStatistics(Backend):
         """The inner products of pairs that the kernels accept."""
         device = first[0].device
         with _on(device):
-            entries, owners, addresses = self._tables(first, second, dict.fromkeys(_KINDS, 0))
+            entries, owners, addresses = self._tables(first, second, [0] * len(_KINDS))
             parts = torch.empty(len(owners), dtype=torch.float64, device=device)
             sums = torch.empty(len(first), dtype=torch.float64, device=device)
             products_of_chunks[(len(parts),)](
@@ -143,12 +141,12 @@ class TritonStatistics(Backend):
         return sums
 
     def _tables(
-        self, tensors: Sequence[Tensor], partners: Sequence[Tensor | None], limits: Mapping[torch.dtype, int]
+        self, tensors: Sequence[Tensor], partners: Sequence[Tensor | None], limits: Sequence[int]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The tables of :func:`_chunks`, with the near-zero thresholds ``limits``, and the addresses of tensors and partners."""
+        """The tables of :func:`_chunks`, with near-zero thresholds ``limits`` of the kinds, and the addresses of tensors and partners."""
         device = tensors[0].device
-        of_dtypes = map(_KINDS.__getitem__, map(_DTYPE, tensors))
-        sizes = (*map(Tensor.numel, tensors), *of_dtypes, *(limits[dtype] for dtype in _KINDS))
+        of_dtypes = map(_KINDS.__getitem__, map(dtype_of, tensors))
+        sizes = (*map(Tensor.numel, tensors), *of_dtypes, *limits)
         others = repeat(0) if partners[0] is None else map(Tensor.data_ptr, cast(Sequence[Tensor], partners))
         where = tuple(chain.from_iterable(zip(map(Tensor.data_ptr, tensors), others, strict=False)))
         entries, owners = self._tables_of(_chunks, sizes, device)
