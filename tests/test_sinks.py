@@ -27,6 +27,9 @@ from torch_gradmon.sinks.delivery import Delivery, PendingCall
 from . import forked
 from .families import BY_NAME
 
+#: Before the tests make it longer.
+_SLOW = delivery.SLOW
+
 
 def _read(path: Path) -> list[dict[str, Any]]:
     def refuse(constant: str) -> None:
@@ -232,6 +235,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
         monkeypatch.setattr(delivery.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(delivery, "SLOW", _SLOW)
 
 
 def _slow_rows(clock: Clock, seconds: float, training: float, complaints: WarningLog, count: int = 6) -> int:

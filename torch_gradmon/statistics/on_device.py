@@ -100,13 +100,14 @@ class _Layout:
         in_order = places == [[number] for number in range(row)]
         self.levels = [] if in_order else [copied_to_device(level, device) for level in _levels(places, row)]
         self.empty = identity(1, device, accumulator_dtype(device))
-        self._pads: dict[torch.dtype, Tensor] = {}
+        self._pads: dict[tuple[torch.dtype, int], Tensor] = {}
 
     def padding(self, like: Tensor, length: int) -> Tensor:
         """Zeros to fill a row with."""
-        if like.dtype not in self._pads:
-            self._pads[like.dtype] = torch.zeros(RUN, dtype=like.dtype, device=like.device)
-        return self._pads[like.dtype][:length]
+        kind = like.dtype, length
+        if kind not in self._pads:
+            self._pads[kind] = torch.zeros(length, dtype=like.dtype, device=like.device)
+        return self._pads[kind]
 
 
 def _tables(sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> Iterator[list[_Piece]]:
@@ -240,8 +241,9 @@ def _filled(table: _Table, layout: _Layout, tensors: Sequence[Tensor], dtype: to
     parts = []
     for piece in table.pieces:
         tensor = tensors[piece.tensor]
-        parts.append(tensor[piece.start : piece.stop])
-        if gap := piece.rows * RUN - (piece.stop - piece.start):
+        length = piece.stop - piece.start
+        parts.append(tensor if length == tensor.numel() else tensor[piece.start : piece.stop])
+        if gap := piece.rows * RUN - length:
             parts.append(layout.padding(tensor, gap))
     if len({part.dtype for part in parts}) > 1:  # else torch.cat takes one launch for each part, not for 128 of them
         wide = functools.reduce(torch.promote_types, (part.dtype for part in parts))

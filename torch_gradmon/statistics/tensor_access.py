@@ -149,7 +149,8 @@ def flat_values(tensor: Tensor) -> tuple[Tensor, int]:
     if not tensor.is_contiguous():
         dense = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
         tensor = dense if dense.is_contiguous() else tensor
-    return tensor.reshape(-1).as_subclass(Tensor), zeros
+    flat = tensor if tensor.dim() == 1 and tensor.is_contiguous() else tensor.reshape(-1)
+    return flat if type(flat) is Tensor else flat.as_subclass(Tensor), zeros
 
 
 def flat_pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,9 +54,7 @@ class SimulatedTensor(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Run one operation, as the device does."""
-        kwargs = dict(kwargs or {})
-        owner = next(x.owner for x in tensors_in((*args, *kwargs.values())) if isinstance(x, SimulatedTensor))
-        return _run(owner, func, args, kwargs)
+        return _run(func, args, dict(kwargs or {}))
 
     def tolist(self) -> Any:
         """Its values, which waits for the device."""
@@ -69,42 +68,67 @@ class SimulatedTensor(Tensor):
         return f"SimulatedTensor({self.raw!r})"
 
 
-def _run(owner: SimulatedDevice, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    name = func._schema.name
-    if func in (_ATEN._to_copy.default, _ATEN.copy_.default):
+class _Operation:
+    """What holds of an operation in each call."""
+
+    def __init__(self, func: Any) -> None:
+        self.name: str = func._schema.name
+        self.is_view: bool = func.is_view
+        self.allocates, self.reads = self.name in _ALLOCATE, self.name in _READ
+        self.moves = func in (_ATEN._to_copy.default, _ATEN.copy_.default)
+        #: Place and name of each argument that is written to, by the schema.
+        self.written = [
+            (place, argument.name)
+            for place, argument in enumerate(func._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        returns = func._schema.returns
+        self.returns_written = bool(returns) and returns[0].alias_info is not None
+        self.returns_one = len(returns) == 1
+
+
+_operation = cache(_Operation)
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    of = _operation(func)
+    tensors: list[Tensor] = []
+    raw_args, raw_kwargs = tuple(_raw(args, tensors)), dict(zip(kwargs, _raw(kwargs.values(), tensors), strict=True))
+    inputs = [x for x in tensors if isinstance(x, SimulatedTensor)]
+    owner = inputs[0].owner
+    if of.moves:
         moved = _moved(owner, func, args, kwargs)
         if moved is not None:
             return moved
-    tensors = list(tensors_in((*args, *kwargs.values())))
-    inputs = [x for x in tensors if isinstance(x, SimulatedTensor)]
     # a 0-d tensor of the host is a number
     if foreign := [x for x in tensors if not isinstance(x, SimulatedTensor) and x.dim()]:
-        raise RuntimeError(f"{name}: all tensors must be on {owner.torch_device}, got one of {foreign[0].device}")
-    written = _written(func._schema.arguments, args, kwargs)
+        raise RuntimeError(f"{of.name}: all tensors must be on {owner.torch_device}, got one of {foreign[0].device}")
+    written = [
+        args[place] if place < len(args) else kwargs[name] for place, name in of.written if place < len(args) or name in kwargs
+    ]
     if "device" in kwargs and torch.device(kwargs["device"]).type == owner.torch_device.type:
-        kwargs = {**kwargs, "device": "cpu"}
-    raw = _mapped(_raw, args), {key: _mapped(_raw, value) for key, value in kwargs.items()}
+        raw_kwargs["device"] = "cpu"
     changed = [x for x in tensors_in(written) if isinstance(x, SimulatedTensor)]
-    graph = None if func.is_view or name in _ALLOCATE else owner.graph
-    if graph is not None and name in _READ:
-        graph.refuse(f"{name} waits for the device")
-    result = func(*raw[0], **raw[1]) if graph is None else graph.run(func, *raw, [x.raw for x in changed])
-    if func.is_view:
-        owner.count(name, "view")
-        return _mapped(lambda raw: SimulatedTensor(raw, owner, inputs[0].memory), result)
-    if name in _ALLOCATE:
-        return _mapped(lambda raw: SimulatedTensor(raw, owner), result)
+    graph = None if of.is_view or of.allocates else owner.graph
+    if graph is not None and of.reads:
+        graph.refuse(f"{of.name} waits for the device")
+    result = func(*raw_args, **raw_kwargs) if graph is None else graph.run(func, raw_args, raw_kwargs, [x.raw for x in changed])
+    if of.is_view:
+        owner.count(of.name, "view")
+        return _wrapped(result, owner, inputs[0].memory)
+    if of.allocates:
+        return _wrapped(result, owner)
     if graph is None:
-        owner.count(name, "kernel", _launches(name, tensors))
-        owner.timeline.queue(name, [x.memory for x in inputs], [x.memory for x in changed])
-    if name in _READ:
-        owner.count(name, "read")
+        owner.count(of.name, "kernel", _launches(of.name, tensors))
+        owner.timeline.queue(of.name, [x.memory for x in inputs], [x.memory for x in changed])
+    if of.reads:
+        owner.count(of.name, "read")
         owner.timeline.wait(owner.timeline.clock_of(owner.timeline.current))
     if not isinstance(result, (Tensor, list, tuple)):
         return result
-    if written and func._schema.returns and func._schema.returns[0].alias_info is not None:
-        return written[0] if len(func._schema.returns) == 1 else tuple(written)
-    made = _mapped(lambda raw: SimulatedTensor(raw, owner), result)
+    if written and of.returns_written:
+        return written[0] if of.returns_one else tuple(written)
+    made = _wrapped(result, owner)
     for tensor in tensors_in([made]) if graph is None else ():
         tensor.memory.touch(*owner.timeline.here, is_written=True)  # type: ignore[attr-defined]
     return made
@@ -120,21 +144,22 @@ def _launches(name: str, tensors: list[Tensor]) -> int:
 # arguments of an operation are tensors, lists of them, or plain values; pytrees of torch are five times as slow
 
 
-def _mapped(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    return type(value)(_mapped(change, item) for item in value) if isinstance(value, (list, tuple)) else value
+def _raw(values: Iterable[Any], tensors: list[Tensor]) -> list[Any]:
+    """Arguments as the host has them; appends their tensors to ``tensors``."""
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+            found.append(value.raw if isinstance(value, SimulatedTensor) else value)
+        else:
+            found.append(type(value)(_raw(value, tensors)) if isinstance(value, (list, tuple)) else value)
+    return found
 
 
-def _raw(tensor: Tensor) -> Tensor:
-    return tensor.raw if isinstance(tensor, SimulatedTensor) else tensor
-
-
-def _written(arguments: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments that an operation writes to, by its schema."""
-    given = {**{argument.name: value for argument, value in zip(arguments, args, strict=False)}, **kwargs}
-    changed = [argument.name for argument in arguments if argument.alias_info is not None and argument.alias_info.is_write]
-    return [given[name] for name in changed if name in given]
+def _wrapped(result: Any, owner: SimulatedDevice, memory: Memory | None = None) -> Any:
+    if isinstance(result, Tensor):
+        return SimulatedTensor(result, owner, memory)
+    return type(result)(_wrapped(item, owner, memory) for item in result) if isinstance(result, (list, tuple)) else result
 
 
 def _moved(owner: SimulatedDevice, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
