@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -37,16 +40,43 @@ def driver() -> Iterator[Any]:
         yield found
 
 
-def _open(driver: Any, page: Path, width: int = 1280, query: str = "") -> None:
+def _resize(driver: Any, width: int) -> None:
     size = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": False}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+
+def _open(driver: Any, page: Path, query: str = "") -> None:
+    _resize(driver, 1280)
     driver.get_log("browser")
     driver.get(page.as_uri() + query)
     browser.wait_for(lambda: driver.execute_script("return document.readyState") == "complete")
 
 
-def _pages(site: Path) -> list[Path]:
-    return [page for page in site.rglob("*.html") if "_" not in page.relative_to(site).parts[0]]
+@dataclass
+class Visit:
+    """What the browser has of a page that it has opened once."""
+
+    fetched: list[str]
+    log: list[Any]
+    links: list[str]
+    phone_width: int
+
+
+@pytest.fixture(scope="module")
+def visits(site: Path, driver: Any) -> dict[str, Visit]:
+    """Each page, by its path in the site."""
+    found = {}
+    for page in site.rglob("*.html"):
+        name = page.relative_to(site)
+        if "_" not in name.parts[0]:
+            _open(driver, page)
+            fetched = driver.execute_script("return performance.getEntriesByType('resource').map(e => e.name)")
+            links = driver.execute_script("return [...document.querySelectorAll('a[href]')].map(a => a.href)")
+            log = driver.get_log("browser")
+            _resize(driver, PHONE)
+            found[str(name)] = Visit(fetched, log, links, driver.execute_script("return document.documentElement.scrollWidth"))
+    assert len(found) > 20
+    return found
 
 
 def test_the_search_works_from_a_file(site: Path, driver: Any) -> None:
@@ -59,34 +89,32 @@ def test_the_search_works_from_a_file(site: Path, driver: Any) -> None:
     browser.wait_for(found, 20)
 
 
-def test_no_page_fetches_anything_or_has_an_error(site: Path, driver: Any) -> None:
-    for page in _pages(site):
-        _open(driver, page)
-        names = driver.execute_script("return performance.getEntriesByType('resource').map(e => e.name)")
-        assert [name for name in names if not name.startswith(("file:", "data:"))] == [], page
-        assert driver.get_log("browser") == [], page
+def test_no_page_fetches_anything_or_has_an_error(visits: dict[str, Visit]) -> None:
+    fetched = {
+        page: [name for name in visit.fetched if not name.startswith(("file:", "data:"))] for page, visit in visits.items()
+    }
+    assert {page: names for page, names in fetched.items() if names} == {}
+    assert {page: visit.log for page, visit in visits.items() if visit.log} == {}
 
 
-def test_no_page_is_wider_than_a_phone(site: Path, driver: Any) -> None:
-    wide = {}
-    for page in _pages(site):
-        _open(driver, page, width=PHONE)
-        width = driver.execute_script("return document.documentElement.scrollWidth")
-        if width > PHONE:
-            wide[page.name] = width
-    assert wide == {}
+def test_no_page_is_wider_than_a_phone(visits: dict[str, Visit]) -> None:
+    assert {page: visit.phone_width for page, visit in visits.items() if visit.phone_width > PHONE} == {}
 
 
-def test_every_link_within_the_site_leads_somewhere(site: Path, driver: Any) -> None:
+def test_every_link_within_the_site_leads_somewhere(visits: dict[str, Visit]) -> None:
     missing = set()
-    for page in _pages(site):
-        _open(driver, page)
-        for link in driver.execute_script("return [...document.querySelectorAll('a[href]')].map(a => a.href)"):
+    for page, visit in visits.items():
+        for link in visit.links:
             path, _, anchor = link.partition("#")
-            if not path.startswith("file:"):
-                continue
-            target = Path(path.removeprefix("file://").partition("?")[0])
-            text = target.read_text(encoding="utf-8", errors="replace") if target.is_file() else None
-            if text is None or (anchor and f'id="{anchor}"' not in text and target.suffix == ".html"):
-                missing.add(f"{page.name}: {link}")
+            if path.startswith("file:"):
+                target = Path(path.removeprefix("file://").partition("?")[0])
+                anchors = _anchors(target)
+                if anchors is None or (anchor and anchor not in anchors and target.suffix == ".html"):
+                    missing.add(f"{page}: {link}")
     assert missing == set()
+
+
+@cache
+def _anchors(target: Path) -> set[str] | None:
+    """Those in a file; None if there is no such file."""
+    return set(re.findall('id="([^"]*)"', target.read_text(encoding="utf-8", errors="replace"))) if target.is_file() else None

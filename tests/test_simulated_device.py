@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +16,16 @@ from torch.utils import backend_registration
 from benchmarks import launches
 from torch_gradmon import testing
 
+from . import forked
+
 ROOT = Path(__file__).parent.parent
 _HAS_DEVICES = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
 needs_devices = pytest.mark.skipif(not _HAS_DEVICES, reason="this torch has no devices in Python")
 
 
 def _ran(name: str, file: str = "simulated_cases") -> Any:
-    command = [sys.executable, "-W", "ignore", "-m", f"tests.{file}", name]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    program = f"import warnings; warnings.simplefilter('ignore'); from tests import {file}; {file}.case.main()"
+    done = forked.run(program, name, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return json.loads(next(line[2:] for line in done.stdout.splitlines() if line.startswith("= ")))
 
