@@ -17,6 +17,8 @@ from tests.simulated import AT, DEVICE, Programs, races_of, without
 from torch_gradmon import testing
 from torch_gradmon.capture import parameters
 from torch_gradmon.cli.demo_model import CharacterGPT, Sizes
+from torch_gradmon.core.errors import WarningLog
+from torch_gradmon.core.moments import ALL_COLUMNS
 from torch_gradmon.core.simulated.timeline import Memory
 from torch_gradmon.spikes.nonfinite_origin import nonfinite_origin
 from torch_gradmon.statistics.dispatch import Statistics
@@ -261,6 +263,15 @@ def fingerprints_of_many() -> Any:
         "launches": work.launches,
         "reads": work.reads.total(),
     }
+
+
+@case
+def statistics_of_many_sizes() -> Any:
+    """The launches of statistics of tensors whose sizes are new, as in each step of a loop whose shapes change."""
+    moved = [torch.randn(100 + 17 * number).to(AT) for number in range(50)]
+    with DEVICE.counted() as work:
+        Statistics(WarningLog()).measure(moved, ALL_COLUMNS)
+    return work.launches
 
 
 # --- failures, and the order of values -------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ needs_devices = pytest.mark.skipif(not _HAS_DEVICES, reason="this torch has no d
 
 def _ran(name: str, file: str = "simulated_cases") -> Any:
     program = f"import warnings; warnings.simplefilter('ignore'); from tests import {file}; {file}.case.main()"
-    done = forked.run(program, name, cwd=ROOT)
+    done = forked.run(program, name, cwd=ROOT, timeout=600.0)
     assert done.returncode == 0, done.stderr
     return json.loads(next(line[2:] for line in done.stdout.splitlines() if line.startswith("= ")))
 
@@ -230,6 +230,11 @@ def test_what_cannot_be_measured_costs_no_more_than_itself() -> None:
         ["activation", "gradient", "gradient_before_clip"],
         "the parameters could not be copied before the step",
     ]
+
+
+@needs_devices
+def test_new_sizes_take_few_launches() -> None:
+    assert _ran("statistics_of_many_sizes") <= 40
 
 
 @needs_devices
