@@ -16,7 +16,7 @@ from torch_gradmon import testing
 
 from .report import write_section
 
-#: Linear layers of one shape, with two parameters each; 723 parameters are those of ResNet-like models.
+#: Linear layers of one shape, with two parameters each; 722 parameters are as many as those of ResNet-like models.
 LAYERS = (2, 32, 361)
 #: Title, preset, and more arguments of ``watch``.
 SETTINGS: tuple[tuple[str, str, dict[str, Any]], ...] = (

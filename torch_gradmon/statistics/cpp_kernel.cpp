@@ -58,8 +58,8 @@ typedef double Doubles __attribute__((vector_size(4 * WIDTH)));  // half as many
 constexpr int64_t RUN = 16;
 // Bytes: memory is asked for what comes so much later, since a processor's own prefetcher stops at the end of each page. On Intel one
 // thread that reads a tensor from end to end is a quarter faster by it (Xeon with AVX-512, from 2 to 16 kB alike). On AMD one that reads
-// in streams, and subtracts another tensor, is 4 % faster by 256 bytes; more is slower, by a tenth with 2 kB (EPYC with AVX-512).
-// Nothing is read, so it may be past the end.
+// in streams, and subtracts another tensor, is 4 % faster by 256 bytes; more is slower, by a tenth with 2 kB (EPYC with AVX-512);
+// elements of 16 bits take as long with it as without. Nothing is read, so it may be past the end.
 int64_t bytes_ahead() {
 #if defined(__SSE__)
     __builtin_cpu_init();
@@ -199,7 +199,7 @@ void look_at(const void* address, const void* other, int64_t length, Change chan
     const Floats within = Floats{} + limit;
     const int64_t whole = length / LANES * LANES, ahead = AHEAD / static_cast<int64_t>(sizeof *values);
     const int64_t apart = whole / (Kind::STREAMS * LANES) * LANES;
-    // streams: the elements from begin to end are the first of so many, each as far behind the one before it
+    // The elements from begin to end, and by turns with them those that lie apart, 2 * apart, ... behind each: as many places as streams.
     const auto look_at_all = [&](int64_t begin, int64_t end, int streams) {
         for (int64_t start = begin; start < end; start += RUN / streams * LANES) {
             Run sum[PARTS], abs_sum[PARTS], square_sum[PARTS];

@@ -105,11 +105,11 @@ class _Layout:
     def padding(self, like: Tensor, length: int) -> Tensor:
         """Zeros to fill a row with."""
         kind = like.dtype, length
-        if kind not in self._pads:  # of one tensor for each dtype, since each that is made is a launch
-            whole = like.dtype, RUN
-            if whole not in self._pads:
-                self._pads[whole] = torch.zeros(RUN, dtype=like.dtype, device=like.device)
-            self._pads[kind] = self._pads[whole][:length]
+        if kind not in self._pads:  # parts of one tensor, since each tensor that is made is a launch
+            if length == RUN:
+                self._pads[kind] = torch.zeros(RUN, dtype=like.dtype, device=like.device)
+            else:
+                self._pads[kind] = self.padding(like, RUN)[:length]
         return self._pads[kind]
 
 

@@ -54,7 +54,7 @@ class SimulatedTensor(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Run one operation, as the device does."""
-        return _run(func, args, dict(kwargs or {}))
+        return _run(func, args, kwargs or {})
 
     def tolist(self) -> Any:
         """Its values, which waits for the device."""
