@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import pickle
-from itertools import chain
+from dataclasses import replace
+from itertools import chain, starmap
 
 import pytest
 import torch
 from torch import nn
 
-from torch_gradmon import ModuleMonitor
+from torch_gradmon import ModuleMonitor, watch
 from torch_gradmon.core.key_formatter import KeyFormatter
 from torch_gradmon.core.keys import KEY_STYLES, Key, format_key
-from torch_gradmon.core.step_values import StepValues
+from torch_gradmon.core.step_values import Block, StepValues
 
 A, B, C = (Key("gradient", name, "norm") for name in "abc")
 
 
 def test_they_are_those_of_a_dict() -> None:
-    values = StepValues(((A, B), [1.0, 2.0]), ((C,), [3.0]))
+    values = StepValues(Block((A, B), [1.0, 2.0]), Block((C,), [3.0]))
     expected = {A: 1.0, B: 2.0, C: 3.0}
     assert values == expected
     assert list(values) == list(values.keys()) == [A, B, C]
@@ -33,13 +34,13 @@ def test_they_are_those_of_a_dict() -> None:
 
 @pytest.mark.parametrize("style", KEY_STYLES)
 def test_a_later_value_replaces_an_earlier_one(style: str) -> None:
-    values = StepValues(((A, B), [1.0, 2.0])).updated({B: 5.0, C: 3.0})
+    values = StepValues(Block((A, B), [1.0, 2.0])).updated({B: 5.0, C: 3.0})
     assert values == {A: 1.0, B: 5.0, C: 3.0}
     assert KeyFormatter(style, "x/")(values) == {format_key(key, style, "x/"): value for key, value in values.items()}
 
 
 def test_many_late_values_are_merged() -> None:
-    values = StepValues(((A,), [0.0]))
+    values = StepValues(Block((A,), [0.0]))
     for number in range(1000):
         values = values.updated({B: float(number)})
     assert values == {A: 0.0, B: 999.0}
@@ -47,11 +48,11 @@ def test_many_late_values_are_merged() -> None:
 
 
 def test_what_came_since() -> None:
-    before = StepValues(((A, B), [1.0, 2.0]))
+    before = StepValues(Block((A, B), [1.0, 2.0]))
     later = before.updated({B: 5.0}).updated({C: 3.0})
     assert later.since(before) == {B: 5.0, C: 3.0}
     assert before.since(before) == {}
-    other = StepValues(((A, B), [1.0, 2.0]))
+    other = StepValues(Block((A, B), [1.0, 2.0]))
     assert other.since(before) == before.since(later) == {A: 1.0, B: 2.0}  # not made from it: all
     for number in range(50):  # merged in between
         later = later.updated({C: float(number)})
@@ -72,16 +73,48 @@ def test_flat_keys_follow_the_blocks() -> None:
     ):
         pairs = chain.from_iterable(zip(keys, numbers, strict=True) for keys, numbers in blocks)
         expected = {format_key(key): value for key, value in pairs}
-        assert formatted(StepValues(*blocks)) == expected
-        assert list(formatted(StepValues(*blocks))) == list(expected)
+        assert formatted(StepValues(*starmap(Block, blocks))) == expected
+        assert list(formatted(StepValues(*starmap(Block, blocks)))) == list(expected)
 
 
 def test_a_caller_may_change_the_dict() -> None:
     formatted = KeyFormatter("seed", "")
-    values = StepValues(((A, B), [1.0, 2.0]))
+    values = StepValues(Block((A, B), [1.0, 2.0]))
     formatted(values).clear()
     formatted(values)["more"] = 1.0
     assert formatted(values) == {"gradient/a/norm": 1.0, "gradient/b/norm": 2.0}
+
+
+@pytest.mark.parametrize("is_finite", [True, False])
+def test_views_of_tables_are_not_stored_and_nothing_else_is_left_out(is_finite: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = watch(model, optimizer, preset="full", on_spike=None)
+    for metric in ("norm", "max", "std"):
+        monitor.add_gradient_metric(metric)
+    monitor.add_update_metric("ratio")
+    monitor.add_update_metric("norm")
+    monitor.add_gradient_metric("first", lambda gradient: gradient.flatten()[0])
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(5, 3)).sum().backward()
+        if not is_finite:
+            model[0].weight.grad.fill_(float("nan"))
+        optimizer.step()
+        monitor.log_scalar("loss", 1.0)
+        monitor.get_step_metrics()
+        record = monitor._runtime.pipeline.last
+        stored = record.stored_values()
+        assert stored == pytest.approx(replace(record, values=dict(record.values)).stored_values(), nan_ok=True)  # by key
+        views = {key.metric for key in record.values if key not in stored and key.source in ("gradient", "update")}
+        assert views >= {"norm", "max", "std"}
+        kept = {format_key(key) for key in stored}
+        assert {"gradient/0.bias/first", "loss"} <= kept
+        assert "update/2.bias/ratio" in kept
+        (remembered,) = (one for one in monitor._runtime.pipeline.history.sample.records() if one.step == record.step)
+        assert stored.keys() <= remembered.values.keys()
+        assert Key("gradient", "2.bias", "norm") not in remembered.values
+        assert remembered.tables["gradient"].has("norm")
 
 
 def test_metrics_by_key_need_no_dict_of_keys() -> None:

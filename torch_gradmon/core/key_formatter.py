@@ -25,12 +25,12 @@ class KeyFormatter:
     def __call__(self, values: Mapping[Key, float]) -> dict[str, float]:
         """The values by flat key."""
         blocks = StepValues.of(values).blocks
-        texts = [self._texts(place, keys) for place, (keys, _) in enumerate(blocks)]
+        texts = [self._texts(place, keys) for place, (keys, *_) in enumerate(blocks)]
         if len(texts) != len(self._of_block) or any(new is not old for new, (_, old) in zip(texts, self._of_block, strict=True)):
             self._layout = {text: 0.0 for some in texts for text in some}
-        self._of_block = [(keys, text) for (keys, _), text in zip(blocks, texts, strict=True)]
+        self._of_block = [(keys, text) for (keys, *_), text in zip(blocks, texts, strict=True)]
         found = self._layout.copy()
-        for text, (_, numbers) in zip(texts, blocks, strict=True):
+        for text, (_, numbers, _) in zip(texts, blocks, strict=True):
             found.update(zip(text, numbers, strict=True))
         return found
 

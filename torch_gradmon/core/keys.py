@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Container, Iterable
+from functools import cache
 from typing import NamedTuple
 
 from .errors import display
@@ -93,6 +94,12 @@ class Key(NamedTuple):
     source: str
     name: str
     metric: str
+
+
+@cache
+def shared_key(source: str, name: str, metric: str) -> Key:
+    """The key, as one object for the records of all steps: what each of them keeps costs time in Python's garbage collection."""
+    return Key(source, name, metric)
 
 
 def canonical_name(name: str) -> str:

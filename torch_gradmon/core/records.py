@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .keys import Key
 from .moments import ALWAYS, VIEWS, Column
+from .step_values import StepValues
 
 #: Severity of a finding, most severe first.
 Severity = Literal["error", "warning", "info"]
@@ -117,7 +118,7 @@ class StepRecord:
         follow = {source: (views_of(table.columns), frozenset(table.names)) for source, table in self.tables.items()}
         return {
             key: value
-            for key, value in (self.values if among is None else among).items()
+            for key, value in StepValues.of(self.values if among is None else among).without_views(self.tables).by_key.items()
             if (of := follow.get(key.source)) is None or key.metric not in of[0] or key.name not in of[1] or key in self.logged
         }
 

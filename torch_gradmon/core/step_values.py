@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from .keys import Key
 
-#: Keys, and a value for each.
-Block = tuple[Sequence[Key], Sequence[float]]
+
+class Block(NamedTuple):
+    """Keys, and a value for each.
+
+    Attributes:
+        keys: the keys.
+        numbers: their values.
+        table: the source whose table of statistics these values are views of; empty if they are no views.
+    """
+
+    keys: Sequence[Key] = ()
+    numbers: Sequence[float] = ()
+    table: str = ""
+
+
 #: A loop that logs more than this in one step gets them merged.
 _BLOCKS = 16
 
@@ -30,25 +44,29 @@ class StepValues(Mapping[Key, float]):
     @classmethod
     def of(cls, values: Mapping[Key, float]) -> StepValues:
         """These values, as one block if they are none yet."""
-        return values if isinstance(values, cls) else cls((tuple(values), tuple(values.values())))
+        return values if isinstance(values, cls) else cls(Block(tuple(values), tuple(values.values())))
 
     def updated(self, more: Mapping[Key, float]) -> StepValues:
         """These values with ``more``, which replace those of the same keys."""
         blocks = self.blocks if len(self.blocks) < _BLOCKS else StepValues.of(self.by_key.copy()).blocks
         return StepValues(*blocks, *StepValues.of(more).blocks)
 
-    def since(self, before: StepValues) -> dict[Key, float]:
+    def since(self, before: StepValues) -> StepValues:
         """The values that came after ``before``, which these were made from by :meth:`updated`; else all."""
         shared = len(before.blocks)
         is_continued = len(self.blocks) >= shared and all(a is b for a, b in zip(before.blocks, self.blocks, strict=False))
-        return StepValues(*self.blocks[shared if is_continued else 0 :]).by_key
+        return StepValues(*self.blocks[shared if is_continued else 0 :])
+
+    def without_views(self, tables: Container[str]) -> StepValues:
+        """The values without the blocks that are views of these tables."""
+        return StepValues(*(block for block in self.blocks if block.table not in tables))
 
     @property
     def by_key(self) -> dict[Key, float]:
         """All values as a dict."""
         if self._by_key is None:
             self._by_key = {}
-            for keys, numbers in self.blocks:
+            for keys, numbers, _ in self.blocks:
                 self._by_key.update(zip(keys, numbers, strict=True))
         return self._by_key
 

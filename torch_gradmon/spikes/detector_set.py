@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import replace
 
 from ..core.errors import WarningLog
-from ..core.keys import PARAMETER_SOURCES, SPIKE_SCORE, SUMMARY, Key, parse_key
+from ..core.keys import PARAMETER_SOURCES, SPIKE_SCORE, SUMMARY, Key, parse_key, shared_key
 from ..core.records import SpikeEvent, StepRecord
 from ..core.step_values import StepValues
 from ..step.summary_keys import DOCUMENTATION
@@ -126,7 +126,7 @@ class DetectorSet:
                 self._switch_off(name, error)
                 continue
             for signal, verdict in verdicts.items():
-                key = MAIN_SCORE if signal == MAIN_SIGNAL and self._shows_main else Key(SPIKE_SCORE, signal, "")
+                key = MAIN_SCORE if signal == MAIN_SIGNAL and self._shows_main else shared_key(SPIKE_SCORE, signal, "")
                 if verdict.score is not None:
                     scores[key] = verdict.score
                 else:

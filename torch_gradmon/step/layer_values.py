@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..core import keys as n
 from ..core.errors import nearest, warn_user
-from ..core.keys import Key, block_of, compile_pattern
+from ..core.keys import Key, block_of, compile_pattern, shared_key
 from ..core.moments import Column, merge_by_group
 from ..core.records import StatsTable
 
@@ -67,15 +67,17 @@ class LayerSelection:
         squares = {source: table for source, table in tables.items() if table.has("norm")}
         gradients, updates = squares.get(n.GRADIENT_BEFORE_CLIP), squares.get(n.UPDATE)
         if self.choice == "top":
-            return {Key(n.GRADIENT_BEFORE_CLIP, name, SHARE): share for name, share in top_shares(gradients, TOP)}
+            return {shared_key(n.GRADIENT_BEFORE_CLIP, name, SHARE): share for name, share in top_shares(gradients, TOP)}
         values: dict[Key, float] = {}
         if gradients is not None:
             for name, row in self._rows(gradients, groups):
-                values[Key(n.GRADIENT_BEFORE_CLIP, name, "norm")] = float(row[Column.SQUARE_SUM].sqrt())
+                values[shared_key(n.GRADIENT_BEFORE_CLIP, name, "norm")] = float(row[Column.SQUARE_SUM].sqrt())
         if updates is not None and base is not None:
             for (name, row), (_, before) in zip(self._rows(updates, groups), self._rows(base, groups), strict=True):
                 if before[Column.SQUARE_SUM] > 0:
-                    values[Key(n.UPDATE, name, "ratio")] = float((row[Column.SQUARE_SUM] / before[Column.SQUARE_SUM]).sqrt())
+                    values[shared_key(n.UPDATE, name, "ratio")] = float(
+                        (row[Column.SQUARE_SUM] / before[Column.SQUARE_SUM]).sqrt()
+                    )
         return values
 
     def _rows(self, table: StatsTable, groups: Sequence[tuple[str, frozenset[str]]]) -> list[tuple[str, Tensor]]:

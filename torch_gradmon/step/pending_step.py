@@ -20,6 +20,7 @@ from .record_builder import assemble
 from .registry import Registry
 from .summary import Summary
 from .summary_keys import StepFacts
+from .summary_keys import key as summary_key
 from .worst_rows import merged
 
 
@@ -98,7 +99,7 @@ class PendingStep:
             nonfinite=_is_spoiled(tables.get(n.GRADIENT_BEFORE_CLIP)),
         )
         if self.cost is not None and "overhead_pct" in summary.choice.keys:
-            custom[Key(n.SUMMARY, "", "overhead_pct")] = self.cost
+            custom[summary_key("overhead_pct")] = self.cost
         custom.update(self.active.values)
         attention, heads = head_values(tables, buffer.unshown)
         modules = {**self.modules(tables), **attention}

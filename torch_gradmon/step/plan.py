@@ -6,6 +6,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,14 @@ from ..core.step_values import Block
 
 #: Each view with keys, and the rows of their tensors; None for all rows.
 _Found = list[tuple[Metric, list[Key], list[int] | None]]
+
+
+class _Group(NamedTuple):
+    """Metrics whose values are one block: all its keys, and the table that the values are views of, empty for none."""
+
+    found: _Found
+    keys: tuple[Key, ...]
+    table: str
 
 
 @dataclass(frozen=True)
@@ -43,9 +52,7 @@ class SourcePlan:
     functions: Mapping[int, tuple[Metric, ...]] = field(default_factory=dict)
     spread: frozenset[int] = frozenset()
     is_whole: bool = False
-    _last: dict[str, tuple[tuple[str, ...], _Found, tuple[Key, ...]]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    _last: dict[str, tuple[tuple[str, ...], list[_Group]]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def exchanged(self) -> list[str]:
@@ -66,45 +73,55 @@ class SourcePlan:
         """The names at these ascending positions; all of them as one tuple, the same in each step."""
         return self.names if len(positions) == len(self.names) else [self.names[position] for position in positions]
 
-    def evaluate(self, table: StatsTable, base: StatsTable | None = None) -> Block:
+    def evaluate(self, table: StatsTable, base: StatsTable | None = None) -> list[Block]:
         """The values of all views for the rows of ``table``; ``base`` holds the denominators of ratios."""
-        found, keys = self._found(table.names)
-        if not found:
-            return (), ()
+        groups = self._groups(table.names)
+        if not groups:
+            return []
         columns = table.rows.unbind(1)
         finite = have("finite elements", columns)
         # where all rows have finite elements, as in nearly every step, they have all that a view needs
         there = dict.fromkeys(NEEDS, finite) if bool(finite.all()) else {"finite elements": finite}
-        values: list[Tensor] = []
-        defined: list[Tensor] = []
-        for metric, wanted, places in found:
-            if metric.name == "ratio":
-                value, exists = _ratios(table.rows if places is None else table.rows[places], base, [key.name for key in wanted])
-            else:
-                view = VIEWS[metric.name]
-                of, known = (columns, there) if places is None else (table.rows[places].unbind(1), {})
-                if view.needs not in known:
-                    known[view.needs] = have(view.needs, of)
-                value, exists = view.of(of), known[view.needs]
-            values.append(value)
-            defined.append(exists)
-        numbers = (values[0] if len(values) == 1 else torch.cat(values)).tolist()
-        if all(exists.all() for exists in set(defined)):  # views with the same needs share one tensor
-            return keys, numbers
-        chosen = torch.cat(defined).tolist()
-        return tuple(compress(keys, chosen)), list(compress(numbers, chosen))
+        return [_block(group, table.rows, columns, there, base) for group in groups]
 
-    def _found(self, names: tuple[str, ...]) -> tuple[_Found, tuple[Key, ...]]:
-        """The views with the keys of those of these tensors that they apply to, and their rows; and the keys of all of them."""
-        known, found, all_keys = self._last.get(self.source, ((), [], ()))
+    def _groups(self, names: tuple[str, ...]) -> list[_Group]:
+        """The metrics that apply to any of these tensors: those that the rows suffice for, and ratios."""
+        known, groups = self._last.get(self.source, ((), []))
         if known != names:  # most tables of a source have the same names
             where, every = {name: row for row, name in enumerate(names)}, list(range(len(names)))
             applied = [(metric, [key for key in wanted if key.name in where]) for metric, wanted in self.views]
             placed = [(metric, keys, [where[key.name] for key in keys]) for metric, keys in applied if keys]
             found = [(metric, keys, None if places == every else places) for metric, keys, places in placed]
-            all_keys = tuple(key for _, keys, _ in found for key in keys)
-            self._last[self.source] = names, found, all_keys
-        return found, all_keys
+            views, ratios = ([one for one in found if (one[0].name == "ratio") is is_ratio] for is_ratio in (False, True))
+            groups = [_Group(of, _keys_of(of), table) for of, table in ((views, self.source), (ratios, "")) if of]
+            self._last[self.source] = names, groups
+        return groups
+
+
+def _keys_of(found: _Found) -> tuple[Key, ...]:
+    return tuple(key for _, keys, _ in found for key in keys)
+
+
+def _block(group: _Group, rows: Tensor, columns: tuple[Tensor, ...], there: dict[str, Tensor], base: StatsTable | None) -> Block:
+    """The values of ``group``; ``there`` has for each need of a view the rows that meet it, as far as that is known."""
+    values: list[Tensor] = []
+    defined: list[Tensor] = []
+    for metric, wanted, places in group.found:
+        if metric.name == "ratio":
+            value, exists = _ratios(rows if places is None else rows[places], base, [key.name for key in wanted])
+        else:
+            view = VIEWS[metric.name]
+            of, known = (columns, there) if places is None else (rows[places].unbind(1), {})
+            if view.needs not in known:
+                known[view.needs] = have(view.needs, of)
+            value, exists = view.of(of), known[view.needs]
+        values.append(value)
+        defined.append(exists)
+    numbers = (values[0] if len(values) == 1 else torch.cat(values)).tolist()
+    if all(exists.all() for exists in set(defined)):  # views with the same needs share one tensor
+        return Block(group.keys, numbers, group.table)
+    chosen = torch.cat(defined).tolist()
+    return Block(tuple(compress(group.keys, chosen)), list(compress(numbers, chosen)), group.table)
 
 
 def evaluate_view(view: StatView, rows: Tensor) -> tuple[list[bool], list[float]]:

@@ -11,7 +11,7 @@ from ..core.keys import Key
 from ..core.metric import ASKED_LATE, Metric
 from ..core.moments import VIEWS
 from ..core.records import StatsTable, StepRecord
-from ..core.step_values import StepValues
+from ..core.step_values import Block, StepValues
 from ..statistics import histogram, kurtosis, spectrum
 from .layer_values import LayerSelection
 from .micro_batches import norms_by_rank
@@ -77,8 +77,8 @@ def assemble(
     first.update(modules)
     last = dict(layers.values(whole if layers.takes_sums else tables, base, facts.groups))
     last.update({key: value for key, value in custom.items() if key not in undefined})
-    blocks = [plan.evaluate(tables[source], base) for source, plan in plans.items() if source in tables]
-    values = StepValues((tuple(first), tuple(first.values())), *blocks).updated(last)
+    blocks = [block for source, plan in plans.items() if source in tables for block in plan.evaluate(tables[source], base)]
+    values = StepValues(Block(tuple(first), tuple(first.values())), *blocks).updated(last)
     hidden = heads
     if unshown:
         # the metric in a key of attention is the aggregation over heads

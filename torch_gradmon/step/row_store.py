@@ -46,7 +46,13 @@ class RowStore:
             places.put(names, len(self._blocks))
         self._blocks.append(rows)
         self._versions[source] += 1
-        self._columns[source] = self._columns.get(source, columns) & columns
+        self._narrow(source, columns)
+
+    def _narrow(self, source: str, columns: frozenset[Column]) -> None:
+        """Of this source, only columns are known that all its rows have."""
+        known = self._columns.setdefault(source, columns)
+        if known is not columns:
+            self._columns[source] = known & columns
 
     def repeat_rows(self, source: str, names: Sequence[str], of: str, columns: frozenset[Column]) -> None:
         """Rows of ``source`` are those of the same names of the source ``of``, which must exist."""
@@ -56,7 +62,7 @@ class RowStore:
         else:
             places = self._places.setdefault(source, RowPlaces(None, {}))
             places.add({name: there.by_name[name] for name in names})
-        self._columns[source] = self._columns.get(source, columns) & columns
+        self._narrow(source, columns)
 
     def version_of(self, source: str) -> int:
         """How often rows of this source were stored."""
@@ -95,7 +101,7 @@ class RowStore:
             parts.append(row)
             if len(parts) == 64:  # bounds the memory for many micro-batches
                 parts[:] = [merge(torch.stack(parts))]
-        self._columns[source] = self._columns.get(source, columns) & columns
+        self._narrow(source, columns)
 
     def expect_row(self, source: str, name: str) -> None:
         """A row will be merged later, and has its place now: the order of rows is that of the calls."""

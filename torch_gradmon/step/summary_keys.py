@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..core import keys as n
-from ..core.keys import Key
+from ..core.keys import Key, shared_key
 from .gradient_summary import DISTRIBUTION
 
 #: The meaning of each key, in the order of display.
@@ -48,7 +48,7 @@ UPDATE_KEYS = tuple(k for k in DOCUMENTATION if k.startswith("update_"))
 
 def key(name: str) -> Key:
     """The key of a whole-model value."""
-    return Key(n.SUMMARY, "", name)
+    return shared_key(n.SUMMARY, "", name)
 
 
 @dataclass

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
 from dataclasses import replace
 
 from ...analysis.spike_report.source import RecentSteps
-from ...core.keys import Key
 from ...core.loss_keys import loss_among
 from ...core.records import StepRecord
 from ...core.step_values import StepValues
@@ -88,15 +86,16 @@ class RecordSample:
         self.is_whole = True  # nothing was forgotten
 
     def keep(self, record: StepRecord) -> None:
-        """Take ``record``, in place of one of its step."""
-        self._records[record.step] = replace(record, rng={}) if record.rng else record
+        """Take ``record``, in place of one of its step, without the values that follow from its tables, which may be thousands."""
+        lean = StepValues.of(record.values).without_views(record.tables)
+        self._records[record.step] = replace(record, values=lean, rng={})
         cap = self._cap(record)
         if len(self._records) >= 2 * cap:  # rarely, so that a step costs next to nothing
             events = by_size(event for known in self._records.values() for event in known.events)
-            loss = loss_among(_keys_of(self._records.values()))
+            loss = loss_among({key for known in self._records.values() for key in known.values})
             liked = sorted(step for step, known in self._records.items() if loss in known.values)
             chosen = set(subsample_steps(sorted(self._records), events, cap, liked))
-            self._records = {step: _lean(known) for step, known in self._records.items() if step in chosen}
+            self._records = {step: known for step, known in self._records.items() if step in chosen}
             self.is_whole = False
 
     def _cap(self, record: StepRecord) -> int:
@@ -110,14 +109,3 @@ class RecordSample:
     def records(self) -> list[StepRecord]:
         """The kept records, ascending by step."""
         return [self._records[step] for step in sorted(self._records)]
-
-
-def _keys_of(records: Iterable[StepRecord]) -> set[Key]:
-    """The keys of all values, without looking at those that most records share, as the same tuple, more than once."""
-    shared = {id(keys): keys for record in records for keys, _ in StepValues.of(record.values).blocks}
-    return {key for keys in shared.values() for key in keys}
-
-
-def _lean(record: StepRecord) -> StepRecord:
-    """The record without the values that follow from its tables, which may be tens of thousands."""
-    return replace(record, values=record.stored_values())
