@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pickle
+from array import array
 from dataclasses import replace
 from itertools import chain, starmap
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,6 +59,42 @@ def test_what_came_since() -> None:
     for number in range(50):  # merged in between
         later = later.updated({C: float(number)})
     assert later.since(before)[C] == 49.0
+
+
+def test_a_dict_of_views_is_built_only_for_views() -> None:
+    views, rest, loss = Block((A, B), [1.0, 2.0], "gradient"), Block((C._replace(source=""),), [3.0]), Key("", "loss", "")
+    values = StepValues(views, rest).updated({loss: 4.0})
+    assert (values[loss], values.get(rest.keys[0]), values.get(Key("", "d", "")), loss in values) == (4.0, 3.0, None, True)
+    assert "loss" not in values
+    assert values._by_key is None, "a thousand records are kept with their dicts"
+    assert values.without({A, loss}) == {B: 2.0, rest.keys[0]: 3.0}
+    assert values._by_key is None
+    assert (values[A], C in values) == (1.0, False)
+    for number in range(50):
+        values = values.updated({loss: float(number)})
+    assert values.blocks[0] is views, "it is still known as such when others are merged"
+    assert values == {A: 1.0, B: 2.0, rest.keys[0]: 3.0, loss: 49.0}
+
+
+def test_a_kept_record_takes_little_more_than_its_numbers(tmp_path: Path) -> None:
+    model = nn.ParameterList([torch.zeros(2) for _ in range(50)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = watch(model, optimizer, run_dir=tmp_path)
+    for metric in ("norm", "rms", "mean", "std", "max"):
+        monitor.add_gradient_metric(metric)
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = torch.stack([*model.parameters()]).sum()
+        loss.backward()
+        optimizer.step()
+        monitor.log_scalar("loss", loss.detach())
+        monitor.get_step_metrics()
+    for record in monitor._runtime.pipeline.history.records():
+        views = [block for block in record.values.blocks if block.table]
+        assert sum(len(block.keys) for block in views) == 2 * 5 * 50
+        assert all(isinstance(block.numbers, array) for block in views)
+        assert record.values._by_key is None
+    monitor.detach()
 
 
 def test_flat_keys_follow_the_blocks() -> None:

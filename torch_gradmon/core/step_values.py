@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
+from itertools import compress
 from typing import NamedTuple
 
 from .keys import Key
@@ -29,17 +30,19 @@ _BLOCKS = 16
 class StepValues(Mapping[Key, float]):
     """Values in blocks. Most have the keys of the last step, as the same tuple, so they need not be renamed again.
 
-    The dict that a lookup needs is built when one is first asked for: hashing thousands of keys costs more than computing their values.
+    The dict that a lookup needs is built when one is first asked for, and of views only if one of these is: hashing thousands of keys costs
+    more than computing their values, and a record that is kept keeps its dict, ten times as large as the values.
 
     Args:
         blocks: a later value replaces an earlier one of the same key.
     """
 
-    __slots__ = ("_by_key", "blocks")
+    __slots__ = ("_by_key", "_rest", "blocks")
 
     def __init__(self, *blocks: Block) -> None:
         self.blocks = blocks
         self._by_key: dict[Key, float] | None = None
+        self._rest: StepValues | None = None  # without all views
 
     @classmethod
     def of(cls, values: Mapping[Key, float]) -> StepValues:
@@ -48,7 +51,10 @@ class StepValues(Mapping[Key, float]):
 
     def updated(self, more: Mapping[Key, float]) -> StepValues:
         """These values with ``more``, which replace those of the same keys."""
-        blocks = self.blocks if len(self.blocks) < _BLOCKS else StepValues.of(self.by_key.copy()).blocks
+        blocks = self.blocks
+        if len(blocks) >= _BLOCKS:
+            views = (block for block in blocks if block.table)
+            blocks = (*views, *StepValues.of(self._without_all_views().by_key.copy()).blocks)
         return StepValues(*blocks, *StepValues.of(more).blocks)
 
     def since(self, before: StepValues) -> StepValues:
@@ -61,6 +67,17 @@ class StepValues(Mapping[Key, float]):
         """The values without the blocks that are views of these tables."""
         return StepValues(*(block for block in self.blocks if block.table not in tables))
 
+    def without(self, keys: Container[Key]) -> StepValues:
+        """The values of all other keys."""
+        left = [[key not in keys for key in block.keys] for block in self.blocks]
+        pairs = zip(self.blocks, left, strict=True)
+        return StepValues(
+            *(
+                Block(tuple(compress(block.keys, some)), tuple(compress(block.numbers, some)), block.table)
+                for block, some in pairs
+            )
+        )
+
     @property
     def by_key(self) -> dict[Key, float]:
         """All values as a dict."""
@@ -70,8 +87,18 @@ class StepValues(Mapping[Key, float]):
                 self._by_key.update(zip(keys, numbers, strict=True))
         return self._by_key
 
+    def _without_all_views(self) -> StepValues:
+        if self._rest is None:
+            self._rest = self.without_views({block.table for block in self.blocks} - {""})
+        return self._rest
+
+    def _by_key_with(self, key: Key) -> dict[Key, float]:
+        """A dict that has ``key`` if there is a value of it."""
+        may_be_view = self._by_key is not None or any(block.table == key.source for block in self.blocks if block.table)
+        return self.by_key if may_be_view else self._without_all_views().by_key
+
     def __getitem__(self, key: Key) -> float:
-        return self.by_key[key]
+        return self._by_key_with(key)[key]
 
     def __iter__(self) -> Iterator[Key]:
         return iter(self.by_key)
@@ -80,7 +107,7 @@ class StepValues(Mapping[Key, float]):
         return len(self.by_key)
 
     def __contains__(self, key: object) -> bool:
-        return key in self.by_key
+        return isinstance(key, Key) and key in self._by_key_with(key)
 
     # those of a dict need no call for each value
     def items(self):  # type: ignore[no-untyped-def]

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from ..core.keys import SPIKE_SCORE, SUMMARY, Key, format_key, parse_key
 from ..core.moments import VIEWS
 from ..core.records import StatsTable, StepRecord
+from ..core.step_values import StepValues
 from ..step.plan import value_in, values_in
 
 
@@ -43,7 +44,7 @@ class MatchingValues:
             for metric, rows, keys in self._plan(source, table):
                 pairs = zip(keys, values_in(metric, table, rows), strict=True)
                 found.update((key, value) for key, value in pairs if value is not None)
-        for key, value in record.values.items():
+        for key, value in StepValues.of(record.values).without_views(record.tables).by_key.items():
             if key.source == SPIKE_SCORE:
                 continue
             if key not in self._of_key:

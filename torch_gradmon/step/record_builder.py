@@ -83,7 +83,12 @@ def assemble(
     if unshown:
         # the metric in a key of attention is the aggregation over heads
         attention = {source for source, _ in unshown}.intersection(n.ATTENTION_SOURCES.values())
-        hidden |= {key for key in values if key.source in attention or (key.source, key.metric.partition(".")[0]) in unshown}
+        hidden |= {
+            key
+            for block in values.blocks
+            for key in block.keys
+            if key.source in attention or (key.source, key.metric.partition(".")[0]) in unshown
+        }
     context = {**facts.context, "batch_norms": norms} if norms else facts.context
     record = StepRecord(facts.step, time.time(), facts.applied, values, tables, context, hidden=hidden, logged=custom)
     return record, summarised

@@ -9,6 +9,7 @@ from ...core.errors import GradmonWarning, WarningLog
 from ...core.keys import Key
 from ...core.process import HomeProcess
 from ...core.records import StepRecord
+from ...core.step_values import StepValues
 
 if TYPE_CHECKING:
     from ...sinks.filtered_sink import FilteredSink
@@ -67,9 +68,8 @@ class Publisher:
 
     def shown(self, record: StepRecord) -> dict[str, float]:
         """The values of ``record`` that sinks receive, by key."""
-        hidden = record.hidden
-        values = {key: value for key, value in record.values.items() if key not in hidden} if hidden else record.values
-        return self.format_keys(values)
+        values = StepValues.of(record.values)
+        return self.format_keys(values.without(record.hidden) if record.hidden else values)
 
     def put(self, record: StepRecord, amends: bool) -> None:
         """Take a step's record. ``amends``: it replaces the previous one."""
