@@ -95,14 +95,18 @@ def markdown(result: Mapping[str, Any] | None) -> str:
         return NOT_RUN
     where, sections = result["machine"], list(result["statistics"].values())
     packages = ", ".join(f"{name} {version}" for name, version in result["versions"].items() if version is not None)
-    left_out = [f"{section['title']}: {name}: {why}" for section in sections for name, why in section["left_out"].items()]
+    left_out: dict[tuple[str, str], list[str]] = {}
+    for section in sections:
+        for name_and_reason in section["left_out"].items():
+            left_out.setdefault(name_and_reason, []).append(section["title"])
+    lines = [f"{name} ({'; '.join(titles)}): {why}" for (name, why), titles in left_out.items()]
     parts = [
         f"{where['gpu']}, driver {where['driver']}, torch {where['torch']}, Python {where['python']}; {packages}; {result['date']}. "
         "Medians, quartiles in brackets. 100 % is one read of each gradient at the rate at which the copy reads and writes "
         "together. ModuleMonitor, torch-module-monitor and wandb.watch bring values to the host, and wait for them.",
         "\n".join(_table(sections)),
         "\n".join(_step_lines(result["training"])),
-        f"Left out: {'; '.join(left_out)}." if left_out else "",
+        f"Left out: {'; '.join(lines)}." if lines else "",
     ]
     return "\n\n".join(part for part in parts if part)
 

@@ -139,7 +139,7 @@ def test_the_text_has_what_was_measured() -> None:
     assert "reads and writes together | 2000 (1000 to 4000) |" in text
     assert "`standard`: 1.50 (0.75 to 3.00) % longer. In a step the host waits for 0.00 more operations" in text
     assert "for 2.00 more operations and for 1.00 more events" in text
-    assert "Left out: Some set: theirs: not installed." in text
+    assert "Left out: theirs (Some set): not installed." in text
     assert given == kept
 
 
