@@ -24,6 +24,7 @@ from torch_gradmon.statistics import cpp, kernel_build
 from torch_gradmon.statistics.cpp import CppStatistics, Kernel, compiled, found
 from torch_gradmon.statistics.dispatch import Statistics
 from torch_gradmon.statistics.eager import SMALL, EagerStatistics
+from torch_gradmon.statistics.precise import inner_product
 from torch_gradmon.statistics.request import DEFAULT_EPS
 
 
@@ -121,6 +122,48 @@ class TestCompiled:
         if row is not None:  # None: somebody has to look closer
             oracle.check(views(torch.tensor(row, dtype=torch.float64)), x)
 
+    @pytest.mark.parametrize("dtype", NARROW, ids=str)
+    def test_inner_products(self, fused: CppStatistics, dtype: torch.dtype) -> None:
+        sizes = (0, 1, 15, 16, 17, 1000, (1 << 16) - 1, 1 << 16, (1 << 16) + 1, 3 * (1 << 18) + 5)
+        first, second = ([torch.randn(size).to(dtype) for size in sizes] for _ in range(2))
+        first, second = [*first, *first, second[5]], [*second, *first, first[5]]
+        found = fused.inner_products(first, second)
+        assert found.dtype == torch.float64
+        for a, b, product in zip(first, second, found.tolist(), strict=True):
+            a, b = a.double(), b.double()
+            assert product == pytest.approx(float((a * b).sum()), rel=0, abs=1e-13 * float((a * b).abs().sum()))
+        assert float(found[5]) == float(found[-1])
+        assert [float(fused.inner_products([a], [b])) for a, b in zip(first, second, strict=True)] == found.tolist()
+        threads = torch.get_num_threads()
+        try:
+            torch.set_num_threads(3)
+            assert fused.inner_products(first, second).tolist() == found.tolist()
+        finally:
+            torch.set_num_threads(threads)
+
+    def test_inner_products_of_what_the_kernel_cannot_read(self, fused: CppStatistics) -> None:
+        image = torch.randn(2, 3, 4, 5)
+        last = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+        same, complexes = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), torch.randn(7, dtype=torch.complex64)
+        pairs = [
+            (image, last),
+            (last, same),
+            (image[..., 0], image[..., 1]),
+            (torch.randn(9).double(), torch.randn(9)),
+            (torch.tensor([1e30] * 4), torch.tensor([1e30] * 4)),
+            (torch.tensor([torch.inf, 1.0]), torch.tensor([1.0, 1.0])),
+            (complexes, complexes),
+            (torch.eye(3).to_sparse(), torch.full((3, 3), 2.0)),
+            (nn.Parameter(torch.ones(5)), torch.full((5,), 3.0)),
+        ]
+        found = fused.inner_products([a for a, _ in pairs], [b for _, b in pairs])
+        expected = torch.stack([inner_product(a, b) for a, b in pairs])
+        assert found.tolist() == pytest.approx(expected.tolist(), rel=1e-12)
+        assert not found.requires_grad
+        assert fused.inner_products([torch.tensor([torch.inf])], [torch.zeros(1)]).isnan().all()
+        with pytest.raises(NotMeasurable):
+            fused.inner_products([torch.ones(3), torch.ones(2, device="meta")], [torch.ones(3), torch.ones(2, device="meta")])
+
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
     def test_every_number_of_16_bits_is_read_as_what_it_is(self, fused: CppStatistics, dtype: torch.dtype) -> None:
         every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
@@ -134,7 +177,7 @@ class TestCompiled:
             assert torch.equal(rows[:, Column.ABS_SUM], wanted.double().abs())
 
     def test_one_call_reads_closer_what_needs_it_and_says_what_is_not_finite(self, fused: CppStatistics) -> None:
-        calls, at_work = [], fused._kernel
+        calls, at_work = [], fused._kernel.rows
 
         def counted(*arguments: Any) -> int:
             calls.append(at_work(*arguments))
@@ -152,7 +195,7 @@ class TestCompiled:
         ]
         alone = [fused.measure([x])[0] for x in table]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fused, "_kernel", counted)
+            patch.setattr(fused, "_kernel", fused._kernel._replace(rows=counted))
             rows = fused.measure(table)
             assert calls == [1]
             assert fused.row_of(far, ALL_COLUMNS, DEFAULT_EPS) == rows[1].tolist()
@@ -358,6 +401,9 @@ def test_every_build_of_the_kernel_gives_the_same_bits(portable: None) -> None:
     tensors = [torch.randn(size).to(dtype) for size in SIZES for dtype in NARROW]
     rows = [CppStatistics(kernel(name)).measure(tensors) for name in KERNELS]
     assert all(torch.equal(row, rows[0]) for row in rows)
+    others = [torch.randn(tensor.shape).to(tensor.dtype) for tensor in tensors]
+    products = [CppStatistics(kernel(name)).inner_products(tensors, others) for name in KERNELS]
+    assert all(torch.equal(product, products[0]) for product in products)
 
 
 @needs_compiler

@@ -116,9 +116,10 @@ class StepRecord:
     def stored_values(self, among: Mapping[Key, float] | None = None) -> dict[Key, float]:
         """Those of the values, or of those ``among`` them, that do not follow from the tables."""
         follow = {source: (views_of(table.columns), frozenset(table.names)) for source, table in self.tables.items()}
+        values = StepValues.of(self.values if among is None else among)
         return {
             key: value
-            for key, value in StepValues.of(self.values if among is None else among).without_views(self.tables).by_key.items()
+            for key, value in (values.rest if self.tables else values).by_key.items()
             if (of := follow.get(key.source)) is None or key.metric not in of[0] or key.name not in of[1] or key in self.logged
         }
 

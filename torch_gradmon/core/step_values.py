@@ -42,7 +42,7 @@ class StepValues(Mapping[Key, float]):
     def __init__(self, *blocks: Block) -> None:
         self.blocks = blocks
         self._by_key: dict[Key, float] | None = None
-        self._rest: StepValues | None = None  # without all views
+        self._rest: StepValues | None = None
 
     @classmethod
     def of(cls, values: Mapping[Key, float]) -> StepValues:
@@ -54,7 +54,7 @@ class StepValues(Mapping[Key, float]):
         blocks = self.blocks
         if len(blocks) >= _BLOCKS:
             views = (block for block in blocks if block.table)
-            blocks = (*views, *StepValues.of(self._without_all_views().by_key.copy()).blocks)
+            blocks = (*views, *StepValues.of(self.rest.by_key).blocks)
         return StepValues(*blocks, *StepValues.of(more).blocks)
 
     def since(self, before: StepValues) -> StepValues:
@@ -63,9 +63,12 @@ class StepValues(Mapping[Key, float]):
         is_continued = len(self.blocks) >= shared and all(a is b for a, b in zip(before.blocks, self.blocks, strict=False))
         return StepValues(*self.blocks[shared if is_continued else 0 :])
 
-    def without_views(self, tables: Container[str]) -> StepValues:
-        """The values without the blocks that are views of these tables."""
-        return StepValues(*(block for block in self.blocks if block.table not in tables))
+    @property
+    def rest(self) -> StepValues:
+        """The values that are no views of tables."""
+        if self._rest is None:
+            self._rest = StepValues(*[block for block in self.blocks if not block.table])
+        return self._rest
 
     def without(self, keys: Container[Key]) -> StepValues:
         """The values of all other keys."""
@@ -87,15 +90,14 @@ class StepValues(Mapping[Key, float]):
                 self._by_key.update(zip(keys, numbers, strict=True))
         return self._by_key
 
-    def _without_all_views(self) -> StepValues:
-        if self._rest is None:
-            self._rest = self.without_views({block.table for block in self.blocks} - {""})
-        return self._rest
-
     def _by_key_with(self, key: Key) -> dict[Key, float]:
         """A dict that has ``key`` if there is a value of it."""
-        may_be_view = self._by_key is not None or any(block.table == key.source for block in self.blocks if block.table)
-        return self.by_key if may_be_view else self._without_all_views().by_key
+        if self._by_key is not None:
+            return self._by_key
+        for block in self.blocks:
+            if block.table and block.table == key.source:
+                return self.by_key
+        return self.rest.by_key
 
     def __getitem__(self, key: Key) -> float:
         return self._by_key_with(key)[key]
@@ -110,6 +112,10 @@ class StepValues(Mapping[Key, float]):
         return isinstance(key, Key) and key in self._by_key_with(key)
 
     # those of a dict need no call for each value
+    def get(self, key, default=None):  # type: ignore[no-untyped-def]
+        """The value of ``key``, or ``default``."""
+        return self._by_key_with(key).get(key, default)
+
     def items(self):  # type: ignore[no-untyped-def]
         """Keys with values."""
         return self.by_key.items()

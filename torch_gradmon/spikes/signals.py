@@ -44,7 +44,8 @@ class MatchingValues:
             for metric, rows, keys in self._plan(source, table):
                 pairs = zip(keys, values_in(metric, table, rows), strict=True)
                 found.update((key, value) for key, value in pairs if value is not None)
-        for key, value in StepValues.of(record.values).without_views(record.tables).by_key.items():
+        # views of tables are found above
+        for key, value in (StepValues.of(record.values).rest if record.tables else record.values).items():
             if key.source == SPIKE_SCORE:
                 continue
             if key not in self._of_key:

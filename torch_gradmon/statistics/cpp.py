@@ -1,4 +1,4 @@
-"""Measure CPU tensors with one call of a C++ kernel for all of them: one read of memory, all columns.
+"""Measure CPU tensors with one call of a C++ kernel for all of them: one read of memory, all columns; or for all inner products.
 
 The kernel comes built with the package, or is compiled on request, which takes a C++ compiler and about a second. It shares only the
 tensors' memory with torch, so it needs neither torch's compiler nor its headers, and one build serves all releases.
@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import repeat
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from . import kernel_build
 from .eager import EagerStatistics
 from .precise import measure_precisely, needs_precise_pass
 from .request import Batch, Request
-from .tensor_access import are_alike, dtype_of, dtypes_of, is_plain, threshold
+from .tensor_access import are_alike, as_plain, dtype_of, dtypes_of, flat_pair, is_plain, threshold
 
 #: The kernel's codes of dtypes.
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -31,8 +32,18 @@ _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _OPTIONS = (("-march=native",), ())
 _Row = ctypes.c_double * WIDTH
 _Entry = ctypes.c_int64 * 4
-#: count, entries, scale or None, limit, threads, rows; how many rows are not finite
-Kernel = Callable[[int, object, object, float, int, object], int]
+
+
+class Kernel(NamedTuple):
+    """The functions of a shared library.
+
+    Attributes:
+        rows: of count, entries, scale or None, limit, threads, and the rows to write; returns how many of them are not finite.
+        products: of count, entries, threads, and the products to write.
+    """
+
+    rows: Callable[[int, object, object, float, int, object], int]
+    products: Callable[[int, object, int, object], None]
 
 
 class CppStatistics(EagerStatistics):
@@ -55,7 +66,7 @@ class CppStatistics(EagerStatistics):
             return None
         self._entry[:] = [tensor.data_ptr(), 0, tensor.numel(), _KINDS[tensor.dtype]]
         scale, limit = _scale(inverse_scale), threshold(eps, torch.float32)
-        nonfinite = self._kernel(1, self._entry, scale, limit, torch.get_num_threads(), self._one_row)
+        nonfinite = self._kernel.rows(1, self._entry, scale, limit, torch.get_num_threads(), self._one_row)
         return None if nonfinite else list(self._one_row)
 
     def _measure(self, batch: Batch, request: Request, device: torch.device) -> Tensor:
@@ -73,23 +84,54 @@ class CppStatistics(EagerStatistics):
 
     def _by_kernel(self, batch: Batch, values: list[Tensor], others: list[Tensor] | None, request: Request) -> Tensor:
         """Rows of a batch whose numbers are in ``values``, less those in ``others``; the kernel can read both."""
-        entries = array("q", bytes(8 * 4 * len(values)))
-        entries[0::4] = array("q", map(Tensor.data_ptr, values))
-        entries[1::4] = array("q", map(Tensor.data_ptr, others) if others else bytes(8 * len(values)))
-        entries[2::4] = array("q", map(Tensor.numel, values))
-        dtypes = dtypes_of(values)
-        kinds = (
-            map(_KINDS.__getitem__, map(dtype_of, values)) if len(dtypes) > 1 else repeat(_KINDS[next(iter(dtypes))], len(values))
-        )
-        entries[3::4] = array("q", kinds)
-        rows = torch.empty(len(values), WIDTH, dtype=torch.float64, device="cpu")
+        entries, rows = _entries(values, others), torch.empty(len(values), WIDTH, dtype=torch.float64, device="cpu")
         limit, scale = threshold(request.eps, torch.float32), _scale(request.inverse_scale)
-        if self._kernel(len(values), entries.buffer_info()[0], scale, limit, torch.get_num_threads(), rows.data_ptr()):
+        if self._kernel.rows(len(values), entries.buffer_info()[0], scale, limit, torch.get_num_threads(), rows.data_ptr()):
             closer, _ = needs_precise_pass(rows, ALL_COLUMNS)
             rows = batch.add_implicit_zeros(rows)
             rows[closer] = measure_precisely(batch.take(closer), request)
             return rows
         return batch.add_implicit_zeros(rows)
+
+    def inner_products(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
+        """See :meth:`Backend.inner_products`."""
+        if not first[0].is_cpu:
+            return super().inner_products(first, second)
+        with torch.no_grad():
+            if as_plain(first) is not None and as_plain(second) is not None and _are_readable(first, second):
+                return self._products(first, second)
+            pairs = list(map(flat_pair, first, second))  # in any memory format
+            places = [place for place, pair in enumerate(pairs) if _is_readable(*pair)]
+            products = torch.empty(len(pairs), dtype=torch.float64, device="cpu")
+            if rest := sorted({*range(len(pairs))}.difference(places)):
+                products[rest] = super().inner_products([first[place] for place in rest], [second[place] for place in rest])
+            if places:
+                products[places] = self._products(*map(list, zip(*(pairs[place] for place in places), strict=True)))
+            return products
+
+    def _products(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
+        """Of pairs that the kernel can read. A pair that several metrics need is computed once."""
+        names = list(zip(map(id, first), map(id, second), strict=True))
+        pairs = dict(zip(names, zip(first, second, strict=True), strict=True))
+        entries = _entries([a for a, _ in pairs.values()], [b for _, b in pairs.values()])
+        products = torch.empty(len(pairs), dtype=torch.float64, device="cpu")
+        self._kernel.products(len(pairs), entries.buffer_info()[0], torch.get_num_threads(), products.data_ptr())
+        if len(pairs) == len(names):
+            return products
+        place = {name: number for number, name in enumerate(pairs)}
+        return products[[place[name] for name in names]]
+
+
+def _entries(values: Sequence[Tensor], others: Sequence[Tensor] | None) -> array[int]:
+    """The kernel's table of these tensors."""
+    entries = array("q", bytes(8 * 4 * len(values)))
+    entries[0::4] = array("q", map(Tensor.data_ptr, values))
+    entries[1::4] = array("q", map(Tensor.data_ptr, others) if others else bytes(8 * len(values)))
+    entries[2::4] = array("q", map(Tensor.numel, values))
+    dtypes = dtypes_of(values)
+    kinds = map(_KINDS.__getitem__, map(dtype_of, values)) if len(dtypes) > 1 else repeat(_KINDS[next(iter(dtypes))], len(values))
+    entries[3::4] = array("q", kinds)
+    return entries
 
 
 def _taken(batch: Batch) -> tuple[Sequence[int], list[Tensor], list[Tensor] | None]:
@@ -162,8 +204,7 @@ def compiled() -> Kernel:
 
 def loaded(library: str) -> Kernel:
     """The kernel in this shared library."""
-    kernel = ctypes.CDLL(library).torch_gradmon_rows
-    pointer = ctypes.c_void_p
-    kernel.argtypes = [ctypes.c_int64, pointer, pointer, ctypes.c_float, ctypes.c_int, pointer]
-    kernel.restype = ctypes.c_int64
-    return kernel
+    of_library, pointer = ctypes.CDLL(library), ctypes.c_void_p
+    of_rows = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, pointer, pointer, ctypes.c_float, ctypes.c_int, pointer)
+    of_products = ctypes.CFUNCTYPE(None, ctypes.c_int64, pointer, ctypes.c_int, pointer)
+    return Kernel(of_rows(("torch_gradmon_rows", of_library)), of_products(("torch_gradmon_products", of_library)))

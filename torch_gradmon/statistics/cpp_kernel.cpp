@@ -1,4 +1,4 @@
-// Rows of statistics of tensors in CPU memory, each element read once. Built by kernel_build.py beside it.
+// Rows of statistics of tensors in CPU memory, each element read once, and inner products. Built by kernel_build.py beside it.
 //
 // A tensor is cut into chunks by its own size alone, and the rows of its chunks are merged in order: whatever it is measured
 // together with, and by however many threads, its row is the same to the last bit. (Not contracted to fused multiply-adds, which
@@ -178,7 +178,8 @@ struct Narrow {
 struct Wide {
     Doubles of_low = {}, of_high = {};
     void add(Floats x) { of_low += low(x), of_high += high(x); }
-    void add_square(Floats x) { of_low += low(x) * low(x), of_high += high(x) * high(x); }
+    void add_square(Floats x) { add_product(x, x); }
+    void add_product(Floats x, Floats y) { of_low += low(x) * low(y), of_high += high(x) * high(y); }
     void add(const Narrow& run) { add(run.sum); }
     void add(const Wide& run) { of_low += run.of_low, of_high += run.of_high; }
     double operator[](int lane) const { return lane < WIDTH / 2 ? of_low[lane] : of_high[lane - WIDTH / 2]; }
@@ -261,7 +262,27 @@ void look_at(const void* address, const void* other, int64_t length, Change chan
     }
 }
 
-// A tensor, as the caller describes it; dtype is an index of LOOKS.
+// The sum of the products of elements, in float64, which holds a product of two float32 numbers exactly.
+template <class Kind>
+double multiply(const void* address, const void* other, int64_t length) {
+    typedef typename Kind::Stored Stored;
+    const auto *first = static_cast<const Stored*>(address), *second = static_cast<const Stored*>(other);
+    Wide sums[PARTS];
+    const auto add = [&](const Stored* x, const Stored* y) {
+        for (int part = 0; part < PARTS; ++part) sums[part].add_product(Kind::vector(x + part * WIDTH), Kind::vector(y + part * WIDTH));
+    };
+    const int64_t whole = length / LANES * LANES;
+    for (int64_t i = 0; i < whole; i += LANES) add(first + i, second + i);
+    Stored last[LANES] = {}, last_of_second[LANES] = {};
+    std::copy(first + whole, first + length, last);
+    std::copy(second + whole, second + length, last_of_second);
+    add(last, last_of_second);
+    double product = 0;
+    for (int lane = 0; lane < LANES; ++lane) product += sums[lane / WIDTH][lane % WIDTH];
+    return product;
+}
+
+// A tensor, or a pair of tensors, as the caller describes it; dtype is an index of LOOKS.
 struct Entry {
     int64_t address, other, length, dtype;
 };
@@ -270,11 +291,59 @@ typedef void (*Look)(const void*, const void*, int64_t, Change, float, double*);
 #define TORCH_GRADMON_LOOKS(Kind) \
     {{look_at<Kind, false, Narrow>, look_at<Kind, false, Wide>}, {look_at<Kind, true, Narrow>, look_at<Kind, true, Wide>}}
 constexpr Look LOOKS[][2][2] = {TORCH_GRADMON_LOOKS(Float32), TORCH_GRADMON_LOOKS(BFloat16), TORCH_GRADMON_LOOKS(Float16)};
+typedef double (*Multiply)(const void*, const void*, int64_t);
+constexpr Multiply MULTIPLIES[] = {multiply<Float32>, multiply<BFloat16>, multiply<Float16>};
 constexpr int64_t SIZES[] = {4, 2, 2};
 
 struct Chunk {
-    int64_t entry, start;
+    const Entry* entry;
+    int64_t start;
+    int64_t length() const { return std::min(CHUNK, entry->length - start); }
+    const void* first() const { return at(entry->address); }
+    const void* second() const { return at(entry->other); }
+
+private:
+    const void* at(int64_t address) const { return reinterpret_cast<const void*>(address + start * SIZES[entry->dtype]); }
 };
+
+// The chunks of these entries, in order.
+std::vector<Chunk> chunks_of(const Entry* entries, const std::vector<int64_t>& positions) {
+    std::vector<Chunk> chunks;
+    for (const int64_t position : positions) {
+        int64_t start = 0;
+        do {  // an empty tensor has one chunk too
+            chunks.push_back({entries + position, start});
+            start += CHUNK;
+        } while (start < entries[position].length);
+    }
+    return chunks;
+}
+
+// Calls ``look`` once for each chunk, with its number.
+template <class Look>
+void share_out(const std::vector<Chunk>& chunks, int threads, Look look) {
+    int64_t elements = 0;
+    for (const Chunk& chunk : chunks) elements += chunk.length();
+    const int64_t all = static_cast<int64_t>(chunks.size());
+    std::atomic<int64_t> next{0};
+    const auto work = [&] {
+        for (int64_t i; (i = next++) < all;) look(i);
+    };
+    // Threads of their own live for this call only: no OpenMP, whose second runtime in a process may hang, and nothing that a fork loses.
+    const unsigned mode = TORCH_GRADMON_MODE;
+    std::vector<std::thread> others;
+    try {
+        for (int64_t useful = std::min<int64_t>(threads, elements / PER_THREAD); useful > 1; --useful) {
+            others.emplace_back([&] {
+                TORCH_GRADMON_SET_MODE(mode);
+                work();
+            });
+        }
+    } catch (const std::system_error&) {  // the process may have no more: fewer will do
+    }
+    work();
+    for (std::thread& other : others) other.join();
+}
 
 // What is the same for all tensors of a call.
 struct Call {
@@ -286,17 +355,9 @@ struct Call {
 };
 
 void look_at_chunk(const Call& call, Chunk chunk, bool wide, double* row) {
-    const Entry& entry = call.entries[chunk.entry];
-    const Change change = {call.scale ? *call.scale : 1.0f, entry.other != 0};
-    const int64_t offset = chunk.start * SIZES[entry.dtype];
+    const Change change = {call.scale ? *call.scale : 1.0f, chunk.entry->other != 0};
     const bool changed = call.scale || change.minus;
-    LOOKS[entry.dtype][changed][wide](
-        reinterpret_cast<const void*>(entry.address + offset),
-        reinterpret_cast<const void*>(entry.other + offset),
-        std::min(CHUNK, entry.length - chunk.start),
-        change,
-        call.limit,
-        row);
+    LOOKS[chunk.entry->dtype][changed][wide](chunk.first(), chunk.second(), chunk.length(), change, call.limit, row);
 }
 
 void merge(double* into, const double* row) {
@@ -307,39 +368,12 @@ void merge(double* into, const double* row) {
 
 // Writes the rows of the tensors at these positions; wide: with sums in float64 throughout.
 void measure(const Call& call, const std::vector<int64_t>& positions, bool wide) {
-    std::vector<Chunk> chunks;
-    int64_t elements = 0;
-    for (const int64_t entry : positions) {
-        elements += call.entries[entry].length;
-        int64_t start = 0;
-        do {  // an empty tensor has one chunk too
-            chunks.push_back({entry, start});
-            start += CHUNK;
-        } while (start < call.entries[entry].length);
-    }
-    const int64_t all = static_cast<int64_t>(chunks.size());
-    std::vector<double> parts(all * COLUMNS);
-    std::atomic<int64_t> next{0};
-    const auto work = [&] {
-        for (int64_t i; (i = next++) < all;) look_at_chunk(call, chunks[i], wide, &parts[i * COLUMNS]);
-    };
-    // Threads of their own live for this call only: no OpenMP, whose second runtime in a process may hang, and nothing that a fork loses.
-    const unsigned mode = TORCH_GRADMON_MODE;
-    std::vector<std::thread> others;
-    try {
-        for (int64_t useful = std::min<int64_t>(call.threads, elements / PER_THREAD); useful > 1; --useful) {
-            others.emplace_back([&] {
-                TORCH_GRADMON_SET_MODE(mode);
-                work();
-            });
-        }
-    } catch (const std::system_error&) {  // the process may have no more: fewer will do
-    }
-    work();
-    for (std::thread& other : others) other.join();
-    for (int64_t i = 0; i < all; ++i) {
+    const std::vector<Chunk> chunks = chunks_of(call.entries, positions);
+    std::vector<double> parts(chunks.size() * COLUMNS);
+    share_out(chunks, call.threads, [&](int64_t i) { look_at_chunk(call, chunks[i], wide, &parts[i * COLUMNS]); });
+    for (size_t i = 0; i < chunks.size(); ++i) {
         const double* part = parts.data() + i * COLUMNS;
-        double* row = call.rows + chunks[i].entry * COLUMNS;
+        double* row = call.rows + (chunks[i].entry - call.entries) * COLUMNS;
         if (chunks[i].start == 0) {
             std::copy(part, part + COLUMNS, row);
         } else {
@@ -362,6 +396,12 @@ bool is_imprecise(const double* row) {
     return (!is_in_range && row[ABS_SUM] != 0) || mean * mean > mean_square / 2;
 }
 
+std::vector<int64_t> all_of(int64_t count) {
+    std::vector<int64_t> positions(count);
+    std::iota(positions.begin(), positions.end(), 0);
+    return positions;
+}
+
 }  // namespace
 
 // Writes a row of eight numbers for each of ``count`` tensors.
@@ -371,8 +411,7 @@ bool is_imprecise(const double* row) {
 extern "C" int64_t torch_gradmon_rows(
     int64_t count, const int64_t* table, const float* scale, float limit, int threads, double* rows) {
     const Call call = {reinterpret_cast<const Entry*>(table), scale, limit, threads, rows};
-    std::vector<int64_t> positions(count);
-    std::iota(positions.begin(), positions.end(), 0);
+    std::vector<int64_t> positions = all_of(count);
     measure(call, positions, false);
     int64_t nonfinite = 0;
     positions.clear();
@@ -387,4 +426,16 @@ extern "C" int64_t torch_gradmon_rows(
     }
     if (!positions.empty()) measure(call, positions, true);
     return nonfinite;
+}
+
+// Writes the inner products of ``count`` pairs of tensors.
+extern "C" void torch_gradmon_products(int64_t count, const int64_t* table, int threads, double* products) {
+    const Entry* entries = reinterpret_cast<const Entry*>(table);
+    const std::vector<Chunk> chunks = chunks_of(entries, all_of(count));
+    std::vector<double> parts(chunks.size());
+    share_out(chunks, threads, [&](int64_t i) {
+        parts[i] = MULTIPLIES[chunks[i].entry->dtype](chunks[i].first(), chunks[i].second(), chunks[i].length());
+    });
+    std::fill(products, products + count, 0.0);
+    for (size_t i = 0; i < chunks.size(); ++i) products[chunks[i].entry - entries] += parts[i];
 }

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from ..core import keys as n
-from ..core.keys import Key, shared_key
+from ..core.keys import Key
 from .gradient_summary import DISTRIBUTION
 
 #: The meaning of each key, in the order of display.
@@ -46,9 +47,10 @@ OF_GRADIENTS = ("grad_norm", "grad_max", "grad_nonfinite", "grad_top_share", "sp
 UPDATE_KEYS = tuple(k for k in DOCUMENTATION if k.startswith("update_"))
 
 
+@cache
 def key(name: str) -> Key:
     """The key of a whole-model value."""
-    return shared_key(n.SUMMARY, "", name)
+    return Key(n.SUMMARY, "", name)
 
 
 @dataclass

@@ -68,8 +68,8 @@ class Publisher:
 
     def shown(self, record: StepRecord) -> dict[str, float]:
         """The values of ``record`` that sinks receive, by key."""
-        values = StepValues.of(record.values)
-        return self.format_keys(values.without(record.hidden) if record.hidden else values)
+        hidden = record.hidden
+        return self.format_keys(StepValues.of(record.values).without(hidden) if hidden else record.values)
 
     def put(self, record: StepRecord, amends: bool) -> None:
         """Take a step's record. ``amends``: it replaces the previous one."""
