@@ -66,6 +66,8 @@ def test_a_dict_of_views_is_built_only_for_views() -> None:
     values = StepValues(views, rest).updated({loss: 4.0})
     assert (values[loss], values.get(rest.keys[0]), values.get(Key("", "d", "")), loss in values) == (4.0, 3.0, None, True)
     assert "loss" not in values
+    assert (values["", "loss", ""], ("", "loss", "") in values) == (4.0, True), "a plain tuple is equal to a key"
+    assert (values.get(("", "loss", "")), values.get("loss"), () in values) == (4.0, None, False)
     assert values._by_key is None, "a thousand records are kept with their dicts"
     assert values.without({A, loss}) == {B: 2.0, rest.keys[0]: 3.0}
     assert values._by_key is None
@@ -150,7 +152,7 @@ def test_views_of_tables_are_not_stored_and_nothing_else_is_left_out(is_finite: 
         assert {"gradient/0.bias/first", "loss"} <= kept
         assert "update/2.bias/ratio" in kept
         (remembered,) = (one for one in monitor._runtime.pipeline.history.sample.records() if one.step == record.step)
-        assert stored.keys() <= remembered.values.keys()
+        assert stored.keys() == remembered.values.keys(), "no view of an activation either"
         assert Key("gradient", "2.bias", "norm") not in remembered.values
         assert remembered.tables["gradient"].has("norm")
 

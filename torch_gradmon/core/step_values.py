@@ -85,17 +85,18 @@ class StepValues(Mapping[Key, float]):
     def by_key(self) -> dict[Key, float]:
         """All values as a dict."""
         if self._by_key is None:
-            self._by_key = {}
+            found: dict[Key, float] = {}
             for keys, numbers, _ in self.blocks:
-                self._by_key.update(zip(keys, numbers, strict=True))
+                found.update(zip(keys, numbers, strict=True))
+            self._by_key = found  # complete, since other threads may read it
         return self._by_key
 
-    def _by_key_with(self, key: Key) -> dict[Key, float]:
-        """A dict that has ``key`` if there is a value of it."""
+    def _by_key_with(self, key: object) -> dict[Key, float]:
+        """A dict that has ``key`` if there is a value of it; a plain tuple of its three parts is equal to it."""
         if self._by_key is not None:
             return self._by_key
         for block in self.blocks:
-            if block.table and block.table == key.source:
+            if block.table and isinstance(key, tuple) and block.table in key[:1]:
                 return self.by_key
         return self.rest.by_key
 
@@ -109,7 +110,7 @@ class StepValues(Mapping[Key, float]):
         return len(self.by_key)
 
     def __contains__(self, key: object) -> bool:
-        return isinstance(key, Key) and key in self._by_key_with(key)
+        return key in self._by_key_with(key)
 
     # those of a dict need no call for each value
     def get(self, key, default=None):  # type: ignore[no-untyped-def]

@@ -8,7 +8,6 @@ from dataclasses import replace
 from ...analysis.spike_report.source import RecentSteps
 from ...core.loss_keys import loss_among
 from ...core.records import StepRecord
-from ...core.step_values import StepValues
 from ...core.subsampling import subsample_steps
 from ...spikes.episodes import by_size
 from ...spikes.suspect_history import SuspectHistory
@@ -87,7 +86,7 @@ class RecordSample:
 
     def keep(self, record: StepRecord) -> None:
         """Take ``record``, in place of one of its step, without the values that follow from its tables, which may be thousands."""
-        self._records[record.step] = replace(record, values=StepValues.of(record.values).rest, rng={})
+        self._records[record.step] = replace(record, values=record.stored_values(), rng={})
         cap = self._cap(record)
         if len(self._records) >= 2 * cap:  # rarely, so that a step costs next to nothing
             events = by_size(event for known in self._records.values() for event in known.events)
@@ -98,7 +97,7 @@ class RecordSample:
             self.is_whole = False
 
     def _cap(self, record: StepRecord) -> int:
-        size = sum(table.rows.nbytes for table in record.tables.values() if not table.same_as)
+        size = sum([table.rows.nbytes for table in record.tables.values() if not table.same_as])
         return max(min(self._most, self._budget // max(size, 1)), FEWEST)
 
     def rewind(self, step: int) -> None:
