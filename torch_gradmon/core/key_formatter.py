@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import is_not
 
 from .keys import Key, format_key
 from .step_values import StepValues
@@ -26,7 +27,8 @@ class KeyFormatter:
         """The values by flat key."""
         blocks = StepValues.of(values).blocks
         texts = [self._texts(place, keys) for place, (keys, *_) in enumerate(blocks)]
-        if len(texts) != len(self._of_block) or any(new is not old for new, (_, old) in zip(texts, self._of_block, strict=True)):
+        last = [text for _, text in self._of_block]
+        if len(texts) != len(last) or any(map(is_not, texts, last)):
             self._layout = {text: 0.0 for some in texts for text in some}
         self._of_block = [(keys, text) for (keys, *_), text in zip(blocks, texts, strict=True)]
         found = self._layout.copy()

@@ -72,14 +72,11 @@ class StepValues(Mapping[Key, float]):
 
     def without(self, keys: Container[Key]) -> StepValues:
         """The values of all other keys."""
-        left = [[key not in keys for key in block.keys] for block in self.blocks]
-        pairs = zip(self.blocks, left, strict=True)
-        return StepValues(
-            *(
-                Block(tuple(compress(block.keys, some)), tuple(compress(block.numbers, some)), block.table)
-                for block, some in pairs
-            )
-        )
+        left = []
+        for block in self.blocks:
+            some = [key not in keys for key in block.keys]
+            left.append(Block(tuple(compress(block.keys, some)), tuple(compress(block.numbers, some)), block.table))
+        return StepValues(*left)
 
     @property
     def by_key(self) -> dict[Key, float]:

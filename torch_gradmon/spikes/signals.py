@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from ..core.keys import SPIKE_SCORE, SUMMARY, Key, format_key, parse_key
 from ..core.moments import VIEWS
 from ..core.records import StatsTable, StepRecord
-from ..core.step_values import StepValues
 from ..step.plan import value_in, values_in
 
 
@@ -45,7 +44,7 @@ class MatchingValues:
                 pairs = zip(keys, values_in(metric, table, rows), strict=True)
                 found.update((key, value) for key, value in pairs if value is not None)
         # views of tables are found above
-        for key, value in (StepValues.of(record.values).rest if record.tables else record.values).items():
+        for key, value in record.values_beside_views().by_key.items():
             if key.source == SPIKE_SCORE:
                 continue
             if key not in self._of_key:

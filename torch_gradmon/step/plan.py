@@ -94,14 +94,15 @@ class SourcePlan:
             applied = [(metric, [key for key in wanted if key.name in where]) for metric, wanted in self.views]
             placed = [(metric, keys, [where[key.name] for key in keys]) for metric, keys in applied if keys]
             found = [(metric, keys, None if places == every else places) for metric, keys, places in placed]
-            views, ratios = ([one for one in found if (one[0].name == "ratio") is is_ratio] for is_ratio in (False, True))
-            groups = [_Group(of, _keys_of(of), table) for of, table in ((views, self.source), (ratios, "")) if of]
+            views = [one for one in found if one[0].name != "ratio"]
+            ratios = [one for one in found if one[0].name == "ratio"]
+            groups = [
+                _Group(of, tuple(key for _, keys, _ in of for key in keys), table)
+                for of, table in ((views, self.source), (ratios, ""))
+                if of
+            ]
             self._last[self.source] = names, groups
         return groups
-
-
-def _keys_of(found: _Found) -> tuple[Key, ...]:
-    return tuple(key for _, keys, _ in found for key in keys)
 
 
 def _block(group: _Group, rows: Tensor, columns: tuple[Tensor, ...], there: dict[str, Tensor], base: StatsTable | None) -> Block:
@@ -128,9 +129,8 @@ def _block(group: _Group, rows: Tensor, columns: tuple[Tensor, ...], there: dict
 
 def _numbers(values: Tensor) -> array[float]:
     """float64, copied: a list of Python's numbers takes four times the memory, which a history of many steps shows."""
-    found, values = array("d", bytes(8 * len(values))), values.contiguous()
-    ctypes.memmove(found.buffer_info()[0], values.data_ptr(), 8 * len(values))
-    return found
+    values = values.contiguous()
+    return array("d", ctypes.string_at(values.data_ptr(), 8 * len(values)))
 
 
 def evaluate_view(view: StatView, rows: Tensor) -> tuple[list[bool], list[float]]:
