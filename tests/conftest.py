@@ -20,9 +20,6 @@ from torch_gradmon.statistics import cpp
 
 from .browser import browser
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which torch may do in any test
-
 # a busy machine is no failure
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
@@ -46,6 +43,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if "not gpu" in config.getoption("markexpr"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or what torch picks by itself is the GPU: meshes, devices of DataParallel
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which torch may do in any test
     cpp.found = _STATISTICS[config.getoption("--statistics")]
 
 
