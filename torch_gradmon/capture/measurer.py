@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from ..statistics.tensor_access import on_one_device, refusal
 from ..step.buffer import StepBuffer
 from ..step.plan import SourcePlan
 from ..step.ranks import Ranks
-from .parameter_functions import ProductGroups
+from .parameter_functions import Products, by_device, values_of
 
 _SPREAD = (
     "its elements are sharded over ranks, so no rank can compute a function of all of them; shardwise=True declares that "
@@ -117,10 +118,13 @@ class Measurer:
                     wanted.buffer.absent.setdefault((plan.source, f"{plan.names[position]}/{metric.name}"), _NOT_HERE)
         if not due:
             return
-        spread = plan.spread if self.ranks.count > 1 else ()
-        done = self._products(wanted, [position for position in due if position not in spread])
+        spread = plan.spread if self.ranks.count > 1 else frozenset()
+        done = self._products(wanted, set(due) - spread)
+        left = {p: metrics for p in due if (metrics := [m for m in plan.functions[p] if (p, m.name) not in done])}
+        if not left:
+            return
         with untouched_rng():
-            for position in due:
+            for position, metrics in left.items():
                 is_here_alone = position in spread and self.ranks.is_at_home(position, _tensors_in([wanted.tensors[position]]))
                 if position in spread and not is_here_alone:
                     self._shardwise(wanted, position)
@@ -132,36 +136,41 @@ class Measurer:
                 if wanted.inverse_scale is not None:
                     value = unscaled(value, wanted.inverse_scale)
                 inputs = [value] if second is None else [value, second[position]]
-                metrics = [metric for metric in plan.functions[position] if (position, metric.name) not in done]
                 self.functions(wanted.buffer, plan.source, plan.names[position], metrics, inputs, wanted.merging)
                 if is_here_alone:  # the other ranks add nothing to the sum
                     for metric in metrics:
                         wanted.buffer.share(Key(plan.source, plan.names[position], metric.name), "sum")
 
-    def _products(self, wanted: Measurement, due: Sequence[int]) -> set[tuple[int, str]]:
+    def _products(self, wanted: Measurement, due: Set[int]) -> set[tuple[int, str]]:
         """Store the values of metrics that follow from inner products, all on one device at once.
 
         Returns:
             The positions and metrics that were; the caller calls others one by one, such as those of a tensor that cannot be read.
         """
-        plan, groups = wanted.plan, ProductGroups()
+        plan, buffer = wanted.plan, wanted.buffer
+        found: list[Products] = []
         done: set[tuple[int, str]] = set()
-        for position in due:
-            state: Any = None
-            for metric in plan.functions[position]:
-                if not hasattr(metric.function, "pairs"):
-                    continue
-                if state is None:
-                    state = _each_tensor(wanted.tensors[position], lambda t: self.ranks.own_part(t, spread=False))
-                pairs = metric.function.pairs(state)  # type: ignore[union-attr]
-                if pairs:
-                    groups.add(metric, position, pairs)
-                else:
-                    wanted.buffer.absent[plan.source, f"{plan.names[position]}/{metric.name}"] = _NO_STATE
-                    done.add((position, metric.name))
-        for metric, positions, values in groups.values(self.built_in.inner_products):
-            wanted.buffer.put_values([Key(plan.source, plan.names[position], metric.name) for position in positions], values)
-            done.update((position, metric.name) for position in positions)
+        for metric, applied in plan.applied:
+            if not hasattr(metric.function, "pairs"):
+                continue
+            positions = [position for position in applied if position in due]
+            pairs = [metric.function.pairs(wanted.tensors[position]) for position in positions]  # type: ignore[union-attr]
+            if not all(pairs):
+                lacking = [position for position, pair in zip(positions, pairs, strict=True) if not pair]
+                buffer.absent.update(((plan.source, f"{plan.names[position]}/{metric.name}"), _NO_STATE) for position in lacking)
+                done.update(zip(lacking, repeat(metric.name)))
+                positions = [position for position, pair in zip(positions, pairs, strict=True) if pair]
+                pairs = [pair for pair in pairs if pair]
+            if positions:
+                found.append(Products(metric, positions, pairs))
+        for together in by_device(found, lambda tensor: self.ranks.own_part(tensor, spread=False)):
+            try:
+                values = values_of(together, self.built_in.inner_products)
+            except Exception:  # whose tensor it was is found out where they are called one by one
+                continue
+            for (metric, positions, _), own in zip(together, values, strict=True):
+                buffer.put_values([Key(plan.source, plan.names[position], metric.name) for position in positions], own)
+                done.update(zip(positions, repeat(metric.name)))
         return done
 
     def _shardwise(self, wanted: Measurement, position: int) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..core.metric import Metric
 from ..statistics.precise import inner_product, sum_of_squared_ratios
-from ..statistics.tensor_access import accumulator_dtype, refusal
+from ..statistics.tensor_access import accumulator_dtype, on_one_device, refusal
 from ..step.built_ins import BuiltIn
 from ..step.reduction import cosine, growth, turn
 
@@ -34,14 +34,14 @@ class OfProducts:
         """The tensors whose inner products decide the value; none where there is no value."""
         raise NotImplementedError
 
-    def value(self, products: Tensor) -> Tensor:
-        """The value from the inner products, in their first dimension."""
-        return self._function(*products.unbind())
+    def value(self, products: Sequence[Tensor]) -> Tensor:
+        """The value from each of the inner products, or the values of several tensors."""
+        return self._function(*products)
 
     def __call__(self, state: State) -> Tensor | None:
         """0-d, or None where there is no value."""
         pairs = self.pairs(state)
-        return self.value(_products(pairs)) if pairs else None
+        return self.value(_products(pairs).unbind()) if pairs else None
 
     def contribution(self, state: State) -> tuple[str, Tensor] | None:
         """What one rank's part of a tensor contributes, and how contributions merge."""
@@ -120,43 +120,57 @@ def _products(pairs: Sequence[_Pair]) -> Tensor:
     return torch.stack([inner_product(a, b) for a, b in pairs])
 
 
-class ProductGroups:
-    """Pairs of tensors by device and metric, whose inner products are computed in one call for each device."""
+class Products(NamedTuple):
+    """A metric whose values follow from inner products: the positions of its parameters, and for each as many pairs of tensors."""
 
-    def __init__(self) -> None:
-        self._groups: dict[torch.device, dict[Metric, tuple[list[int], list[Sequence[_Pair]]]]] = {}
+    metric: Metric
+    positions: Sequence[int]
+    pairs: Sequence[Sequence[_Pair]]
 
-    def add(self, metric: Metric, position: int, pairs: Sequence[_Pair]) -> None:
-        """The pairs of a parameter, as many for each of a metric. Those that cannot be read, or lie on several devices, are left out."""
-        device = pairs[0][0].device
-        for pair in pairs:
-            for tensor in pair if pair[0] is not pair[1] else pair[:1]:
-                if tensor.device != device or refusal(tensor) is not None:
-                    return
-        positions, found = self._groups.setdefault(device, {}).setdefault(metric, ([], []))
-        positions.append(position)
-        found.append(pairs)
 
-    def values(
-        self, inner_products: Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
-    ) -> Iterator[tuple[Metric, list[int], Tensor]]:
-        """Each metric with the positions and the values ``[positions]`` of its parameters. A device where one fails is left out."""
-        for of_device in self._groups.values():
-            try:
-                yield from list(self._of(of_device, inner_products))
-            except Exception:  # whose tensor it was is found out where they are called one by one
-                continue
+def by_device(wanted: Sequence[Products], own_part: Callable[[Tensor], Tensor]) -> list[list[Products]]:
+    """What can be computed together, of the part of each tensor that this rank has. Pairs that cannot be read, or lie on several
+    devices, are left out.
+    """
+    tensors = {id(tensor): tensor for _, _, pairs in wanted for of_one in pairs for pair in of_one for tensor in pair}
+    if not tensors or on_one_device(list(tensors.values())) is not None:
+        return [list(wanted)] if tensors else []
+    parts = {name: own_part(tensor) for name, tensor in tensors.items()}  # of a tensor in several pairs there is one
+    groups: dict[torch.device, list[Products]] = {}
+    for metric, positions, pairs in wanted:
+        readable: dict[torch.device, tuple[list[int], list[Sequence[_Pair]]]] = {}
+        for position, of_one in zip(positions, pairs, strict=True):
+            own = [(parts[id(a)], parts[id(b)]) for a, b in of_one]
+            devices = {tensor.device for pair in own for tensor in pair}
+            if len(devices) == 1 and all(refusal(tensor) is None for pair in own for tensor in pair):
+                found = readable.setdefault(devices.pop(), ([], []))
+                found[0].append(position)
+                found[1].append(own)
+        for device, (here, own_pairs) in readable.items():
+            groups.setdefault(device, []).append(Products(metric, here, own_pairs))
+    return list(groups.values())
 
-    @staticmethod
-    def _of(
-        of_device: dict[Metric, tuple[list[int], list[Sequence[_Pair]]]],
-        inner_products: Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor],
-    ) -> Iterator[tuple[Metric, list[int], Tensor]]:
-        together = [pair for _, found in of_device.values() for column in zip(*found, strict=True) for pair in column]
-        products = inner_products([a for a, _ in together], [b for _, b in together])
-        sizes = [len(found) * len(found[0]) for _, found in of_device.values()]
-        for (metric, (positions, _)), own in zip(of_device.items(), torch.split(products, sizes), strict=True):
-            yield metric, positions, metric.function.value(own.view(-1, len(positions)))  # type: ignore[union-attr]
+
+def values_of(
+    wanted: Sequence[Products], inner_products: Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
+) -> list[Tensor]:
+    """The values ``[positions]`` of each metric, from one call; all tensors are on one device. What several metrics need of the same
+    parameters is computed once.
+    """
+    columns: dict[tuple[int, ...], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
+    needed = []
+    for _, _, pairs in wanted:
+        found = [tuple(zip(*column, strict=True)) for column in zip(*pairs, strict=True)]
+        names = [(*map(id, first), *map(id, second)) for first, second in found]
+        columns.update(zip(names, found, strict=True))
+        needed.append(names)
+    firsts, seconds = ([tensor for column in columns.values() for tensor in column[side]] for side in (0, 1))
+    sizes = [len(first) for first, _ in columns.values()]
+    products = dict(zip(columns, torch.split(inner_products(firsts, seconds), sizes), strict=True))
+    return [
+        one.metric.function.value([products[name] for name in names])  # type: ignore[union-attr]
+        for one, names in zip(wanted, needed, strict=True)
+    ]
 
 
 #: Built-ins of the optimizer's state after the step, which includes this step's gradient. The cosine is MosaicML Composer's

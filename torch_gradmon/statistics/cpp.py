@@ -99,25 +99,21 @@ class CppStatistics(EagerStatistics):
             return super().inner_products(first, second)
         with torch.no_grad():
             if as_plain(first) is not None and as_plain(second) is not None and _are_readable(first, second):
-                return self._products(list(zip(first, second, strict=True)))
+                return self._products(first, second)
             pairs = list(map(flat_pair, first, second))  # in any memory format
             places = [place for place, pair in enumerate(pairs) if _is_readable(*pair)]
             products = torch.empty(len(pairs), dtype=torch.float64, device="cpu")
             if rest := sorted({*range(len(pairs))}.difference(places)):
                 products[rest] = super().inner_products([first[place] for place in rest], [second[place] for place in rest])
             if places:
-                products[places] = self._products([pairs[place] for place in places])
+                products[places] = self._products([pairs[place][0] for place in places], [pairs[place][1] for place in places])
             return products
 
-    def _products(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """Of pairs that the kernel can read. A pair that several metrics need is computed once."""
-        names = [(id(a), id(b)) for a, b in pairs]
-        once = dict(zip(names, pairs, strict=True))
-        entries = _entries([a for a, _ in once.values()], [b for _, b in once.values()])
-        products = torch.empty(len(once), dtype=torch.float64, device="cpu")
-        self._kernel.products(len(once), entries.buffer_info()[0], torch.get_num_threads(), products.data_ptr())
-        place = {name: number for number, name in enumerate(once)}
-        return products[[place[name] for name in names]]
+    def _products(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
+        """Of pairs that the kernel can read."""
+        entries, products = _entries(first, second), torch.empty(len(first), dtype=torch.float64, device="cpu")
+        self._kernel.products(len(first), entries.buffer_info()[0], torch.get_num_threads(), products.data_ptr())
+        return products
 
 
 def _entries(values: Sequence[Tensor], others: Sequence[Tensor] | None) -> array[int]:

@@ -61,6 +61,15 @@ class SourcePlan:
         """Names of the tensors whose rows are merged over ranks; the same on all ranks."""
         return [self.names[position] for position in self.measured if position in self.spread]
 
+    @cached_property
+    def applied(self) -> list[tuple[Metric, list[int]]]:
+        """Each metric with a function, and the positions of the tensors that it applies to."""
+        found: dict[Metric, list[int]] = {}
+        for position, metrics in self.functions.items():
+            for metric in metrics:
+                found.setdefault(metric, []).append(position)
+        return list(found.items())
+
     @property
     def empty(self) -> bool:
         """Whether there is nothing to do for this source."""
