@@ -151,9 +151,7 @@ def by_device(wanted: Sequence[Products], own_part: Callable[[Tensor], Tensor]) 
     return list(groups.values())
 
 
-def values_of(
-    wanted: Sequence[Products], inner_products: Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
-) -> list[Tensor]:
+def values_of(wanted: Sequence[Products], inner_products: Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]) -> list[Tensor]:
     """The values ``[positions]`` of each metric, from one call; all tensors are on one device. What several metrics need of the same
     parameters is computed once.
     """
