@@ -168,9 +168,9 @@ class Measurer:
                 values = values_of(together, self.built_in.inner_products)
             except Exception:  # whose tensor it was is found out where they are called one by one
                 continue
-            for (metric, positions, _), own in zip(together, values, strict=True):
-                buffer.put_values([Key(plan.source, plan.names[position], metric.name) for position in positions], own)
-                done.update(zip(positions, repeat(metric.name)))
+            for one, own in zip(together, values, strict=True):
+                buffer.put_values([Key(plan.source, plan.names[position], one.metric.name) for position in one.positions], own)
+                done.update(zip(one.positions, repeat(one.metric.name)))
         return done
 
     def _shardwise(self, wanted: Measurement, position: int) -> None:

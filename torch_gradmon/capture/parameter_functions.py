@@ -158,7 +158,7 @@ def values_of(wanted: Sequence[Products], inner_products: Callable[[Sequence[Ten
     columns: dict[tuple[int, ...], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
     needed = []
     for _, _, pairs in wanted:
-        found = [tuple(zip(*column, strict=True)) for column in zip(*pairs, strict=True)]
+        found = [(tuple([a for a, _ in column]), tuple([b for _, b in column])) for column in zip(*pairs, strict=True)]
         names = [(*map(id, first), *map(id, second)) for first, second in found]
         columns.update(zip(names, found, strict=True))
         needed.append(names)

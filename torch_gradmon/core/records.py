@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
 from typing import Any, Literal
 
 from torch import Tensor
@@ -51,11 +51,6 @@ class SpikeEvent:
 def views_of(columns: frozenset[Column]) -> frozenset[str]:
     """The built-in metrics for which these measured columns suffice."""
     return frozenset(metric for metric, view in VIEWS.items() if view.columns <= columns | ALWAYS)
-
-
-@lru_cache(maxsize=64)  # most records have the names of the last one
-def _as_set(names: tuple[str, ...]) -> frozenset[str]:
-    return frozenset(names)
 
 
 @dataclass(frozen=True)
@@ -118,17 +113,8 @@ class StepRecord:
     rng: Mapping[str, Tensor] = field(default_factory=dict)
     extras: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def stored_values(self, among: Mapping[Key, float] | None = None) -> dict[Key, float]:
-        """Those of the values, or of those ``among`` them, that do not follow from the tables."""
-        follow = {source: (views_of(table.columns), _as_set(table.names)) for source, table in self.tables.items()}
-        return {
-            key: value
-            for key, value in self.values_beside_views(among).by_key.items()
-            if (of := follow.get(key.source)) is None or key.metric not in of[0] or key.name not in of[1] or key in self.logged
-        }
-
     def values_beside_views(self, among: Mapping[Key, float] | None = None) -> StepValues:
-        """Those of the values, or of those ``among`` them, that no plan took from the tables; of a record without tables, all."""
+        """Those of the values, or of those ``among`` them, that do not follow from the tables; of a record without tables, all."""
         values = StepValues.of(self.values if among is None else among)
         return values.rest if self.tables else values
 

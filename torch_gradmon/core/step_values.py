@@ -23,7 +23,7 @@ class Block(NamedTuple):
     table: str = ""
 
 
-#: A loop that logs more than this in one step gets them merged.
+#: A loop that logs more often than this in one step gets what it logged merged.
 _BLOCKS = 16
 
 
@@ -52,7 +52,7 @@ class StepValues(Mapping[Key, float]):
     def updated(self, more: Mapping[Key, float]) -> StepValues:
         """These values with ``more``, which replace those of the same keys."""
         blocks = self.blocks
-        if len(blocks) >= _BLOCKS:
+        if len(self.rest.blocks) >= _BLOCKS:
             views = (block for block in blocks if block.table)
             blocks = (*views, *StepValues.of(self.rest.by_key).blocks)
         return StepValues(*blocks, *StepValues.of(more).blocks)

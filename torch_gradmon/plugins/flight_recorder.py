@@ -127,4 +127,4 @@ class FlightRecorder(Plugin):
 
 def _pending(recorded: RecordedStep, buffer: StepBuffer) -> PendingStep:
     assert recorded.inventory is not None
-    return PendingStep(buffer.start_readback(), recorded.step, recorded.inventory, lambda _: {}, [], recorded.tags, None)
+    return PendingStep(buffer.start_readback(), recorded.step, recorded.inventory, lambda _: [], [], recorded.tags, None)

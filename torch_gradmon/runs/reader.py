@@ -15,7 +15,7 @@ from ..core.errors import display
 from ..core.keys import Key, format_key, parse_key
 from ..core.model_order import ModelOrder
 from ..core.records import SpikeEvent, StatsTable, StepRecord
-from ..step.plan import value_in
+from ..step.view_values import value_in
 from .file import open_to_read, stored_meta
 from .layouts import Layouts
 from .scan import RunScan, events_in, stored_keys

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from ..core.errors import nearest
 from ..core.keys import Key, format_key, parse_key
 from ..core.moments import ALWAYS, VIEWS
-from ..step.plan import evaluate_view
+from ..step.view_values import evaluate_view
 from .layouts import Layouts
 from .scan import RunScan, stored_keys
 from .step_index import StepIndex

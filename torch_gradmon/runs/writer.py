@@ -181,7 +181,7 @@ class RunWriter:
             [
                 # without a call for a key that is known
                 (*where, self._ids.get(("keys", key)) or self._id("keys", ("source", "name", "metric"), key), _storable(value))
-                for key, value in record.stored_values(values).items()
+                for key, value in record.values_beside_views(values).by_key.items()
             ],
         )
 

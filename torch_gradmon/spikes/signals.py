@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from ..core.keys import SPIKE_SCORE, SUMMARY, Key, format_key, parse_key
 from ..core.moments import VIEWS
 from ..core.records import StatsTable, StepRecord
-from ..step.plan import value_in, values_in
+from ..step.view_values import value_in, values_in
 
 
 def value_of(signal: str, record: StepRecord, whole: Mapping[str, float]) -> float | None:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..core import keys as n
-from ..core.keys import Key
 from ..core.metric import ASKED_LATE
 from ..core.moments import Column
 from ..core.records import StatsTable, StepRecord
+from ..core.step_values import Block, StepValues
 from .active_step import ActiveStep
 from .buffer import PendingReadback, StepBuffer
 from .head_values import head_values
@@ -46,7 +46,7 @@ class PendingStep:
     readback: PendingReadback
     active: ActiveStep
     inventory: ModelIndex
-    modules: Callable[[dict[str, StatsTable]], dict[Key, float]]
+    modules: Callable[[dict[str, StatsTable]], list[Block]]
     groups: list[tuple[str, frozenset[str]]]
     tags: dict[str, Any]
     cost: float | None
@@ -102,7 +102,7 @@ class PendingStep:
             custom[summary_key("overhead_pct")] = self.cost
         custom.update(self.active.values)
         attention, heads = head_values(tables, buffer.unshown)
-        modules = {**self.modules(tables), **attention}
+        modules = [*self.modules(tables), *StepValues.of(attention).blocks]
         record, signals = assemble(
             facts,
             tables,

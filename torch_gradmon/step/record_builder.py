@@ -39,7 +39,7 @@ def assemble(
     tables: dict[str, StatsTable],
     custom: Mapping[Key, float],
     plans: Mapping[str, SourcePlan],
-    modules: Mapping[Key, float],
+    modules: Sequence[Block],
     unshown: Set[tuple[str, str]],
     heads: frozenset[Key],
     summary: Summary,
@@ -74,11 +74,10 @@ def assemble(
     absent.update({(n.SUMMARY, name): reason for name, reason in reasons.items()})
     first = {summary_key(name): summarised[name] for name in summary.choice.shown if name in summarised}
     first.update({key: value for key, value in custom.items() if key.source == n.SUMMARY})
-    first.update(modules)
     last = dict(layers.values(whole if layers.takes_sums else tables, base, facts.groups))
     last.update({key: value for key, value in custom.items() if key not in undefined})
     blocks = [block for source, plan in plans.items() if source in tables for block in plan.evaluate(tables[source], base)]
-    values = StepValues(Block(tuple(first), tuple(first.values())), *blocks).updated(last)
+    values = StepValues(Block(tuple(first), tuple(first.values())), *modules, *blocks).updated(last)
     hidden = heads
     if unshown:
         # the metric in a key of attention is the aggregation over heads

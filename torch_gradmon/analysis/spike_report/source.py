@@ -10,7 +10,7 @@ from ...core.records import SpikeEvent, StepRecord
 from ...spikes.signals import value_of
 from ...spikes.suspect_history import GradientNormHistory
 from ...spikes.suspects import ParameterAttribution
-from ...step.plan import value_in
+from ...step.view_values import value_in
 
 
 class StepSource(Protocol):

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from ...core import keys as n
 from ...core.keys import Key
 from ...core.metric import Metric
-from ...core.moments import ALL_COLUMNS, VIEWS, Column
+from ...core.moments import ALL_COLUMNS, Column
 from ...core.records import StatsTable
-from ...step.plan import evaluate_view
+from ...core.step_values import Block
+from ...step.view_values import ViewGroup, blocks_of, view_group
 from .unit_metrics import DEAD
 
 
@@ -43,6 +44,14 @@ class RequestedMetrics:
         return bool(self.functions or self.dead or self.reasons)
 
 
+class _Calls(NamedTuple):
+    """What is known of the calls of a step: see the attributes of :class:`MetricLookup`."""
+
+    asked: Mapping[tuple[str, str], tuple[RequestedMetrics, ...]]
+    owner: Mapping[tuple[str, str], tuple[str, bool]]
+    traced: Mapping[tuple[str, str], frozenset[Column]]
+
+
 class MetricLookup:
     """The metrics of modules that are due in a step.
 
@@ -59,6 +68,7 @@ class MetricLookup:
         self._metrics: tuple[Metric, ...] = ()
         self._asked: dict[tuple[str, str], tuple[RequestedMetrics, ...]] = {}
         self._columns: dict[str, frozenset[Column]] = {}
+        self._last: dict[str, tuple[tuple[str, ...], _Calls, list[ViewGroup]]] = {}
 
     def begin(self, metrics: tuple[Metric, ...], modules: Mapping[str, Callable[[], nn.Module | None]]) -> None:
         """Start a step with the metrics due in it; ``modules`` by name."""
@@ -81,32 +91,41 @@ class MetricLookup:
             self._asked[source, name] = found
         return found
 
-    def evaluator(self) -> Callable[[dict[str, StatsTable]], dict[Key, float]]:
+    def evaluator(self) -> Callable[[dict[str, StatsTable]], list[Block]]:
         """A function that computes the built-in values of this step's tables, even after the next step has begun.
 
         It drops rows of modules that were not called.
         """
-        asked, owner, traced = self._asked, dict(self.owner), dict(self.traced)
+        calls = _Calls(self._asked, dict(self.owner), dict(self.traced))
 
-        def evaluate(tables: dict[str, StatsTable]) -> dict[Key, float]:
-            values: dict[Key, float] = {}
+        def evaluate(tables: dict[str, StatsTable]) -> list[Block]:
+            blocks = []
             for source in n.MODULE_SOURCES:
                 if source in tables:
-                    table = tables[source] = _called(source, tables[source], traced)
-                    places: dict[str, list[int]] = {}
-                    for place, path in enumerate(table.names):
-                        # if only other ranks have called the module, its path gives its name
-                        name, split = owner.get((source, path)) or (n.owner_of(path, self.modules), "@" in path)
-                        columns = traced.get((source, path), ALL_COLUMNS)
-                        for each in asked.get((source, name)) or self.requested(source, name):
-                            for metric in each.views if each.split == split else ():
-                                if not metric.columns <= columns:
-                                    continue
-                                places.setdefault(metric.name, []).append(place)
-                    values.update(_evaluated(source, table, places))
-            return values
+                    table = tables[source] = _called(source, tables[source], calls.traced)
+                    blocks += blocks_of(self._groups(source, table.names, calls), table)
+            return blocks
 
         return evaluate
+
+    def _groups(self, source: str, names: tuple[str, ...], calls: _Calls) -> list[ViewGroup]:
+        """The metrics of a table with rows of these ``names``: in most steps the same modules are called."""
+        known = self._last.get(source)
+        if known is not None and known[0] == names and known[1].asked is calls.asked and known[1] == calls:
+            return known[2]
+        places: dict[str, list[int]] = {}
+        for place, path in enumerate(names):
+            # if only other ranks have called the module, its path gives its name
+            name, split = calls.owner.get((source, path)) or (n.owner_of(path, self.modules), "@" in path)
+            columns = calls.traced.get((source, path), ALL_COLUMNS)
+            for each in calls.asked.get((source, name)) or self.requested(source, name):
+                for metric in each.views if each.split == split else ():
+                    if metric.columns <= columns:
+                        places.setdefault(metric.name, []).append(place)
+        found = [(metric, [Key(source, names[place], metric) for place in rows], rows) for metric, rows in places.items()]
+        groups = [view_group(found, len(names), source)] if found else []
+        self._last[source] = names, calls, groups
+        return groups
 
 
 def _called(source: str, table: StatsTable, traced: Container[tuple[str, str]]) -> StatsTable:
@@ -115,14 +134,6 @@ def _called(source: str, table: StatsTable, traced: Container[tuple[str, str]]) 
     counts = table.rows[:, Column.COUNT].tolist()
     kept = [p for p, name in enumerate(table.names) if counts[p] or (source, name) not in traced]
     return replace(table, names=tuple(table.names[p] for p in kept), rows=table.rows[kept])
-
-
-def _evaluated(source: str, table: StatsTable, places: Mapping[str, Sequence[int]]) -> Iterator[tuple[Key, float]]:
-    for metric, wanted in places.items():
-        rows = table.rows if len(wanted) == len(table.names) else table.rows[list(wanted)]
-        for place, there, value in zip(wanted, *evaluate_view(VIEWS[metric], rows), strict=True):
-            if there:
-                yield Key(source, table.names[place], metric), value
 
 
 def _asked(metrics: Iterable[Metric], module: nn.Module | None, split: bool, columns: frozenset[Column]) -> RequestedMetrics:

@@ -86,7 +86,7 @@ class RecordSample:
 
     def keep(self, record: StepRecord) -> None:
         """Take ``record``, in place of one of its step, without the values that follow from its tables, which may be thousands."""
-        self._records[record.step] = replace(record, values=record.stored_values(), rng={})
+        self._records[record.step] = replace(record, values=record.values_beside_views(), rng={})
         cap = self._cap(record)
         if len(self._records) >= 2 * cap:  # rarely, so that a step costs next to nothing
             events = by_size(event for known in self._records.values() for event in known.events)
