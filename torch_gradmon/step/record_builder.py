@@ -81,10 +81,12 @@ def assemble(
     hidden = heads
     if unshown:
         # the metric in a key of attention is the aggregation over heads
-        attention = {source for source, _ in unshown}.intersection(n.ATTENTION_SOURCES.values())
+        sources = {source for source, _ in unshown}
+        attention = sources.intersection(n.ATTENTION_SOURCES.values())
         hidden |= {
             key
             for block in values.blocks
+            if not block.table or block.table in sources
             for key in block.keys
             if key.source in attention or (key.source, key.metric.partition(".")[0]) in unshown
         }
