@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torch_gradmon import ModuleMonitor, watch
 from torch_gradmon.core.key_formatter import KeyFormatter
@@ -96,6 +96,46 @@ def test_a_kept_record_takes_little_more_than_its_numbers(tmp_path: Path) -> Non
         assert sum(len(block.keys) for block in views) == 2 * 5 * 50
         assert all(isinstance(block.numbers, array) for block in views)
         assert record.values._by_key is None
+    monitor.detach()
+
+
+class Branching(nn.Module):
+    """Calls its second layer in odd steps only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.step = nn.Linear(3, 3), nn.Linear(3, 3), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.step += 1
+        x = self.first(x)
+        return x if self.step % 2 else self.second(x)
+
+
+def test_values_of_outputs_are_blocks_too_and_follow_what_is_called_and_asked_for() -> None:
+    model, outputs = Branching(), dict[str, Tensor]()
+    for name in ("first", "second"):
+        model.get_submodule(name).register_forward_hook(lambda _, __, out, name=name: outputs.update({name: out.detach()}))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = watch(model, optimizer, on_spike=None)
+    monitor.add_activation_metric("norm", metric_regex="first|second")
+    for step in range(8):
+        if step == 4:
+            monitor.add_activation_metric("mean", metric_regex="second")
+        outputs.clear()
+        optimizer.zero_grad()
+        model(torch.randn(5, 3)).sum().backward()
+        optimizer.step()
+        expected = {Key("activation", name, "norm"): out.double().norm() for name, out in outputs.items()}
+        if step >= 4 and "second" in outputs:
+            expected[Key("activation", "second", "mean")] = outputs["second"].double().mean()
+        monitor.get_step_metrics()
+        record = monitor._runtime.pipeline.last
+        (block,) = (block for block in record.values.blocks if block.table == "activation")
+        found = {key: number for key, number in zip(block.keys, block.numbers, strict=True) if key.name}
+        assert found == {key: pytest.approx(float(value), rel=1e-6) for key, value in expected.items()}
+        assert isinstance(block.numbers, array)
+        assert not any(key.source == "activation" for key in record.values_beside_views())
     monitor.detach()
 
 

@@ -85,11 +85,12 @@ class Trace:
             sys.setprofile(before)
 
 
-def _traced(tmp_path: Path, every: int, at: int) -> Trace:
+def _traced(tmp_path: Path, every: int, at: int, preset: str = "standard", layers: int = 1) -> Trace:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
+    inner = [layer for _ in range(layers) for layer in (nn.Linear(16, 16), nn.ReLU())]
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), *inner, nn.Linear(16, 1))
     optimizer = torch.optim.AdamW(model.parameters())
-    monitor = gradmon.watch(model, optimizer, run_dir=tmp_path, every=every)
+    monitor = gradmon.watch(model, optimizer, run_dir=tmp_path, every=every, preset=preset)
     monitor.add_sink(lambda values, step: None)
     trace = Trace()
 
@@ -110,6 +111,13 @@ def test_a_standard_step_stays_within_its_files_and_calls(tmp_path: Path) -> Non
     trace = _traced(tmp_path, every=1, at=55)
     assert len(trace.files) <= MOST_FILES + (0 if cpp.found()[0] else 2)  # stock operations are in more files
     assert sum(trace.files.values()) <= (MOST_CALLS if cpp.found()[0] else MOST_CALLS_WITHOUT_KERNEL)
+
+
+@pytest.mark.skipif(not cpp.found()[0], reason="torch's operations take more")
+def test_another_layer_takes_few_calls(tmp_path: Path) -> None:
+    for preset, most in MOST_CALLS_FOR_A_LAYER.items():
+        few, many = (_traced(tmp_path / f"{preset}{n}", every=1, at=53, preset=preset, layers=n) for n in (1, 21))
+        assert sum(many.files.values()) - sum(few.files.values()) <= 20 * most
 
 
 def test_an_idle_step_stays_within_its_files_and_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,6 +142,8 @@ def test_a_step_calls_up_where_it_dispatches_and_nowhere_else(tmp_path: Path) ->
 #: What was measured: 131 files and 917 calls, 1,049 with torch's operations (the aims are 45 and 550); in an idle step 7 and 16.
 MOST_FILES, MOST_CALLS, MOST_CALLS_WITHOUT_KERNEL = 131, 920, 1052
 MOST_FILES_IDLE, MOST_CALLS_IDLE = 7, 16
+#: For a linear layer and its ReLU, with the kernel: two parameters, and two modules, which have hooks in ``full`` only.
+MOST_CALLS_FOR_A_LAYER = {"standard": 14, "full": 102}
 #: In an idle step that is followed although the loop is trusted: 43 and 131, with the look at a file that is due once a second.
 MOST_FILES_FOLLOWED, MOST_CALLS_FOLLOWED = 43, 133
 if capture_check() is not None:  # a build of torch for CUDA is asked at each event whether a graph is captured

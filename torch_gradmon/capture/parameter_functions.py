@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -58,7 +58,7 @@ class StateNorm(OfProducts):
 
     def pairs(self, state: State) -> list[tuple[Tensor, Tensor]]:
         """None without such a state."""
-        found = next((state[name] for name in self._names if isinstance(state.get(name), Tensor)), None)
+        found = _first_of(state, self._names)
         return [] if found is None else [(found, found)]
 
 
@@ -71,7 +71,7 @@ class Cosine(OfProducts):
     def pairs(self, state: State) -> list[tuple[Tensor, Tensor]]:
         """None without momentum."""
         gradient = state["grad"]
-        momentum = next((state[name] for name in ("exp_avg", "momentum_buffer") if isinstance(state.get(name), Tensor)), None)
+        momentum = _first_of(state, ("exp_avg", "momentum_buffer"))
         if gradient is None or momentum is None or momentum.shape != gradient.shape:
             return []
         return [(gradient, momentum), (gradient, gradient), (momentum, momentum)]
@@ -114,6 +114,13 @@ class OutOfStep:
         """What one rank's part of a tensor contributes, and how contributions merge."""
         sums = self._sums(state)
         return None if sums is None else ("rms", sums)
+
+
+def _first_of(state: State, names: Iterable[str]) -> Tensor | None:
+    for name in names:
+        if isinstance(found := state.get(name), Tensor):
+            return found
+    return None
 
 
 def _products(pairs: Sequence[_Pair]) -> Tensor:

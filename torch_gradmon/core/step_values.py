@@ -52,7 +52,7 @@ class StepValues(Mapping[Key, float]):
     def updated(self, more: Mapping[Key, float]) -> StepValues:
         """These values with ``more``, which replace those of the same keys."""
         blocks = self.blocks
-        if len(self.rest.blocks) >= _BLOCKS:
+        if len(blocks) >= _BLOCKS <= len(self.rest.blocks):
             views = (block for block in blocks if block.table)
             blocks = (*views, *StepValues.of(self.rest.by_key).blocks)
         return StepValues(*blocks, *StepValues.of(more).blocks)

@@ -109,8 +109,8 @@ class ModuleMonitor:
         on_spike: what to do at a spike: ``"warn"``, ``"raise"`` (:class:`SpikeError` when the step ends), a function of the
             :class:`SpikeEvent`, or None. ``"skip"``, :class:`Skip` and :class:`Rollback` decide before the optimizer steps, in every
             step regardless of the cadence, from gradients and from values logged by then; the decision waits for the device.
-        history: number of steps that :meth:`get_all_metrics` returns; each built-in value of a gradient, parameter or update
-            takes 8 bytes of host memory.
+        history: number of steps that :meth:`get_all_metrics` returns; each built-in value of a gradient, parameter, update,
+            input or output takes 8 bytes of host memory.
         run_dir: run directory that keeps every monitored step; None for none.
         compile_statistics: how the statistics of CPU tensors are computed. None: by the C++ kernel that came with the package, if it
             has one for this processor (see ``gradmon doctor``), else by torch's operations, which take three times as long or more. True:
