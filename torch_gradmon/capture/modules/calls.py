@@ -194,8 +194,7 @@ class ModuleCalls:
             self._complaints.add("part", f"a call of a {type(module).__name__} could not be followed", error)
 
     def _measure(self, source: str, name: str, value: Any, call: int) -> None:
-        if self._values.wants(source, name):
-            self._values.measure(source, name, value, call)
+        self._values.measure(source, name, value, call)
         if source == n.ACTIVATION and self._differences.due:
             self._differences.measure(name, value, call)
 

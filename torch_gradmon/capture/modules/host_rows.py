@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby, islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +13,15 @@ from ...core.moments import Column
 from ...statistics.dispatch import Statistics
 from ...step.buffer import StepBuffer
 from .small_tensors import SmallTensorBatch
+
+
+class _Call(NamedTuple):
+    """What was measured in one call: the numbers of one row, rows as a tensor, or None for a row of the batch of small tensors."""
+
+    source: str
+    paths: list[str]
+    columns: frozenset[Column]
+    row: list[float] | Tensor | None
 
 
 class HostRows:
@@ -23,8 +34,7 @@ class HostRows:
     def __init__(self, statistics: Statistics) -> None:
         self._statistics = statistics
         self._buffer: StepBuffer | None = None
-        # in order of arrival: the numbers of one row, rows as a tensor, or None for a row of the batch of small tensors
-        self._rows: list[tuple[str, list[str], frozenset[Column], list[float] | Tensor | None]] = []
+        self._rows: list[_Call] = []
         self._small: SmallTensorBatch[frozenset[Column]] = SmallTensorBatch()
 
     def __bool__(self) -> bool:
@@ -37,7 +47,7 @@ class HostRows:
 
     def append(self, source: str, paths: list[str], columns: frozenset[Column], rows: Tensor) -> None:
         """Add rows that were measured elsewhere."""
-        self._rows.append((source, paths, columns, rows))
+        self._rows.append(_Call(source, paths, columns, rows))
 
     def measure(
         self, source: str, path: str, columns: frozenset[Column], tensor: Tensor, inverse_scale: Tensor | None = None
@@ -47,14 +57,14 @@ class HostRows:
             return False
         row = self._statistics.row_of(tensor, columns, inverse_scale)
         if row is not None:
-            self._rows.append((source, [path], columns, row))
+            self._rows.append(_Call(source, [path], columns, row))
             return True
         if not self._small.takes(tensor):
             return False
         if not self._small.has_room(tensor):
             self.flush()
         self._small.put(columns, tensor, inverse_scale)
-        self._rows.append((source, [path], columns, None))
+        self._rows.append(_Call(source, [path], columns, None))
         return True
 
     def flush(self) -> None:
@@ -68,9 +78,17 @@ class HostRows:
         if waiting := self._small.drain():
             together = together.union(*{of for of, _ in waiting})
             waited = iter(self._statistics.measure([tensor for _, tensor in waiting], together).tolist())
-        single = [row for *_, row in measured if not isinstance(row, Tensor)]
+        single = [call.row for call in measured if not isinstance(call.row, Tensor)]
         rows = [next(waited) if row is None else row for row in single]
-        table = iter(torch.tensor(rows, dtype=torch.float64, device="cpu").unsqueeze(1))
-        for source, paths, columns, own in measured:
-            found = own if isinstance(own, Tensor) else next(table)
-            self._buffer.merge_rows(source, paths, found, together if own is None else columns)
+        table = iter(torch.tensor(rows, dtype=torch.float64, device="cpu"))
+
+        def alike(call: _Call) -> tuple[str, frozenset[Column], bool]:
+            return call.source, together if call.row is None else call.columns, isinstance(call.row, Tensor)
+
+        for (source, columns, is_table), calls in groupby(measured, alike):
+            if is_table:  # each from a device of its own
+                for call in calls:
+                    self._buffer.merge_rows(source, call.paths, call.row, columns)  # type: ignore[arg-type]
+            else:
+                paths = [path for call in calls for path in call.paths]
+                self._buffer.merge_rows(source, paths, list(islice(table, len(paths))), columns)

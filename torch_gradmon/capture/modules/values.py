@@ -93,7 +93,8 @@ class ModuleValues:
     def measure(
         self, source: str, name: str, value: Any, call: int, path: str | None = None, inverse_scale: Tensor | None = None
     ) -> None:
-        """Measure ``value``, a tensor or a container of tensors, that the module took or returned in its ``call``-th call.
+        """Measure ``value``, a tensor or a container of tensors, that the module took or returned in its ``call``-th call, if anything is
+        requested of it.
 
         Args:
             source, name: determine the metrics.
@@ -102,7 +103,15 @@ class ModuleValues:
             inverse_scale: factor to apply first.
         """
         assert self._buffer is not None
-        if path is None and inverse_scale is None and isinstance(value, Tensor) and self._measured_quickly(source, name, value):
+        asked = self._lookup.requested(source, name)
+        if not asked:
+            return
+        if (
+            path is None
+            and inverse_scale is None
+            and isinstance(value, Tensor)
+            and self._measured_quickly(asked, source, name, value)
+        ):
             return
         items = list(self._items(source, name, value, call, path))
         if not items and (source, name) not in self._buffer.absent:
@@ -198,12 +207,11 @@ class ModuleValues:
         if self._device_rows is not None:
             self._device_rows.flush()
 
-    def _measured_quickly(self, source: str, name: str, tensor: Tensor) -> bool:
+    def _measured_quickly(self, asked: tuple[RequestedMetrics, ...], source: str, name: str, tensor: Tensor) -> bool:
         """A fast path with few calls for the usual case: one tensor, and only views of its statistics.
 
         Between two large matrix products a Python call costs ten times as much as elsewhere.
         """
-        asked = self._lookup.requested(source, name)
         if len(asked) != 1 or asked[0].split or asked[0].others or not is_plain(tensor):
             return False
         self._lookup.owner[source, name] = name, False
