@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torch_gradmon import ModuleMonitor, watch
+from torch_gradmon import ModuleMonitor, load_run, watch
 from torch_gradmon.core.key_formatter import KeyFormatter
 from torch_gradmon.core.keys import KEY_STYLES, Key, format_key
 from torch_gradmon.core.moments import VIEWS
@@ -203,6 +203,25 @@ def test_views_of_tables_are_not_stored_and_nothing_else_is_left_out(is_finite: 
         assert stored.keys() == remembered.values.keys(), "no view of an activation either"
         assert Key("gradient", "2.bias", "norm") not in remembered.values
         assert remembered.tables["gradient"].has("norm")
+
+
+def test_a_value_with_the_key_of_a_built_in_that_is_logged_after_the_step_is_stored_in_its_place(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = watch(model, optimizer, run_dir=tmp_path)
+    key = Key("gradient", "weight", "norm")
+    monitor.add_gradient_metric("norm")
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        if step == 1:
+            monitor.log_key(key, 7.0)
+        assert monitor.get_step_metrics()[format_key(key)] == (7.0 if step == 1 else pytest.approx(6**0.5))
+    monitor.detach()
+    assert load_run(tmp_path).series(format_key(key)) == pytest.approx({0: 6**0.5, 1: 7.0, 2: 6**0.5})
+    with pytest.raises(TypeError, match=r"log_key takes a Key\(source, name, metric\), and log_scalar a text; got 'gradient/weight/norm'"):
+        monitor.log_key(format_key(key), 7.0)
 
 
 def test_metrics_by_key_need_no_dict_of_keys() -> None:

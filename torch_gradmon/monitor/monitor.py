@@ -767,7 +767,11 @@ class ModuleMonitor:
         ValuesService(self._runtime).log_rows(ids, losses)
 
     def log_key(self, key: Key, value: Any, aggregation_fn: str | Callable[..., Any] | None = None, reducer: str = "") -> None:
-        """Log a value under a key in parts; see :meth:`log_scalar` and :meth:`log_tensor`."""
+        """Log a value under a key in parts; see :meth:`log_scalar` and :meth:`log_tensor`.
+
+        Raises:
+            TypeError: ``key`` is no :class:`Key`.
+        """
         ValuesService(self._runtime).log_key(key, value, aggregation_fn, reducer)
 
     def tag(self, **facts: Any) -> None:

@@ -90,6 +90,8 @@ class ValuesService:
 
     def log_key(self, key: Key, value: Any, aggregation_fn: str | Callable[..., Any] | None, reducer: str) -> None:
         """Log a value under a key in parts."""
+        if not isinstance(key, Key):
+            raise TypeError(f"log_key takes a Key(source, name, metric), and log_scalar a text; got {key!r}")
         self.runtime.lifecycle.values.log(key, value, checked_aggregation(aggregation_fn, "aggregation_fn"), reducer)
 
     # --- out -----------------------------------------------------------------------------------------------------------------
