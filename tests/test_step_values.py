@@ -74,6 +74,8 @@ def test_a_dict_of_views_is_built_only_for_views() -> None:
     assert (values[A], C in values) == (1.0, False)
     for number in range(50):
         values = values.updated({loss: float(number)})
+        assert list(values)[:2] == [A, B], "the order stays"
+    assert len(values.blocks) < 20
     assert values.blocks[0] is views, "it is still known as such when others are merged"
     assert values == {A: 1.0, B: 2.0, rest.keys[0]: 3.0, loss: 49.0}
 
@@ -166,10 +168,13 @@ def test_a_caller_may_change_the_dict() -> None:
 
 
 @pytest.mark.parametrize("is_finite", [True, False])
-def test_views_of_tables_are_not_stored_and_nothing_else_is_left_out(is_finite: bool) -> None:
+@pytest.mark.parametrize("layers", [None, "all", "blocks", "top", "2"])
+def test_views_of_tables_are_not_stored_and_nothing_else_is_left_out(is_finite: bool, layers: str | None) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    model.register_parameter("alone", nn.Parameter(torch.ones(3)))  # a block of the name of its only tensor
+    model.register_forward_pre_hook(lambda self, args: args[0] * self.alone)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    monitor = watch(model, optimizer, preset="full", on_spike=None)
+    monitor = watch(model, optimizer, preset="full", on_spike=None, layers=layers)
     for metric in ("norm", "max", "std"):
         monitor.add_gradient_metric(metric)
     monitor.add_update_metric("ratio")
@@ -192,7 +197,7 @@ def test_views_of_tables_are_not_stored_and_nothing_else_is_left_out(is_finite: 
             for metric in VIEWS
             if table.has(metric)
         }
-        by_key = {key: value for key, value in record.values.items() if key not in follow or key in record.logged}
+        by_key = {key: value for key, value in record.values.items() if key not in follow}
         assert stored == pytest.approx(by_key, nan_ok=True)
         views = {key.metric for key in record.values if key not in stored and key.source in ("gradient", "update")}
         assert views >= {"norm", "max", "std"}

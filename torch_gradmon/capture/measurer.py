@@ -7,7 +7,6 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Any
 
 import torch
@@ -153,16 +152,12 @@ class Measurer:
         for metric, applied in plan.applied:
             if not hasattr(metric.function, "pairs"):
                 continue
-            positions = [position for position in applied if position in due]
-            pairs = [metric.function.pairs(wanted.tensors[position]) for position in positions]  # type: ignore[union-attr]
-            if not all(pairs):
-                lacking = [position for position, pair in zip(positions, pairs, strict=True) if not pair]
-                buffer.absent.update(((plan.source, f"{plan.names[position]}/{metric.name}"), _NO_STATE) for position in lacking)
-                done.update(zip(lacking, repeat(metric.name)))
-                positions = [position for position, pair in zip(positions, pairs, strict=True) if pair]
-                pairs = [pair for pair in pairs if pair]
-            if positions:
-                found.append(Products(metric, positions, pairs))
+            pairs = {p: metric.function.pairs(wanted.tensors[p]) for p in applied if p in due}  # type: ignore[union-attr]
+            lacking = [position for position, of_one in pairs.items() if not of_one]
+            buffer.absent.update(((plan.source, f"{plan.names[position]}/{metric.name}"), _NO_STATE) for position in lacking)
+            done |= {(position, metric.name) for position in lacking}
+            if there := {position: of_one for position, of_one in pairs.items() if of_one}:
+                found.append(Products(metric, list(there), list(there.values())))
         for together in by_device(found, lambda tensor: self.ranks.own_part(tensor, spread=False)):
             try:
                 values = values_of(together, self.built_in.inner_products)
@@ -170,7 +165,7 @@ class Measurer:
                 continue
             for one, own in zip(together, values, strict=True):
                 buffer.put_values([Key(plan.source, plan.names[position], one.metric.name) for position in one.positions], own)
-                done.update(zip(one.positions, repeat(one.metric.name)))
+                done |= {(position, one.metric.name) for position in one.positions}
         return done
 
     def _shardwise(self, wanted: Measurement, position: int) -> None:

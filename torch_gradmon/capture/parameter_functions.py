@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -136,13 +137,13 @@ class Products(NamedTuple):
 
 
 def by_device(wanted: Sequence[Products], own_part: Callable[[Tensor], Tensor]) -> list[list[Products]]:
-    """What can be computed together, of the part of each tensor that this rank has. Pairs that cannot be read, or lie on several
-    devices, are left out.
+    """What can be computed together, of the part of each tensor that this rank has. A parameter is left out if a tensor of its pairs
+    cannot be read, or lies on another device.
     """
     tensors = {id(tensor): tensor for _, _, pairs in wanted for of_one in pairs for pair in of_one for tensor in pair}
     if not tensors or on_one_device(list(tensors.values())) is not None:
         return [list(wanted)] if tensors else []
-    parts = {name: own_part(tensor) for name, tensor in tensors.items()}  # of a tensor in several pairs there is one
+    parts = {number: own_part(tensor) for number, tensor in tensors.items()}  # of a tensor in several pairs there is one
     groups: dict[torch.device, list[Products]] = {}
     for metric, positions, pairs in wanted:
         readable: dict[torch.device, tuple[list[int], list[Sequence[_Pair]]]] = {}
@@ -159,23 +160,29 @@ def by_device(wanted: Sequence[Products], own_part: Callable[[Tensor], Tensor]) 
 
 
 def values_of(wanted: Sequence[Products], inner_products: Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]) -> list[Tensor]:
-    """The values ``[positions]`` of each metric, from one call; all tensors are on one device. What several metrics need of the same
-    parameters is computed once.
+    """The values ``[positions]`` of each metric, from one call; all tensors are on one device. A pair that several metrics need is
+    computed once.
     """
-    columns: dict[tuple[int, ...], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
-    needed = []
-    for _, _, pairs in wanted:
-        found = [(tuple([a for a, _ in column]), tuple([b for _, b in column])) for column in zip(*pairs, strict=True)]
-        names = [(*map(id, first), *map(id, second)) for first, second in found]
-        columns.update(zip(names, found, strict=True))
-        needed.append(names)
-    firsts, seconds = ([tensor for column in columns.values() for tensor in column[side]] for side in (0, 1))
-    sizes = [len(first) for first, _ in columns.values()]
-    products = dict(zip(columns, torch.split(inner_products(firsts, seconds), sizes), strict=True))
-    return [
-        one.metric.function.value([products[name] for name in names])  # type: ignore[union-attr]
-        for one, names in zip(wanted, needed, strict=True)
+    once: dict[tuple[int, int], tuple[int, _Pair]] = {}
+    places = [
+        [
+            [once.setdefault((id(pair[0]), id(pair[1])), (len(once), pair))[0] for pair in column]
+            for column in zip(*pairs, strict=True)
+        ]
+        for _, _, pairs in wanted
     ]
+    products = inner_products([a for _, (a, _) in once.values()], [b for _, (_, b) in once.values()])
+    return [
+        one.metric.function.value([_at(products, column) for column in columns])  # type: ignore[union-attr]
+        for one, columns in zip(wanted, places, strict=True)
+    ]
+
+
+def _at(products: Tensor, places: Sequence[int]) -> Tensor:
+    """The products at these places: slices, since places would be copied to the device, which waits for it."""
+    starts = [i for i, place in enumerate(places) if i == 0 or place != places[i - 1] + 1]
+    runs = [products[places[start] : places[start] + stop - start] for start, stop in pairwise([*starts, len(places)])]
+    return runs[0] if len(runs) == 1 else torch.cat(runs)
 
 
 #: Built-ins of the optimizer's state after the step, which includes this step's gradient. The cosine is MosaicML Composer's

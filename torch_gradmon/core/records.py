@@ -96,7 +96,6 @@ class StepRecord:
         context: learning rates, loss scale, tags: in every record, on no dashboard.
         events: the spikes.
         hidden: keys of values for the run directory only.
-        logged: values that are no view of the tables, whatever their keys: of functions, or logged by the loop.
         rng: states of torch's random generators at the start of the step, by device; uint8 tensors.
         extras: small float64 tensors of plugins, see ``StepBuffer.extras``.
     """
@@ -109,12 +108,13 @@ class StepRecord:
     context: Mapping[str, Any] = field(default_factory=dict)
     events: tuple[SpikeEvent, ...] = ()
     hidden: frozenset[Key] = frozenset()
-    logged: Mapping[Key, float] = field(default_factory=dict)
     rng: Mapping[str, Tensor] = field(default_factory=dict)
     extras: Mapping[str, Tensor] = field(default_factory=dict)
 
     def values_beside_views(self, among: Mapping[Key, float] | None = None) -> StepValues:
-        """Those of the values, or of those ``among`` them, that do not follow from the tables; of a record without tables, all."""
+        """Those of the values, or of those ``among`` them, that do not follow from the tables, which only :class:`StepValues` show; else
+        all, as of a record without tables.
+        """
         values = StepValues.of(self.values if among is None else among)
         return values.rest if self.tables else values
 

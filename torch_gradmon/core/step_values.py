@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
-from itertools import compress
+from itertools import compress, takewhile
 from typing import NamedTuple
 
 from .keys import Key
@@ -52,9 +52,10 @@ class StepValues(Mapping[Key, float]):
     def updated(self, more: Mapping[Key, float]) -> StepValues:
         """These values with ``more``, which replace those of the same keys."""
         blocks = self.blocks
-        if len(blocks) >= _BLOCKS <= len(self.rest.blocks):
-            views = (block for block in blocks if block.table)
-            blocks = (*views, *StepValues.of(self.rest.by_key).blocks)
+        if len(blocks) >= _BLOCKS:
+            late = len(list(takewhile(lambda block: not block.table, reversed(blocks))))
+            if late >= _BLOCKS:
+                blocks = (*blocks[:-late], *StepValues.of(StepValues(*blocks[-late:]).by_key).blocks)
         return StepValues(*blocks, *StepValues.of(more).blocks)
 
     def since(self, before: StepValues) -> StepValues:

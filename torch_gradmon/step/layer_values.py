@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
 from ..core import keys as n
 from ..core.errors import nearest, warn_user
-from ..core.keys import Key, block_of, compile_pattern, shared_key
+from ..core.keys import block_of, compile_pattern, shared_key
 from ..core.moments import Column, merge_by_group
 from ..core.records import StatsTable
+from ..core.step_values import Block
 
 TOP = 10
 SHARE = "share"
@@ -60,25 +62,31 @@ class LayerSelection:
 
     def values(
         self, tables: Mapping[str, StatsTable], base: StatsTable | None, groups: Sequence[tuple[str, frozenset[str]]]
-    ) -> dict[Key, float]:
+    ) -> list[Block]:
         """The chosen values of one step; ``groups`` are the optimizers' parameter groups by name."""
         if self.choice is None:
-            return {}
+            return []
         squares = {source: table for source, table in tables.items() if table.has("norm")}
         gradients, updates = squares.get(n.GRADIENT_BEFORE_CLIP), squares.get(n.UPDATE)
         if self.choice == "top":
-            return {shared_key(n.GRADIENT_BEFORE_CLIP, name, SHARE): share for name, share in top_shares(gradients, TOP)}
-        values: dict[Key, float] = {}
+            return [_block(n.GRADIENT_BEFORE_CLIP, SHARE, top_shares(gradients, TOP))]
+        found = []
         if gradients is not None:
-            for name, row in self._rows(gradients, groups):
-                values[shared_key(n.GRADIENT_BEFORE_CLIP, name, "norm")] = float(row[Column.SQUARE_SUM].sqrt())
+            norms = [(name, float(row[Column.SQUARE_SUM].sqrt())) for name, row in self._rows(gradients, groups)]
+            tensors = frozenset(gradients.names)  # a block may be a single one
+            found += [
+                _block(n.GRADIENT_BEFORE_CLIP, "norm", [one for one in norms if (one[0] in tensors) == are_views], are_views)
+                for are_views in (True, False)
+            ]
         if updates is not None and base is not None:
-            for (name, row), (_, before) in zip(self._rows(updates, groups), self._rows(base, groups), strict=True):
-                if before[Column.SQUARE_SUM] > 0:
-                    values[shared_key(n.UPDATE, name, "ratio")] = float(
-                        (row[Column.SQUARE_SUM] / before[Column.SQUARE_SUM]).sqrt()
-                    )
-        return values
+            pairs = zip(self._rows(updates, groups), self._rows(base, groups), strict=True)
+            ratios = [
+                (name, float((row[Column.SQUARE_SUM] / before[Column.SQUARE_SUM]).sqrt()))
+                for (name, row), (_, before) in pairs
+                if before[Column.SQUARE_SUM] > 0
+            ]
+            found.append(_block(n.UPDATE, "ratio", ratios))
+        return [block for block in found if block.keys]
 
     def _rows(self, table: StatsTable, groups: Sequence[tuple[str, frozenset[str]]]) -> list[tuple[str, Tensor]]:
         if self.choice == "blocks":
@@ -88,6 +96,11 @@ class LayerSelection:
             for name, row in zip(table.names, table.rows, strict=True)
             if self._pattern is None or self._pattern.search(name)
         ]
+
+
+def _block(source: str, metric: str, values: Sequence[tuple[str, float]], are_views: bool = False) -> Block:
+    keys = tuple(shared_key(source, name, metric) for name, _ in values)
+    return Block(keys, array("d", [value for _, value in values]), source if are_views else "")
 
 
 def sums_over_blocks(table: StatsTable) -> list[tuple[str, Tensor]]:

@@ -74,10 +74,10 @@ def assemble(
     absent.update({(n.SUMMARY, name): reason for name, reason in reasons.items()})
     first = {summary_key(name): summarised[name] for name in summary.choice.shown if name in summarised}
     first.update({key: value for key, value in custom.items() if key.source == n.SUMMARY})
-    last = dict(layers.values(whole if layers.takes_sums else tables, base, facts.groups))
-    last.update({key: value for key, value in custom.items() if key not in undefined})
+    of_layers = layers.values(whole if layers.takes_sums else tables, base, facts.groups)
+    last = {key: value for key, value in custom.items() if key not in undefined}
     blocks = [block for source, plan in plans.items() if source in tables for block in plan.evaluate(tables[source], base)]
-    values = StepValues(Block(tuple(first), tuple(first.values())), *modules, *blocks).updated(last)
+    values = StepValues(Block(tuple(first), tuple(first.values())), *modules, *blocks, *of_layers).updated(last)
     hidden = heads
     if unshown:
         # the metric in a key of attention is the aggregation over heads
@@ -91,7 +91,7 @@ def assemble(
             if key.source in attention or (key.source, key.metric.partition(".")[0]) in unshown
         }
     context = {**facts.context, "batch_norms": norms} if norms else facts.context
-    record = StepRecord(facts.step, time.time(), facts.applied, values, tables, context, hidden=hidden, logged=custom)
+    record = StepRecord(facts.step, time.time(), facts.applied, values, tables, context, hidden=hidden)
     return record, summarised
 
 

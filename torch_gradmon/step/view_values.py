@@ -33,8 +33,8 @@ class ViewGroup(NamedTuple):
 
 def view_group(found: Iterable[tuple[str, Sequence[Key], Sequence[int]]], rows: int, table: str) -> ViewGroup:
     """The group of metrics that are ``found``, each with keys and rows, in a table with this number of ``rows``."""
-    every = list(range(rows))
-    placed = [(metric, keys, None if places == every else places) for metric, keys, places in found]
+    all_rows = list(range(rows))
+    placed = [(metric, keys, None if places == all_rows else places) for metric, keys, places in found]
     return ViewGroup(placed, tuple(key for _, keys, _ in placed for key in keys), table)
 
 

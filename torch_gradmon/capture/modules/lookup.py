@@ -45,7 +45,7 @@ class RequestedMetrics:
 
 
 class _Calls(NamedTuple):
-    """What is known of the calls of a step: see the attributes of :class:`MetricLookup`."""
+    """What is known of the calls of a step: the metrics requested, and attributes of :class:`MetricLookup`."""
 
     asked: Mapping[tuple[str, str], tuple[RequestedMetrics, ...]]
     owner: Mapping[tuple[str, str], tuple[str, bool]]
@@ -109,10 +109,11 @@ class MetricLookup:
         return evaluate
 
     def _groups(self, source: str, names: tuple[str, ...], calls: _Calls) -> list[ViewGroup]:
-        """The metrics of a table with rows of these ``names``: in most steps the same modules are called."""
-        known = self._last.get(source)
-        if known is not None and known[0] == names and known[1].asked is calls.asked and known[1] == calls:
-            return known[2]
+        """The metrics of a table with rows of these ``names``, as in the last step if the same modules were called and asked for."""
+        last_names, last_calls, groups = self._last.get(source) or ((), None, [])
+        # what is asked may not have been looked up for all modules yet, so an equal one is not enough
+        if last_calls is not None and last_names == names and last_calls.asked is calls.asked and last_calls == calls:
+            return groups
         places: dict[str, list[int]] = {}
         for place, path in enumerate(names):
             # if only other ranks have called the module, its path gives its name
