@@ -114,7 +114,7 @@ def test_odd_tensors_and_parts_of_another_source_read_back(tmp_path: Path) -> No
         if step == 1:
             del tables["activation"]
         custom = {Key("gradient", "zeros", "norm"): 7.0} if step == 0 else {}
-        store.log(StepRecord(step, 0.0, True, {**custom, Key("", "x", ""): math.inf}, tables, logged=custom))
+        store.log(StepRecord(step, 0.0, True, {**custom, Key("", "x", ""): math.inf}, tables))
     store.close()
     run = load_run(tmp_path)
     assert _check(run, run.steps) > 40
