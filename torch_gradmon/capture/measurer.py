@@ -153,11 +153,12 @@ class Measurer:
             if not hasattr(metric.function, "pairs"):
                 continue
             pairs = {p: metric.function.pairs(wanted.tensors[p]) for p in applied if p in due}  # type: ignore[union-attr]
-            lacking = [position for position, of_one in pairs.items() if not of_one]
-            buffer.absent.update(((plan.source, f"{plan.names[position]}/{metric.name}"), _NO_STATE) for position in lacking)
-            done |= {(position, metric.name) for position in lacking}
-            if there := {position: of_one for position, of_one in pairs.items() if of_one}:
-                found.append(Products(metric, list(there), list(there.values())))
+            for position in [position for position, of_one in pairs.items() if not of_one]:
+                del pairs[position]
+                buffer.absent[plan.source, f"{plan.names[position]}/{metric.name}"] = _NO_STATE
+                done.add((position, metric.name))
+            if pairs:
+                found.append(Products(metric, list(pairs), list(pairs.values())))
         for together in by_device(found, lambda tensor: self.ranks.own_part(tensor, spread=False)):
             try:
                 values = values_of(together, self.built_in.inner_products)

@@ -74,10 +74,8 @@ class LayerSelection:
         if gradients is not None:
             norms = [(name, float(row[Column.SQUARE_SUM].sqrt())) for name, row in self._rows(gradients, groups)]
             tensors = frozenset(gradients.names)  # a block may be a single one
-            found += [
-                _block(n.GRADIENT_BEFORE_CLIP, "norm", [one for one in norms if (one[0] in tensors) == are_views], are_views)
-                for are_views in (True, False)
-            ]
+            views, sums = [one for one in norms if one[0] in tensors], [one for one in norms if one[0] not in tensors]
+            found += [_block(n.GRADIENT_BEFORE_CLIP, "norm", views, are_views=True), _block(n.GRADIENT_BEFORE_CLIP, "norm", sums)]
         if updates is not None and base is not None:
             pairs = zip(self._rows(updates, groups), self._rows(base, groups), strict=True)
             ratios = [

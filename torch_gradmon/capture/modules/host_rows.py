@@ -15,7 +15,7 @@ from ...step.buffer import StepBuffer
 from .small_tensors import SmallTensorBatch
 
 
-class _Call(NamedTuple):
+class _MeasuredCall(NamedTuple):
     """What was measured in one call: the numbers of one row, rows as a tensor, or None for a row of the batch of small tensors."""
 
     source: str
@@ -34,7 +34,7 @@ class HostRows:
     def __init__(self, statistics: Statistics) -> None:
         self._statistics = statistics
         self._buffer: StepBuffer | None = None
-        self._rows: list[_Call] = []
+        self._rows: list[_MeasuredCall] = []
         self._small: SmallTensorBatch[frozenset[Column]] = SmallTensorBatch()
 
     def __bool__(self) -> bool:
@@ -47,7 +47,7 @@ class HostRows:
 
     def append(self, source: str, paths: list[str], columns: frozenset[Column], rows: Tensor) -> None:
         """Add rows that were measured elsewhere."""
-        self._rows.append(_Call(source, paths, columns, rows))
+        self._rows.append(_MeasuredCall(source, paths, columns, rows))
 
     def measure(
         self, source: str, path: str, columns: frozenset[Column], tensor: Tensor, inverse_scale: Tensor | None = None
@@ -57,14 +57,14 @@ class HostRows:
             return False
         row = self._statistics.row_of(tensor, columns, inverse_scale)
         if row is not None:
-            self._rows.append(_Call(source, [path], columns, row))
+            self._rows.append(_MeasuredCall(source, [path], columns, row))
             return True
         if not self._small.takes(tensor):
             return False
         if not self._small.has_room(tensor):
             self.flush()
         self._small.put(columns, tensor, inverse_scale)
-        self._rows.append(_Call(source, [path], columns, None))
+        self._rows.append(_MeasuredCall(source, [path], columns, None))
         return True
 
     def flush(self) -> None:
@@ -82,11 +82,11 @@ class HostRows:
         rows = [next(waited) if row is None else row for row in single]
         table = iter(torch.tensor(rows, dtype=torch.float64, device="cpu"))
 
-        def alike(call: _Call) -> tuple[str, frozenset[Column], bool]:
+        def alike(call: _MeasuredCall) -> tuple[str, frozenset[Column], bool]:
             return call.source, together if call.row is None else call.columns, isinstance(call.row, Tensor)
 
         for (source, columns, is_table), calls in groupby(measured, alike):
-            if is_table:  # each from a device of its own
+            if is_table:  # they may lie on several devices
                 for call in calls:
                     self._buffer.merge_rows(source, call.paths, call.row, columns)  # type: ignore[arg-type]
             else:
