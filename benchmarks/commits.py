@@ -1,21 +1,24 @@
 """Measure an older commit beside this checkout, in one interleaved run: ``python -m benchmarks.commits COMMIT``.
 
-Each version runs in a process of its own, on the same gradients. In each round every contender has one turn, in a new order;
-all but the demo and idle steps are quotients over one ``torch.sum`` of each tensor, directly before and after them in the same process.
+Where git is missing, a folder with the older package takes the place of the commit. Each version runs in a process of its own, on the same
+gradients. In each round every contender has one turn, in a new order; all but the demo and idle steps are quotients over one
+``torch.sum`` of each tensor, directly before and after them in the same process.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import os
 import random
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -36,6 +39,12 @@ NEW = (
     "demo",
     "idle",
 )
+OTHERS = {
+    "demo": "demo with everything on, share of the time in %",
+    "idle": "step that is not monitored, 150 parameters, µs",
+    "import": "`import torch_gradmon`, in % of torch's own import",
+    "import_watch": "`from torch_gradmon import watch`, in % of torch's own import",
+}
 RIVALS = {"torch_module_monitor": "torch-module-monitor's five metrics", "wandb_watch": "wandb.watch"}
 
 
@@ -89,17 +98,15 @@ class Version:
 IMPORTS = {"import": "import torch_gradmon", "import_watch": "from torch_gradmon import watch"}
 
 
-def measure(commit: str, rounds: int) -> dict[str, Any]:
-    """All figures, by side and contender."""
+def measure(commit: str, rounds: int, package: Path | None = None, only: str = "") -> dict[str, Any]:
+    """The figures of contenders that match the pattern ``only``; ``package`` is the commit's where it is at hand."""
     order, samples = random.Random(0), {"old": dict[str, list[float]](), "new": dict[str, list[float]]()}
     with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        subprocess.run(["git", "-C", ROOT, "worktree", "add", "--quiet", "--detach", folder, commit], check=True)
-        stack.callback(_remove, folder)
-        sides = {"old": Version(Path(folder) / "torch_gradmon", stack), "new": Version(ROOT / "torch_gradmon", stack)}
+        sides = {"old": Version(package or _checked_out(commit, stack), stack), "new": Version(ROOT / "torch_gradmon", stack)}
         for version in sides.values():
             version.import_share(IMPORTS["import_watch"])  # compiles all
-        turns = [*(("old", name) for name in (*OLD, *IMPORTS)), *(("new", name) for name in (*NEW, *IMPORTS))]
+        turns = [("old", name) for name in (*OLD, *IMPORTS)] + [("new", name) for name in (*NEW, *IMPORTS)]
+        turns = [turn for turn in turns if re.search(only, turn[1])]
         for number in range(rounds):
             order.shuffle(turns)
             for side, name in turns:
@@ -122,41 +129,57 @@ def measure(commit: str, rounds: int) -> dict[str, Any]:
             }
             for of in TITLES
             for rival in RIVALS
+            if f"{of}/{rival}" in samples["new"]
         },
     }
 
 
-def _remove(worktree: str) -> None:
-    subprocess.run(["git", "-C", ROOT, "worktree", "remove", "--force", worktree], check=True)
+def _checked_out(commit: str, stack: ExitStack) -> Path:
+    """The package of a commit, in a worktree that goes with ``stack``."""
+    folder = stack.enter_context(tempfile.TemporaryDirectory())
+    subprocess.run(["git", "-C", ROOT, "worktree", "add", "--quiet", "--detach", folder, commit], check=True)
+    stack.callback(subprocess.run, ["git", "-C", ROOT, "worktree", "remove", "--force", folder], check=True)
+    return Path(folder) / "torch_gradmon"
+
+
+def _row(label: str, *cells: Mapping[str, float] | None) -> Iterator[str]:
+    """A line of the table, if any of its figures is there."""
+    if any(cells):
+        yield f"| {label} | {' | '.join('' if cell is None else with_spread(cell) for cell in cells)} |"
+
+
+def _rows(result: Mapping[str, Any]) -> Iterator[str]:
+    """A row for each figure that the result has."""
+    old, new, times = result["old"], result["new"], result["times_as_fast"]
+    for of, title in TITLES.items():
+        cells = (old.get(f"{of}/eager"), old.get(f"{of}/compiled"), new.get(f"{of}/default"))
+        yield from _row(f"nine built-ins by key, {title}: over the floor", *cells)
+    for (of, title), (rival, label) in itertools.product(TITLES.items(), RIVALS.items()):
+        if (found := times.get(f"{of}/{rival}")) is not None:
+            yield f"| the same, {title}: times as fast as {label} | {found['old']:.1f} | | {found['new']:.1f} |"
+    for name, label in OTHERS.items():
+        yield from _row(label, old.get(name), None, new.get(name))
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """The section of the documentation."""
-    old, new, where = result["old"], result["new"], result["machine"]
-    lines = [
+    """The section of the documentation about one result."""
+    where = result["machine"]
+    head = (
         "| default settings | before: torch's operations | before: kernel compiled on request | now |",
         "| --- | ---: | ---: | ---: |",
-    ]
-    for of, title in TITLES.items():
-        cells = (old[f"{of}/eager"], old[f"{of}/compiled"], new[f"{of}/default"])
-        lines.append(f"| nine built-ins by key, {title}: over the floor | {' | '.join(map(with_spread, cells))} |")
-    for of, title in TITLES.items():
-        for rival, label in RIVALS.items():
-            times = result["times_as_fast"][f"{of}/{rival}"]
-            lines.append(f"| the same, {title}: times as fast as {label} | {times['old']:.1f} | | {times['new']:.1f} |")
-    for name, label in (
-        ("demo", "demo with everything on, share of the time in %"),
-        ("idle", "step that is not monitored, 150 parameters, µs"),
-        ("import", "`import torch_gradmon`, in % of torch's own import"),
-        ("import_watch", "`from torch_gradmon import watch`, the same"),
-    ):
-        lines.append(f"| {label} | {with_spread(old[name])} | | {with_spread(new[name])} |")
+    )
     return (
-        "\n".join(lines)
+        "\n".join((*head, *_rows(result)))
         + f"\n\nBefore is commit {result['old_commit']}; {result['rounds']} rounds, one thread. {where['processor']} "
         f"({where['cores']} cores, {where['instructions']}), {where['system']}, Python {where['python']}, torch {where['torch']}; "
         f"{result['date']}. Medians, quartiles in brackets."
     )
+
+
+def results() -> str:
+    """The section of the documentation: of each machine whose result is kept."""
+    kept = sorted(RESULTS.glob("commits*.json"))
+    return "\n\n".join(markdown(json.loads(path.read_text(encoding="utf-8"))) for path in kept)
 
 
 def main() -> None:
@@ -165,12 +188,15 @@ def main() -> None:
     parser.add_argument("commit")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--quick", action="store_true", help="one round, nothing kept")
+    parser.add_argument("--package", type=Path, help="a folder with that commit's torch_gradmon, where there is no git")
+    parser.add_argument("--only", default="", help="a pattern of the contenders to measure")
+    parser.add_argument("--out", default="commits", help="name of the result; each that begins with commits has a table")
     asked = parser.parse_args()
-    result = measure(asked.commit, 2 if asked.quick else asked.rounds)
+    result = measure(asked.commit, 2 if asked.quick else asked.rounds, asked.package, asked.only)
     print(markdown(result))
     if not asked.quick:
-        (RESULTS / "commits.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-        write_section("commits", markdown(result))
+        (RESULTS / f"{asked.out}.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        write_section("commits", results())
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import rivals
+from benchmarks import commits, rivals
 from benchmarks.contenders import CONTENDERS, FIVE
 from benchmarks.idle import PARAMETERS, Loop, armed_hooks, idle
 from benchmarks.idle import markdown as idle_markdown
@@ -252,6 +252,11 @@ def test_the_readme_changes_between_the_markers_only() -> None:
     for broken in ("nothing", f"{end} {start}", f"{start} {start} {end}"):
         with pytest.raises(ValueError, match="page needs one"):
             with_section(broken, "benchmark", markdown([given]))
+
+
+def test_the_table_of_two_commits_is_that_of_the_results_kept():
+    page = Path("docs/benchmarks.md").read_text(encoding="utf-8")
+    assert with_section(page, "commits", commits.results()) == page
 
 
 def test_aims_are_met_or_missed_by_so_much() -> None:
