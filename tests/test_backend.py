@@ -397,12 +397,17 @@ def test_without_a_compiler_it_says_so_and_measures(monkeypatch: pytest.MonkeyPa
 
 
 @needs_compiler
-def test_every_build_of_the_kernel_gives_the_same_bits(portable: None) -> None:
+def test_every_build_of_the_kernel_gives_the_same_bits(portable: None, tmp_path: Path) -> None:
+    kernels = [kernel(name) for name in KERNELS]
+    for by_turns in ("true", "false"):  # the ways in which processors read
+        library = tmp_path / f"{by_turns}.so"
+        kernel_build.compile_to(library, [("-march=native", f"-DTORCH_GRADMON_BY_TURNS={by_turns}")])
+        kernels.append(cpp.loaded(str(library)))
     tensors = [torch.randn(size).to(dtype) for size in SIZES for dtype in NARROW]
-    rows = [CppStatistics(kernel(name)).measure(tensors) for name in KERNELS]
+    rows = [CppStatistics(each).measure(tensors) for each in kernels]
     assert all(torch.equal(row, rows[0]) for row in rows)
     others = [torch.randn(tensor.shape).to(tensor.dtype) for tensor in tensors]
-    products = [CppStatistics(kernel(name)).inner_products(tensors, others) for name in KERNELS]
+    products = [CppStatistics(each).inner_products(tensors, others) for each in kernels]
     assert all(torch.equal(product, products[0]) for product in products)
 
 

@@ -25,6 +25,7 @@
 
 // Subnormal numbers count as zero in threads that ask for it (torch.set_flush_denormal), and all threads have to agree.
 #if defined(__SSE__)
+#include <cpuid.h>
 #include <xmmintrin.h>
 #define TORCH_GRADMON_MODE _mm_getcsr()
 #define TORCH_GRADMON_SET_MODE(mode) _mm_setcsr(mode)
@@ -56,18 +57,35 @@ typedef double Doubles __attribute__((vector_size(4 * WIDTH)));  // half as many
 // Vectors whose lanes are summed, in float32 if that will do, before they go on in float64: rounding loses at most
 // RUN / 2^25 = 4.8e-7 of the magnitudes. Sums in float64 alone gain as well by being cut in two.
 constexpr int64_t RUN = 16;
-// Bytes: memory is asked for what comes so much later, since a processor's own prefetcher stops at the end of each page. On Intel one
-// thread that reads a tensor from end to end is a quarter faster by it (Xeon with AVX-512, from 2 to 16 kB alike). On AMD one that reads
-// in streams, and subtracts another tensor, is 4 % faster by 256 bytes; more is slower, by a tenth with 2 kB (EPYC with AVX-512);
-// elements of 16 bits take as long with it as without. Nothing is read, so it may be past the end.
-int64_t bytes_ahead() {
-#if defined(__SSE__)
-    __builtin_cpu_init();
-    if (__builtin_cpu_is("amd")) return 1 << 8;
+// A chunk's quarters have sums of their own, which come out the same whether the quarters are read one after the other or by turns.
+constexpr int QUARTERS = 4;
+
+// How a processor reads memory fastest. ahead: it is asked for what comes so many bytes later, since its own prefetcher stops at the end of
+// each page. Nothing is read there, so it may be past the end.
+//
+// Most read from end to end: on a Zen 5 float32 takes 0.99 sums of it with 6 kB (4 to 32 kB alike; 1.17 without), by turns 1.2; on a Xeon
+// with AVX-512, 2 to 16 kB are a quarter faster than none. AMD's before Zen 5 wait less if they ask in four places: a Zen 4 takes
+// 0.92 of the time by turns with AVX-512, and 2 kB ahead cost it a tenth.
+struct Reading {
+    bool by_turns;
+    int64_t ahead;
+};
+
+Reading reading() {
+#if defined(TORCH_GRADMON_BY_TURNS)  // for tests
+    return {TORCH_GRADMON_BY_TURNS, 0};
+#elif defined(__SSE__)
+    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+    __cpuid(0, eax, ebx, ecx, edx);
+    const bool is_amd = ebx == signature_AMD_ebx && ecx == signature_AMD_ecx && edx == signature_AMD_edx;
+    __cpuid(1, eax, ebx, ecx, edx);
+    // Zen 5 is family 26
+    if (is_amd && (eax >> 8 & 0xf) + (eax >> 20 & 0xff) < 26) return {true, 1 << 8};
 #endif
-    return 1 << 11;
+    return {false, 3 << 11};
 }
-const int64_t AHEAD = bytes_ahead();
+const Reading READING = reading();
+
 // Elements: 256 kB of float32. Chunks are what threads share out.
 constexpr int64_t CHUNK = 1 << 16;
 // Elements for which another thread pays: it starts within 20 us, and reads so many in 50 or more.
@@ -85,24 +103,21 @@ Vector load(const void* from) {
     return vector;
 }
 
-// STREAMS: places of a chunk that are read by turns. One core waits less for memory if it asks in four places: on an EPYC a plain sum
-// takes 0.7 of the time, and this kernel, which has more to do with what comes, 0.92 with AVX-512 and 0.97 with AVX2 (but 1.1 to 1.2 for
-// what is in a cache). Elements of 16 bits are bound by the work on them, and are a tenth slower by it.
 struct Float32 {
     typedef float Stored;
-    static constexpr int STREAMS = 4;
+    static constexpr bool BY_TURNS = WIDTH == LANES;  // AVX2 has too few registers for the sums of four places
     static Floats vector(const Stored* from) { return load<Floats>(from); }
 };
 
 struct BFloat16 {
     typedef uint16_t Stored;
-    static constexpr int STREAMS = 1;
+    static constexpr bool BY_TURNS = false;  // bound by the work on what is read
     static Floats vector(const Stored* from) { return (Floats)(__builtin_convertvector(load<Halves>(from), Bits) << 16); }
 };
 
 struct Float16 {
     typedef uint16_t Stored;
-    static constexpr int STREAMS = 1;
+    static constexpr bool BY_TURNS = false;
     static Floats vector(const Stored* from) {
         const Bits half = __builtin_convertvector(load<Halves>(from), Bits);
         const Bits magnitude = (half & 0x7fff) << 13;
@@ -185,64 +200,97 @@ struct Wide {
     double operator[](int lane) const { return lane < WIDTH / 2 ? of_low[lane] : of_high[lane - WIDTH / 2]; }
 };
 
-// Run: what the sums of a run are computed in.
-template <class Kind, bool CHANGED, class Run>
-void look_at(const void* address, const void* other, int64_t length, Change change, float limit, double* row) {
-    const auto* values = static_cast<const typename Kind::Stored*>(address);
-    const auto* minus = static_cast<const typename Kind::Stored*>(other);
-    Wide sums[PARTS], abs_sums[PARTS], square_sums[PARTS];
+// Sums of WIDTH lanes each, of part of a chunk.
+template <class Of>
+struct Sums {
+    Of sum[PARTS], abs_sum[PARTS], square_sum[PARTS];
+
+    template <class Other>
+    void add(const Sums<Other>& other) {
+        for (int part = 0; part < PARTS; ++part) {
+            sum[part].add(other.sum[part]);
+            abs_sum[part].add(other.abs_sum[part]);
+            square_sum[part].add(other.square_sum[part]);
+        }
+    }
+};
+
+// Reads elements, and keeps what does not depend on their order. Of: what the sums of a run are computed in.
+template <class Kind, bool CHANGED, class Of>
+struct Reader {
+    typedef typename Kind::Stored Stored;
+    const Stored *values, *minus;
+    const Change change;
+    const Floats within;
     Ints near[PARTS] = {};
     Floats smallest[PARTS], largest[PARTS];
-    for (int part = 0; part < PARTS; ++part) {
-        smallest[part] = Floats{} + std::numeric_limits<float>::infinity();
-        largest[part] = Floats{} - std::numeric_limits<float>::infinity();
+
+    Reader(const Stored* values, const Stored* minus, Change change, float limit)
+        : values(values), minus(minus), change(change), within(Floats{} + limit) {
+        for (int part = 0; part < PARTS; ++part) {
+            smallest[part] = Floats{} + std::numeric_limits<float>::infinity();
+            largest[part] = -smallest[part];
+        }
     }
-    const Floats within = Floats{} + limit;
-    const int64_t whole = length / LANES * LANES, ahead = AHEAD / static_cast<int64_t>(sizeof *values);
-    const int64_t apart = whole / (Kind::STREAMS * LANES) * LANES;
-    // The elements from begin to end, and by turns with them those that lie apart, 2 * apart, ... behind each: as many places as streams.
-    const auto look_at_all = [&](int64_t begin, int64_t end, int streams) {
-        for (int64_t start = begin; start < end; start += RUN / streams * LANES) {
-            Run sum[PARTS], abs_sum[PARTS], square_sum[PARTS];
-            const int64_t stop = std::min(end, start + RUN / streams * LANES);
+
+    // The elements from begin to end and, by turns with them, those that lie apart, 2 * apart, ... behind: each place has sums of its own.
+    template <int PLACES>
+    void look(int64_t begin, int64_t end, int64_t apart, Sums<Wide>* sums) {
+        const int64_t ahead = READING.ahead / static_cast<int64_t>(sizeof *values);
+        for (int64_t start = begin; start < end; start += RUN * LANES) {
+            Sums<Of> runs[PLACES];
+            const int64_t stop = std::min(end, start + RUN * LANES);
             for (int64_t first = start; first < stop; first += LANES) {
-                for (int stream = 0; stream < streams; ++stream) {
-                    const int64_t i = first + stream * apart;
+                for (int place = 0; place < PLACES; ++place) {
+                    const int64_t i = first + place * apart;
+                    Sums<Of>& run = runs[place];
                     __builtin_prefetch(values + i + ahead);
                     if (CHANGED && change.minus) __builtin_prefetch(minus + i + ahead);
                     for (int part = 0; part < PARTS; ++part) {
                         const Floats x = read<Kind, CHANGED>(values, minus, i + part * WIDTH, change);
                         const Floats m = magnitude(x);
-                        sum[part].add(x);
-                        abs_sum[part].add(m);
-                        square_sum[part].add_square(x);
+                        run.sum[part].add(x);
+                        run.abs_sum[part].add(m);
+                        run.square_sum[part].add_square(x);
                         near[part] = counted(m, within, near[part]);
                         smallest[part] = x < smallest[part] ? x : smallest[part];
                         largest[part] = x > largest[part] ? x : largest[part];
                     }
                 }
             }
-            for (int part = 0; part < PARTS; ++part) {
-                sums[part].add(sum[part]);
-                abs_sums[part].add(abs_sum[part]);
-                square_sums[part].add(square_sum[part]);
-            }
+            for (int place = 0; place < PLACES; ++place) sums[place].add(runs[place]);
         }
-    };
-    look_at_all(0, apart, Kind::STREAMS);
-    look_at_all(Kind::STREAMS * apart, whole, 1);
+    }
+};
+
+template <class Kind, bool CHANGED, class Of>
+void look_at(const void* address, const void* other, int64_t length, Change change, float limit, double* row) {
+    const auto* values = static_cast<const typename Kind::Stored*>(address);
+    const auto* minus = static_cast<const typename Kind::Stored*>(other);
+    Reader<Kind, CHANGED, Of> reader(values, minus, change, limit);
+    const int64_t whole = length / LANES * LANES, apart = whole / (QUARTERS * LANES) * LANES;
+    Sums<Wide> all, quarters[QUARTERS];
+    if (Kind::BY_TURNS && READING.by_turns) {
+        reader.template look<QUARTERS>(0, apart, apart, quarters);
+    } else {
+        for (int quarter = 0; quarter < QUARTERS; ++quarter) {
+            reader.template look<1>(quarter * apart, (quarter + 1) * apart, 0, quarters + quarter);
+        }
+    }
+    reader.template look<1>(QUARTERS * apart, whole, 0, &all);
+    for (const Sums<Wide>& quarter : quarters) all.add(quarter);
     std::fill(row, row + MIN, 0.0);
     row[COUNT] = static_cast<double>(length);
     row[MIN] = std::numeric_limits<double>::infinity();
     row[MAX] = -row[MIN];
     for (int lane = 0; lane < LANES; ++lane) {
         const int part = lane / WIDTH, place = lane % WIDTH;
-        row[SUM] += sums[part][place];
-        row[ABS_SUM] += abs_sums[part][place];
-        row[SQUARE_SUM] += square_sums[part][place];
-        row[NEAR_ZERO] += near[part][place];
-        row[MIN] = std::min<double>(row[MIN], smallest[part][place]);
-        row[MAX] = std::max<double>(row[MAX], largest[part][place]);
+        row[SUM] += all.sum[part][place];
+        row[ABS_SUM] += all.abs_sum[part][place];
+        row[SQUARE_SUM] += all.square_sum[part][place];
+        row[NEAR_ZERO] += reader.near[part][place];
+        row[MIN] = std::min<double>(row[MIN], reader.smallest[part][place]);
+        row[MAX] = std::max<double>(row[MAX], reader.largest[part][place]);
     }
     if (whole == length) return;
     // the rest, in float64: of a few elements the mean may be large beside the spread, for which float32 is too narrow
