@@ -400,15 +400,26 @@ def test_without_a_compiler_it_says_so_and_measures(monkeypatch: pytest.MonkeyPa
 def test_every_build_of_the_kernel_gives_the_same_bits(portable: None, tmp_path: Path) -> None:
     kernels = [kernel(name) for name in KERNELS]
     for by_turns in ("true", "false"):  # the ways in which processors read
-        library = tmp_path / f"{by_turns}.so"
-        kernel_build.compile_to(library, [("-march=native", f"-DTORCH_GRADMON_BY_TURNS={by_turns}")])
+        library, way = tmp_path / f"{by_turns}.so", f"-DTORCH_GRADMON_BY_TURNS={by_turns}"
+        kernel_build.compile_to(library, [("-march=native", way), (way,)])
         kernels.append(cpp.loaded(str(library)))
-    tensors = [torch.randn(size).to(dtype) for size in SIZES for dtype in NARROW]
-    rows = [CppStatistics(each).measure(tensors) for each in kernels]
-    assert all(torch.equal(row, rows[0]) for row in rows)
-    others = [torch.randn(tensor.shape).to(tensor.dtype) for tensor in tensors]
-    products = [CppStatistics(each).inner_products(tensors, others) for each in kernels]
-    assert all(torch.equal(product, products[0]) for product in products)
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(offset: float) -> list[Tensor]:
+        return [(torch.randn(size, generator=generator) + offset).to(dtype) for size in (*SIZES, 100_003) for dtype in NARROW]
+
+    tensors, others, wide = drawn(0), drawn(0), drawn(3)  # the last with sums in float64
+    zeros = torch.ones(1024)
+    zeros[16:32], zeros[512:528] = 0.0, -0.0  # whichever of the two is read first
+    calls = [
+        lambda each: each.measure([*tensors, zeros, -zeros]),
+        lambda each: each.measure(wide),
+        lambda each: each.measure(tensors, minus=others),
+        lambda each: each.inner_products(tensors, others),
+    ]
+    for call in calls:
+        first, *rest = (call(CppStatistics(each)).view(torch.int64) for each in kernels)
+        assert all(torch.equal(first, found) for found in rest)
 
 
 @needs_compiler

@@ -37,7 +37,7 @@
 namespace {
 
 // Elements that are looked at together: one register of AVX-512, two of AVX2, four of NEON. Each lane sums the same elements
-// everywhere, so all processors find the same row to the last bit.
+// everywhere, so all processors with fused multiply-adds find the same row to the last bit.
 constexpr int LANES = 16;
 // Elements of one register. GCC takes longer vectors apart, and compares them one element at a time.
 #if defined(__AVX512F__)
@@ -55,7 +55,7 @@ typedef uint16_t Halves __attribute__((vector_size(2 * WIDTH)));
 typedef double Doubles __attribute__((vector_size(4 * WIDTH)));  // half as many
 
 // Vectors whose lanes are summed, in float32 if that will do, before they go on in float64: rounding loses at most
-// RUN / 2^25 = 4.8e-7 of the magnitudes. Sums in float64 alone gain as well by being cut in two.
+// (RUN - 1) / 2^24 = 8.9e-7 of the magnitudes. Sums in float64 alone gain as well by being cut in two.
 constexpr int64_t RUN = 16;
 // A chunk's quarters have sums of their own, which come out the same whether the quarters are read one after the other or by turns.
 constexpr int QUARTERS = 4;
@@ -64,8 +64,9 @@ constexpr int QUARTERS = 4;
 // each page. Nothing is read there, so it may be past the end.
 //
 // Most read from end to end: on a Zen 5 float32 takes 0.99 sums of it with 6 kB (4 to 32 kB alike; 1.17 without), by turns 1.2; on a Xeon
-// with AVX-512, 2 to 16 kB are a quarter faster than none. AMD's before Zen 5 wait less if they ask in four places: a Zen 4 takes
-// 0.92 of the time by turns with AVX-512, and 2 kB ahead cost it a tenth.
+// with AVX-512, 2 to 16 kB are a quarter faster than none. A Zen 4 with AVX-512 waits less if it asks in four places: it takes 0.92 of the
+// time by turns, and 2 kB ahead cost it a tenth. (Seen with an older kernel; nothing was measured on AMD's earlier ones, which are taken
+// for the like.)
 struct Reading {
     bool by_turns;
     int64_t ahead;
@@ -268,17 +269,23 @@ void look_at(const void* address, const void* other, int64_t length, Change chan
     const auto* values = static_cast<const typename Kind::Stored*>(address);
     const auto* minus = static_cast<const typename Kind::Stored*>(other);
     Reader<Kind, CHANGED, Of> reader(values, minus, change, limit);
-    const int64_t whole = length / LANES * LANES, apart = whole / (QUARTERS * LANES) * LANES;
-    Sums<Wide> all, quarters[QUARTERS];
-    if (Kind::BY_TURNS && READING.by_turns) {
-        reader.template look<QUARTERS>(0, apart, apart, quarters);
-    } else {
-        for (int quarter = 0; quarter < QUARTERS; ++quarter) {
-            reader.template look<1>(quarter * apart, (quarter + 1) * apart, 0, quarters + quarter);
+    const int64_t whole = length / LANES * LANES;
+    int64_t start = 0;
+    Sums<Wide> all;
+    if (whole >= QUARTERS * RUN * LANES) {  // quarters shorter than a run cost more than they bring
+        const int64_t apart = whole / (QUARTERS * LANES) * LANES;
+        Sums<Wide> quarters[QUARTERS];
+        if (Kind::BY_TURNS && READING.by_turns) {
+            reader.template look<QUARTERS>(0, apart, apart, quarters);
+        } else {
+            for (int quarter = 0; quarter < QUARTERS; ++quarter) {
+                reader.template look<1>(quarter * apart, (quarter + 1) * apart, 0, quarters + quarter);
+            }
         }
+        for (const Sums<Wide>& quarter : quarters) all.add(quarter);
+        start = QUARTERS * apart;
     }
-    reader.template look<1>(QUARTERS * apart, whole, 0, &all);
-    for (const Sums<Wide>& quarter : quarters) all.add(quarter);
+    reader.template look<1>(start, whole, 0, &all);
     std::fill(row, row + MIN, 0.0);
     row[COUNT] = static_cast<double>(length);
     row[MIN] = std::numeric_limits<double>::infinity();
@@ -289,8 +296,9 @@ void look_at(const void* address, const void* other, int64_t length, Change chan
         row[ABS_SUM] += all.abs_sum[part][place];
         row[SQUARE_SUM] += all.square_sum[part][place];
         row[NEAR_ZERO] += reader.near[part][place];
-        row[MIN] = std::min<double>(row[MIN], reader.smallest[part][place]);
-        row[MAX] = std::max<double>(row[MAX], reader.largest[part][place]);
+        // of +0 and -0 the first one read is kept: adding 0 makes both +0
+        row[MIN] = std::min<double>(row[MIN], reader.smallest[part][place] + 0.0);
+        row[MAX] = std::max<double>(row[MAX], reader.largest[part][place] + 0.0);
     }
     if (whole == length) return;
     // the rest, in float64: of a few elements the mean may be large beside the spread, for which float32 is too narrow
