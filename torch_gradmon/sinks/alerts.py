@@ -7,6 +7,7 @@ import json
 import queue
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -69,8 +70,11 @@ def post(url: str, alert: Alert, timeout: float = TIMEOUT) -> None:
     is_text = any(host == known or host.endswith(f".{known}") for known in _TEXT_ONLY)
     body = {"text": alert.text} if is_text else alert.to_dict()
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.build_opener(_NoRedirect).open(request, timeout=timeout):  # raises for an answer of 300 and above
-        pass
+    try:
+        urllib.request.build_opener(_NoRedirect).open(request, timeout=timeout).close()
+    except urllib.error.HTTPError as answer:  # of 300 and above
+        answer.close()
+        raise
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

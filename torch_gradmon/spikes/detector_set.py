@@ -67,8 +67,10 @@ class DetectorSet:
         self._shows_main = True
 
     def begin(self, record: StepRecord, absent: MutableMapping[tuple[str, str], str]) -> None:
-        """Start with the ``record`` of a step that has ended. A step that was not applied is not judged."""
-        self.rewind(record.step)
+        """Start with the ``record`` of a step that has ended. A step that was not applied is not judged.
+
+        One that was known before is preceded by :meth:`rewind`.
+        """
         if self.detectors:
             self.history.gradients.add(record.step, record.tables)
         counts = record.applied or bool(record.skipped)  # a step that overflowed is the scaler's affair

@@ -50,6 +50,8 @@ class FollowUp:
 
     def rejections_need_detail(self) -> bool:
         """Whether a limit of steps not applied was reached; true once for each limit."""
+        if not self.rejected:
+            return False
         due = max((limit for limit in _REJECTED if limit <= self.rejected), default=0)
         is_due, self._detail_at = due > self._detail_at, max(due, self._detail_at)
         return is_due

@@ -107,10 +107,11 @@ class ExchangePolicy:
         if self._is_leaving:
             self._refuse(buffer, plans, "the run ended in the middle of the step")
             return
-        wanted = {source: (plan.exchanged, plan.columns) for source, plan in plans.items() if plan.exchanged}
-        if n.UPDATE in wanted:
-            wanted[n.UPDATE_BASE] = wanted[n.UPDATE][0], SQUARES
-        self.exchange.run(buffer, wanted, self._has_values, self._detectors.watches, may_extend)
+        if self.exchange.ranks.count > 1:
+            wanted = {source: (plan.exchanged, plan.columns) for source, plan in plans.items() if plan.exchanged}
+            if n.UPDATE in wanted:
+                wanted[n.UPDATE_BASE] = wanted[n.UPDATE][0], SQUARES
+            self.exchange.run(buffer, wanted, self._has_values, self._detectors.watches, may_extend)
         self._detectors.accept_late_values(not self.exchange.shares_values)
 
     def _refuse(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], why: str) -> None:
