@@ -52,12 +52,15 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def processor() -> str:
-    """The processor's name."""
+    """The processor's name, and on Linux the numbers that tell its generation, which the name of a virtual one may not."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0].splitlines()
+    except OSError:
+        lines = []
+    facts = {name.strip(): fact.strip() for name, _, fact in (line.partition(":") for line in lines)}
+    if "model name" not in facts:
         return platform.processor() or platform.machine()
+    return f"{facts['model name']}, family {facts.get('cpu family')}, model {facts.get('model')}"
 
 
 def main() -> None:
