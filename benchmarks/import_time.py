@@ -52,7 +52,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def processor() -> str:
-    """The processor's name, and on Linux the numbers that tell its generation, which the name of a virtual one may not."""
+    """The processor's name, and on Linux the numbers of its generation, which the name of a virtual one may lack."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0].splitlines()
     except OSError:
