@@ -63,10 +63,9 @@ constexpr int QUARTERS = 4;
 // How a processor reads memory fastest. ahead: it is asked for what comes so many bytes later, since its own prefetcher stops at the end of
 // each page. Nothing is read there, so it may be past the end.
 //
-// Most read from end to end: on a Zen 5 float32 takes 0.99 sums of it with 6 kB (4 to 32 kB alike; 1.17 without), by turns 1.2; on a Xeon
-// with AVX-512, 2 to 16 kB are a quarter faster than none. A Zen 4 with AVX-512 waits less if it asks in four places: it takes 0.92 of the
-// time by turns, and 2 kB ahead cost it a tenth. (Seen with an older kernel; nothing was measured on AMD's earlier ones, which are taken
-// for the like.)
+// On a Zen 5 float32 takes 0.99 sums of it from end to end with 6 kB (4 to 32 kB alike; 1.17 without), and 1.2 by turns. The others wait
+// less if they ask in four places: GPT-2 took 0.98 sums on a Xeon with AVX-512 and 2 kB; a Zen 4 takes 0.92 of the time by turns, and 2 kB
+// ahead cost it a tenth. (Both seen with an older kernel. AMD's earlier ones are taken for the like of a Zen 4; nothing was measured there.)
 struct Reading {
     bool by_turns;
     int64_t ahead;
@@ -80,8 +79,9 @@ Reading reading() {
     __cpuid(0, eax, ebx, ecx, edx);
     const bool is_amd = ebx == signature_AMD_ebx && ecx == signature_AMD_ecx && edx == signature_AMD_edx;
     __cpuid(1, eax, ebx, ecx, edx);
-    // Zen 5 is family 26
-    if (is_amd && (eax >> 8 & 0xf) + (eax >> 20 & 0xff) < 26) return {true, 1 << 8};
+    const unsigned family = (eax >> 8 & 0xf) + (eax >> 20 & 0xff);  // of Zen 5 and later 26 and above
+    if (!is_amd) return {true, 1 << 11};
+    if (family < 26) return {true, 1 << 8};
 #endif
     return {false, 3 << 11};
 }
