@@ -1,6 +1,6 @@
 """Measure an older commit beside this checkout, in one interleaved run: ``python -m benchmarks.commits COMMIT``.
 
-Where git is missing, a folder with the older package takes the place of the commit. Each version runs in a process of its own, on the same
+Where git is missing, the folder of the older package takes the place of the commit. Each version runs in a process of its own, on the same
 gradients. In each round every contender has one turn, in a new order; all but the demo and idle steps are quotients over one
 ``torch.sum`` of each tensor, directly before and after them in the same process.
 """
@@ -129,7 +129,7 @@ def measure(commit: str, rounds: int, package: Path | None = None, only: str = "
             }
             for of in TITLES
             for rival in RIVALS
-            if f"{of}/{rival}" in samples["new"]
+            if {f"{of}/{rival}", f"{of}/default"} <= samples["new"].keys() and f"{of}/eager" in samples["old"]
         },
     }
 
@@ -188,7 +188,7 @@ def main() -> None:
     parser.add_argument("commit")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--quick", action="store_true", help="one round, nothing kept")
-    parser.add_argument("--package", type=Path, help="a folder with that commit's torch_gradmon, where there is no git")
+    parser.add_argument("--package", type=Path, help="that commit's folder torch_gradmon, where there is no git")
     parser.add_argument("--only", default="", help="a pattern of the contenders to measure")
     parser.add_argument("--out", default="commits", help="name of the result; each that begins with commits has a table")
     asked = parser.parse_args()

@@ -65,7 +65,7 @@ constexpr int QUARTERS = 4;
 //
 // On a Zen 5 float32 takes 0.99 sums of it from end to end with 6 kB (4 to 32 kB alike; 1.17 without), and 1.2 by turns. The others wait
 // less if they ask in four places: GPT-2 took 0.98 sums on a Xeon with AVX-512 and 2 kB; a Zen 4 takes 0.92 of the time by turns, and 2 kB
-// ahead cost it a tenth. (Both seen with an older kernel. AMD's earlier ones are taken for the like of a Zen 4; nothing was measured there.)
+// ahead cost it a tenth. (Both seen with an older kernel. What AMD made before a Zen 4 is read as that is; nothing was measured there.)
 struct Reading {
     bool by_turns;
     int64_t ahead;
