@@ -11,10 +11,9 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, TCPStore, distributed_c10d
 
 import torch_gradmon as gradmon
-from torch_gradmon.plugins.replica_check import board as board_file
 from torch_gradmon.plugins.replica_check.board import Board
 from torch_gradmon.plugins.replica_check.local_values import Streak, range_of, ranks_apart
 from torch_gradmon.statistics import cpp
@@ -22,8 +21,6 @@ from torch_gradmon.statistics import cpp
 from . import replica_runs as runs
 from . import replica_sound as sound
 from .ranks import on_ranks
-
-pytestmark = pytest.mark.skipif(not hasattr(Store, "clone"), reason="the stores of this torch cannot be cloned")
 
 #: Fault, number of ranks, how the model is wrapped, rule, the tensor or number, and the first step.
 FAULTS: list[tuple[Callable[..., None], int, Callable[..., runs.Training], dict[str, Any], str, str, int]] = [
@@ -241,7 +238,7 @@ def test_a_rank_without_a_monitor_stops_nobody_and_nothing_is_found() -> None:
 def test_a_wait_of_another_thread_on_the_store_does_not_hold_up_a_check(monkeypatch: pytest.MonkeyPatch) -> None:
     server = TCPStore("localhost", 0, 1, is_master=True, wait_for_workers=False)
     client = TCPStore("localhost", server.port, 1, is_master=False)
-    monkeypatch.setattr(board_file, "store_of", lambda prefix: PrefixStore(prefix, client))
+    monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: PrefixStore("default_pg", client))
     board, began = Board("subject", 0, 1), threading.Event()
 
     def wait() -> None:

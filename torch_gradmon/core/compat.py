@@ -32,3 +32,18 @@ def fsdp_param_groups(state: Any) -> Sequence[Any]:
         return list(groups)
     group = getattr(state, "_fsdp_param_group", None)
     return [] if group is None else [group]
+
+
+def second_connection(store: Any) -> Any:
+    """The default store of ``torch.distributed`` once more, with a connection of its own, so that no thread waits for another one's answer.
+
+    Raises:
+        AttributeError, RuntimeError, ValueError: there can be no second one.
+    """
+    if hasattr(store, "clone"):
+        return store.clone()
+    while hasattr(store, "underlying_store"):  # before 2.8; prefixes are lost, on all ranks alike
+        store = store.underlying_store
+    if hasattr(store, "path"):
+        return type(store)(store.path)
+    return type(store)(store.host, store.port, is_master=False, wait_for_workers=False, timeout=store.timeout)

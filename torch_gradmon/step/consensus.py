@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from typing import Any
 
+from ..core.compat import second_connection
 from .ranks import Ranks
 
 #: Seconds that a rank waits for the others; usually milliseconds, since all come from the same backward pass.
@@ -50,12 +51,13 @@ class Rendezvous:
 _asked: Counter[str] = Counter()
 
 
-def store_of(prefix: str) -> Any:
-    """The key-value store of ``torch.distributed``, below ``prefix``.
+def store_of(prefix: str, connected_anew: bool = False) -> Any:
+    """The key-value store of ``torch.distributed``, below ``prefix``; ``connected_anew``: with a connection of its own.
 
     Raises:
-        ImportError, RuntimeError, ValueError: a private name is gone, or there is no store.
+        ImportError, AttributeError, RuntimeError, ValueError: a private name is gone, or there is no store, or none that can be connected.
     """
     from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-    return PrefixStore(prefix, _get_default_store())
+    store = _get_default_store()
+    return PrefixStore(prefix, second_connection(store) if connected_anew else store)

@@ -28,7 +28,7 @@ class Board:
 
     def __init__(self, subject: str, rank: int, count: int) -> None:
         # a connection of its own: a client serves one request at a time, and another thread may wait for an answer to its own
-        self._store = store_of(f"torch_gradmon/replicas/{subject}").clone()
+        self._store = store_of(f"torch_gradmon/replicas/{subject}", connected_anew=True)
         self._store.add("made", 1)
         self._training = 0
         self.rank, self.count = rank, count
