@@ -26,10 +26,8 @@ from ..plugins.data_check.plugin import DataCheck
 from ..plugins.flight_recorder import FlightRecorder
 from ..plugins.live_detail.plugin import LiveDetail, PresetOverlay
 from ..plugins.loop_audit.plugin import LoopAudit
-from ..plugins.overhead_budget import OverheadBudget
 from ..plugins.post_spike_detail import PostSpikeDetail
 from ..plugins.setup_check.plugin import SetupCheck
-from ..plugins.spike_policy.plugin import SpikePolicy
 from ..plugins.spike_policy.policy import Policy, Rollback, policy_of
 from ..spikes.detector_set import DetectorSet
 from ..statistics.dispatch import Statistics
@@ -139,10 +137,16 @@ def _plugins(
     post_spike = PostSpikeDetail(planner, config.post_spike_steps)
     overlay = PresetOverlay(planner, summary, lambda: post_spike.may_add_hooks)
     detail = LiveDetail(overlay, directory, exchange, complaints)
-    budget = [] if config.overhead_budget is None else [OverheadBudget(config.overhead_budget)]
+    budget: list[Plugin] = []
+    if config.overhead_budget is not None:
+        from ..plugins.overhead_budget import OverheadBudget
+
+        budget = [OverheadBudget(config.overhead_budget)]
     policy = policy_of(config.on_spike)
-    acting = []
+    acting: list[Plugin] = []
     if policy is not None and not fence.inert:
+        from ..plugins.spike_policy.plugin import SpikePolicy
+
         acting = [SpikePolicy(policy, detectors, RankExchange(exchange.exchange.ranks, complaints), complaints)]
         # the decision needs these two, whether they are shown or have a detector or not
         summary.choice.require("grad_norm", "grad_nonfinite")
