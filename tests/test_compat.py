@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed import FileStore, PrefixStore, TCPStore
 
+import torch_gradmon as gradmon
+from torch_gradmon.capture.modules import forward_hooks
 from torch_gradmon.core import compat
 
 
@@ -25,3 +32,46 @@ def test_where_export_cannot_be_told_from_compilation_it_may_be_export(monkeypat
 @pytest.mark.skipif(not hasattr(torch.compiler, "is_exporting"), reason="this torch cannot tell")
 def test_elsewhere_it_is_what_torch_says() -> None:
     assert compat.is_exporting() is torch.compiler.is_exporting() is False
+
+
+class _WithoutClone:
+    """A store as torch before 2.8 has it."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.given = args, options
+        self.host, self.port, self.timeout = "localhost", 29500, timedelta(seconds=7)
+
+
+def test_a_store_without_clone_is_connected_to_again_where_it_is() -> None:
+    store = SimpleNamespace(underlying_store=SimpleNamespace(underlying_store=_WithoutClone()))
+    options = {"is_master": False, "wait_for_workers": False, "timeout": timedelta(seconds=7)}
+    assert compat.second_connection(store).given == (("localhost", 29500), options)
+
+
+def test_a_second_connection_to_a_server_or_a_file_has_the_same_keys(tmp_path: Path) -> None:
+    server = TCPStore("localhost", 0, 1, is_master=True, wait_for_workers=False)
+    for store in (server, FileStore(str(tmp_path / "store"), 1)):
+        below = PrefixStore("ours", compat.second_connection(store))
+        below.set("key", "value")
+        assert PrefixStore("ours", store).get("key") == b"value"
+
+
+def test_parts_compiled_in_place_are_named_where_graphs_have_no_hooks_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (compat, forward_hooks):
+        monkeypatch.setattr(module, "TELLS_EXPORT", False)
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.GELU()), nn.Linear(4, 1))
+    model[1].compile(backend="aot_eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = gradmon.watch(model, optimizer)
+    monitor.add_activation_metric("rms")
+    with pytest.warns(gradmon.GradmonWarning, match=r"some activations are missing: inside torch\.compile they need torch 2\.7"):
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            monitor.get_step_metrics()
+    why = {key: reason for key, reason in monitor.missing().items() if key.startswith("activation/")}
+    why.pop("activation/1/rms", None)  # newer releases call the hooks on the part itself outside of the graph
+    assert why == {f"activation/{name}/rms": forward_hooks.OLD_RELEASE for name in ("1.0", "1.1")}
+    monitor.detach()

@@ -239,4 +239,15 @@ def wrapped_by(module: nn.Module) -> Iterator[nn.Module]:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether any part of ``module`` is compiled by ``torch.compile``."""
-    return any("_orig_mod" in child._modules or child._compiled_call_impl is not None for child in module.modules())
+    return any(True for _ in _compiled_parts(module))
+
+
+def in_graphs(module: nn.Module) -> set[int]:
+    """The identities of all modules that run inside a part of ``module`` that is compiled by ``torch.compile``."""
+    return {id(inner) for part in _compiled_parts(module) for inner in part.modules()}
+
+
+def _compiled_parts(module: nn.Module) -> Iterator[nn.Module]:
+    for part in module.modules():
+        if "_orig_mod" in part._modules or part._compiled_call_impl is not None:
+            yield part

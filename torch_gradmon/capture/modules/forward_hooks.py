@@ -9,16 +9,18 @@ from typing import Any, Protocol
 from torch import nn
 
 from ...core import keys as n
+from ...core.compat import TELLS_EXPORT
 from ...core.keys import canonical_names
 from ...core.metric import Metric
 from ...core.moments import Column
 from ...step.model_index import ModelIndex
 from ..hooks import Handles, ModuleHook, takes_hooks
-from .compiled import CompiledHooks, is_compiled, wrapped_by
+from .compiled import CompiledHooks, in_graphs, is_compiled, wrapped_by
 
 _OUTPUTS = (n.ACTIVATION, n.ACTIVATION_GRADIENT, n.ACTIVATION_DIFFERENCE)
 _INPUTS = (n.INPUT, n.INPUT_GRADIENT)
 _SCRIPTED = "a module of TorchScript (torch.jit), which calls no Python hooks"
+OLD_RELEASE = "inside torch.compile they need torch 2.7 or newer"
 _LEFT_OUT = "left out by excluded_modules_regex"
 _Place = tuple[str, str]
 
@@ -65,6 +67,7 @@ class ForwardHooks:
         self.has_compiled_parts = False
         self._left_out: list[str] = []  # names of modules that no metric applies to
         self._unhooked: list[str] = []  # names of modules that accept no hooks
+        self._silent: list[str] = []  # and of those in graphs that may have no hooks of ours
 
     def install(self, root: nn.Module, inventory: ModelIndex, metrics: Sequence[Metric], version: int, on_root: bool) -> bool:
         """Install hooks on modules that any of ``metrics`` matches, once per ``version`` of the plan. Returns whether it did.
@@ -95,8 +98,10 @@ class ForwardHooks:
             self._leave_root()
         self.has_compiled_parts = is_compiled(root)
         self._left_out = _left_out(root, inventory)
-        modules = ((name, reference()) for name, reference in inventory.modules.items())
-        self._unhooked = [name for name, module in modules if module is not None and not takes_hooks(module)]
+        modules = {name: module for name, reference in inventory.modules.items() if (module := reference()) is not None}
+        self._unhooked = [name for name, module in modules.items() if not takes_hooks(module)]
+        compiled = set() if TELLS_EXPORT else in_graphs(root)
+        self._silent = [name for name, module in modules.items() if id(module) in compiled]
         return True
 
     def _register(
@@ -117,12 +122,17 @@ class ForwardHooks:
 
     def explain(self, absent: dict[tuple[str, str], str]) -> None:
         """Add the reasons for modules that have no hooks."""
-        if self._unhooked:
-            sources = (*n.MODULE_SOURCES, *n.RCC_SOURCES)
-            absent.update(((source, name), _SCRIPTED) for source in sources for name in self._unhooked)
+        sources = (*n.MODULE_SOURCES, *n.RCC_SOURCES)
+        for names, reason in ((self._unhooked, _SCRIPTED), (self._silent, OLD_RELEASE)):
+            absent.update(((source, name), reason) for source in sources for name in names)
         for source in n.ATTENTION_SOURCES.values():
             if (source, "") in absent:  # the caller of a call that was not seen is unknown
                 absent.update(((source, name), _LEFT_OUT) for name in self._left_out)
+
+    @property
+    def are_silent(self) -> bool:
+        """Whether some hooks are not called, since this release of torch has no place for them in a compiled graph."""
+        return any(name in self._silent for _, name in self._hooks)
 
     @property
     def on_root(self) -> bool:

@@ -20,7 +20,7 @@ from ...step.model_index import ModelIndex
 from ..hooks import compiled_graphs
 from ..measurer import Measurer
 from ..reference.source import ReferencePass
-from .forward_hooks import ForwardHooks
+from .forward_hooks import OLD_RELEASE, ForwardHooks
 from .forward_scope import ForwardScope
 from .pass_tracker import PassTracker
 from .values import ModuleValues
@@ -30,7 +30,6 @@ _NOT_SEEN = (
     "no hook on a module was called: none of these modules ran, or torch.compile traced the model before the monitor was attached, and "
     "calls no hooks; then attach before the first call, or call torch.compiler.reset() and compile again"
 )
-_OLD_RELEASE = "inside torch.compile they need torch 2.7 or newer"
 
 
 class ModuleSource:
@@ -116,11 +115,15 @@ class ModuleSource:
     def _collect(self, buffer: StepBuffer) -> None:
         """Collect what compiled graphs have written, or warn that no graph contains a hook."""
         seen = self.hooks.graphs.collect(buffer, self.values) or self._calls.seen
-        if self._due and self.hooks.on_parts and not seen and self.was_trained and compiled_graphs() > 0:
-            reason = _NOT_SEEN if TELLS_EXPORT else _OLD_RELEASE
+        if not (self._due and self.was_trained):
+            return
+        if self.hooks.on_parts and not seen and compiled_graphs() > 0:
+            reason = _NOT_SEEN if TELLS_EXPORT else OLD_RELEASE
             for source in n.MODULE_SOURCES:
                 buffer.absent.setdefault((source, ""), reason)
             self._measurer.complaints.add("compiled", f"activations are missing: {reason}")
+        elif self.hooks.are_silent:
+            self._measurer.complaints.add("compiled", f"some activations are missing: {OLD_RELEASE}")
 
     @property
     def awaits_check(self) -> bool:
