@@ -89,3 +89,11 @@ def test_a_short_run_that_still_falls_may_end_below_chance() -> None:
     falls = _series([100.0 - i for i in range(60)])
     assert not learning(falls, chance=1.0).is_worse
     assert learning(_series([100.0 - i / 10 for i in range(300)]), chance=1.0).is_worse
+
+
+@pytest.mark.parametrize("at", [20, 22, 24])
+@pytest.mark.parametrize("outlier", [40.0, 9.4e4])
+def test_a_single_value_at_the_end_of_a_short_run_is_no_noise(outlier: float, at: int) -> None:
+    falling = [4 * math.exp(-0.1 * step) * (1 + 0.05 * math.sin(7 * step)) for step in range(25)]
+    falling[at] = outlier
+    assert learning(_series(falling)).state == "falls"

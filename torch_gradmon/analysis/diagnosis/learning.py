@@ -138,13 +138,21 @@ def falls_without_bound(loss: Series) -> bool:
 
 
 def spread(part: Series) -> float:
-    """The standard deviation of a part, from its median absolute deviation after subtracting a straight trend."""
+    """The standard deviation of a part, from its median absolute deviation after subtracting a straight trend, where that is less: in a
+    short part a single value may be taken for a trend.
+    """
     values = part.values
     third = max(len(values) // 3, 1)
     rise = Series(part.steps[-third:], values[-third:]).median - Series(part.steps[:third], values[:third]).median
     slope = rise / max(len(values) - third, 1)
     level = Series(part.steps, tuple(value - slope * place for place, value in enumerate(values)))
-    return _OF_MAD * Series(part.steps, tuple(abs(value - level.median) for value in level.values)).median
+    return _OF_MAD * min(_deviation(part), _deviation(level))
+
+
+def _deviation(part: Series) -> float:
+    """The median absolute deviation from the median."""
+    middle = part.median
+    return Series(part.steps, tuple(abs(value - middle) for value in part.values)).median
 
 
 def rank_shift(before: Sequence[float], after: Sequence[float]) -> float:
