@@ -421,3 +421,14 @@ def test_a_watched_model_that_is_traced_or_tried_on_fake_tensors_is_as_without_t
         optimizer.step()
         assert seen(model) == bare
         assert monitor.step == monitor.last_step == step
+
+
+@pytest.mark.parametrize("preset", ["standard", "full"])
+def test_a_watched_model_can_be_scripted(preset: str) -> None:
+    model = Two(encoder())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = gradmon.watch(model, optimizer, preset=preset)
+    model(BATCH).sum().backward()
+    optimizer.step()
+    assert torch.equal(torch.jit.script(model)(BATCH), model(BATCH))
+    monitor.detach()

@@ -647,3 +647,40 @@ def test_all_gradients_were_gone_also_where_none_was_seen_before_clipping() -> N
     optimizer.step()
     assert monitor.missing()["gradmon/clipped_share"] == "all gradients were gone when the optimizers stepped"
     monitor.detach()
+
+
+def test_after_a_step_that_was_not_monitored_that_is_the_reason() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = gradmon.watch(model, optimizer, every=2)
+    monitor.add_gradient_metric("norm")
+    assert monitor.missing() == {}
+    for step in range(4):
+        optimizer.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        told = monitor.missing()
+        if step % 2:
+            assert monitor.get_step_metrics() == {}
+            assert {"gradmon/grad_norm", "gradmon/clipped_share", "gradient/weight/norm"} <= told.keys()
+            assert set(told.values()) == {f"step {step} was not monitored"}
+        else:
+            assert "gradmon/grad_norm" not in told
+            assert told["gradmon/clipped_share"] == f"nothing has clipped in {1 + step // 2} steps"
+    monitor.detach()
+
+
+def test_a_built_in_that_a_tensor_cannot_have_is_named_with_the_shape() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = gradmon.watch(model, optimizer)
+    monitor.add_parameter_metric("spectral_norm")
+    monitor.add_parameter_metric("mine", lambda tensor: None)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    told = monitor.missing()
+    size = "largest singular value of the parameter as a matrix, its first dimension by all others"
+    assert told["parameter/bias/spectral_norm"] == f"it is not defined for a tensor of shape [2] and torch.float32: {size}"
+    assert told["parameter/bias/mine"] == "its function returned nothing"
+    assert "parameter/weight/spectral_norm" not in told
+    monitor.detach()

@@ -600,3 +600,22 @@ def test_inert(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrong_arguments_are_refused_at_once(wrong: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         wrong()
+
+
+def test_the_default_detector_skips_a_loud_batch_in_a_short_training_and_no_other_one() -> None:
+    for seed in range(20):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        monitor = gradmon.watch(model, optimizer, on_spike="skip")
+        skipped = []
+        for step in range(40):
+            x = torch.randn(32, 8)
+            loss = nn.functional.mse_loss(model(x), x.sum(dim=1, keepdim=True)) * (1000 if step == 30 else 1)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if monitor.step_skipped:
+                skipped.append(step)
+        monitor.detach()
+        assert skipped == [30], seed

@@ -362,11 +362,14 @@ def test_among_equals_what_backward_reaches_first_comes_first() -> None:
 
 def test_where_all_rise_together_or_little_is_known_it_says_no_more_than_that() -> None:
     calm = spike_cause(_tables(40, {}).suspects(39), 39).words
-    assert calm.startswith("no parameter moved by more than its own noise; of the squared norm hold out 6")
+    assert calm.startswith("no parameter moved by more than its own noise; the largest shares of the squared norm: out 6")
     few = _tables(3, {(2, "in"): 100.0}).suspects(2)
     assert [suspect.score for suspect in few] == [None] * 3
     words = spike_cause(few, 2).words
-    assert words == "too few steps are known to determine which parameter moved; of the squared norm hold in 100%, out 0%, mid 0%"
+    assert (
+        words
+        == "too few steps are known to determine which parameter moved; the largest shares of the squared norm: in 100%, out 0%, mid 0%"
+    )
     assert spike_cause(GradientNormHistory().suspects(0), 0).words == ""
 
 
@@ -415,7 +418,7 @@ def test_a_watched_run_is_told_of_the_spike_and_of_what_came_after() -> None:
             optimizer.step()
     spike, after = (str(warning.message) for warning in said)
     assert re.search(
-        r"step 30: grad_norm = .* is 1,000 times the usual .*; all 2 layers rose together, by 1,000 times their usual norms",
+        r"step 30: grad_norm = .* is 1,000 times the usual .*; both layers rose together, by 1,000 times their usual norms",
         spike,
     )
     assert re.search(r"after the spike of step 30 grad_norm is back to normal since step 31", after)

@@ -215,7 +215,7 @@ class Measurer:
             try:
                 value = self._call(metric, key, inputs)
                 if value is None:
-                    buffer.absent[key.source, f"{name}/{metric.name}"] = "its function returned nothing"
+                    buffer.absent[key.source, f"{name}/{metric.name}"] = _why_nothing(metric, inputs[0])
                 else:
                     (buffer.merge_value if merging else buffer.put_value)(key, value, metric.aggregation, weight)
             except Exception as error:
@@ -240,6 +240,15 @@ class Measurer:
             raise ValueError("it changes its input in place, which would change the training; use abs() instead of abs_()")
         self._proven.add(key)
         return value
+
+
+def _why_nothing(metric: Metric, value: Any) -> str:
+    """Why the function of a metric returns None for this value."""
+    if not metric.built_in:
+        return "its function returned nothing"
+    if not isinstance(value, Tensor):
+        return _NO_STATE
+    return f"it is not defined for a tensor of shape {list(value.shape)} and {value.dtype}: {metric.documentation}"
 
 
 def unscaled(tensor: Tensor, inverse_scale: Tensor) -> Tensor:

@@ -97,7 +97,7 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
     '; known are mean, norm'
     """
     options = sorted(set(known))
-    close = difflib.get_close_matches(name, options, n=count, cutoff=0.5)
+    close = difflib.get_close_matches(name, options, n=count, cutoff=0.6)
     if close:
         return f"; did you mean {', '.join(close)}?"
     if not options:

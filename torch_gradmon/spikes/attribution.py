@@ -98,7 +98,7 @@ def _where_all(suspects: Sequence[ParameterAttribution], loss: float | None) -> 
 
 def _together(factors: Sequence[float], count: int, what: str) -> str:
     """How many rose, and by which factor."""
-    those = f"all {count}" if len(factors) == count else f"{len(factors)} of {count}"
+    those = f"{len(factors)} of {count}" if len(factors) < count else "both" if count == 2 else f"all {count}"
     low, high = factor_text(min(factors)), factor_text(max(factors))
     return f"{those} {what} rose together, by {low if low == high else f'{low} to {high}'} times their usual norms"
 
@@ -132,7 +132,7 @@ def _shares(suspects: Sequence[ParameterAttribution]) -> str:
     noise = (
         "no parameter moved by more than its own noise" if known else "too few steps are known to determine which parameter moved"
     )
-    return f"{noise}; of the squared norm hold {top}" if top else ""
+    return f"{noise}; the largest shares of the squared norm: {top}" if top else ""
 
 
 def _spoiled(suspects: Sequence[ParameterAttribution], loss: float | None) -> SpikeCause:

@@ -44,7 +44,8 @@ class ClipSummary:
             )
             reason = facts.refused.get(n.GRADIENT, reason)
         elif not self.window.has_edits:
-            reason = f"nothing clipped in the last {WINDOW} steps"
+            steps = len(self.window)
+            reason = f"nothing clipped in the last {WINDOW} steps" if steps >= WINDOW else f"nothing has clipped in {steps} steps"
         elif after is None or not used_all:
             reason = "not every attached optimizer stepped"
         else:

@@ -58,6 +58,9 @@ class ClipWindow:
         """Add the steps of ``other``."""
         self._steps.extend(other._steps)
 
+    def __len__(self) -> int:
+        return len(self._steps)
+
     @property
     def is_known(self) -> bool:
         """Whether there was any such step."""

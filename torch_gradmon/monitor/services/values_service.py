@@ -100,7 +100,9 @@ class ValuesService:
         """Why keys have no value in the last step."""
         record, planner, why = Queries(self.runtime).settle_now(), self.runtime.planner, Queries(self.runtime).stale_reason
         if record is None and not why:
-            return {}
+            if (ended := self.runtime.state.clock.ended) is None:
+                return {}
+            why = f"step {ended} was not monitored"
         follower = self.runtime.loop
         owned = None if follower is None else planner.owned(follower.optimizers)
         factory, pipeline, names = self.runtime.factory, self.runtime.pipeline, planner.matchable() or {}
