@@ -98,10 +98,10 @@ class ForwardHooks:
             self._leave_root()
         self.has_compiled_parts = is_compiled(root)
         self._left_out = _left_out(root, inventory)
-        modules = {name: module for name, reference in inventory.modules.items() if (module := reference()) is not None}
-        self._unhooked = [name for name, module in modules.items() if not takes_hooks(module)]
+        modules = [(name, found) for name, reference in inventory.modules.items() if (found := reference()) is not None]
+        self._unhooked = [name for name, found in modules if not takes_hooks(found)]
         compiled = set() if TELLS_EXPORT else in_graphs(root)
-        self._silent = [name for name, module in modules.items() if id(module) in compiled]
+        self._silent = [name for name, found in modules if id(found) in compiled]
         return True
 
     def _register(
