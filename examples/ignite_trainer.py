@@ -64,7 +64,7 @@ def train(name: str, batches: list[Batch], held_out: list[Batch], poisons: bool,
     handler = GradMonHandler(on_spike=on_spike, callback=lambda engine, event: events.append(event))
     handler.attach(trainer, model, optimizer)
     scheduler = CosineAnnealingScheduler(optimizer, "lr", 5e-3, 5e-4, 2 * EPOCHS * len(batches))
-    scheduler.attach(trainer, Events.ITERATION_STARTED(event_filter=handler.unless_skipped))
+    trainer.add_event_handler(Events.ITERATION_STARTED(event_filter=handler.unless_skipped), scheduler)
 
     @trainer.on(Events.ITERATION_STARTED(once=POISONED))
     def poison(engine: Engine) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -412,6 +413,12 @@ def test_tensorboard_shows_a_run_beside_the_trainers(place: str, tmp_path: Path,
 
     watched.train()  # once more: each training reports by itself, and none twice
     assert [step for step, _ in _events(mine)["gradmon/grad_norm"]] == list(range(2 * STEPS))
+
+
+@pytest.mark.parametrize(("trial", "place"), [(None, "board/gradmon"), ("run-3", "board/run-3/gradmon")])
+def test_the_directory_that_older_releases_are_given_is_the_trainers(trial: str | None, place: str, tmp_path: Path) -> None:
+    arguments = SimpleNamespace(logging_dir=str(tmp_path / "board"), output_dir=str(tmp_path / "out"))
+    assert run_directory(arguments, SimpleNamespace(trial_name=trial)) == tmp_path / place
 
 
 def test_the_trainers_directory_is_found_beside_one_of_ours_of_the_same_moment(tmp_path: Path) -> None:

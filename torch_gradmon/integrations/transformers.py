@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers.trainer_callback import ExportableState, TrainerCallback
+import transformers
 
 from ..core import validation as check
 from ..core.errors import WarningLog
@@ -25,6 +25,11 @@ from .common import AdapterMonitor, SchedulerRollback, whole_model_names
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+try:
+    from transformers.trainer_callback import ExportableState, TrainerCallback
+except ImportError as error:
+    raise ImportError(f"GradMonCallback needs transformers 4.45 or newer, and this is {transformers.__version__}") from error
 
 #: The default values in the Trainer's own log line.
 LOG_KEYS = ("grad_norm", "grad_norm_clipped", "clipped_share", "spike_score", "steps_not_applied")
@@ -245,6 +250,8 @@ def run_directory(args: Any, state: Any) -> Path:
     The Trainer's directory has its creation time in its name, which only the Trainer's callback knows; but it has just opened a
     file there.
     """
+    if own := getattr(args, "logging_dir", None):  # before Transformers 5, which asks the environment instead
+        return Path(own, state.trial_name or "") / SUMMARY
     logging_dir = os.environ.get("TENSORBOARD_LOGGING_DIR")
     if logging_dir and state.trial_name is None:
         return Path(logging_dir).expanduser() / SUMMARY
