@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import json
 import math
 import shutil
@@ -57,6 +59,42 @@ def test_compare_as_a_table(root: Path, capsys: pytest.CaptureFixture[str], monk
     assert "spike in 4.weight" in output(capsys, "compare", str(root), "--diagnose")
     monkeypatch.setenv("COLUMNS", "40")
     assert max(map(len, output(capsys, "compare", str(root)).splitlines())) <= 40
+
+
+@pytest.mark.extra
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
+def test_a_table_has_the_columns_that_fit_whole_and_names_the_others(width: int, root: Path) -> None:
+    from rich.console import Console
+
+    from torch_gradmon.cli.terminal.runs_table import show
+
+    card = run_card(root / "lr-0.01")
+    settings = [
+        {
+            "model": "DistributedDataParallel",
+            "optimizer": "SparseAdam",
+            "lr": f"0.{n}",
+            "weight_decay": f"0.0{n}",
+            "amsgrad": f"{n}",
+        }
+        for n in (1, 2)
+    ]
+    settings[1].update(model="Sequential", optimizer="AdamW")
+    finding = [("warning", "not-in-optimizer", "blocks.0.attention.weight")]
+    cards = [
+        dataclasses.replace(card, name=f"a-run-with-a-long-name-{n}", settings=one, findings=finding)
+        for n, one in enumerate(settings)
+    ]
+    console = Console(width=width, file=io.StringIO())
+    show(console, cards)
+    head, *lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    titles = head.split()
+    assert titles[:4] == ["run", "state", "step", "loss"]
+    left = " ".join(lines).partition("They also differ in ")[2]
+    assert {*titles} & {*settings[0]} == {name for name in settings[0] if name not in left}
+    assert sum("a-run-with-a-long-name-" in line for line in lines) == 2
+    text = "".join(" ".join(lines).split())
+    assert all(text.count(number) for name, number in settings[0].items() if name in titles and name in ("lr", "weight_decay"))
 
 
 def test_compare_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

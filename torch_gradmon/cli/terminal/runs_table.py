@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -13,8 +14,8 @@ from ...core.formatting import number, printable
 
 #: Settings in which the runs differ that have a column; the others are in the JSON and on the page of gradmon serve.
 _MOST = 4
-#: Width that names keep, and columns of words.
-_NAME, _WORDS = 24, ("state", "findings", "spikes")
+#: Width that names keep; that of settings, which are folded; the least of the columns of words; and these.
+_NAME, _SETTING, _LEAST, _WORDS = 24, 12, 16, ("state", "findings", "spikes")
 #: Terminals with room for the cost.
 _WIDE = 100
 _STYLES = {"running": "green", "silent": "bold red", "unknown": "yellow"}
@@ -37,15 +38,22 @@ def show(console: Console, cards: Sequence[RunCard]) -> None:
     cells = {title: [cell(card) for card in cards] for title, cell in columns.items()}
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     names = [printable(card.name) for card in cards]
-    table.add_column("run", overflow="fold", min_width=min(max(map(len, names)), _NAME))
+    longest = min(max(map(len, names)), max(_NAME, console.width // 3))
+    table.add_column("run", overflow="fold", width=longest)
     shown = [title for title, texts in cells.items() if any(texts) and (title != "cost" or console.width >= _WIDE)]
+    widths = {title: max(len(title), *map(len, cells[title])) for title in shown}
+    widths.update((title, min(width, _LEAST if title in _WORDS else _SETTING)) for title, width in widths.items())
+    settings = [title for title in shown if title in some]
+    while settings and longest + sum(widths[title] + 2 for title in shown) > console.width:
+        shown.remove(settings.pop())  # what does not fit is named below
     for title in shown:
-        table.add_column(title, justify="left" if title in _WORDS else "right", overflow="fold")
+        side: Literal["left", "right"] = "left" if title in _WORDS else "right"
+        table.add_column(title, justify=side, overflow="fold", max_width=None if title in _WORDS else _SETTING)
     for place in range(len(cards)):
         table.add_row(Text(names[place]), *(cells[title][place] for title in shown))
     console.print(table)
-    if len(some) > _MOST:
-        console.print(Text(f"They also differ in {', '.join(some[_MOST:])}.", style="dim"))
+    if left := [name for name in some if name not in settings]:
+        console.print(Text(f"They also differ in {', '.join(left)}.", style="dim"))
 
 
 def _setting(name: str) -> Callable[[RunCard], Text]:
