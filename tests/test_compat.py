@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed import FileStore, PrefixStore, TCPStore
+from torch import distributed, nn
+from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 import torch_gradmon as gradmon
 from torch_gradmon.capture.modules import forward_hooks
@@ -34,26 +34,23 @@ def test_elsewhere_it_is_what_torch_says() -> None:
     assert compat.is_exporting() is torch.compiler.is_exporting() is False
 
 
-class _WithoutClone:
-    """A store as torch before 2.8 has it."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        self.given = args, options
-        self.host, self.port, self.timeout = "localhost", 29500, timedelta(seconds=7)
-
-
-def test_a_store_without_clone_is_connected_to_again_where_it_is() -> None:
-    store = SimpleNamespace(underlying_store=SimpleNamespace(underlying_store=_WithoutClone()))
-    options = {"is_master": False, "wait_for_workers": False, "timeout": timedelta(seconds=7)}
-    assert compat.second_connection(store).given == (("localhost", 29500), options)
-
-
-def test_a_second_connection_to_a_server_or_a_file_has_the_same_keys(tmp_path: Path) -> None:
+@pytest.mark.parametrize("connect", [compat.second_connection, compat.connected_again])
+def test_a_second_connection_is_to_the_same_keys_and_not_to_those_of_another_world(
+    connect: Callable[[Any], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distributed, "get_world_size", lambda: 1)
     server = TCPStore("localhost", 0, 1, is_master=True, wait_for_workers=False)
     for store in (server, FileStore(str(tmp_path / "store"), 1)):
-        below = PrefixStore("ours", compat.second_connection(store))
-        below.set("key", "value")
-        assert PrefixStore("ours", store).get("key") == b"value"
+        worlds = [PrefixStore("default_pg", PrefixStore(name, store)) for name in ("one", "other")]
+        first, again, other = connect(worlds[0]), connect(worlds[0]), connect(worlds[1])
+        first.set("key", "value")
+        assert again.get("key") == b"value"
+        assert not other.check(["key"])
+
+
+def test_no_second_connection_to_a_store_of_another_kind() -> None:
+    with pytest.raises(ValueError, match="a HashStore cannot be connected to again"):
+        compat.connected_again(PrefixStore("default_pg", HashStore()))
 
 
 def test_parts_compiled_in_place_are_named_where_graphs_have_no_hooks_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,7 @@ TRUE_REASONS: list[tuple[str, Fact]] = [
     (r"the gradient norm is (\S+)$", lambda c: str(norm_of(c.truth.before.values()).value) == c.words[1]),  # type: ignore[index]
     (r"no gradient has a finite element", lambda c: not any(g.isfinite().any() for g in _strided(c))),
     (
-        r"nothing clipped in the last 100 steps|nothing has clipped in \d+ steps",
+        r"nothing clipped in (the last 100|[1-9]\d?) steps?|no step so far had gradients that were seen before a clip and after it",
         lambda c: c.p.edit in UNSEEN or not any(each.edited for each in c.earlier if each.applied),
     ),
     (

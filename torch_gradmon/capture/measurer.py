@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..core import accelerator
 from ..core.errors import WarningLog
-from ..core.keys import Key
+from ..core.keys import PARAMETER_SOURCES, Key
 from ..core.metric import Metric
 from ..core.torch_modes import no_autocast
 from ..statistics.dispatch import Statistics
@@ -248,7 +248,8 @@ def _why_nothing(metric: Metric, value: Any) -> str:
         return "its function returned nothing"
     if not isinstance(value, Tensor):
         return _NO_STATE
-    return f"it is not defined for a tensor of shape {list(value.shape)} and {value.dtype}: {metric.documentation}"
+    what = f"for a tensor of shape {list(value.shape)}" if metric.source in PARAMETER_SOURCES else "here"
+    return f"it is not defined {what}: {metric.documentation}"
 
 
 def unscaled(tensor: Tensor, inverse_scale: Tensor) -> Tensor:

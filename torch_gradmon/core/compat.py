@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
+from uuid import uuid4
 
 import torch
 
+#: How long a second connection to a store is waited for.
+_PATIENCE = timedelta(seconds=20)
 #: Whether ``torch.export`` can be distinguished from ``torch.compile``. In releases before 2.7 it cannot, so no graph gets statistics.
 TELLS_EXPORT = hasattr(torch.compiler, "is_exporting")
 
@@ -38,12 +42,24 @@ def second_connection(store: Any) -> Any:
     """The default store of ``torch.distributed`` once more, with a connection of its own, so that no thread waits for another one's answer.
 
     Raises:
-        AttributeError, RuntimeError, ValueError: there can be no second one.
+        ValueError, RuntimeError: there can be no second one.
     """
-    if hasattr(store, "clone"):
-        return store.clone()
-    while hasattr(store, "underlying_store"):  # before 2.8; prefixes are lost, on all ranks alike
-        store = store.underlying_store
-    if hasattr(store, "path"):
-        return type(store)(store.path)
-    return type(store)(store.host, store.port, is_master=False, wait_for_workers=False, timeout=store.timeout)
+    return store.clone() if hasattr(store, "clone") else connected_again(store)
+
+
+def connected_again(store: Any) -> Any:
+    """The same before torch 2.8, where a store cannot be cloned.
+
+    The second store is below a prefix of its own, which the ranks agree on: those of ``store`` keep other worlds apart, and cannot be read.
+    """
+    kinds: Any = torch.distributed
+    prefix, base = store.compare_set("torch_gradmon/again", "", uuid4().hex).decode(), store
+    while isinstance(base, kinds.PrefixStore):
+        base = base.underlying_store
+    if isinstance(base, kinds.FileStore):
+        return kinds.PrefixStore(prefix, kinds.FileStore(base.path, kinds.get_world_size()))
+    if isinstance(base, kinds.TCPStore):
+        patience = min(base.timeout, _PATIENCE)
+        again = kinds.TCPStore(base.host, base.port, is_master=False, wait_for_workers=False, timeout=patience)
+        return kinds.PrefixStore(prefix, again)
+    raise ValueError(f"a {type(base).__name__} cannot be connected to again")

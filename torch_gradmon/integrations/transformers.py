@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import transformers
+from transformers import trainer_callback
 
 from ..core import validation as check
 from ..core.errors import WarningLog
@@ -26,17 +27,15 @@ from .common import AdapterMonitor, SchedulerRollback, whole_model_names
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-try:
-    from transformers.trainer_callback import ExportableState, TrainerCallback
-except ImportError as error:
-    raise ImportError(f"GradMonCallback needs transformers 4.45 or newer, and this is {transformers.__version__}") from error
+if not hasattr(trainer_callback, "ExportableState"):
+    raise ImportError(f"GradMonCallback needs transformers 4.45 or newer, and this is {transformers.__version__}")
 
 #: The default values in the Trainer's own log line.
 LOG_KEYS = ("grad_norm", "grad_norm_clipped", "clipped_share", "spike_score", "steps_not_applied")
 _RESTORE = "restore_callback_states_from_checkpoint"
 
 
-class GradMonCallback(TrainerCallback, ExportableState):  # type: ignore[misc]  # without Transformers they are Any
+class GradMonCallback(trainer_callback.TrainerCallback, trainer_callback.ExportableState):  # type: ignore[misc]  # without Transformers they are Any
     """Watches the model of a ``Trainer`` while it trains. Nothing else in the script changes.
 
     ==========================  ===================================================================================

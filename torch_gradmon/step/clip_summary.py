@@ -44,8 +44,7 @@ class ClipSummary:
             )
             reason = facts.refused.get(n.GRADIENT, reason)
         elif not self.window.has_edits:
-            steps = len(self.window)
-            reason = f"nothing clipped in the last {WINDOW} steps" if steps >= WINDOW else f"nothing has clipped in {steps} steps"
+            reason = _nothing_clipped(len(self.window))
         elif after is None or not used_all:
             reason = "not every attached optimizer stepped"
         else:
@@ -58,3 +57,10 @@ class ClipSummary:
             return {"grad_norm_clipped": norm_of(after)}
         absent.update(dict.fromkeys(_KEYS, reason))
         return {}
+
+
+def _nothing_clipped(steps: int) -> str:
+    """Why there is nothing to show of a clip after this many steps whose gradients were seen before and after it."""
+    if not steps:
+        return "no step so far had gradients that were seen before a clip and after it"
+    return f"nothing clipped in {f'the last {WINDOW}' if steps >= WINDOW else steps} step{'s' * (steps > 1)}"

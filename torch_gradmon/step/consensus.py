@@ -55,7 +55,7 @@ def store_of(prefix: str, connected_anew: bool = False) -> Any:
     """The key-value store of ``torch.distributed``, below ``prefix``; ``connected_anew``: with a connection of its own.
 
     Raises:
-        ImportError, AttributeError, RuntimeError, ValueError: a private name is gone, or there is no store, or none that can be connected.
+        ImportError, RuntimeError, ValueError: a private name is gone, or there is no store, or none that can be connected.
     """
     from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 

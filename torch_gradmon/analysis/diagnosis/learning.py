@@ -24,6 +24,8 @@ _SPREADS = 6.0
 _SHARE = 0.01
 #: The standard deviation over the median absolute deviation, for a normal distribution.
 _OF_MAD = 1.4826
+#: A trend that makes the deviation this many times as large is none.
+_NO_TREND = 10.0
 #: A loss below 0 has no bound if it falls no slower in the end than in the middle, by this part at least, and ends this many times as far
 #: from 0 as it began; or, however it falls, this many times.
 _NO_SLOWER, _AWAY, _FAR_AWAY = 0.8, 10.0, 1e4
@@ -138,15 +140,17 @@ def falls_without_bound(loss: Series) -> bool:
 
 
 def spread(part: Series) -> float:
-    """The standard deviation of a part, from its median absolute deviation after subtracting a straight trend, where that is less: in a
-    short part a single value may be taken for a trend.
+    """The standard deviation of a part, from its median absolute deviation after subtracting a straight trend.
+
+    A trend that makes the deviation far larger is none: in a short part a single value may be taken for one.
     """
     values = part.values
     third = max(len(values) // 3, 1)
     rise = Series(part.steps[-third:], values[-third:]).median - Series(part.steps[:third], values[:third]).median
     slope = rise / max(len(values) - third, 1)
-    level = Series(part.steps, tuple(value - slope * place for place, value in enumerate(values)))
-    return _OF_MAD * min(_deviation(part), _deviation(level))
+    level = _deviation(Series(part.steps, tuple(value - slope * place for place, value in enumerate(values))))
+    as_it_is = _deviation(part)
+    return _OF_MAD * (as_it_is if 0 < _NO_TREND * as_it_is < level else level)
 
 
 def _deviation(part: Series) -> float:

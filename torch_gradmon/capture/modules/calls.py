@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import torch
@@ -94,6 +94,11 @@ class ModuleCalls:
         self._buffer: StepBuffer | None = None
         self._numbers: Counter[tuple[str, str]] = Counter()
         self.seen = self.misses_root = False
+
+    @property
+    def places(self) -> Set[tuple[str, str]]:
+        """The sources and names of the modules that were called in the last forward."""
+        return self._numbers.keys()
 
     def connect(self, inverse_scale: Callable[[], Tensor | None], part_called: Callable[[nn.Module], object]) -> None:
         """See :meth:`ModuleSource.connect`."""

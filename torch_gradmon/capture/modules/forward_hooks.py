@@ -67,7 +67,7 @@ class ForwardHooks:
         self.has_compiled_parts = False
         self._left_out: list[str] = []  # names of modules that no metric applies to
         self._unhooked: list[str] = []  # names of modules that accept no hooks
-        self._silent: list[str] = []  # and of those in graphs that may have no hooks of ours
+        self._root: weakref.ref[nn.Module] | None = None
 
     def install(self, root: nn.Module, inventory: ModelIndex, metrics: Sequence[Metric], version: int, on_root: bool) -> bool:
         """Install hooks on modules that any of ``metrics`` matches, once per ``version`` of the plan. Returns whether it did.
@@ -98,10 +98,9 @@ class ForwardHooks:
             self._leave_root()
         self.has_compiled_parts = is_compiled(root)
         self._left_out = _left_out(root, inventory)
-        modules = [(name, found) for name, reference in inventory.modules.items() if (found := reference()) is not None]
-        self._unhooked = [name for name, found in modules if not takes_hooks(found)]
-        compiled = set() if TELLS_EXPORT else in_graphs(root)
-        self._silent = [name for name, found in modules if id(found) in compiled]
+        modules = ((name, reference()) for name, reference in inventory.modules.items())
+        self._unhooked = [name for name, module in modules if module is not None and not takes_hooks(module)]
+        self._root = weakref.ref(root)
         return True
 
     def _register(
@@ -122,17 +121,20 @@ class ForwardHooks:
 
     def explain(self, absent: dict[tuple[str, str], str]) -> None:
         """Add the reasons for modules that have no hooks."""
-        sources = (*n.MODULE_SOURCES, *n.RCC_SOURCES)
-        for names, reason in ((self._unhooked, _SCRIPTED), (self._silent, OLD_RELEASE)):
-            absent.update(((source, name), reason) for source in sources for name in names)
+        if self._unhooked:
+            sources = (*n.MODULE_SOURCES, *n.RCC_SOURCES)
+            absent.update(((source, name), _SCRIPTED) for source in sources for name in self._unhooked)
         for source in n.ATTENTION_SOURCES.values():
             if (source, "") in absent:  # the caller of a call that was not seen is unknown
                 absent.update(((source, name), _LEFT_OUT) for name in self._left_out)
 
-    @property
-    def are_silent(self) -> bool:
-        """Whether some hooks are not called, since this release of torch has no place for them in a compiled graph."""
-        return any(name in self._silent for _, name in self._hooks)
+    def silent(self, called: Container[_Place]) -> list[str]:
+        """Names of modules in compiled parts whose hooks were not ``called``: to releases before 2.7 no graph has a hook of ours."""
+        if TELLS_EXPORT or self._root is None or (root := self._root()) is None:
+            return []
+        inside = in_graphs(root)
+        hooked = ((place, module()) for place, (module, _) in self._hooks.items() if place not in called)
+        return [name for (_, name), module in hooked if module is not None and id(module) in inside]
 
     @property
     def on_root(self) -> bool:

@@ -122,7 +122,8 @@ class ModuleSource:
             for source in n.MODULE_SOURCES:
                 buffer.absent.setdefault((source, ""), reason)
             self._measurer.complaints.add("compiled", f"activations are missing: {reason}")
-        elif self.hooks.are_silent:
+        elif silent := self.hooks.silent(self._calls.places):
+            buffer.absent.update(((source, name), OLD_RELEASE) for source in n.MODULE_SOURCES for name in silent)
             self._measurer.complaints.add("compiled", f"some activations are missing: {OLD_RELEASE}")
 
     @property

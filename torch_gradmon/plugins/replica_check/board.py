@@ -23,7 +23,7 @@ class Board:
         count: their number.
 
     Raises:
-        ImportError, AttributeError, RuntimeError, ValueError: there is no store, or none that can be used beside the training.
+        ImportError, RuntimeError, ValueError: there is no store, or none that can be used beside the training.
     """
 
     def __init__(self, subject: str, rank: int, count: int) -> None:
