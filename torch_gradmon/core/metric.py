@@ -13,6 +13,8 @@ from .moments import Column
 REDUCERS = ("mean", "sum", "min", "max")
 #: The reason for a missing value of a metric that was added during the step.
 ASKED_LATE = "it was asked for after the step had begun"
+#: The same for a metric whose function returned None.
+RETURNED_NOTHING = "its function returned nothing"
 
 
 class ForModule(Protocol):

@@ -35,7 +35,8 @@ LOG_KEYS = ("grad_norm", "grad_norm_clipped", "clipped_share", "spike_score", "s
 _RESTORE = "restore_callback_states_from_checkpoint"
 
 
-class GradMonCallback(trainer_callback.TrainerCallback, trainer_callback.ExportableState):  # type: ignore[misc]  # without Transformers they are Any
+# without Transformers both are Any
+class GradMonCallback(trainer_callback.TrainerCallback, trainer_callback.ExportableState):  # type: ignore[misc]
     """Watches the model of a ``Trainer`` while it trains. Nothing else in the script changes.
 
     ==========================  ===================================================================================

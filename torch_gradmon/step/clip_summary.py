@@ -37,7 +37,7 @@ class ClipSummary:
         used_all = facts.used >= set(() if before is None else before.names)
         if after is None and facts.used and used_all:
             reason = facts.refused.get(n.GRADIENT, "all gradients were gone when the optimizers stepped")
-        elif after is None and not self.window.is_known:
+        elif after is None and not len(self.window):
             reason = (
                 "the gradients that the optimizer uses were not measured: attach the optimizer, or call monitor.monitor_gradients() "
                 "after you clip"

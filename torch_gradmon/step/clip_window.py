@@ -62,11 +62,6 @@ class ClipWindow:
         return len(self._steps)
 
     @property
-    def is_known(self) -> bool:
-        """Whether there was any such step."""
-        return bool(self._steps)
-
-    @property
     def has_edits(self) -> bool:
         """Whether the gradients of any step were written to."""
         return any(step.edited for step in self._steps)

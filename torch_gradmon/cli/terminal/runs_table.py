@@ -41,14 +41,14 @@ def show(console: Console, cards: Sequence[RunCard]) -> None:
     longest = min(max(map(len, names)), max(_NAME, console.width // 3))
     table.add_column("run", overflow="fold", width=longest)
     shown = [title for title, texts in cells.items() if any(texts) and (title != "cost" or console.width >= _WIDE)]
-    widths = {title: max(len(title), *map(len, cells[title])) for title in shown}
-    widths.update((title, min(width, _LEAST if title in _WORDS else _SETTING)) for title, width in widths.items())
     settings = [title for title in shown if title in some]
+    most = {**dict.fromkeys(_WORDS, _LEAST), **dict.fromkeys(settings, _SETTING)}
+    widths = {title: min(max(len(title), *map(len, cells[title])), most.get(title, console.width)) for title in shown}
     while settings and longest + sum(widths[title] + 2 for title in shown) > console.width:
         shown.remove(settings.pop())  # what does not fit is named below
     for title in shown:
         side: Literal["left", "right"] = "left" if title in _WORDS else "right"
-        table.add_column(title, justify=side, overflow="fold", max_width=None if title in _WORDS else _SETTING)
+        table.add_column(title, justify=side, overflow="fold", max_width=_SETTING if title in settings else None)
     for place in range(len(cards)):
         table.add_row(Text(names[place]), *(cells[title][place] for title in shown))
     console.print(table)
