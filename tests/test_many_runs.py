@@ -9,12 +9,14 @@ import math
 import shutil
 import sqlite3
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from tests.live_training import LAYER, train
 from torch_gradmon.analysis.many_runs.card import run_card
+from torch_gradmon.analysis.run import load_run
 from torch_gradmon.cli.main import main
 
 RATES = (1e-3, 1e-2)
@@ -135,6 +137,20 @@ def test_status(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert text[0].startswith(f"{path}: step 59 was recorded")
     assert text[-1].startswith(" " * 10) or text[-1].startswith("next")
     assert any(line.startswith("warning   spike in 4.weight: ") for line in text)
+    with closing(load_run(path)) as run:
+        losses = list(run.series("loss").values())
+    # three of sixty steps, and the lower median of an odd number is the median
+    now, first = sorted(losses[-3:])[1], losses[0]
+    assert text[1] == f"loss      {now:.4g} (median of the last twentieth of the steps), at first {first:.4g}"
+
+
+def test_the_status_of_a_run_that_diverged_has_its_last_loss(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(root / "lr-0.01", path)
+    spoil(path, "UPDATE scalars SET value = 'nan' WHERE key = (SELECT id FROM keys WHERE name = 'loss') AND step = 79")
+    assert "\nloss      nan, at first " in output(capsys, "status", str(path), code=1)
 
 
 def test_status_of_a_healthy_run_that_goes_silent(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

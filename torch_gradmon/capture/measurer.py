@@ -15,7 +15,7 @@ from torch import Tensor
 from ..core import accelerator
 from ..core.errors import WarningLog
 from ..core.keys import PARAMETER_SOURCES, Key
-from ..core.metric import RETURNED_NOTHING, Metric
+from ..core.metric import Metric
 from ..core.torch_modes import no_autocast
 from ..statistics.dispatch import Statistics
 from ..statistics.tensor_access import on_one_device, refusal
@@ -244,12 +244,11 @@ class Measurer:
 
 def _why_nothing(metric: Metric, value: Any) -> str:
     """Why the function of a metric returns None for this value."""
-    if not metric.built_in:
-        return RETURNED_NOTHING
-    if not isinstance(value, Tensor):
+    if metric.built_in and not isinstance(value, Tensor):
         return _NO_STATE
-    what = f"for a tensor of shape {list(value.shape)}" if metric.source in PARAMETER_SOURCES else "here"
-    return f"it is not defined {what}: {metric.documentation}"
+    if metric.built_in and metric.source in PARAMETER_SOURCES:
+        return metric.why_nothing(f"for a tensor of shape {list(value.shape)}")
+    return metric.why_nothing()
 
 
 def unscaled(tensor: Tensor, inverse_scale: Tensor) -> Tensor:

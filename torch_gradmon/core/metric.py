@@ -13,8 +13,6 @@ from .moments import Column
 REDUCERS = ("mean", "sum", "min", "max")
 #: The reason for a missing value of a metric that was added during the step.
 ASKED_LATE = "it was asked for after the step had begun"
-#: The same for a metric whose function returned None.
-RETURNED_NOTHING = "its function returned nothing"
 
 
 class ForModule(Protocol):
@@ -68,3 +66,7 @@ class Metric:
     def due(self, step: int) -> bool:
         """Whether it is computed on ``step``."""
         return step % self.every == 0
+
+    def why_nothing(self, what: str = "here") -> str:
+        """The reason for a missing value where its function returned None. ``what``: for what it did."""
+        return f"it is not defined {what}: {self.documentation}" if self.built_in else "its function returned nothing"

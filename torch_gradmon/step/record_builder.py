@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ..core import keys as n
 from ..core.keys import Key
-from ..core.metric import ASKED_LATE, RETURNED_NOTHING, Metric
+from ..core.metric import ASKED_LATE, Metric
 from ..core.moments import VIEWS
 from ..core.records import StatsTable, StepRecord
 from ..core.step_values import Block, StepValues
@@ -201,7 +201,7 @@ def _why_absent(
     if table is not None and any(name == n.owner_of(path, known) for path in table.names):
         if metric.name == "ratio":
             return "the norm of the parameter was zero or NaN before the update"
-        return f"the tensor has no {VIEWS[metric.name].needs}" if metric.name in VIEWS else RETURNED_NOTHING
+        return f"the tensor has no {VIEWS[metric.name].needs}" if metric.name in VIEWS else metric.why_nothing()
     reason = situation.reason(metric.source, name, record, owned) if metric.source in n.PARAMETER_SOURCES else ""
     return reason or _DEFAULT_REASONS.get(metric.source, "not measured in this step")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Iterator
 from typing import Any
@@ -73,7 +74,8 @@ def status_text(card: RunCard, diagnosis: Diagnosis) -> Iterator[str]:
     yield f"{card.name}: {card.status}"
     lines = []
     if card.loss is not None:
-        lines.append(("loss", f"{significant(card.loss)}, at first {significant(card.first_loss)}"))
+        what = " (median of the last twentieth of the steps)" if math.isfinite(card.loss) else ""
+        lines.append(("loss", f"{significant(card.loss)}{what}, at first {significant(card.first_loss)}"))
     if card.headroom is not None:
         lines.append(("head-room", f"{card.headroom:.0%} of the critical learning rate is used"))
     if card.spikes:
