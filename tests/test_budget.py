@@ -125,7 +125,7 @@ def test_one_hiccup_does_not_blind_it_for_long() -> None:
 
 @pytest.mark.parametrize("bad", [0, 1, -0.1, 1.5, True, "0.01", float("nan")])
 def test_what_is_no_share_is_refused(bad: object) -> None:
-    with pytest.raises(ValueError, match=r"overhead_budget=.*must be a share between 0 and 1, such as 0.01"):
+    with pytest.raises(ValueError, match=r"overhead_budget=.*must be a number between 0 and 1, such as 0.01"):
         ModuleMonitor(nn.Linear(2, 2), overhead_budget=bad)  # type: ignore[arg-type]
 
 

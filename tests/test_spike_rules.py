@@ -422,7 +422,7 @@ def test_a_constant_signal_has_no_spike(name: str) -> None:
         (lambda: MeanStd(k="3"), TypeError, "k must be a positive number, got '3'"),
         (lambda: RollingZScore(window=2.5), TypeError, "window must be a positive int, got 2.5"),
         (lambda: RollingZScore(window=0), ValueError, "window must be a positive int, got 0"),
-        (lambda: EmaZScore(alpha=1.0), ValueError, "alpha must be between 0 and 1, got 1.0"),
+        (lambda: EmaZScore(alpha=1.0), ValueError, "alpha=1.0 must be a number between 0 and 1, such as 0.01"),
         (lambda: Ratio(limit=1.0), ValueError, "limit must be a number above 1, got 1.0"),
         (lambda: MedianMad(window=8, warmup=9), ValueError, "warmup=9 is larger than window=8"),
         (lambda: Cusum(span=True), TypeError, "span must be a positive int, got True"),

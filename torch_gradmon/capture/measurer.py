@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import random
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..core import accelerator
 from ..core.errors import WarningLog
-from ..core.keys import PARAMETER_SOURCES, Key
-from ..core.metric import Metric
-from ..core.torch_modes import no_autocast
+from ..core.keys import Key
 from ..statistics.dispatch import Statistics
 from ..statistics.tensor_access import on_one_device, refusal
 from ..step.buffer import StepBuffer
 from ..step.plan import SourcePlan
 from ..step.ranks import Ranks
+from .metric_functions import NO_STATE, MetricFunctions, each_tensor, tensors_in, unscaled, untouched_rng
 from .parameter_functions import Products, by_device, values_of
 
 _SPREAD = (
@@ -29,7 +24,6 @@ _SPREAD = (
     "the values of parts can be merged"
 )
 _NOT_HERE = "no value came from the rank that has it"
-_NO_STATE = "the optimizer keeps no such state for it"
 
 
 @dataclass(frozen=True)
@@ -56,20 +50,22 @@ class Measurement:
 
 
 class Measurer:
-    """Runs the statistics and the metric functions; a function that fails is switched off, and training continues.
+    """Runs the statistics and the metric functions.
 
     Args:
         built_in: measures the statistics of built-in metrics.
         complaints: gets failures.
         ranks: those over which rows are merged.
+
+    Attributes:
+        functions: runs the metric functions.
     """
 
     def __init__(self, built_in: Statistics, complaints: WarningLog, ranks: Ranks | None = None) -> None:
         self.built_in = built_in
         self.ranks = ranks or Ranks()
         self.complaints = complaints
-        self._proven: set[Key] = set()
-        self._off: dict[Key, str] = {}
+        self.functions = MetricFunctions(complaints)
 
     def measure(self, wanted: Measurement) -> None:
         """Run the statistics and the metric functions of the plan."""
@@ -124,18 +120,18 @@ class Measurer:
             return
         with untouched_rng():
             for position, metrics in left.items():
-                is_here_alone = position in spread and self.ranks.is_at_home(position, _tensors_in([wanted.tensors[position]]))
+                is_here_alone = position in spread and self.ranks.is_at_home(position, tensors_in([wanted.tensors[position]]))
                 if position in spread and not is_here_alone:
                     self._shardwise(wanted, position)
                     continue
-                value = _each_tensor(wanted.tensors[position], lambda t: self.ranks.own_part(t, spread=False))
+                value = each_tensor(wanted.tensors[position], lambda t: self.ranks.own_part(t, spread=False))
                 if isinstance(value, Tensor) and (reason := refusal(value)) is not None:
                     wanted.buffer.absent[plan.source, plan.names[position]] = reason
                     continue
                 if wanted.inverse_scale is not None:
                     value = unscaled(value, wanted.inverse_scale)
                 inputs = [value] if second is None else [value, second[position]]
-                self.functions(wanted.buffer, plan.source, plan.names[position], metrics, inputs, wanted.merging)
+                self.functions.run(wanted.buffer, plan.source, plan.names[position], metrics, inputs, wanted.merging)
                 if is_here_alone:  # the other ranks add nothing to the sum
                     for metric in metrics:
                         wanted.buffer.share(Key(plan.source, plan.names[position], metric.name), "sum")
@@ -155,7 +151,7 @@ class Measurer:
             pairs = {p: metric.function.pairs(wanted.tensors[p]) for p in applied if p in due}  # type: ignore[union-attr]
             for position in [position for position, of_one in pairs.items() if not of_one]:
                 del pairs[position]
-                buffer.absent[plan.source, f"{plan.names[position]}/{metric.name}"] = _NO_STATE
+                buffer.absent[plan.source, f"{plan.names[position]}/{metric.name}"] = NO_STATE
                 done.add((position, metric.name))
             if pairs:
                 found.append(Products(metric, list(pairs), list(pairs.values())))
@@ -181,7 +177,7 @@ class Measurer:
         if not due and not summable:
             return
         values = [wanted.tensors[position], None if wanted.second is None else wanted.second[position]]
-        inputs = [_each_tensor(x, lambda t: self.ranks.part_at(position, t)) for x in values if x is not None]
+        inputs = [each_tensor(x, lambda t: self.ranks.part_at(position, t)) for x in values if x is not None]
         part = inputs[0]["param"] if isinstance(inputs[0], Mapping) else inputs[0]
         if not (weight := part.numel()):  # another rank has it
             return
@@ -191,107 +187,6 @@ class Measurer:
             found = metric.function.contribution(*inputs)  # type: ignore[union-attr]
             if found is not None:
                 buffer.contribute(Key(source, name, metric.name), *found)
-        self.functions(buffer, source, name, due, inputs, wanted.merging, weight)
+        self.functions.run(buffer, source, name, due, inputs, wanted.merging, weight)
         for metric in due:
             buffer.share(Key(source, name, metric.name), str(metric.aggregation))
-
-    def functions(
-        self,
-        buffer: StepBuffer,
-        source: str,
-        name: str,
-        metrics: Sequence[Metric],
-        inputs: Sequence[Any],
-        merging: bool = False,
-        weight: int = 1,
-    ) -> None:
-        """Store the value of each metric function of ``inputs``; ``weight``: of a single value in a mean."""
-        for metric in metrics:
-            key, cause = Key(source, name, metric.name), f"metric:{source}:{metric.name}"
-            if key in self._off:
-                self.complaints.counts[cause] += 1
-                buffer.absent[key.source, f"{name}/{metric.name}"] = self._off[key]
-                continue
-            try:
-                value = self._call(metric, key, inputs)
-                if value is None:
-                    buffer.absent[key.source, f"{name}/{metric.name}"] = _why_nothing(metric, inputs[0])
-                else:
-                    (buffer.merge_value if merging else buffer.put_value)(key, value, metric.aggregation, weight)
-            except Exception as error:
-                self._off[key] = f"its function raised {type(error).__name__}: {error}"
-                buffer.absent[key.source, f"{name}/{metric.name}"] = self._off[key]
-                message = f"the {metric.source} metric {metric.name!r} failed on {name} and is off for it; training continues"
-                self.complaints.add(cause, message, error)
-
-    def _call(self, metric: Metric, key: Key, inputs: Sequence[Any]) -> Any:
-        """The value of the metric's function. Rejects in-place functions; the first call on each tensor runs on a copy."""
-        assert callable(metric.function)
-        first = key not in self._proven
-        given = [_each_tensor(x, (lambda t: t.detach().clone()) if first else (lambda t: t.detach())) for x in inputs]
-        tensors = _tensors_in(given)
-        versions = [_version(t) for t in tensors]
-        with torch.no_grad(), no_autocast(_device_type(inputs)):
-            value = metric.function(*given)
-        moved = versions != [_version(t) for t in tensors]
-        # NumPy and the like write without moving a version counter; on the copy the values show it
-        moved = moved or (first and not all(_equal(a, b) for a, b in zip(tensors, _tensors_in(inputs), strict=True)))
-        if moved:
-            raise ValueError("it changes its input in place, which would change the training; use abs() instead of abs_()")
-        self._proven.add(key)
-        return value
-
-
-def _why_nothing(metric: Metric, value: Any) -> str:
-    """Why the function of a metric returns None for this value."""
-    if metric.built_in and not isinstance(value, Tensor):
-        return _NO_STATE
-    if metric.built_in and metric.source in PARAMETER_SOURCES:
-        return metric.why_nothing(f"for a tensor of shape {list(value.shape)}")
-    return metric.why_nothing()
-
-
-def unscaled(tensor: Tensor, inverse_scale: Tensor) -> Tensor:
-    """``tensor`` times ``inverse_scale``, in float32 or wider, since a narrow dtype cannot hold every inverse scale."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * inverse_scale.to(tensor.device)
-
-
-def _tensors_in(values: Sequence[Any]) -> list[Tensor]:
-    return [t for x in values for t in (x.values() if isinstance(x, Mapping) else [x]) if isinstance(t, Tensor)]
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    if a.layout != torch.strided or refusal(a) is not None:
-        return True  # only the version counter can show a change
-    return torch.equal(a, b) or (torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num()))
-
-
-def _each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {name: change(item) if isinstance(item, Tensor) else item for name, item in value.items()}
-    return value
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
-
-
-def _device_type(inputs: Sequence[Any]) -> str:
-    return next((tensor.device.type for tensor in _tensors_in(inputs)), "cpu")
-
-
-@contextlib.contextmanager
-def untouched_rng() -> Iterator[None]:
-    """Restore all random generators afterwards, so training draws the same numbers as without."""
-    numpy = getattr(sys.modules.get("numpy"), "random", None)
-    numpy_state = None if numpy is None else numpy.get_state()
-    python_state = random.getstate()
-    try:
-        with torch.random.fork_rng(devices=[]), accelerator.untouched_generators([accelerator.in_use()]):
-            yield
-    finally:
-        random.setstate(python_state)
-        if numpy is not None:
-            numpy.set_state(numpy_state)

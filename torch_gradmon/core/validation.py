@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 import torch
 from torch import Tensor, nn
@@ -56,10 +57,31 @@ def function(name: str, value: object, argument: str) -> None:
         raise TypeError(f"{name} must be a function of {argument}, got {display(value)}")
 
 
-def share(name: str, value: object) -> None:
-    """Check for a number between 0 and 1, both excluded."""
+@overload
+def positive(name: str, value: float, *, above: float = 0.0) -> float: ...
+@overload
+def positive(name: str, value: int, *, above: float = 0.0, whole: bool) -> int: ...
+def positive(name: str, value: float, *, above: float = 0.0, whole: bool = False) -> float:
+    """Return ``value`` if it is a finite number above ``above``; with ``whole`` it must be an int.
+
+    Raises:
+        TypeError: it is not a number.
+        ValueError: it is out of range.
+    """
+    kinds = (int,) if whole else (int, float)
+    wanted = f"{'an int' if whole else 'a number'} above {above:g}" if above else f"a positive {'int' if whole else 'number'}"
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        raise TypeError(f"{name} must be {wanted}, got {display(value)}")
+    if not above < value < math.inf:
+        raise ValueError(f"{name} must be {wanted}, got {display(value)}")
+    return value if whole else float(value)
+
+
+def share(name: str, value: float) -> float:
+    """Return ``value`` if it is a number between 0 and 1, both excluded."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1:
-        raise ValueError(f"{name}={value!r} must be a share between 0 and 1, such as 0.01 for one percent")
+        raise ValueError(f"{name}={value!r} must be a number between 0 and 1, such as 0.01")
+    return float(value)
 
 
 def reaction(on_spike: object, actions: tuple[type, ...]) -> None:

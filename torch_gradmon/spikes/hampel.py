@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from .arguments import positive
+from ..core.validation import positive
 from .level import (
     ACCEPT_AT_ONCE,
     ACCEPT_IN_THE_END,

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from .arguments import positive, share
+from ..core.validation import positive, share
 from .level import log_of
 
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from .arguments import positive, share
+from ..core.validation import positive, share
 from .level import MAD_TO_STD, log_of, value_at
 from .rules import StatefulRule
 from .sorted_window import SortedWindow

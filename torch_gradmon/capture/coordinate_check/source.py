@@ -26,7 +26,8 @@ from ...step.buffer import StepBuffer
 from ...step.model_index import ModelIndex
 from ..attention.function_patch import COMPILER, is_called_by
 from ..hooks import Handles, ModuleHook, takes_hooks
-from ..measurer import Measurer, untouched_rng
+from ..measurer import Measurer
+from ..metric_functions import untouched_rng
 from ..modules.compiled import is_compiled
 from ..modules.pass_tracker import PassTracker
 from ..reference.isolated_call import Note

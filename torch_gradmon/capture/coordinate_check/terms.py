@@ -130,7 +130,7 @@ class CheckTerms:
         if isinstance(value, str):
             self._buffer.absent[source, key] = value
         else:
-            self._measurer.functions(self._buffer, source, key, metrics, [value], merging=True)
+            self._measurer.functions.run(self._buffer, source, key, metrics, [value], merging=True)
 
     @staticmethod
     def _difference(*tensors: Tensor | None) -> Tensor | str:

@@ -13,7 +13,7 @@ from ...core.errors import WarningLog
 from ...core.moments import Column
 from ...statistics.dispatch import Statistics
 from ...step.buffer import StepBuffer
-from ..measurer import unscaled
+from ..metric_functions import unscaled
 
 #: Bytes of the largest tensor that is copied for stock operations: a larger one keeps a device busy for longer than its launches take.
 LARGEST = 4 << 20

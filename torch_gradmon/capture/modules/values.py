@@ -13,7 +13,8 @@ from ...core.metric import Metric
 from ...core.moments import Column
 from ...statistics.tensor_access import is_plain, refusal
 from ...step.buffer import StepBuffer
-from ..measurer import Measurer, unscaled, untouched_rng
+from ..measurer import Measurer
+from ..metric_functions import unscaled, untouched_rng
 from .device_rows import DeviceRows
 from .host_rows import HostRows
 from .lookup import MetricLookup, RequestedMetrics
@@ -234,4 +235,4 @@ class ModuleValues:
             tensor = item.tensor if inverse_scale is None else unscaled(item.tensor, inverse_scale)
             inputs = [tensor] if item.other is None else [tensor, item.other]
             with untouched_rng():
-                self._measurer.functions(self._buffer, source, item.path, functions, inputs, merging=True)
+                self._measurer.functions.run(self._buffer, source, item.path, functions, inputs, merging=True)

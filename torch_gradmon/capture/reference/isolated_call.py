@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ...core import accelerator
 from ...core.torch_modes import autocast_cache_kept, outside_dispatch_modes
 from ...statistics.tensor_access import PLAIN
-from ..measurer import untouched_rng
+from ..metric_functions import untouched_rng
 from ..modules.compiled import is_compiled
 
 #: Called with a tensor and its copy.

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ...core.errors import display
 from ...core.moments import Column
-from ...core.validation import positive_int, share
-from ...spikes.arguments import positive
+from ...core.validation import positive, positive_int, share
 from .adaptive import AdaptiveClip, DeviceValue
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...capture.measurer import untouched_rng
+from ...capture.metric_functions import untouched_rng
 from ...capture.modules.compiled import unwrapped
 from ...core import accelerator
 from ...core.errors import display
