@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor
+from torch_gradmon.capture.modules.compiled import RECOMPUTED
 from torch_gradmon.core import compat
 
 METRICS = ("norm", "rms", "mean", "std", "max", "min_value", "max_value", "l1", "sparsity", "zeros", "nonfinite")
@@ -127,8 +128,29 @@ def test_compiled_values_are_those_of_eager_steps_with_the_same_bits(outer: bool
     assert counters["stats"]["unique_graphs"] == 1
     eager = Trained(None, watching(), **settings)
     assert {"activation/blocks.0.sum/norm", "activation/blocks.1.up/std"} <= eager.values[0].keys()
+    if recompute and not compat.CHECKPOINTS_WRITE_ONCE:
+        inside = {key for key in eager.values[0] if key.split("/")[1].endswith((".up", ".drop", ".act", ".down"))}
+        eager.values = [{key: value for key, value in step.items() if key not in inside} for step in eager.values]
+        assert compiled.monitor is not None
+        assert {compiled.monitor.missing()[key] for key in inside} == {RECOMPUTED}
     assert_close(compiled.values, eager.values, 1e-6)
     assert all(map(torch.equal, compiled.parameters, bare.parameters))
+
+
+def as_traced(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+    return graph.forward
+
+
+@pytest.mark.parametrize("backend", ["eager", as_traced])
+def test_outputs_inside_a_checkpoint_are_absent_where_the_graph_runs_as_it_was_traced(backend: Any) -> None:
+    # the checkpoint recomputes with the graph's inputs, and raises if one of them was written to; it draws other dropout than eager steps
+    eager = Trained(None, watching(), recompute=True)
+    compiled = Trained(backend, watching(), recompute=True)
+    assert all(map(torch.equal, compiled.parameters, Trained(backend, recompute=True).parameters))
+    absent = eager.values[0].keys() - compiled.values[0].keys()
+    assert absent == {key for key in eager.values[0] if key.split("/")[1].endswith((".up", ".drop", ".act", ".down"))}
+    assert compiled.monitor is not None
+    assert {compiled.monitor.missing()[key] for key in absent} == {RECOMPUTED}
 
 
 @pytest.mark.slow
@@ -328,16 +350,18 @@ def test_a_module_that_logs_values_of_its_own_compiles_without_them() -> None:
 
 
 @pytest.mark.skipif(not compat.TELLS_EXPORT, reason="before torch 2.7 a strict export refuses modules with hooks")
-def test_torch_export_takes_nothing_of_ours() -> None:
+@pytest.mark.filterwarnings("ignore:torch_gradmon. activations are missing")  # a strict export counts as a compilation
+@pytest.mark.parametrize("strict", [False, True])
+def test_torch_export_takes_nothing_of_ours(strict: bool) -> None:
     model = Net().eval()
     monitor = watching(regex=".*")(model, model)
     monitor.begin_step(0)
     model.train()
-    program = torch.export.export(model, (torch.randn(5, 6),))
+    program = torch.export.export(model, (torch.randn(5, 6),), strict=strict)
     names = [str(node.target) for node in program.graph.nodes]
     assert not any("isfinite" in name or "sums" in name for name in names)
     monitor.detach()
-    bare = torch.export.export(model, (torch.randn(5, 6),))
+    bare = torch.export.export(model, (torch.randn(5, 6),), strict=strict)
     assert names == [str(node.target) for node in bare.graph.nodes]
 
 

@@ -15,10 +15,28 @@ _PATIENCE = timedelta(seconds=20)
 TELLS_EXPORT = hasattr(torch.compiler, "is_exporting")
 
 
+#: Whether a compiled graph writes once where a checkpoint in it writes. Before 2.9 it does again where it recomputes.
+CHECKPOINTS_WRITE_ONCE = torch.__version__ >= "2.9"
+
+
 def is_exporting() -> bool:
     """Whether ``torch.export`` may be tracing."""
     # The flag behind torch.compiler.is_exporting(): to the compiler of 2.9.1 the function is True everywhere.
-    return not TELLS_EXPORT or torch.compiler._is_exporting_flag
+    return not TELLS_EXPORT or torch.compiler._is_exporting_flag or _is_strict_export()
+
+
+def _is_strict_export() -> bool:
+    """Called while tracing, but not traced. A strict export, the default of 2.7, does not set the flag there."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        return bool(InstructionTranslator.current_tx().output.export)
+    except AttributeError:  # nothing is being traced
+        return False
+
+
+# as torch.compiler.assume_constant_result does, but without importing the compiler, which takes a second
+_is_strict_export._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def accelerator_kind() -> torch.device | None:

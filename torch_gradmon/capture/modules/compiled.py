@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core import keys as n
+from ...core.compat import CHECKPOINTS_WRITE_ONCE
 from ...core.moments import ALWAYS, Column
 from ...statistics.tensor_access import accumulator_dtype, threshold
 from ...step.buffer import StepBuffer
@@ -22,6 +23,11 @@ from .structure import rest_of, tensors_of
 from .values import ModuleValues
 
 _INSIDE_COMPILE = "inside torch.compile only the statistics of outputs are measured, and no functions, gradients or inputs"
+_CLOSED = "inside a part of a graph that may not write to anything, such as a branch of torch.cond"
+RECOMPUTED = "inside a checkpoint in torch.compile they need torch 2.9 or newer, and the backend inductor or aot_eager"
+#: Backends that take writes out of a graph. Others run it as it was traced: a checkpoint recomputes with the graph's inputs, and torch
+#: 2.13 raises in the backward pass if one of them was written to.
+_FUNCTIONAL = ("inductor", "aot_", "cudagraphs")
 _SUMS = (Column.COUNT, Column.SUM, Column.ABS_SUM, Column.SQUARE_SUM, Column.NEAR_ZERO, Column.NONFINITE)
 
 
@@ -116,8 +122,8 @@ class TracedStatistics:
             reason = f"a tensor of {dtype}, which is not measured inside torch.compile"
         elif torch._C._functorch.peek_interpreter_stack() is not None:
             reason = "inside a torch.func transform"
-        elif _in_closed_part():
-            reason = "inside a part of a graph that may not write to anything, such as a branch of torch.cond"
+        elif (part := _part_that_may_not_write()) is not None:
+            reason = _CLOSED if "checkpoint" not in part else RECOMPUTED
         if reason:
             self.refused[path] = reason
             return -1
@@ -194,16 +200,18 @@ class CompiledHooks:
         return seen
 
 
-def _in_closed_part() -> bool:
-    """Whether a graph inside another one is being traced that may not write; those of checkpoints may."""
+def _part_that_may_not_write() -> str | None:
+    """The operation whose graph, inside another one, is being traced and may not write; those of checkpoints may, from 2.9 on."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    tracer = InstructionTranslator.current_tx().output.current_tracer
+    output = InstructionTranslator.current_tx().output
+    may = CHECKPOINTS_WRITE_ONCE and getattr(output.compiler_fn, "_compiler_name", "").startswith(_FUNCTIONAL)
+    tracer = output.current_tracer
     while tracer.parent is not None:
-        if "checkpoint" not in str(tracer.source_target):
-            return True
+        if "checkpoint" not in (part := str(tracer.source_target)) or not may:
+            return part
         tracer = tracer.parent
-    return False
+    return None
 
 
 def _add(tensor: Tensor, sums: Tensor, extremes: Tensor | None, flag: Tensor, eps: float, wanted: tuple[bool, ...]) -> None:
