@@ -326,6 +326,33 @@ def test_a_part_of_a_model_may_be_compiled() -> None:
     assert_close([train(True)], [train(False)], 1e-6)
 
 
+@pytest.mark.skipif(not compat.TELLS_EXPORT, reason="before torch 2.7 no values in compiled graphs")
+@pytest.mark.parametrize("block", ["1", "2"])
+def test_a_block_that_shares_a_graph_with_one_without_a_hook_has_that_reason(block: str) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.tanh(self.up(x))
+
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(6, 6), Block(), Block(), Block())
+    for each in model[1:]:
+        each.compile(backend="aot_eager")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    monitor = gradmon.watch(model, optimizer)
+    monitor.add_activation_metric("norm", metric_regex=rf"^{block}\.up$")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            model(torch.ones(4, 6)).sum().backward()
+            optimizer.step()
+    assert "shares its graph with one of the same class that has no hook" in monitor.missing()[f"activation/{block}.up/norm"]
+    assert ["select the module in all of them" in str(warning.message) for warning in caught] == [True] * (block == "2")
+
+
 def test_a_module_that_logs_values_of_its_own_compiles_without_them() -> None:
     class Logs(nn.Linear, gradmon.MonitorMixin):
         def forward(self, x: Tensor) -> Tensor:

@@ -26,9 +26,14 @@ from .pass_tracker import PassTracker
 from .values import ModuleValues
 
 _ROOT_MISSED = "it was asked for after the step had begun, with the call of the model"
+_SHARES_GRAPH = (
+    "a compiled block shares its graph with one of the same class that has no hook; then select the module in all of them"
+)
+_NOT_IN_GRAPH = f"it was not called in a training forward that hooks can see, or {_SHARES_GRAPH}"
 _NOT_SEEN = (
     "no hook on a module was called: none of these modules ran, or torch.compile traced the model before the monitor was attached, and "
-    "calls no hooks; then attach before the first call, or call torch.compiler.reset() and compile again"
+    "calls no hooks; then attach before the first call, or call torch.compiler.reset() and compile again; or "
+    f"{_SHARES_GRAPH}"
 )
 
 
@@ -117,6 +122,8 @@ class ModuleSource:
         seen = self.hooks.graphs.collect(buffer, self.values) or self._calls.seen
         if not (self._due and self.was_trained):
             return
+        if self.hooks.graphs.has_graphs:
+            buffer.absent.setdefault((n.ACTIVATION, ""), _NOT_IN_GRAPH)
         if self.hooks.on_parts and not seen and compiled_graphs() > 0:
             reason = _NOT_SEEN if TELLS_EXPORT else OLD_RELEASE
             for source in n.MODULE_SOURCES:
