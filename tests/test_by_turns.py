@@ -77,6 +77,25 @@ def test_both_parts_are_measured_before_and_after_clipping(first: str) -> None:
     assert not any("idle" in key for key in values)
 
 
+@pytest.mark.parametrize("full", [False, True])
+def test_a_part_that_begins_later_or_rests_costs_no_steps(full: bool) -> None:
+    model = _model()
+    maker, judge = _optimizers(model)
+    with pytest.warns(
+        gradmon.GradmonWarning, match=r"optimizer 2 of 2 \(SGD\), whose step ends a monitored one, rests.*optimizer 1 of 2"
+    ):
+        monitor = gradmon.watch(model, maker, judge, on_spike=None, preset="full" if full else "standard")
+        for step in range(40):
+            _turn(model, _batch(step), "maker", maker, 1.0)
+    assert monitor.last_step == 40 - 11  # of the first eleven one is made
+    assert monitor.get_step_metrics()["gradmon/grad_norm"] > 0
+    for step in range(5):
+        _turn(model, _batch(step), "maker", maker, 1.0)
+        _turn(model, _batch(step), "judge", judge, 1.0)
+        assert monitor.last_step == 30 + step
+    monitor.detach()
+
+
 def test_nothing_changes_and_nothing_is_left_behind() -> None:
     ends = []
     for watched in (False, True):

@@ -98,6 +98,37 @@ def test_a_monitor_that_nobody_kept_lives_as_long_as_its_optimizer(tmp_path: Pat
     model(torch.ones(2, 3)).sum().backward()  # hooks that are left do nothing
 
 
+@pytest.mark.parametrize("kind", [nn.ModuleDict, nn.ModuleList])
+def test_a_container_that_was_made_for_the_monitor_lives_as_long_as_its_optimizers(kind: type[nn.Module]) -> None:
+    first, second = nn.Linear(3, 2), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    monitor = gradmon.watch(kind({"a": first, "b": second} if kind is nn.ModuleDict else [first, second]), optimizer)
+    for _ in range(3):
+        gc.collect()
+        second(first(torch.ones(2, 3))).sum().backward()
+        optimizer.step()
+    assert monitor.last_step == 2
+    gone = weakref.ref(first)
+    del first, second, optimizer
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_model_that_is_gone_while_its_optimizer_steps_is_named() -> None:
+    first, second = nn.Linear(3, 2), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    monitor = gradmon.watch(nn.Sequential(first, second), optimizer)
+    gc.collect()
+    with pytest.warns(
+        gradmon.GradmonWarning, match="the watched model is gone: keep a reference to it; nothing is measured any more"
+    ):
+        for _ in range(3):
+            second(first(torch.ones(2, 3))).sum().backward()
+            optimizer.step()
+    assert monitor.get_step_metrics() == {}
+    assert set(monitor.missing().values()) == {"the watched model is gone: keep a reference to it"}
+
+
 def test_the_monitor_goes_with_the_model_it_watched_by_hand() -> None:
     model = small_model()
     monitor = ModuleMonitor(model)

@@ -150,6 +150,15 @@ def test_rows_that_are_put_again_and_again_hold_a_bounded_number_of_tensors() ->
     assert _norms(buffer) == {"a": 0.0, "b": 1.0}
 
 
+def test_values_that_are_put_again_and_again_replace_each_other() -> None:
+    buffer, others = _buffer(), [Key(n.OPTIMIZER, name, "exp_avg_norm") for name in ("v", "w")]
+    for x in range(1000):
+        buffer.put_values(others, torch.tensor([x, -x], dtype=torch.float64))
+        buffer.put_values([KEY], torch.tensor([x + 1.0], dtype=torch.float64))
+    assert len(buffer._vectors) == 2
+    assert buffer.flush()[1] == {others[0]: 999.0, others[1]: -999.0, KEY: 1000.0}
+
+
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 200])
 def test_many_micro_batches_are_the_same_as_their_concatenation(count: int) -> None:
     parts = [torch.randn(size % 5 + 1) for size in range(count)]

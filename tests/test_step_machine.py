@@ -189,6 +189,28 @@ TABLE: list[tuple[str, str, str, list[str], Phase]] = [
 ]  # fmt: skip
 
 
+def test_steps_end_without_an_optimizer_that_rests() -> None:
+    loop = Loop("abc").run([*"FB", *("a", "b") * 10])
+    assert loop.state.clock.ended is None  # as with a critic that steps ten times for each step of the generator
+    loop.seen.actions.clear()
+    loop.run(["B", "a"])
+    assert loop.seen.actions.count("warn_resting c b") == 1
+    assert loop.state.is_open
+    loop.run("b")  # which stepped last before a began anew
+    assert loop.state.clock.ended == 0
+    loop.run([*"FBab"] * 3)
+    assert loop.state.clock.ended == 3
+    loop.run([*"FBabc"] * 2)  # it steps again, after the step that its backward pass belongs to
+    assert (loop.machine.order[-1], loop.state.clock.ended) == ("c", 5)
+    assert not any(action.startswith("warn_order") for action in loop.seen.actions)  # the order was not the user's
+
+
+def test_a_loop_that_opens_steps_itself_waits_for_no_optimizer() -> None:
+    loop = Loop("ab").run(["<0", *("B", "a") * 30, "b"])
+    assert not any(action.startswith("warn_resting") for action in loop.seen.actions)
+    assert loop.machine.order == ["a", "b"]
+
+
 @pytest.mark.parametrize(
     ("optimizers", "before", "event", "actions", "phase"), TABLE, ids=[f"{row[0]}: {row[1]} -> {row[2]}" for row in TABLE]
 )

@@ -88,6 +88,11 @@ class Planner:
         return None if self._module is None else self._module()
 
     @property
+    def has_lost_model(self) -> bool:
+        """Whether the watched model was collected."""
+        return self._module is not None and self._module() is None
+
+    @property
     def representative(self) -> nn.Module | None:
         """The watched model, or the first part of a pipeline on this rank."""
         module = self.module

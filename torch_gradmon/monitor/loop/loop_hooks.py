@@ -45,7 +45,9 @@ class LoopHooks:
         stretch: IdleStretch,
     ) -> None:
         self.stretch = stretch
-        self.optimizers = OptimizerHooks(driver, fence, optimizers, wrappers, stretch)
+        # they are never called, so perhaps nothing else refers to them, as to a ModuleDict of the two networks of a GAN
+        container = module if isinstance(module, (nn.ModuleDict, nn.ModuleList)) else None
+        self.optimizers = OptimizerHooks(driver, fence, optimizers, wrappers, stretch, container)
         self.scaler = ScalerHooks(driver, fence, self.optimizers, scaler)
         self.backward = BackwardHooks(driver, fence, self.optimizers, in_backward)
         self.model = ModelHooks(driver, fence, module, self.optimizers, stretch)

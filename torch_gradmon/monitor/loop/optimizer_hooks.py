@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...core.fence import Fence
@@ -27,6 +27,7 @@ class OptimizerHooks:
         optimizers: in the order in which they step.
         wrappers: around the optimizers, each with the one inside, whose steps are part of theirs.
         stretch: idle steps that are only counted.
+        container: of models that were put together for the monitor, kept alive by the optimizers' hooks, too.
 
     Attributes:
         may_skip: steps may be skipped. If not, skipping costs nothing.
@@ -41,6 +42,7 @@ class OptimizerHooks:
         optimizers: Iterable[Optimizer],
         wrappers: Iterable[tuple[Any, Optimizer]],
         stretch: IdleStretch,
+        container: nn.Module | None = None,
     ) -> None:
         self._driver, self._fence = weakref.ref(driver), fence
         wake = weakref.WeakMethod(stretch.stop)  # else the loss of an optimizer would show only after the stretch
@@ -49,7 +51,7 @@ class OptimizerHooks:
         self.may_skip = self.in_closure = self._is_odd = False
         self.holds = GradientHolds(fence.complaints)
         self.wrappers = WrapperCalls(wrappers, self._wrapper_began, self._wrapper_ended)
-        self.steps = StepHooks(driver, self.alive(), self._before_hook, self._ended_hook, stretch)
+        self.steps = StepHooks((driver, container), self.alive(), self._before_hook, self._ended_hook, stretch)
 
     def allow_skips(self, are_allowed: bool) -> None:
         """Whether steps may be skipped from now on."""

@@ -33,7 +33,7 @@ class StepHooks:
     """Calls ``before`` as the last hook before an optimizer's step and ``after`` as the first one behind it.
 
     Args:
-        owner: kept alive by the optimizers, and by nothing else here.
+        kept: kept alive by the optimizers, and by nothing else here.
         optimizers: get the hooks.
         before: may return other arguments for the step.
         after: called with the step's arguments.
@@ -44,7 +44,7 @@ class StepHooks:
     """
 
     def __init__(
-        self, owner: object, optimizers: Iterable[Optimizer], before: StepHook, after: StepHook, stretch: IdleStretch
+        self, kept: object, optimizers: Iterable[Optimizer], before: StepHook, after: StepHook, stretch: IdleStretch
     ) -> None:
         self._handles = Handles()
         self._around_last: dict[int, StepHook] = {}  # the wrapper of the last hook before each optimizer's step
@@ -52,17 +52,17 @@ class StepHooks:
         self._shielded: dict[str, StepHook] = {"called": self._step_called, "before": before, "after": after}
         self.is_shielded = False
         for optimizer in optimizers:
-            # the only strong reference to the owner: a monitor without other references lives as long as its optimizer
+            # the only strong references: a monitor without others lives as long as its optimizer
             self._handles.of_optimizer(
-                optimizer.register_step_pre_hook(self._strongly(owner, "called", stretch, stretch.step_began))
+                optimizer.register_step_pre_hook(self._strongly(kept, "called", stretch, stretch.step_began))
             )
             self._handles.of_optimizer(
-                optimizer.register_step_post_hook(self._strongly(owner, "after", stretch, stretch.step_ended))
+                optimizer.register_step_post_hook(self._strongly(kept, "after", stretch, stretch.step_ended))
             )
             _put_first(optimizer)
         self.shield()
 
-    def _strongly(self, owner: object, name: str, stretch: IdleStretch, counts: StepHook) -> StepHook:
+    def _strongly(self, kept: object, name: str, stretch: IdleStretch, counts: StepHook) -> StepHook:
         method, shielded, is_after = self._shielded[name], self._shielded, name == "after"
 
         def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -75,7 +75,7 @@ class StepHooks:
             return method(optimizer, args, kwargs)
 
         untraced_by_itself(hook)
-        hook.keeps_alive = owner  # type: ignore[attr-defined]
+        hook.keeps_alive = kept  # type: ignore[attr-defined]
         return hook
 
     def shield(self) -> None:

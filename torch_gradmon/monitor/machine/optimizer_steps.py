@@ -9,6 +9,10 @@ from ...core.errors import SpikeError
 from .step_actions import StepMeasurements
 from .step_cycle import StepCycle
 
+#: An optimizer that steps more often than this in one step does not wait for the last one: critics of a GAN take 5 steps for each of the
+#: generator as a rule, and a discriminator that begins later lets it take thousands.
+_MOST_STEPS = 10
+
 
 class Machine(Protocol):
     """What this part needs of the machine."""
@@ -37,6 +41,7 @@ class OptimizerSteps:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self.cycle, self.state, self.measures = machine.cycle, machine.cycle.state, machine.measures
+        self._most_steps = _MOST_STEPS
 
     def wrapper_began(self, optimizer: Hashable) -> None:
         """A wrapper around the optimizer is about to step: measure parameters before it changes anything."""
@@ -74,6 +79,8 @@ class OptimizerSteps:
             cycle.release()  # its forward is yet to come
         cycle.ensure_open(hides_forward=False)
         state.progress.begun.add(optimizer)
+        if state.progress.times.get(optimizer, 0) >= self._most_steps and not within:
+            self._go_on_without_last()
         if not cycle.boundaries.has_values:
             return False
         measures.annotate(optimizer, by_turns=not within and self._takes_turns(), is_first=self.state.patterns.is_first)
@@ -91,6 +98,14 @@ class OptimizerSteps:
             measures.warn_in_backward()
         self.state.progress.done.add(optimizer)
         return is_skipped
+
+    def _go_on_without_last(self) -> None:
+        """An optimizer begins another step, while the one that ends steps has not stepped: the one before it ends them from now on."""
+        order, progress = self._machine.order, self.state.progress
+        if self.state.leads and order[-1] not in progress.times:
+            self.measures.warn_resting(order[-1], progress.latest)
+            order.sort(key=lambda each: each == progress.latest)
+            self._most_steps = 1
 
     def _explain_missing(self, optimizer: Hashable, comes_later: bool) -> None:
         backwards = self.state.progress.backwards
@@ -129,7 +144,8 @@ class OptimizerSteps:
         is_late = others_stepped and not self.state.patterns.backward_since and self.state.leads
         if is_late := is_late and not self.state.is_open and cycle.boundaries.was_monitored:
             self._machine.order.sort(key=lambda each: each == optimizer)
-            self.measures.warn_order(optimizer)
+            if self._most_steps == _MOST_STEPS:  # else the order is not the user's
+                self.measures.warn_order(optimizer)
         return is_late
 
     def _takes_turns(self) -> bool:

@@ -80,6 +80,8 @@ class StepProgress:
         is_attempted: all optimizers have been called.
         is_overflowed: an optimizer did not apply its step.
         backwards: how many backward passes have ended.
+        times: how often each optimizer has stepped.
+        latest: the one that stepped last.
         parameters_measured: whether the parameters were measured.
     """
 
@@ -95,6 +97,8 @@ class StepProgress:
     is_attempted: bool = False
     is_overflowed: bool = False
     backwards: int = 0
+    times: dict[Hashable, int] = field(default_factory=dict)
+    latest: Hashable = None
     parameters_measured: bool = False
 
     def confirm(self) -> bool:
@@ -120,6 +124,8 @@ class StepProgress:
         self.begun.discard(optimizer)
         self.raised.discard(optimizer)
         self.done.add(optimizer)
+        self.times[optimizer] = self.times.get(optimizer, 0) + 1
+        self.latest = optimizer
 
     def attempted_by(self, optimizer: Hashable) -> None:
         """The only optimizer has stepped."""

@@ -19,6 +19,7 @@ from ...core.torch_modes import outside_dispatch_modes
 from ...step.layer_values import top_shares
 from ...step.registry import checked_aggregation
 from ..runtime import Runtime
+from ..steps.step_planning import MODEL_GONE
 from .queries import Queries
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class ValuesService:
         if record is None and not why:
             if (ended := self.runtime.state.clock.ended) is None:
                 return {}
-            why = f"step {ended} was not monitored"
+            why = MODEL_GONE if planner.has_lost_model else f"step {ended} was not monitored"
         follower = self.runtime.loop
         owned = None if follower is None else planner.owned(follower.optimizers)
         factory, pipeline, names = self.runtime.factory, self.runtime.pipeline, planner.matchable() or {}

@@ -188,6 +188,15 @@ class StepMeasurement:
             f"the {kind} named earlier steps last; name optimizers in the order in which they step. From here on it counts so",
         )
 
+    def warn_resting(self, resting: Hashable, latest: Hashable) -> None:
+        first, second = (
+            f"optimizer {self._order.index(name) + 1} of {len(self._order)} ({type(self._ownership[name]).__name__})"
+            for name in (resting, latest)
+        )
+        self._complaints.add(
+            "order", f"{first}, whose step ends a monitored one, rests while others step; now {second} ends them"
+        )
+
     def warn_in_backward(self) -> None:
         if self._hooks.optimizers.may_skip:
             message = "optimizers step within the backward pass, before all gradients are there: nothing is done about spikes"

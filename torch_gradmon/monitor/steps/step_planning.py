@@ -14,6 +14,8 @@ from .cadence import Cadence
 from .captures import Captures
 from .hook_schedule import HookSchedule
 
+MODEL_GONE = "the watched model is gone: keep a reference to it"
+
 
 class StepPlanning:
     """Prepares steps that take values, and the hooks for them.
@@ -50,6 +52,8 @@ class StepPlanning:
     def mode_of(self, step: int) -> Mode:
         """What is measured in ``step``, which is about to begin."""
         if self.fence.inert or self.planner.module is None:
+            if self.planner.has_lost_model:
+                self.fence.complaints.add("model", f"{MODEL_GONE}; nothing is measured any more")
             return IDLE
         if self.cadence.wants(step):
             return Mode.MONITORED
