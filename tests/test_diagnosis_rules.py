@@ -428,6 +428,21 @@ def test_a_bound_far_below_the_usual_norm(
         assert finding.evidence["bound"] == 1.0
 
 
+def test_what_has_no_bound_in_common_is_not_taken_for_a_clip_of_the_whole_gradient() -> None:
+    # as after a sum of losses, whose gradient the loop divides by the number of tokens
+    values = {
+        "grad_norm": lambda step: 50.0 + step,
+        "grad_norm_clipped": lambda step: 1.0 + step / 30,
+        "clipped_share": lambda _: 1.0,
+    }
+    (finding,) = check_clipping(history(loss=flat, values=values))
+    assert (finding.rule, finding.severity) == ("always-clipped", "info")
+    assert "it is no clip of the whole gradient" in finding.cause
+    # as after sign_(), which makes most norms larger
+    values = {"grad_norm": lambda step: 1.0, "grad_norm_clipped": lambda step: 9.0, "clipped_share": lambda _: 0.0}
+    assert check_clipping(history(loss=flat, values=values)) == []
+
+
 @pytest.mark.parametrize(
     ("norm", "severity"),
     [

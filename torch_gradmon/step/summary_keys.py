@@ -15,8 +15,8 @@ from .gradient_summary import DISTRIBUTION
 DOCUMENTATION = {
     "grad_norm": "L2 norm of all gradients before clipping",
     "grad_norm_clipped": "L2 norm of the gradients that the optimizer uses; absent where nothing clips or edits them after backward",
-    "clipped_share": "share of the last 100 steps in which clipping reduced the gradient norm; absent where the loop does not clip, "
-    "or only scales gradients by one factor",
+    "clipped_share": "share of the last 100 steps in which the gradient norm was reduced after backward, as by a clip; absent where the "
+    "loop does not edit gradients, or only scales them by one factor",
     "grad_max": "largest |x| of the finite gradient elements before clipping",
     "grad_nonfinite": "number of NaN and infinite gradient elements before clipping",
     "grad_top_share": "largest share of the squared gradient norm that one parameter holds",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...core import keys as n
 from .history import History
-from .series import Series, clip_bound
+from .series import Series, clip_bound, scales_alike
 
 #: A warm-up starts below this share of the largest learning rate.
 _BEGINS = 0.5
@@ -44,7 +45,7 @@ class Precautions:
         adaptive = any(len(history.series(name)) for name in ("clip_limit", "clipped_parameters"))
         return cls(
             clips=adaptive or bool(len(after)) or bool(len(history.series("clipped_share"))),
-            bound=None if adaptive else clip_bound(history.series("grad_norm").finite, after.finite),
+            bound=None if adaptive or not _is_of_all(history) else clip_bound(history.series("grad_norm").finite, after.finite),
             adaptive=adaptive,
             scale=float(scales[-1]) if scales else None,
             warm_up=_warm_up(rates),
@@ -57,6 +58,11 @@ class Precautions:
     def warm_up_advice(self) -> str:
         """The end of a sentence that recommends a lower learning rate."""
         return f"; the warm-up of {self.warm_up} steps is too short" if self.warm_up else "; add a warm-up"
+
+
+def _is_of_all(history: History) -> bool:
+    """Whether the clip goes by the norm of all gradients together, and not by those of single parameters or elements."""
+    return scales_alike(*(history.matrix(source, "norm") for source in (n.GRADIENT_BEFORE_CLIP, n.GRADIENT)))
 
 
 def _rates(history: History) -> Series:

@@ -84,6 +84,17 @@ def clip_bound(before: Series, after: Series) -> float | None:
     return usual if cut and same > len(cut) / 2 else None
 
 
+def scales_alike(before: Matrix | None, after: Matrix | None) -> bool:
+    """Whether most steps that an edit reduced scaled all tensors by one factor; True if that is unknown."""
+    kept = None if before is None or after is None else after.over(before)
+    if kept is None:
+        return True
+    smallest = kept.values.nan_to_num(math.inf, math.inf, -math.inf).amin(1)
+    largest = kept.values.nan_to_num(-math.inf, math.inf, -math.inf).amax(1)
+    reduced = (smallest < 0.999) & (largest > 0)
+    return 2 * int((reduced & (largest > smallest * 1.05)).sum()) <= int(reduced.sum())
+
+
 @dataclass(frozen=True)
 class Matrix:
     """A built-in metric of many tensors over steps.

@@ -16,6 +16,8 @@ _ALWAYS = 0.95
 _LOW, _FAR_TOO_LOW = 10.0, 100.0
 #: And if it is for plain SGD, whose loss still falls: Adam divides by the size of the gradient anyway.
 _SHORT = 30.0
+#: Norms before and after a clip that does not act differ by rounding only, of float16 gradients at most by this part.
+_SAME = 1e-3
 #: An outlier has this many times the median norm of this many steps before and after it,
 _OUTLIER, _AROUND = 10.0, 20
 #: and this many times that of the first steps: norms jump where the loss is near zero.
@@ -43,6 +45,8 @@ def _always(history: History, norms: Series, shares: Series) -> list[Finding]:
     if not usual > _LOW:
         return []
     run = Precautions.of(history)
+    if run.bound is None and not run.adaptive:
+        return _reduced(history, norms, usual)
     costs = history.learning.is_stuck or (usual > _FAR_TOO_LOW and not history.learning.is_learning)
     is_plain = bool(history.groups) and all(group["optimizer"] == "SGD" for group in history.groups)
     costs |= is_plain and usual > _SHORT and trend(history.loss.finite.part(0.5, 1))[0] == "falls"
@@ -52,13 +56,28 @@ def _always(history: History, norms: Series, shares: Series) -> list[Finding]:
         {
             "share of clipped steps": shares.values[-1],
             "median norm": norms.median,
-            "norm after it" if run.bound is None else "bound": clipped.median,
+            "norm after it" if run.adaptive else "bound": clipped.median,
         },
         f"Nearly every step is clipped, to {usual:.3g} times less than its norm: "
         "the bound sets the length of the step, not the gradient.",
         f"Raise {_bound_name(run)} until a gradient of the median norm, {norms.median:.2g}, passes it and only outliers are clipped.",
         68.0,
         severity="warning" if costs else "info",
+        steps=(norms.steps[0], norms.steps[-1]),
+    )
+
+
+def _reduced(history: History, norms: Series, usual: float) -> list[Finding]:
+    """Steps that have no bound in common may be clipped by parameters or elements, or not clipped: divided, masked, preconditioned."""
+    return history.finding(
+        "always-clipped",
+        "",
+        {"median norm": norms.median, "times less": usual},
+        f"In nearly every step the gradient is made {usual:.3g} times smaller between backward and the optimizer's step. No norm is "
+        "common to these steps, so it is no clip of the whole gradient.",
+        "If single parameters or elements are clipped, raise that bound; otherwise there is nothing to do.",
+        4.0,
+        severity="info",
         steps=(norms.steps[0], norms.steps[-1]),
     )
 
@@ -70,6 +89,11 @@ def _bound_name(run: Precautions) -> str:
 
 def _never(history: History, norms: Series) -> list[Finding]:
     run = Precautions.of(history)
+    after = history.applied("grad_norm_clipped").finite
+    before = dict(zip(norms.steps, norms.values, strict=True))
+    both = [(before[step], value) for step, value in zip(after.steps, after.values, strict=True) if step in before]
+    if any(abs(one - other) > _SAME * one for one, other in both):  # what changes norms, and reduces none, is no clip
+        return []
     far = _outliers(norms)
     spiky = 2 <= len(far) < len(norms) / 10
     return history.finding(
