@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_gradmon.analysis.diagnosis.learning import learning, rank_shift
+from torch_gradmon.analysis.diagnosis.learning import learning, rank_shift, spread
 from torch_gradmon.analysis.diagnosis.series import Series
 
 
@@ -62,6 +62,13 @@ def test_a_run_that_has_learned_in_its_first_steps_has_learned() -> None:
 @given(st.lists(st.floats(-1e3, 1e3).map(lambda x: round(x, 3)), min_size=20, max_size=60), st.sampled_from([0.25, 2.0, 1024.0]))
 def test_a_factor_changes_nothing(values: list[float], factor: float) -> None:
     assert learning(_series([value * factor for value in values])).state == learning(_series(values)).state
+
+
+@pytest.mark.parametrize("count", [4, 5, 8, 10, 20, 40])
+def test_the_noise_of_few_losses_is_not_too_small(count: int) -> None:
+    draw = random.Random(count)
+    found = [spread(_series([5 + draw.gauss(0, 1) for _ in range(count)])) for _ in range(2000)]
+    assert sum(found) / len(found) == pytest.approx(1, abs=0.1)
 
 
 @given(st.lists(st.floats(-10, 10), min_size=1, max_size=30), st.lists(st.floats(-10, 10), min_size=1, max_size=30))

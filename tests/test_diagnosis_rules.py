@@ -733,16 +733,25 @@ def test_what_the_loss_does(loss: Callable[[int], float], expected: list[tuple[s
     assert _rules(check_loss(history(loss=loss))) == expected
 
 
-@pytest.mark.parametrize(("fall", "severity"), [(0.0, "warning"), (0.65, "info")])
-def test_a_fall_that_noise_may_hide_is_no_plateau_to_warn_of(fall: float, severity: str) -> None:
-    run = history(60, loss=lambda step: 3.0 - fall * step / 60 + random.Random(step).uniform(-0.9, 0.9))
+@pytest.mark.parametrize(("steps", "fall", "severity"), [(200, 0.0, "warning"), (60, 0.0, "info"), (60, 0.65, "info")])
+def test_a_fall_that_noise_may_hide_is_no_plateau_to_warn_of(steps: int, fall: float, severity: str) -> None:
+    run = history(steps, loss=lambda step: 3.0 - fall * step / 60 + random.Random(step).uniform(-0.9, 0.9))
     assert run.learning.state == "flat"
     (finding,) = check_loss(run)
     assert (finding.rule, finding.severity) == ("loss-plateau", severity)
     assert ("as far as its noise" in finding.cause) == (severity == "info")
 
 
-@pytest.mark.parametrize(("steps", "severity"), [(30, "info"), (35, "warning")])
+@pytest.mark.parametrize("steps", [20, 25, 30, 40, 50, 60, 80])
+def test_a_short_noisy_run_that_falls_slowly_is_no_fault(steps: int) -> None:
+    for seed in range(40):
+        draw = random.Random(seed)
+        losses = [abs(5 * math.exp(-0.003 * step) * (1 + 0.2 * draw.gauss(0, 1))) for step in range(steps)]
+        found = check_loss(history(steps, loss=losses.__getitem__))
+        assert all(finding.severity == "info" or finding.rule == "loss-divergence" for finding in found), (seed, _rules(found))
+
+
+@pytest.mark.parametrize(("steps", "severity"), [(30, "info"), (35, "info"), (100, "warning")])
 def test_so_few_losses_that_none_could_rank_apart_are_no_plateau_to_warn_of(steps: int, severity: str) -> None:
     assert _rules(check_loss(history(steps, loss=flat))) == [(severity, "loss-plateau")]
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from ..findings import Finding, NotMeasured
 from ..history import History
-from ..learning import PERHAPS, falls_without_bound, rank_shift, spread
+from ..learning import PERHAPS, falls_without_bound, may_fall, rank_shift, spread
 from ..precautions import Precautions
 from ..series import Series
 
@@ -27,15 +27,18 @@ _RAISED = 1.5
 _NOISE = 0.5
 #: A learning rate that ends at its largest value, this many times the usual one, is still warming up.
 _UP = 1.5
-#: A loss that may well fall is no plateau, unless it fell by less than this share of it, in this many losses: far too little.
+#: A loss that may well fall is no plateau, unless it fell by less than this share of it, in this many losses: far too little. In fewer
+#: losses the share is as much smaller.
 _LITTLE, _MANY = 0.05, 200
 #: A loss whose last fifth lies below this part of its first one has fallen; one of a kind that is not recognised, which may have a floor,
 #: from this part of its beginning on.
 _RESTS, _FELL = 2 / 3, 0.85
 #: A loss that rises, and ends below this share of chance, has hardly forgotten anything.
 _HARDLY = 0.2
-#: The fewest losses in a fifth that can rank three standard deviations apart.
-_TELLING = 7
+#: The fewest losses in a part that can rank three standard deviations apart.
+_RANKED = 7
+#: The fewest learning rates that show a warm-up.
+_FEWEST_RATES = 7
 #: A loss that still falls after this share of the run, and rests later, may have learnt all there is.
 _BEGINNING = 0.1
 
@@ -68,7 +71,7 @@ def _at_chance(history: History, loss: Series) -> list[Finding]:
         "Check that inputs and targets belong together, that no mask or reshape mixes examples, and that the loss depends on the inputs. "
         "Overfit one batch, then try another learning rate. If the targets are mostly noise, this may be all there is to learn.",
         62.0,
-        severity="info" if history.is_resumed else "warning",
+        severity="info" if history.is_resumed or _is_unclear(loss, loss.part(0.5, 0.75), loss.part(0.75, 1)) else "warning",
         steps=(loss.steps[0], loss.steps[-1]),
     )
 
@@ -167,7 +170,7 @@ def _plateau(history: History, loss: Series) -> list[Finding]:
     head, tail = loss.part(0, 0.2), loss.part(0.8, 1)
     shift = rank_shift(head.values, tail.values) if tail.median < head.median else 0.0
     is_little = len(loss) >= _MANY and head.median - tail.median < _LITTLE * abs(head.median)
-    is_open = history.learning.state == "flat" and (len(head) < _TELLING or (shift < -PERHAPS and not is_little))
+    is_open = history.learning.state == "flat" and (_is_unclear(loss, head, tail) or (shift < -PERHAPS and not is_little))
     is_open |= _is_warming_up(history)
     at_rest = history.is_resumed and history.learning.state == "flat"
     fell, has_rested = history.learning.state == "falls", tail.median < _RESTS * head.median
@@ -175,7 +178,8 @@ def _plateau(history: History, loss: Series) -> list[Finding]:
     is_open |= (
         fell and not history.chance.get("loss") and tail.median < _FELL * max(loss.values[0], head.median)
     )  # of an unusual loss
-    is_open |= fell and rank_shift(later.part(0, 0.2).values, later.part(0.8, 1).values) < -PERHAPS
+    begins, ends = later.part(0, 0.2), later.part(0.8, 1)
+    is_open |= fell and (_is_unclear(loss, begins, ends) or rank_shift(begins.values, ends.values) < -PERHAPS)
     return history.finding(
         "loss-plateau",
         "",
@@ -187,6 +191,13 @@ def _plateau(history: History, loss: Series) -> list[Finding]:
         severity="warning" if not (history.need_not_fall or is_open or at_rest) and _is_steady(loss) else "info",
         steps=(loss.steps[0], loss.steps[-1]),
     )
+
+
+def _is_unclear(loss: Series, before: Series, after: Series) -> bool:
+    """Whether the losses are so few and noisy that the fall of a sound training may hide between these parts."""
+    if len(before) < _RANKED:
+        return True
+    return len(loss) < _MANY and may_fall(before, after, _LITTLE * len(loss) / _MANY * abs(before.median))
 
 
 def _cause(fell: bool, has_rested: bool, is_open: bool, at_rest: bool) -> str:
@@ -209,4 +220,4 @@ def _is_warming_up(history: History) -> bool:
     """Whether the learning rate still rises."""
     rates = history.rates
     usual = sorted(rates)[len(rates) // 2] if rates else 0.0
-    return len(rates) >= _TELLING and rates[-1] == max(rates) > _UP * usual
+    return len(rates) >= _FEWEST_RATES and rates[-1] == max(rates) > _UP * usual
