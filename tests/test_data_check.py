@@ -647,3 +647,138 @@ def test_hooks_go_when_enough_was_seen_and_when_the_monitor_leaves() -> None:
     monitor.detach()
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
+
+
+# --- what goes backward into one sum -------------------------------------------------------------------------------------------
+
+Step = Callable[[nn.Module, torch.optim.Optimizer, Tensor, Tensor], Tensor]
+
+
+def loop(step: Step, steps: int = 60) -> dict[str, dict[str, float]]:
+    """The evidence by rule of a training with these steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 3))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    monitor = gradmon.watch(model, optimizer, on_spike=None)
+    for number in range(steps):
+        monitor.log_scalar("loss", step(model, optimizer, *batch(number)).detach())
+    found = {finding.rule: dict(finding.evidence) for finding in monitor.diagnose().findings}
+    monitor.detach()
+    return found
+
+
+def _trained(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    return loss
+
+
+def sharpness_aware(
+    model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, by: str = "backward", to_none: bool = True
+) -> Tensor:
+    """Sharpness-aware minimisation, with a first gradient of ``backward()`` or ``autograd.grad``."""
+    parameters = list(model.parameters())
+    loss = F.cross_entropy(model(x), y)
+    optimizer.zero_grad(to_none)
+    if by == "grad":
+        moves = [0.05 * gradient for gradient in torch.autograd.grad(loss, parameters)]
+    else:
+        loss.backward()
+        moves = [0.05 * p.grad for p in parameters]
+    with torch.no_grad():
+        torch._foreach_add_(parameters, moves)
+    optimizer.zero_grad(to_none)
+    F.cross_entropy(model(x), y).backward()
+    with torch.no_grad():
+        torch._foreach_sub_(parameters, moves)
+    optimizer.step()
+    return loss
+
+
+def attacked(
+    model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, by: str, reduction: str = "mean"
+) -> Tensor:
+    """Trains on adversarial examples, whose gradients come ``by`` one of the ways."""
+    moved = torch.zeros_like(x, requires_grad=True)
+    for _ in range(3):
+        loss = F.cross_entropy(model(x + moved), y, reduction=reduction)
+        if by == "grad":
+            gradient = torch.autograd.grad(loss, moved)[0]
+        else:
+            loss.backward(inputs=[moved] if by == "inputs" else None)
+            gradient = moved.grad
+            model.zero_grad()
+        moved = (moved + 0.05 * gradient.sign()).clamp(-0.1, 0.1).detach().requires_grad_()
+    loss = _trained(model, optimizer, x + moved.detach(), y)
+    optimizer.step()
+    return loss
+
+
+def looked_at(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor, by: str) -> Tensor:
+    """Trains, and calls the model once more between the backward pass and the step."""
+    loss = _trained(model, optimizer, x, y)
+    if by == "saliency":
+        inputs = x.clone().requires_grad_()
+        torch.autograd.grad(F.cross_entropy(model(inputs), y), inputs)
+    else:
+        F.cross_entropy(model(x), y).item()
+    optimizer.step()
+    return loss
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        pytest.param(lambda *at: sharpness_aware(*at), id="sharpness-aware"),
+        pytest.param(lambda *at: sharpness_aware(*at, to_none=False), id="sharpness-aware, zeros"),
+        pytest.param(lambda *at: sharpness_aware(*at, by="grad"), id="sharpness-aware by grad"),
+        *(pytest.param(lambda *at, by=by: attacked(*at, by), id=f"attack by {by}") for by in ("grad", "inputs", "backward")),
+        pytest.param(lambda *at: attacked(*at, "grad", "sum"), id="attack by the grad of a sum"),
+        pytest.param(lambda *at: looked_at(*at, "saliency"), id="saliency"),
+        pytest.param(lambda *at: looked_at(*at, "forward"), id="a forward for the log"),
+    ],
+)
+def test_passes_that_add_to_no_gradient_that_is_used_are_no_micro_batches(step: Step) -> None:
+    assert loop(step) == {}
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("by", ["plain", "attacked", "inputs="])
+def test_micro_batches_that_are_not_divided_are_counted_as_they_go_backward(by: str, to_none: bool) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad(to_none)
+        for part, target in zip(x.chunk(3), y.chunk(3), strict=True):
+            if by == "attacked":
+                moved = torch.zeros_like(part, requires_grad=True)
+                part = part + 0.1 * torch.autograd.grad(F.cross_entropy(model(part + moved), target), moved)[0].sign()
+            loss = F.cross_entropy(model(part), target)
+            loss.backward(inputs=list(model.parameters()) if by == "inputs=" else None)
+        optimizer.step()
+        return loss
+
+    assert loop(step)["loss-scale"]["micro-batches that each count as a whole"] == 3
+
+
+@pytest.mark.filterwarnings("ignore::torch_gradmon.GradmonWarning")
+def test_real_and_made_examples_that_go_backward_one_by_one_are_terms_of_one_loss() -> None:
+    """As in PyTorch's tutorial of the DCGAN, with a loss that is logged and does not fall."""
+    torch.manual_seed(0)
+    maker = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 2))
+    judge = nn.Sequential(nn.Linear(2, 32), nn.LeakyReLU(), nn.Linear(32, 1))
+    of_maker, of_judge = (torch.optim.Adam(part.parameters(), 2e-4, betas=(0.5, 0.999)) for part in (maker, judge))
+    both = nn.ModuleDict({"maker": maker, "judge": judge})
+    monitor = gradmon.watch(both, of_judge, of_maker, on_spike=None)
+    score, ones, zeros = F.binary_cross_entropy_with_logits, torch.ones(64, 1), torch.zeros(64, 1)
+    for step in range(60):
+        of_judge.zero_grad()
+        score(judge(0.5 * draw(64, 2, seed=step) + 2), ones).backward()
+        made = maker(draw(64, 4, seed=1000 + step))
+        score(judge(made.detach()), zeros).backward()
+        of_judge.step()
+        of_maker.zero_grad()
+        loss = score(judge(made), ones)
+        loss.backward()
+        of_maker.step()
+        monitor.log_scalar("loss", loss.detach())
+    assert "loss-scale" not in rules(monitor)

@@ -26,10 +26,13 @@ from ..tallies import Tallies
 from .acting import Acting
 from .batches import Batches, batch_tensors, look_of, sampled
 from .head import Origin, facts_of, is_linear, origin_of, output_of, recognised, sample_of
+from .passes import Passes
 from .targets import Targets
 
 #: Monitored steps that are looked at, among this number of steps of any kind; and those of them whose output is, too.
 STEPS, SPAN = 48, 200
+#: The most outputs of a step with a copy that waits for their gradient.
+_WAITING = 4
 _HEADS = frozenset((0, 1, 2, 3, 5, 8, 11, 14, 18, 22, 26, 31, 36, 41, 46))
 
 
@@ -42,14 +45,18 @@ class _Look:
 
     Attributes:
         calls: number of forwards of the step by the module's identity.
-        output: what the output was made by, from which the first gradient came back.
+        passes: backward passes by the same.
+        output: what the output was made by, from which the first gradient came back that is in the sum of the step.
         found: numbers on their device.
     """
 
     def __init__(self, step: int, has_head: bool) -> None:
         self.step, self.has_head = step, has_head
         self.calls: Counter[int] = Counter()
-        self.output, self._module, self._is_joint = Origin(), 0, False
+        self.passes: dict[int, Passes] = {}
+        self.output, self._module = Origin(), 0
+        self._is_summed = False  # the gradient that was looked at is in the sum
+        self._waiting = 0  # samples whose gradient has not come
         self.found: dict[str, Tensor] = {}
 
     @property
@@ -59,8 +66,9 @@ class _Look:
 
     @property
     def micro_batches(self) -> int:
-        """Those of them that go backward one by one; 1 if the first gradient came when there were several."""
-        return 1 if self._is_joint else self.forwards
+        """The backward passes of that module that are in one sum."""
+        passes = self.passes.get(self._module)
+        return 1 if passes is None else passes.micro_batches
 
     def take_batch(self, tensors: Sequence[Tensor]) -> None:
         """Look at the inputs of the first forward."""
@@ -70,16 +78,36 @@ class _Look:
         if self.has_head and (look := look_of(tensors)) is not None:
             self.found["look"] = look
 
-    def take_head(self, module: int, output: Origin, sample: Tensor, gradient: Tensor) -> None:
-        """Look at the first gradient that comes back to an output, of the ``module`` with this identity."""
-        if type(gradient) is not Tensor or "head" in self.found:
+    def takes_sample(self, module: int) -> bool:
+        """Whether the gradient of an output that ``module`` has just made will be looked at."""
+        self._check_cleared(module)
+        takes = self._waiting < _WAITING and not self._is_summed
+        self._waiting += takes
+        return takes
+
+    def take_head(self, module: int, output: Origin, sample: Tensor, gradient: Tensor, is_summed: bool) -> None:
+        """Look at the first gradient that comes back to an output, of the ``module`` with this identity; or at a later one that
+        ``is_summed`` if that was not.
+        """
+        self._waiting = max(self._waiting - 1, 0)  # several passes may come back to one output
+        if type(gradient) is not Tensor or self._is_summed or ("head" in self.found and not is_summed):
             return
         losses = losses_going_backward()
         if not is_linear(losses) and (facts := facts_of(sample, gradient)) is not None:
             self.found["head"], self.output, self._module = facts, output, module
-            self._is_joint = self.calls[module] > 1
+            self._is_summed = is_summed
+            self.found.pop("loss", None)
             if len(losses) == 1 and losses[0].device == gradient.device:
                 self.found["loss"] = losses[0].detach().double().reshape(1)
+
+    def count_pass(self, module: int) -> bool:
+        """Count the running backward pass. Returns whether its end has to be seen."""
+        self._check_cleared(module)
+        return self.passes[module].began(self.calls[module])
+
+    def _check_cleared(self, module: int) -> None:
+        if self.passes[module].was_cleared() and module == self._module:
+            self._is_summed = False
 
 
 class DataCheck(Plugin):
@@ -193,22 +221,36 @@ class DataCheck(Plugin):
                 self._tallies.seen, "unregistered-parameters", None, (), {"tensors made anew in each forward": made}
             )
         look = self._look
-        if look is None or look.calls[id(module)] > 1 or self._is_paused or not torch.is_grad_enabled():
+        if look is None or self._is_paused or not torch.is_grad_enabled():
+            return
+        is_first = look.calls[id(module)] <= 1
+        if not (is_first or look.has_head):
             return
         if torch._C._functorch.peek_interpreter_stack() is not None:  # a transformation within the step
             return
-        self.context.call(self._follow, look, id(module), result)
+        self.context.call(self._follow, look, module, result, is_first)
 
-    def _follow(self, look: _Look, module: int, result: Any) -> None:
+    def _follow(self, look: _Look, module: nn.Module, result: Any, is_first: bool) -> None:
         if (output := output_of(result)) is None:
             return
-        self._acting.made(output)
-        if look.has_head and (sample := sample_of(output)) is not None:
-            output.register_hook(_Once(self, look, module, origin_of(output), sample))  # type: ignore[no-untyped-call]
+        if is_first:
+            self._acting.made(output)
+        if not look.has_head:
+            return
+        look.passes.setdefault(id(module), Passes(module))
+        sample = sample_of(output) if look.takes_sample(id(module)) else None
+        origin = Origin() if sample is None else origin_of(output)
+        output.register_hook(_Return(self, look, id(module), origin, sample))  # type: ignore[no-untyped-call]
 
-    def came_back(self, look: _Look, module: int, output: Origin, sample: Tensor, gradient: Tensor) -> None:
+    def came_back(self, look: _Look, module: int, output: Origin, sample: Tensor | None, gradient: Tensor) -> None:
         """A gradient came back to an output of a step."""
-        look.take_head(module, output, sample, gradient)
+        is_summed = look.passes[module].accumulates()
+        if is_summed and look.count_pass(module):
+            engine, ended = torch.autograd.Variable._execution_engine, look.passes[module].ended
+            # DDP copies the reduced gradients back in a callback of its own; one queued from within a callback comes after it
+            engine.queue_callback(lambda: engine.queue_callback(lambda: self.context.call(ended)))
+        if sample is not None:
+            look.take_head(module, output, sample, gradient, is_summed)
 
     # --- steps ---------------------------------------------------------------------------------------------------------------
 
@@ -266,8 +308,8 @@ def _called_modules(module: nn.Module) -> Iterator[nn.Module]:
             yield from _called_modules(part)
 
 
-class _Once(Hook):
-    """Gives the gradient of an output to the check, once."""
+class _Return(Hook):
+    """Gives the gradient of an output to the check."""
 
-    def __init__(self, check: DataCheck, look: _Look, module: int, output: Origin, sample: Tensor) -> None:
+    def __init__(self, check: DataCheck, look: _Look, module: int, output: Origin, sample: Tensor | None) -> None:
         super().__init__(check.context.call, check.came_back, look, module, output, sample)

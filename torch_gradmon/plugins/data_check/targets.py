@@ -54,7 +54,7 @@ class Targets:
         Args:
             head: from the first of several ``forwards`` of a step.
             forwards: of the step.
-            micro_batches: those of them that go backward one by one.
+            micro_batches: backward passes of the step whose gradients are in one sum.
             is_scaled: gradients are multiplied by a loss scale.
             output: what the output was made by.
         """
@@ -83,7 +83,7 @@ class Targets:
         if len(self._labels) != len(head.labels):
             self._labels, self._of_one_label = [0.0] * len(head.labels), 0
         self._labels = [a + b for a, b in zip(self._labels, head.labels, strict=True)]
-        self._of_one_label += sum(head.labels) >= _ROWS and max(head.labels) == sum(head.labels)
+        self._of_one_label += _has_one_label(head)
         seen = [each for each in self._heads if each.labels]
         if forwards > 1 or len(seen) < _FEWEST or self._of_one_label < _MOSTLY * len(seen):
             return
@@ -110,7 +110,8 @@ class Targets:
         is_cold_or_hot = not _COLD < head.temperature < _HOT
         is_sum = head.rows >= _FEW and abs(head.scale / head.rows - 1) < 0.02
         is_tiny = 0 < head.scale * micro_batches < _HARDLY
-        is_undivided = micro_batches > 1 and abs(head.scale - 1) < 1 - _NEARLY
+        # batches of one label each, as the real and the made ones of a GAN, are terms of one loss
+        is_undivided = micro_batches > 1 and abs(head.scale - 1) < 1 - _NEARLY and not _has_one_label(head)
         evidence = {}
         if is_cold_or_hot:
             evidence = {"temperature between output and loss": head.temperature}
@@ -122,3 +123,8 @@ class Targets:
             self._tallies.seen("loss-scale", evidence=evidence)
         else:
             self._tallies.missed("loss-scale")
+
+
+def _has_one_label(head: Head) -> bool:
+    """Whether all rows of a batch that is large enough to show it are of one class."""
+    return sum(head.labels) >= _ROWS and max(head.labels) == sum(head.labels)
