@@ -27,6 +27,7 @@ from torch_gradmon.plugins.tallies import Tallies
 
 from . import loops
 from .reads import HostReads
+from .synthetic_run import history
 from .test_audit_alarms import loss_of, net, rules, sgd, watched
 
 NOT_CLEARED = r"not cleared between two steps"
@@ -104,6 +105,14 @@ def test_each_mistake_says_what_it_is_and_what_to_do() -> None:
         assert finding.advice.endswith(".")
         assert finding.weight >= 90
     assert check_loop(History([], facts=[LoopFinding("of a later version", 0, 0, 1)])) == []
+
+
+@pytest.mark.parametrize(("of_ten", "severity"), [(5, "warning"), (6, "info")])
+def test_a_loss_that_need_not_fall_makes_no_mistake_matter(of_ten: int, severity: str) -> None:
+    run = history(loss=lambda step: 2.0 + step / 50, context=lambda step: {"by_turns": 1.0} if step % 10 < of_ten else {})
+    run.facts = [LoopFinding("loss-scale", 3, 9, 4)]
+    (finding,) = check_loop(run)
+    assert (finding.rule, finding.severity) == ("loss-scale", severity)
 
 
 # --- the run directory

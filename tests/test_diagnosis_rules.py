@@ -100,6 +100,13 @@ def test_weights_on_a_wrong_scale(rms: float, odd: int, loss: Callable[[int], fl
         assert check_depth(run)[0].evidence["std * sqrt(fan in)"] == pytest.approx(rms * 10)
 
 
+@pytest.mark.parametrize(("of_ten", "found"), [(5, True), (6, False)])
+def test_the_depth_of_players_that_step_by_turns_is_not_that_of_one_model(of_ten: int, found: bool) -> None:
+    turns = lambda step: {"by_turns": 1.0} if step % 10 < of_ten else {}  # noqa: E731
+    run = history(loss=flat, gradient_before_clip=_fading(0.4), parameter=dict.fromkeys(LAYERS, 0.1), context=turns)
+    assert _rules(check_depth(run)) == [("warning", "vanishing-gradients")] * found
+
+
 def test_embeddings_have_no_fan_in_and_no_scale() -> None:
     run = history(loss=flat, gradient_before_clip={"a.weight": 1e-3}, parameter={"a.weight": 5.0}, matrices={"a.weight": 0})
     assert check_depth(run) == []

@@ -190,6 +190,11 @@ class History:
         return self.acts or sum("by_turns" in record.context for record in self.records) > len(self.records) / 2
 
     @property
+    def concern(self) -> Severity:
+        """The severity of a problem that matters only if the model does not learn, which a loss that need not fall does not show."""
+        return "info" if self.need_not_fall else self.learning.concern
+
+    @property
     def is_resumed(self) -> bool:
         """Whether the training began earlier: the first step is not 0, or its optimizers had stepped before."""
         return bool(self.records) and (self.records[0].step > 0 or "goes_on" in self.records[0].context)
@@ -247,7 +252,7 @@ class History:
         The default severity is that of a problem that matters only if the model does not learn; the default steps are all steps.
         """
         steps = steps or (self.records[0].step, self.records[-1].step)
-        return [Finding(rule, severity or self.learning.concern, where, steps, evidence, cause, advice, weight)]
+        return [Finding(rule, severity or self.concern, where, steps, evidence, cause, advice, weight)]
 
     def sizes(self, source: str) -> dict[str, float]:
         """The number of elements of each tensor of a source."""

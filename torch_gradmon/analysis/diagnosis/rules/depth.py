@@ -147,7 +147,7 @@ def _exploding(history: History) -> list[Finding]:
     if not explodes and grows <= _OUTPUTS:
         return []
     # beside a loss near zero any gradient looks large, and outputs alone may be large on purpose
-    severity = "info" if history.is_resumed else "warning" if explodes else history.learning.concern
+    severity = "info" if history.is_resumed else "warning" if explodes else history.concern
     return history.finding(
         "exploding-gradients",
         worst,
@@ -178,7 +178,9 @@ def _growth_of_outputs(history: History) -> float:
 
 def _vanishing(history: History) -> list[Finding]:
     ratios = history.ratio(n.GRADIENT_BEFORE_CLIP, n.PARAMETER) or history.ratio(n.GRADIENT, n.PARAMETER)
-    if ratios is None or (history.learning.state != "unknown" and not history.learning.is_stuck):
+    # where optimizers alternate, as in a GAN, the first matrices and the last ones are of different models
+    is_stuck = history.learning.is_stuck and not history.need_not_fall
+    if ratios is None or (history.learning.state != "unknown" and not is_stuck):
         return []
     # one without any gradient is the subject of another rule
     reached = [name for name, largest in ratios.largest().items() if largest > 0]

@@ -136,7 +136,7 @@ def _vanished(history: History, norms: Matrix) -> list[Finding]:
         at = None if name not in history.always_reached else _gone_since(column.nan_to_num(0.0), must_stay=True)
         if at is not None:
             found[name] = _vanished_finding(
-                history.learning.concern, name, norms.steps[at], norms.steps[-1], column[:at].nanmedian().item()
+                history.concern, name, norms.steps[at], norms.steps[-1], column[:at].nanmedian().item()
             )
     if not found:
         return _frozen(history, norms)
