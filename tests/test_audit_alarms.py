@@ -148,6 +148,46 @@ def test_gradients_may_be_cleared_anywhere(when: str, to_none: bool) -> None:
 # --- several backward passes in a step
 
 
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_attack_on_the_inputs_clears_the_gradients_that_it_does_not_need(when: str, to_none: bool) -> None:
+    def body(model: nn.Module, optimizer: Any) -> None:
+        moved = torch.zeros_like(X, requires_grad=True)
+        for _ in range(4):
+            if when == "before":
+                optimizer.zero_grad(to_none)
+            loss_of(model, X + moved).backward()
+            if when == "after":
+                model.zero_grad(to_none)
+            moved = (moved + 0.1 * moved.grad.sign()).detach().requires_grad_()
+        optimizer.zero_grad(to_none)
+        loss_of(model, X + moved.detach()).backward()
+        optimizer.step()
+
+    assert run(body) == []
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("ascents", [1, 3])
+def test_ascents_of_sharpness_aware_minimisation_are_cleared_on_purpose(ascents: int, to_none: bool) -> None:
+    def body(model: nn.Module, optimizer: Any) -> None:
+        old = [p.detach().clone() for p in model.parameters()]
+        for _ in range(ascents):
+            optimizer.zero_grad(to_none)
+            loss_of(model).backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.add_(0.05 * p.grad)
+        optimizer.zero_grad(to_none)
+        loss_of(model).backward()
+        with torch.no_grad():
+            for p, value in zip(model.parameters(), old, strict=True):
+                p.copy_(value)
+        optimizer.step()
+
+    assert run(body) == []
+
+
 @pytest.mark.parametrize("micro", [1, 2, 5])
 @pytest.mark.parametrize("to_none", [True, False])
 def test_micro_batches_are_no_mistake(micro: int, to_none: bool) -> None:

@@ -8,13 +8,13 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
-#: The most nodes of a loss that are visited, and those of a loss and its model.
-_NODES, _MANY = 64, 1024
+#: The most nodes of a loss that are visited, those of a loss and its model, and those on the way to the model's inputs.
+_NODES, _MANY, _ALL = 64, 1024, 1 << 15
 #: The note at the output of a watched model.
 OUTPUT = "torch_gradmon output"
 #: Operations that only move, choose, copy or bound what they get.
@@ -69,6 +69,12 @@ def nodes_of(losses: Sequence[Tensor], until: str) -> Iterator[Node]:
 def all_nodes_of(losses: Sequence[Tensor]) -> list[Node]:
     """The nodes of losses and of the model before them, the last ones first, without parameters; not all of a large model."""
     return [node for node, _ in _walk(losses, _MANY) if node.next_functions]
+
+
+def reaches_input(losses: Sequence[Tensor]) -> bool:
+    """Whether losses have a gradient in a leaf that is no parameter, such as an input that an adversarial attack moves."""
+    leaves = (getattr(node, "variable", None) for node, _ in _walk(losses, _ALL))
+    return any(leaf is not None and not isinstance(leaf, nn.Parameter) for leaf in leaves)
 
 
 def _walk(losses: Sequence[Tensor], most: int) -> Iterator[tuple[Node, list[Node]]]:

@@ -40,7 +40,7 @@ class Interval:
     was_touched: bool = False  # the loop wrote to it before that step
     fired: int = 0  # the number of accumulations
     drops: int = 0  # of drops between two accumulations, with nothing else in between
-    writes: int = 0  # of intervals between two accumulations with a write
+    writes: int = 0  # of intervals between two accumulations with a write, and nothing else in between
     synced: int = 0  # of backward passes that exchanged gradients between ranks
     late: int = -1  # of writes to the previous step's gradient between that step and its drop; -1 if unknown
     dropped: Tensor | None = None  # that gradient, if there were any writes
@@ -63,11 +63,11 @@ class Interval:
                 self.late, self.dropped = writes, before if writes else None
         elif not is_same:
             self.carried = False
-            # a loop that moves the parameter or steps in between, as sharpness-aware minimisation does, drops it on purpose
+            # a loop that moves the parameter or steps in between, as sharpness-aware minimisation does, clears it on purpose
             self.drops += is_alone
         elif writes:
             self.carried = False
-            self.writes += 1
+            self.writes += is_alone
 
     def accumulated_unknown(self) -> None:
         """Count an accumulation to a gradient that cannot be followed."""

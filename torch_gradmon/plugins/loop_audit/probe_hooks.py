@@ -91,6 +91,8 @@ class ProbeHooks:
         interval, writes = probe.interval, probed.checks.writes
         if probed.checks.losses.is_looking:
             probed.checks.losses.accumulated(interval)
+        if not self._tallies.is_empty:
+            probed.checks.accumulated(interval)
         if interval.late >= 0:
             probed.checks.dropped_after_step(probe)
         if probed.scaler.is_unscaled:

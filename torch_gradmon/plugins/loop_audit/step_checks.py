@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ...capture.loss_graph import losses_going_backward, reaches_input
 from ...core.loop_mistakes import MISTAKES
 from ..tallies import Tallies
 from .gradient_writes import GradientWrites
@@ -38,6 +39,7 @@ class StepChecks:
         self._is_repeated = False  # the last step had the gradient of the one before
         self._futile = 0  # steps in a row without any gradient, though the model was called
         self._with = 0  # steps with gradients, once there were some without
+        self._attacks = False  # passes that are cleared are for the gradient of an input
 
     def dropped_after_step(self, probe: Probe) -> None:
         """Judge the writes to a gradient between its step and its drop."""
@@ -100,9 +102,16 @@ class StepChecks:
         tallies.check("missing-zero-grad", key, seen.carried and is_confirmed, name)
         cleared = seen.cleared(writes.clears)
         # a single drop in each step may be deliberate, to inspect a gradient
-        tallies.check("micro-batch-discarded", key, cleared >= 2, name, discarded=cleared)
+        tallies.check("micro-batch-discarded", key, cleared >= 2 and not self._attacks, name, discarded=cleared)
         if seen.writes and writes.clips:
             tallies.check("clip-per-micro-batch", key, True, name, **{"times in a step": seen.writes})
+
+    def accumulated(self, interval: Interval) -> None:
+        """Look for inputs with a gradient behind the running backward pass, if it is uncertain whether passes are cleared by mistake."""
+        tallies, rule, key = self._tallies, "micro-batch-discarded", self._key
+        is_cleared = interval.drops or interval.writes
+        if is_cleared and not self._attacks and tallies.count(rule, key) and not tallies.is_fact(rule, key):
+            self._attacks = reaches_input(losses_going_backward())
 
     def step_without_gradient(self, probe: Probe, optimizer: Optimizer, forwards: int, is_alone: bool) -> bool:
         """Judge a probe without a gradient before the optimizer's step. Returns whether other parameters have one.
