@@ -216,7 +216,9 @@ def test_with_a_compiled_model(watched: str) -> None:
 def _absent(monitor: ModuleMonitor) -> None:
     keys = ("gradmon/grad_norm", "gradmon/grad_max", "gradmon/grad_nonfinite", "gradmon/grad_top_share", "gradmon/spike_score")
     assert not monitor.get_step_metrics().keys() & set(keys)
-    assert all("monitor.clip_grad_norm_" in monitor.missing()[key] for key in keys)
+    missing = monitor.missing()
+    assert all("monitor.monitor_gradients(before_clip=True) once they are set, before any clip" in missing[key] for key in keys)
+    assert monitor.get_step_metrics()["gradmon/grad_norm_clipped"] == pytest.approx(0.03, rel=1e-4)
 
 
 def test_gradients_assigned_by_hand_give_no_key_and_a_reason() -> None:

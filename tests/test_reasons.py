@@ -284,6 +284,10 @@ BEFORE = _of(
     "no gradient of it was measured before clipping: clip with monitor.clip_grad_norm_, or call "
     "monitor.monitor_gradients(before_clip=True) before you clip",
 )
+SET_BY_HAND = (
+    "no gradient before clipping was seen: no backward pass ran through the parameter's hook; if the loop sets gradients itself, call "
+    "monitor.monitor_gradients(before_clip=True) once they are set, before any clip"
+)
 NO_FINITE = "the tensor has no finite elements"
 LOCAL = {f"gradient_local {metric}": "no backward pass brought a gradient for it" for metric in ("norm", "max")}
 NO_GRADIENTS = {
@@ -349,7 +353,7 @@ TABLE: list[tuple[Callable[[Loop], None], str, dict[str, str]]] = [
             "optimizer exp_avg_norm": "the optimizer keeps no such state for it",
         },
     ),
-    (assigned_after_backward, "spare.weight", {**_of("gradient_before_clip", "norm max", UNUSED), **LOCAL}),
+    (assigned_after_backward, "spare.weight", {**_of("gradient_before_clip", "norm max", SET_BY_HAND), **LOCAL}),
     (
         its_optimizer_did_not_step,
         "base.weight",

@@ -73,9 +73,50 @@ def test_gradients_of_autograd_grad_on_some_steps_are_no_dead_hooks(
             assert values["gradmon/grad_norm"] == pytest.approx(expected, rel=1e-6)
         else:
             assert "gradmon/grad_norm" not in values
-            assert "no backward pass ran through" in monitor.missing()["gradmon/grad_norm"]
+            assert values["gradmon/grad_norm_clipped"] == pytest.approx(expected, rel=1e-6)
+            missing = monitor.missing()
+            assert "no backward pass ran through" in missing["gradmon/grad_norm"]
+            assert "before_clip=True) once they are set" in missing["gradmon/grad_norm"]
+            assert "before you clip" not in "".join(missing.values())
     assert monitor.diagnose().findings == ()
     assert monitor.complaints() == {}
+
+
+def test_gradients_that_are_set_by_hand_have_a_norm_and_a_reason_for_what_is_absent() -> None:
+    model, (optimizer,), monitor = watched(1)
+    monitor.add_gradient_metric("norm")
+    parameters = list(model.parameters())
+    for are_some_of_backward in (False, True):
+        model.zero_grad()
+        loss = model(X).square().mean()
+        gradients = torch.autograd.grad(loss, parameters, retain_graph=True)
+        if are_some_of_backward:
+            loss.backward(inputs=parameters[1:])
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient if parameter.grad is None else parameter.grad
+        nn.utils.clip_grad_norm_(parameters, 1e-3)
+        expected = norm(model)
+        optimizer.step()
+        assert monitor.get_step_metrics()["gradmon/grad_norm_clipped"] == pytest.approx(expected, rel=1e-6)
+        missing = monitor.missing()
+        names = [f"gradient_before_clip/{name}/norm" for name, _ in model.named_parameters()]
+        for key in ("gradmon/grad_norm", *(names[:1] if are_some_of_backward else names)):
+            assert missing[key].endswith("call monitor.monitor_gradients(before_clip=True) once they are set, before any clip")
+        assert missing["gradmon/clipped_share"] == "no step so far had gradients that were seen before a clip and after it"
+    by_grad(model, model(X).square().mean())
+    monitor.monitor_gradients(before_clip=True)
+    expected = norm(model)
+    optimizer.step()
+    assert monitor.get_step_metrics()["gradmon/grad_norm"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_norm_of_some_gradients_that_are_set_by_hand_is_not_that_of_all() -> None:
+    model, optimizers, monitor = watched(2)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizers[1].step()
+    monitor.detach()
+    assert all("grad_norm_clipped" not in key for values in monitor.get_all_metrics().values() for key in values)
 
 
 @pytest.fixture

@@ -79,7 +79,9 @@ def is_cut(record: Record, truth: Truth) -> bool:
 def _of_clips(p: Program, record: Record, truth: Truth, earlier: Sequence[Truth]) -> dict[str, Number]:
     judged = [each for each in earlier if each.applied and each.before and each.used and not is_cut(record, each)][-WINDOW:]
     if not truth.used or is_cut(record, truth) or not any(each.edited for each in judged):
-        return {"grad_norm_clipped": NOTHING, "clipped_share": NOTHING}
+        by_hand = truth.used.keys() - truth.before.keys() and not is_cut(record, truth)
+        norm = norm_of(truth.used.values())._replace(promised=False) if by_hand else NOTHING
+        return {"grad_norm_clipped": norm, "clipped_share": NOTHING}
     pairs = [norms(each) if each.edited else (0.0, 0.0) for each in judged]
     share = sum(used < before * (1 - 1e-5) for before, used in pairs) / len(pairs)
     # an edit that leaves neither a version nor a norm behind may be taken for none; a factor for all is no clip

@@ -45,6 +45,9 @@ class ClipSummary:
             reason = facts.refused.get(n.GRADIENT, reason)
         elif not self.window.has_edits:
             reason = _nothing_clipped(len(self.window))
+            if after is not None and facts.attached and facts.used >= facts.trainable and _brings_others(after, before):
+                absent["clipped_share"] = reason
+                return {"grad_norm_clipped": norm_of(after)}
         elif after is None or not used_all:
             reason = "not every attached optimizer stepped"
         else:
@@ -57,6 +60,11 @@ class ClipSummary:
             return {"grad_norm_clipped": norm_of(after)}
         absent.update(dict.fromkeys(_KEYS, reason))
         return {}
+
+
+def _brings_others(after: StatsTable, before: StatsTable | None) -> bool:
+    """Whether the optimizer uses gradients that no backward pass has brought."""
+    return before is None or not set(after.names) <= set(before.names)
 
 
 def _nothing_clipped(steps: int) -> str:

@@ -97,6 +97,7 @@ class PendingStep:
             ranks=self.ranks,
             refusal=(self.active.is_overflowed and self.inventory.source.searches_scale()) or found_inf,
             nonfinite=_is_spoiled(tables.get(n.GRADIENT_BEFORE_CLIP)),
+            attached=self.attached,
         )
         if self.cost is not None and "overhead_pct" in summary.choice.keys:
             custom[summary_key("overhead_pct")] = self.cost

@@ -16,6 +16,11 @@ from .model_index import ModelIndex
 from .plan import SourcePlan
 
 FROZEN = "it is frozen: its requires_grad is False"
+#: What makes gradients before clipping known where no hook sees them: those of a backward pass, and those that the optimizer got otherwise.
+CLIP_SEEN = "clip with monitor.clip_grad_norm_, or call monitor.monitor_gradients(before_clip=True) before you clip"
+SET_BY_HAND = (
+    "if the loop sets gradients itself, call monitor.monitor_gradients(before_clip=True) once they are set, before any clip"
+)
 _OF_GRADIENTS = frozenset({n.GRADIENT, n.GRADIENT_BEFORE_CLIP, n.GRADIENT_LOCAL})
 _OF_OPTIMIZERS = frozenset({n.UPDATE, n.OPTIMIZER})
 _NEEDS_HOOKS = {
@@ -67,6 +72,8 @@ class ReasonContext:
             return "ranks have parts of it or of the model, whose gradients are measured only once they are reduced"
         if source in _OF_OPTIMIZERS and owned is not None:
             return "its optimizer did not step" if name in owned else self._unowned(name)
+        if self.attached and source == n.GRADIENT_BEFORE_CLIP and _has(record.tables.get(n.GRADIENT), name):
+            return f"no gradient before clipping was seen: no backward pass ran through the parameter's hook; {SET_BY_HAND}"
         if source == n.GRADIENT_BEFORE_CLIP and _has_others(record.tables.get(source)):
             return _UNUSED
         if source == n.GRADIENT and _has_others(record.tables.get(source)):
@@ -74,10 +81,7 @@ class ReasonContext:
         if not self.attached and source == n.GRADIENT:
             return "no gradient of it was measured: call monitor.monitor_gradients() between backward and the optimizer's step"
         if not self.attached and source == n.GRADIENT_BEFORE_CLIP:
-            return (
-                "no gradient of it was measured before clipping: clip with monitor.clip_grad_norm_, or call "
-                "monitor.monitor_gradients(before_clip=True) before you clip"
-            )
+            return f"no gradient of it was measured before clipping: {CLIP_SEEN}"
         return ""
 
     def _unowned(self, name: str) -> str:

@@ -16,7 +16,7 @@ from ..statistics import histogram, kurtosis, spectrum
 from .layer_values import LayerSelection
 from .micro_batches import norms_by_rank
 from .plan import SourcePlan
-from .reasons import FROZEN, ReasonContext, of_layers
+from .reasons import CLIP_SEEN, FROZEN, ReasonContext, of_layers
 from .summary import Summary
 from .summary_keys import StepFacts
 from .summary_keys import key as summary_key
@@ -209,8 +209,7 @@ def _why_absent(
 _DEFAULT_REASONS = {
     n.GRADIENT: "no gradient in this step, or nothing was measured when the optimizer stepped",
     n.GRADIENT_BEFORE_CLIP: (
-        "no gradient before clipping was seen: no backward pass ran through the parameter's hook; clip with "
-        "monitor.clip_grad_norm_, or call monitor.monitor_gradients(before_clip=True) before you clip"
+        f"no gradient before clipping was seen: no backward pass ran through the parameter's hook; {CLIP_SEEN}"
     ),
     n.GRADIENT_LOCAL: "no backward pass brought a gradient for it",
     n.PARAMETER: "the parameters were not measured: attach the optimizer, or call monitor.monitor_parameters()",

@@ -11,6 +11,7 @@ from ..core.records import StatsTable
 from .clip_summary import ClipSummary
 from .gradient_summary import DISTRIBUTION, gradient_values, norm_of
 from .micro_batches import MicroBatchStats
+from .reasons import CLIP_SEEN, SET_BY_HAND
 from .summary_choice import SummaryChoice
 from .summary_keys import CHEAP, OF_GRADIENTS, UPDATE_EVERY, UPDATE_KEYS, StepFacts
 from .update_summary import rows_of, update_values
@@ -98,10 +99,8 @@ class Summary:
         absent: dict[str, str],
     ) -> None:
         if before is None or (after is not None and not set(after.names) <= set(before.names)):
-            reason = (
-                "the gradients before clipping were not seen: no backward pass ran through the parameters' hooks; "
-                "clip with monitor.clip_grad_norm_ or call monitor.monitor_gradients(before_clip=True) before you clip"
-            )
+            advice = SET_BY_HAND if facts.attached and after is not None else CLIP_SEEN
+            reason = f"the gradients before clipping were not seen: no backward pass ran through the parameters' hooks; {advice}"
             reason = facts.refused.get(n.GRADIENT_BEFORE_CLIP, reason)
             absent.update(dict.fromkeys(OF_GRADIENTS, reason))
         else:

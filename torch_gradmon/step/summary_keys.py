@@ -14,7 +14,7 @@ from .gradient_summary import DISTRIBUTION
 #: The meaning of each key, in the order of display.
 DOCUMENTATION = {
     "grad_norm": "L2 norm of all gradients before clipping",
-    "grad_norm_clipped": "L2 norm of the gradients that the optimizer uses; absent where nothing clips or edits them after backward",
+    "grad_norm_clipped": "L2 norm of the gradients that the optimizer uses; absent where nothing clips or edits what backward brought",
     "clipped_share": "share of the last 100 steps in which the gradient norm was reduced after backward, as by a clip; absent where the "
     "loop does not edit gradients, or only scales them by one factor",
     "grad_max": "largest |x| of the finite gradient elements before clipping",
@@ -72,6 +72,7 @@ class StepFacts:
         ranks: number of ranks over which values of batches are merged.
         refusal: a GradScaler did not let the optimizer apply it.
         nonfinite: a gradient measured before clipping holds NaN or Inf.
+        attached: hooks on optimizers took part.
     """
 
     step: int
@@ -87,4 +88,5 @@ class StepFacts:
     ranks: int = 1
     refusal: bool = False
     nonfinite: bool = False
+    attached: bool = False
     rounding: float = 0.0
