@@ -288,7 +288,9 @@ def optimizers(model: nn.Module, named: Sequence[Any], source: Stepped) -> list[
     if owned.isdisjoint(id(source.stepped(p)) for p in model.parameters()):
         raise ValueError(
             f"no optimizer holds a parameter of this {type(model).__name__}: they were made for another model, or before its "
-            "parameters were replaced (fully_shard, to_empty, load_state_dict(assign=True)); make the optimizer afterwards"
+            "parameters were replaced (fully_shard, to_empty, load_state_dict(assign=True)); make the optimizer afterwards. If it steps "
+            "copies, such as master weights in float32, pass gradient_source=, or watch one module that has both: whole-model values "
+            "then count both"
             + (f". If DeepSpeed has taken the optimizer: {_DEEPSPEED}" if "deepspeed.runtime.engine" in sys.modules else "")
         )
     return bare
