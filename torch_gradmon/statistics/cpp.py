@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from ..core.moments import ALL_COLUMNS, WIDTH, Column
-from . import kernel_build
 from .eager import EagerStatistics
 from .precise import measure_precisely, needs_precise_pass
 from .request import Batch, Request
@@ -173,6 +172,8 @@ def _scale(inverse_scale: Tensor | None) -> ctypes.Array[ctypes.c_float] | None:
 @lru_cache(maxsize=1)
 def found() -> tuple[Kernel | None, str]:
     """The kernel that came with the package, with the kind of processor that it was built for; or None, with the reason."""
+    from . import kernel_build  # not for a training without a tensor on a CPU
+
     capability = torch.backends.cpu.get_cpu_capability()
     path = kernel_build.built(capability)
     if path is None:
@@ -190,6 +191,8 @@ def compiled() -> Kernel:
     Raises:
         RuntimeError: there is no compiler, or it fails; the message has its output.
     """
+    from . import kernel_build
+
     with tempfile.TemporaryDirectory() as place:
         library = Path(place) / "torch_gradmon.so"
         kernel_build.compile_to(library, _OPTIONS)
