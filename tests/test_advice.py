@@ -230,20 +230,24 @@ def test_skipping_that_is_there_is_not_recommended(skips: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("after", "adaptive", "named"),
+    ("after", "adaptive", "advice"),
     [
-        (lambda _: 1.0, False, "max_norm"),
-        (lambda step: 1.0 + step / 50, False, "the bound of the clip"),  # as where each element is clipped by itself
-        (lambda step: 1.0 + step / 50, True, "the limit of the adaptive clip"),
+        (lambda _: 1.0, False, "Raise max_norm until a gradient of the median norm, 50, passes it"),
+        (lambda step: 1.0 + step / 50, False, "If single parameters or elements are clipped, raise that bound"),
+        (
+            lambda step: 1.0 + step / 50,
+            True,
+            "Raise the limit of the adaptive clip until a gradient of the median norm, 50, passes it",
+        ),
     ],
 )
-def test_the_bound_has_the_name_that_the_loop_gives_it(after: Callable[[int], float], adaptive: bool, named: str) -> None:
+def test_the_bound_has_the_name_that_the_loop_gives_it(after: Callable[[int], float], adaptive: bool, advice: str) -> None:
     values = {"grad_norm": lambda _: 50.0, "grad_norm_clipped": after, "clipped_share": lambda _: 1.0}
     if adaptive:
         values["clip_limit"] = after
     (finding,) = check_clipping(history(loss=_flat, values=values))
-    assert finding.advice.startswith(f"Raise {named} until a gradient of the median norm, 50, passes it")
-    assert ("bound" in finding.evidence) is (named == "max_norm")
+    assert finding.advice.startswith(advice)
+    assert ("bound" in finding.evidence) is ("max_norm" in advice)
 
 
 def test_units_that_cannot_be_flat_are_not_taken_for_dead() -> None:
