@@ -233,7 +233,11 @@ def test_skipping_that_is_there_is_not_recommended(skips: bool) -> None:
     ("after", "adaptive", "advice"),
     [
         (lambda _: 1.0, False, "Raise max_norm until a gradient of the median norm, 50, passes it"),
-        (lambda step: 1.0 + step / 50, False, "If single parameters or elements are clipped, raise that bound"),
+        (
+            lambda step: 1.0 + step / 50,
+            False,
+            "If it is a clip of single parameters or elements, or one whose bound changes, raise that bound",
+        ),
         (
             lambda step: 1.0 + step / 50,
             True,

@@ -89,11 +89,42 @@ def test_a_part_that_begins_later_or_rests_costs_no_steps(full: bool) -> None:
             _turn(model, _batch(step), "maker", maker, 1.0)
     assert monitor.last_step == 40 - 11  # of the first eleven one is made
     assert monitor.get_step_metrics()["gradmon/grad_norm"] > 0
-    for step in range(5):
-        _turn(model, _batch(step), "maker", maker, 1.0)
-        _turn(model, _batch(step), "judge", judge, 1.0)
-        assert monitor.last_step == 30 + step
     monitor.detach()
+
+
+def test_when_a_part_begins_later_each_iteration_is_one_step_again() -> None:
+    model = _model()
+    maker, judge = _optimizers(model)
+    with pytest.warns(gradmon.GradmonWarning, match="until it steps, optimizer 1 of 2"):
+        monitor = gradmon.watch(model, maker, judge, on_spike=None)
+        for step in range(20):
+            _turn(model, _batch(step), "maker", maker, 1.0)
+    for step in range(20, 40):
+        norms = [*_turn(model, _batch(step), "maker", maker, 1.0)[:1], *_turn(model, _batch(step), "judge", judge, 1.0)[:1]]
+        monitor.log_scalar("iteration", float(step))
+        values = monitor.get_step_metrics()
+        assert values["iteration"] == step
+        if step > 20:  # the first step of the judge ends a step of its own
+            assert values["gradmon/grad_norm"] == pytest.approx(_norm([g for part in norms for g in part]), rel=1e-6)
+
+
+def test_an_optimizer_that_accumulates_over_many_steps_is_awaited() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    often, seldom = (torch.optim.SGD(layer.parameters(), lr=0.01) for layer in model)
+    monitor = gradmon.watch(model, often, seldom, on_spike=None)
+    monitor.add_gradient_metric("norm")
+    for iteration in range(64):
+        often.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        often.step()
+        if iteration % 16 == 15:
+            norm = _norm(_gradients(model[1]))
+            seldom.step()
+            values = monitor.get_step_metrics()
+            assert math.hypot(values["gradient/1.weight/norm"], values["gradient/1.bias/norm"]) == pytest.approx(norm, rel=1e-6)
+            seldom.zero_grad()
+    assert monitor.last_step == 3
 
 
 def test_nothing_changes_and_nothing_is_left_behind() -> None:

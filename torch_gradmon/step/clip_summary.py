@@ -47,7 +47,7 @@ class ClipSummary:
             reason = _nothing_clipped(len(self.window))
             if after is not None and facts.attached and facts.used >= facts.trainable and _brings_others(after, before):
                 absent["clipped_share"] = reason
-                return {"grad_norm_clipped": norm_of(after)}
+                return {"grad_norm_clipped": norm_of(rows_of(after, facts.trainable))}
         elif after is None or not used_all:
             reason = "not every attached optimizer stepped"
         else:

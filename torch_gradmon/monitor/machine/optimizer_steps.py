@@ -9,9 +9,10 @@ from ...core.errors import SpikeError
 from .step_actions import StepMeasurements
 from .step_cycle import StepCycle
 
-#: An optimizer that steps more often than this in one step does not wait for the last one: critics of a GAN take 5 steps for each of the
-#: generator as a rule, and a discriminator that begins later lets it take thousands.
-_MOST_STEPS = 10
+#: An optimizer that has stepped this often in one step does not wait for the last one: critics of a GAN take 5 steps for each of the
+#: generator as a rule, and a discriminator that begins later lets it take thousands. If gradients of the last one are there, it may
+#: accumulate them over more steps.
+_MOST_STEPS, _MOST_WITH_GRADIENTS = 10, 100
 
 
 class Machine(Protocol):
@@ -41,7 +42,8 @@ class OptimizerSteps:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self.cycle, self.state, self.measures = machine.cycle, machine.cycle.state, machine.measures
-        self._most_steps = _MOST_STEPS
+        self._resting: Hashable = None  # the optimizer that the user named last, while steps go on without it
+        self._accumulates = False  # it steps at last with the gradients of many steps
 
     def wrapper_began(self, optimizer: Hashable) -> None:
         """A wrapper around the optimizer is about to step: measure parameters before it changes anything."""
@@ -79,8 +81,10 @@ class OptimizerSteps:
             cycle.release()  # its forward is yet to come
         cycle.ensure_open(hides_forward=False)
         state.progress.begun.add(optimizer)
-        if state.progress.times.get(optimizer, 0) >= self._most_steps and not within:
-            self._go_on_without_last()
+        if not within and state.progress.times.get(optimizer, 0) >= _MOST_STEPS:
+            self._go_on_without_last(optimizer)
+        elif optimizer == self._resting:
+            self._wait_for(optimizer)
         if not cycle.boundaries.has_values:
             return False
         measures.annotate(optimizer, by_turns=not within and self._takes_turns(), is_first=self.state.patterns.is_first)
@@ -99,13 +103,22 @@ class OptimizerSteps:
         self.state.progress.done.add(optimizer)
         return is_skipped
 
-    def _go_on_without_last(self) -> None:
-        """An optimizer begins another step, while the one that ends steps has not stepped: the one before it ends them from now on."""
+    def _go_on_without_last(self, optimizer: Hashable) -> None:
+        """This optimizer begins another step, while the one that ends steps has not stepped: until it does, the one before it ends them."""
         order, progress = self._machine.order, self.state.progress
-        if self.state.leads and order[-1] not in progress.times:
-            self.measures.warn_resting(order[-1], progress.latest)
-            order.sort(key=lambda each: each == progress.latest)
-            self._most_steps = 1
+        last = order[-1]
+        if not self.state.leads or last in progress.times:
+            return
+        if self.measures.has_gradients(last) and (self._accumulates or progress.times[optimizer] < _MOST_WITH_GRADIENTS):
+            return
+        self.measures.warn_resting(last, progress.latest)
+        order.sort(key=lambda each: each == progress.latest)
+        self._resting = last
+
+    def _wait_for(self, optimizer: Hashable) -> None:
+        """It ends steps from now on."""
+        self._machine.order.sort(key=lambda each: each == optimizer)
+        self._resting = None
 
     def _explain_missing(self, optimizer: Hashable, comes_later: bool) -> None:
         backwards = self.state.progress.backwards
@@ -143,9 +156,11 @@ class OptimizerSteps:
         others_stepped = bool(done) and optimizer not in done and self.state.progress.backwards > 0
         is_late = others_stepped and not self.state.patterns.backward_since and self.state.leads
         if is_late := is_late and not self.state.is_open and cycle.boundaries.was_monitored:
-            self._machine.order.sort(key=lambda each: each == optimizer)
-            if self._most_steps == _MOST_STEPS:  # else the order is not the user's
+            if optimizer == self._resting:
+                self._accumulates = True
+            else:
                 self.measures.warn_order(optimizer)
+            self._wait_for(optimizer)
         return is_late
 
     def _takes_turns(self) -> bool:

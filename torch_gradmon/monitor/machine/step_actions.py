@@ -117,7 +117,7 @@ class StepMeasurements(Protocol):
         """The optimizer stepped after the one that was named last; it counts as the last one from now on."""
 
     def warn_resting(self, resting: Hashable, latest: Hashable) -> None:
-        """One optimizer rests while others step many times; the ``latest`` of them ends steps from now on."""
+        """One optimizer rests while others step many times; until it steps, the ``latest`` of them ends steps."""
 
     def warn_in_backward(self) -> None:
         """Nothing can be done about spikes of an optimizer that steps within the backward pass."""

@@ -193,9 +193,8 @@ class StepMeasurement:
             f"optimizer {self._order.index(name) + 1} of {len(self._order)} ({type(self._ownership[name]).__name__})"
             for name in (resting, latest)
         )
-        self._complaints.add(
-            "order", f"{first}, whose step ends a monitored one, rests while others step; now {second} ends them"
-        )
+        message = f"{first}, whose step ends a monitored one, rests while others step; until it steps, {second} ends them"
+        self._complaints.add("order", message)
 
     def warn_in_backward(self) -> None:
         if self._hooks.optimizers.may_skip:

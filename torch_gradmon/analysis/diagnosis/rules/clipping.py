@@ -68,14 +68,15 @@ def _always(history: History, norms: Series, shares: Series) -> list[Finding]:
 
 
 def _reduced(history: History, norms: Series, usual: float) -> list[Finding]:
-    """Steps that have no bound in common may be clipped by parameters or elements, or not clipped: divided, masked, preconditioned."""
+    """Steps that have no norm in common: clipped by parameters or elements, or by a bound that changes; or divided, masked and so on."""
     return history.finding(
         "always-clipped",
         "",
         {"median norm": norms.median, "times less": usual},
-        f"In nearly every step the gradient is made {usual:.3g} times smaller between backward and the optimizer's step. No norm is "
-        "common to these steps, so it is no clip of the whole gradient.",
-        "If single parameters or elements are clipped, raise that bound; otherwise there is nothing to do.",
+        f"In nearly every step the gradient is made {usual:.3g} times smaller between backward and the optimizer's step, and not to one "
+        "norm, as by a clip with one bound.",
+        "If it is a clip of single parameters or elements, or one whose bound changes, raise that bound. A division or another edit "
+        "needs nothing.",
         4.0,
         severity="info",
         steps=(norms.steps[0], norms.steps[-1]),
