@@ -29,9 +29,8 @@ class Passes:
         self._task = -1
         self._count = self._used = 0
         self._calls = 0  # of the module before the last pass
-        self._sum: tuple[weakref.ref[Tensor], int, int, int] | None = (
-            None  # a parameter, its version, its gradient's id and version
-        )
+        # a parameter, its version, its gradient's id and version
+        self._sum: tuple[weakref.ref[Tensor], int, int, int] | None = None
 
     @property
     def micro_batches(self) -> int:
