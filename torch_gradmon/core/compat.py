@@ -13,8 +13,6 @@ import torch
 _PATIENCE = timedelta(seconds=20)
 #: Whether ``torch.export`` can be distinguished from ``torch.compile``. In releases before 2.7 it cannot, so no graph gets statistics.
 TELLS_EXPORT = hasattr(torch.compiler, "is_exporting")
-
-
 #: Whether a compiled graph writes once where a checkpoint in it writes. Before 2.9 it does again where it recomputes.
 CHECKPOINTS_WRITE_ONCE = torch.__version__ >= "2.9"
 

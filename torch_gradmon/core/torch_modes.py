@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,8 +107,13 @@ def set_rng_states(states: Mapping[str, Tensor]) -> None:
 def is_accumulating() -> bool:
     """In a hook on the gradient of a leaf: whether the pass accumulates it, and does not return it as ``torch.autograd.grad`` does."""
     node = torch._C._current_autograd_node()
+    return node is None or will_run(node)
+
+
+def will_run(node: Any) -> bool:
+    """Within a backward pass: whether it runs this node, and does not return what the node would accumulate."""
     try:
-        return node is None or torch._C._will_engine_execute_node(node)
+        return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # the engine's answer for a leaf whose gradient is returned
         return False
 

@@ -45,7 +45,7 @@ class ClipSummary:
             reason = facts.refused.get(n.GRADIENT, reason)
         elif not self.window.has_edits:
             reason = _nothing_clipped(len(self.window))
-            if after is not None and facts.attached and facts.used >= facts.trainable and _brings_others(after, before):
+            if after is not None and facts.attached and facts.used >= facts.trainable and brings_others(before, after):
                 absent["clipped_share"] = reason
                 return {"grad_norm_clipped": norm_of(rows_of(after, facts.trainable))}
         elif after is None or not used_all:
@@ -62,7 +62,7 @@ class ClipSummary:
         return {}
 
 
-def _brings_others(after: StatsTable, before: StatsTable | None) -> bool:
+def brings_others(before: StatsTable | None, after: StatsTable) -> bool:
     """Whether the optimizer uses gradients that no backward pass has brought."""
     return before is None or not set(after.names) <= set(before.names)
 

@@ -8,7 +8,7 @@ from typing import Any
 from ..core import keys as n
 from ..core.metric import ASKED_LATE
 from ..core.records import StatsTable
-from .clip_summary import ClipSummary
+from .clip_summary import ClipSummary, brings_others
 from .gradient_summary import DISTRIBUTION, gradient_values, norm_of
 from .micro_batches import MicroBatchStats
 from .reasons import CLIP_SEEN, SET_BY_HAND
@@ -98,7 +98,7 @@ class Summary:
         facts: StepFacts,
         absent: dict[str, str],
     ) -> None:
-        if before is None or (after is not None and not set(after.names) <= set(before.names)):
+        if before is None or (after is not None and brings_others(before, after)):
             advice = SET_BY_HAND if facts.attached and after is not None else CLIP_SEEN
             reason = f"the gradients before clipping were not seen: no backward pass ran through the parameters' hooks; {advice}"
             reason = facts.refused.get(n.GRADIENT_BEFORE_CLIP, reason)

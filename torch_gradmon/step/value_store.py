@@ -85,8 +85,9 @@ class ValueStore:
         """Store final values ``[len(keys)]``, replacing earlier ones that came in this way."""
         if not values.is_cpu:
             self._note_stream(values.device)
-        self._vectors = [one for one in self._vectors if one[0] != keys]  # an optimizer may step often in a step
-        self._vectors.append((list(keys), values))
+        names: list[Key | None] = list(keys)
+        self._vectors = [one for one in self._vectors if one[0] != names]  # an optimizer may step often in a step
+        self._vectors.append((names, values))
 
     def _merge(self, key: Key, parts: list[Tensor], aggregation: Aggregation) -> None:
         for part in parts:

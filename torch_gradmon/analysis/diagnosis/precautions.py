@@ -43,9 +43,12 @@ class Precautions:
         rates = _rates(history)
         scales = [scale for record in history.records if (scale := record.context.get("amp_scale")) is not None]
         adaptive = any(len(history.series(name)) for name in ("clip_limit", "clipped_parameters"))
+        bound = None if adaptive else clip_bound(history.series("grad_norm").finite, after.finite)
+        if bound is not None and not scales_alike(history.ratio(n.GRADIENT, n.GRADIENT_BEFORE_CLIP)):
+            bound = None  # of single parameters or elements, and not of the norm of all gradients together
         return cls(
             clips=adaptive or bool(len(after)) or bool(len(history.series("clipped_share"))),
-            bound=None if adaptive or not _is_of_all(history) else clip_bound(history.series("grad_norm").finite, after.finite),
+            bound=bound,
             adaptive=adaptive,
             scale=float(scales[-1]) if scales else None,
             warm_up=_warm_up(rates),
@@ -58,11 +61,6 @@ class Precautions:
     def warm_up_advice(self) -> str:
         """The end of a sentence that recommends a lower learning rate."""
         return f"; the warm-up of {self.warm_up} steps is too short" if self.warm_up else "; add a warm-up"
-
-
-def _is_of_all(history: History) -> bool:
-    """Whether the clip goes by the norm of all gradients together, and not by those of single parameters or elements."""
-    return scales_alike(*(history.matrix(source, "norm") for source in (n.GRADIENT_BEFORE_CLIP, n.GRADIENT)))
 
 
 def _rates(history: History) -> Series:

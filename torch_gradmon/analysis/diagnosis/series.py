@@ -84,9 +84,8 @@ def clip_bound(before: Series, after: Series) -> float | None:
     return usual if cut and same > len(cut) / 2 else None
 
 
-def scales_alike(before: Matrix | None, after: Matrix | None) -> bool:
-    """Whether most steps that an edit reduced scaled all tensors by one factor; True if that is unknown."""
-    kept = None if before is None or after is None else after.over(before)
+def scales_alike(kept: Matrix | None) -> bool:
+    """Whether most steps that an edit reduced scaled all tensors by one factor; True if that is unknown. Takes norms after over before."""
     if kept is None:
         return True
     smallest = kept.values.nan_to_num(math.inf, math.inf, -math.inf).amin(1)

@@ -122,8 +122,8 @@ class TracedStatistics:
             reason = f"a tensor of {dtype}, which is not measured inside torch.compile"
         elif torch._C._functorch.peek_interpreter_stack() is not None:
             reason = "inside a torch.func transform"
-        elif (part := _part_that_may_not_write()) is not None:
-            reason = _CLOSED if "checkpoint" not in part else RECOMPUTED
+        else:
+            reason = _why_not_written()
         if reason:
             self.refused[path] = reason
             return -1
@@ -200,18 +200,20 @@ class CompiledHooks:
         return seen
 
 
-def _part_that_may_not_write() -> str | None:
-    """The operation whose graph, inside another one, is being traced and may not write; those of checkpoints may, from 2.9 on."""
+def _why_not_written() -> str:
+    """Why the graph inside another one that is being traced may not write; empty if it may, as those of checkpoints may from 2.9 on."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     output = InstructionTranslator.current_tx().output
     may = CHECKPOINTS_WRITE_ONCE and getattr(output.compiler_fn, "_compiler_name", "").startswith(_FUNCTIONAL)
     tracer = output.current_tracer
     while tracer.parent is not None:
-        if "checkpoint" not in (part := str(tracer.source_target)) or not may:
-            return part
+        if "checkpoint" not in str(tracer.source_target):
+            return _CLOSED
+        if not may:
+            return RECOMPUTED
         tracer = tracer.parent
-    return None
+    return ""
 
 
 def _add(tensor: Tensor, sums: Tensor, extremes: Tensor | None, flag: Tensor, eps: float, wanted: tuple[bool, ...]) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ...core.torch_modes import outside_dispatch_modes
+from ...core.torch_modes import outside_dispatch_modes, will_run
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
@@ -78,10 +78,10 @@ class Passes:
     def ended(self) -> None:
         """Note what shows later whether the sum was cleared or used."""
         module = self._module()
-        parameters = () if module is None else module.parameters()
-        found = next((parameter for parameter in parameters if parameter.grad is not None), None)
-        if found is not None:
-            self._sum = weakref.ref(found), found._version, id(found.grad), 0 if found.grad is None else found.grad._version
+        for parameter in () if module is None else module.parameters():
+            if (gradient := parameter.grad) is not None:
+                self._sum = weakref.ref(parameter), parameter._version, id(gradient), gradient._version
+                return
 
 
 def _is_reached(parameter: Tensor) -> bool:
@@ -89,7 +89,4 @@ def _is_reached(parameter: Tensor) -> bool:
     with outside_dispatch_modes(), torch.enable_grad():
         view: Node | None = parameter.view_as(parameter).grad_fn
     node = None if view is None else view.next_functions[0][0]
-    try:
-        return node is not None and torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # its gradient is returned
-        return False
+    return node is not None and will_run(node)

@@ -39,8 +39,7 @@ def check_clipping(history: History) -> list[Finding]:
 
 def _always(history: History, norms: Series, shares: Series) -> list[Finding]:
     clipped = history.applied("grad_norm_clipped").finite
-    after = dict(zip(clipped.steps, clipped.values, strict=True))
-    ratios = sorted(value / after[step] for step, value in zip(norms.steps, norms.values, strict=True) if after.get(step))
+    ratios = sorted(before / after for before, after in _pairs(norms, clipped) if after)
     usual = ratios[len(ratios) // 2] if ratios else math.nan
     if not usual > _LOW:
         return []
@@ -83,18 +82,22 @@ def _reduced(history: History, norms: Series, usual: float) -> list[Finding]:
     )
 
 
+def _pairs(norms: Series, clipped: Series) -> list[tuple[float, float]]:
+    """The norms before and after of the steps that have both."""
+    after = dict(zip(clipped.steps, clipped.values, strict=True))
+    return [(norm, after[step]) for step, norm in zip(norms.steps, norms.values, strict=True) if step in after]
+
+
 def _bound_name(run: Precautions) -> str:
     """The name of the bound in the user's loop."""
     return "the limit of the adaptive clip" if run.adaptive else "the bound of the clip" if run.bound is None else "max_norm"
 
 
 def _never(history: History, norms: Series) -> list[Finding]:
-    run = Precautions.of(history)
-    after = history.applied("grad_norm_clipped").finite
-    before = dict(zip(norms.steps, norms.values, strict=True))
-    both = [(before[step], value) for step, value in zip(after.steps, after.values, strict=True) if step in before]
-    if any(abs(one - other) > _SAME * one for one, other in both):  # what changes norms, and reduces none, is no clip
+    pairs = _pairs(norms, history.applied("grad_norm_clipped").finite)
+    if any(abs(before - after) > _SAME * before for before, after in pairs):  # what changes norms, and reduces none, is no clip
         return []
+    run = Precautions.of(history)
     far = _outliers(norms)
     spiky = 2 <= len(far) < len(norms) / 10
     return history.finding(
