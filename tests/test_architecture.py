@@ -224,29 +224,6 @@ def test_one_copy_brings_a_step_to_the_host(activations: bool) -> None:
         assert counts == Counter(copy=1)
 
 
-# --- the facade is thin -------------------------------------------------------------------------------------------------------------
-
-
-def _statements(function: ast.FunctionDef) -> int:
-    """How many statements a body has, nested ones included, without the docstring."""
-    inside = [node for statement in function.body for node in ast.walk(statement) if isinstance(node, ast.stmt)]
-    return len(inside) - (ast.get_docstring(function) is not None)
-
-
-def test_the_facade_has_no_bases_no_long_body_and_one_attribute() -> None:
-    tree = _tree("monitor.monitor")
-    (facade,) = (node for node in tree.body if isinstance(node, ast.ClassDef))
-    assert facade.name == "ModuleMonitor"
-    assert gradmon.ModuleMonitor.__bases__ == (object,)
-    sizes = {
-        node.name: _statements(node) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name != "_adder"
-    }
-    assert len(sizes) > 50
-    assert {name: size for name, size in sizes.items() if size > 3} == {}
-    stored = {node.attr for node in ast.walk(facade) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
-    assert stored == {"_runtime"} == set(vars(gradmon.ModuleMonitor(nn.Linear(2, 1))))
-
-
 # --- objects change themselves -------------------------------------------------------------------------------------------------
 
 #: Writes of this kind in the package: about thirty set attributes of torch's objects and of functions, about as many fill a record or a
