@@ -40,12 +40,14 @@ class Fence:
     Attributes:
         had_grad: whether grad mode was on in the caller of the running method.
         is_captured: the loop was last seen while a graph was captured, whose replays call nothing.
+        deferred: called once before the next method that is run.
     """
 
     def __init__(self, complaints: WarningLog, inert: bool) -> None:
         self.complaints = complaints
         self.inert = inert
         self._inside = self.had_grad = self.is_captured = False
+        self.deferred: Callable[[], None] | None = None
         self._captures = capture_check()
         self._lock = threading.RLock()  # with several GPUs, hooks fire on one of autograd's threads for each
         self._seconds = self._settled = 0.0
@@ -69,6 +71,8 @@ class Fence:
             self.had_grad = grad
             torch._C._set_grad_enabled(False)
             try:
+                if self.deferred is not None:
+                    self.deferred()
                 return method(*args)
             except (SpikeError, GradmonWarning):  # the second if warnings are errors
                 raise
@@ -100,6 +104,11 @@ class Fence:
     def add_time(self, seconds: float) -> None:
         """Add ``seconds`` to the measured overhead."""
         self._seconds += seconds
+
+    def add_since(self, began: float) -> None:
+        """Add the time since ``began``, unless the running call has it already."""
+        if not self._inside:
+            self._seconds += time.perf_counter() - began
 
     def exclude_time(self, seconds: float) -> None:
         """Exclude ``seconds`` of the current call from the overhead."""

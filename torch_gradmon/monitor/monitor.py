@@ -735,7 +735,8 @@ class ModuleMonitor:
             TypeError: ``key`` is no str, or the value no number.
             ValueError: a tensor of several elements; :meth:`log_tensor` takes those. Or an unknown ``reduce``.
         """
-        ValuesService(self._runtime).log_scalar(key, value, aggregation_fn, reduce)
+        if aggregation_fn is not None or reduce is not None or not self._runtime.lifecycle.values.keep(key, value):
+            ValuesService(self._runtime).log_scalar(key, value, aggregation_fn, reduce)
 
     def log_scalars(self, values: Mapping[str, Any]) -> None:
         """Log several numbers by key, see :meth:`log_scalar`."""

@@ -39,6 +39,19 @@ class LateValues:
         else:
             pending.add(late)
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether anything takes values of the step that ended last."""
+        ended = self._state.clock.ended
+        if self._pipeline.last is not None or self._queue.newest(ended) is not None:
+            return True
+        return any(buffer is not None for buffer in self._plugins.call("late_buffer", ended))
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the run directory has the step that ended last already."""
+        return self._pipeline.directory.path is not None and self._queue.newest(self._state.clock.ended) is None
+
     def tag(self, tags: Mapping[str, Any]) -> None:
         """Add facts."""
         ended = self._state.clock.ended

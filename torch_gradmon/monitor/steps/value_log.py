@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -21,6 +22,11 @@ from ...step.exchange_policy import ExchangePolicy
 from ...step.reduction import Aggregation
 from ..machine.step_state import StepState
 from .late_values import LateValues
+
+#: Without these a tensor on the CPU is read by ``item()`` as the loop itself would read it.
+_function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
+_interpreter = torch._C._functorch.peek_interpreter_stack
+_REAL = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16))
 
 
 class ValueLog:
@@ -46,6 +52,8 @@ class ValueLog:
         self._early: StepBuffer | None = None  # logged for the step to come
         self._hidden: StepBuffer | None = None  # and from inside of a forward that no hook sees
         self._first_keys: frozenset[Key] = frozenset()
+        self._plain: dict[str, Key] = {}  # keys under which numbers were logged before
+        self._waiting: list[tuple[Key, float]] = []
 
     def step_opened(self, buffer: StepBuffer | None, is_monitored: bool, hides_forward: bool, is_tentative: bool) -> None:
         """A step opened with ``buffer``; ``hides_forward``: no hook saw the forward, whose values belong to it."""
@@ -81,6 +89,48 @@ class ValueLog:
 
     # --- by the loop -----------------------------------------------------------------------------------------------------------
 
+    def keep(self, name: str, value: Any) -> bool:
+        """Log a number of the CPU under a key that was logged before; False where :meth:`log` has to do it.
+
+        The number waits until the fence runs something, so before the state changes that decides to which step it belongs. That costs
+        the loop what ``float(loss)`` does.
+        """
+        began, key = perf_counter(), self._plain.get(name)
+        if key is None or self._is_detached or self._exchange.exchange.shares_values:
+            return False
+        if type(value) is Tensor:
+            if _function_modes() or _dispatch_modes() or _interpreter() is not None:  # they see each question to a tensor
+                return False
+            if not value.is_cpu or value.numel() != 1 or value.dtype not in _REAL:
+                return False
+            value = value.item()
+        elif type(value) is not float and type(value) is not int:
+            return False
+        if not self._is_lost(key):
+            if self._writes_at_once(key):
+                return False
+            self._waiting.append((key, float(value)))
+            self._fence.deferred = self._log_waiting
+        self._fence.add_since(began)
+        return True
+
+    def _is_lost(self, key: Key) -> bool:
+        """The step of a value that is logged now is not monitored."""
+        if self._state.is_open:
+            return self.buffer is None and not self._state.progress.is_tentative
+        return not self._is_ahead(key) and not self.late.is_kept
+
+    def _writes_at_once(self, key: Key) -> bool:
+        """The value belongs into a step that a file has already, whose readers need not be in this process."""
+        return not self._state.is_open and not self._is_ahead(key) and self.late.is_stored
+
+    def _log_waiting(self) -> None:
+        self._fence.deferred = None
+        waiting, self._waiting = self._waiting, []
+        late = StepBuffer(-1, self._fence.complaints)
+        if late in [self._log(key, value, "mean", False, late) for key, value in waiting]:
+            self.late.add(late)
+
     def is_listening(self, may_be_forward: Callable[[], bool]) -> bool:
         """Whether a value from inside of a forward counts. ``may_be_forward``: this may be the forward of the next step."""
         if self._modules.paused or not self._modules.in_training:
@@ -91,6 +141,13 @@ class ValueLog:
         """Log a value; merged over ranks by ``reducer``. ``is_measured``: it is part of a training forward, and goes where that goes."""
         if self._fence.inert:
             return
+        began = perf_counter()
+        try:
+            self._log_now(key, value, aggregation, reducer, is_measured)
+        finally:
+            self._fence.add_since(began)
+
+    def _log_now(self, key: Key, value: Any, aggregation: Aggregation, reducer: str, is_measured: bool) -> None:
         text = "/".join(filter(None, key))
         if self._is_detached:
             self._fence.complaints.add(f"away:{text}", f"{text} was logged while the monitor is detached, and is dropped")
@@ -100,9 +157,16 @@ class ValueLog:
         self._warn_late(key, text, reducer)
         try:
             with outside_dispatch_modes():
-                buffer = self._log(key, value, aggregation, is_measured)
-                if reducer and buffer is not None:
+                if self._waiting:
+                    self._log_waiting()
+                late = StepBuffer(-1, self._fence.complaints)
+                buffer = self._log(key, value, aggregation, is_measured, late)
+                if buffer is late:
+                    self.late.add(late)
+                elif reducer and buffer is not None:
                     buffer.share(key, reducer)
+            if not key.source and not key.metric and not reducer and aggregation == "mean":
+                self._plain[key.name] = key
         except GradmonWarning:  # where warnings were made errors
             raise
         except Exception as error:  # the value, or the code that gets it, is at fault
@@ -119,8 +183,8 @@ class ValueLog:
                 "and no detector judges it; log it earlier",
             )
 
-    def _log(self, key: Key, value: Any, aggregation: Aggregation, is_measured: bool) -> StepBuffer | None:
-        """Where the value went; None where that step is not monitored, or has ended."""
+    def _log(self, key: Key, value: Any, aggregation: Aggregation, is_measured: bool, late: StepBuffer) -> StepBuffer | None:
+        """Which buffer has the value, ``late`` that of a step that has ended; None where it is dropped."""
         is_open, complaints = self._state.is_open, self._fence.complaints
         if self.buffer is not None and (is_measured or not self._state.progress.is_tentative):
             buffer = self.buffer
@@ -131,10 +195,7 @@ class ValueLog:
         elif is_open:
             return None
         else:
-            late = StepBuffer(-1, complaints)
-            late.merge_value(key, value, aggregation)
-            self.late.add(late)
-            return None
+            buffer = late
         buffer.merge_value(key, value, aggregation)
         return buffer
 
