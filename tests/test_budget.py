@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from torch import nn
 
 from torch_gradmon import GradmonWarning, ModuleMonitor, watch
 from torch_gradmon.core.errors import WarningLog
+from torch_gradmon.monitor.steps import step_closing
 from torch_gradmon.plugins.overhead_budget import OverheadBudget
 
 
@@ -148,3 +150,120 @@ def test_a_monitor_that_exceeds_its_budget_leaves_out_steps() -> None:
         train()
     assert monitored[:4] == [0, 1, 2, 3]
     assert len(monitored) <= 10
+
+
+# --- the warning about the cost ----------------------------------------------------------------------------------------------------
+
+
+class _Clock:
+    """A loop in which training takes ``training`` seconds a step, and the monitor ``own``."""
+
+    def __init__(self, training: float, own: float) -> None:
+        self.training, self.own, self.now, self.total = training, own, 0.0, 0.0
+        self.complaints = WarningLog()
+
+    def spent(self) -> float:
+        return self.total
+
+    def run(self, notice: step_closing.CostNotice, steps: int) -> None:
+        for _ in range(steps):
+            self.now += self.training + self.own
+            self.total += self.own
+            if notice.is_due:
+                notice.step_closed()
+
+
+@pytest.mark.parametrize(
+    ("every", "remedy"), [(1, "every=10 brings"), (2, "every=20 brings"), (None, "one in ten of these steps brings")]
+)
+def test_cost_warning_names_share_and_remedy(monkeypatch: pytest.MonkeyPatch, every: int | None, remedy: str) -> None:
+    clock = _Clock(training=0.002, own=0.003)
+    monkeypatch.setattr(step_closing, "perf_counter", lambda: clock.now)
+    notice = step_closing.CostNotice(clock, every)  # type: ignore[arg-type]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        clock.run(notice, 1700)  # 4.95 seconds of its own after the first 50
+    with pytest.warns(GradmonWarning, match=rf"60% of the time of this loop, 3 ms for each.*{remedy} that to about 13%"):
+        clock.run(notice, 1000)
+    assert not notice.is_due
+    assert clock.complaints.counts["cost"] == 1
+
+
+def test_cost_warning_is_absent_below_a_third(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = _Clock(training=0.0062, own=0.003)
+    monkeypatch.setattr(step_closing, "perf_counter", lambda: clock.now)
+    notice = step_closing.CostNotice(clock, 1)  # type: ignore[arg-type]
+    clock.run(notice, 2000)
+    assert not notice.is_due
+    assert not clock.complaints.counts
+
+
+def test_cost_warning_comes_from_a_real_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_closing, "PATIENCE", 0.0)
+    monkeypatch.setattr(step_closing, "LARGE", 0.0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    monitor = watch(model, optimizer, every=3)
+    with pytest.warns(GradmonWarning, match="every=30 brings") as caught:
+        for _ in range(3 * 60):
+            optimizer.zero_grad()
+            model(torch.randn(2, 4)).square().mean().backward()
+            optimizer.step()
+    assert len(caught) == 1
+    monitor.detach()
+
+
+# --- what log_scalar costs ---------------------------------------------------------------------------------------------------------
+
+
+def _calls(function: Callable[[], object]) -> int:
+    count = 0
+
+    def profile(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count - 1
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_log_scalar_makes_few_calls_after_first(every: int) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    monitor = watch(model, optimizer, every=every)
+    seen = {}
+    monitor.add_sink(lambda values, step: seen.update({step: values["loss"]}))
+    losses, most = {}, 0
+    for step in range(31):
+        optimizer.zero_grad()
+        loss = model(torch.randn(2, 4)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses[step] = loss.item()
+        calls = _calls(lambda loss=loss: monitor.log_scalar("loss", loss.detach()))  # type: ignore[misc]
+        loss.detach().zero_()  # the value was read, not the tensor kept
+        most = max(most, calls) if step > 1 else 0
+    assert most <= 12
+    assert monitor.get_step_metrics().get("loss") == (losses[30] if every == 1 or 30 % every == 0 else None)
+    monitor.detach()
+    assert seen == {step: value for step, value in losses.items() if step % every == 0}
+
+
+def test_log_scalar_time_is_part_of_the_overhead(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(4, 1)
+    monitor = watch(model, torch.optim.SGD(model.parameters(), 0.1))
+    fence = monitor._runtime.fence
+    monitor.log_scalar("loss", 1.0)
+    before = fence.spent()
+    for value in (2.0, 3):  # a float and an int wait for the next event
+        monitor.log_scalar("loss", value)
+        after = fence.spent()
+        assert after > before
+        before = after
+    monitor.log_scalar("other", 1.0)
+    assert fence.spent() > before

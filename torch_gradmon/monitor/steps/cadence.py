@@ -17,7 +17,7 @@ class Cadence:
     """
 
     def __init__(self, asked: Callable[[int], bool], plugins: PluginSet, every: int | None) -> None:
-        self.asked, self.plugins, self._every = asked, plugins, every
+        self.asked, self.plugins, self.every = asked, plugins, every
         self._asked: tuple[int, bool] | None = None
         self._answer: tuple[int, bool] | None = None
 
@@ -33,9 +33,9 @@ class Cadence:
 
     def idle_ahead(self, step: int) -> int:
         """How many steps from ``step`` on are certainly idle and seen by no plugin, without the last one before a monitored one."""
-        if self._every is None:
+        if self.every is None:
             return 0
-        ahead = -step % self._every - 1
+        ahead = -step % self.every - 1
         return self.plugins.may_miss(ahead) if ahead > 0 else 0
 
     def plugins_changed(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from time import perf_counter
 from typing import Any
 
+from ...core.fence import Fence
 from ...step.active_step import IDLE, ActiveStep, Mode, RecordedStep
 from ...step.buffer import StepBuffer
 from ...step.model_index import ModelIndex
@@ -11,6 +13,50 @@ from ...step.pending_step import PendingStep
 from ..pipeline.pending_queue import PendingQueue
 from .step_planning import StepPlanning
 from .value_log import ValueLog
+
+#: The warning comes if the share is larger.
+LARGE = 1 / 3
+#: Seconds of the monitor's own time after which the share is computed: a loop that ends sooner lost less than that.
+PATIENCE = 5.0
+#: Monitored steps that are left out: they load code, plan, and are checked closely.
+WARM_UP = 50
+_SPARSER = 10
+
+
+class CostNotice:
+    """Warns once, and asks no more after that.
+
+    Args:
+        fence: has the monitor's own time.
+        every: each step that this divides is monitored; None where the script decides otherwise.
+    """
+
+    def __init__(self, fence: Fence, every: int | None) -> None:
+        self._fence, self._every = fence, every
+        self._monitored = 0
+        self._began = self._spent = 0.0
+        self.is_due = True
+
+    def step_closed(self) -> None:
+        """A monitored step has ended."""
+        self._monitored += 1
+        if self._monitored <= WARM_UP:
+            self._began, self._spent = perf_counter(), self._fence.spent()
+        elif (own := self._fence.spent() - self._spent) > PATIENCE:
+            self._judge(own, perf_counter() - self._began, self._monitored - WARM_UP)
+
+    def _judge(self, own: float, elapsed: float, steps: int) -> None:
+        self.is_due = False
+        if own <= LARGE * elapsed:
+            return
+        fewer = own / _SPARSER
+        then = fewer / (elapsed - own + fewer)
+        what = "monitoring one in ten of these steps" if self._every is None else f"every={_SPARSER * self._every}"
+        self._fence.complaints.add(
+            "cost",
+            f"the monitor takes {own / elapsed:.0%} of the time of this loop, {1000 * own / steps:.2g} ms for each monitored step; "
+            f"{what} brings that to about {then:.0%}",
+        )
 
 
 class StepClosing:
@@ -25,6 +71,7 @@ class StepClosing:
     def __init__(self, planning: StepPlanning, queue: PendingQueue, values: ValueLog) -> None:
         self._planning, self._queue, self._values = planning, queue, values
         self._plugins = planning.cadence.plugins
+        self._cost = CostNotice(planning.fence, planning.cadence.every)
 
     def close(self, active: ActiveStep, is_watched: bool) -> None:
         """Nothing more is measured in this step. ``is_watched``: plugins are called, though nothing was measured."""
@@ -61,6 +108,8 @@ class StepClosing:
             self._plugins.call("on_alert", active.number)
 
     def _close_monitored(self, active: ActiveStep) -> None:
+        if self._cost.is_due:
+            self._cost.step_closed()
         buffer, inventory, tags = self._take(active)
         evaluate = self._planning.captures.modules.values.evaluator()
         readback = buffer.start_readback()
