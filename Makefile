@@ -1,4 +1,4 @@
-# A fresh machine needs only Python and make: `make demo` and `make test` install everything else.
+# A fresh machine needs only Python and make: `make demo`, `make check` and `make test` install everything else.
 
 PYTHON ?= python3
 # set TORCH to install another version or build; an installed torch is kept
@@ -29,24 +29,30 @@ torchtitan_tests := tests/test_integration_torchtune.py
 # tests of numbers and of unchanged training
 NUMBERS := tests/test_oracle.py tests/test_no_change.py tests/test_statistics.py
 
-.PHONY: demo test announce test-all test-gpu bench-gpu test-torch test-eager test-compiled test-wheel test-integrations lint bench bench-spikes bench-faults bench-external bench-foresight bench-widths bench-reports images docs gallery browser clean
+.PHONY: demo check test announce test-all test-gpu bench-gpu test-torch test-eager test-compiled test-wheel test-integrations lint bench bench-spikes bench-faults bench-external bench-foresight bench-widths bench-reports images docs gallery browser clean
 
 demo: $(DEMO)/.ready
 	$(DEMO)/bin/gradmon demo
 
-# first without optional packages, then the tests that need them, then the linters
+# what a change is checked by: the linters, and the tests that need torch and pytest alone, no group of processes and little time
+QUICK := not (slow or gpu or extra or integration or ranks or thorough)
+check: $(VENV)/.ready $(BARE)/.ready
+	$(MAKE) lint
+	$(BARE)/bin/python -m pytest -q -n $(WORKERS) -m "$(QUICK)"
+
+# the same first, then the other tests without optional packages, then those that need some
 test: announce $(VENV)/.ready $(BARE)/.ready browser
-	$(BARE)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow and not gpu and not extra and not integration"
+	$(MAKE) check
+	$(BARE)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -m "(ranks or thorough) and not (slow or gpu or extra or integration)"
 	$(MAKE) test-eager test-wheel docs
 	$(VENV)/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -m "extra and not slow and not gpu" $$(grep -l "mark\.extra" tests/test_*.py)
 	$(MAKE) --jobs $(WORKERS) --output-sync=target test-integrations
-	$(MAKE) lint
 
 missing = $(strip $(foreach environment,$(VENV) $(BARE) $(TRAINERS:%=.venv-%),$(if $(wildcard $(environment)/.ready),,$(environment))))
 
 announce:
-	@echo "make test: $(if $(missing),installs $(missing) (all of them: $(TEST_SIZE) with a torch for the CPU); then )runs the tests without" \
-		"optional packages, those that need some, those of the trainers, and the linters:" \
+	@echo "make test: $(if $(missing),installs $(missing) (all of them: $(TEST_SIZE) with a torch for the CPU); then )runs the linters, the tests" \
+		"without optional packages, those that need some, and those of the trainers:" \
 		"about $(TEST_MINUTES) minutes on two idle cores."
 
 test-integrations: $(TRAINERS:%=test-%)

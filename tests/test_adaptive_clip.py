@@ -475,6 +475,7 @@ def test_a_switched_off_monitor_clips_all_the_same(monkeypatch: pytest.MonkeyPat
 # --- ranks ---------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp2", "tp", "sequence"])
 @pytest.mark.parametrize("how", ["exact", "exact-1", "exact-inf", "zclip", "adagc"])
 def test_ranks_clip_by_the_norm_of_the_whole(wrap: str, how: str) -> None:
@@ -484,6 +485,7 @@ def test_ranks_clip_by_the_norm_of_the_whole(wrap: str, how: str) -> None:
             assert found == pytest.approx(wanted, rel=1e-5)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("how", ["exact", "zclip", "adagc"])
 def test_plain_parameters_that_differ_by_rank_count_together(how: str) -> None:
     for total, true_total, values in on_ranks(2, clip_ranks.experts, how):
@@ -491,6 +493,7 @@ def test_plain_parameters_that_differ_by_rank_count_together(how: str) -> None:
         assert values == pytest.approx(true_total, rel=1e-6)
 
 
+@pytest.mark.ranks
 def test_a_rank_that_is_alone_is_told_and_nothing_changes() -> None:
     said, unchanged = on_ranks(2, clip_ranks.alone)[0]
     assert unchanged

@@ -96,6 +96,7 @@ def test_a_finding_calls_once() -> None:
     assert got[0].text.endswith("before the first backward pass.")
 
 
+@pytest.mark.thorough
 def test_training_is_the_same_with_alerts_that_fail_hang_and_refuse() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -303,6 +304,7 @@ def test_pauses_that_a_run_makes_are_no_stalls(run: Path, tmp_path: Path) -> Non
     database.close()
 
 
+@pytest.mark.thorough
 def test_alarms_report_what_is_new_and_each_stall_once(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, tmp_path / "a")
     aged(tmp_path / "a", 1.0)

@@ -555,6 +555,7 @@ def _part(model: Any) -> Any:
     return model
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("compiled", [_whole, _in_place, _part])
 def test_in_a_compiled_model_it_is_absent_and_compiles_nothing(compiled: Callable[[Any], Any]) -> None:
     graphs = []

@@ -16,6 +16,8 @@ import torch_gradmon as gradmon
 from benchmarks.faults import FAULTS, HEALTHY, Training
 from torch_gradmon.core.loop_mistakes import MISTAKES
 
+pytestmark = pytest.mark.thorough
+
 OF_LOOPS = [t for t in FAULTS if t.rule in MISTAKES]
 #: Of each rule the quickest one here.
 QUICK = {t.rule: t for t in reversed(OF_LOOPS) if not t.held_back}

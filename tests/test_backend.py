@@ -111,6 +111,7 @@ def fused(request: pytest.FixtureRequest, portable: None) -> CppStatistics:
 
 
 @needs_compiler
+@pytest.mark.thorough
 class TestCompiled:
     @pytest.mark.parametrize("dtype", NARROW, ids=str)
     @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -396,6 +397,7 @@ def test_without_a_compiler_it_says_so_and_measures(monkeypatch: pytest.MonkeyPa
     oracle.check(views(statistics.measure([x], ALL_COLUMNS)[0]), x)
 
 
+@pytest.mark.thorough
 @needs_compiler
 def test_every_build_of_the_kernel_gives_the_same_bits(portable: None, tmp_path: Path) -> None:
     kernels = [kernel(name) for name in KERNELS]

@@ -100,6 +100,7 @@ def test_the_noise_scale_is_that_of_a_known_noise(micro: int, size: int, divided
     assert found == pytest.approx(TRUE_SCALE, rel=0.08)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("ranks", "micro"), [(2, 1), (2, 2), (4, 1)])
 def test_ranks_are_small_batches_too(ranks: int, micro: int) -> None:
     found = on_ranks(ranks, noisy, micro, 8, True)
@@ -117,12 +118,14 @@ def test_the_scale_goes_on_where_a_state_is_loaded() -> None:
     assert other.state_dict()["summary"]["batches"] == state["summary"]["batches"]
 
 
+@pytest.mark.ranks
 def test_a_spike_names_the_rank() -> None:
     for events, norms, true in on_ranks(2, batches_of, "ddp"):
         assert "micro-batch 1 of rank 1 has " in events[0]
         assert norms == {rank: pytest.approx(each, rel=1e-6) for rank, each in true.items()}
 
 
+@pytest.mark.ranks
 def test_gradients_that_exist_only_reduced_are_said_to() -> None:
     for _, norms, _ in on_ranks(2, batches_of, "fsdp2"):
         assert norms == (

@@ -29,6 +29,8 @@ from torch_gradmon.plugins.loop_audit.sampling import TRUSTED
 
 from . import forked, oracle
 
+pytestmark = pytest.mark.thorough
+
 CPU = torch.device("cpu")
 NEEDS_COMPILER = pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
 MIXED = GradientSet("mixed", lambda: Tensors([(300, 200), (7,), (70_001,), (32, 32), (1024,)]))

@@ -130,6 +130,7 @@ def test_what_is_no_run_is_a_wrong_request(name: str, kind: str, tmp_path: Path,
     assert captured.err.count("\n") == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(os.name != "posix", reason="needs a shell")
 @pytest.mark.parametrize(
     "words", [["--help"], *([name, *more] for name, more in READERS.items()), pytest.param(["summary"], marks=pytest.mark.extra)]

@@ -32,6 +32,8 @@ from . import forked
 from .pseudo_terminal import terminal
 from .test_run_bulk import _record
 
+pytestmark = pytest.mark.thorough
+
 NAMES = ("[bold]a", "<b>&lt;\x1b[31m", "[/]", "a_very_long_name_" * 6)
 _POSIX = pytest.mark.skipif(os.name != "posix", reason="needs a pseudo terminal")
 

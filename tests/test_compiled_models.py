@@ -22,6 +22,7 @@ from torch_gradmon.core import compat
 METRICS = ("norm", "rms", "mean", "std", "max", "min_value", "max_value", "l1", "sparsity", "zeros", "nonfinite")
 # torch hides this warning of the compiler's own, which it cannot where warnings are errors
 pytestmark = [
+    pytest.mark.thorough,
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning"),
 ]

@@ -246,6 +246,7 @@ def test_a_relu_before_a_square_of_targets_below_zero() -> None:
     assert "relu-before-loss" not in rules(monitor)
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::torch_gradmon.GradmonWarning")
 @pytest.mark.parametrize(
     ("last", "low", "high", "is_so"),

@@ -22,6 +22,8 @@ from torch_gradmon.runs import liveness as pulse
 
 from . import forked
 
+pytestmark = pytest.mark.thorough
+
 _TRAINING = """
 import os, sys, time, torch, warnings
 from torch import nn

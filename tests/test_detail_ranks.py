@@ -13,6 +13,8 @@ from torch_gradmon import load_run
 from .detail_ranks import at_random, from_outside, judged, of_a_reset
 from .ranks import on_ranks
 
+pytestmark = pytest.mark.ranks
+
 EVERY = 10
 
 

@@ -252,6 +252,7 @@ def test_the_make_targets_that_pages_name_exist() -> None:
     assert set(phony[1].split()) <= targets
 
 
+@pytest.mark.ranks
 def test_the_console_command_that_pages_name_is_installed_by_us() -> None:
     scripts = re.search(
         r"^\[project\.scripts\]\n(.*?)(?:\n\n|\n\[)", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.M | re.S

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 
+pytestmark = pytest.mark.thorough
+
 
 def draw(*shape: int, seed: int = 1) -> Tensor:
     """Normal numbers."""

@@ -17,6 +17,8 @@ import torch_gradmon as gradmon
 
 from . import forked
 
+pytestmark = pytest.mark.thorough
+
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 #: Those of many ranks: one as torchrun starts it, and one whose ranks are forked.
 BY_TORCHRUN, FORKED_RANKS = {"ddp"}, {"fsdp2"}

@@ -32,7 +32,10 @@ QUICK_FAULTS = [t for t in FAULTS if t.family == "mlp" and not t.name.startswith
 QUICK_HEALTHY = [t for t in HEALTHY if t.family == "mlp" and t.name.split("/")[0] in ("lbfgs", "triplets", "tanh")]
 
 # a scheduler that is stepped after a scaler left out the first step, which is how float16 begins
-pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step\\(\\)`:UserWarning")
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step\\(\\)`:UserWarning"),
+]
 
 
 def _named(trainings: list[Training]) -> list[object]:

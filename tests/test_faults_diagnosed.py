@@ -12,6 +12,8 @@ import pytest
 from benchmarks.faults import FAULTS, HEALTHY, Training
 from benchmarks.faults.judging import FIRST, UNSEEN, Outcome, counts, judged, main, table, wrong
 
+pytestmark = pytest.mark.thorough
+
 # one of each theme that takes a second; rules alone are those of test_diagnosis_rules.py
 QUICK = [
     "initialised-with-randn/mlp",

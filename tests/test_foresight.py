@@ -21,6 +21,8 @@ from torch_gradmon.plugins.foresight.growth import AcceleratedGrowth, Growth, Re
 from torch_gradmon.plugins.foresight.plugin import _WarmUp
 from torch_gradmon.plugins.foresight.trend import steps_until
 
+pytestmark = pytest.mark.thorough
+
 STEPS, CHANGE = 320, 200
 
 
@@ -328,6 +330,7 @@ def of_two_ranks(rank: int) -> list[tuple[int, str]]:
     return list(foresight.signs)
 
 
+@pytest.mark.ranks
 def test_ranks_see_the_same_weights() -> None:
     first, second = on_ranks(2, of_two_ranks)
     weights = [[sign for sign in signs if sign[1].endswith("weight")] for signs in (first, second)]

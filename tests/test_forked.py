@@ -11,6 +11,8 @@ import pytest
 
 from . import forked
 
+pytestmark = pytest.mark.thorough
+
 PROGRAM = """
 import atexit, os, sys, threading, time, warnings
 

@@ -8,6 +8,8 @@ import torch
 from . import fsdp1_runs as runs
 from .ranks import on_ranks
 
+pytestmark = pytest.mark.ranks
+
 #: Ranks, original parameters, how it shards, micro-batches, and whether the loop clips.
 SETTINGS = [
     (2, True, "FULL_SHARD", 1, True),

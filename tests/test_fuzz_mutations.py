@@ -19,6 +19,8 @@ from .fuzz import runner
 from .fuzz.drawing import plainer
 from .fuzz.program import Program
 
+pytestmark = pytest.mark.thorough
+
 Patch = pytest.MonkeyPatch
 RICH = Program(
     edit="clip_norm", optimizer="adamw", dropout=0.25, metrics=("gradient", "update", "activation"), run_dir=True, layers="all"

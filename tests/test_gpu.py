@@ -25,6 +25,8 @@ from .device_loop import STEPS
 from .device_programs import PROGRAMS, run
 from .places import Place
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parent.parent
 _HAS_DEVICES = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
 needs_devices = pytest.mark.skipif(not _HAS_DEVICES, reason="this torch has no devices in Python")

@@ -19,6 +19,8 @@ from benchmarks.contenders import Contender
 from benchmarks.rivals import LeftOut
 from benchmarks.timing import Floor
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "benchmarks.md"
 CPU = torch.device("cpu")

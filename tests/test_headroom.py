@@ -274,6 +274,7 @@ def of_two_ranks(rank: int) -> tuple[float | None, float]:
     return value, float(sum(p.double().sum() for p in net.parameters()))
 
 
+@pytest.mark.ranks
 def test_ranks_agree() -> None:
     (value, total), other = on_ranks(2, of_two_ranks)
     assert value is not None

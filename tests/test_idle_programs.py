@@ -8,6 +8,8 @@ import pytest
 
 from . import idle_programs
 
+pytestmark = pytest.mark.thorough
+
 SEEDS = range(24)
 CHUNK = 30
 

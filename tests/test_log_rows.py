@@ -154,6 +154,7 @@ def _on_a_rank(rank: int, directory: str) -> tuple[Any, list[str]]:
     return [record.context.get("rows", {}).get("ids", [])[:1] for record in records if record.step == 50], spikes
 
 
+@pytest.mark.ranks
 def test_each_rank_names_its_own_rows(tmp_path: Path) -> None:
     (first, spikes), (second, others) = on_ranks(2, _on_a_rank, str(tmp_path))
     assert (first, second) == ([[]], [[407]])

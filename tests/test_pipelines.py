@@ -25,6 +25,7 @@ def _without_time(values: dict[str, float]) -> dict[str, float]:
     return {key: value for key, value in values.items() if "overhead" not in key}
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("schedule", "beside", "ranks"), SETTINGS)
 def test_values_are_those_of_one_process_on_every_rank(schedule: str, beside: str, ranks: int) -> None:
     alone = on_ranks(ranks, runs.train, schedule, beside, False)
@@ -48,6 +49,7 @@ def test_values_are_those_of_one_process_on_every_rank(schedule: str, beside: st
             assert torch.allclose(tensor, state[name], atol=1e-6), name
 
 
+@pytest.mark.ranks
 def test_what_one_rank_thaws_leaves_the_others_with_the_same_rows_and_an_evaluation_is_none_of_the_step() -> None:
     alone, watched = on_ranks(2, runs.thaw, False), on_ranks(2, runs.thaw, True)
     for ours, theirs in zip(watched, alone, strict=True):
@@ -60,6 +62,7 @@ def test_what_one_rank_thaws_leaves_the_others_with_the_same_rows_and_an_evaluat
     assert all(values["activation/layers.0.up/max"] < 10 for values in watched[0]["values"])
 
 
+@pytest.mark.ranks
 def test_metric_functions_are_called_where_the_tensor_is_and_every_rank_has_their_values() -> None:
     ((expected, _),) = on_ranks(1, runs.functions)
     ranks = on_ranks(2, runs.functions)
@@ -74,6 +77,7 @@ def test_metric_functions_are_called_where_the_tensor_is_and_every_rank_has_thei
     assert ranks[1][1]["parameter/embedding.bias/spectral"] == "no value came from the rank that has it"
 
 
+@pytest.mark.ranks
 def test_what_a_pipeline_cannot_do_is_refused() -> None:
     for skip, clip, stage in on_ranks(2, runs.refused):
         assert skip.startswith("ValueError: on_spike= of this monitor skips or undoes steps.")
@@ -84,6 +88,7 @@ def test_what_a_pipeline_cannot_do_is_refused() -> None:
         )
 
 
+@pytest.mark.ranks
 def test_patterns_see_the_names_of_the_whole_model_and_blocks_and_groups_are_those_of_all_stages() -> None:
     (alone,) = on_ranks(1, runs.options)
     for ours in on_ranks(2, runs.options):
@@ -106,6 +111,7 @@ def test_patterns_see_the_names_of_the_whole_model_and_blocks_and_groups_are_tho
     assert "gradient/layers.2.up.weight/norm" not in keys
 
 
+@pytest.mark.ranks
 def test_a_frozen_stage_needs_an_optimizer_that_ends_its_steps() -> None:
     (refused, first), (_, second) = on_ranks(2, runs.frozen)
     assert refused[0].startswith("ValueError: the stages of this rank are frozen and have no optimizer")
@@ -113,6 +119,7 @@ def test_a_frozen_stage_needs_an_optimizer_that_ends_its_steps() -> None:
     assert first["gradient/head.weight/norm"] > 0
 
 
+@pytest.mark.ranks
 def test_a_weight_that_two_stages_of_a_rank_share_counts_once() -> None:
     first, second = on_ranks(2, runs.tied)
     assert first == second
@@ -124,6 +131,7 @@ def test_a_weight_that_two_stages_of_a_rank_share_counts_once() -> None:
         assert "gradient/layers.3.up.weight/norm" not in values
 
 
+@pytest.mark.ranks
 def test_a_second_monitor_of_a_schedule_replaces_the_first() -> None:
     for warned, steps in on_ranks(2, runs.again):
         assert len(warned) == 1
@@ -131,6 +139,7 @@ def test_a_second_monitor_of_a_schedule_replaces_the_first() -> None:
         assert steps == [1, 1]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("what", ["metric", "cadence"])
 def test_ranks_with_other_metrics_or_steps_are_named_and_train_on(what: str) -> None:
     for keys, complaints in on_ranks(2, runs.unlike, what):

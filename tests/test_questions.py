@@ -56,6 +56,7 @@ def _train(rank: int, directory: str, corrupts: bool) -> None:
     monitor.detach()
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("corrupts", "code"), [(False, 0), (True, 1)])
 def test_the_runs_of_two_ranks_show_whether_they_train_the_same_model(tmp_path: Path, corrupts: bool, code: int) -> None:
     on_ranks(2, _train, str(tmp_path), corrupts)

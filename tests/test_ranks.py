@@ -47,6 +47,8 @@ from .rank_runs import (
 )
 from .ranks import on_ranks
 
+pytestmark = pytest.mark.ranks
+
 TWO = [
     *(Setting("ddp", clip=clip) for clip in ("", "torch", "monitor")),
     Setting("ddp", (("gradient_as_bucket_view", True),), clip="torch"),

@@ -237,6 +237,7 @@ def _replay_on(rank: int, make: Callable[..., runs.Training], on_all: bool) -> s
     return found
 
 
+@pytest.mark.ranks
 def test_a_rank_replays_by_itself() -> None:
     first, other = on_ranks(2, _replay_on, runs.ddp, False)
     assert first == "3 passes over one batch gave the same bits: the loss and 4 gradients"
@@ -260,6 +261,7 @@ def _replay_of_the_wrapper(rank: int, kind: str) -> str:
     return found
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
@@ -273,11 +275,13 @@ def test_one_rank_that_replays_never_waits_for_another(kind: str, expected: str)
     assert first.startswith(expected)
 
 
+@pytest.mark.ranks
 def test_parts_of_a_tensor_parallel_model_are_replayed_together() -> None:
     expected = "3 passes over one batch gave the same bits: the loss and 8 gradients"
     assert on_ranks(2, _replay_on, runs.tensor_parallel, True) == [expected] * 2
 
 
+@pytest.mark.ranks
 def test_a_sharded_model_is_refused() -> None:
     for found in on_ranks(4, _replay_on, runs.hsdp, True):
         assert found.startswith(

@@ -22,6 +22,8 @@ from . import replica_runs as runs
 from . import replica_sound as sound
 from .ranks import on_ranks
 
+pytestmark = pytest.mark.ranks
+
 #: Fault, number of ranks, how the model is wrapped, rule, the tensor or number, and the first step.
 FAULTS: list[tuple[Callable[..., None], int, Callable[..., runs.Training], dict[str, Any], str, str, int]] = [
     (runs.bypassed, 2, runs.ddp, {}, "ranks-not-synchronised", "up.weight", 0),

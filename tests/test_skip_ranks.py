@@ -22,6 +22,8 @@ from .skip_ranks import (
     with_other_snapshots,
 )
 
+pytestmark = pytest.mark.ranks
+
 EXPECTED = [step in POISONED for step in range(8)]
 
 

@@ -40,14 +40,13 @@ class Fence:
     Attributes:
         had_grad: whether grad mode was on in the caller of the running method.
         is_captured: the loop was last seen while a graph was captured, whose replays call nothing.
-        deferred: called once before the next method that is run.
     """
 
     def __init__(self, complaints: WarningLog, inert: bool) -> None:
         self.complaints = complaints
         self.inert = inert
         self._inside = self.had_grad = self.is_captured = False
-        self.deferred: Callable[[], None] | None = None
+        self._deferred: Callable[[], None] | None = None
         self._captures = capture_check()
         self._lock = threading.RLock()  # with several GPUs, hooks fire on one of autograd's threads for each
         self._seconds = self._settled = 0.0
@@ -71,8 +70,9 @@ class Fence:
             self.had_grad = grad
             torch._C._set_grad_enabled(False)
             try:
-                if self.deferred is not None:
-                    self.deferred()
+                if (deferred := self._deferred) is not None:
+                    self._deferred = None
+                    deferred()
                 return method(*args)
             except (SpikeError, GradmonWarning):  # the second if warnings are errors
                 raise
@@ -86,6 +86,10 @@ class Fence:
                     modes.__exit__(None, None, None)
                 self._inside = False
                 self._seconds += time.perf_counter() - self._entered
+
+    def defer(self, call: Callable[[], None]) -> None:
+        """Call it once, before the next method that is run."""
+        self._deferred = call
 
     def _note_capture(self) -> None:
         # a copy to the host, or a question about one, would spoil the graph; and rows would have no values before a replay

@@ -110,7 +110,7 @@ class ValueLog:
             if self._writes_at_once(key):
                 return False
             self._waiting.append((key, float(value)))
-            self._fence.deferred = self._log_waiting
+            self._fence.defer(self._log_waiting)
         self._fence.add_since(began)
         return True
 
@@ -125,7 +125,6 @@ class ValueLog:
         return not self._state.is_open and not self._is_ahead(key) and self.late.is_stored
 
     def _log_waiting(self) -> None:
-        self._fence.deferred = None
         waiting, self._waiting = self._waiting, []
         late = StepBuffer(-1, self._fence.complaints)
         if late in [self._log(key, value, "mean", False, late) for key, value in waiting]:
