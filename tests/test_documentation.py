@@ -152,6 +152,8 @@ def test_the_python_of_a_page_runs_from_top_to_bottom_and_prints_what_it_shows(
             with warnings.catch_warnings():
                 if 'on_spike="skip"' in code:  # where a skip is shown, it is told
                     warnings.filterwarnings("ignore", "torch_gradmon: (step 30: .*; skipped$|after the spike of step 30)")
+                if "# the fault" in code:  # the README shows the default, which warns
+                    warnings.filterwarnings("ignore", "torch_gradmon: (step 150: |after the spike of step 150)")
                 if "Foresight()" in code:
                     warnings.filterwarnings("ignore", "torch_gradmon: step 265: a divergence may be near")
                 # line numbers of the page in a traceback
@@ -413,3 +415,40 @@ def test_what_is_there_on_request_is_described() -> None:
         optimizer.step()
     described = monitor.describe()
     assert {f"gradmon/{name}" for name in summary_keys.ON_REQUEST} <= described.keys() & monitor.get_step_metrics().keys()
+
+
+# --- figures of the README -----------------------------------------------------------------------------------------------------------
+
+
+def test_readme_comparison_has_figures_of_benchmark_page() -> None:
+    page = _text("docs/benchmarks.md").partition("**CPU, 1 thread**")[2].partition("**CPU, 2 threads**")[0]
+    table = {
+        row.split(" | ")[0].strip("| "): re.findall(r"([\d.]+) \(", row) for row in page.splitlines() if row.startswith("| ")
+    }
+    readme = _text("README.md")
+    row = next(line for line in readme.splitlines() if line.startswith("| time for the gradients of GPT-2"))
+    shown = re.findall(r"(?<= )\d+\.\d+(?= for)", row)
+    contenders = (
+        "torch_gradmon.ModuleMonitor, five metrics by key",
+        "torch-module-monitor, five metrics",
+        "wandb.watch, its hooks",
+    )
+    norms = "Lightning grad_norm, norms only"
+    assert shown == [table[name][0] for name in (*contenders, norms)]
+    ours = table[contenders[0]]
+    assert f"({table[norms][1]}, ours {ours[1]})" in readme
+    assert f"take {table['torch_gradmon, eager, all statistics, no keys'][0]}." in readme
+
+
+def test_first_hundred_lines_show_what_package_is_for() -> None:
+    for page in ("README.md", "docs/getting-started.md"):
+        lines = "\n".join(_text(page).splitlines()[:100])
+        for text in (
+            'add_gradient_metric("norm", metric_regex=',
+            "lambda g:",
+            "gradient_before_clip/",
+            "get_step_metrics()",
+            "wandb.init(",
+            "TensorBoardSink(",
+        ):
+            assert text in lines, (page, text)
