@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from torch_gradmon.capture.attention.function_patch import FunctionPatch
+from torch_gradmon.capture.attention.function_patch import ATTENTION_PATCH, CallObserver
 
 ORIGINAL = F.scaled_dot_product_attention
 Q = torch.randn(1, 2, 3, 4)
@@ -27,11 +27,9 @@ def elsewhere() -> Iterator[Any]:
     del sys.modules[module.__name__]
 
 
-def spying() -> tuple[FunctionPatch, list[Any]]:
+def spying() -> tuple[CallObserver, list[Any]]:
     seen: list[Any] = []
-    return FunctionPatch(
-        F, "scaled_dot_product_attention", lambda args, kwargs, result: seen.append((len(args), kwargs, result))
-    ), seen
+    return CallObserver(ATTENTION_PATCH, lambda args, kwargs, result: seen.append((len(args), kwargs, result))), seen
 
 
 def test_it_sees_calls_by_every_name_and_goes_without_a_trace(elsewhere: Any) -> None:

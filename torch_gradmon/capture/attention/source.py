@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...core import keys as n
@@ -26,7 +25,7 @@ from ...step.buffer import StepBuffer
 from ...step.model_index import ModelIndex
 from ..modules.compiled import wrapped_by
 from ..modules.values import ModuleValues
-from .function_patch import COMPILER, FunctionPatch, is_called_by
+from .function_patch import ATTENTION_PATCH, COMPILER, CallObserver, is_called_by
 
 _COLUMNS = frozenset({Column.COUNT, Column.SUM, Column.NONFINITE, Column.MIN, Column.MAX})
 _PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -90,8 +89,8 @@ class AttentionRecorder:
         self._buffer: StepBuffer | None = None
         self._metrics: Sequence[Metric] = ()
         self._callers = _Callers()
-        self._patch = FunctionPatch(F, "scaled_dot_product_attention", self._saw)
-        weakref.finalize(self, self._patch.leave)  # if a forward was interrupted
+        self._observer = CallObserver(ATTENTION_PATCH, self._saw)
+        weakref.finalize(self, self._observer.leave)  # if a forward was interrupted
         self._reported: set[str] = set()
         self._observed: set[str] = set()
         self._reason = _NO_CALL
@@ -126,11 +125,11 @@ class AttentionRecorder:
             if is_called_by(COMPILER):
                 self._reason = _NOT_IN_GRAPHS  # torch.compile(model), assigned to another variable
             else:
-                self._patch.enter()
+                self._observer.enter()
 
     def leave(self) -> None:
         """Stop recording. Idempotent."""
-        self._patch.leave()
+        self._observer.leave()
 
     def _saw(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Tensor) -> None:
         if self._buffer is None or not self._in_forward():
