@@ -430,7 +430,10 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(y, y, y)
 
 
-NO_CALL = "no call of scaled_dot_product_attention was seen in training; a call through an attribute that holds the function is not seen"
+NO_CALL = (
+    "no call of scaled_dot_product_attention was seen in training; attention that is written out, flex_attention, and a call through an "
+    "attribute that holds the function are not seen"
+)
 
 
 OUT = "left out by excluded_modules_regex"

@@ -30,7 +30,10 @@ from . import loops
 from .families import BY_NAME, Family
 from .test_attention_statistics import oracle
 
-NO_CALL = "no call of scaled_dot_product_attention was seen in training; a call through an attribute that holds the function is not seen"
+NO_CALL = (
+    "no call of scaled_dot_product_attention was seen in training; attention that is written out, flex_attention, and a call through an "
+    "attribute that holds the function are not seen"
+)
 METRICS = ("entropy", "entropy_normalized", "max_logit", "first_key")
 Call = tuple[Tensor, Tensor, dict[str, Any]]
 modes = torch._C._len_torch_function_stack

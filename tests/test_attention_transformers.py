@@ -60,7 +60,10 @@ KINDS: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
         ("model.encoder.layers.0.self_attn", "model.decoder.layers.0.self_attn", "model.decoder.layers.0.encoder_attn"),
     ),
 }
-NO_CALL = "no call of scaled_dot_product_attention was seen in training; a call through an attribute that holds the function is not seen"
+NO_CALL = (
+    "no call of scaled_dot_product_attention was seen in training; attention that is written out, flex_attention, and a call through an "
+    "attribute that holds the function are not seen"
+)
 _NO_DROPOUT = ("attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob", "dropout_rate")
 _NO_DROPOUT += ("dropout", "attention_dropout", "activation_dropout")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from functools import cache
 from typing import NamedTuple
 
@@ -73,6 +73,8 @@ ATTENTION_SOURCES = {
     "max_logit": ATTENTION_MAX_LOGIT,
     "first_key": ATTENTION_FIRST_KEY,
 }
+#: In the context of a step that should have had values of attention: why it has none.
+NO_ATTENTION = "no_attention"
 #: Aggregations over the heads of a layer.
 OVER_HEADS = ("min", "mean", "max")
 #: Sources whose keys are ``source/name``, since the source is the metric.
@@ -86,6 +88,11 @@ KEY_STYLES = ("seed", "metric_first")
 #: Path components that a wrapper adds: DDP and DataParallel, torch.compile, FSDP1, activation checkpointing, Megatron and
 #: DeepSpeed style holders.
 WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"})
+
+
+def has_attention(kinds: Mapping[str, str]) -> bool:
+    """Whether a model has attention, by the classes of its modules."""
+    return any("attention" in kind.lower() for kind in kinds.values())
 
 
 class Key(NamedTuple):

@@ -130,6 +130,10 @@ class PendingStep:
         context.update(self.active.annotations)
         if self.tags:
             context["tags"] = self.tags
+        due = {metric.source for metric in self.active.due}.intersection(n.ATTENTION_SOURCES.values())
+        absent = (self.readback.buffer.absent.get((source, "")) for source in due)
+        if due and n.has_attention(self.inventory.kinds) and (why := next(filter(None, absent), None)):
+            context[n.NO_ATTENTION] = why
         if rows := self.readback.buffer.rows:
             context["rows"] = merged([(*row, self.readback.extras[f"rows/{call}"]) for call, row in enumerate(rows)])
         return context

@@ -134,12 +134,15 @@ def missing(
     known = {source: frozenset(of) for source, of in names.items()}
     found = {summary_key(name): absent.get((n.SUMMARY, name), "not measured in this step") for name in situation.shown}
     found.update(of_layers(layers, situation, record, why))
+    attends = n.has_attention(situation.inventory.kinds)
     for metric in metrics:
-        if not metric.shown:
-            continue
         if metric.source in n.ATTENTION_SOURCES.values():
-            if not any(key.source == metric.source for key in record.values):  # only calls show which modules attend
+            # a preset's values are in no key, but where attention is not seen in a model that has it, nothing else would say so
+            is_told = metric.shown or (attends and (metric.source, "") in absent)
+            if is_told and not any(key.source == metric.source for key in record.values):  # only calls show which modules attend
                 found[Key(metric.source, metric.pattern.pattern, "")] = _why_no_attention(metric, absent, known, why)
+            continue
+        if not metric.shown:
             continue
         for name in names.get(metric.source, ()):
             if metric.matches(name):
@@ -184,7 +187,8 @@ def _why_absent(
     owned: Set[str] | None,
 ) -> str:
     if not metric.due(record.step):
-        return f"measured on steps divisible by {metric.every}"
+        last = absent.get((metric.source, "")) if metric.source in n.ATTENTION_SOURCES.values() else None
+        return f"measured on steps divisible by {metric.every}{'' if last is None else f'; in the last of them {last}'}"
     if metric.shown and not situation.planned(metric):
         return ASKED_LATE
     for place in (f"{name}/{metric.name}", name, ""):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ...core import keys as n
 from ...core.formatting import cut_start, factor_text, significant
 from ...runs.detail_request import request_text
 from ...spikes.attribution import spike_cause
@@ -54,7 +55,7 @@ def _heading(report: SpikeReport) -> Iterator[str]:
     if tuned := context.pop("tuned", None):
         yield f"  measured under a live change of detail (gradmon detail, number {tuned['number']}): {request_text(tuned)}"
     tags, norms, rows = context.pop("tags", {}), context.pop("batch_norms", {}), context.pop("rows", {})
-    facts = {name: value for name, value in {**tags, **context}.items() if name not in ("time", "overhead_pct")}
+    facts = {name: value for name, value in {**tags, **context}.items() if name not in ("time", "overhead_pct", n.NO_ATTENTION)}
     if facts:
         yield "  " + ", ".join(f"{name} {_fact(value)}" for name, value in facts.items())
     if rows:

@@ -32,7 +32,10 @@ _PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "
 #: Number of frames above a call in which its module is searched.
 _DEPTH = 24
 _NOT_IN_GRAPHS = "calls of scaled_dot_product_attention are not seen in a model with a compiled part"
-_NO_CALL = "no call of scaled_dot_product_attention was seen in training; a call through an attribute that holds the function is not seen"
+_NO_CALL = (
+    "no call of scaled_dot_product_attention was seen in training; attention that is written out, flex_attention, and a call through an "
+    "attribute that holds the function are not seen"
+)
 
 
 class _Callers:
@@ -94,6 +97,7 @@ class AttentionRecorder:
         self._reported: set[str] = set()
         self._observed: set[str] = set()
         self._reason = _NO_CALL
+        self._unseen: dict[str, str] = {}  # why the last step with metrics of a source had no values of it
         self.compiled = False
 
     def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: ModelIndex) -> None:
@@ -112,10 +116,12 @@ class AttentionRecorder:
     def end(self, has_graphs: bool = False) -> None:
         """End the step; ``has_graphs``: a compiled graph contains a hook."""
         self.compiled |= has_graphs
-        if self._buffer is not None and not self._reported and not self._observed:
-            reason = _NOT_IN_GRAPHS if self.compiled else self._reason
+        if self._buffer is not None:
             for source in {metric.source for metric in self._metrics}:
-                self._buffer.absent[source, ""] = reason
+                self._unseen.pop(source, None)
+                if not self._reported and not self._observed:
+                    self._unseen[source] = _NOT_IN_GRAPHS if self.compiled else self._reason
+            self._buffer.absent.update({(source, ""): reason for source, reason in self._unseen.items()})
         self._buffer = None
         self.leave()
 

@@ -24,8 +24,10 @@ def check_attention(history: History) -> list[Finding]:
     """Findings by module, if attention was measured."""
     entropies = history.heads(n.ATTENTION_ENTROPY_NORMALIZED, "mean")
     logits = history.heads(n.ATTENTION_MAX_LOGIT, "max")
-    if not entropies and not logits and any("attention" in kind.lower() for kind in history.kinds.values()):
-        raise NotMeasured("attention was not measured: preset='full', or add_attention_metric")
+    if not entropies and not logits and n.has_attention(history.kinds):
+        reasons = (record.context.get(n.NO_ATTENTION) for record in reversed(history.records))
+        why = next(filter(None, reasons), "preset='full', or add_attention_metric")
+        raise NotMeasured(f"attention was not measured: {why}")
     low = {name: level for name, series in entropies.items() if len(series) >= _FEWEST and (level := series.median) < _COLLAPSED}
     return [*_collapse(history, entropies, low), *_growth(history, logits)]
 
