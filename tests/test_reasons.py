@@ -683,7 +683,7 @@ def test_a_built_in_that_a_tensor_cannot_have_is_named_with_the_shape() -> None:
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     told = monitor.missing()
-    size = "largest singular value of the parameter as a matrix, its first dimension by all others"
+    size = "largest singular value of the parameter as a matrix; of a stack of matrices the largest one"
     assert told["parameter/bias/spectral_norm"] == f"it is not defined for a tensor of shape [2]: {size}"
     assert told["parameter/bias/mine"] == "its function returned nothing"
     assert "parameter/weight/spectral_norm" not in told

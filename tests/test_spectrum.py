@@ -116,3 +116,93 @@ def test_in_a_loop() -> None:
     assert "all its elements are zero" in monitor.missing()["parameter/2.weight/stable_rank"]
     assert "parameter/0.bias/spectral_norm" not in found
     monitor.detach()
+
+
+def spectra(stack: Tensor) -> tuple[float, float]:
+    """The largest singular value of any matrix, and the smallest stable rank, from decompositions in float64."""
+    values = [torch.linalg.svdvals(matrix.double()) for matrix in stack]
+    return max(float(v[0]) for v in values), min(float((v / v[0]).square().sum()) for v in values if v[0])
+
+
+STACKS = {
+    "experts": draw(8, 40, 60) * torch.linspace(0.2, 3, 8).view(8, 1, 1),
+    "one of rank 1": torch.cat([draw(5, 32, 48), draw(1, 32, 1) @ draw(1, 1, 48)]),
+    "one of zeros": torch.cat([draw(3, 24, 24), torch.zeros(1, 24, 24)]),
+    "of very different sizes": draw(3, 30, 20) * torch.tensor([1e-20, 1.0, 1e15]).view(3, 1, 1),
+    "a single matrix": draw(1, 50, 30),
+    "of rows": draw(4, 1, 30),
+    "bfloat16": draw(4, 64, 64).bfloat16(),
+    "not contiguous": draw(30, 20, 6).permute(2, 0, 1),
+}
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_spectrum_of_stack_against_each_matrix(name: str) -> None:
+    size, rank = spectra(STACKS[name])
+    assert 0.98 <= float(spectral_norm(STACKS[name])) / size <= 1 + 1e-6
+    assert float(stable_rank(STACKS[name])) == pytest.approx(rank, rel=0.04)
+
+
+def test_spectrum_of_stack_without_values() -> None:
+    zeros, broken = torch.zeros(3, 4, 5), draw(3, 4, 5).index_fill(0, torch.tensor(1), math.nan)
+    assert spectral_norm(zeros) == 0
+    assert stable_rank(zeros) == math.inf
+    assert spectral_norm(broken).isnan()
+    assert stable_rank(broken).isnan()
+    assert spectral_norm(torch.ones(0, 4, 5)) is None
+
+
+class CausalConv1d(nn.Module):
+    """A convolution of its own, with the kernel of torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = nn.Parameter(draw(6, 6, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.conv1d(nn.functional.pad(x, (2, 0)), self.kernel)
+
+
+class Convolutions(nn.Module):
+    """Kernels of three dimensions, and stacks of matrices: of a layer of experts, of a bilinear layer, and of the model itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain, self.back, self.own = nn.Conv1d(4, 6, 3, padding=1), nn.ConvTranspose1d(6, 6, 3, padding=1), CausalConv1d()
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Conv1d(6, 6, 3, padding=1))
+        self.experts = nn.Module()
+        self.experts.weight = nn.Parameter(draw(5, 6, 8) * torch.linspace(1, 4, 5).view(5, 1, 1))
+        self.pairs, self.stack = nn.Bilinear(8, 8, 3), nn.Parameter(draw(3, 8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.normed(self.own(self.back(self.plain(x)))).mT
+        x = torch.einsum("bti,eio->beto", x, self.experts.weight).sum(1)
+        return self.pairs(x, torch.einsum("bti,eio->bto", x, self.stack))
+
+
+KERNELS = ("plain.weight", "back.weight", "own.kernel", "normed.parametrizations.weight.original1")
+
+
+def test_spectrum_of_stacks_and_kernels_in_a_model() -> None:
+    torch.manual_seed(0)
+    model = Convolutions()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    monitor = gradmon.ModuleMonitor(model, on_metric_error="raise")
+    for metric in ("spectral_norm", "stable_rank"):
+        monitor.add_parameter_metric(metric)
+        monitor.add_gradient_metric(metric)
+        monitor.add_update_metric(metric)
+    monitor.attach(optimizer)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    model(torch.randn(2, 4, 9)).square().mean().backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    optimizer.step()
+    found = monitor.get_step_metrics()
+    for name in ("experts.weight", "pairs.weight", "stack", *KERNELS):
+        for source, tensors in (("parameter", before), ("gradient", gradients), ("update", gradients)):
+            tensor = tensors[name]
+            size, rank = spectra(tensor.flatten(1)[None] if name in KERNELS else tensor)
+            size *= 0.01 if source == "update" else 1
+            assert found[f"{source}/{name}/spectral_norm"] == pytest.approx(size, rel=0.02), (source, name)
+            assert found[f"{source}/{name}/stable_rank"] == pytest.approx(rank, rel=0.04), (source, name)
+    monitor.detach()

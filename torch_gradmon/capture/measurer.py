@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from ..core.errors import WarningLog
 from ..core.keys import Key
 from ..statistics.dispatch import Statistics
+from ..statistics.spectrum import OF_MATRICES
 from ..statistics.tensor_access import on_one_device, refusal
 from ..step.buffer import StepBuffer
 from ..step.plan import SourcePlan
@@ -131,7 +133,11 @@ class Measurer:
                 if wanted.inverse_scale is not None:
                     value = unscaled(value, wanted.inverse_scale)
                 inputs = [value] if second is None else [value, second[position]]
-                self.functions.run(wanted.buffer, plan.source, plan.names[position], metrics, inputs, wanted.merging)
+                run = partial(self.functions.run, wanted.buffer, plan.source, plan.names[position], merging=wanted.merging)
+                if position in plan.kernels and (of_matrices := [m for m in metrics if m.function in OF_MATRICES]):
+                    run(of_matrices, [value.flatten(1)])
+                    metrics = [metric for metric in metrics if metric not in of_matrices]
+                run(metrics, inputs)
                 if is_here_alone:  # the other ranks add nothing to the sum
                     for metric in metrics:
                         wanted.buffer.share(Key(plan.source, plan.names[position], metric.name), "sum")

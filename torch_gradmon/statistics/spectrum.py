@@ -19,7 +19,8 @@ _ROUNDING = 64
 
 @torch.no_grad()
 def spectral_norm(tensor: Tensor) -> Tensor | None:
-    """The largest singular value of a matrix, or of a tensor of more dimensions as ``[first, all others]``: 0-d, and None below two.
+    """The largest singular value of a matrix, or of any in a stack of them, ``[matrices, rows, columns]``: 0-d, and None below two
+    dimensions. Those of more than three are a matrix ``[first, all others]``, as kernels of convolutions are.
 
     By 16 steps of Golub and Kahan's bidiagonalisation (1965, SIAM J. Numer. Anal. B 2, 205-224) with full reorthogonalisation, from the
     same start in each call: never too large, and too small by less than 2 % for matrices of random numbers, the hardest case. In float32
@@ -28,19 +29,24 @@ def spectral_norm(tensor: Tensor) -> Tensor | None:
     if (scaled := _scaled(tensor)) is None:
         return None
     matrix, scale = scaled
-    return _largest_square(matrix).sqrt() * scale
+    return (_largest_square(matrix).sqrt() * scale).amax()
 
 
 @torch.no_grad()
 def stable_rank(tensor: Tensor) -> Tensor | None:
-    """The square of the Frobenius norm over that of the spectral norm, 1 for a matrix of rank 1 and the rank at most: 0-d. None below two
-    dimensions; infinite for zeros: that marks an undefined value on the device. See :func:`spectral_norm`.
+    """The square of the Frobenius norm over that of the spectral norm, 1 for a matrix of rank 1 and the rank at most: 0-d. Of a stack of
+    matrices the smallest, without those of zeros. None below two dimensions; infinite for zeros: that marks an undefined value on the
+    device. See :func:`spectral_norm`.
     """
     if (scaled := _scaled(tensor)) is None:
         return None
     largest = _largest_square(scaled[0])
-    whole = scaled[0].square().sum(dtype=largest.dtype)
-    return torch.where(whole == 0, torch.inf, whole / largest)
+    whole = scaled[0].square().sum(dim=(-2, -1), dtype=largest.dtype)
+    return torch.where(whole == 0, torch.inf, whole / largest).amin()
+
+
+#: Functions of matrices, which take the kernels of convolutions as ``[first, all others]``, also those of three dimensions.
+OF_MATRICES = (spectral_norm, stable_rank)
 
 
 @torch.no_grad()
@@ -78,19 +84,22 @@ def first_left_vector(matrix: Tensor) -> Tensor | None:
 
 
 def _scaled(tensor: Tensor) -> tuple[Tensor, Tensor] | None:
-    """As a matrix whose largest element is 1, so that squares are in range, and that element; None if it has no spectrum."""
+    """As a matrix, or a stack of matrices, whose largest elements are 1, so that squares are in range, and these elements ``[...]``; None
+    if it has no spectrum.
+    """
     if tensor.ndim < 2 or not tensor.numel() or tensor.is_complex():
         return None
-    matrix = tensor.detach().reshape(len(tensor), -1).to(torch.promote_types(tensor.dtype, torch.float32))
-    largest = matrix.abs().amax()
-    return matrix / torch.where(largest == 0, 1.0, largest), largest
+    matrix = tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32))
+    matrix = matrix if matrix.ndim <= 3 else matrix.reshape(len(matrix), -1)
+    largest = matrix.abs().amax(dim=(-2, -1))
+    return matrix / torch.where(largest == 0, 1.0, largest)[..., None, None], largest
 
 
 def _largest_square(matrix: Tensor) -> Tensor:
-    """The square of the largest singular value."""
-    _, small = _bidiagonal(matrix, min(_STEPS, *matrix.shape))
+    """The square of the largest singular value of each matrix ``[...]``."""
+    _, small = _bidiagonal(matrix, min(_STEPS, *matrix.shape[-2:]))
     power, square = _powers(small)
-    return (power * square).sum() / power.diagonal().sum().clamp(min=torch.finfo(square.dtype).tiny)
+    return (power * square).sum(dim=(-2, -1)) / _trace(power).clamp(min=torch.finfo(square.dtype).tiny)
 
 
 def _powers(small: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,37 +108,53 @@ def _powers(small: Tensor) -> tuple[Tensor, Tensor]:
     square = small @ small.mT
     power, least = square, torch.finfo(small.dtype).tiny
     for _ in range(_SQUARINGS):
-        power = power / power.diagonal().sum().clamp(min=least)
+        power = power / _trace(power).clamp(min=least)[..., None, None]
         power = power @ power
     return power, square
 
 
+def _trace(matrix: Tensor) -> Tensor:
+    return matrix.diagonal(dim1=-2, dim2=-1).sum(-1)
+
+
 def _bidiagonal(matrix: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """Orthonormal vectors ``[steps + 1, rows]``, and the matrix as seen from them: lower bidiagonal, ``[steps + 1, steps]``."""
-    rows, columns = matrix.shape
-    lefts, rights = matrix.new_zeros(steps + 1, rows), matrix.new_zeros(steps, columns)
-    found = matrix.new_zeros(steps + 1, steps)
+    """Orthonormal vectors ``[..., steps + 1, rows]``, and each matrix ``[..., rows, columns]`` as seen from them: lower bidiagonal,
+    ``[..., steps + 1, steps]``.
+    """
+    *stack, rows, columns = matrix.shape
+    lefts, rights = matrix.new_zeros(*stack, steps + 1, rows), matrix.new_zeros(*stack, steps, columns)
+    found = matrix.new_zeros(*stack, steps + 1, steps)
     left = copied_to_device(_start(rows), matrix.device).to(matrix.dtype)
-    lefts[0] = left / left.norm()
-    longest = matrix.new_zeros(())
+    lefts[..., 0, :] = left / left.norm()
+    longest = matrix.new_zeros(stack)
     for step in range(steps):
-        right = lefts[step] @ matrix
+        right = _product(lefts[..., step, :], matrix)
         for _ in range(2):  # once leaves rounding errors
-            right = right - (rights[:step] @ right) @ rights[:step]
-        rights[step], found[step, step], longest = _unit(right, longest)
-        left = matrix @ rights[step]
+            right = right - _within(rights[..., :step, :], right)
+        rights[..., step, :], found[..., step, step], longest = _unit(right, longest)
+        left = _product(rights[..., step, :], matrix.mT)
         for _ in range(2):
-            left = left - (lefts[: step + 1] @ left) @ lefts[: step + 1]
-        lefts[step + 1], found[step + 1, step], longest = _unit(left, longest)
+            left = left - _within(lefts[..., : step + 1, :], left)
+        lefts[..., step + 1, :], found[..., step + 1, step], longest = _unit(left, longest)
     return lefts, found
+
+
+def _product(vector: Tensor, matrix: Tensor) -> Tensor:
+    """Of each vector, as a row, with its matrix."""
+    return (vector.unsqueeze(-2) @ matrix).squeeze(-2)
+
+
+def _within(basis: Tensor, vector: Tensor) -> Tensor:
+    """The part of each vector in the space that the rows of its ``basis`` span."""
+    return _product(_product(vector, basis.mT), basis)
 
 
 def _unit(vector: Tensor, longest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """A vector with length 1, its length, and the longest one so far; zeros if nothing but rounding is left of it: the space is used up."""
-    length = vector.norm()
+    length = vector.norm(dim=-1)
     longest = torch.maximum(length, longest)
     length = torch.where(length > _ROUNDING * torch.finfo(vector.dtype).eps * longest, length, 0.0)
-    return vector / torch.where(length == 0, torch.inf, length), length, longest
+    return vector / torch.where(length == 0, torch.inf, length).unsqueeze(-1), length, longest
 
 
 @lru_cache(maxsize=64)

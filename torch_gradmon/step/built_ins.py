@@ -33,8 +33,11 @@ def _of_tensors(subject: str) -> dict[str, BuiltIn]:
 
 
 def _of_parameters(subject: str) -> dict[str, BuiltIn]:
-    size = f"largest singular value of the {subject} as a matrix, its first dimension by all others"
-    rank = f"square of the norm of the {subject} over that of its largest singular value, 1 for rank 1; absent if all elements are zero"
+    size = f"largest singular value of the {subject} as a matrix; of a stack of matrices the largest one"
+    rank = (
+        f"square of the norm of the {subject} over that of its largest singular value, 1 for rank 1; of a stack of matrices the smallest "
+        "one; absent if all elements are zero"
+    )
     return {
         **_of_tensors(subject),
         spectrum.SPECTRAL_NORM: BuiltIn(frozenset(), "1", size, spectrum.spectral_norm),

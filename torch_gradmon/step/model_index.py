@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils.parametrize import ParametrizationList
 
 from ..core.keys import ROOT, WRAPPERS, canonical_name, canonical_names
 from .gradient_source import PLAIN_GRADIENTS, GradientSource
@@ -93,6 +95,7 @@ class ModelIndex:
         self.parameters: dict[str, dict[str, Any]] = {}  # shape and dtype by name, for the run directory
         self.references: list[Place] = []
         self.matrices: dict[str, int] = {}  # of two or more dimensions, with their fan-in
+        self.kernels: set[str] = set()  # of convolutions, with three dimensions, which elsewhere are a stack of matrices
         self.spread: set[str] = set()  # sharded or rank-specific parameters
         self.on_mesh = False  # whether any parameter is a DTensor
         self.excluded: set[str] = set()
@@ -105,7 +108,10 @@ class ModelIndex:
             self.parameters[name] = {"shape": list(shape), "dtype": str(parameter.dtype)}
             self.references.append(place)
             if len(shape) >= 2:
-                self.matrices[name] = _fan_in(module, raw_name, shape)
+                owners = _owners(module, raw_name)
+                self.matrices[name] = _fan_in(owners[-1], shape)
+                if len(shape) == 3 and _convolves(owners):
+                    self.kernels.add(name)
             self.on_mesh |= is_dtensor(parameter)
             is_part = source is not PLAIN_GRADIENTS and source.is_part(parameter)
             if is_part or is_sharded(parameter) or (distinct is not None and distinct.search(name)):
@@ -194,12 +200,26 @@ def _nowhere() -> None:
 #: Modules whose weights have the inputs of one output after the first dimension.
 _LINEAR = (nn.Linear, nn.Bilinear, nn.RNNBase, nn.MultiheadAttention, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
+#: The classes of convolutions that are none of torch's, such as ``CausalConv1d`` and ``ShortConvolution``.
+_NAMED_CONVOLUTION = re.compile(r"conv(olution)?(transpose)?(\dd)?$", re.IGNORECASE)
 
-def _fan_in(module: nn.Module, name: str, shape: Sequence[int]) -> int:
-    """Number of products in the sum of one output; 0 if unknown, and for parameters that are not factors, such as an embedding."""
-    owner = module
+
+def _owners(module: nn.Module, name: str) -> list[nn.Module]:
+    """The modules on the way to a parameter, the innermost last."""
+    owners = [module]
     for part in name.split(".")[:-1]:  # a module of TorchScript has no get_submodule()
-        owner = owner._modules[part]  # type: ignore[assignment]
+        owners.append(owners[-1]._modules[part])  # type: ignore[arg-type]
+    return owners
+
+
+def _convolves(owners: Sequence[nn.Module]) -> bool:
+    """Whether the parameter of these modules is the kernel of a convolution, such as a reparametrised one: torch's, or one by its name."""
+    owner = next((each for each in reversed(owners) if not isinstance(each, (ParametrizationList, nn.ModuleDict))), owners[0])
+    return isinstance(owner, _ConvNd) or _NAMED_CONVOLUTION.search(kind_of(owner)) is not None
+
+
+def _fan_in(owner: nn.Module, shape: Sequence[int]) -> int:
+    """Number of products in the sum of one output; 0 if unknown, and for parameters that are not factors, such as an embedding."""
     # from its shape: reading a sharded one would need a collective
     return math.prod(shape[1:]) if isinstance(owner, _LINEAR) else 0
 

@@ -27,6 +27,7 @@ class SourcePlan:
         functions: for each position, the metrics with a function.
         spread: positions of sharded tensors, whose rows are merged over ranks.
         is_whole: the squares of all tensors of whole-model values are measured.
+        kernels: positions of kernels of convolutions with three dimensions.
     """
 
     source: str
@@ -37,6 +38,7 @@ class SourcePlan:
     functions: Mapping[int, tuple[Metric, ...]] = field(default_factory=dict)
     spread: frozenset[int] = frozenset()
     is_whole: bool = False
+    kernels: frozenset[int] = frozenset()
     _last: dict[str, tuple[tuple[str, ...], list[ViewGroup]]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
@@ -94,6 +96,7 @@ def compile_plan(
     always: frozenset[Column] = frozenset(),
     always_on: Container[str] = (),
     spread: Container[str] = (),
+    kernels: Container[str] = (),
 ) -> SourcePlan:
     """The plan of one source: ``metrics`` on ``names`` without ``excluded``, and the columns ``always`` on ``always_on``."""
     columns = set(always)
@@ -118,4 +121,5 @@ def compile_plan(
         {position: tuple(found) for position, found in functions.items()},
         frozenset(position for position, name in enumerate(names) if name in spread),
         Column.SQUARE_SUM in columns and all(p in measured for p, name in enumerate(names) if name in always_on),
+        frozenset(position for position, name in enumerate(names) if name in kernels),
     )
