@@ -43,7 +43,9 @@ def oracle(query: Tensor, key: Tensor, **call: Any) -> dict[str, Tensor]:
     """Rows by head, one value after the other."""
     weights, logits, visible = weights_of(query, key, **call)
     entropy, number = -torch.xlogy(weights, weights).sum(dim=-1), visible.double().sum(dim=-1)
-    values = {ENTROPY: entropy, NORMALIZED: entropy / number.log(), MAX_LOGIT: logits.amax(dim=-1), FIRST_KEY: weights[..., 0]}
+    first = torch.where(visible, torch.arange(visible.size(-1)), visible.size(-1) - 1).amin(dim=-1, keepdim=True)
+    on_first = weights.gather(-1, first).squeeze(-1)
+    values = {ENTROPY: entropy, NORMALIZED: entropy / number.log(), MAX_LOGIT: logits.amax(dim=-1), FIRST_KEY: on_first}
     rows = {}
     for name, value in values.items():
         rows[name] = identity(value.size(-2))
@@ -90,6 +92,12 @@ def _padding(*shape: int) -> Tensor:
     return torch.arange(shape[-1]) < torch.linspace(shape[-1], 0, shape[0]).view(-1, *[1] * (len(shape) - 1))
 
 
+def _documents(size: int, *starts: int) -> Tensor:
+    """Packed documents that begin at ``starts``: each sees its own keys only."""
+    number = torch.zeros(size, dtype=torch.int64).index_fill(0, torch.tensor(starts[1:], dtype=torch.int64), 1).cumsum(0)
+    return number[:, None] == number
+
+
 #: By kind: shapes of query and key, and the other arguments of the call (a function of the dtype where it matters).
 KINDS: dict[str, tuple[tuple[int, ...], tuple[int, ...], Callable[[torch.dtype], dict[str, Any]]]] = {
     "plain": ((2, 4, 6, 8), (2, 4, 6, 8), lambda d: {}),
@@ -113,6 +121,10 @@ KINDS: dict[str, tuple[tuple[int, ...], tuple[int, ...], Callable[[torch.dtype],
     "mask of everything": ((2, 4, 5, 8), (2, 2, 7, 8), lambda d: {"enable_gqa": True, "attn_mask": _boolean(2, 4, 5, 7)}),
     "finfo.min": ((3, 2, 5, 8), (3, 2, 7, 8), lambda d: {"attn_mask": (~_padding(3, 1, 1, 7)).to(d) * torch.finfo(d).min}),
     "causal and mask": ((2, 4, 6, 8), (2, 4, 7, 8), lambda d: {"is_causal": True, "attn_mask": _boolean(2, 1, 6, 7)}),
+    "packed documents": ((2, 4, 9, 8), (2, 2, 9, 8), lambda d: {"enable_gqa": True, "attn_mask": _documents(9, 0, 4, 7).tril()}),
+    "packed, additive": ((2, 2, 9, 8), (2, 2, 9, 8), lambda d: {"attn_mask": torch.zeros(9, 9).to(d).masked_fill(~_documents(9, 0, 3), -math.inf)}),
+    "packed and causal": ((2, 2, 9, 8), (2, 2, 9, 8), lambda d: {"is_causal": True, "attn_mask": _documents(9, 0, 2, 3)}),
+    "padding on the left": ((3, 2, 6, 8), (3, 2, 6, 8), lambda d: {"attn_mask": _padding(3, 1, 1, 6).flip(-1) & torch.ones(6, 6).bool().tril()}),
     "causal and padding": ((3, 2, 6, 8), (3, 2, 6, 8), lambda d: {"is_causal": True, "attn_mask": _padding(3, 1, 1, 6).flip(-1)}),
 }  # fmt: skip
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -306,3 +318,25 @@ def test_nothing_is_decided_by_a_value(kind: str) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):  # there are no values: one that is asked for on the host raises
         query, key, call = call_of(kind, torch.float32)
         assert [row.shape for row in attention_rows(query, key, **call).values()] == [(4, 8)] * 4
+
+
+def test_first_key_of_packed_documents_is_that_of_each_alone() -> None:
+    lengths = (5, 1, 6)
+    query, key = torch.randn(2, 4, sum(lengths), 8), torch.randn(2, 2, sum(lengths), 8)
+    alone = [
+        attention_rows(q, k, is_causal=True)
+        for q, k in zip(query.split(lengths, dim=-2), key.split(lengths, dim=-2), strict=True)
+    ]
+    starts = [0, *accumulate(lengths)][:-1]
+    packed = attention_rows(query, key, _documents(sum(lengths), *starts).tril())
+    for name in QUANTITIES:
+        rows = merge(torch.stack([each[name] for each in alone]))
+        torch.testing.assert_close(packed[name], rows, rtol=1e-6, atol=1e-6)
+
+
+def test_first_key_behind_left_padding_is_that_without_padding() -> None:
+    query, key = torch.randn(1, 3, 7, 8), torch.randn(1, 3, 7, 8)
+    padded = attention_rows(query, key, (torch.arange(7) >= 3).expand(7, 7).tril())
+    alone = attention_rows(query[..., 3:, :], key[..., 3:, :], is_causal=True)
+    for name in QUANTITIES:  # the queries of padding see no key, and do not count
+        torch.testing.assert_close(padded[name], alone[name], rtol=1e-6, atol=1e-6)

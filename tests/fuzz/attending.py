@@ -69,7 +69,7 @@ def _per_query(call: dict[str, Any], metric: str, autocast: bool) -> list[Tensor
         "entropy": entropy,
         "entropy_normalized": torch.where(counts > 1, entropy / counts.double().log(), math.nan),
         "max_logit": logits.masked_fill(~visible, -math.inf).amax(dim=-1),
-        "first_key": weights[..., 0],
+        "first_key": weights.gather(-1, visible.byte().argmax(dim=-1, keepdim=True)).squeeze(-1),
     }[metric]
     split = [values.select(-2, head).flatten() for head in range(values.size(-2))]
     return [each[~each.isnan()] for each in split] if metric == "entropy_normalized" else split

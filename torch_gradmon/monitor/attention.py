@@ -30,9 +30,9 @@ def monitor_scaled_dot_product_attention(
     inside ``torch.compile``, this function does nothing.
 
     Keys, with ``{i}`` for the head: ``attention_entropy/{module}.head_{i}`` (nats), ``attention_entropy_normalized/...`` (over
-    the logarithm of the number of keys that a query sees) and ``attention_first_key/...`` (share of the weights on the first
-    key), all means over queries; ``attention_max_logit/...``, the largest of any query; of each the ``min`` and ``mean`` over
-    heads, ``attention_entropy/{module}/min``; and for the activation metrics that match them the names
+    the logarithm of the number of keys that a query sees) and ``attention_first_key/...`` (weight on the first key that a
+    query sees), all means over queries; ``attention_max_logit/...``, the largest of any query; of each the ``min`` and
+    ``mean`` over heads, ``attention_entropy/{module}/min``; and for the activation metrics that match them the names
     ``{module}.head_{i}.query``, ``.key``, ``.value`` and ``.activation``. Does not synchronise.
 
     Args:

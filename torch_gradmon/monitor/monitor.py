@@ -387,14 +387,15 @@ class ModuleMonitor:
         """Of every call of ``F.scaled_dot_product_attention`` in training, without an edit of the model:
         ``attention_{metric}/{module}/min`` and ``/mean`` over the heads, named after the calling module.
 
-        During the model's training forward, a wrapper replaces torch's function in every module that has it among its globals. Calls
-        through other references, such as an attribute, are not measured. The cost is about that of attention itself; for memory see
+        During the model's training forward, a wrapper replaces torch's function in every module that has it among its globals, once for
+        all threads, and each monitor sees the calls of its own thread. A model that keeps the wrapper is saved with torch's function.
+        Calls through other references, such as an attribute, are not measured. The cost is about that of attention itself; for memory see
         :mod:`torch_gradmon.statistics.attention`. Calls inside ``torch.compile`` are not measured, and ``nn.MultiheadAttention``
         makes none where ``need_weights`` is True.
 
         Args:
             metric_name: ``"entropy"`` (nats), ``"entropy_normalized"`` (over the logarithm of the number of keys that a query
-                attends to), ``"max_logit"`` (also with ``/max``) or ``"first_key"`` (share of the weights on the first key).
+                attends to), ``"max_logit"`` (also with ``/max``) or ``"first_key"`` (weight on the first key that a query attends to).
             metric_regex: searched in the name of the module.
             heads: also show ``attention_{metric}/{module}.head_{i}``, which otherwise goes to the run directory only. Activation
                 metrics whose patterns match then measure ``{module}.head_{i}.query``, ``.key``, ``.value`` and

@@ -75,18 +75,26 @@ class _AttentionCall:
             return torch.where(mask, 0.0, torch.full((), -math.inf, dtype=self.dtype, device=mask.device))
         return functional.threshold(mask, torch.finfo(mask.dtype).min / 2, -math.inf).to(self.dtype)
 
-    def hide(self, logits: Tensor, queries: tuple[slice, ...], visible: Tensor, spare: Tensor) -> None:
-        """Apply mask and ``is_causal`` to the logits of a block, and count the keys that a mask leaves visible; both in place."""
+    def hide(self, logits: Tensor, queries: tuple[slice, ...], visible: Tensor, spare: Tensor) -> Tensor | None:
+        """Apply mask and ``is_causal`` to the logits of a block, and count the keys that a mask leaves visible; both in place.
+
+        Returns:
+            The first of these for each query, ``[...]`` as the mask's shape without the last dimension; None without a mask: all see key 0.
+        """
+        first: Tensor | None = None
         start, length, later = queries[-1].start, logits.size(-2), logits.size(-1) - queries[-1].start
         if self.mask is not None:
             bias = self.bias(self.mask, queries, logits.size(-1))
             logits.add_(bias)
+            # is_causal hides later keys, and so leaves the first one, or none
+            first = (bias != -math.inf).view(torch.uint8).argmax(dim=-1)
             # floats in existing memory: summing booleans makes an int64 copy of twice the block
             shown = spare.copy_(bias != -math.inf)
             visible[queries] = (shown.tril_(start) if self.is_causal else shown).sum(dim=-1)
         if self.is_causal and later > 0:  # keys before the block's first query are hidden from none of its queries
             hidden = spare.view(-1)[: length * later].view(length, later)
             logits[..., start:].add_(hidden.fill_(-math.inf).triu_(1))
+        return first
 
 
 def attention_rows(
@@ -111,7 +119,8 @@ def attention_rows(
     ``attention_entropy``                of the softmax weights, in nats: log-sum-exp minus expected logit; at least 0
     ``attention_entropy_normalized``     entropy / log(visible keys), in [0, 1]; of queries with two visible keys or more
     ``attention_max_logit``              largest logit of the visible keys, after scale and mask
-    ``attention_first_key``              share of the weight on key 0, the attention sink of most decoders; 0 if hidden
+    ``attention_first_key``              share of the weight on the first key visible to the query, the attention sink of most decoders:
+                                         key 0, or the first one of its document, or behind padding on the left
     ===================================  =============================================================================
 
     A row holds COUNT, SUM, NONFINITE, MIN and MAX of these values; its other columns are 0. NaN and infinite inputs make the values of
@@ -170,21 +179,25 @@ def _per_query(call: _AttentionCall) -> tuple[Tensor, Tensor]:
             products = logits.view(key.size(0), -1, seen)
             products.baddbmm_(query.reshape(key.size(0), -1, size), key[..., :seen], beta=0, alpha=call.scale)
             del query  # possibly a copy; free it before the next one is made
-            call.hide(logits, index, visible, spare)
+            first_key = call.hide(logits, index, visible, spare)
             block = slice(None), *index
-            values[block] = _of_block(logits, spare, visible[index])
+            values[block] = _of_block(logits, spare, visible[index], first_key)
         del key
     return values, visible
 
 
-def _of_block(logits: Tensor, spare: Tensor, visible: Tensor) -> Tensor:
-    """The quantities ``[4, ...]`` of logits ``[..., S]``; ``spare`` has the same size, and both are overwritten.
+def _of_block(logits: Tensor, spare: Tensor, visible: Tensor, first_key: Tensor | None) -> Tensor:
+    """The quantities ``[4, ...]`` of logits ``[..., S]``; ``spare`` has the same size, and both are overwritten. ``first_key``: the first
+    one visible to each query, as :meth:`_AttentionCall.hide` returns it.
 
     Every pass is in place and fused if torch has it: a pass over a block outside of the cache costs as much as its matrix product.
     """
     largest = logits.amax(dim=-1)
     weights = torch.softmax(logits, dim=-1, out=spare)
-    first = weights[..., 0].clone()
+    if first_key is None:
+        first = weights[..., 0].clone()
+    else:
+        first = weights.gather(-1, first_key.expand(weights.shape[:-1]).unsqueeze(-1)).squeeze(-1)
     log_sum = -weights.amax(dim=-1).log()  # of exp(logit - largest), since the largest weight is 1 / that sum
     # subtract the largest first: with logits of 1e4, the entropy would have an error of 1e-3
     logits.sub_(largest.unsqueeze(-1)).clamp_(min=_NO_WEIGHT)

@@ -65,7 +65,7 @@ _ATTENTION = (
     ("nats", "entropy of the attention weights, mean over queries"),
     ("share", "the same over the logarithm of how many keys the query sees; queries that see one key do not count"),
     ("1", "largest logit of any query"),
-    ("share", "weight on the first key, mean over queries"),
+    ("share", "weight on the first key that the query sees, mean over queries"),
 )
 #: Built-in metrics by source.
 VIEW_BUILT_INS: dict[str, dict[str, BuiltIn]] = {
