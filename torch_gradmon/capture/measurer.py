@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -120,7 +121,9 @@ class Measurer:
         left = {p: metrics for p in due if (metrics := [m for m in plan.functions[p] if (p, m.name) not in done])}
         if not left:
             return
-        with untouched_rng():
+        # those of this package draw no numbers; and to restore a generator that another thread draws from would repeat numbers there
+        is_ours = all(metric.built_in for metrics in left.values() for metric in metrics)
+        with nullcontext() if is_ours else untouched_rng():
             for position, metrics in left.items():
                 is_here_alone = position in spread and self.ranks.is_at_home(position, tensors_in([wanted.tensors[position]]))
                 if position in spread and not is_here_alone:

@@ -1,11 +1,13 @@
-"""Processes: forked workers, such as those of a data loader, and whether the process of a run still exists."""
+"""Processes: forked workers, such as those of a data loader, what threads share, and whether the process of a run still exists."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import platform
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,35 @@ class HomeProcess:
     def is_forked(self) -> bool:
         """Whether this is a forked worker."""
         return os.getpid() != self._number
+
+
+class SharedContext:
+    """A context that changes something of the whole process. Threads that are in it at the same time share one: were each to restore what
+    it found, the one that entered second would restore the change of the first for good.
+
+    Args:
+        make: makes the context; called by the first thread to enter.
+    """
+
+    def __init__(self, make: Callable[[], AbstractContextManager[object]]) -> None:
+        self._make = make
+        self._lock = threading.RLock()  # what is collected meanwhile may leave
+        self._inside = 0
+        self._context: AbstractContextManager[object] | None = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._context = self._make()
+                self._context.__enter__()
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside and self._context is not None:
+                self._context.__exit__(None, None, None)
+                self._context = None
 
 
 def process_facts() -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -234,5 +235,5 @@ class ModuleValues:
         if functions:
             tensor = item.tensor if inverse_scale is None else unscaled(item.tensor, inverse_scale)
             inputs = [tensor] if item.other is None else [tensor, item.other]
-            with untouched_rng():
+            with nullcontext() if all(metric.built_in for metric in functions) else untouched_rng():
                 self._measurer.functions.run(self._buffer, source, item.path, functions, inputs, merging=True)

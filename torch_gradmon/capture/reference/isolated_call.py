@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...core import accelerator
+from ...core.process import SharedContext
 from ...core.torch_modes import autocast_cache_kept, outside_dispatch_modes
 from ...statistics.tensor_access import PLAIN
 from ..metric_functions import untouched_rng
@@ -86,7 +87,7 @@ def call_isolated(module: nn.Module, inputs: Iterable[Tensor] = ()) -> Iterator[
         untouched_rng(),
         _protected(module, inputs),
         _unchanged(module),
-        _without_advice(),
+        _WITHOUT_ADVICE,
     ):
         yield
 
@@ -131,7 +132,7 @@ def _protected(module: nn.Module, inputs: Iterable[Tensor] = ()) -> Iterator[Non
         stack.enter_context(autocast_cache_kept())
         stack.enter_context(accelerator.untouched_generators(devices))
         if is_compiled(module):
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(_EAGER)
         yield
 
 
@@ -155,3 +156,7 @@ def _without_advice() -> Iterator[None]:
 
 def _accept(_: Iterable[Any]) -> None:
     return None
+
+
+#: Both change the whole process.
+_EAGER, _WITHOUT_ADVICE = SharedContext(lambda: torch.compiler.set_stance("force_eager")), SharedContext(_without_advice)

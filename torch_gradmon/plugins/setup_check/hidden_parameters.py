@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.hooks import RemovableHandle
+
+from ...core.process import SharedContext
 
 #: Containers within containers that are looked into.
 _DEPTH = 2
@@ -70,6 +75,48 @@ def _tensors_in(path: str, value: Any, registered: Collection[int], depth: int) 
             yield from _tensors_in(f"{path}[{number}]", each, registered, depth - 1)
 
 
+#: Running forwards: the thread of each, the modules that were there before, and the parameters of others.
+_running: dict[object, tuple[int, set[int], list[int]]] = {}
+
+
+def _registered(owner: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    if torch.compiler.is_compiling() or parameter is None or not parameter.requires_grad:
+        return
+    own = threading.get_ident()
+    for thread, known, made in list(_running.values()):
+        if thread == own and id(owner) not in known:  # another thread may build a model of its own
+            made.append(id(parameter))
+
+
+@contextlib.contextmanager
+def _hook_on_all_modules() -> Iterator[None]:
+    """Torch iterates over the dict of such hooks without a lock, so a change of it would raise in another thread that makes a module just
+    then. Instead a copy of the dict takes its place.
+    """
+    home = nn.modules.module
+    before = home._global_parameter_registration_hooks
+    hooks = OrderedDict(before)
+    own = RemovableHandle(hooks).id
+    known = {*hooks, own}
+    hooks[own] = _registered
+    home._global_parameter_registration_hooks = hooks
+    try:
+        yield
+    finally:
+        if home._global_parameter_registration_hooks is hooks and hooks.keys() == known:
+            home._global_parameter_registration_hooks = before
+        else:  # others have registered hooks meanwhile, and know this dict
+            del hooks[own]
+
+
+_ON_ALL_MODULES = SharedContext(_hook_on_all_modules)
+
+
+def _left(token: object) -> None:
+    del _running[token]
+    _ON_ALL_MODULES.__exit__()
+
+
 class MadeInForward:
     """Looks for layers that a forward makes: parameters that are registered while it runs, by modules that the model does not have yet.
     The hook on all modules is taken away with this object, if a forward that raises is the last one.
@@ -83,13 +130,10 @@ class MadeInForward:
     def begin(self, module: nn.Module) -> None:
         """A forward of ``module`` begins."""
         self.end()
-        known, made = {id(each) for each in module.modules()}, self._made
-
-        def registered(owner: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-            if parameter is not None and parameter.requires_grad and id(owner) not in known:
-                made.append(id(parameter))
-
-        self._remove = weakref.finalize(self, register_module_parameter_registration_hook(registered).remove)
+        token = object()
+        _running[token] = threading.get_ident(), {id(each) for each in module.modules()}, self._made
+        _ON_ALL_MODULES.__enter__()
+        self._remove = weakref.finalize(self, _left, token)
 
     def end(self) -> float:
         """The forward is over. How many it made, if the last ones all made some; else 0."""

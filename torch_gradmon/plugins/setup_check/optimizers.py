@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,14 +12,28 @@ from torch.optim import Optimizer
 
 from ..tallies import Tallies
 
-#: All optimizers that any monitor of this process follows, to find parameters that two of them have.
-_followed: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+class Followed:
+    """The optimizers that a monitor follows, as long as this object lives. All monitors of the process know them, to find parameters that
+    two of them have.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
+        with _lock:
+            _followed.add(self)
+
+    @staticmethod
+    def by_any() -> list[Optimizer]:
+        """Those that any monitor follows, in whatever thread."""
+        with _lock:  # a set that grows meanwhile cannot be iterated over
+            everybody = list(_followed)
+        found = (reference() for each in everybody for reference in each._optimizers)
+        return [optimizer for optimizer in found if optimizer is not None]
 
 
-def follow(optimizers: Sequence[Optimizer]) -> None:
-    """Know these optimizers from now on."""
-    for optimizer in optimizers:
-        _followed.add(optimizer)
+_followed: weakref.WeakSet[Followed] = weakref.WeakSet()
+_lock = threading.RLock()
 
 
 def card(optimizers: Sequence[Optimizer], names: Mapping[int, Any]) -> list[dict[str, Any]]:
@@ -61,7 +76,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], names: Mapping[int, str], 
 def check_shared(optimizers: Sequence[Optimizer], names: Mapping[int, str], tallies: Tallies) -> None:
     """Parameters of the model that several optimizers have, of whatever monitor."""
     owners: dict[int, set[int]] = {}
-    for optimizer in {*optimizers, *_followed}:
+    for optimizer in {*optimizers, *Followed.by_any()}:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 owners.setdefault(id(parameter), set()).add(id(optimizer))

@@ -22,7 +22,7 @@ from ..tallies import Tallies
 from .expectations import Expectations
 from .hidden_parameters import HiddenParameters
 from .modules import check_settings, has_modes, in_evaluation
-from .optimizers import card, check_optimizers, check_shared, follow
+from .optimizers import Followed, card, check_optimizers, check_shared
 
 #: Monitored steps after which hidden parameters are looked for, and parameters that another optimizer has meanwhile.
 _EARLY = (2, 8, 32)
@@ -46,6 +46,7 @@ class SetupCheck(Plugin):
         self.expectations = Expectations(self.tallies)
         self._module: weakref.ref[nn.Module] | None = None
         self._hidden: HiddenParameters | None = None
+        self._followed: Followed | None = None
         self._has_modes = False
         self._steps = 0  # monitored ones
         self.groups: list[dict[str, Any]] = []
@@ -63,7 +64,7 @@ class SetupCheck(Plugin):
         self._note(optimizers=self.groups, frozen=self.frozen)
         self._has_modes = has_modes(module)
         self._hidden = HiddenParameters(module) if self._planner.source is PLAIN_GRADIENTS else None
-        follow(optimizers)
+        self._followed = Followed(optimizers)
         check_settings(module, self.tallies)
         check_optimizers(optimizers, names, self.tallies)
         self.tallies.write_facts(begins=True)
@@ -118,7 +119,7 @@ class SetupCheck(Plugin):
 
     def on_detach(self) -> None:
         """Hold nothing of the model."""
-        self._hidden = self._module = None
+        self._hidden = self._module = self._followed = None
         self.expectations.end()
 
     def on_leave(self, last: int | None) -> None:
