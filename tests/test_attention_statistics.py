@@ -122,9 +122,9 @@ KINDS: dict[str, tuple[tuple[int, ...], tuple[int, ...], Callable[[torch.dtype],
     "finfo.min": ((3, 2, 5, 8), (3, 2, 7, 8), lambda d: {"attn_mask": (~_padding(3, 1, 1, 7)).to(d) * torch.finfo(d).min}),
     "causal and mask": ((2, 4, 6, 8), (2, 4, 7, 8), lambda d: {"is_causal": True, "attn_mask": _boolean(2, 1, 6, 7)}),
     "packed documents": ((2, 4, 9, 8), (2, 2, 9, 8), lambda d: {"enable_gqa": True, "attn_mask": _documents(9, 0, 4, 7).tril()}),
-    "packed, additive": ((2, 2, 9, 8), (2, 2, 9, 8), lambda d: {"attn_mask": torch.zeros(9, 9).to(d).masked_fill(~_documents(9, 0, 3), -math.inf)}),
+    "packed, additive": ((2, 2, 9, 8), (2, 2, 9, 8), lambda d: {"attn_mask": _documents(9, 0, 3).to(d).log()}),
     "packed and causal": ((2, 2, 9, 8), (2, 2, 9, 8), lambda d: {"is_causal": True, "attn_mask": _documents(9, 0, 2, 3)}),
-    "padding on the left": ((3, 2, 6, 8), (3, 2, 6, 8), lambda d: {"attn_mask": _padding(3, 1, 1, 6).flip(-1) & torch.ones(6, 6).bool().tril()}),
+    "padding on the left": ((3, 2, 6, 8), (3, 2, 6, 8), lambda d: {"attn_mask": _padding(3, 1, 1, 6).flip(-1).expand(3, 1, 6, 6).tril()}),
     "causal and padding": ((3, 2, 6, 8), (3, 2, 6, 8), lambda d: {"is_causal": True, "attn_mask": _padding(3, 1, 1, 6).flip(-1)}),
 }  # fmt: skip
 every_kind = pytest.mark.parametrize("kind", KINDS)

@@ -49,7 +49,7 @@ class Hook:
     def __call__(self, *args: object) -> Any:
         """Call the method if its object is alive."""
         # compiled autograd, which would trace what comes, and whose engine takes no callbacks; or all gradients of a Jacobian at once
-        if torch.compiler.is_compiling() or (args and is_batched(args[-1])):
+        if torch.compiler.is_dynamo_compiling() or (args and is_batched(args[-1])):
             return None
         method = self._method()
         return None if method is None else method(*self._extra, *args)
@@ -77,11 +77,12 @@ class ModuleHook(Hook):
 
     def __call__(self, *args: object) -> Any:
         """Call the method unless it is being traced."""
-        if torch.compiler.is_compiling():
+        # not torch.compiler.is_compiling(), which is True in all threads while one of them compiles
+        if torch.compiler.is_dynamo_compiling():
             if self._tap is not None and not is_exporting():
                 self._tap.trace(args[-1])
             return None
-        # the former under torch.jit.trace
+        # the former under torch.jit.trace, the latter under torch.export
         if torch._C._get_tracing_state() is not None or (torch._C._len_torch_dispatch_stack() and is_traced()):
             return None
         method = self._method()  # repeated from the base class for speed

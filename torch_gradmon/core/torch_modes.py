@@ -82,6 +82,13 @@ def is_traced() -> bool:
     return any(torch._C._get_dispatch_mode(each) is not None for each in (key.FUNCTIONAL, key.PROXY, key.FAKE))
 
 
+def is_compiling() -> bool:
+    """Whether the running code is traced by ``torch.compile`` or ``torch.export``. Not so in the other threads while one of them compiles,
+    unlike ``torch.compiler.is_compiling()`` from torch 2.13 on.
+    """
+    return torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and is_traced())
+
+
 def rng_states() -> dict[str, Tensor]:
     """The states of torch's random generators by device, as uint8 on the CPU: of the CPU, and of the current accelerator if it is in use.
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
+
+from ..core.torch_modes import is_compiling
 
 if TYPE_CHECKING:
     from .monitor import ModuleMonitor
@@ -46,7 +47,7 @@ def monitor_scaled_dot_product_attention(
         ValueError: tensors of fewer than three dimensions, or a module that is not watched.
         TypeError: ``module`` is neither a module nor a name.
     """
-    if torch.compiler.is_compiling() or not monitor.is_monitoring():
+    if is_compiling() or not monitor.is_monitoring():
         return
     for label, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() < 3:

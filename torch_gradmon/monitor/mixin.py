@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
+from ..core.torch_modes import is_compiling
 from .links import Linkable, linked
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ class MonitorMixin(Linkable):
     @property
     def is_monitoring(self) -> bool:
         """Whether a monitor takes values now."""
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return False  # a graph must not depend on the state of a monitor
         monitor = self.get_module_monitor()
         return monitor is not None and monitor.is_monitoring()

@@ -15,6 +15,7 @@ from ..core import keys as n
 from ..core import validation as check
 from ..core.keys import Key
 from ..core.records import SpikeEvent
+from ..core.torch_modes import is_compiling
 from ..plugins.clipping.adaptive import AdaptiveClip
 from ..plugins.spike_policy.policy import Counts, Policy, RolledBack
 from ..runs.detail_request import DetailRequest
@@ -619,7 +620,7 @@ class ModuleMonitor:
 
     def is_monitoring(self) -> bool:
         """Whether a monitored step is open and not paused, and this is neither an evaluation pass nor recomputation."""
-        return not torch.compiler.is_compiling() and Queries(self._runtime).is_listening
+        return not is_compiling() and Queries(self._runtime).is_listening
 
     def is_step_monitored(self, step: int) -> bool:
         """Whether ``step`` was monitored, or will be by the current settings."""

@@ -159,4 +159,5 @@ def _unit(vector: Tensor, longest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @lru_cache(maxsize=64)
 def _start(rows: int) -> Tensor:
-    return torch.randn(rows, generator=torch.Generator("cpu").manual_seed(0), device="cpu")  # whatever torch.set_default_device is
+    generator = torch.Generator("cpu").manual_seed(0)
+    return torch.randn(rows, generator=generator, device="cpu")  # and not on the default device

@@ -10,6 +10,7 @@ import types
 import typing
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -54,13 +55,13 @@ class FunctionPatch:
     def add(self, observer: CallObserver) -> _Observed:
         """Report calls of this thread to ``observer`` until :meth:`discard`. Returns the replacement, which it has to keep."""
         self._observers[observer] = threading.get_ident()
-        with self._lock:
+        with _no_compilation(), self._lock:
             return self._install()
 
     def discard(self, observer: CallObserver) -> None:
         """Report no more calls to ``observer``, and restore the function after the last one. Idempotent."""
         if self._observers.pop(observer, None) is not None and not self._observers:
-            with self._lock:
+            with _no_compilation(), self._lock:
                 self._restore()
 
     def called(self, function: _Observed, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
@@ -152,12 +153,18 @@ class _Observed:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         result = self.original(*args, **kwargs)
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling():
             self._patch.called(self, args, kwargs, result)
         return result
 
     def __reduce__(self) -> tuple[Any, ...]:
         return typing.cast, (None, self.original)  # which returns its second argument
+
+
+def _no_compilation() -> AbstractContextManager[object]:
+    """Wait for the compiler in another thread: it fails if a function that it has read is another one when it guards against that."""
+    lock: AbstractContextManager[object] | None = getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
+    return contextlib.nullcontext() if lock is None else lock
 
 
 def _places_of(function: Any) -> list[tuple[dict[str, Any], str]]:

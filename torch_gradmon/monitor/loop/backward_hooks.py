@@ -42,7 +42,7 @@ class _GradientHook(Hook):
 
     def __call__(self, *args: Any) -> Any:
         """Call the method if it has to know."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return None
         within = self._in_backward
         if torch._C._current_graph_task_id() in self._tasks and within.is_settled and not within.known:
@@ -170,7 +170,7 @@ class BackwardHooks:
 
     def optimizer_steps(self, optimizer: Optimizer) -> None:
         """The optimizer is about to step within the running backward pass."""
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling():
             self._stepped_within.update(id(p) for group in optimizer.param_groups for p in group["params"])
             self.await_end()
 

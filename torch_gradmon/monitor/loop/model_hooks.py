@@ -27,7 +27,7 @@ class _RootHook(ModuleHook):
 
     def __call__(self, *args: Any) -> Any:
         """Count the call, or call the method."""
-        if torch.compiler.is_dynamo_compiling():  # the quicker of the two questions; the other one is asked in a followed step
+        if torch.compiler.is_dynamo_compiling():
             return None
         stretch = self._stretch()
         if stretch is not None and stretch.left and not _dispatch_modes() and stretch.forward_began(args[0]):

@@ -110,7 +110,7 @@ class StepHooks:
             del self._around_last[id(optimizer)]
             given = result if isinstance(result, tuple) and len(result) == 2 else (args, kwargs)
             # this function is part of the graph of a compiled step
-            ours = (self._shielded["before"] if torch.compiler.is_compiling() else self._before)(optimizer, *given)
+            ours = (self._shielded["before"] if torch.compiler.is_dynamo_compiling() else self._before)(optimizer, *given)
             return result if ours is None else ours
 
         known[name] = self._around_last[id(optimizer)] = and_ours

@@ -75,7 +75,7 @@ class ProbeHooks:
     # --- backward passes -------------------------------------------------------------------------------------------------------
 
     def _accumulated_hook(self, key: int, parameter: Tensor) -> None:
-        if not torch.compiler.is_compiling():  # as compiled autograd does
+        if not torch.compiler.is_dynamo_compiling():  # as compiled autograd does
             self._call(self._accumulated, self.optimizers[key], parameter)
 
     def _accumulated(self, probed: ProbedOptimizer, parameter: Tensor) -> None:

@@ -80,7 +80,7 @@ _running: dict[object, tuple[int, set[int], list[int]]] = {}
 
 
 def _registered(owner: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-    if torch.compiler.is_compiling() or parameter is None or not parameter.requires_grad:
+    if torch.compiler.is_dynamo_compiling() or parameter is None or not parameter.requires_grad:
         return
     own = threading.get_ident()
     for thread, known, made in list(_running.values()):
