@@ -21,6 +21,8 @@ _QUIET = {
     "hold_parameters",
     "was_monitored",
     "has_gradients",
+    "accumulates",
+    "shares_parameters",
     "gets_own_gradients",
     "writes_early",
 }
@@ -36,6 +38,7 @@ class Recording:
         self.actions: list[str] = []
         self.skips: bool | Exception = False
         self.with_gradients: set[Hashable] = set()
+        self.sharing = False
         self.alternates = self.is_skipped = False
 
     waits_for_step = False
@@ -58,6 +61,12 @@ class Recording:
 
     def has_gradients(self, optimizer: Hashable) -> bool:
         return optimizer in self.with_gradients
+
+    def accumulates(self, optimizer: Hashable) -> bool:
+        return optimizer in self.with_gradients
+
+    def shares_parameters(self, optimizer: Hashable, other: Hashable) -> bool:
+        return self.sharing
 
     def gets_own_gradients(self) -> bool:
         return self.alternates
@@ -144,10 +153,14 @@ TABLE: list[tuple[str, str, str, list[str], Phase]] = [
     ("a", "", "[a", [*_OPENS, "revive_hooks a", *_STEP], Phase.OPTIMIZER),
     # several optimizers
     ("ab", "F B", "[a", ["measure_parameters", "measure_after_clip a", "decide a"], Phase.OPTIMIZER),
-    ("ab", "F B [a", "]a", ["measure_update a"], Phase.STEPPED),
-    ("ab", "F B a", "[b", ["measure_after_clip b with_unowned", "decide b"], Phase.OPTIMIZER),
+    ("ab", "F B [a", "]a", ["measure_update a", "set_aside"], Phase.STEPPED),
+    ("ab", "F B a", "[b", ["rejoin 1", "measure_after_clip b with_unowned", "decide b"], Phase.OPTIMIZER),
     ("ab", "F B a [b", "]b", ["measure_update b", "attempt_ended", "close"], Phase.BETWEEN),
-    ("ab", "F B a", "F", [], Phase.STEPPED),
+    ("ab", "F B a", "F", ["part_began"], Phase.STEPPED),
+    ("ab", "F B a", "{b", ["part_began", "rejoin 1"], Phase.OPTIMIZER),
+    ("ab", "F B a F B", "[a", ["measure_parameters", "measure_after_clip a", "decide a"], Phase.OPTIMIZER),
+    ("ab", "F B a F B a F B", "[b", ["rejoin 2", "measure_after_clip b with_unowned", "decide b"], Phase.OPTIMIZER),
+    ("ab", "F B a b F B [a", "]a", ["measure_update a"], Phase.STEPPED),
     ("ab", "F B b", "[a", ["warn_order a"], Phase.BETWEEN),
     # a scaler around it
     ("a", "F B [a", ")a", ["measure_update a", "attempt_ended"], Phase.ATTEMPTED),
@@ -184,25 +197,83 @@ TABLE: list[tuple[str, str, str, list[str], Phase]] = [
     ("ab", "F ~a ~b", "B", ["backward_ended", "measure_before_clip", "measure_unowned", "attempt_ended", "close"], Phase.BETWEEN),
     # the end of the run
     ("a", "F B", "X", ["drop"], Phase.BETWEEN),
-    ("ab", "F B a", "X", ["close"], Phase.BETWEEN),
+    ("ab", "F B a", "X", ["rejoin 1", "close"], Phase.BETWEEN),
+    ("ab", "F B a F B a", "X", ["rejoin 1", "close_part", "seal 1", "parts_closed", "close"], Phase.BETWEEN),
+    ("ab", "F B a F B", "X", ["rejoin 1", "close"], Phase.BETWEEN),
+    ("ab", "F B a F B a F B", "X", [*["close_part", "seal 1", "close_part", "seal 2"], "parts_closed", "drop"], Phase.BETWEEN),
     ("a", "F B a", "X", [], Phase.BETWEEN),
 ]  # fmt: skip
 
 
 def test_steps_end_without_an_optimizer_that_rests() -> None:
-    loop = Loop("abc").run([*"FB", *("a", "b") * 10])
+    loop = Loop("abc").run([*"FBab"] * 10)
     assert loop.state.clock.ended is None  # as with a critic that steps ten times for each step of the generator
     loop.seen.actions.clear()
-    loop.run(["B", "a"])
+    loop.run([*"FBa"])
     assert loop.seen.actions.count("warn_resting c b") == 1
+    assert loop.seen.actions.count("close_part") == 10
     assert loop.state.is_open
+    assert loop.state.clock.ended == 9
     loop.run("b")  # which stepped last before a began anew
-    assert loop.state.clock.ended == 0
+    assert loop.state.clock.ended == 10
     loop.run([*"FBab"] * 3)
-    assert loop.state.clock.ended == 3
+    assert loop.state.clock.ended == 13
     loop.run([*"FBabc"] * 2)  # it steps again, after the step that its backward pass belongs to
-    assert (loop.machine.order[-1], loop.state.clock.ended) == ("c", 5)
+    assert (loop.machine.order[-1], loop.state.clock.ended) == ("c", 15)
     assert not any(action.startswith("warn_order") for action in loop.seen.actions)  # the order was not the user's
+
+
+def _ended(loop: Loop, words: str) -> int:
+    """How many steps end."""
+    before = loop.state.clock.attempts
+    loop.run([*words])
+    return loop.state.clock.attempts - before
+
+
+def test_each_pass_is_a_step_where_optimizers_share_parameters() -> None:
+    loop = Loop("ab")
+    loop.seen.sharing = True
+    for phase in ("FBa" * 60, "FBb" * 30, "FBa" * 60, "FBb", "FBa" * 5):
+        assert _ended(loop, phase + "F") - phase.count("F") in (0, -1)  # the first one ends with the second one
+    loop.run("X")
+    assert loop.state.clock.attempts == 156
+    assert not any(action.startswith("warn") for action in loop.seen.actions)
+
+
+def test_no_step_is_lost_in_phases_of_several_optimizers() -> None:
+    loop = Loop("abc")
+    phases = ["FBa" * 20, "FBb" * 20, "FBc" * 20] * 2
+    loop.run([*"".join(phases), "X"])
+    assert loop.state.clock.attempts == 120
+
+
+def test_phases_too_short_to_tell_from_rounds_are_known_at_once() -> None:
+    loop = Loop("ab")
+    assert _ended(loop, "FBaFBaFBaFBb") == 1  # the round of a GAN with three steps of the critic
+    assert _ended(loop, "FBb") == 1
+    assert loop.seen.actions.count("warn_joined 2") == 1
+    assert _ended(loop, "FBaFBaFBaFBbFBb") == 5
+
+
+def test_a_critic_has_as_many_steps_in_a_round_as_it_takes() -> None:
+    loop = Loop("ab")
+    for critics in (5, 5, 1, 5, 7, 5):
+        assert _ended(loop, "FBa" * critics + "FBb") == 1
+    loop.seen.actions.clear()
+    loop.run([*"FBaFBaFBb"])
+    assert "set_aside" not in loop.seen.actions
+
+
+def test_no_step_is_lost_of_a_critic_whose_generator_rests() -> None:
+    loop = Loop("ab").run([*"FBaFBb"] * 20)
+    assert _ended(loop, "FBa" * 31 + "X") in (30, 31)
+
+
+def test_an_optimizer_with_gradients_of_many_passes_is_awaited() -> None:
+    loop = Loop("ab")
+    loop.seen.with_gradients = {"b"}
+    assert _ended(loop, "FBa" * 50 + "b") == 1
+    assert _ended(loop, "FBa" * 150) > 0
 
 
 def test_a_loop_that_opens_steps_itself_waits_for_no_optimizer() -> None:

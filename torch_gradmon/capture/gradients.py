@@ -99,6 +99,10 @@ class GradientCapture:
             return None
         return self._buffer.rows_of(GRADIENT_BEFORE_CLIP, names)
 
+    def forget_batches(self) -> None:
+        """See :meth:`LocalGradients.forget_batches`."""
+        self._local.forget_batches()
+
     def end(self) -> None:
         """End the step and release everything it held."""
         self._local.end()

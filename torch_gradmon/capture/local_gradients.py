@@ -50,6 +50,10 @@ class LocalGradients:
                 self._buffer.merge_rows(BATCH_GRADIENT, [f"{rank}/{number}"], merge(torch.stack(rows)).unsqueeze(0), _SQUARES)
         self._buffer, self._uncommitted, self._accumulated, self._batches = None, {}, {}, {}
 
+    def forget_batches(self) -> None:
+        """The rows of micro-batches so far are of several steps, and of no use."""
+        self._batches = {}
+
     def measure(self, position: int, gradient: Tensor | None, inverse_scale: Tensor | None) -> None:
         """Measure one parameter's gradient of one backward pass. It counts once :meth:`commit` is called.
 

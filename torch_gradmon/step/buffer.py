@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import WarningLog
-from ..core.keys import MODULE_SOURCES, PARAMETER_SOURCES, RCC_SOURCES, Key
+from ..core.keys import MODULE_SOURCES, PARAMETER, PARAMETER_DIFFERENCE, PARAMETER_SOURCES, RCC_SOURCES, Key
 from ..core.moments import merge_by_group
 from ..core.records import StatsTable
 from .device_transfer import DeviceToHostCopy
@@ -24,6 +24,10 @@ from .stream_join import StreamJoin
 from .value_store import ValueStore
 from .worst_rows import Identities, largest_of
 
+#: Sources that are measured before the first optimizer of a step changes anything.
+_FIRST = frozenset({PARAMETER, PARAMETER_DIFFERENCE})
+#: Facts that count all optimizers of a step.
+_ADDED = frozenset({"edited", "found_inf", "unseen_refusals"})
 #: A fact: the difference between the steps of ranks that have exchanged values.
 SKEW = "ranks/skew"
 
@@ -74,6 +78,9 @@ class StepBuffer(RowStore, ValueStore):
 
     def clear(self, source: str, names: Iterable[str] | None = None) -> None:
         """Remove the values of ``source``, or of some of its tensors."""
+        if self._dropped is not None:
+            names = None if names is None else frozenset(names)
+            self._dropped.update([(source, None)] if names is None else ((source, name) for name in names))
         if self.has_rows(source) or self._pending or self._vectors:
             gone = None if names is None else frozenset(names)
             self.clear_rows(source, gone)
@@ -125,6 +132,37 @@ class StepBuffer(RowStore, ValueStore):
         self.take_rows(other, source, names)
         self.take_values(other, source, set(names))
         self.absent.update({where: reason for where, reason in other.absent.items() if where[0] == source})
+
+    def set_aside(self) -> StepBuffer:
+        """A new buffer with all that was measured so far. This one begins anew."""
+        earlier = StepBuffer(self.step, self._complaints)
+        self.hand_over_rows(earlier)
+        self.hand_over_values(earlier)
+        earlier._streams, self._streams = self._streams, None
+        earlier.noted, earlier.extras, earlier.rows = self.noted, self.extras, self.rows
+        earlier.thawed, earlier.used, earlier.rng, earlier.unshown = self.thawed, self.used, self.rng, set(self.unshown)
+        earlier.absent, earlier.refused = self.absent, self.refused
+        self.noted, self.extras, self.rows, self.rng, self._are_rows_over = {}, {}, [], {}, False
+        self.thawed, self.used, self.absent, self.refused = set(), set(), {}, {}
+        return earlier
+
+    def rejoin(self, earlier: StepBuffer) -> None:
+        """What was set aside is of the same step: merge as if it never had been. Of parameters the first values count, of what an
+        optimizer's step gives the last ones.
+        """
+        earlier.join_streams()
+        self.take_back_values(earlier, _FIRST, self._is_dropped)
+        self.take_back_rows(earlier, _FIRST)
+        added = {name: earlier.noted[name] + fact for name, fact in self.noted.items() if name in _ADDED & earlier.noted.keys()}
+        self.noted = {**earlier.noted, **self.noted, **added}
+        calls = [*earlier.rows, *self.rows]
+        losses = [buffer.extras.pop(f"rows/{call}") for buffer in (earlier, self) for call in range(len(buffer.rows))]
+        self.extras = {**earlier.extras, **self.extras, **{f"rows/{call}": each for call, each in enumerate(losses)}}
+        self.rows, self.rng = calls, earlier.rng
+        self.thawed |= earlier.thawed
+        self.used |= earlier.used
+        self.unshown |= earlier.unshown
+        self.absent, self.refused = {**earlier.absent, **self.absent}, {**earlier.refused, **self.refused}
 
     def scalars(self) -> StepBuffer:
         """A new buffer that continues with the logged values."""

@@ -28,6 +28,7 @@ class RowStore:
         self._columns: dict[str, frozenset[Column]] = {}
         self._exchanged: set[tuple[str, str]] = set()  # tensors whose rows are merged over ranks
         self._versions: Counter[str] = Counter()
+        self._dropped: set[tuple[str, str | None]] | None = None  # what replaces nothing that was set aside; None where nothing was
 
     def _note_stream(self, device: torch.device) -> None:
         """A row is computed on the current stream of ``device``."""
@@ -191,6 +192,29 @@ class RowStore:
         for (source, name), parts in other._parts.items():
             for row in parts:
                 self.merge_rows(source, [name], row.unsqueeze(0), other._columns[source])
+
+    def hand_over_rows(self, other: RowStore) -> None:
+        """``other``, which is new, gets all rows."""
+        other._blocks, other._places, other._parts = self._blocks, self._places, self._parts
+        other._columns, other._dropped = dict(self._columns), self._dropped
+        self._blocks, self._places, self._parts, self._dropped = [], {}, {}, set()
+
+    def _is_dropped(self, source: str, name: str) -> bool:
+        return bool(self._dropped) and not self._dropped.isdisjoint({(source, name), (source, None)})  # type: ignore[union-attr]
+
+    def take_back_rows(self, earlier: RowStore, first: Collection[str]) -> None:
+        """Take all rows of ``earlier`` that were not replaced since; of the sources ``first``, where the first rows count, all."""
+        for source, places in earlier._places.items():
+            kept = set() if source in first else set(self._by_name(source))
+            names = [name for name in places.by_name if name not in kept and not self._is_dropped(source, name)]
+            self.take_rows(earlier, source, names)
+        parts = {where: list(rows) for where, rows in earlier._parts.items() if not self._is_dropped(*where)}
+        for where, rows in self._parts.items():
+            parts.setdefault(where, []).extend(rows)
+        self._parts = parts
+        self._dropped = None if earlier._dropped is None else earlier._dropped | (self._dropped or set())
+        for source in {source for source, _ in parts} & earlier._columns.keys():
+            self._narrow(source, earlier._columns[source])
 
     def take_rows(self, other: RowStore, source: str, names: Iterable[str]) -> None:
         """Store the rows of ``other`` for those of these names that it has."""

@@ -27,6 +27,7 @@ class ValueStore:
         self._contributions: dict[Key, tuple[str, Tensor]] = {}
         self._vectors: list[tuple[list[Key | None], Tensor]] = []  # None for a value that was removed
         self._counts: dict[Key, Tensor] = {}  # for values that may not exist: the number of contributing ranks, or a flag
+        self._replaced: set[Key] = set()
 
     def _note_stream(self, device: torch.device) -> None:
         """A value is computed on the current stream of ``device``."""
@@ -70,6 +71,7 @@ class ValueStore:
     def put_value(self, key: Key, value: Any, aggregation: Aggregation = "mean", weight: int = 1) -> None:
         """Store a scalar, or a tensor whose elements ``aggregation`` reduces; replaces an earlier value."""
         self._pending.pop(key, None)
+        self._replaced.add(key)
         self.merge_value(key, value, aggregation, weight)
 
     def merge_value(self, key: Key, value: Any, aggregation: Aggregation = "mean", weight: int = 1) -> None:
@@ -118,6 +120,35 @@ class ValueStore:
             self._merge(key, pending.parts, pending.aggregation)
         self._vectors += other._vectors
         self._reducers.update(other._reducers)
+
+    def hand_over_values(self, other: ValueStore) -> None:
+        """``other``, which is new, gets all values."""
+        other._pending, other._vectors, other._counts = self._pending, self._vectors, self._counts
+        other._contributions, other._reducers, other._replaced = self._contributions, dict(self._reducers), self._replaced
+        self._pending, self._vectors, self._counts, self._contributions, self._replaced = {}, [], {}, {}, set()
+
+    def take_back_values(self, earlier: ValueStore, first: Collection[str], is_dropped: Callable[[str, str], bool]) -> None:
+        """Take all values of ``earlier`` that were not replaced since; of the sources ``first``, where the first values count, all."""
+        found: dict[Key, PendingValue] = {}
+        for key, value in earlier._pending.items():
+            if key.source in first or not (key in self._replaced or is_dropped(key.source, key.name)):
+                found[key] = PendingValue(value.aggregation, list(value.parts))
+        for key, value in self._pending.items():
+            if key in found and key.source not in first:
+                found[key].parts += value.parts
+            else:
+                found.setdefault(key, value)
+        known = {key for keys, _ in self._vectors for key in keys if key is not None and key.source not in first}
+        again = {key for keys, _ in earlier._vectors for key in keys if key is not None and key.source in first}
+        older = [
+            ([None if key is None or key in known or is_dropped(key.source, key.name) else key for key in keys], values)
+            for keys, values in earlier._vectors
+        ]
+        newer = [([None if key in again else key for key in keys], values) for keys, values in self._vectors]
+        self._pending, self._vectors = found, [*older, *newer]
+        self._replaced |= earlier._replaced
+        self._contributions = {**earlier._contributions, **self._contributions}
+        self._counts, self._reducers = {**earlier._counts, **self._counts}, {**earlier._reducers, **self._reducers}
 
     def take_values(self, other: ValueStore, source: str, names: set[str]) -> None:
         """Take the values of these tensors from ``other``."""

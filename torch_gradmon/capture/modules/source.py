@@ -117,6 +117,12 @@ class ModuleSource:
         self._buffer, self.was_trained = None, False
         self._passes.forget_forward()  # also if a forward was interrupted
 
+    def set_aside(self) -> None:
+        """The values so far are about to be set aside: store them in the buffer."""
+        if self._buffer is not None:
+            self.hooks.graphs.collect(self._buffer, self.values)
+            self.values.flush()
+
     def _collect(self, buffer: StepBuffer) -> None:
         """Collect what compiled graphs have written, or warn that no graph contains a hook."""
         seen = self.hooks.graphs.collect(buffer, self.values) or self._calls.seen

@@ -64,14 +64,14 @@ class ModuleValues:
     def end(self) -> None:
         """End the step; its values can still be evaluated."""
         if self._buffer is not None:
-            self._flush()
+            self.flush()
             self._units.end_step(self._buffer)
         self._buffer = None
 
     def forget(self, sources: tuple[str, ...], reason: str) -> None:
         """Drop what was measured of ``sources`` in this step, for ``reason``."""
         assert self._buffer is not None
-        self._flush()
+        self.flush()
         for source in sources:
             self._buffer.clear(source)
             self._buffer.absent[source, ""] = reason
@@ -204,7 +204,8 @@ class ModuleValues:
             self._device_rows = DeviceRows(self._measurer.built_in, self._buffer, self._measurer.complaints)
         return self._device_rows.measure(source, item.path, item.asked.columns, item.tensor, inverse_scale)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Store in the buffer what was measured so far."""
         self._rows.flush()
         if self._device_rows is not None:
             self._device_rows.flush()

@@ -10,8 +10,7 @@ from .step_actions import StepMeasurements
 from .step_cycle import StepCycle
 
 #: An optimizer that has stepped this often in one step does not wait for the last one: critics of a GAN take 5 steps for each of the
-#: generator as a rule, and a discriminator that begins later lets it take thousands. If gradients of the last one are there, it may
-#: accumulate them over more steps.
+#: generator as a rule, and a discriminator that begins later lets it take thousands. The last one may accumulate gradients over more.
 _MOST_STEPS, _MOST_WITH_GRADIENTS = 10, 100
 
 
@@ -44,6 +43,82 @@ class OptimizerSteps:
         self.cycle, self.state, self.measures = machine.cycle, machine.cycle.state, machine.measures
         self._resting: Hashable = None  # the optimizer that the user named last, while steps go on without it
         self._accumulates = False  # it steps at last with the gradients of many steps
+        self._rounds: dict[Hashable, int] = {}  # the most steps of each optimizer to one of the last
+        self._in_a_row = self._joined = 0  # steps of the last one without others since, and those that its step had of others but one
+        self._by_phases = False  # each optimizer takes several steps before another one does
+
+    # --- which optimizers' steps make one step -----------------------------------------------------------------------------------
+
+    def part_began(self) -> None:
+        """A pass follows the step of an optimizer, in a step in which others are still to step."""
+        self.state.progress.part_began()
+        self.cycle.boundaries.part_began()
+
+    def _part_ended(self, optimizer: Hashable) -> None:
+        """The optimizer has stepped. If it steps again before the last one does, this was perhaps a step of its own."""
+        state, progress = self.state, self.state.progress
+        if len(self._machine.order) == 1 or not (state.is_open and state.leads) or progress.is_attempted:
+            return
+        attempts = progress.times.get(optimizer, 0) + (optimizer in progress.overflowed)
+        if attempts > self._rounds.get(optimizer, 0) and not state.in_backward.any_now:
+            progress.set_aside()
+            self.cycle.boundaries.set_aside()
+
+    def _take_turn(self, optimizer: Hashable, has_closure: bool = False) -> None:
+        """The optimizer begins a step: in the open step with what the others did in it, or in a step of its own."""
+        if optimizer == self._resting:
+            self._wait_for(optimizer)
+        progress = self.state.progress
+        if progress.awaits_next:
+            progress.awaits_next = False
+            if has_closure and progress.is_between:
+                self.part_began()  # in its closure
+            if optimizer in progress.in_part and not progress.is_between:
+                progress.in_part.clear()
+            else:
+                self.cycle.rejoin(len(progress.parts) if self._machine.is_last(optimizer) else 1)
+        if optimizer in progress.times and optimizer not in progress.in_part and self._is_over(optimizer):
+            self._go_on_without_last()
+
+    def _is_over(self, optimizer: Hashable) -> bool:
+        """Whether an optimizer that begins another step waits no longer for the last one, which has not stepped since."""
+        last, times = self._machine.order[-1], self.state.progress.times
+        if not self.state.leads or last in times:
+            return False
+        if self._by_phases or self.measures.shares_parameters(last, optimizer):
+            return True
+        if times[optimizer] < _MOST_STEPS:
+            return False
+        return not self.measures.accumulates(last) or not (self._accumulates or times[optimizer] < _MOST_WITH_GRADIENTS)
+
+    def _go_on_without_last(self) -> None:
+        """Until the last one steps, the one that stepped before ends steps, and each of its steps so far is one."""
+        order, latest = self._machine.order, self.state.progress.latest
+        self._resting = order[-1]
+        if not self.measures.shares_parameters(self._resting, latest):
+            self.measures.warn_resting(self._resting, latest)
+        order.sort(key=lambda each: each == latest)
+        self.cycle.split()
+
+    def _wait_for(self, optimizer: Hashable) -> None:
+        """It ends steps from now on."""
+        self._machine.order.sort(key=lambda each: each == optimizer)
+        self._resting, self._by_phases, self._in_a_row = None, False, 0
+
+    def _round_ended(self, last: Hashable) -> None:
+        """The last optimizer has stepped: learn how often the others step for one step of it."""
+        times = {each: count for each, count in self.state.progress.times.items() if each != last}
+        if times:
+            self._rounds.update({each: max(count, self._rounds.get(each, 0)) for each, count in times.items()})
+            self._in_a_row, self._joined, self._by_phases = 1, sum(times.values()) - len(times), False
+            return
+        self._in_a_row += 1
+        if self._in_a_row > 1 and self._resting is None and not self._by_phases:
+            self._by_phases, self._rounds = True, {}
+            if self._joined:
+                self.measures.warn_joined(self._joined)
+
+    # --- events ------------------------------------------------------------------------------------------------------------------
 
     def wrapper_began(self, optimizer: Hashable) -> None:
         """A wrapper around the optimizer is about to step: measure parameters before it changes anything."""
@@ -51,6 +126,7 @@ class OptimizerSteps:
         if self._steps_late(optimizer):
             return
         self.cycle.ensure_open(hides_forward=False)
+        self._take_turn(optimizer)
         if self.cycle.boundaries.has_values:
             self._measure_final(optimizer)
             self._parameters_before(optimizer, with_unowned=self._machine.is_last(optimizer))
@@ -80,11 +156,9 @@ class OptimizerSteps:
         if has_closure and state.leads and not state.is_open:
             cycle.release()  # its forward is yet to come
         cycle.ensure_open(hides_forward=False)
+        if not within and len(self._machine.order) > 1:
+            self._take_turn(optimizer, has_closure)
         state.progress.begun.add(optimizer)
-        if not within and state.progress.times.get(optimizer, 0) >= _MOST_STEPS:
-            self._go_on_without_last(optimizer)
-        elif optimizer == self._resting:
-            self._wait_for(optimizer)
         if not cycle.boundaries.has_values:
             return False
         measures.annotate(optimizer, by_turns=not within and self._takes_turns(), is_first=self.state.patterns.is_first)
@@ -102,23 +176,6 @@ class OptimizerSteps:
             measures.warn_in_backward()
         self.state.progress.done.add(optimizer)
         return is_skipped
-
-    def _go_on_without_last(self, optimizer: Hashable) -> None:
-        """This optimizer begins another step, while the one that ends steps has not stepped: until it does, the one before it ends them."""
-        order, progress = self._machine.order, self.state.progress
-        last = order[-1]
-        if not self.state.leads or last in progress.times:
-            return
-        if self.measures.has_gradients(last) and (self._accumulates or progress.times[optimizer] < _MOST_WITH_GRADIENTS):
-            return
-        self.measures.warn_resting(last, progress.latest)
-        order.sort(key=lambda each: each == progress.latest)
-        self._resting = last
-
-    def _wait_for(self, optimizer: Hashable) -> None:
-        """It ends steps from now on."""
-        self._machine.order.sort(key=lambda each: each == optimizer)
-        self._resting = None
 
     def _explain_missing(self, optimizer: Hashable, comes_later: bool) -> None:
         backwards = self.state.progress.backwards
@@ -205,13 +262,17 @@ class OptimizerSteps:
         if self.cycle.boundaries.has_values:
             self.measures.measure_update(optimizer)
         if not within:  # else the step ends with the backward pass, or with an optimizer behind it
+            if len(self._machine.order) > 1 and self._machine.is_last(optimizer):
+                self._round_ended(optimizer)
             self._machine.attempt_ended(optimizer, in_scaler_step)
+            self._part_ended(optimizer)
 
     def step_overflowed(self, optimizer: Hashable, in_scaler_step: bool) -> None:
         """The scaler found infinite gradients: they are measured all the same."""
         self.cycle.ensure_open(hides_forward=False)
+        self._take_turn(optimizer)
         progress = self.state.progress
-        progress.optimizer_overflowed()
+        progress.optimizer_overflowed(optimizer)
         self.measures.annotate(optimizer, by_turns=False, is_first=False)
         self._measure_final(optimizer)
         self._measure_parameters()
@@ -219,3 +280,4 @@ class OptimizerSteps:
         self._decide(optimizer, is_overflowed=True)  # nothing is left to skip, but other ranks may wait
         progress.overflowed.add(optimizer)
         self._machine.attempt_ended(optimizer, in_scaler_step)
+        self._part_ended(optimizer)

@@ -24,6 +24,21 @@ class StepBoundaries(Protocol):
     def drop(self, *, was_tentative: bool) -> None:
         """Forget the open step: its number is that of the next attempt."""
 
+    def set_aside(self) -> None:
+        """An optimizer has stepped, and others are still to step: what was measured so far may be a step of its own."""
+
+    def part_began(self) -> None:
+        """A pass follows what was set aside."""
+
+    def rejoin(self, parts: int) -> None:
+        """The last ``parts`` parts that were set aside belong to the same step as what came since."""
+
+    def close_part(self, *, is_overflowed: bool) -> None:
+        """The first part that was set aside is a step of its own: end it."""
+
+    def parts_closed(self) -> None:
+        """What came since the last part is the open step, with the number of the clock."""
+
     def confirm(self) -> None:
         """The open step trains, although a call in evaluation mode opened it."""
 
@@ -104,6 +119,14 @@ class StepMeasurements(Protocol):
     def revive_hooks(self, optimizer: Hashable) -> None:
         """No backward pass was seen in this step: register hooks again if parameters were replaced."""
 
+    def shares_parameters(self, optimizer: Hashable, other: Hashable) -> bool:
+        """Whether the two have parameters in common."""
+
+    def accumulates(self, optimizer: Hashable) -> bool:
+        """Whether backward passes add to gradients of the optimizer that nothing has cleared since the last call; at first, whether it
+        has gradients.
+        """
+
     def has_gradients(self, optimizer: Hashable) -> bool:
         """Whether any parameter of the optimizer has a gradient."""
 
@@ -118,6 +141,9 @@ class StepMeasurements(Protocol):
 
     def warn_resting(self, resting: Hashable, latest: Hashable) -> None:
         """One optimizer rests while others step many times; until it steps, the ``latest`` of them ends steps."""
+
+    def warn_joined(self, steps: int) -> None:
+        """So many steps of optimizers that take turns of several steps each were taken for one."""
 
     def warn_in_backward(self) -> None:
         """Nothing can be done about spikes of an optimizer that steps within the backward pass."""

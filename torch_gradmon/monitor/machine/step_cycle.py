@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...core.errors import GradmonWarning, SpikeError
 from .step_actions import StepBoundaries
 from .step_state import StepState
 
@@ -34,6 +35,7 @@ class StepCycle:
         state = self.state
         if not state.is_open:
             return
+        self._settle()
         state.close()
         self.boundaries.close(is_overflowed=state.is_driven and state.progress.is_overflowed)
 
@@ -45,10 +47,42 @@ class StepCycle:
 
     def end_or_drop(self) -> None:
         """End the open step, or drop it if it is unfinished."""
+        self._settle()
         if self.state.is_unfinished:
             self.drop()
         else:
             self.end()
+
+    def rejoin(self, parts: int) -> None:
+        """The last ``parts`` parts that were set aside belong to the same step as what came since."""
+        self.state.progress.rejoin(parts)
+        self.boundaries.rejoin(parts)
+
+    def _settle(self) -> None:
+        """No other optimizer steps in the open step."""
+        progress = self.state.progress
+        if progress.is_between or (progress.awaits_next and len(progress.parts) == 1):
+            self.rejoin(1)  # a single optimizer has stepped once, and others may have been about to
+        elif progress.parts:
+            progress.in_part.clear()
+        if progress.parts:
+            self.split()
+
+    def split(self) -> None:
+        """The parts that were set aside are steps of their own, and what came since is the next one."""
+        state, clock, error = self.state, self.state.clock, None
+        parts, state.progress = state.progress.parts, state.progress.rest()
+        for is_overflowed in parts:
+            clock.attempt_ended()
+            try:
+                self.boundaries.close_part(is_overflowed=is_overflowed)
+                self.boundaries.seal(clock.next_step)
+            except (SpikeError, GradmonWarning) as raised:
+                error = error or raised
+            clock.open(clock.next_step)
+        self.boundaries.parts_closed()
+        if error is not None:
+            raise error
 
     def drop(self) -> None:
         """Forget the open step: its number is that of the next attempt."""

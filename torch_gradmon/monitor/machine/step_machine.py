@@ -62,6 +62,8 @@ class StepMachine:
                 cycle.drop()
             elif self.state.in_backward.any_now and not self.awaits_others():
                 self._all_stepped(in_scaler_step=False)  # as after a backward pass within re-entrant checkpoints only
+            elif progress.is_between:
+                self.optimizers.part_began()
         if not self.state.is_open and self.state.leads:
             cycle.release()
             cycle.open(self.state.clock.next_step, is_tentative=in_eval)
@@ -83,6 +85,8 @@ class StepMachine:
         if self.state.is_paused:
             return
         cycle.ensure_open()
+        if self.state.progress.is_between:
+            self.optimizers.part_began()
         within = self.state.in_backward
         self.state.backward_ended()
         self.measures.backward_ended()

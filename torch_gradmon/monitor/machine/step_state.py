@@ -83,6 +83,11 @@ class StepProgress:
         times: how often each optimizer has stepped.
         latest: the one that stepped last.
         parameters_measured: whether the parameters were measured.
+        parts: whether an optimizer did not apply its step, for each part that was set aside: from one step of an optimizer to its next.
+        in_part: optimizers that have stepped since the last part was known to be one.
+        is_between: no pass has followed what was set aside last.
+        awaits_next: no optimizer has begun to step since then.
+        backwards_before: how many backward passes had ended by then.
     """
 
     is_explicit: bool = False
@@ -100,6 +105,11 @@ class StepProgress:
     times: dict[Hashable, int] = field(default_factory=dict)
     latest: Hashable = None
     parameters_measured: bool = False
+    parts: list[bool] = field(default_factory=list)
+    in_part: set[Hashable] = field(default_factory=set)
+    is_between: bool = False
+    awaits_next: bool = False
+    backwards_before: int = 0
 
     def confirm(self) -> bool:
         """The step trains. Returns whether that was open."""
@@ -115,15 +125,45 @@ class StepProgress:
         """From now on calls in evaluation mode count as training in this step."""
         self.counts_eval = True
 
-    def optimizer_overflowed(self) -> None:
-        """An optimizer did not apply its step."""
+    def optimizer_overflowed(self, optimizer: Hashable) -> None:
+        """The optimizer did not apply its step."""
         self.is_overflowed = True
+        self.in_part.add(optimizer)
+
+    def set_aside(self) -> None:
+        """An optimizer has stepped, and what comes next may belong to another step."""
+        self.parts.append(self.is_overflowed)
+        self.is_overflowed, self.is_between, self.awaits_next = False, True, True
+        self.backwards_before = self.backwards
+
+    def part_began(self) -> None:
+        """A pass follows what was set aside."""
+        self.is_between = self.parameters_measured = False
+
+    def rejoin(self, parts: int) -> None:
+        """The last ``parts`` parts belong to the same step as what came since."""
+        self.is_overflowed |= any(self.parts[len(self.parts) - parts :])
+        del self.parts[len(self.parts) - parts :]
+        self.parameters_measured, self.is_between = True, False
+
+    def rest(self) -> StepProgress:
+        """What has happened since the last part was set aside."""
+        return StepProgress(
+            begun=self.begun,
+            done=self.done & self.in_part,
+            overflowed=self.overflowed & self.in_part,
+            raised=self.raised & self.begun,
+            is_attempted=self.is_attempted,
+            is_overflowed=self.is_overflowed,
+            backwards=self.backwards - self.backwards_before,
+        )
 
     def optimizer_ended(self, optimizer: Hashable) -> None:
         """The optimizer has stepped."""
         self.begun.discard(optimizer)
         self.raised.discard(optimizer)
         self.done.add(optimizer)
+        self.in_part.add(optimizer)
         self.times[optimizer] = self.times.get(optimizer, 0) + 1
         self.latest = optimizer
 

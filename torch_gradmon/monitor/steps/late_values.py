@@ -101,6 +101,16 @@ class TagLog:
         elif late:
             self._late.tag(late)
 
+    def take_late(self) -> dict[str, Any]:
+        """The facts of the open step, without those that the loop gives before a forward."""
+        late = {name: value for name, value in self.current.items() if name not in self._ahead}
+        self.current = {name: value for name, value in self.current.items() if name not in late}
+        return late
+
+    def rejoin(self, earlier: Mapping[str, Any]) -> None:
+        """These are facts of the open step, too."""
+        self.current = {**earlier, **self.current}
+
     def begin(self, is_kept: bool) -> None:
         """A step opens, and what is known of it so far ``is_kept``."""
         self.current, self._undecided = {**self.current, **self._undecided} if is_kept else {}, {}

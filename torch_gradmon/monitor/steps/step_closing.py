@@ -73,14 +73,20 @@ class StepClosing:
         self._plugins = planning.cadence.plugins
         self._cost = CostNotice(planning.fence, planning.cadence.every)
 
-    def close(self, active: ActiveStep, is_watched: bool) -> None:
-        """Nothing more is measured in this step. ``is_watched``: plugins are called, though nothing was measured."""
-        if active.is_monitored:
-            self._close_monitored(active)
-        else:
-            self._close_unmonitored(active, is_watched)
+    def close(self, active: ActiveStep, is_watched: bool, tags: dict[str, Any] | None = None) -> None:
+        """Nothing more is measured in this step.
 
-    def _take(self, active: ActiveStep) -> tuple[StepBuffer, ModelIndex, dict[str, Any]]:
+        Args:
+            active: the step.
+            is_watched: plugins are called, though nothing was measured.
+            tags: facts of a step that was set aside, while measurements go on in the open one.
+        """
+        if active.is_monitored:
+            self._close_monitored(active, tags)
+        else:
+            self._close_unmonitored(active, is_watched, tags)
+
+    def _take(self, active: ActiveStep, tags: dict[str, Any] | None) -> tuple[StepBuffer, ModelIndex, dict[str, Any]]:
         """End the measurements of this step; return its values, the model index and the facts that the loop knows of it."""
         buffer, active.buffer = active.buffer, None
         self._values.step_closed()
@@ -88,18 +94,20 @@ class StepClosing:
         assert buffer is not None
         assert inventory is not None
         try:
-            self._planning.captures.end()
+            if tags is None:
+                self._planning.captures.end()
         finally:  # collective: the other ranks wait, whatever failed here
             self._planning.exchange.run(buffer, active.plans, may_extend=active.mode is Mode.MONITORED)
-        return buffer, inventory, self._values.late.tags.take()
+        return buffer, inventory, self._values.late.tags.take() if tags is None else tags
 
-    def _close_unmonitored(self, active: ActiveStep, is_watched: bool) -> None:
+    def _close_unmonitored(self, active: ActiveStep, is_watched: bool, tags: dict[str, Any] | None) -> None:
         if active.buffer is not None:
-            buffer, inventory, tags = self._take(active)
-            recorded = RecordedStep(active, buffer, inventory, tags, self._queue.oldest)
+            buffer, inventory, found = self._take(active, tags)
+            recorded = RecordedStep(active, buffer, inventory, found, self._queue.oldest)
             self._plugins.call("on_unmonitored_step", recorded)
         else:
-            self._values.late.tags.clear()
+            if tags is None:
+                self._values.late.tags.clear()
             if is_watched:
                 self._plugins.call("on_unmonitored_step", RecordedStep(active), is_idle=active.mode is IDLE)
         if active.is_overflowed:
@@ -107,10 +115,10 @@ class StepClosing:
         if self._queue.pipeline.detection.count_unmonitored(active.is_overflowed):
             self._plugins.call("on_alert", active.number)
 
-    def _close_monitored(self, active: ActiveStep) -> None:
+    def _close_monitored(self, active: ActiveStep, tags: dict[str, Any] | None) -> None:
         if self._cost.is_due:
             self._cost.step_closed()
-        buffer, inventory, tags = self._take(active)
+        buffer, inventory, found = self._take(active, tags)
         evaluate = self._planning.captures.modules.values.evaluator()
         readback = buffer.start_readback()
         self._plugins.call("annotate", active)
@@ -121,7 +129,7 @@ class StepClosing:
                 inventory,
                 evaluate,
                 self._planning.hooks.groups() if self._queue.factory.layers.choice == "blocks" else [],
-                tags,
+                found,
                 self._planning.fence.cost(),
                 self._planning.exchange.exchange.ranks.count,
                 attached=self._planning.hooks.loop is not None,

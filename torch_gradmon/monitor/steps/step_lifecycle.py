@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Iterator, Set
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from ...step.active_step import IDLE, ActiveStep
+from ...step.active_step import IDLE, ActiveStep, Mode
 from ...step.planner import OF_MODULES
 from ..pipeline.pending_queue import PendingQueue
 from .step_closing import StepClosing
@@ -36,6 +38,8 @@ class StepLifecycle:
         self.captures, self.plugins = planning.captures, planning.cadence.plugins
         self._closing = StepClosing(planning, queue, values)
         self.active: ActiveStep | None = None
+        self._aside: deque[tuple[ActiveStep, dict[str, Any]]] = deque()  # parts of the open step, with their facts
+        self._last_part: ActiveStep | None = None  # of the step whose other parts are closing
 
     @property
     def has_values(self) -> bool:
@@ -190,9 +194,12 @@ class StepLifecycle:
 
     def close(self, *, is_overflowed: bool) -> None:
         """End the open step. On a CPU its record is made at once, elsewhere when its values have come."""
-        active = self.active
-        if active is None:
+        if self.active is None:
             return
+        is_watched = self._close(self.active, is_overflowed)
+        self.planning.prepare_next(may_rest=not (is_watched or self.queue.steps))
+
+    def _close(self, active: ActiveStep, is_overflowed: bool, tags: dict[str, Any] | None = None) -> bool:
         active.is_overflowed = is_overflowed
         self.queue.pipeline.drop_last()
         is_idle = active.mode is IDLE
@@ -202,8 +209,78 @@ class StepLifecycle:
                 if is_watched:
                     self.plugins.call("on_step_closing", active, is_idle=is_idle)
             finally:  # where warnings are errors
-                self._closing.close(active, is_watched)
+                self._closing.close(active, is_watched, tags)
         finally:  # ranks change together, whatever failed on one of them
             if is_watched or self.plugins.watch_idle_steps:  # a series of refused steps makes a plugin do so
                 self.plugins.call("on_step_closed", active, is_idle=is_idle)
-        self.planning.prepare_next(may_rest=not (is_watched or self.queue.steps))
+        return is_watched
+
+    # --- parts of a step that may be steps of their own ------------------------------------------------------------------------
+
+    def set_aside(self) -> None:
+        """An optimizer has stepped: what was measured so far, and what is logged until the next pass, is a part of the open step."""
+        active = self.active
+        if active is None:
+            return
+        part = replace(active)
+        active.annotations, active.values = {}, {}
+        if active.buffer is not None and self.planning.planner.inventory is not None:
+            self.captures.modules.set_aside()
+            part.buffer = active.buffer.set_aside()
+            active.buffer.used.update(self.planning.planner.inventory.foreign)
+            self.values.go_to(part.buffer)
+        self._aside.append((part, self.values.late.tags.take()))
+
+    def part_began(self) -> None:
+        """A pass behind what was set aside begins another part."""
+        active = self.active
+        if active is not None and self._aside:
+            self._aside[-1][1].update(self.values.late.tags.take_late())
+            self.values.go_to(active.buffer)
+            if active.buffer is not None and active.is_monitored:
+                active.buffer.rng = self.planning.random_states()
+
+    def rejoin(self, parts: int) -> None:
+        """The last ``parts`` parts that were set aside belong to the same step as what came since."""
+        active = self.active
+        for _ in range(parts if active is not None else 0):
+            part, tags = self._aside.pop()
+            if active.buffer is not None and part.buffer is not None:
+                active.buffer.rejoin(part.buffer)
+            active.annotations, active.values = {**part.annotations, **active.annotations}, {**part.values, **active.values}
+            self.values.late.tags.rejoin(tags)
+        self.values.go_to(None if active is None else active.buffer)
+
+    def close_part(self, *, is_overflowed: bool) -> None:
+        """The first part that was set aside is a step of its own."""
+        self._last_part = self._last_part or self.active
+        self.active, tags = self._aside.popleft()
+        self._renumber(self.active)
+        self._close(self.active, is_overflowed, tags)
+
+    def parts_closed(self) -> None:
+        """What came since the last part is the open step."""
+        self.active, self._last_part = self._last_part, None
+        active = self.active
+        if active is None:
+            return
+        self._renumber(active)
+        if active.mode is IDLE:
+            self.captures.end()
+        else:
+            self.captures.gradients.forget_batches()
+        self.values.step_opened(active.buffer, active.is_monitored, hides_forward=False, is_tentative=False)
+        if active.mode is not IDLE or self.plugins.watch_idle_steps:
+            self.plugins.call("on_step_open", active, is_idle=active.mode is IDLE)
+
+    def _renumber(self, active: ActiveStep) -> None:
+        """The step has the number of the clock; measured was what is due in another one."""
+        step = self.state.clock.step
+        if step is None or step == active.number:
+            return
+        active.number = step
+        if active.buffer is not None:
+            mode = self.planning.mode_of(step)
+            active.buffer.step, active.mode = step, Mode.MONITORED if active.is_skipped else mode
+            if active.mode is IDLE:
+                active.buffer = None

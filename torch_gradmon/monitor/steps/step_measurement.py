@@ -3,6 +3,7 @@
 # ruff: noqa: D102 (the protocol has the docstrings)
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Set
 
 from torch import Tensor
@@ -44,6 +45,7 @@ class StepMeasurement:
         self._lifecycle, self._captures = lifecycle, lifecycle.captures
         self._ownership, self._hooks, self._order = ownership, hooks, order
         self._complaints = lifecycle.fence.complaints
+        self._accumulated: dict[Hashable, tuple[weakref.ref[Tensor], int]] = {}  # a gradient of an optimizer, and its version
 
     def _scale(self, optimizer: Hashable) -> Tensor | None:
         return self._hooks.scaler.inverse_scale(self._ownership[optimizer])
@@ -113,6 +115,22 @@ class StepMeasurement:
     def measure_unowned(self) -> None:
         # no optimizer unscales these
         self._captures.gradients.after_clip(self._ownership.unowned, self._scale(None))
+
+    def shares_parameters(self, optimizer: Hashable, other: Hashable) -> bool:
+        groups = ([] if (found := self._ownership[name]) is None else found.param_groups for name in (optimizer, other))
+        one, two = ({id(p) for group in each for p in group["params"]} for each in groups)
+        return not one.isdisjoint(two)
+
+    def accumulates(self, optimizer: Hashable) -> bool:
+        found = self._ownership[optimizer]
+        groups = [] if found is None else found.param_groups
+        gradient = next((p.grad for group in groups for p in group["params"] if p.grad is not None), None)
+        before = self._accumulated.pop(optimizer, None)
+        if gradient is None:
+            return False
+        version = 0 if gradient.is_inference() else gradient._version
+        self._accumulated[optimizer] = weakref.ref(gradient), version
+        return before is None or (before[0]() is gradient and before[1] != version)
 
     def has_gradients(self, optimizer: Hashable) -> bool:
         found = self._ownership[optimizer]
@@ -195,6 +213,13 @@ class StepMeasurement:
         )
         message = f"{first}, whose step ends a monitored one, rests while others step; until it steps, {second} ends them"
         self._complaints.add("order", message)
+
+    def warn_joined(self, steps: int) -> None:
+        self._complaints.add(
+            "order",
+            f"optimizers take turns of several steps each: {steps} steps before the last optimizer's first one were taken for one step "
+            "with it, and have no record of their own; from here on each has one",
+        )
 
     def warn_in_backward(self) -> None:
         if self._hooks.optimizers.may_skip:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from ...core.fence import Fence
 from ...core.torch_modes import outside_dispatch_modes, rng_states
 from ...step.active_step import IDLE, ActiveStep, Mode
@@ -73,10 +75,14 @@ class StepPlanning:
         active.plans = planner.plans(active.number, self.factory.summary, gradients_only=not is_monitored)
         active.buffer = StepBuffer(active.number, self.fence.complaints)
         if is_monitored:
-            active.buffer.rng = rng_states() if self.factory.is_stored else {}
+            active.buffer.rng = self.random_states()
             active.due = tuple(metric for metric in planner.module_metrics() if metric.due(active.number))
         self.captures.begin(active, planner, by_hand=self.state.is_manual)
         self.hooks.install(on_modules=is_monitored)
+
+    def random_states(self) -> dict[str, Tensor]:
+        """The states of the random generators, where they are stored."""
+        return rng_states() if self.factory.is_stored else {}
 
     def prepare_next(self, may_rest: bool) -> None:
         """A step has closed: register the hooks that the next one needs before anything is seen of it. ``may_rest``: no value is on its

@@ -64,6 +64,10 @@ class ValueLog:
         if self._early is not None and not is_tentative:
             self.take_early()
 
+    def go_to(self, buffer: StepBuffer | None) -> None:
+        """From now on what is logged is of another part of the open step."""
+        self.buffer = buffer
+
     def step_closed(self) -> None:
         """The step takes no more values."""
         self.buffer = None
