@@ -192,3 +192,87 @@ def test_what_comes_in_the_turn_of_another_is_not_before_the_clip() -> None:
         values = monitor.get_step_metrics()
         for name, _ in model.named_parameters():
             assert values[f"gradient_before_clip/{name}/norm"] == values[f"gradient/{name}/norm"], f"{name} in step {step}"
+
+
+def _phases(
+    phases: str, watched: str = "ab", *, shares: bool = False, log_first: bool = False, every: int = 1, **options: object
+) -> gradmon.ModuleMonitor:
+    """One iteration for each letter: its optimizer steps, with all that a loop does. Returns the monitor, detached."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({part: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)) for part in "abc"})
+    optimizers = {part: torch.optim.SGD((model if shares else model[part]).parameters(), lr=0.1) for part in "abc"}
+    monitor = gradmon.watch(model, *(optimizers[part] for part in watched), on_spike=None, every=every, preset="full", **options)
+    monitor.add_gradient_metric("middle", lambda g: g.median(), stages=("before_clip", "after_clip"))
+    monitor.add_parameter_metric("middle", lambda p: p.median())
+    monitor.add_update_metric("norm")
+    monitor.add_activation_metric("std")
+    for number, part in enumerate(phases):
+        if log_first:
+            monitor.log_scalar("number", float(number))
+        loss = sum((model[each](_batch(number)[:, :4]).square().mean() for each in ("abc" if shares else part)), torch.zeros(()))
+        optimizers[part].zero_grad()
+        loss.backward()
+        monitor.log_scalar("loss", loss.detach())
+        nn.utils.clip_grad_norm_([p for group in optimizers[part].param_groups for p in group["params"]], 0.5)
+        optimizers[part].step()
+        if not log_first:
+            monitor.log_scalar("number", float(number))
+            monitor.tag(part=part)
+    monitor.detach()
+    return monitor
+
+
+def _values(monitor: gradmon.ModuleMonitor) -> list[tuple[int, dict[str, float]]]:
+    """Those of each step, without what depends on the clock and on the number of optimizers."""
+    return [
+        (step, {key: value for key, value in values.items() if "overhead" not in key and "group_" not in key})
+        for step, values in monitor.get_all_metrics().items()
+    ]
+
+
+@pytest.mark.parametrize("log_first", [False, True])
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("steps", [3, 10, 15])
+def test_steps_while_the_last_optimizer_rests_are_whole(steps: int, shares: bool, log_first: bool) -> None:
+    """As if the other one were not there."""
+    alone = _values(_phases("a" * steps, "a", shares=shares, log_first=log_first))
+    if not shares and steps > 10:
+        with pytest.warns(gradmon.GradmonWarning, match="rests while others step"):
+            both = _values(_phases("a" * steps, "ab", shares=shares, log_first=log_first))
+    else:
+        both = _values(_phases("a" * steps, "ab", shares=shares, log_first=log_first))
+    assert [step for step, _ in both] == [step for step, _ in alone] == list(range(steps))
+    for (step, here), (_, there) in zip(both, alone, strict=True):
+        missing = {key for key in there if key not in here}
+        assert not missing, f"step {step} has no {sorted(missing)[:5]}"
+        if shares:
+            assert here == pytest.approx(there, nan_ok=True), f"step {step}"
+
+
+@pytest.mark.parametrize(
+    ("phases", "watched", "shares", "steps"),
+    [
+        ("a" * 60 + "b" * 30, "ab", True, 90),  # of one model, as in physics-informed training
+        ("a" * 20 + "b" * 2 + "a" * 20, "ab", True, 42),  # polished now and then
+        ("b" * 15 + "a" * 15, "ab", True, 30),  # as after a resume
+        (("a" * 20 + "b" * 20) * 2, "ab", False, 80),
+        (("a" * 12 + "b" * 12 + "c" * 12) * 2, "abc", False, 72),
+        ("a" * 15 + "ab" * 5, "ab", False, 21),  # it begins later: its first step is one of its own
+        ("ab" * 5 + "a" * 15, "ab", False, 19),  # the first round without it is known by its second half
+        ("aaaaab" * 4, "ab", False, 4),  # of a GAN
+        ("aab" * 4 + "aaab" * 2, "ab", False, 6),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*rests while others step")
+def test_each_step_has_a_record_in_phases_and_rounds(phases: str, watched: str, shares: bool, steps: int) -> None:
+    monitor = _phases(phases, watched, shares=shares)
+    history = monitor.get_all_metrics()
+    assert [*history] == list(range(steps))
+    assert monitor.last_step == steps - 1
+    if steps == len(phases):
+        assert [values["number"] for values in history.values()] == list(range(steps))
+
+
+def test_a_step_set_aside_keeps_the_cadence_of_its_number() -> None:
+    monitor = _phases("a" * 20, "ab", shares=True, every=3)
+    assert [*monitor.get_all_metrics()] == [0, 3, 6, 9, 12, 15, 18]

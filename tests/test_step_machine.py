@@ -21,6 +21,7 @@ _QUIET = {
     "hold_parameters",
     "was_monitored",
     "has_gradients",
+    "let_go",
     "accumulates",
     "shares_parameters",
     "gets_own_gradients",

@@ -75,6 +75,7 @@ class OptimizerSteps:
                 self.part_began()  # in its closure
             if optimizer in progress.in_part and not progress.is_between:
                 progress.in_part.clear()
+                self.measures.let_go(optimizer, with_unowned=False)  # its update is that of its last step
             else:
                 self.cycle.rejoin(len(progress.parts) if self._machine.is_last(optimizer) else 1)
         if optimizer in progress.times and optimizer not in progress.in_part and self._is_over(optimizer):

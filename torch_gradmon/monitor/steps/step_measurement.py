@@ -217,8 +217,8 @@ class StepMeasurement:
     def warn_joined(self, steps: int) -> None:
         self._complaints.add(
             "order",
-            f"optimizers take turns of several steps each: {steps} steps before the last optimizer's first one were taken for one step "
-            "with it, and have no record of their own; from here on each has one",
+            f"optimizers take turns of several steps each: before the last optimizer stepped first, {steps + 1} steps of others were "
+            "taken for one step with it, and their record is that of the last of them; from here on each step has one",
         )
 
     def warn_in_backward(self) -> None:
