@@ -79,6 +79,8 @@ def _untied(family: str, watch: Watch, seed: int, healed: bool) -> float:
 def _assigned(family: str, watch: Watch, seed: int, healed: bool) -> float:
     """A checkpoint is loaded with ``assign=True``, which makes other parameters; the optimizer gets these, hooks do not."""
     job = task(family, seed)
+    for parameter in job.model.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-1e3, 1e3))
     optimizer = torch.optim.SGD(job.model.parameters(), lr=0.05, momentum=0.9)
     return train(job, watch, optimizer, before=_load_at(WHEN, job, optimizer, assign=not healed))
 

@@ -28,7 +28,9 @@ class RowStore:
         self._columns: dict[str, frozenset[Column]] = {}
         self._exchanged: set[tuple[str, str]] = set()  # tensors whose rows are merged over ranks
         self._versions: Counter[str] = Counter()
-        self._dropped: set[tuple[str, str | None]] | None = None  # what replaces nothing that was set aside; None where nothing was
+        self._dropped: set[tuple[str, str | None]] | None = (
+            None  # what replaces nothing that was set aside; None where nothing was
+        )
 
     def _note_stream(self, device: torch.device) -> None:
         """A row is computed on the current stream of ``device``."""

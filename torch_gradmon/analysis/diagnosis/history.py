@@ -194,6 +194,14 @@ class History:
         """The severity of a problem that matters only if the model does not learn, which a loss that need not fall does not show."""
         return "info" if self.need_not_fall else self.learning.concern
 
+    @cached_property
+    def _owned(self) -> frozenset[str]:
+        return frozenset(name for group in self.groups for name in group.get("parameters", ()))
+
+    def is_unowned(self, name: str) -> bool:
+        """Whether no optimizer had the parameter when these were attached."""
+        return bool(self._owned) and name not in self._owned
+
     @property
     def is_resumed(self) -> bool:
         """Whether the training began earlier: the first step is not 0, or its optimizers had stepped before."""

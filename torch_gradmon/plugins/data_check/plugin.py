@@ -223,18 +223,14 @@ class DataCheck(Plugin):
         look = self._look
         if look is None or self._is_paused or not torch.is_grad_enabled():
             return
-        is_first = look.calls[id(module)] <= 1
-        if not (is_first or look.has_head):
-            return
         if torch._C._functorch.peek_interpreter_stack() is not None:  # a transformation within the step
             return
-        self.context.call(self._follow, look, module, result, is_first)
+        self.context.call(self._follow, look, module, result)
 
-    def _follow(self, look: _Look, module: nn.Module, result: Any, is_first: bool) -> None:
+    def _follow(self, look: _Look, module: nn.Module, result: Any) -> None:
         if (output := output_of(result)) is None:
             return
-        if is_first:
-            self._acting.made(output)
+        self._acting.made(output)
         if not look.has_head:
             return
         look.passes.setdefault(id(module), Passes(module))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ...capture.hooks import Hook
 from ...step.model_index import ModelIndex
 from ...step.parameter_refs import Place
 from ...step.planner import Planner
@@ -81,6 +82,7 @@ class OwnershipChecks:
     def _check(self) -> None:
         if not self._inventory.is_current():
             self._inventory = self._planner.now() or self._inventory
+        self._initial.note_hooks(self._inventory)
         inventory, optimizers = self._inventory, [o for reference in self._optimizers if (o := reference()) is not None]
         sizes = [len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups]
         if (inventory, sizes) == self._cleared:
@@ -108,7 +110,16 @@ class InitialParameters:
         self._tallies = tallies
         self._aliases = {name: tuple(others) for name, others in inventory.aliases.items()}
         self._known = {name: _identity(place()) for name, place in zip(inventory.names, inventory.references, strict=True)}
+        self._hooked: set[str] = set()  # those with hooks that are none of a monitor's
         self.count = len(self._known)
+        self.note_hooks(inventory)
+
+    def note_hooks(self, inventory: ModelIndex) -> None:
+        """Note which of those that are still there have hooks of the loop's own."""
+        for name, place in zip(inventory.names, inventory.references, strict=True):
+            parameter = place()
+            if parameter is not None and self._known.get(name) == _identity(parameter):
+                (self._hooked.add if _has_hooks(parameter) else self._hooked.discard)(name)
 
     def are_untied(self, names: set[str]) -> bool:
         """Check whether parameters that were one are among ``names`` with two of theirs."""
@@ -120,13 +131,17 @@ class InitialParameters:
         return bool(apart)
 
     def are_replaced(self, found: Found, owned: Mapping[int, Tensor]) -> bool:
-        """Check whether nearly all are other tensors now. A few are replaced deliberately, all by a checkpoint or a conversion."""
+        """Check whether nearly all are other tensors now, and hooks of the loop were lost with them. A few are replaced deliberately,
+        all by a checkpoint or a conversion.
+        """
         replaced = [
             name
             for name, (parameter, _) in found.items()
             if name in self._known and self._known[name] != _identity(parameter) and self._known[name][1] == parameter.shape
         ]
-        taken = [name for name in replaced if id(found[name][0]) in owned]
+        taken = [
+            name for name in replaced if id(found[name][0]) in owned and name in self._hooked and not _has_hooks(found[name][0])
+        ]
         is_so = bool(taken) and len(replaced) > _NEARLY_ALL * len(found)
         if is_so:
             self._tallies.seen("dead-hooks", where=tuple(taken), evidence={"parameters": float(len(taken))})
@@ -238,6 +253,12 @@ class Sample:
 
     def _now(self) -> Tensor | None:
         return None if self._place is None else local_values(self._place())
+
+
+def _has_hooks(parameter: Tensor) -> bool:
+    """Whether the parameter has a hook that is none of a monitor's."""
+    kinds = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+    return any(not isinstance(hook, Hook) for hooks in kinds if hooks for hook in [*hooks.values()])
 
 
 def _identity(parameter: Tensor | None) -> tuple[int, torch.Size]:

@@ -34,19 +34,28 @@ class HiddenParameters:
         registered = {id(tensor) for tensor in (*module.parameters(), *module.buffers())} | {
             id(each) for each in module.modules()
         }
-        self._found: dict[str, weakref.ref[Tensor]] = {}
+        self._found: dict[str, tuple[weakref.ref[Tensor], int]] = {}  # and how often each was written to
         self._results: dict[str, weakref.ref[Tensor]] = {}  # of operations, before the training begins
         for name, each in module.named_modules():
             for attribute, value in list(vars(each).items()):
                 if not attribute.startswith(("_parameters", "_buffers", "_modules")):
                     path = f"{name}.{attribute}" if name else attribute
                     for place, tensor in _tensors_in(path, value, registered, _DEPTH):
-                        (self._found if tensor.is_leaf else self._results).setdefault(place, weakref.ref(tensor))
+                        if tensor.is_leaf:
+                            self._found.setdefault(place, (weakref.ref(tensor), _writes(tensor)))
+                        else:
+                            self._results.setdefault(place, weakref.ref(tensor))
 
     def with_gradients(self, owned: Collection[int]) -> list[str]:
-        """Places of those that have a gradient now; ``owned``: ids of the tensors that optimizers have, which do not count."""
-        tensors = ((place, reference()) for place, reference in self._found.items())
-        return [place for place, tensor in tensors if tensor is not None and id(tensor) not in owned and tensor.grad is not None]
+        """Places of those that have a gradient now, and that nothing trains, as the critic that a list keeps out of a generator has an
+        optimizer of its own. ``owned``: ids of the tensors that optimizers have, which do not count.
+        """
+        tensors = ((place, reference(), writes) for place, (reference, writes) in self._found.items())
+        return [
+            place
+            for place, tensor, writes in tensors
+            if tensor is not None and tensor.grad is not None and id(tensor) not in owned and _writes(tensor) == writes
+        ]
 
     def results(self, module: nn.Module) -> list[str]:
         """Places of tensors that were computed with a graph before the training began, and are still there, as ``nn.Parameter(...).to()``
@@ -55,6 +64,10 @@ class HiddenParameters:
         kept = ((place, reference()) for place, reference in self._results.items())
         now = {id(value) for each in module.modules() for value in vars(each).values()}
         return [place for place, tensor in kept if tensor is not None and id(tensor) in now]
+
+
+def _writes(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _tensors_in(path: str, value: Any, registered: Collection[int], depth: int) -> Iterator[tuple[str, Tensor]]:

@@ -22,10 +22,12 @@ from ..tallies import Tallies
 from .expectations import Expectations
 from .hidden_parameters import HiddenParameters
 from .modules import check_settings, has_modes, in_evaluation
-from .optimizers import Followed, card, check_optimizers, check_shared
+from .optimizers import Followed, SharedParameters, card, check_optimizers, owned_anywhere
 
 #: Monitored steps after which hidden parameters are looked for, and parameters that another optimizer has meanwhile.
 _EARLY = (2, 8, 32)
+#: Monitored steps between two looks at optimizers that have parameters in common.
+_AGAIN = 16
 
 
 class SetupCheck(Plugin):
@@ -44,6 +46,7 @@ class SetupCheck(Plugin):
         self._planner, self._note = planner, note
         self.tallies = Tallies(complaints, lambda: self.context.step or 0, note, SETUP_MISTAKES, "setup")
         self.expectations = Expectations(self.tallies)
+        self._shared = SharedParameters(self.tallies)
         self._module: weakref.ref[nn.Module] | None = None
         self._hidden: HiddenParameters | None = None
         self._followed: Followed | None = None
@@ -54,21 +57,29 @@ class SetupCheck(Plugin):
 
     def facts(self) -> list[LoopFinding]:
         """What was found so far."""
+        if self._shared.exist:
+            self._shared.look(self.context.optimizers, self._names())
         return self.tallies.facts()
 
     def on_attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Look at what is there."""
         self._module, self._steps = weakref.ref(module), 0
-        names = self._names()
         self.groups, self.frozen = self._cards(optimizers), self._frozen()
         self._note(optimizers=self.groups, frozen=self.frozen)
         self._has_modes = has_modes(module)
         self._hidden = HiddenParameters(module) if self._planner.source is PLAIN_GRADIENTS else None
+        self._leave()
         self._followed = Followed(optimizers)
         check_settings(module, self.tallies)
-        check_optimizers(optimizers, names, self.tallies)
+        check_optimizers(optimizers, self.tallies)
+        self._shared.begin(optimizers)
+        self._shared.look(optimizers, self._names())
         self.tallies.write_facts(begins=True)
         self.expectations.begin(self._planner)
+
+    def _leave(self) -> None:
+        self._followed = None
+        self._shared.end()
 
     def _cards(self, optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
         inventory = self._planner.inventory
@@ -102,8 +113,9 @@ class SetupCheck(Plugin):
         elif not self.tallies.is_empty:
             self.tallies.missed("eval-mode")
         if self._steps in _EARLY:
-            check_shared(self.context.optimizers, self._names(), self.tallies)
             self._check_hidden()
+        if self._steps in _EARLY or (self._shared.exist and self._steps % _AGAIN == 0):
+            self._shared.look(self.context.optimizers, self._names())
         if self.expectations.is_declared:
             self.expectations.look(self._owned, record.tables.get(GRADIENT))
 
@@ -114,12 +126,16 @@ class SetupCheck(Plugin):
         module = None if self._module is None else self._module()
         if self._hidden is None or module is None:
             return
-        if places := [*self._hidden.with_gradients(self._owned()), *self._hidden.results(module)]:
+        owned = self._owned() | owned_anywhere()
+        if places := [*self._hidden.with_gradients(owned), *self._hidden.results(module)]:
             self.tallies.seen("unregistered-parameters", where=tuple(places), evidence={"tensors": float(len(places))})
 
     def on_detach(self) -> None:
-        """Hold nothing of the model."""
-        self._hidden = self._module = self._followed = None
+        """Hold nothing of the model, and what was found about optimizers that step no more stays."""
+        if self._shared.exist:
+            self._shared.look(self.context.optimizers, self._names())
+        self._leave()
+        self._hidden = self._module = None
         self.expectations.end()
 
     def on_leave(self, last: int | None) -> None:

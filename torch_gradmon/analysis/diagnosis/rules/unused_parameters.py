@@ -53,8 +53,14 @@ def _never(history: History, norms: Matrix) -> list[Finding]:
     missed = [name for name, steps in measured.items() if steps >= _FEWEST and not seen.get(name)]
     if len(missed) == len(measured):
         return _all_zero(history, norms)
-    if not missed:
-        return []
+    found: list[Finding] = []
+    if left := [name for name in missed if history.is_unowned(name)]:
+        found = _left_alone(history, norms, left)
+        missed = [name for name in missed if not history.is_unowned(name)]
+    return [*_not_reached(history, norms, missed, seen), *found] if missed else found
+
+
+def _not_reached(history: History, norms: Matrix, missed: list[str], seen: Mapping[str, float]) -> list[Finding]:
     if all(_is_taken_out(name, norms, seen) for name in missed) and not (history.learning.is_stuck or history.learning.is_worse):
         return _taken_out(history, norms, missed)
     sizes = history.sizes(n.PARAMETER)
@@ -70,6 +76,20 @@ def _never(history: History, norms: Matrix) -> list[Finding]:
         "not be trained.",
         75.0,
         severity="warning" if matters else "info",
+        steps=(norms.steps[0], norms.steps[-1]),
+    )
+
+
+def _left_alone(history: History, norms: Matrix, names: list[str]) -> list[Finding]:
+    return history.finding(
+        "no-gradient",
+        names[0],
+        {"parameters without gradient and optimizer": float(len(names))},
+        "No gradient reaches this parameter, and no optimizer has it, as of a target network or a teacher, which are copied, or of a "
+        f"reference model.{also_in(names)}",
+        "If it should train, give it to the optimizer; if not, nothing has to be done, and requires_grad_(False) says so.",
+        20.0,
+        severity="info",
         steps=(norms.steps[0], norms.steps[-1]),
     )
 
