@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import torch_gradmon as gradmon
+from torch_gradmon.statistics import spectrum
 from torch_gradmon.statistics.spectrum import first_left_vector, participation_ratio, spectral_norm, stable_rank
 
 
@@ -122,6 +123,14 @@ def spectra(stack: Tensor) -> tuple[float, float]:
     """The largest singular value of any matrix, and the smallest stable rank, from decompositions in float64."""
     values = [torch.linalg.svdvals(matrix.double()) for matrix in stack]
     return max(float(v[0]) for v in values), min(float((v / v[0]).square().sum()) for v in values if v[0])
+
+
+def test_spectrum_on_another_default_device() -> None:
+    spectrum._start.cache_clear()
+    with torch.device("meta"):
+        found = spectral_norm(MATRICES["wide"])
+    spectrum._start.cache_clear()
+    assert found == spectral_norm(MATRICES["wide"])
 
 
 STACKS = {

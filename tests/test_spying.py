@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import pickle
 import sys
+import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 
 from torch_gradmon.capture.attention.function_patch import ATTENTION_PATCH, CallObserver
 
-ORIGINAL = F.scaled_dot_product_attention
+ORIGINAL = F.scaled_dot_product_attention  # a name of this module, where the replacement will be too
 Q = torch.randn(1, 2, 3, 4)
 
 
@@ -96,3 +101,136 @@ def test_a_function_that_is_compiled_while_it_is_there_calls_the_original() -> N
     assert seen == []
     assert torch.equal(found, expected)
     assert torch.equal(compiled(Q), expected)
+
+
+class Keeping(nn.Module):
+    """Keeps the function that it finds in its first forward, in a partial."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.attend = self.attend or functools.partial(F.scaled_dot_product_attention, is_causal=True)
+        return self.attend(x, x, x)
+
+
+@pytest.mark.parametrize("is_inside", [True, False])
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
+def test_patch_that_is_kept_is_saved_as_the_original(is_inside: bool, duplicate: Callable[[Any], Any]) -> None:
+    original, model = [ORIGINAL], Keeping()
+    spy, seen = spying()
+    spy.enter()
+    model(Q)
+    function = F.scaled_dot_product_attention
+    if not is_inside:
+        spy.leave()
+    assert function is not original[0]
+    assert duplicate(function) is original[0]
+    twin = pickle.loads(pickle.dumps(model))
+    spy.leave()
+    assert twin.attend.func is original[0]
+    assert torch.equal(twin(Q), model(Q))
+    assert len(seen) == 1
+    spy.enter()
+    model(Q)  # what it keeps is what is used again
+    spy.leave()
+    assert len(seen) == 2
+
+
+def test_patch_has_the_names_of_the_original_and_is_no_method() -> None:
+    original, (spy, _) = [ORIGINAL], spying()
+    spy.enter()
+    function = F.scaled_dot_product_attention
+
+    class Held:
+        attend = F.scaled_dot_product_attention
+
+    spy.leave()
+    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+        assert getattr(function, name) == getattr(original[0], name)
+    assert torch.equal(Held().attend(Q, Q, Q), original[0](Q, Q, Q))
+
+
+def test_patch_in_several_threads_is_one() -> None:
+    (one, by_one), (other, by_other) = spying(), spying()
+    step = threading.Barrier(2)
+
+    def in_other_thread() -> None:
+        step.wait(30)
+        other.enter()
+        F.scaled_dot_product_attention(Q, Q, Q)
+        step.wait(30)
+        step.wait(30)  # the first one leaves and comes back
+        F.scaled_dot_product_attention(Q, Q, Q)
+        other.leave()
+        step.wait(30)
+
+    thread = threading.Thread(target=in_other_thread, daemon=True)
+    thread.start()
+    original = [ORIGINAL]
+    one.enter()
+    function = [F.scaled_dot_product_attention]
+    step.wait(30)
+    step.wait(30)
+    one.leave()
+    assert F.scaled_dot_product_attention is function[0]
+    one.enter()
+    F.scaled_dot_product_attention(Q, Q, Q)
+    assert F.scaled_dot_product_attention is function[0]
+    step.wait(30)
+    step.wait(30)
+    thread.join(30)
+    F.scaled_dot_product_attention(Q, Q, Q)
+    one.leave()
+    assert (len(by_one), len(by_other)) == (2, 2)
+    assert F.scaled_dot_product_attention is original[0]
+    assert function[0].original is original[0]
+
+
+def test_patch_is_left_by_another_thread() -> None:
+    original, (spy, _) = [ORIGINAL], spying()
+    spy.enter()
+    thread = threading.Thread(target=spy.leave)
+    thread.start()
+    thread.join(30)
+    assert F.scaled_dot_product_attention is original[0]
+
+
+def test_patch_under_the_patch_of_others_is_observed_once() -> None:
+    """Somebody wraps the function that stands there, in one thread, and restores it after a forward has ended in another."""
+    original, (one, by_one) = [ORIGINAL], spying()
+    other, by_other = spying()
+    one.enter()
+    found = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = lambda *args, **kwargs: 2 * found(*args, **kwargs)
+    try:
+        other.enter()
+        assert torch.equal(F.scaled_dot_product_attention(Q, Q, Q), 2 * original[0](Q, Q, Q))
+        assert (len(by_one), len(by_other)) == (1, 1)
+        one.leave()
+        other.leave()
+        F.scaled_dot_product_attention(Q, Q, Q)
+    finally:
+        F.scaled_dot_product_attention = found  # what they had found
+    assert (len(by_one), len(by_other)) == (1, 1)
+    one.enter()
+    F.scaled_dot_product_attention(Q, Q, Q)
+    one.leave()
+    assert len(by_one) == 2
+    assert F.scaled_dot_product_attention is original[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_patch_is_scripted_as_the_original() -> None:
+    class Attend(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    spy, _ = spying()
+    spy.enter()
+    try:
+        scripted = torch.jit.script(Attend())
+    finally:
+        spy.leave()
+    assert torch.equal(scripted(Q), Attend()(Q))
