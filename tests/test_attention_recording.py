@@ -725,3 +725,41 @@ def test_monitored_models_inside_of_each_other() -> None:
         monitor.end_step()
         first = {"first": outer.first.met} if prefix else {}
         check(monitor.get_step_metrics(), {**first, f"{prefix}layer": inner.layer.met})
+
+
+class WrittenOutAttention(Attention):
+    """Scores, softmax and product, with no call of torch's function."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        return ((q @ k.mT / 2).softmax(-1) @ v).transpose(1, 2).flatten(-2)
+
+
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_missing_tells_why_attention_of_preset_is_unseen(tmp_path: Path, is_seen: bool) -> None:
+    model = nn.Sequential(Attention() if is_seen else WrittenOutAttention(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    monitor = gradmon.watch(model, optimizer, on_spike=None, preset="full", run_dir=tmp_path)
+    keys = {"attention_entropy_normalized/.*", "attention_max_logit/.*"}
+    for step in range(14):
+        optimizer.zero_grad()
+        model(torch.randn(2, 4, 8)).square().mean().backward()
+        optimizer.step()
+        told = {key: why for key, why in monitor.missing().items() if key.startswith("attention")}
+        last = "" if step % 10 == 0 else "measured on steps divisible by 10; in the last of them "
+        assert told == ({} if is_seen else dict.fromkeys(keys, f"{last}{NO_CALL}"))
+    advice = monitor.diagnose().unseen.get("attention")
+    assert advice == (None if is_seen else f"attention was not measured: {NO_CALL}")
+    assert NO_CALL not in monitor.why(10)
+    monitor.detach()
+    assert gradmon.diagnose(tmp_path).unseen.get("attention") == advice
+
+
+def test_missing_is_silent_on_attention_of_models_without() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    monitor = gradmon.watch(model, optimizer, on_spike=None, preset="full")
+    model(torch.randn(2, 8)).square().mean().backward()
+    optimizer.step()
+    assert not any(key.startswith("attention") for key in monitor.missing())
+    monitor.detach()

@@ -297,6 +297,15 @@ def test_parameters_of_two_optimizers_are_found_across_monitors() -> None:
         each.detach()
 
 
+def test_setup_check_forgets_optimizers_at_detach() -> None:
+    model = net(nn.Tanh())
+    first, second = sgd(model), sgd(model)  # one after the other, as in a recipe of two phases
+    train(model, first).detach()
+    monitor = train(model, second)
+    assert "parameter-in-two-optimizers" not in rules(monitor)
+    monitor.detach()
+
+
 def test_an_optimizer_for_each_part_is_sound() -> None:
     model = net(nn.Tanh())
     monitor = train(model, sgd(model[0]), sgd(model[2]))

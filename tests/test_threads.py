@@ -48,7 +48,9 @@ def trained(seed: int, pause: Callable[[], None] = lambda: None, **options: Any)
     model = nn.Sequential(nn.Linear(4, 8), Attention(pause), nn.Linear(8, 1))
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3, generator=generator)
-    optimizer = torch.optim.SGD(model.parameters(), 1e-2, momentum=0.9)  # Adam itself computes otherwise while any thread compiles
+    optimizer = torch.optim.SGD(
+        model.parameters(), 1e-2, momentum=0.9
+    )  # Adam itself computes otherwise while any thread compiles
     monitor = gradmon.watch(model, optimizer, on_spike=None, on_metric_error="raise", **options)
     for metric in ("entropy", "first_key"):
         monitor.add_attention_metric(metric, heads=True)
@@ -156,13 +158,15 @@ def test_patch_waits_for_the_compiler_of_another_thread() -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_patch_of_other_threads_is_gone_in_a_fork() -> None:
+    from torch._dynamo.convert_frame import compile_lock
+
     inside, done = threading.Event(), threading.Event()
     seen: list[object] = []
     observer = CallObserver(ATTENTION_PATCH, lambda *_: seen.append(1))
 
     def forward() -> None:
         observer.enter()
-        with ATTENTION_PATCH._lock:
+        with compile_lock, ATTENTION_PATCH._lock:
             inside.set()
             done.wait(30)
         observer.leave()

@@ -44,7 +44,7 @@ class FunctionPatch:
         self._home, self._name = home, name
         # the thread of each; changed by single operations, since an observer may go when garbage is collected, at any point
         self._observers: dict[CallObserver, int] = {}
-        self._lock = threading.RLock()
+        self._lock, self._is_forked = threading.RLock(), False
         self._places: list[tuple[dict[str, Any], str]] = []
         self._searched = 0
         self._last: Callable[[], _Observed | None] = lambda: None
@@ -55,13 +55,13 @@ class FunctionPatch:
     def add(self, observer: CallObserver) -> _Observed:
         """Report calls of this thread to ``observer`` until :meth:`discard`. Returns the replacement, which it has to keep."""
         self._observers[observer] = threading.get_ident()
-        with _no_compilation(), self._lock:
+        with self._no_compilation(), self._lock:
             return self._install()
 
     def discard(self, observer: CallObserver) -> None:
         """Report no more calls to ``observer``, and restore the function after the last one. Idempotent."""
         if self._observers.pop(observer, None) is not None and not self._observers:
-            with _no_compilation(), self._lock:
+            with self._no_compilation(), self._lock:
                 self._restore()
 
     def called(self, function: _Observed, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
@@ -93,7 +93,8 @@ class FunctionPatch:
         with contextlib.suppress(ImportError, AttributeError):  # a private API
             from torch.jit._builtins import _find_builtin, _register_builtin
 
-            if (operation := _find_builtin(original)) is not None:  # another thread may compile a model by torch.jit.script now
+            operation = _find_builtin(original)  # type: ignore[no-untyped-call]
+            if operation is not None:  # another thread may compile a model by torch.jit.script now
                 self._scripted.append(function)
                 _register_builtin(function, operation)
         return function
@@ -105,11 +106,18 @@ class FunctionPatch:
                 scope[name] = function.original
 
     def _forked(self) -> None:
-        # other threads, and the lock that one of them may hold, do not exist in this process
-        self._lock, own = threading.RLock(), threading.get_ident()
+        # other threads, and so those who may hold a lock, do not exist in this process
+        self._lock, self._is_forked, own = threading.RLock(), True, threading.get_ident()
         for observer, thread in list(self._observers.items()):
             if thread != own:
                 self.discard(observer)
+
+    def _no_compilation(self) -> AbstractContextManager[object]:
+        """Wait for the compiler in another thread: it fails if a function that it has read is another one when it guards against that."""
+        lock: AbstractContextManager[object] | None = getattr(
+            sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None
+        )
+        return contextlib.nullcontext() if lock is None or self._is_forked else lock
 
 
 class CallObserver:
@@ -159,12 +167,6 @@ class _Observed:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return typing.cast, (None, self.original)  # which returns its second argument
-
-
-def _no_compilation() -> AbstractContextManager[object]:
-    """Wait for the compiler in another thread: it fails if a function that it has read is another one when it guards against that."""
-    lock: AbstractContextManager[object] | None = getattr(sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None)
-    return contextlib.nullcontext() if lock is None else lock
 
 
 def _places_of(function: Any) -> list[tuple[dict[str, Any], str]]:
