@@ -86,10 +86,10 @@ class _AttentionCall:
         if self.mask is not None:
             bias = self.bias(self.mask, queries, logits.size(-1))
             logits.add_(bias)
-            # is_causal hides later keys, and so leaves the first one, or none
-            first = (bias != -math.inf).view(torch.uint8).argmax(dim=-1)
+            shows = bias != -math.inf
+            first = shows.view(torch.uint8).argmax(dim=-1)  # is_causal hides later keys, and so leaves the first one, or none
             # floats in existing memory: summing booleans makes an int64 copy of twice the block
-            shown = spare.copy_(bias != -math.inf)
+            shown = spare.copy_(shows)
             visible[queries] = (shown.tril_(start) if self.is_causal else shown).sum(dim=-1)
         if self.is_causal and later > 0:  # keys before the block's first query are hidden from none of its queries
             hidden = spare.view(-1)[: length * later].view(length, later)
