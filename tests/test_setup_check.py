@@ -6,6 +6,7 @@ import contextlib
 import gc
 import warnings
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import GradmonWarning, ModuleMonitor
+from torch_gradmon.plugins.setup_check.optimizers import followed
 
 
 def rules(monitor: ModuleMonitor) -> list[str]:
@@ -391,3 +393,205 @@ def test_what_cannot_be_declared(declared: dict[str, Any], error: type[Exception
         monitor.expect(**declared)
     with pytest.raises(ValueError, match="there is no module yet"):
         ModuleMonitor().expect(frozen="0")
+
+
+# --- who trains what now --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("frozen_first", [False, True])
+def test_two_optimizers_one_after_the_other_share_nothing(frozen_first: bool) -> None:
+    model = net(nn.Tanh())
+    second = torch.optim.SGD(model.parameters(), 0.01)
+    model[0].requires_grad_(not frozen_first)
+    first = torch.optim.Adam(model[2].parameters() if frozen_first else model.parameters())
+    train(model, first).detach()
+    model[0].requires_grad_(True)
+    monitor = train(model, second, start_step=24)
+    assert "parameter-in-two-optimizers" not in rules(monitor)
+    monitor.detach()
+    assert first.param_groups  # alive
+
+
+def _by_phases(phases: str) -> list[str]:
+    """The findings where one of two optimizers of the same parameters steps for each letter."""
+    model = net(nn.Tanh())
+    optimizers = {"a": torch.optim.Adam(model.parameters(), 1e-3), "b": torch.optim.SGD(model.parameters(), 1e-3)}
+    monitor = gradmon.watch(model, *optimizers.values(), on_spike=None)
+    for letter in phases:
+        loop(monitor, model, [optimizers[letter]], 1)
+    found = rules(monitor)
+    monitor.detach()
+    assert not any(optimizer._optimizer_step_post_hooks for optimizer in optimizers.values())
+    return found
+
+
+@pytest.mark.parametrize("phases", ["a" * 30 + "b" * 12, "b" * 20 + "a" * 20 + "b" * 3, "a" * 25 + "b" + "a" * 25 + "b"])
+def test_phases_of_two_optimizers_are_no_mistake(phases: str) -> None:
+    assert "parameter-in-two-optimizers" not in _by_phases(phases)
+
+
+@pytest.mark.parametrize("phases", ["ab" * 20, "aaab" * 8, "a" * 20 + "ab" * 10])
+def test_turns_of_two_optimizers_at_one_parameter_are_named(phases: str) -> None:
+    assert "parameter-in-two-optimizers" in _by_phases(phases)
+
+
+def test_groups_that_are_pointed_elsewhere_own_nothing_here() -> None:
+    model, other = net(nn.Tanh()), net(nn.Tanh())
+    first, second = sgd(model), sgd(other)
+    one = gradmon.watch(other, second, on_spike=None)
+    second.param_groups[0]["params"] = list(model.parameters())
+    monitor = train(model, first)
+    assert "parameter-in-two-optimizers" in rules(monitor)
+    second.param_groups[0]["params"] = list(other.parameters())
+    assert "parameter-in-two-optimizers" not in rules(monitor)
+    for each in (one, monitor):
+        each.detach()
+
+
+def test_followed_optimizers_are_counted_from_many_threads() -> None:
+    optimizers = [sgd(net(nn.Tanh())) for _ in range(8)]
+
+    def follow(optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(200):
+            followed.begin([optimizer])
+            followed.now()
+            followed.end([optimizer])
+
+    before = len(followed.now())
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(follow, optimizers))
+    assert len(followed.now()) == before
+    followed.begin(optimizers)
+    del optimizers
+    gc.collect()
+    assert len(followed.now()) == before
+
+
+class _Player(nn.Module):
+    """A generator that keeps its critic out of its own parameters."""
+
+    def __init__(self, critic: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.critic = nn.Linear(4, 4), [critic]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.critic[0](self.layer(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("trained", ["watched", "unwatched", "never"])
+@pytest.mark.filterwarnings("ignore:.*in a plain list")
+def test_a_critic_in_a_list_is_one_if_something_trains_it(trained: str) -> None:
+    critic = net(nn.Tanh())
+    model, of_critic = _Player(critic), sgd(critic)
+    if trained == "watched":
+        of_critic.param_groups[0]["lr"] = 0.0  # it is known by its monitor alone
+    watching = gradmon.watch(critic, of_critic, on_spike=None) if trained == "watched" else None
+
+    def step() -> None:
+        if trained != "never":
+            of_critic.step()
+            of_critic.zero_grad()
+
+    monitor = train(model, sgd(model), each=step)
+    assert ("unregistered-parameters" in rules(monitor)) == (trained == "never")
+    for each in (watching, monitor):
+        if each is not None:
+            each.detach()
+
+
+@pytest.mark.parametrize("copies", ["now and then", "bit by bit", "never"])
+def test_a_network_that_nobody_trains_is_no_mistake(copies: str) -> None:
+    class Agent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.online, self.target, self.step = net(nn.Tanh()), net(nn.Tanh()), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                goal = self.target(x)
+                for slow, fast in zip(self.target.parameters(), self.online.parameters(), strict=True):
+                    slow.lerp_(fast, {"now and then": float(self.step % 10 == 9), "bit by bit": 0.01, "never": 0.0}[copies])
+            self.step += 1
+            return self.online(x) - goal - x[:, :1]  # type: ignore[no-any-return]
+
+    model = Agent()
+    monitor = train(model, sgd(model.online), steps=30)
+    found = [finding for finding in monitor.diagnose().findings if finding.where.startswith("target")]
+    assert [(finding.rule, finding.severity) for finding in found] == [("no-gradient", "info")]
+    assert "no optimizer has it" in found[0].cause
+    monitor.detach()
+
+
+def test_a_layer_that_an_optimizer_has_without_gradient_is_named() -> None:
+    class Cut(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last, self.left = nn.Linear(4, 8), nn.Linear(8, 1), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.first(x).detach())  # type: ignore[no-any-return]
+
+    model = Cut()
+    monitor = train(model, torch.optim.SGD([*model.first.parameters(), *model.last.parameters()], 0.01), steps=30)
+    found = {finding.where: finding.severity for finding in monitor.diagnose().findings if finding.rule == "no-gradient"}
+    assert found == {"first.weight": "warning", "left.weight": "info"}
+    monitor.detach()
+
+
+@pytest.mark.parametrize("hooks", ["none", "lost", "moved"])
+def test_replaced_parameters_matter_if_hooks_are_lost(hooks: str) -> None:
+    model = net(nn.Tanh())
+    optimizer, step = sgd(model), iter(range(100))
+
+    def hook() -> None:
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-9, 9))
+
+    def replace() -> None:
+        if next(step) == 5:
+            model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+            optimizer.param_groups[0]["params"] = list(model.parameters())
+            if hooks == "moved":
+                hook()
+
+    if hooks != "none":
+        hook()
+    monitor = train(model, optimizer, steps=40, each=replace)
+    assert ("dead-hooks" in rules(monitor)) == (hooks == "lost")
+    assert len(monitor.get_all_metrics()) == 40
+    assert all("gradmon/grad_norm" in values for values in monitor.get_all_metrics().values())
+    monitor.detach()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_a_copy_that_is_trained_instead_is_named(kind: Callable[..., torch.optim.Optimizer]) -> None:
+    watched, trained = net(nn.Tanh()), net(nn.Tanh())
+    optimizer = kind(watched.parameters(), lr=0.01)
+    monitor = gradmon.watch(watched, optimizer, on_spike=None)
+    with pytest.warns(GradmonWarning, match="does the loop train another copy of it|no parameter had a gradient") as caught:
+        loop(monitor, trained, [optimizer], 12)
+    assert len(caught) == 2
+    assert rules(monitor)[0] == "another-model-trained"
+    assert not [reason for reason in monitor.missing().values() if "clip" in reason and "call monitor" in reason]
+    loop(monitor, watched, [optimizer], 3)  # it was something else
+    assert "another-model-trained" not in rules(monitor)
+    monitor.detach()
+
+
+def test_a_player_that_makes_new_samples_for_its_step_need_not_learn() -> None:
+    torch.manual_seed(0)
+    generator, critic = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)), net(nn.Tanh())
+    of_generator, of_critic = (torch.optim.SGD(player.parameters(), 1e-4) for player in (generator, critic))
+    monitors = gradmon.watch(critic, of_critic, on_spike=None), gradmon.watch(generator, of_generator, on_spike=None)
+    for _ in range(60):
+        of_critic.zero_grad()
+        (critic(generator(torch.randn(8, 4)).detach()) - critic(torch.randn(8, 4))).mean().backward()
+        of_critic.step()
+        of_generator.zero_grad()
+        loss = nn.functional.softplus(-critic(generator(torch.randn(8, 4)))).mean()
+        loss.backward()
+        of_generator.step()
+        monitors[1].log_scalar("loss", loss.detach())
+    assert not [finding for finding in monitors[1].diagnose().findings if finding.severity != "info"]
+    for monitor in monitors:
+        monitor.detach()

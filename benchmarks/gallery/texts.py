@@ -166,8 +166,9 @@ WHY = {
         "does not fit."
     ),
     "dead-hooks": (
-        "`load_state_dict(assign=True)` and some conversions replace parameter objects. Hooks and optimizers that hold "
-        "the old ones see nothing any more: neither are its values measured, nor does a step change the model."
+        "`load_state_dict(assign=True)` and some conversions replace parameter objects. Hooks that the loop has put on the "
+        "old ones, to clip or to log, are never called again, and an optimizer that holds these changes the model no more. "
+        "Without such hooks nothing is found: the monitor's own move to the new ones."
     ),
     "optimizer-before-sharding": (
         "`fully_shard` replaces each parameter by its shard. An optimizer that was made before has the old, whole "

@@ -61,14 +61,6 @@ MISTAKES: dict[str, Mistake] = {
         "Compute the loss anew in each step, and call backward() on it once; retain_graph=True is for another loss of the same "
         "forward pass",
     ),
-    "another-model-trained": Mistake(
-        "error",
-        "The optimizer steps, but the watched model is not called, and none of its parameters has ever had a gradient: does the loop train "
-        "another copy of it?",
-        "Watch the model that the loop calls, with an optimizer that was made of its parameters",
-        repeats=1,
-        weight=130.0,
-    ),
     "never-stepped": Mistake(
         "error",
         "Gradients are computed and cleared again and again, and no optimizer has stepped so far",

@@ -31,6 +31,14 @@ SETUP_MISTAKES: dict[str, Mistake] = {
         warns=False,
         weight=105.0,
     ),
+    "another-model-trained": Mistake(
+        "error",
+        "The optimizer steps, but the watched model is not called, and none of its parameters has ever had a gradient: does the loop train "
+        "another copy of it?",
+        "Watch the model that the loop calls, with an optimizer that was made of its parameters",
+        repeats=1,
+        weight=130.0,
+    ),
     "betas-swapped": Mistake(
         "warning",
         "The first beta is larger than the second: the mean of the gradient is longer than that of its square, so steps overshoot",

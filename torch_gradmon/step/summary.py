@@ -100,6 +100,8 @@ class Summary:
     ) -> None:
         if before is None or (after is not None and brings_others(before, after)):
             advice = SET_BY_HAND if facts.attached and after is not None else CLIP_SEEN
+            if before is None and after is None and facts.used:
+                advice = "no parameter had a gradient when the optimizers stepped"
             reason = f"the gradients before clipping were not seen: no backward pass ran through the parameters' hooks; {advice}"
             reason = facts.refused.get(n.GRADIENT_BEFORE_CLIP, reason)
             absent.update(dict.fromkeys(OF_GRADIENTS, reason))

@@ -17,6 +17,7 @@ CONSEQUENCES: Mapping[str, frozenset[str]] = {
     "relu-before-loss": _STANDSTILL | _UNITS | {"gradient-dropped-to-zero", "no-gradient"},
     "labels-not-mixed": _DISORDER | {"spike"},
     "labels-constant": frozenset({"loss-at-chance"}),
+    "another-model-trained": _STANDSTILL,
     "betas-swapped": _DISORDER | _RATES | {"spike"},
     "unregistered-parameters": _STANDSTILL | {"not-in-optimizer"},
     "parameter-in-two-optimizers": _DISORDER | {"spike"},

@@ -44,9 +44,7 @@ class OptimizerSteps:
         self._resting: Hashable = None  # the optimizer that the user named last, while steps go on without it
         self._accumulates = False  # it steps at last with the gradients of many steps
         self._rounds: dict[Hashable, int] = {}  # the most steps of each optimizer to one of the last
-        self._in_a_row = self._joined = (
-            0  # steps of the last one without others since, and those that its step had of others but one
-        )
+        self._in_a_row = self._joined = 0  # steps of the last one without others since, and parts of its step that may have been steps
         self._by_phases = False  # each optimizer takes several steps before another one does
 
     # --- which optimizers' steps make one step -----------------------------------------------------------------------------------
@@ -113,7 +111,7 @@ class OptimizerSteps:
         times = {each: count for each, count in self.state.progress.times.items() if each != last}
         if times:
             self._rounds.update({each: max(count, self._rounds.get(each, 0)) for each, count in times.items()})
-            self._in_a_row, self._joined, self._by_phases = 1, sum(times.values()) - len(times), False
+            self._in_a_row, self._joined, self._by_phases = 1, self.state.progress.joined, False
             return
         self._in_a_row += 1
         if self._in_a_row > 1 and self._resting is None and not self._by_phases:
@@ -265,10 +263,12 @@ class OptimizerSteps:
         if self.cycle.boundaries.has_values:
             self.measures.measure_update(optimizer)
         if not within:  # else the step ends with the backward pass, or with an optimizer behind it
-            if len(self._machine.order) > 1 and self._machine.is_last(optimizer):
+            are_several = len(self._machine.order) > 1
+            if are_several and self._machine.is_last(optimizer):
                 self._round_ended(optimizer)
             self._machine.attempt_ended(optimizer, in_scaler_step)
-            self._part_ended(optimizer)
+            if are_several:
+                self._part_ended(optimizer)
 
     def step_overflowed(self, optimizer: Hashable, in_scaler_step: bool) -> None:
         """The scaler found infinite gradients: they are measured all the same."""

@@ -35,7 +35,8 @@ class StepCycle:
         state = self.state
         if not state.is_open:
             return
-        self._settle()
+        if state.progress.parts:
+            self._settle()
         state.close()
         self.boundaries.close(is_overflowed=state.is_driven and state.progress.is_overflowed)
 
@@ -47,7 +48,8 @@ class StepCycle:
 
     def end_or_drop(self) -> None:
         """End the open step, or drop it if it is unfinished."""
-        self._settle()
+        if self.state.progress.parts:
+            self._settle()
         if self.state.is_unfinished:
             self.drop()
         else:
@@ -63,7 +65,7 @@ class StepCycle:
         progress = self.state.progress
         if progress.is_between or (progress.awaits_next and len(progress.parts) == 1):
             self.rejoin(1)  # a single optimizer has stepped once, and others may have been about to
-        elif progress.parts:
+        else:
             progress.in_part.clear()
         if progress.parts:
             self.split()

@@ -88,6 +88,7 @@ class StepProgress:
         is_between: no pass has followed what was set aside last.
         awaits_next: no optimizer has begun to step since then.
         backwards_before: how many backward passes had ended by then.
+        joined: how many parts have turned out to belong to this step, without the last one.
     """
 
     is_explicit: bool = False
@@ -110,6 +111,7 @@ class StepProgress:
     is_between: bool = False
     awaits_next: bool = False
     backwards_before: int = 0
+    joined: int = 0
 
     def confirm(self) -> bool:
         """The step trains. Returns whether that was open."""
@@ -144,6 +146,7 @@ class StepProgress:
         """The last ``parts`` parts belong to the same step as what came since."""
         self.is_overflowed |= any(self.parts[len(self.parts) - parts :])
         del self.parts[len(self.parts) - parts :]
+        self.joined = parts - 1
         self.parameters_measured, self.is_between = True, False
 
     def rest(self) -> StepProgress:

@@ -192,14 +192,13 @@ class StepLifecycle:
             self.values.late.tags.clear()
         self.captures.end()
 
-    def close(self, *, is_overflowed: bool) -> None:
-        """End the open step. On a CPU its record is made at once, elsewhere when its values have come."""
-        if self.active is None:
+    def close(self, *, is_overflowed: bool, tags: dict[str, Any] | None = None) -> None:
+        """End the open step. On a CPU its record is made at once, elsewhere when its values have come. ``tags``: facts of a part that is
+        a step of its own, while measurements go on.
+        """
+        active = self.active
+        if active is None:
             return
-        is_watched = self._close(self.active, is_overflowed)
-        self.planning.prepare_next(may_rest=not (is_watched or self.queue.steps))
-
-    def _close(self, active: ActiveStep, is_overflowed: bool, tags: dict[str, Any] | None = None) -> bool:
         active.is_overflowed = is_overflowed
         self.queue.pipeline.drop_last()
         is_idle = active.mode is IDLE
@@ -213,7 +212,8 @@ class StepLifecycle:
         finally:  # ranks change together, whatever failed on one of them
             if is_watched or self.plugins.watch_idle_steps:  # a series of refused steps makes a plugin do so
                 self.plugins.call("on_step_closed", active, is_idle=is_idle)
-        return is_watched
+        if tags is None:
+            self.planning.prepare_next(may_rest=not (is_watched or self.queue.steps))
 
     # --- parts of a step that may be steps of their own ------------------------------------------------------------------------
 
@@ -256,7 +256,7 @@ class StepLifecycle:
         self._last_part = self._last_part or self.active
         self.active, tags = self._aside.popleft()
         self._renumber(self.active)
-        self._close(self.active, is_overflowed, tags)
+        self.close(is_overflowed=is_overflowed, tags=tags)
 
     def parts_closed(self) -> None:
         """What came since the last part is the open step."""

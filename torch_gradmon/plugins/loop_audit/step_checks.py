@@ -16,6 +16,8 @@ from .probe import Interval, Probe
 #: Steps of torch's own optimizers that no backward pass preceded, before they count: they change nothing for certain, but a loop may
 #: pretrain another part of the model, or wait for data. Where there was a forward, one counts as several.
 _FUTILE, _WITH_FORWARD = 100, 10
+#: Such steps, from the first one on, of a model that is never called: it is another one that trains.
+_ELSEWHERE = 10
 #: The number of writes of one or two clips by norm or value; more writes have another cause.
 _CLIPS = 4
 
@@ -39,6 +41,7 @@ class StepChecks:
         self._is_repeated = False  # the last step had the gradient of the one before
         self._futile = 0  # steps in a row without any gradient, though the model was called
         self._with = 0  # steps with gradients, once there were some without
+        self._is_elsewhere = True  # there was no gradient and no call of the model so far
         self._attacks = False  # passes that are cleared are for the gradient of an input
 
     def dropped_after_step(self, probe: Probe) -> None:
@@ -65,6 +68,7 @@ class StepChecks:
             is_alone: no other optimizer is attached, whose forwards they may be.
         """
         tallies, key, seen = self._tallies, self._key, probe.interval
+        self._is_called()
         self._futile = 0
         if not tallies.is_empty and (count := tallies.count("step-without-gradients", key)):
             self._with += 1
@@ -119,13 +123,24 @@ class StepChecks:
         ``forwards``, ``is_alone``: as above; it may be the turn of another optimizer.
         """
         if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
+            self._is_called()
             self._futile = 0
             return True
+        if forwards or probe.has_fired:
+            self._is_called()
         if is_alone and type(optimizer).__module__.startswith("torch.optim."):
             self._futile += _WITH_FORWARD if forwards else 1
+            if self._is_elsewhere and self._futile == _ELSEWHERE:
+                self._tallies.seen("another-model-trained", self._key, evidence={"steps": float(_ELSEWHERE)})
         if (probe.interval.fired or self._futile >= _FUTILE) and not probe.interval.doubtful:
             self._tallies.check("step-without-gradients", self._key, True, probe.name)
         return False
+
+    def _is_called(self) -> None:
+        """The model is part of the training after all."""
+        if self._is_elsewhere:
+            self._is_elsewhere = False
+            self._tallies.retract("another-model-trained", self._key)
 
     def step_ended(self, gradient: Tensor | None) -> None:
         """Keep the gradient's values while a second step on the same gradient is suspected but not certain."""
