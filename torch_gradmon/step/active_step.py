@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -60,6 +60,26 @@ class ActiveStep:
     def is_monitored(self) -> bool:
         """Whether all that is due is measured."""
         return self.buffer is not None and self.mode is Mode.MONITORED
+
+    def set_aside(self) -> ActiveStep:
+        """What is known so far, as a step of its own. This one begins anew."""
+        part = replace(self, buffer=None if self.buffer is None else self.buffer.set_aside())
+        self.annotations, self.values = {}, {}
+        return part
+
+    def rejoin(self, part: ActiveStep) -> None:
+        """What was set aside is of this step."""
+        if self.buffer is not None and part.buffer is not None:
+            self.buffer.rejoin(part.buffer)
+        self.annotations, self.values = {**part.annotations, **self.annotations}, {**part.values, **self.values}
+
+    def renumber(self, number: int, mode: Mode) -> None:
+        """It is another step, whose ``mode`` is as given, as far as anything was measured."""
+        self.number = number
+        if self.buffer is not None:
+            self.mode = Mode.MONITORED if self.is_skipped else mode
+            self.buffer.renumber(number)
+            self.buffer = None if self.mode is IDLE else self.buffer
 
 
 @dataclass

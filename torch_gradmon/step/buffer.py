@@ -136,15 +136,27 @@ class StepBuffer(RowStore, ValueStore):
     def set_aside(self) -> StepBuffer:
         """A new buffer with all that was measured so far. This one begins anew."""
         earlier = StepBuffer(self.step, self._complaints)
-        self.hand_over_rows(earlier)
-        self.hand_over_values(earlier)
-        earlier._streams, self._streams = self._streams, None
-        earlier.noted, earlier.extras, earlier.rows = self.noted, self.extras, self.rows
-        earlier.thawed, earlier.used, earlier.rng, earlier.unshown = self.thawed, self.used, self.rng, set(self.unshown)
-        earlier.absent, earlier.refused = self.absent, self.refused
-        self.noted, self.extras, self.rows, self.rng, self._are_rows_over = {}, {}, [], {}, False
-        self.thawed, self.used, self.absent, self.refused = set(), set(), {}, {}
+        earlier._take_all(self)
+        self.begin_rows_anew()
+        self.begin_values_anew()
+        self._streams, self.noted, self.extras, self.rows, self.rng, self._are_rows_over = None, {}, {}, [], {}, False
+        self.thawed, self.used, self.unshown, self.absent, self.refused = set(), set(), set(self.unshown), {}, {}
         return earlier
+
+    def _take_all(self, other: StepBuffer) -> None:
+        self.take_all_rows(other)
+        self.take_all_values(other)
+        self._streams, self.noted, self.extras, self.rows = other._streams, other.noted, other.extras, other.rows
+        self.thawed, self.used, self.unshown = other.thawed, other.used, other.unshown
+        self.rng, self.absent, self.refused = other.rng, other.absent, other.refused
+
+    def begins(self, rng: dict[str, Tensor]) -> None:
+        """What is measured from now on began with these states of the random generators."""
+        self.rng = rng
+
+    def renumber(self, step: int) -> None:
+        """The values are of this step."""
+        self.step = step
 
     def rejoin(self, earlier: StepBuffer) -> None:
         """What was set aside is of the same step: merge as if it never had been. Of parameters the first values count, of what an

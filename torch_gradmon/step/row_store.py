@@ -195,10 +195,13 @@ class RowStore:
             for row in parts:
                 self.merge_rows(source, [name], row.unsqueeze(0), other._columns[source])
 
-    def hand_over_rows(self, other: RowStore) -> None:
-        """``other``, which is new, gets all rows."""
-        other._blocks, other._places, other._parts = self._blocks, self._places, self._parts
-        other._columns, other._dropped = dict(self._columns), self._dropped
+    def take_all_rows(self, other: RowStore) -> None:
+        """Have all rows of ``other``, which begins anew."""
+        self._blocks, self._places, self._parts = other._blocks, other._places, other._parts
+        self._columns, self._dropped = dict(other._columns), other._dropped
+
+    def begin_rows_anew(self) -> None:
+        """Another store has all rows."""
         self._blocks, self._places, self._parts, self._dropped = [], {}, {}, set()
 
     def _is_dropped(self, source: str, name: str) -> bool:

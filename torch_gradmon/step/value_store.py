@@ -121,10 +121,13 @@ class ValueStore:
         self._vectors += other._vectors
         self._reducers.update(other._reducers)
 
-    def hand_over_values(self, other: ValueStore) -> None:
-        """``other``, which is new, gets all values."""
-        other._pending, other._vectors, other._counts = self._pending, self._vectors, self._counts
-        other._contributions, other._reducers, other._replaced = self._contributions, dict(self._reducers), self._replaced
+    def take_all_values(self, other: ValueStore) -> None:
+        """Have all values of ``other``, which begins anew."""
+        self._pending, self._vectors, self._counts = other._pending, other._vectors, other._counts
+        self._contributions, self._reducers, self._replaced = other._contributions, dict(other._reducers), other._replaced
+
+    def begin_values_anew(self) -> None:
+        """Another store has all values."""
         self._pending, self._vectors, self._counts, self._contributions, self._replaced = {}, [], {}, {}, set()
 
     def take_back_values(self, earlier: ValueStore, first: Collection[str], is_dropped: Callable[[str, str], bool]) -> None:

@@ -73,8 +73,7 @@ class StepCycle:
     def split(self) -> None:
         """The parts that were set aside are steps of their own, and what came since is the next one."""
         state, clock, error = self.state, self.state.clock, None
-        parts, state.progress = state.progress.parts, state.progress.rest()
-        for is_overflowed in parts:
+        for is_overflowed in state.split():
             clock.attempt_ended()
             try:
                 self.boundaries.close_part(is_overflowed=is_overflowed)

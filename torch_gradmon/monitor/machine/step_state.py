@@ -142,6 +142,11 @@ class StepProgress:
         """A pass follows what was set aside."""
         self.is_between = self.parameters_measured = False
 
+    def next_began(self) -> bool:
+        """An optimizer begins to step. Returns whether it is the first one since a part was set aside."""
+        was_awaited, self.awaits_next = self.awaits_next, False
+        return was_awaited
+
     def rejoin(self, parts: int) -> None:
         """The last ``parts`` parts belong to the same step as what came since."""
         self.is_overflowed |= any(self.parts[len(self.parts) - parts :])
@@ -270,6 +275,11 @@ class StepState:
         """No more steps are counted, and none is open: the last one was attempted, and all its optimizers have stepped."""
         self.progress.attempted_by(optimizer)
         self._was_idle = False
+
+    def split(self) -> list[bool]:
+        """The parts that were set aside are steps of their own. Returns for each whether an optimizer did not apply its step."""
+        parts, self.progress = self.progress.parts, self.progress.rest()
+        return parts
 
     def drop(self) -> bool:
         """The open step is forgotten. Returns whether it was tentative."""

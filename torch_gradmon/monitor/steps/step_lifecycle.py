@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Iterator, Set
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from ...step.active_step import IDLE, ActiveStep, Mode
+from ...step.active_step import IDLE, ActiveStep
 from ...step.planner import OF_MODULES
 from ..pipeline.pending_queue import PendingQueue
 from .step_closing import StepClosing
@@ -219,15 +218,13 @@ class StepLifecycle:
 
     def set_aside(self) -> None:
         """An optimizer has stepped: what was measured so far, and what is logged until the next pass, is a part of the open step."""
-        active = self.active
+        active, inventory = self.active, self.planning.planner.inventory
         if active is None:
             return
-        part = replace(active)
-        active.annotations, active.values = {}, {}
-        if active.buffer is not None and self.planning.planner.inventory is not None:
-            self.captures.modules.set_aside()
-            part.buffer = active.buffer.set_aside()
-            active.buffer.used.update(self.planning.planner.inventory.foreign)
+        self.captures.modules.set_aside()
+        part = active.set_aside()
+        if active.buffer is not None and inventory is not None:
+            active.buffer.used.update(inventory.foreign)
             self.values.go_to(part.buffer)
         self._aside.append((part, self.values.late.tags.take()))
 
@@ -238,18 +235,17 @@ class StepLifecycle:
             self._aside[-1][1].update(self.values.late.tags.take_late())
             self.values.go_to(active.buffer)
             if active.buffer is not None and active.is_monitored:
-                active.buffer.rng = self.planning.random_states()
+                active.buffer.begins(self.planning.random_states())
 
     def rejoin(self, parts: int) -> None:
         """The last ``parts`` parts that were set aside belong to the same step as what came since."""
-        active = self.active
-        for _ in range(parts if active is not None else 0):
+        if (active := self.active) is None:
+            return
+        for _ in range(parts):
             part, tags = self._aside.pop()
-            if active.buffer is not None and part.buffer is not None:
-                active.buffer.rejoin(part.buffer)
-            active.annotations, active.values = {**part.annotations, **active.annotations}, {**part.values, **active.values}
+            active.rejoin(part)
             self.values.late.tags.rejoin(tags)
-        self.values.go_to(None if active is None else active.buffer)
+        self.values.go_to(active.buffer)
 
     def close_part(self, *, is_overflowed: bool) -> None:
         """The first part that was set aside is a step of its own."""
@@ -274,13 +270,6 @@ class StepLifecycle:
             self.plugins.call("on_step_open", active, is_idle=active.mode is IDLE)
 
     def _renumber(self, active: ActiveStep) -> None:
-        """The step has the number of the clock; measured was what is due in another one."""
         step = self.state.clock.step
-        if step is None or step == active.number:
-            return
-        active.number = step
-        if active.buffer is not None:
-            mode = self.planning.mode_of(step)
-            active.buffer.step, active.mode = step, Mode.MONITORED if active.is_skipped else mode
-            if active.mode is IDLE:
-                active.buffer = None
+        if step is not None and step != active.number:
+            active.renumber(step, self.planning.mode_of(step))
