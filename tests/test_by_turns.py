@@ -276,3 +276,24 @@ def test_each_step_has_a_record_in_phases_and_rounds(phases: str, watched: str, 
 def test_a_step_set_aside_keeps_the_cadence_of_its_number() -> None:
     monitor = _phases("a" * 20, "ab", shares=True, every=3)
     assert [*monitor.get_all_metrics()] == [0, 3, 6, 9, 12, 15, 18]
+
+
+def test_a_run_that_is_saved_while_the_last_optimizer_rests_goes_on_at_its_step() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.01) for layer in model]
+    monitor = gradmon.watch(model, *optimizers, on_spike=None)
+    for _ in range(5):
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizers[0].step()
+        model.zero_grad()
+    saved = monitor.state_dict()
+    monitor.detach()
+    assert monitor.last_step == 4
+    again = gradmon.watch(model, *optimizers, on_spike=None)
+    again.load_state_dict(saved)
+    model(torch.randn(8, 4)).square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert again.last_step == 5
+    again.detach()

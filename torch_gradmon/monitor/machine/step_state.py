@@ -327,4 +327,6 @@ class StepState:
     @property
     def next_attempt(self) -> int:
         """The number of the next step that an optimizer takes."""
-        return self.clock.step if self.is_unfinished and self.clock.step is not None else self.clock.next_step
+        if self.is_unfinished and self.clock.step is not None:
+            return self.clock.step
+        return self.clock.next_step + max(len(self.progress.parts) - 1, 0)
