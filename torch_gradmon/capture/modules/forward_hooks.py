@@ -12,10 +12,9 @@ from ...core import keys as n
 from ...core.compat import TELLS_EXPORT
 from ...core.keys import canonical_names
 from ...core.metric import Metric
-from ...core.moments import Column
 from ...step.model_index import ModelIndex
 from ..hooks import Handles, ModuleHook, takes_hooks
-from .compiled import CompiledHooks, in_graphs, is_compiled, wrapped_by
+from .compiled import CompiledHooks, alike, in_graphs, is_compiled, wrapped_by
 
 _OUTPUTS = (n.ACTIVATION, n.ACTIVATION_GRADIENT, n.ACTIVATION_DIFFERENCE)
 _INPUTS = (n.INPUT, n.INPUT_GRADIENT)
@@ -78,19 +77,24 @@ class ForwardHooks:
             return False
         self._version = version
         wanted = _wanted(inventory, metrics)
+        measured = {place for place in wanted if _has_views(place, metrics)}
+        wanted |= _in_same_graphs(root, inventory, wanted, measured)
         for place, (reference, handles) in list(self._hooks.items()):
             is_kept = place not in wanted and self.graphs.is_traced(*place)  # removal would cause a recompilation
             if not is_kept and (place not in wanted or wanted[place] is not reference()):
                 handles.remove()
+                self.graphs.remove(*place)
                 del self._hooks[place]
         needs_root = (on_root or bool(wanted)) and takes_hooks(root)
         if needs_root and not self._before_root:
             self._before_root.of_module(root.register_forward_pre_hook(self._began_hook(root), prepend=True, with_kwargs=True))
         new, taken = wanted.keys() - self._hooks.keys(), frozenset(inventory.modules)
-        for (kind, name), module in wanted.items():
-            if (kind, name) in new:
-                handles = self._register(kind, name, module, root, _columns_of(kind, name, metrics), taken)
-                self._hooks[kind, name] = weakref.ref(module), handles
+        for place, module in wanted.items():
+            if place in new:
+                self._hooks[place] = weakref.ref(module), self._register(*place, module, root, place[1] in taken)
+        inside = in_graphs(root)
+        compiled = {place for place, module in wanted.items() if id(module) in inside}
+        self.graphs.request(metrics, measured, compiled, taken)
         if needs_root and (new or not self._after_root):  # after the hook on the root's own output
             self._after_root.remove()
             self._after_root.of_module(root.register_forward_hook(ModuleHook(self._of_root.root_ended), always_call=True))
@@ -103,17 +107,15 @@ class ForwardHooks:
         self._root = weakref.ref(root)
         return True
 
-    def _register(
-        self, kind: str, name: str, module: nn.Module, root: nn.Module, columns: frozenset[Column], taken: Container[str]
-    ) -> Handles:
+    def _register(self, kind: str, name: str, module: nn.Module, root: nn.Module, is_heard: bool) -> Handles:
+        """``is_heard``: the listener hears of calls outside of graphs."""
         handles = Handles()
-        tap = self.graphs.add(kind, name, root, columns, taken)
+        heard = self._listener.called if kind in _INPUTS else self._listener.returned
+        hook = ModuleHook(heard if is_heard else self.graphs.ignore, name, tap=self.graphs.add(kind, name, root))
         if kind in _INPUTS:
-            handles.of_module(
-                module.register_forward_pre_hook(ModuleHook(self._listener.called, name, tap=tap), with_kwargs=True)
-            )
+            handles.of_module(module.register_forward_pre_hook(hook, with_kwargs=True))
         else:
-            handles.of_module(module.register_forward_hook(ModuleHook(self._listener.returned, name, tap=tap)))
+            handles.of_module(module.register_forward_hook(hook))
         return handles
 
     def _began_hook(self, root: nn.Module) -> ModuleHook:
@@ -183,7 +185,7 @@ class ForwardHooks:
         self._after_root.remove()
 
 
-def _wanted(inventory: ModelIndex, metrics: Sequence[Metric]) -> Mapping[_Place, nn.Module]:
+def _wanted(inventory: ModelIndex, metrics: Sequence[Metric]) -> dict[_Place, nn.Module]:
     """The modules that need hooks, by kind of hook and name."""
     wanted: dict[_Place, nn.Module] = {}
     for name, reference in inventory.modules.items():
@@ -196,10 +198,32 @@ def _wanted(inventory: ModelIndex, metrics: Sequence[Metric]) -> Mapping[_Place,
     return wanted
 
 
-def _columns_of(kind: str, name: str, metrics: Sequence[Metric]) -> frozenset[Column]:
-    """The statistics that a graph can compute for the module's output."""
-    views = [m for m in metrics if m.source == n.ACTIVATION and m.function is None and m.matches(name)]
-    return frozenset[Column]().union(*(view.columns for view in views)) if kind in _OUTPUTS else frozenset()
+def _has_views(place: _Place, metrics: Sequence[Metric]) -> bool:
+    """Whether a graph can compute any metric of the module's output."""
+    kind, name = place
+    return kind in _OUTPUTS and any(m.source == n.ACTIVATION and m.function is None and m.matches(name) for m in metrics)
+
+
+def _in_same_graphs(
+    root: nn.Module, inventory: ModelIndex, wanted: Mapping[_Place, nn.Module], measured: set[_Place]
+) -> dict[_Place, nn.Module]:
+    """The modules that need hooks only because those at the same place of other blocks have them: else the blocks would not share a graph,
+    and one with hooks might run the graph of one without. Adds to ``measured`` what their graph computes, too.
+    """
+    names: dict[int, str] = {}
+    found: dict[_Place, nn.Module] = {}
+    for members in alike(root):
+        names = names or {
+            **{id(module): name for name, module in root.named_modules()},  # also those that are excluded
+            **{id(module): name for name, reference in inventory.modules.items() if (module := reference()) is not None},
+        }
+        for kind in (_OUTPUTS[0], _INPUTS[0]):
+            places = {(kind, names[id(module)]): module for module in members if takes_hooks(module)}
+            if not places.keys().isdisjoint(wanted):
+                found.update((place, module) for place, module in places.items() if place not in wanted)
+            if not places.keys().isdisjoint(measured):
+                measured.update(places)
+    return found
 
 
 def _left_out(root: nn.Module, inventory: ModelIndex) -> list[str]:
