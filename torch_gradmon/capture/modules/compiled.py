@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +32,7 @@ _WHAT = {
 }
 _TRACED_BEFORE = "inside torch.compile, which had traced the model before the metric was added; add metrics before the first call"
 _CLOSED = "inside a part of a graph that may not write to anything, such as a branch of torch.cond"
+SHARES_GRAPH = "a compiled block shares its graph with one of the same class that has no hook; then select the module in all of them"
 RECOMPUTED = "inside a checkpoint in torch.compile they need torch 2.9 or newer, and the backend inductor or aot_eager"
 #: Backends that take writes out of a graph. Others run it as it was traced: a checkpoint recomputes with the graph's inputs, and torch
 #: 2.13 raises in the backward pass if one of them was written to.
@@ -77,21 +78,22 @@ class TracedStatistics:
     are made when the guards of a shared graph look for them (``__getattr__``), which also tells that the hook is part of that graph.
 
     Args:
-        name: of the module.
+        name, module: of the hook.
         of: all hooks of this monitor.
         root: the watched model; graphs of evaluation passes get nothing.
 
     Attributes:
         columns: what graphs compute; empty if nothing.
+        module: a weak reference.
         refused: reasons for tensors that have no slots, by what the path adds to the name.
         is_late: registered after a graph was traced.
     """
 
     in_graph: bool
 
-    def __init__(self, name: str, of: CompiledHooks, root: nn.Module) -> None:
+    def __init__(self, name: str, module: nn.Module, of: CompiledHooks, root: nn.Module) -> None:
         self.name, self._of = name, of
-        self._root = weakref.ref(unwrapped(root))
+        self.module, self._root = weakref.ref(module), weakref.ref(unwrapped(root))
         self.eps, self.is_late = of.eps, of.has_graphs
         self.refused: dict[str, str] = {}
         self.request(frozenset())
@@ -146,7 +148,7 @@ class TracedStatistics:
         elif torch._C._functorch.peek_interpreter_stack() is not None:
             reason = "inside a torch.func transform"
         else:
-            reason = _why_not_written()
+            reason = _why_not_written() or (SHARES_GRAPH if self._may_be_without_hook() else "")
         if reason:
             self.refused[rest] = reason
             self._of.note_refusal()
@@ -155,6 +157,22 @@ class TracedStatistics:
         if f"sums_at_{place}" not in self.__dict__:
             self._make(place)
         return place
+
+    def _may_be_without_hook(self) -> bool:
+        """Whether the frame that is being traced belongs to a part of the model of which another one of its class has no such hook.
+
+        That one's graph would do for this part too, since guards do not look at empty dicts of hooks, and write nothing in some calls.
+        """
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        root, module = self._root(), self.module()
+        frame = InstructionTranslator.current_tx().output.root_tx.f_locals.values()
+        for part in {id(value): value for value in frame if isinstance(value, nn.Module) and value is not root}.values():
+            places = [name for name, inner in part.named_modules() if inner is module]
+            others = [other for other in root.modules() if type(other) is type(part)] if places and root is not None else []
+            if any(_lacks(other, place, self._of.has_hook) for other in others for place in places):
+                return True
+        return False
 
     # as torch.compiler.assume_constant_result does, but without importing the compiler, which takes a second
     _note._dynamo_marked_constant = _allot._dynamo_marked_constant = True  # type: ignore[attr-defined]
@@ -199,9 +217,9 @@ class CompiledHooks:
         self._taken: Container[str] = ()
         self._reasons: dict[tuple[str, str], str] | None = None
 
-    def add(self, kind: str, name: str, root: nn.Module) -> TracedStatistics:
-        """What a new hook does there."""
-        tap = self._taps[kind, name] = TracedStatistics(name, self, root)
+    def add(self, kind: str, name: str, module: nn.Module, root: nn.Module) -> TracedStatistics:
+        """What a new hook on ``module`` does there."""
+        tap = self._taps[kind, name] = TracedStatistics(name, module, self, root)
         return tap
 
     def ignore(self, *_: object) -> None:
@@ -263,6 +281,10 @@ class CompiledHooks:
         """Whether any contains one on another module than the root."""
         return any(tap.name != n.ROOT for tap in self._traced)
 
+    def has_hook(self, module: nn.Module) -> bool:
+        """Whether the output of ``module`` has a hook."""
+        return any(kind == n.ACTIVATION and tap.module() is module for (kind, _), tap in self._taps.items())
+
     def is_traced(self, kind: str, name: str) -> bool:
         """Whether this hook is part of a graph."""
         return self._taps[kind, name].is_traced
@@ -291,14 +313,23 @@ class CompiledHooks:
             refused.setdefault(_like(tap.name), {}).update(tap.refused)
         for tap in self._traced:
             found.update({(n.ACTIVATION, self.path(tap.name, rest)): why for rest, why in refused[_like(tap.name)].items()})
-        late = [tap for place, tap in self._taps.items() if tap.is_late and place in self._inside]
+        late = [tap for place, tap in self._taps.items() if tap.is_late and not tap.is_traced and place in self._inside]
         for tap in (*self._traced, *late):
+            columns = tap.columns if tap.is_traced else frozenset()
             for metric in self._metrics:
                 if metric.source in n.MODULE_SOURCES and metric.matches(tap.name):
-                    reason = _why_not_computed(metric, tap.columns)
+                    reason = _why_not_computed(metric, columns)
                     if reason:
                         found[metric.source, f"{tap.name}/{metric.name}"] = reason
         return found
+
+
+def _lacks(part: nn.Module, place: str, has_hook: Callable[[nn.Module], bool]) -> bool:
+    """Whether the module at ``place`` in ``part`` exists, and has no hook."""
+    try:
+        return not has_hook(part.get_submodule(place))
+    except AttributeError:
+        return False
 
 
 def _like(name: str) -> str:

@@ -111,7 +111,7 @@ class ForwardHooks:
         """``is_heard``: the listener hears of calls outside of graphs."""
         handles = Handles()
         heard = self._listener.called if kind in _INPUTS else self._listener.returned
-        hook = ModuleHook(heard if is_heard else self.graphs.ignore, name, tap=self.graphs.add(kind, name, root))
+        hook = ModuleHook(heard if is_heard else self.graphs.ignore, name, tap=self.graphs.add(kind, name, module, root))
         if kind in _INPUTS:
             handles.of_module(module.register_forward_pre_hook(hook, with_kwargs=True))
         else:
@@ -119,7 +119,7 @@ class ForwardHooks:
         return handles
 
     def _began_hook(self, root: nn.Module) -> ModuleHook:
-        return ModuleHook(self._of_root.root_began, tap=self.graphs.add("", n.ROOT, root))
+        return ModuleHook(self._of_root.root_began, tap=self.graphs.add("", n.ROOT, root, root))
 
     def explain(self, absent: dict[tuple[str, str], str]) -> None:
         """Add the reasons for modules that have no hooks."""

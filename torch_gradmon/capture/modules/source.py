@@ -20,20 +20,18 @@ from ...step.model_index import ModelIndex
 from ..hooks import compiled_graphs
 from ..measurer import Measurer
 from ..reference.source import ReferencePass
+from .compiled import SHARES_GRAPH
 from .forward_hooks import OLD_RELEASE, ForwardHooks
 from .forward_scope import ForwardScope
 from .pass_tracker import PassTracker
 from .values import ModuleValues
 
 _ROOT_MISSED = "it was asked for after the step had begun, with the call of the model"
-_SHARES_GRAPH = (
-    "a compiled block shares its graph with one of the same class that has no hook; then select the module in all of them"
-)
-_NOT_IN_GRAPH = f"it was not called in a training forward that hooks can see, or {_SHARES_GRAPH}"
+_NOT_IN_GRAPH = f"it was not called in a training forward that hooks can see, or {SHARES_GRAPH}"
 _NOT_SEEN = (
     "no hook on a module was called: none of these modules ran, or torch.compile traced the model before the monitor was attached, and "
     "calls no hooks; then attach before the first call, or call torch.compiler.reset() and compile again; or "
-    f"{_SHARES_GRAPH}"
+    f"{SHARES_GRAPH}"
 )
 
 
