@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -187,6 +186,18 @@ def test_modules_selected_in_some_compiled_blocks_have_values(regex: str) -> Non
     Trained(one_by_one, watch).assert_as(Trained(one_by_one), Trained(eager, watch))
 
 
+def test_blocks_compiled_after_the_attach_have_values() -> None:
+    # as many sets of hooks as there are blocks: a graph for each would be too many
+    watch = asking("rms", regex=r"0\.up|1\.down|2$|3\.(up|down)|4$|4\.up|5$|5\.down|6$|6\.(up|down)")
+
+    def watch_first(model: nn.Module, optimizer: torch.optim.Optimizer) -> ModuleMonitor:
+        monitor = watch(model, optimizer)
+        one_by_one(model)  # type: ignore[arg-type]
+        return monitor
+
+    Trained(eager, watch_first).assert_as(Trained(one_by_one), Trained(eager, watch))
+
+
 def test_excluded_blocks_share_the_graph_and_have_no_values() -> None:
     watch = asking("rms", excluded_modules_regex=r"blocks\.[13]\b")
     trained = Trained(one_by_one, watch)
@@ -262,7 +273,7 @@ def test_full_preset_with_attention_shares_one_graph(tmp_path: Any) -> None:
         assert trained.graphs == Trained(compile, block=Attention).graphs
         table = gradmon.load_run(tmp_path / name).table("activation", 2)
         assert table is not None
-        found.append({name: row for name, row in zip(table.names, table.rows.tolist(), strict=True)})
+        found.append(dict(zip(table.names, table.rows.tolist(), strict=True)))
     assert f"blocks.{BLOCKS - 1}.qkv" in found[0]
     assert found[0].keys() == found[1].keys()
     for row, expected in zip((found[0][name] for name in found[1]), found[1].values(), strict=True):
@@ -303,9 +314,8 @@ def test_what_a_graph_does_not_compute_is_not_blamed_on_a_late_attach(compile: C
     assert not [str(warning.message) for warning in caught if "before the first call" in str(warning.message)]
     assert trained.graphs == Trained(compile, number=3).graphs
     assert trained.monitor is not None
-    reasons = Counter(why for key, why in trained.monitor.missing().items() if ".up" in key)
-    assert len(reasons) == 1
-    assert [*reasons][0].startswith(reason)
+    (why,) = {why for key, why in trained.monitor.missing().items() if ".up" in key}
+    assert why.startswith(reason)
 
 
 @pytest.mark.parametrize("compile", [one_by_one, as_a_whole])

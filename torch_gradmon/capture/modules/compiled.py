@@ -32,7 +32,9 @@ _WHAT = {
 }
 _TRACED_BEFORE = "inside torch.compile, which had traced the model before the metric was added; add metrics before the first call"
 _CLOSED = "inside a part of a graph that may not write to anything, such as a branch of torch.cond"
-SHARES_GRAPH = "a compiled block shares its graph with one of the same class that has no hook; then select the module in all of them"
+SHARES_GRAPH = (
+    "a compiled block shares its graph with one of the same class that has no hook; then select the module in all of them"
+)
 RECOMPUTED = "inside a checkpoint in torch.compile they need torch 2.9 or newer, and the backend inductor or aot_eager"
 #: Backends that take writes out of a graph. Others run it as it was traced: a checkpoint recomputes with the graph's inputs, and torch
 #: 2.13 raises in the backward pass if one of them was written to.

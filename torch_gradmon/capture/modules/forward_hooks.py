@@ -67,6 +67,7 @@ class ForwardHooks:
         self._left_out: list[str] = []  # names of modules that no metric applies to
         self._unhooked: list[str] = []  # names of modules that accept no hooks
         self._root: weakref.ref[nn.Module] | None = None
+        self._asked: tuple[ModelIndex, Sequence[Metric], int, bool] | None = None
 
     def install(self, root: nn.Module, inventory: ModelIndex, metrics: Sequence[Metric], version: int, on_root: bool) -> bool:
         """Install hooks on modules that any of ``metrics`` matches, once per ``version`` of the plan. Returns whether it did.
@@ -75,7 +76,7 @@ class ForwardHooks:
         """
         if version == self._version:
             return False
-        self._version = version
+        self._version, self._asked = version, (inventory, metrics, version, on_root)
         wanted = _wanted(inventory, metrics)
         measured = {place for place in wanted if _has_views(place, metrics)}
         wanted |= _in_same_graphs(root, inventory, wanted, measured)
@@ -106,6 +107,14 @@ class ForwardHooks:
         self._unhooked = [name for name, module in modules if module is not None and not takes_hooks(module)]
         self._root = weakref.ref(root)
         return True
+
+    def install_in_compiled(self) -> bool:
+        """Parts may have been compiled since hooks were installed, and need more. Returns whether the model has compiled parts."""
+        root = None if self._root is None else self._root()
+        if self._asked is None or root is None or not is_compiled(root):
+            return False
+        self._version = None
+        return self.install(root, *self._asked)
 
     def _register(self, kind: str, name: str, module: nn.Module, root: nn.Module, is_heard: bool) -> Handles:
         """``is_heard``: the listener hears of calls outside of graphs."""
@@ -175,7 +184,7 @@ class ForwardHooks:
         """Remove the hooks that only monitored steps need; also those on the root, unless it must keep them."""
         for _, handles in self._hooks.values():
             handles.remove()
-        self._hooks, self._version = {}, None
+        self._hooks, self._version, self._asked = {}, None, None
         self.graphs.clear()
         if not stays_on_root:
             self._leave_root()

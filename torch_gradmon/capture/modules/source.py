@@ -27,7 +27,10 @@ from .pass_tracker import PassTracker
 from .values import ModuleValues
 
 _ROOT_MISSED = "it was asked for after the step had begun, with the call of the model"
-_NOT_IN_GRAPH = f"it was not called in a training forward that hooks can see, or {SHARES_GRAPH}"
+_NOT_IN_GRAPH = (
+    "it was not called in a training forward that hooks can see, or torch.compile had traced it before the metric was added, or "
+    f"{SHARES_GRAPH}"
+)
 _NOT_SEEN = (
     "no hook on a module was called: none of these modules ran, or torch.compile traced the model before the monitor was attached, and "
     "calls no hooks; then attach before the first call, or call torch.compiler.reset() and compile again; or "
@@ -202,6 +205,8 @@ class ModuleSource:
         # step has removed it, no hook would see the end of this forward
         if kwargs is None or not self.hooks.on_root or torch._C._current_graph_task_id() != -1:
             return
+        if not self._passes.forward_seen and self.hooks.install_in_compiled():
+            self.attention.set_compiled(True)
         trains = self._passes.root_began(module)
         self.was_trained |= trains
         self._calls.forward_began()
