@@ -302,7 +302,7 @@ NOT_COMPUTED = {
 
 @pytest.mark.parametrize("compile", [one_by_one, as_a_whole])
 @pytest.mark.parametrize("reason", NOT_COMPUTED)
-def test_what_a_graph_does_not_compute_is_not_blamed_on_a_late_attach(compile: Callable[[Whole], nn.Module], reason: str) -> None:
+def test_what_graphs_do_not_compute_is_no_late_attach(compile: Callable[[Whole], nn.Module], reason: str) -> None:
     def watch(model: nn.Module, optimizer: torch.optim.Optimizer) -> ModuleMonitor:
         monitor = gradmon.watch(model, optimizer, on_spike=None)
         monitor.add_activation_metric("rms", metric_regex=r"\.up$", **NOT_COMPUTED[reason])  # type: ignore[arg-type]

@@ -214,7 +214,6 @@ class CompiledHooks:
         self._traced: list[TracedStatistics] = []
         self._slots: dict[torch.device, list[_Slot]] = {}
         self._columns: frozenset[Column] = frozenset()
-        self._metrics: Sequence[Metric] = ()
         self._inside: Container[tuple[str, str]] = ()
         self._taken: Container[str] = ()
         self._reasons: dict[tuple[str, str], str] | None = None
@@ -231,7 +230,8 @@ class CompiledHooks:
         """The hook was removed."""
         tap = self._taps.pop((kind, name))
         self._traced = [each for each in self._traced if each is not tap]
-        self._slots = {device: [slot for slot in slots if slot.tap is not tap] for device, slots in self._slots.items()}
+        kept = {device: [slot for slot in slots if slot.tap is not tap] for device, slots in self._slots.items()}
+        self._slots = {device: slots for device, slots in kept.items() if slots}
 
     def request(
         self,
@@ -248,12 +248,12 @@ class CompiledHooks:
             measured, inside: kinds of hook and names; ``inside``: those in compiled parts of the model.
             taken: names of modules, which no path may have.
         """
-        self._metrics, self._inside, self._taken, self._reasons = metrics, inside, taken, None
-        if not self._traced:
+        self._inside, self._taken, self._reasons = inside, taken, None
+        if not (self._traced and self._columns):
             views = (metric.columns for metric in metrics if metric.source == n.ACTIVATION and metric.function is None)
             self._columns = frozenset[Column]().union(*views)
         for place, tap in self._taps.items():
-            if not self._traced or tap.is_late:
+            if not self._traced or (tap.is_late and not tap.is_traced):
                 tap.request(self._columns if place in measured else frozenset())
 
     def path(self, name: str, rest: str) -> str:
@@ -291,8 +291,10 @@ class CompiledHooks:
         """Whether this hook is part of a graph."""
         return self._taps[kind, name].is_traced
 
-    def collect(self, buffer: StepBuffer, values: ModuleValues) -> None:
-        """Move what the graphs wrote into ``buffer``, as outputs in ``values``, with reasons for the rest. Does not synchronise."""
+    def collect(self, buffer: StepBuffer, values: ModuleValues, metrics: Sequence[Metric]) -> None:
+        """Move what the graphs wrote into ``buffer``, as outputs in ``values``, with reasons for the rest of ``metrics``, which are those
+        of the last :meth:`request`. Does not synchronise.
+        """
         for slots in self._slots.values():
             sums, extremes = [slot.sums for slot in slots], [slot.extremes for slot in slots]
             stacked = torch.stack(extremes)
@@ -300,14 +302,16 @@ class CompiledHooks:
             found = [(slot, row) for slot, row in zip(slots, rows, strict=True) if values.wants_views(slot.tap.name)]
             for slot, _ in found:
                 values.adopt(slot.tap.name, slot.path, slot.tap.columns)
-            buffer.merge_rows(n.ACTIVATION, [slot.path for slot, _ in found], [row for _, row in found], self._columns | ALWAYS)
+            if found:
+                paths, kept = [slot.path for slot, _ in found], [row for _, row in found]
+                buffer.merge_rows(n.ACTIVATION, paths, kept, self._columns | ALWAYS)
             torch._foreach_zero_(sums)
             torch._foreach_copy_(extremes, list(torch.full_like(stacked, -torch.inf).unbind()))
         if self._reasons is None:
-            self._reasons = self._explained()
+            self._reasons = self._explained(metrics)
         buffer.absent.update(self._reasons)
 
-    def _explained(self) -> dict[tuple[str, str], str]:
+    def _explained(self, metrics: Sequence[Metric]) -> dict[tuple[str, str], str]:
         """Why hooks in graphs have no values: by source and path, or source, name and metric."""
         found: dict[tuple[str, str], str] = {}
         refused: dict[str, dict[str, str]] = {}  # of blocks that share a graph only one was traced
@@ -318,7 +322,7 @@ class CompiledHooks:
         late = [tap for place, tap in self._taps.items() if tap.is_late and not tap.is_traced and place in self._inside]
         for tap in (*self._traced, *late):
             columns = tap.columns if tap.is_traced else frozenset()
-            for metric in self._metrics:
+            for metric in metrics:
                 if metric.source in n.MODULE_SOURCES and metric.matches(tap.name):
                     reason = _why_not_computed(metric, columns)
                     if reason:

@@ -12,9 +12,11 @@ from ...core import keys as n
 from ...core.compat import TELLS_EXPORT
 from ...core.keys import canonical_names
 from ...core.metric import Metric
+from ...step.buffer import StepBuffer
 from ...step.model_index import ModelIndex
 from ..hooks import Handles, ModuleHook, takes_hooks
 from .compiled import CompiledHooks, alike, in_graphs, is_compiled, wrapped_by
+from .values import ModuleValues
 
 _OUTPUTS = (n.ACTIVATION, n.ACTIVATION_GRADIENT, n.ACTIVATION_DIFFERENCE)
 _INPUTS = (n.INPUT, n.INPUT_GRADIENT)
@@ -129,6 +131,11 @@ class ForwardHooks:
 
     def _began_hook(self, root: nn.Module) -> ModuleHook:
         return ModuleHook(self._of_root.root_began, tap=self.graphs.add("", n.ROOT, root, root))
+
+    def collect(self, buffer: StepBuffer, values: ModuleValues) -> None:
+        """See :meth:`CompiledHooks.collect`."""
+        if self._asked is not None:
+            self.graphs.collect(buffer, values, self._asked[1])
 
     def explain(self, absent: dict[tuple[str, str], str]) -> None:
         """Add the reasons for modules that have no hooks."""

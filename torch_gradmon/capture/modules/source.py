@@ -120,7 +120,7 @@ class ModuleSource:
 
     def _collect(self, buffer: StepBuffer) -> None:
         """Collect what compiled graphs have written, or warn that no graph contains a hook."""
-        self.hooks.graphs.collect(buffer, self.values)
+        self.hooks.collect(buffer, self.values)
         seen = self.hooks.graphs.has_parts or self._calls.seen
         if not (self._due and self.was_trained):
             return
