@@ -1002,3 +1002,47 @@ def _trained(setting: Setting, every: int | None, rank: int) -> list[Tensor]:
         monitor.detach()
     local = [parameter.to_local() if hasattr(parameter, "to_local") else parameter for parameter in model.parameters()]
     return [*(parameter.detach().clone() for parameter in local), torch.get_rng_state()]
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(5, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def compiled_blocks(rank: int, wrap: str) -> list[tuple[int, list[Tensor], dict[str, float]]]:
+    """Ten blocks under FSDP2 or DDP, eager and watched, compiled one by one, and both: graphs, parameters, values of outputs."""
+    results = []
+    for is_compiled, is_watched in ((False, True), (True, False), (True, True)):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        torch.manual_seed(0)
+        called: nn.Module = nn.Sequential(*(_Block() for _ in range(10)))
+        for block in called.children() if is_compiled else ():
+            block.compile(backend="aot_eager", fullgraph=True)
+        if wrap == "ddp":
+            called = DistributedDataParallel(called)
+        else:
+            for block in called.children():
+                fully_shard(block)
+            fully_shard(called)
+        optimizer = torch.optim.SGD(called.parameters(), 0.01)
+        monitor = gradmon.watch(called, optimizer, on_spike=None) if is_watched else None
+        if monitor is not None:
+            for metric in ("rms", "max"):
+                monitor.add_activation_metric(metric, metric_regex=r"\d\.up$|^3$")
+        torch.manual_seed(rank)
+        for _ in range(2):
+            called(torch.randn(4, 5)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        values = {} if monitor is None else monitor.get_step_metrics()
+        parameters = [getattr(p, "to_local", lambda p=p: p)().detach().clone() for p in called.parameters()]
+        found = {key: value for key, value in values.items() if key.startswith("activation/")}
+        results.append((torch._dynamo.utils.counters["stats"]["unique_graphs"], parameters, found))
+        if monitor is not None:
+            monitor.detach()
+    return results

@@ -13,6 +13,7 @@ from torch import nn
 
 from benchmarks.exchange import SOURCES, SOURCES_OF_A_TENTH_STEP, predicted
 from torch_gradmon import ModuleMonitor, load_run
+from torch_gradmon.core import compat
 from torch_gradmon.core.moments import ALWAYS, Column
 
 from .rank_runs import (
@@ -24,6 +25,7 @@ from .rank_runs import (
     batch_values,
     bytes_of,
     changed_on_the_way,
+    compiled_blocks,
     converted,
     coordinates,
     counted,
@@ -223,6 +225,17 @@ def test_a_monitor_may_come_before_or_after_a_wrapper_and_puts_hooks_back_that_d
     for found, true, complaints, said in on_ranks(2, attached, order):
         assert [values.get("gradmon/grad_norm") for values in found] == pytest.approx(true, rel=1e-6)
         assert not complaints, said
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.skipif(not compat.TELLS_EXPORT, reason="before torch 2.7 no values in compiled graphs")
+@pytest.mark.parametrize("wrap", ["fsdp2", "ddp"])
+def test_blocks_compiled_one_by_one_share_a_graph_on_each_rank(wrap: str) -> None:
+    for eager, bare, compiled in on_ranks(2, compiled_blocks, wrap):
+        assert compiled[0] == bare[0] > 0
+        assert all(map(torch.equal, compiled[1], bare[1]))
+        assert len(eager[2]) == 22
+        assert compiled[2] == pytest.approx(eager[2], rel=1e-5)
 
 
 def test_monitors_find_each_other_after_one_was_left_alone() -> None:

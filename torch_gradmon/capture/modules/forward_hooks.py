@@ -12,10 +12,11 @@ from ...core import keys as n
 from ...core.compat import TELLS_EXPORT
 from ...core.keys import canonical_names
 from ...core.metric import Metric
-from ...core.moments import Column
+from ...step.buffer import StepBuffer
 from ...step.model_index import ModelIndex
 from ..hooks import Handles, ModuleHook, takes_hooks
-from .compiled import CompiledHooks, in_graphs, is_compiled, wrapped_by
+from .compiled import CompiledHooks, alike, in_graphs, is_compiled, wrapped_by
+from .values import ModuleValues
 
 _OUTPUTS = (n.ACTIVATION, n.ACTIVATION_GRADIENT, n.ACTIVATION_DIFFERENCE)
 _INPUTS = (n.INPUT, n.INPUT_GRADIENT)
@@ -68,6 +69,7 @@ class ForwardHooks:
         self._left_out: list[str] = []  # names of modules that no metric applies to
         self._unhooked: list[str] = []  # names of modules that accept no hooks
         self._root: weakref.ref[nn.Module] | None = None
+        self._asked: tuple[ModelIndex, Sequence[Metric], int, bool] | None = None
 
     def install(self, root: nn.Module, inventory: ModelIndex, metrics: Sequence[Metric], version: int, on_root: bool) -> bool:
         """Install hooks on modules that any of ``metrics`` matches, once per ``version`` of the plan. Returns whether it did.
@@ -76,21 +78,26 @@ class ForwardHooks:
         """
         if version == self._version:
             return False
-        self._version = version
+        self._version, self._asked = version, (inventory, metrics, version, on_root)
         wanted = _wanted(inventory, metrics)
+        measured = {place for place in wanted if _has_views(place, metrics)}
+        wanted |= _in_same_graphs(root, inventory, wanted, measured)
         for place, (reference, handles) in list(self._hooks.items()):
             is_kept = place not in wanted and self.graphs.is_traced(*place)  # removal would cause a recompilation
             if not is_kept and (place not in wanted or wanted[place] is not reference()):
                 handles.remove()
+                self.graphs.remove(*place)
                 del self._hooks[place]
         needs_root = (on_root or bool(wanted)) and takes_hooks(root)
         if needs_root and not self._before_root:
             self._before_root.of_module(root.register_forward_pre_hook(self._began_hook(root), prepend=True, with_kwargs=True))
         new, taken = wanted.keys() - self._hooks.keys(), frozenset(inventory.modules)
-        for (kind, name), module in wanted.items():
-            if (kind, name) in new:
-                handles = self._register(kind, name, module, root, _columns_of(kind, name, metrics), taken)
-                self._hooks[kind, name] = weakref.ref(module), handles
+        for place, module in wanted.items():
+            if place in new:
+                self._hooks[place] = weakref.ref(module), self._register(*place, module, root, place[1] in taken)
+        inside = in_graphs(root)
+        compiled = {place for place, module in wanted.items() if id(module) in inside}
+        self.graphs.request(metrics, measured, compiled, taken)
         if needs_root and (new or not self._after_root):  # after the hook on the root's own output
             self._after_root.remove()
             self._after_root.of_module(root.register_forward_hook(ModuleHook(self._of_root.root_ended), always_call=True))
@@ -103,21 +110,32 @@ class ForwardHooks:
         self._root = weakref.ref(root)
         return True
 
-    def _register(
-        self, kind: str, name: str, module: nn.Module, root: nn.Module, columns: frozenset[Column], taken: Container[str]
-    ) -> Handles:
+    def install_in_compiled(self) -> bool:
+        """Parts may have been compiled since hooks were installed, and need more. Returns whether the model has compiled parts."""
+        root = None if self._root is None else self._root()
+        if self._asked is None or root is None or not is_compiled(root):
+            return False
+        self._version = None
+        return self.install(root, *self._asked)
+
+    def _register(self, kind: str, name: str, module: nn.Module, root: nn.Module, is_heard: bool) -> Handles:
+        """``is_heard``: the listener hears of calls outside of graphs."""
         handles = Handles()
-        tap = self.graphs.add(kind, name, root, columns, taken)
+        heard = self._listener.called if kind in _INPUTS else self._listener.returned
+        hook = ModuleHook(heard if is_heard else self.graphs.ignore, name, tap=self.graphs.add(kind, name, module, root))
         if kind in _INPUTS:
-            handles.of_module(
-                module.register_forward_pre_hook(ModuleHook(self._listener.called, name, tap=tap), with_kwargs=True)
-            )
+            handles.of_module(module.register_forward_pre_hook(hook, with_kwargs=True))
         else:
-            handles.of_module(module.register_forward_hook(ModuleHook(self._listener.returned, name, tap=tap)))
+            handles.of_module(module.register_forward_hook(hook))
         return handles
 
     def _began_hook(self, root: nn.Module) -> ModuleHook:
-        return ModuleHook(self._of_root.root_began, tap=self.graphs.add("", n.ROOT, root))
+        return ModuleHook(self._of_root.root_began, tap=self.graphs.add("", n.ROOT, root, root))
+
+    def collect(self, buffer: StepBuffer, values: ModuleValues) -> None:
+        """See :meth:`CompiledHooks.collect`."""
+        if self._asked is not None:
+            self.graphs.collect(buffer, values, self._asked[1])
 
     def explain(self, absent: dict[tuple[str, str], str]) -> None:
         """Add the reasons for modules that have no hooks."""
@@ -173,7 +191,7 @@ class ForwardHooks:
         """Remove the hooks that only monitored steps need; also those on the root, unless it must keep them."""
         for _, handles in self._hooks.values():
             handles.remove()
-        self._hooks, self._version = {}, None
+        self._hooks, self._version, self._asked = {}, None, None
         self.graphs.clear()
         if not stays_on_root:
             self._leave_root()
@@ -183,7 +201,7 @@ class ForwardHooks:
         self._after_root.remove()
 
 
-def _wanted(inventory: ModelIndex, metrics: Sequence[Metric]) -> Mapping[_Place, nn.Module]:
+def _wanted(inventory: ModelIndex, metrics: Sequence[Metric]) -> dict[_Place, nn.Module]:
     """The modules that need hooks, by kind of hook and name."""
     wanted: dict[_Place, nn.Module] = {}
     for name, reference in inventory.modules.items():
@@ -196,10 +214,32 @@ def _wanted(inventory: ModelIndex, metrics: Sequence[Metric]) -> Mapping[_Place,
     return wanted
 
 
-def _columns_of(kind: str, name: str, metrics: Sequence[Metric]) -> frozenset[Column]:
-    """The statistics that a graph can compute for the module's output."""
-    views = [m for m in metrics if m.source == n.ACTIVATION and m.function is None and m.matches(name)]
-    return frozenset[Column]().union(*(view.columns for view in views)) if kind in _OUTPUTS else frozenset()
+def _has_views(place: _Place, metrics: Sequence[Metric]) -> bool:
+    """Whether a graph can compute any metric of the module's output."""
+    kind, name = place
+    return kind in _OUTPUTS and any(m.source == n.ACTIVATION and m.function is None and m.matches(name) for m in metrics)
+
+
+def _in_same_graphs(
+    root: nn.Module, inventory: ModelIndex, wanted: Mapping[_Place, nn.Module], measured: set[_Place]
+) -> dict[_Place, nn.Module]:
+    """The modules that need hooks only because those at the same place of other blocks have them: else the blocks would not share a graph,
+    and one with hooks might run the graph of one without. Adds to ``measured`` what their graph computes, too.
+    """
+    names: dict[int, str] = {}
+    found: dict[_Place, nn.Module] = {}
+    for members in alike(root):
+        names = names or {
+            **{id(module): name for name, module in root.named_modules()},  # also those that are excluded
+            **{id(module): name for name, reference in inventory.modules.items() if (module := reference()) is not None},
+        }
+        for kind in (_OUTPUTS[0], _INPUTS[0]):
+            places = {(kind, names[id(module)]): module for module in members if takes_hooks(module)}
+            if not places.keys().isdisjoint(wanted):
+                found.update((place, module) for place, module in places.items() if place not in wanted)
+            if not places.keys().isdisjoint(measured):
+                measured.update(places)
+    return found
 
 
 def _left_out(root: nn.Module, inventory: ModelIndex) -> list[str]:

@@ -20,20 +20,21 @@ from ...step.model_index import ModelIndex
 from ..hooks import compiled_graphs
 from ..measurer import Measurer
 from ..reference.source import ReferencePass
+from .compiled import SHARES_GRAPH
 from .forward_hooks import OLD_RELEASE, ForwardHooks
 from .forward_scope import ForwardScope
 from .pass_tracker import PassTracker
 from .values import ModuleValues
 
 _ROOT_MISSED = "it was asked for after the step had begun, with the call of the model"
-_SHARES_GRAPH = (
-    "a compiled block shares its graph with one of the same class that has no hook; then select the module in all of them"
+_NOT_IN_GRAPH = (
+    "it was not called in a training forward that hooks can see, or torch.compile had traced it before the metric was added, or "
+    f"{SHARES_GRAPH}"
 )
-_NOT_IN_GRAPH = f"it was not called in a training forward that hooks can see, or {_SHARES_GRAPH}"
 _NOT_SEEN = (
     "no hook on a module was called: none of these modules ran, or torch.compile traced the model before the monitor was attached, and "
     "calls no hooks; then attach before the first call, or call torch.compiler.reset() and compile again; or "
-    f"{_SHARES_GRAPH}"
+    f"{SHARES_GRAPH}"
 )
 
 
@@ -125,7 +126,8 @@ class ModuleSource:
 
     def _collect(self, buffer: StepBuffer) -> None:
         """Collect what compiled graphs have written, or warn that no graph contains a hook."""
-        seen = self.hooks.graphs.collect(buffer, self.values) or self._calls.seen
+        self.hooks.collect(buffer, self.values)
+        seen = self.hooks.graphs.has_parts or self._calls.seen
         if not (self._due and self.was_trained):
             return
         if self.hooks.graphs.has_graphs:
@@ -209,6 +211,8 @@ class ModuleSource:
         # step has removed it, no hook would see the end of this forward
         if kwargs is None or not self.hooks.on_root or torch._C._current_graph_task_id() != -1:
             return
+        if not self._passes.forward_seen and self.hooks.install_in_compiled():
+            self.attention.set_compiled(True)
         trains = self._passes.root_began(module)
         self.was_trained |= trains
         self._calls.forward_began()

@@ -76,17 +76,15 @@ class ModuleValues:
             self._buffer.clear(source)
             self._buffer.absent[source, ""] = reason
 
-    def adopt(self, source: str, name: str, path: str, columns: frozenset[Column], why: str) -> None:
-        """Rows of ``path`` were written elsewhere, with these columns only; ``why``: the reason for other missing values of the module."""
-        assert self._buffer is not None
-        self._lookup.owner[source, path] = name, False
-        self._lookup.traced[source, path] = columns
-        for other in n.MODULE_SOURCES:
-            for asked in self._lookup.requested(other, name):
-                there = other == source and not asked.split
-                views = [view for view in asked.views if not (there and view.columns <= columns)]
-                for metric in [*(m.name for m in (*views, *asked.functions)), *(["dead"] if asked.dead else [])]:
-                    self._buffer.absent[other, f"{name}/{metric}"] = why
+    def adopt(self, name: str, path: str, columns: frozenset[Column]) -> None:
+        """The row of ``path``, a tensor in the output of module ``name``, was written by a graph, with these columns only."""
+        self._lookup.owner[n.ACTIVATION, path] = name, False
+        self._lookup.traced[n.ACTIVATION, path] = columns
+
+    def wants_views(self, name: str) -> bool:
+        """Whether views of the statistics of this module's output are requested in this step, of all its calls together."""
+        asked = self._lookup.requested(n.ACTIVATION, name) if name in self._lookup.modules else ()
+        return any(each.views and not each.split for each in asked)
 
     def wants(self, source: str, name: str) -> bool:
         """Whether anything is requested of this source of this module in this step."""
