@@ -126,9 +126,10 @@ class Conversation:
             self._memory.was_good(self._snapshot.step)
         return [*facts, *map(LoopFinding.of_dict, verdict[0]["facts"])]
 
-    def silent(self) -> list[int]:
-        """The ranks that have left no digest in this training, by their number among all processes."""
-        return [self._global_ranks[rank] for rank in self._board.silent("digests")]
+    def silent(self) -> tuple[int, int]:
+        """How many ranks have left no digest in this training, and the first of them, by its number among all processes."""
+        count, first = self._board.silent("digests")
+        return count, self._global_ranks[first]
 
     def _digests(self) -> dict[str, Any]:
         return self._own
@@ -239,7 +240,7 @@ class Conversation:
     def _leave(self, name: str, message: Callable[[], dict[str, Any]]) -> None:
         if name not in self._left:
             self._left.add(name)
-            self._board.put(name, {"step": self._snapshot.step, **message()})
+            self._board.put(name, {"step": self._snapshot.step, **message()}, is_counted=name == "digests")
 
     def _read(self, name: str, ranks: Sequence[int]) -> dict[int, Any] | None:
         return self._board.read(name, ranks, self._snapshot.step)
