@@ -11,6 +11,7 @@ the beginning. So whatever a rank has seen, all enter an exchange at the same mo
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections import Counter
@@ -146,6 +147,7 @@ class Agreement:
     def __init__(self, ranks: Ranks, what: str) -> None:
         self._ranks, self._what = ranks, what
         self._store: BoundedStore | None = None
+        self._number = 0  # of the agreement, among those of this name
         self._call = 0  # all before it were answered: some were absent
         self._looks: int | None = None  # for the answer to this call, in this step
         self._meets: int | None = None  # in this step
@@ -186,16 +188,27 @@ class Agreement:
         self._step = step
         return self.is_met
 
+    def end(self) -> None:
+        """This rank takes part no longer. A rank that comes later begins anew with those that come then."""
+        if self._store is not None and not self.is_met:
+            with contextlib.suppress(RuntimeError, TimeoutError):
+                self._store.call("add", f"{self._number}/ended", 1)
+
     def _begin(self, card: Mapping[str, str]) -> None:
-        number = _made[self._what, tuple(self._ranks.members)]
-        _made[self._what, tuple(self._ranks.members)] += 1
         try:
-            self._store = BoundedStore(f"torch_gradmon/{self._what}-{digest_of(self._ranks.members)}/{number}")
+            self._store = BoundedStore(f"torch_gradmon/{self._what}-{digest_of(self._ranks.members)}")
         except (ImportError, RuntimeError, ValueError):  # a private API, and some backends have no store
             self.is_met, self.is_open = True, False
             return
-        if not self._meet("0", card):
-            self._call = 1
+        has_ended = True
+        while has_ended:  # by all ranks that had come: as in an earlier training, with a monitor on some ranks only
+            self._number = _made[self._what, tuple(self._ranks.members)]
+            _made[self._what, tuple(self._ranks.members)] += 1
+            answer = self._meet("0", card)
+            if not answer.absent:
+                return
+            has_ended = self._store.call("add", f"{self._number}/ended", 0) >= self._ranks.count - answer.absent
+        self._call = 1
 
     def _go_on(self, card: Callable[[], Mapping[str, str]], step: int) -> None:
         while self._meets is None:
@@ -213,7 +226,7 @@ class Agreement:
                 self._call, self._looks, self.is_open = self._call + 1, None, False
             else:
                 self._meets = answer.step
-        if step >= self._meets and not self._meet(f"{self._call} in step", card()):
+        if step >= self._meets and self._meet(f"{self._call} in step", card()).absent:
             # they count differently, so they cannot enter anything together
             self._is_over, self.is_open = True, False
             self.why_not = f"{self.why_not} in step {self._meets}, in which the others were: ranks count their steps differently"
@@ -221,28 +234,28 @@ class Agreement:
     def _miss(self, answer: Answer) -> None:
         self.why_not = f"rank {answer.first}{f' and {answer.absent - 1:,} more' * (answer.absent > 1)} did not come to the exchange"
 
-    def _meet(self, call: str, card: Mapping[str, str]) -> bool:
+    def _meet(self, call: str, card: Mapping[str, str]) -> Answer:
         """Wait for the others."""
         answer = self._arrive(call, card)
         if answer is None:
             answer = self._answer(call, PATIENCE)
         if answer.absent:
             self._miss(answer)
-            return False
-        self.is_met, self.is_open, self.differing, self.why_not = True, False, answer.differing, ""
-        return True
+        else:
+            self.is_met, self.is_open, self.differing, self.why_not = True, False, answer.differing, ""
+        return answer
 
     def _arrive(self, call: str, card: Mapping[str, str]) -> Answer | None:
         """Leave this rank's card. Returns the answer if this rank is the last to come."""
         assert self._store is not None
         count = self._ranks.count
         try:
-            self._store.call("set", f"{call}/{self._ranks.rank}", json.dumps(card))
+            self._store.call("set", f"{self._number}/{call}/{self._ranks.rank}", json.dumps(card))
         except TimeoutError:  # not counted yet, so the answer will be that this rank is absent
             return Answer(1, self._ranks.members[self._ranks.rank])
-        if self._store.call("add", f"{call}/here", 1, limit=_ARRIVED_LIMIT) < count:
+        if self._store.call("add", f"{self._number}/{call}/here", 1, limit=_ARRIVED_LIMIT) < count:
             return None
-        raw = self._store.values([f"{call}/{rank}" for rank in range(count)], _ARRIVED_LIMIT)
+        raw = self._store.values([f"{self._number}/{call}/{rank}" for rank in range(count)], _ARRIVED_LIMIT)
         return self._first(call, self._compared([json.loads(each) for each in raw]))
 
     def _compared(self, cards: Sequence[dict[str, str]]) -> Answer:
@@ -257,7 +270,7 @@ class Agreement:
     def _answer(self, call: str, patience: float | None = None) -> Answer:
         """The answer to a call that this rank has come to; where there is none yet, not after ``patience``, some are absent."""
         assert self._store is not None
-        key = f"{call}/answer"
+        key = f"{self._number}/{call}/answer"
         if patience is None:
             is_there = self._store.call("check", [key], limit=_ARRIVED_LIMIT)
         else:
@@ -269,15 +282,15 @@ class Agreement:
         if is_there:
             return Answer(**json.loads(self._store.call("get", key, limit=_ARRIVED_LIMIT)))
         count = self._ranks.count
-        absent = count - self._store.call("add", f"{call}/here", 0, limit=_ARRIVED_LIMIT)
-        cards = [f"{call}/{rank}" for rank in range(count)]
+        absent = count - self._store.call("add", f"{self._number}/{call}/here", 0, limit=_ARRIVED_LIMIT)
+        cards = [f"{self._number}/{call}/{rank}" for rank in range(count)]
         first = self._store.first_absent(cards, _ARRIVED_LIMIT) if absent else -1
         return self._first(call, Answer(max(absent, 1), self._ranks.members[first]))
 
     def _first(self, call: str, answer: Answer) -> Answer:
         """The first answer that any rank gives, perhaps this one."""
         assert self._store is not None
-        kept = self._store.call("compare_set", f"{call}/answer", "", json.dumps(asdict(answer)), limit=_ARRIVED_LIMIT)
+        kept = self._store.call("compare_set", f"{self._number}/{call}/answer", "", json.dumps(asdict(answer)), limit=_ARRIVED_LIMIT)
         return Answer(**json.loads(kept))
 
 

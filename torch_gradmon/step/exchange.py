@@ -187,6 +187,12 @@ class RankExchange:
                 self._complaints.add(f"ranks:{what}", f"{self.why_not(what)}; {words}")
         return takes_part
 
+    def end(self) -> None:
+        """The run ends on this rank. Where ranks were absent, all are asked anew the next time."""
+        for what in [what for what, agreement in self._agreements.items() if not agreement.is_met]:
+            self._agreements.pop(what).end()
+            self._has_told.pop(what, None)
+
     def are_equal(self, what: str) -> bool:
         """Whether it is known that every rank takes part, and has all of it in common."""
         return self.ranks.count == 1 or (self._agreement(what).is_met and not self._agreement(what).differing)

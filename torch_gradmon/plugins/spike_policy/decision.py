@@ -48,6 +48,10 @@ class Votes:
         """A step begins."""
         self.known, self.split = None, False
 
+    def end(self) -> None:
+        """The run ends on this rank."""
+        self._exchange.end()
+
     def are_common(self, step: int) -> bool:
         """Whether all ranks vote, in the same way, in the step in flight."""
         return self._exchange.all_take_part("decisions", lambda: {**self._parts(), "detectors": self._judges.signals}, step)

@@ -63,6 +63,10 @@ class SpikePolicy(Plugin):
         """Whether optimizers are attached: then every step needs gradients."""
         return self.context.is_attached
 
+    def on_detach(self) -> None:
+        """Take part in no more decisions."""
+        self._votes.end()
+
     # --- the model's buffers -------------------------------------------------------------------------------------------------
 
     def on_attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
