@@ -232,7 +232,9 @@ class Agreement:
             self.why_not = f"{self.why_not} in step {self._meets}, in which the others were: ranks count their steps differently"
 
     def _miss(self, answer: Answer) -> None:
-        self.why_not = f"rank {answer.first}{f' and {answer.absent - 1:,} more' * (answer.absent > 1)} did not come to the exchange"
+        self.why_not = (
+            f"rank {answer.first}{f' and {answer.absent - 1:,} more' * (answer.absent > 1)} did not come to the exchange"
+        )
 
     def _meet(self, call: str, card: Mapping[str, str]) -> Answer:
         """Wait for the others."""
@@ -277,7 +279,10 @@ class Agreement:
             try:
                 self._store.call("wait", [key], timedelta(seconds=patience), limit=_ARRIVED_LIMIT)
                 is_there = True
-            except (RuntimeError, ValueError):  # DistStoreError, if the wait took too long; the request below shows if it is worse
+            except (
+                RuntimeError,
+                ValueError,
+            ):  # DistStoreError, if the wait took too long; the request below shows if it is worse
                 is_there = False
         if is_there:
             return Answer(**json.loads(self._store.call("get", key, limit=_ARRIVED_LIMIT)))
@@ -290,7 +295,9 @@ class Agreement:
     def _first(self, call: str, answer: Answer) -> Answer:
         """The first answer that any rank gives, perhaps this one."""
         assert self._store is not None
-        kept = self._store.call("compare_set", f"{self._number}/{call}/answer", "", json.dumps(asdict(answer)), limit=_ARRIVED_LIMIT)
+        kept = self._store.call(
+            "compare_set", f"{self._number}/{call}/answer", "", json.dumps(asdict(answer)), limit=_ARRIVED_LIMIT
+        )
         return Answer(**json.loads(kept))
 
 

@@ -183,7 +183,9 @@ class RankExchange:
         if is_met or what not in self._has_told:
             self._has_told[what] = takes_part
             if not takes_part or agreement.differing:
-                words = "tensors are reported as far as all ranks have them and measure them alike" if takes_part else _ALONE[what]
+                words = (
+                    "tensors are reported as far as all ranks have them and measure them alike" if takes_part else _ALONE[what]
+                )
                 self._complaints.add(f"ranks:{what}", f"{self.why_not(what)}; {words}")
         return takes_part
 
@@ -205,7 +207,9 @@ class RankExchange:
         """Why not all of it is exchanged."""
         agreement = self._agreement(what)
         if agreement.differing:
-            return "; ".join(f"{named(ranks)} differ{'s' * (len(ranks) == 1)} in {part}" for part, ranks in agreement.differing.items())
+            return "; ".join(
+                f"{named(ranks)} differ{'s' * (len(ranks) == 1)} in {part}" for part, ranks in agreement.differing.items()
+            )
         late = "it has no monitor that exchanges the same, or is late; it may join in a later step"
         return f"{agreement.why_not}: {late}" if agreement.may_join else agreement.why_not
 
@@ -238,7 +242,9 @@ class RankExchange:
         """This rank's values that are not in the plan."""
         rows: dict[Entry, Tensor] = {(source, name): row for (source, name), row in buffer.merged_rows_of_calls().items()}
         values = buffer.shared_values(watches)
-        if "tensors" in self._agreements and not self.are_equal("tensors"):  # of a sharded tensor every rank has to bring its part
+        if "tensors" in self._agreements and not self.are_equal(
+            "tensors"
+        ):  # of a sharded tensor every rank has to bring its part
             common = set() if METRICS in self._agreements["tensors"].differing else set(self._common or ())
             for key in [key for key in values if key.source in PARAMETER_SOURCES and key.name not in common]:
                 del values[key]

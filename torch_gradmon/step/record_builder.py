@@ -134,7 +134,8 @@ def missing(
     known = {source: frozenset(of) for source, of in names.items()}
     # of all names at once, since each missing value asks for them
     owners = {
-        source: {n.owner_of(path, known.get(source, frozenset())) for path in table.names} for source, table in record.tables.items()
+        source: {n.owner_of(path, known.get(source, frozenset())) for path in table.names}
+        for source, table in record.tables.items()
     }
     of_parts = _reasons_of_parts(absent, known)
     found = {summary_key(name): absent.get((n.SUMMARY, name), "not measured in this step") for name in situation.shown}

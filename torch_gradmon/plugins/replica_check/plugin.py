@@ -88,7 +88,9 @@ class ReplicaCheck(Plugin):
         inventory = self._planner.inventory
         names = [] if inventory is None else inventory.names
         subject = (self._every, self._sync_every, self._common.pattern, self._ranks.members, names)
-        with contextlib.suppress(ImportError, RuntimeError, ValueError, TimeoutError):  # no store, or one that cannot be connected to again
+        with contextlib.suppress(
+            ImportError, RuntimeError, ValueError, TimeoutError
+        ):  # no store, or one that cannot be connected to again
             self._board = Board(digest_of(subject), self._ranks.rank, self._ranks.count)
         self._wrappers = Wrappers(module, self._ranks.members)
         self._common = self._common.within(self._wrappers)
