@@ -283,11 +283,11 @@ def test_one_silent_rank_is_found_in_few_requests(monkeypatch: pytest.MonkeyPatc
         board.has_changed()
         if rank != 41:
             for step in range(3):
-                board.put("digests", {"step": step}, is_counted=True)
+                board.put("digests", {"step": step})
     asked.clear()
     assert boards[0].silent("digests") == (1, 41)
     assert asked == ["add"] + ["check"] * 6
-    boards[41].put("digests", {"step": 2}, is_counted=True)
+    boards[41].put("digests", {"step": 2})
     asked.clear()
     assert boards[0].silent("digests") == (0, -1)
     assert asked == ["add"]

@@ -25,7 +25,7 @@ from .ranks import Ranks, digest_of
 
 #: Seconds that a rank waits for the others; usually milliseconds, since all come from the same backward pass. One that comes later joins in
 #: a later step.
-PATIENCE = 5.0
+PATIENCE = 20.0
 #: Seconds within which the store answers a request; torch's own limit holds for waits only.
 STORE_LIMIT = 5.0
 #: The same once this rank has arrived: the others may enter the exchange, and would wait for it as long as a collective does.
@@ -81,15 +81,15 @@ class BoundedStore:
 
     Args:
         prefix: of all keys.
+        connected_anew: by a connection of its own: a client serves one request at a time, and another thread may wait for an answer.
 
     Raises:
         ImportError, RuntimeError, ValueError: there is no store, or none that can be used beside the training.
         TimeoutError: the store did not answer in time.
     """
 
-    def __init__(self, prefix: str) -> None:
-        # a connection of its own: a client serves one request at a time, and another thread may wait for an answer to its own
-        self._store = within(STORE_LIMIT, lambda: store_of(prefix, connected_anew=True))
+    def __init__(self, prefix: str, connected_anew: bool = True) -> None:
+        self._store = within(STORE_LIMIT, lambda: store_of(prefix, connected_anew))
         self._is_waiting = False
 
     @property
@@ -195,11 +195,19 @@ class Agreement:
                 self._store.call("add", f"{self._number}/ended", 1)
 
     def _begin(self, card: Mapping[str, str]) -> None:
+        prefix = f"torch_gradmon/{self._what}-{digest_of(self._ranks.members)}"
         try:
-            self._store = BoundedStore(f"torch_gradmon/{self._what}-{digest_of(self._ranks.members)}")
-        except (ImportError, RuntimeError, ValueError):  # a private API, and some backends have no store
-            self.is_met, self.is_open = True, False
-            return
+            self._store = BoundedStore(prefix)
+        except (ImportError, RuntimeError, ValueError, TimeoutError):
+            try:  # perhaps this rank alone has no second connection
+                self._store = BoundedStore(prefix, connected_anew=False)
+            except (
+                ImportError,
+                RuntimeError,
+                ValueError,
+            ):  # a private API, and some backends have no store: so it is on all ranks
+                self.is_met, self.is_open = True, False
+                return
         has_ended = True
         while has_ended:  # by all ranks that had come: as in an earlier training, with a monitor on some ranks only
             self._number = _made[self._what, tuple(self._ranks.members)]

@@ -16,7 +16,10 @@ from .reduction import Aggregation, PendingValue, as_tensor, contribution, merge
 
 #: Sources of values of a rank's own batch.
 SHARED_SOURCES = frozenset((*MODULE_SOURCES, *RCC_SOURCES))
-_BY_FUNCTION = "ranks merge values of their batches by a named reducer, and metric_aggregation_fn= is a function: pass 'mean', 'sum', 'min' or 'max'"
+_BY_FUNCTION = (
+    "metric_aggregation_fn= is a function, and ranks merge values of their batches by a named reducer: pass 'mean', 'sum', 'min' or "
+    "'max'"
+)
 _SEVERAL = "ranks merge one value for each key, and its aggregation function returns several"
 
 

@@ -31,7 +31,7 @@ class Board:
         self._store = BoundedStore(f"torch_gradmon/replicas/{subject}")
         self._store.call("add", "made", 1)
         self._training = 0
-        self._counted: tuple[int, str] | None = None  # the message whose arrival this rank has counted last
+        self._counted: set[str] = set()  # names of the messages that this rank has left in this training
         self.rank, self.count = rank, count
 
     def has_changed(self) -> bool:
@@ -40,13 +40,15 @@ class Board:
         They are kept apart by the number of boards that all ranks have made: those of an earlier training are not read.
         """
         before, self._training = self._training, self._store.call("add", "made", 0)
+        if self._training != before:
+            self._counted.clear()
         return self._training != before
 
-    def put(self, name: str, message: Any, is_counted: bool = False) -> None:
-        """Leave a message of this rank, which replaces an earlier one of that name; ``is_counted``: :meth:`silent` is asked about it."""
+    def put(self, name: str, message: Any) -> None:
+        """Leave a message of this rank, which replaces an earlier one of that name."""
         self._store.call("set", self._key(name, self.rank), json.dumps(message))
-        if is_counted and self._counted != (self._training, name):
-            self._counted = self._training, name
+        if name not in self._counted:
+            self._counted.add(name)
             self._store.call("add", f"{self._training}/{name}/here", 1)
 
     def silent(self, name: str) -> tuple[int, int]:

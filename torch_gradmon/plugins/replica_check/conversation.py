@@ -240,7 +240,7 @@ class Conversation:
     def _leave(self, name: str, message: Callable[[], dict[str, Any]]) -> None:
         if name not in self._left:
             self._left.add(name)
-            self._board.put(name, {"step": self._snapshot.step, **message()}, is_counted=name == "digests")
+            self._board.put(name, {"step": self._snapshot.step, **message()})
 
     def _read(self, name: str, ranks: Sequence[int]) -> dict[int, Any] | None:
         return self._board.read(name, ranks, self._snapshot.step)
