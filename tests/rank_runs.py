@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -1046,3 +1047,84 @@ def compiled_blocks(rank: int, wrap: str) -> list[tuple[int, list[Tensor], dict[
         if monitor is not None:
             monitor.detach()
     return results
+
+
+def by_functions(rank: int, wrap: str) -> tuple[dict[str, float], dict[str, float], dict[str, str]]:
+    """Activations and logged values that a function aggregates: the values, the true ones over all ranks, and the reasons."""
+    model = wrapped(wrap)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    monitor = ModuleMonitor(model)
+    add, seen = monitor.add_activation_metric, list[Tensor]()
+    add("largest", lambda x: x.abs().amax(0), "^first$", metric_aggregation_fn=lambda values: values.max())
+    add("several", lambda x: x.abs().amax(0), "^first$", metric_aggregation_fn=lambda values: {"max": values.max()})
+    add("named", lambda x: x.abs().amax(0), "^first$", metric_aggregation_fn="max")
+    monitor.add_activation_metric(
+        "largest", lambda x: x.abs().amax(0), "^first$", lambda values: values.max(), of="output_gradient"
+    )
+    monitor.attach(optimizer)
+    getattr(model, "module", model).first.register_forward_hook(lambda module, args, output: seen.append(output.detach()))
+    model(torch.randn(4, 5, generator=torch.Generator().manual_seed(rank)) * (1 + 3 * rank)).square().mean().backward()
+    monitor.log_scalar("both", float(rank), lambda values: {"a": values.sum(), "b": values.sum()}, reduce="sum")
+    optimizer.step()
+    whole = torch.cat(of_everybody(seen[0]))
+    values, missing = monitor.get_step_metrics(), monitor.missing()
+    monitor.detach()
+    return values, {"activation/first/named": whole.abs().max().item()}, missing
+
+
+@impatient(0.5)
+def late(rank: int, wrap: str) -> tuple[list[dict[str, float]], list[dict[str, str]], dict[str, int], list[float]]:
+    """The second of two ranks is late before its first optimizer step."""
+    model = wrapped(wrap)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    monitor = gradmon.watch(model, optimizer, on_spike=None)
+    monitor.add_activation_metric("mean", metric_regex="^first$")
+    values, missing, waited = [], [], []
+    for step in range(5):
+        if wrap == "fsdp2" and step == 0 and rank == 1:  # the ranks meet before the first forward pass
+            time.sleep(1.5)
+        model(torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))).square().mean().backward()
+        if wrap == "ddp" and step == 0 and rank == 1:
+            time.sleep(1.5)
+        began = time.perf_counter()
+        monitor.log_scalar("rank", float(rank), reduce="sum")
+        optimizer.step()
+        waited.append(time.perf_counter() - began)
+        optimizer.zero_grad()
+        values.append(monitor.get_step_metrics())
+        missing.append(monitor.missing())
+    complaints = monitor.complaints()
+    monitor.detach()
+    return values, missing, complaints, waited
+
+
+def unlike(rank: int, what: str) -> tuple[dict[str, float], dict[str, float], dict[str, str], list[str]]:
+    """The second of two ranks has a layer of another name, or one metric more: values, true ones, reasons and warnings."""
+    torch.manual_seed(0)
+    model = nn.Sequential()
+    model.add_module("first", nn.Linear(5, 4))
+    model.add_module(f"expert{rank}" if what == "names" else "second", nn.Linear(4, 4))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = ModuleMonitor(model)
+    monitor.add_gradient_metric("norm")
+    monitor.add_activation_metric("max", metric_regex="^first$")
+    if what == "metrics" and rank:
+        monitor.add_parameter_metric("norm")
+    monitor.attach(optimizer)
+    outputs = list[Tensor]()
+    model.first.register_forward_hook(lambda module, args, output: outputs.append(output.detach()))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        model(torch.randn(4, 5, generator=torch.Generator().manual_seed(rank))).square().mean().backward()
+        gradient = full(model.first.weight.grad).norm().item()
+        monitor.log_scalar("rank", float(rank), reduce="sum")
+        optimizer.step()
+    true = {"activation/first/max": torch.cat(of_everybody(outputs[0])).abs().max().item(), "rank": 1.0}
+    if what == "names":
+        true["gradient/first.weight/norm"] = gradient
+    values, missing = monitor.get_step_metrics(), monitor.missing()
+    monitor.detach()
+    return values, true, missing, [str(each.message) for each in warned]

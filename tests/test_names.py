@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from torch_gradmon import ModuleMonitor
+from torch_gradmon import ModuleMonitor, watch
 from torch_gradmon.core.keys import (
     KEY_STYLES,
     NAME_SOURCES,
@@ -176,3 +176,35 @@ def test_a_monitor_names_its_keys_as_it_was_told(options: dict, key: str) -> Non
     monitor.monitor_gradients()
     monitor.end_step()
     assert list(monitor.get_step_metrics()) == [key]
+
+
+class _Name(str):
+    """Counts how often it is compared with another name."""
+
+    compared = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        _Name.compared += 1
+        return str.__eq__(self, other)
+
+
+def _comparisons(count: int) -> int:
+    """How often names are compared in a run over so many tensors, of which half are frozen and have no values."""
+    tensors = nn.ParameterList([nn.Parameter(torch.ones(2), requires_grad=place % 2 == 0) for place in range(count)])
+    optimizer = torch.optim.SGD(tensors.parameters(), lr=0.1)
+    monitor = watch(tensors, optimizer, preset="full", layers="all", format_module_name_fn=_Name)
+    monitor.add_gradient_metric("sum", lambda gradient: gradient.sum())
+    _Name.compared = 0
+    for _ in range(2):
+        torch.stack(list(tensors)).sum().backward()
+        nn.utils.clip_grad_norm_(tensors.parameters(), 1.0)
+        optimizer.step()
+    assert monitor.get_step_metrics()
+    assert len(monitor.missing()) > count
+    return _Name.compared
+
+
+def test_names_are_compared_no_more_often_than_there_are_tensors() -> None:
+    few, many = _comparisons(100), _comparisons(200)
+    assert many < 3 * max(few, 1000)  # where a list of names is searched for each name: 20,000 and 80,000 for one search

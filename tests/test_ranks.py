@@ -23,6 +23,7 @@ from .rank_runs import (
     attached,
     badly_aggregated,
     batch_values,
+    by_functions,
     bytes_of,
     changed_on_the_way,
     compiled_blocks,
@@ -32,6 +33,7 @@ from .rank_runs import (
     decided,
     in_disorder,
     in_groups,
+    late,
     left_in_the_middle,
     logged,
     logged_between,
@@ -43,6 +45,7 @@ from .rank_runs import (
     train,
     train_with_reductions,
     unchanged,
+    unlike,
     watched_in_part,
     with_a_plain_reference,
     with_experts,
@@ -187,7 +190,7 @@ def test_a_monitor_on_one_rank_alone_hangs_nobody(wrap: str) -> None:
     assert found[-1]["loss"] > 0
     assert f"ranks:{'values' if wrap == 'ddp' else 'tensors'}" in complaints
     if wrap == "fsdp2":
-        assert "some ranks have no monitor" in missing["gradmon/grad_norm"]
+        assert "rank 1 did not come to the exchange" in missing["gradmon/grad_norm"]
 
 
 @pytest.mark.parametrize("on_all", [False, True])
@@ -373,3 +376,39 @@ def test_the_coordinate_check_is_that_of_one_process_with_all_the_data() -> None
     assert first.keys() == alone.keys()
     assert len(first) > 20
     assert first == pytest.approx(alone, rel=1e-4, abs=1e-7), "gradients are added up in another order"
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+def test_what_a_function_aggregates_is_never_that_of_one_rank(wrap: str) -> None:
+    for values, true, missing in on_ranks(2, by_functions, wrap):
+        assert {key: values[key] for key in true} == pytest.approx(true, rel=1e-6)
+        assert not [key for key in values if "largest" in key or "several" in key or "both" in key]
+        assert all("named reducer" in missing[f"activation/first/{name}"] for name in ("largest", "several"))
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+def test_a_late_rank_joins_and_its_values_are_never_missed_in_silence(wrap: str) -> None:
+    results = on_ranks(2, late, wrap)
+    for rank, (values, missing, complaints, waited) in enumerate(results):
+        assert not [name for name in complaints if name.startswith("ranks:")]
+        if wrap == "ddp":
+            assert "rank 1 did not come" in missing[0]["activation/first/mean"]
+            assert not {"activation/first/mean", "rank"} & {*values[0]}
+        assert [found["rank"] for found in values[-2:]] == [1.0, 1.0]
+        assert sum(waited) < (1.0 if rank else 3.0)
+    first, second = ([found["activation/first/mean"] for found in values[-2:]] for values, *_ in results)
+    assert first == second
+
+
+def test_tensors_with_equal_names_are_reported_where_others_differ() -> None:
+    for rank, (values, true, missing, warned) in enumerate(on_ranks(2, unlike, "names")):
+        assert {key: values[key] for key in true} == pytest.approx(true, rel=1e-6)
+        assert f"gradient/expert{rank}.weight/norm" not in values
+        assert "rank 1 differs in names of parameters" in missing[f"gradient/expert{rank}.weight/norm"]
+        assert sum("rank 1 differs" in text for text in warned) == 1
+
+
+def test_activations_are_shared_where_metrics_of_tensors_differ() -> None:
+    for values, true, missing, _ in on_ranks(2, unlike, "metrics"):
+        assert {key: values[key] for key in true} == pytest.approx(true, rel=1e-6)
+        assert "rank 1 differs in metrics" in missing["gradient/first.weight/norm"]

@@ -5,18 +5,21 @@ from __future__ import annotations
 import gc
 import random
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
-from torch.distributed import PrefixStore, TCPStore, distributed_c10d
+import torch
+from torch.distributed import HashStore, PrefixStore, TCPStore, distributed_c10d
 
 import torch_gradmon as gradmon
 from torch_gradmon.plugins.replica_check.board import Board
 from torch_gradmon.plugins.replica_check.local_values import Streak, range_of, ranks_apart
 from torch_gradmon.statistics import cpp
+from torch_gradmon.step import consensus
 
 from . import replica_runs as runs
 from . import replica_sound as sound
@@ -262,3 +265,85 @@ def test_sound_programs_of_all_kinds_are_silent(count: int) -> None:
     names = [*sound.PROGRAMS] if count == 2 else [*list(sound.PROGRAMS)[::4], *sound.WITH_COPIES]
     for found in on_ranks(count, sound.run_all, names, limit=300.0):
         assert found == {name: [] for name in names}
+
+
+def test_one_silent_rank_is_found_in_few_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, asked = HashStore(), list[str]()
+
+    class Counting(PrefixStore):
+        def check(self, keys: list[str]) -> bool:
+            asked.append("check")
+            return super().check(keys)
+
+        def add(self, key: str, amount: int) -> int:
+            asked.append("add")
+            return super().add(key, amount)
+
+    monkeypatch.setattr(consensus, "store_of", lambda prefix, connected_anew: Counting(prefix, store))
+    boards = [Board("subject", rank, 64) for rank in range(64)]
+    for rank, board in enumerate(boards):
+        board.has_changed()
+        if rank != 41:
+            for step in range(3):
+                board.put("digests", {"step": step})
+    asked.clear()
+    assert boards[0].silent("digests") == (1, 41)
+    assert asked == ["add"] + ["check"] * 6
+    boards[41].put("digests", {"step": 2})
+    asked.clear()
+    assert boards[0].silent("digests") == (0, -1)
+    assert asked == ["add"]
+
+
+def _beside_none(rank: int) -> int:
+    """How often this rank asks which ranks are silent; the last one has no monitor."""
+    asked = 0
+
+    def silent(board: Board, name: str) -> tuple[int, int]:
+        nonlocal asked
+        asked += 1
+        return 1, 2
+
+    training = runs.ddp(rank)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Board, "silent", silent)
+        monitor = gradmon.watch(training.model, training.optimizer, check_replicas=runs.EVERY) if rank < 2 else None
+        for _ in range(60):
+            training.optimizer.zero_grad()
+            training.model(torch.randn(4, 6)).square().mean().backward()
+            training.optimizer.step()
+        if monitor is not None:
+            monitor.detach()
+    return asked
+
+
+def test_only_the_first_rank_asks_which_are_silent() -> None:
+    first, *others = on_ranks(4, _beside_none)
+    assert first
+    assert others == [0, 0, 0]
+
+
+def _after_the_end_of_another(rank: int) -> tuple[list[str], dict[str, int]]:
+    """The connection to the store is lost while ranks wait for a verdict."""
+    training = runs.ddp(rank)
+    monitor = gradmon.watch(training.model, training.optimizer, check_replicas=runs.EVERY)
+
+    def lost(*args: Any) -> None:
+        raise torch.distributed.DistNetworkError("Connection reset by peer")
+
+    with warnings.catch_warnings(record=True) as warned, pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("always")
+        patch.setattr(Board, "has_changed", lost)
+        for _ in range(3):
+            training.optimizer.zero_grad()
+            training.model(torch.randn(4, 6)).square().mean().backward()
+            training.optimizer.step()
+    complaints = monitor.complaints()
+    monitor.detach()
+    return [str(each.message) for each in warned], complaints
+
+
+def test_a_store_whose_process_has_ended_is_no_failure() -> None:
+    for said, complaints in on_ranks(2, _after_the_end_of_another):
+        assert not [text for text in said if "gradmon" in text]
+        assert not complaints

@@ -73,6 +73,11 @@ class StatsTable:
         return metric in views_of(self.columns)
 
     @cached_property
+    def row_of(self) -> dict[str, int]:
+        """The number of each tensor's row, by name."""
+        return {name: row for row, name in enumerate(self.names)}
+
+    @cached_property
     def sums(self) -> list[float]:
         """Each column's sum over all tensors; that of an extreme has no meaning."""
         return self.rows.sum(0).tolist()

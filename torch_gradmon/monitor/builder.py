@@ -147,7 +147,8 @@ def _plugins(
     if policy is not None and not fence.inert:
         from ..plugins.spike_policy.plugin import SpikePolicy
 
-        acting = [SpikePolicy(policy, detectors, RankExchange(exchange.exchange.ranks, complaints), complaints)]
+        decisions = RankExchange(exchange.exchange.ranks, complaints)
+        acting = [SpikePolicy(policy, detectors, decisions, complaints, exchange.parts_of_tensors)]
         # the decision needs these two, whether they are shown or have a detector or not
         summary.choice.require("grad_norm", "grad_nonfinite")
     audit = LoopAudit(planner, complaints, directory.annotate)

@@ -81,7 +81,8 @@ class ModuleMonitor:
       more than the others, so set ``every``), and those that the method lists.
     * ``metric_regex``: searched (``re.search``) in the canonical name of the tensor.
     * ``metric_aggregation_fn``: merges the values of micro-batches and elements: ``"mean"`` (weighted by elements), ``"sum"``,
-      ``"min"``, ``"max"``, or a function of all values, as one flat tensor, that returns a number or a dict of numbers.
+      ``"min"``, ``"max"``, or a function of all values, as one flat tensor, that returns a number or a dict of numbers. A function
+      cannot merge ranks: where they exchange values of their batches, an activation metric that has one is absent, with the reason.
     * ``every``: compute the metric only on steps that are divisible by it.
     * ``shardwise``: call the function on each rank's part of a sharded tensor and merge the values with
       ``metric_aggregation_fn``; ``"mean"`` weighs them by the elements of the parts. This is correct for a share or a largest

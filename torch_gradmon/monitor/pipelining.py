@@ -102,10 +102,11 @@ def meet(runtime: Runtime, parts: PipelineParts, named: Sequence[Any]) -> None:
     ranks = runtime.captures.measurer.ranks
     if runtime.fence.inert:
         return
-    if not runtime.lifecycle.planning.exchange.exchange.all_take_part("stages"):
+    exchange = runtime.lifecycle.planning.exchange.exchange
+    if not exchange.all_take_part("stages"):
         raise ValueError(
-            "some ranks do not watch their stages of the pipeline: call watch(schedule, optimizer) on every rank of it, in the same order "
-            "as other monitors, or name its ranks by process_group="
+            f"some ranks do not watch their stages of the pipeline ({exchange.why_not('stages')}): call watch(schedule, optimizer) on "
+            "every rank of it, in the same order as other monitors, or name its ranks by process_group="
         )
     facts = parts.facts(named)
     runtime.planner.widen(WholeModel.gathered(ranks, list(facts.values()), parts.kinds(), _cards(facts, named)))

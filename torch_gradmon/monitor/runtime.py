@@ -170,6 +170,7 @@ class Runtime:
                 self.leave()
             finally:
                 self.connection.disconnect()
+                self.lifecycle.planning.exchange.exchange.end()
                 self.close()
 
     def close(self) -> None:

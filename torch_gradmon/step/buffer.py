@@ -6,7 +6,7 @@ to the host at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
@@ -21,7 +21,7 @@ from .device_transfer import DeviceToHostCopy
 from .reduction import finished
 from .row_store import RowStore
 from .stream_join import StreamJoin
-from .value_store import ValueStore
+from .value_store import SHARED_SOURCES, ValueStore
 from .worst_rows import Identities, largest_of
 
 #: Sources that are measured before the first optimizer of a step changes anything.
@@ -95,6 +95,19 @@ class StepBuffer(RowStore, ValueStore):
         """Mark all of ``source`` as missing."""
         self.clear(source)
         self.absent[source, ""] = self.refused[source] = reason
+
+    def withhold(self, key: Key, reason: str) -> None:
+        """Remove a value that is not that of all ranks."""
+        super().withhold(key, reason)
+        self.absent[key.source, "/".join(filter(None, key[1:]))] = reason
+
+    def withhold_values(self, watches: Callable[[Key], bool], reason: str) -> None:
+        """Remove this rank's values of its own batches, which those of other ranks were not merged with."""
+        sources = {source for source, _ in self.merged_rows_of_calls()}
+        for source in sources | {key.source for key in self._pending if key.source in SHARED_SOURCES}:
+            self.refuse_all(source, reason)
+        for key in self.shared_values(watches):
+            self.withhold(key, reason)
 
     def out_of_step(self) -> None:
         """Warn that ranks have exchanged values of different steps, which are useless."""

@@ -8,16 +8,17 @@ is new, and exchange it too.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core.errors import WarningLog
-from ..core.keys import Key
+from ..core.keys import PARAMETER_SOURCES, Key
 from ..core.moments import ALL_COLUMNS, Column, identity
 from ..statistics.tensor_access import accumulator_dtype
 from .buffer import SKEW, StepBuffer
-from .consensus import Rendezvous
+from .consensus import Agreement, named
 from .ranks import Ranks, digest_of
 
 #: An item that all ranks exchange: a tensor by source and name, or a value by source, name, metric and reducer.
@@ -29,18 +30,23 @@ EMPTY_SLOT: tuple[float, ...] = (0.0,) * len(_SLOT)
 #: By source, the names of tensors whose rows are exchanged, and the columns.
 Tensors = Mapping[str, tuple[Sequence[str], frozenset[Column]]]
 
+#: Parts of what ranks have in common: the names of tensors, the metrics, and what else has to be equal for any exchange.
+NAMES, METRICS, CADENCE = "names of parameters", "metrics", "every="
+
 _ALONE = {
     "tensors": (
-        "some ranks have no monitor with the same model and metrics, so sharded tensors cannot be reported; create the monitor on every "
-        "rank, and if a pipeline's stages differ, pass the ranks of this stage as process_group="
+        "sharded tensors cannot be reported, and activations and logged values of this rank are of its own batches; create the monitor on "
+        "every rank, and if a pipeline's stages differ, pass the ranks of this stage as process_group="
     ),
-    "stages": "some ranks do not watch their stages of the pipeline",
+    "stages": "each rank has to watch its stages of the pipeline",
     "decisions": (
-        "some ranks have no monitor that acts on spikes in the same way, so this rank does not act on them; pass on_spike= and "
-        "the same detectors on every rank"
+        "this rank does not act on spikes, since not every rank would act in the same way; pass on_spike= and the same detectors on every "
+        "rank"
     ),
-    "values": "some ranks have no monitor, so activations and logged values of this rank are of its own batches",
+    "values": "activations and logged values of this rank are of its own batches; create the monitor on every rank",
 }
+#: What ranks may differ in and still exchange the rest.
+_PARTIAL = {"tensors": {NAMES, METRICS}}
 
 
 class RankExchange:
@@ -58,8 +64,9 @@ class RankExchange:
     def __init__(self, ranks: Ranks, complaints: WarningLog) -> None:
         self.ranks = ranks
         self._complaints = complaints
-        self._agreement = Rendezvous(ranks)
-        self._agreed: dict[str, bool] = {}
+        self._agreements: dict[str, Agreement] = {}
+        self._has_told: dict[str, bool] = {}  # whether all take part, once it is known
+        self._common: list[str] | None = None  # names that all ranks have, where some have others
         self._entries: list[Entry] = []
         self.takes_place = self.shares_values = False
         self._broadcast_slot = self._received_slot = EMPTY_SLOT
@@ -72,6 +79,7 @@ class RankExchange:
         watches: Callable[[Key], bool],
         may_extend: bool = True,
         asked: str = "",
+        parts: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         """Merge the values in ``buffer`` with those of the other ranks. A no-op without other ranks or anything to merge.
 
@@ -80,15 +88,21 @@ class RankExchange:
             tensors: rows that all ranks expect.
             shares_values: whether to merge activations, and values that were logged to be shared.
             watches: whether a logged value is shared in any case, as its mean, because a detector uses it.
-            asked: what all ranks are known to take part in; by default tensors or values.
             may_extend: whether the list of shared values may grow in this step, which synchronises with the device.
+            asked: what all ranks are asked to take part in; by default tensors or values.
+            parts: what ranks must have in common for that.
         """
         if not (tensors or shares_values) or self.ranks.count == 1:
             return
-        if not self.all_take_part(asked or ("tensors" if tensors else "values")):
+        what = asked or ("tensors" if tensors else "values")
+        if not self.all_take_part(what, parts, buffer.step):
+            why = self.why_not(what)
             for source in tensors:
-                buffer.refuse_all(source, _ALONE["tensors"])
+                buffer.refuse_all(source, why)
+            if shares_values and not self._agreement(what).is_alone:  # else it is said that values are of this rank's batches
+                buffer.withhold_values(watches, why)
             return
+        tensors = self._common_of(buffer, tensors)
         buffer.join_streams()
         columns = ALL_COLUMNS if shares_values else frozenset[Column]().union(*(of for _, of in tensors.values()))
         mine = self._shared(buffer, watches) if shares_values else {}
@@ -142,26 +156,100 @@ class RankExchange:
             torch.cat([some.to(self.ranks.device, accumulator_dtype(self.ranks.device)) for some in rows]), columns
         )
 
-    def all_take_part(self, what: str, layout: Callable[[], object] = tuple) -> bool:
-        """Whether every rank exchanges ``"tensors"`` of this layout, ``"values"`` or ``"decisions"``. Asked once; a rank without
-        peers waits.
+    def all_take_part(self, what: str, parts: Callable[[], Mapping[str, Any]] = dict, step: int | None = None) -> bool:
+        """Whether every rank exchanges ``"tensors"``, ``"values"`` or ``"decisions"``. Asked the first time, a rank without peers waits.
+
+        Where some ranks have other names or metrics they still do, of what all have in common.
+
+        Args:
+            what: is exchanged.
+            parts: what ranks must have in common, as JSON.
+            step: the number of the step in flight, in which late ranks may join; None where there is no step.
         """
-        if what not in self._agreed:
-            self._agreed[what] = self.ranks.count == 1 or self._agreement.on(f"{what}-{digest_of(layout())}")
-            if not self._agreed[what]:
-                self._complaints.add(f"ranks:{what}", _ALONE[what])
-                if what == "tensors":
-                    self.ranks.stay_alone()
-        return self._agreed[what]
+        if self.ranks.count == 1:
+            return True
+        agreement = self._agreement(what)
+        if agreement.is_met:
+            return self._has_told[what]
+        is_met = agreement.ask(lambda: {part: digest_of(value) for part, value in parts().items()}, step)
+        if what == "tensors":
+            self.ranks.be_alone(not self.are_equal(what))
+        if not is_met and agreement.is_open:
+            return False
+        takes_part = is_met and agreement.differing.keys() <= _PARTIAL.get(what, set())
+        if takes_part and NAMES in agreement.differing:
+            everybody = [{tuple(each) for each in found} for found in self.ranks.gathered(parts().get(NAMES, []))]
+            self._common = sorted(each[0] for each in set.intersection(*everybody))
+        if is_met or what not in self._has_told:
+            self._has_told[what] = takes_part
+            if not takes_part or agreement.differing:
+                words = (
+                    "tensors are reported as far as all ranks have them and measure them alike" if takes_part else _ALONE[what]
+                )
+                self._complaints.add(f"ranks:{what}", f"{self.why_not(what)}; {words}")
+        return takes_part
+
+    def end(self) -> None:
+        """The run ends on this rank. Where ranks were absent, all are asked anew the next time."""
+        for what in [what for what, agreement in self._agreements.items() if not agreement.is_met]:
+            self._agreements.pop(what).end()
+            self._has_told.pop(what, None)
+
+    def are_equal(self, what: str) -> bool:
+        """Whether it is known that every rank takes part, and has all of it in common."""
+        return self.ranks.count == 1 or (self._agreement(what).is_met and not self._agreement(what).differing)
 
     def is_refused(self, what: str) -> bool:
         """Whether it is known that not every rank takes part."""
-        return self._agreed.get(what) is False
+        return what in self._agreements and not (self._agreements[what].is_met and self._has_told[what])
+
+    def why_not(self, what: str) -> str:
+        """Why not all of it is exchanged."""
+        agreement = self._agreement(what)
+        if agreement.differing:
+            return "; ".join(
+                f"{named(ranks)} differ{'s' * (len(ranks) == 1)} in {part}" for part, ranks in agreement.differing.items()
+            )
+        late = "it has no monitor that exchanges the same, or is late; it may join in a later step"
+        return f"{agreement.why_not}: {late}" if agreement.may_join else agreement.why_not
+
+    def _agreement(self, what: str) -> Agreement:
+        if what not in self._agreements:
+            self._agreements[what] = Agreement(self.ranks, what)
+        return self._agreements[what]
+
+    def _common_of(self, buffer: StepBuffer, tensors: Tensors) -> Tensors:
+        """The tensors that all ranks exchange, in the same order on all of them; the others are refused."""
+        agreement = self._agreements.get("tensors")
+        if not tensors or agreement is None or self.are_equal("tensors"):
+            return tensors
+        why = self.why_not("tensors")
+        if self._common is None or METRICS in agreement.differing:
+            for source in tensors:
+                buffer.refuse_all(source, why)
+            return {}
+        found: dict[str, tuple[Sequence[str], frozenset[Column]]] = {}
+        for source, (names, columns) in tensors.items():
+            own = set(names)
+            common = [name for name in self._common if name in own]
+            for name in own.difference(common):
+                buffer.clear(source, [name])
+                buffer.refuse(source, name, why)
+            found[source] = common, columns
+        return found
 
     def _shared(self, buffer: StepBuffer, watches: Callable[[Key], bool]) -> dict[Entry, Tensor]:
         """This rank's values that are not in the plan."""
         rows: dict[Entry, Tensor] = {(source, name): row for (source, name), row in buffer.merged_rows_of_calls().items()}
-        rows.update(((*key, reducer), row) for key, (reducer, row) in buffer.shared_values(watches).items())
+        values = buffer.shared_values(watches)
+        if "tensors" in self._agreements and not self.are_equal(
+            "tensors"
+        ):  # of a sharded tensor every rank has to bring its part
+            common = set() if METRICS in self._agreements["tensors"].differing else set(self._common or ())
+            for key in [key for key in values if key.source in PARAMETER_SOURCES and key.name not in common]:
+                del values[key]
+                buffer.withhold(key, self.why_not("tensors"))
+        rows.update(((*key, reducer), row) for key, (reducer, row) in values.items())
         return rows
 
 

@@ -10,7 +10,7 @@ from ..core import keys as n
 from ..core.keys import Key
 from ..core.moments import SQUARES
 from .buffer import StepBuffer
-from .exchange import RankExchange
+from .exchange import CADENCE, METRICS, NAMES, RankExchange
 from .plan import SourcePlan
 from .planner import Planner
 from .summary import Summary
@@ -67,18 +67,25 @@ class ExchangePolicy:
         finally:
             self._is_leaving = False
 
-    def ranks_take_part(self) -> bool:
-        """Whether every rank exchanges rows of tensors, of the same model and metrics. Collective; asked once."""
-        return self.exchange.all_take_part("tensors", self._layout)
+    def ranks_take_part(self, step: int | None = None) -> bool:
+        """Whether every rank exchanges rows of tensors, of the same model and metrics. Waits for the others the first time; ``step``: the
+        one in flight, in which late ranks may join.
+        """
+        return self.exchange.all_take_part("tensors", self.parts, step) and self.exchange.are_equal("tensors")
 
-    def _layout(self) -> list[object]:
-        """What all ranks must have in common to exchange rows of tensors."""
+    def parts(self) -> dict[str, object]:
+        """What all ranks must have in common to exchange values, and rows of tensors, as JSON."""
+        return {CADENCE: self._every, **self.parts_of_tensors()}
+
+    def parts_of_tensors(self) -> dict[str, object]:
+        """What all ranks must have in common to exchange rows of tensors in one step, as JSON."""
         inventory = self._planner.inventory
-        if inventory is None:  # no model is watched, but gradients may be clipped
-            return []
+        if inventory is None or not inventory.spread:  # perhaps no model is watched, but gradients are clipped
+            return {}
         metrics = [(m.source, m.name, m.pattern.pattern, m.every) for m in self._planner.registry.own]
-        of_model = inventory.names, *map(sorted, (inventory.spread, inventory.excluded, inventory.trainable.names))
-        return [*of_model, self._every, metrics, sorted(self._summary.choice.shown)]
+        of_model = inventory.spread, inventory.excluded, inventory.trainable.names
+        names = [(name, *(name in some for some in of_model)) for name in inventory.names]
+        return {METRICS: [metrics, sorted(self._summary.choice.shown)], NAMES: names}
 
     @property
     def _is_sharded(self) -> bool:
@@ -111,7 +118,8 @@ class ExchangePolicy:
             wanted = {source: (plan.exchanged, plan.columns) for source, plan in plans.items() if plan.exchanged}
             if n.UPDATE in wanted:
                 wanted[n.UPDATE_BASE] = wanted[n.UPDATE][0], SQUARES
-            self.exchange.run(buffer, wanted, self._has_values, self._detectors.watches, may_extend)
+            asked = "tensors" if self._is_sharded else ""
+            self.exchange.run(buffer, wanted, self._has_values, self._detectors.watches, may_extend, asked, self.parts)
         self._detectors.accept_late_values(not self.exchange.shares_values)
 
     def _refuse(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], why: str) -> None:

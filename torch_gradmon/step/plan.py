@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -92,13 +92,16 @@ def compile_plan(
     metrics: Iterable[Metric],
     names: Sequence[str],
     *,
-    excluded: Container[str] = (),
+    excluded: Set[str] = frozenset(),
     always: frozenset[Column] = frozenset(),
-    always_on: Container[str] = (),
-    spread: Container[str] = (),
-    kernels: Container[str] = (),
+    always_on: Set[str] = frozenset(),
+    spread: Set[str] = frozenset(),
+    kernels: Set[str] = frozenset(),
 ) -> SourcePlan:
-    """The plan of one source: ``metrics`` on ``names`` without ``excluded``, and the columns ``always`` on ``always_on``."""
+    """The plan of one source: ``metrics`` on ``names`` without ``excluded``, and the columns ``always`` on ``always_on``.
+
+    The selections are sets: each name is looked for in all of them.
+    """
     columns = set(always)
     measured = {position for position, name in enumerate(names) if always and name in always_on}
     views: list[tuple[Metric, tuple[Key, ...]]] = []

@@ -172,8 +172,8 @@ class Planner:
                     excluded=self.inventory.excluded,
                     always=needs.get(source, frozenset()),
                     # the optimizer moves a frozen parameter that still has a gradient, and its gradient is clipped
-                    always_on=self.inventory.names if source in _GRADIENTS else self.inventory.trainable.names,
-                    spread=() if source == n.GRADIENT_LOCAL else self.inventory.spread,
+                    always_on=self.inventory.parameters.keys() if source in _GRADIENTS else self.inventory.trainable.names,
+                    spread=frozenset() if source == n.GRADIENT_LOCAL else self.inventory.spread,
                     kernels=self.inventory.kernels,
                 )
                 for source in n.PARAMETER_SOURCES

@@ -50,7 +50,7 @@ class Ranks:
 
     def __init__(self, group: Any = None) -> None:
         self.group = group
-        self._is_alone = False  # whether other ranks are known to have no monitor
+        self._is_alone = False
         self._homes: Sequence[int] | None = None
         self._counting: dict[tuple[Any, tuple[Any, ...], int | None], bool] = {}
 
@@ -70,9 +70,9 @@ class Ranks:
         here = self._homes is not None and self._homes[position] == torch.distributed.get_rank()
         return here and not any(map(is_dtensor, tensors))
 
-    def stay_alone(self) -> None:
-        """Other ranks have no monitor, so no collective is entered for a tensor."""
-        self._is_alone = True
+    def be_alone(self, is_alone: bool) -> None:
+        """Whether other ranks have no monitor of the same tensors, so that no collective is entered for one of them."""
+        self._is_alone = is_alone
 
     @property
     def count(self) -> int:

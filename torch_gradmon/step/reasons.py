@@ -60,7 +60,7 @@ class ReasonContext:
 
     def is_frozen(self, source: str, name: str) -> bool:
         """Whether no gradient of ``name`` could come, since it was frozen when the step began."""
-        return source in _OF_GRADIENTS and self.inventory.trainable.is_frozen(name) and name in self.inventory.names
+        return source in _OF_GRADIENTS and self.inventory.trainable.is_frozen(name) and name in self.inventory.parameters
 
     def reason(self, source: str, name: str, record: StepRecord, owned: Set[str] | None) -> str:
         """Why nothing was measured of ``name``; empty if unknown. ``owned``: the parameters of attached optimizers."""
@@ -95,7 +95,7 @@ class ReasonContext:
 
 
 def _has(table: StatsTable | None, name: str) -> bool:
-    return table is not None and name in table.names
+    return table is not None and name in table.row_of
 
 
 def _has_others(table: StatsTable | None) -> bool:

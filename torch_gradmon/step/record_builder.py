@@ -129,9 +129,15 @@ def missing(
     """The reason for each requested key that is not in ``record``. ``owned``: the parameters of attached optimizers, if known."""
 
     def why(metric: Metric, name: str) -> str:
-        return _why_absent(metric, name, record, absent, known.get(metric.source, frozenset()), situation, owned)
+        return _why_absent(metric, name, record, absent, owners, of_parts, situation, owned)
 
     known = {source: frozenset(of) for source, of in names.items()}
+    # of all names at once, since each missing value asks for them
+    owners = {
+        source: {n.owner_of(path, known.get(source, frozenset())) for path in table.names}
+        for source, table in record.tables.items()
+    }
+    of_parts = _reasons_of_parts(absent, known)
     found = {summary_key(name): absent.get((n.SUMMARY, name), "not measured in this step") for name in situation.shown}
     found.update(of_layers(layers, situation, record, why))
     attends = n.has_attention(situation.inventory.kinds)
@@ -177,12 +183,27 @@ def _why_no_attention(
     return "; ".join(reasons)
 
 
+def _reasons_of_parts(
+    absent: Mapping[tuple[str, str], str], known: Mapping[str, frozenset[str]]
+) -> dict[tuple[str, str, str], str]:
+    """By source, module and metric: why the first tensor of a container has no value."""
+    found: dict[tuple[str, str, str], str] = {}
+    for (source, place), reason in absent.items():
+        path, _, metric = place.rpartition("/")
+        if source in n.MODULE_SOURCES or source in n.RCC_SOURCES:
+            owner = n.owner_of(path, known.get(source, frozenset()))
+            if owner != path:
+                found.setdefault((source, owner, metric), reason)
+    return found
+
+
 def _why_absent(
     metric: Metric,
     name: str,
     record: StepRecord,
     absent: Mapping[tuple[str, str], str],
-    known: frozenset[str],
+    owners: Mapping[str, Set[str]],
+    of_parts: Mapping[tuple[str, str, str], str],
     situation: ReasonContext,
     owned: Set[str] | None,
 ) -> str:
@@ -196,13 +217,9 @@ def _why_absent(
             return FROZEN
         if (metric.source, place) in absent:
             return absent[metric.source, place]
-    if metric.source in (*n.MODULE_SOURCES, *n.RCC_SOURCES):  # for a container, the reason of its first tensor
-        for (source, place), reason in absent.items():
-            path, _, of = place.rpartition("/")
-            if source == metric.source and of == metric.name and path != name and n.owner_of(path, known) == name:
-                return reason
-    table = record.tables.get(metric.source)
-    if table is not None and any(name == n.owner_of(path, known) for path in table.names):
+    if (metric.source, name, metric.name) in of_parts:
+        return of_parts[metric.source, name, metric.name]
+    if name in owners.get(metric.source, ()):
         if metric.name == "ratio":
             return "the norm of the parameter was zero or NaN before the update"
         return f"the tensor has no {VIEWS[metric.name].needs}" if metric.name in VIEWS else metric.why_nothing()

@@ -16,6 +16,11 @@ from .reduction import Aggregation, PendingValue, as_tensor, contribution, merge
 
 #: Sources of values of a rank's own batch.
 SHARED_SOURCES = frozenset((*MODULE_SOURCES, *RCC_SOURCES))
+_BY_FUNCTION = (
+    "metric_aggregation_fn= is a function, and ranks merge values of their batches by a named reducer: pass 'mean', 'sum', 'min' or "
+    "'max'"
+)
+_SEVERAL = "ranks merge one value for each key, and its aggregation function returns several"
 
 
 class ValueStore:
@@ -32,6 +37,10 @@ class ValueStore:
     def _note_stream(self, device: torch.device) -> None:
         """A value is computed on the current stream of ``device``."""
 
+    def withhold(self, key: Key, reason: str) -> None:
+        """Remove a value that is not that of all ranks."""
+        self._pending.pop(key, None)
+
     def contribute(self, key: Key, reducer: str, sums: Tensor) -> None:
         """Add this rank's sums to a value of the whole tensor, a ``"norm"`` or ``"cosine"``."""
         if not sums.is_cpu:
@@ -45,17 +54,23 @@ class ValueStore:
     def shared_values(self, watches: Callable[[Key], bool]) -> dict[Key, tuple[str, Tensor]]:
         """How each value merges over ranks, and this rank's contribution.
 
-        These are values logged to be shared or that a detector ``watches``, and metrics of modules with a named reducer.
+        These are values logged to be shared or that a detector ``watches``, and metrics of modules. What has no named reducer is withheld:
+        a function cannot be applied to values of ranks, each of which has applied it to its own.
         """
         found = dict(self._contributions)
-        for key, pending in self._pending.items():
+        for key, pending in list(self._pending.items()):
             reducer = self._reducers.get(key) or ("mean" if not key.source and watches(key) else "")
-            if not reducer and key.source in SHARED_SOURCES and isinstance(pending.aggregation, str):
+            if not reducer and key.source in SHARED_SOURCES:
+                if not isinstance(pending.aggregation, str):
+                    self.withhold(key, _BY_FUNCTION)
+                    continue
                 reducer = pending.aggregation
             if reducer:
                 with contextlib.suppress(Exception):  # of a user's aggregation; reported when the step ends
                     if (row := contribution(key, pending, reducer)) is not None:
                         found[key] = reducer, row
+                    else:
+                        self.withhold(key, _SEVERAL)
         return found
 
     def put_shared(self, key: Key, reducer: str, row: Tensor) -> None:

@@ -95,9 +95,9 @@ def _ratios(rows: Tensor, base: StatsTable | None, found: list[str]) -> tuple[Te
 
 def value_in(table: StatsTable | None, key: Key) -> float | None:
     """The value of ``key`` if it is a built-in metric of a tensor in ``table``, else None."""
-    if table is None or key.name not in table.names or not table.has(key.metric):
+    if table is None or key.name not in table.row_of or not table.has(key.metric):
         return None
-    return values_in(key.metric, table, [table.names.index(key.name)])[0]
+    return values_in(key.metric, table, [table.row_of[key.name]])[0]
 
 
 def values_in(metric: str, table: StatsTable, rows: list[int]) -> list[float | None]:

@@ -70,7 +70,7 @@ class StepPlanning:
         if planner.inventory.spread and self.exchange.exchange.ranks.count > 1:
             self.factory.summary.choice.store_all_columns()  # on each rank, with or without a run directory
         if planner.inventory.spread:  # before anything is added up over ranks
-            self.exchange.ranks_take_part()
+            self.exchange.ranks_take_part(active.number)
         is_monitored = active.mode is Mode.MONITORED
         active.plans = planner.plans(active.number, self.factory.summary, gradients_only=not is_monitored)
         active.buffer = StepBuffer(active.number, self.fence.complaints)

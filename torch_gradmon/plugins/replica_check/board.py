@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ...step.consensus import store_of
+from ...step.consensus import BoundedStore
 
 
 class Board:
@@ -24,13 +24,14 @@ class Board:
 
     Raises:
         ImportError, RuntimeError, ValueError: there is no store, or none that can be used beside the training.
+        TimeoutError: the store did not answer in time. So does each method; RuntimeError, if the connection is lost.
     """
 
     def __init__(self, subject: str, rank: int, count: int) -> None:
-        # a connection of its own: a client serves one request at a time, and another thread may wait for an answer to its own
-        self._store = store_of(f"torch_gradmon/replicas/{subject}", connected_anew=True)
-        self._store.add("made", 1)
+        self._store = BoundedStore(f"torch_gradmon/replicas/{subject}")
+        self._store.call("add", "made", 1)
         self._training = 0
+        self._counted: set[str] = set()  # names of the messages that this rank has left in this training
         self.rank, self.count = rank, count
 
     def has_changed(self) -> bool:
@@ -38,16 +39,23 @@ class Board:
 
         They are kept apart by the number of boards that all ranks have made: those of an earlier training are not read.
         """
-        before, self._training = self._training, self._store.add("made", 0)
+        before, self._training = self._training, self._store.call("add", "made", 0)
+        if self._training != before:
+            self._counted.clear()
         return self._training != before
 
     def put(self, name: str, message: Any) -> None:
         """Leave a message of this rank, which replaces an earlier one of that name."""
-        self._store.set(self._key(name, self.rank), json.dumps(message))
+        self._store.call("set", self._key(name, self.rank), json.dumps(message))
+        if name not in self._counted:
+            self._counted.add(name)
+            self._store.call("add", f"{self._training}/{name}/here", 1)
 
-    def silent(self, name: str) -> list[int]:
-        """The ranks that have left no message of that name in this training."""
-        return [rank for rank in range(self.count) if not self._store.check([self._key(name, rank)])]
+    def silent(self, name: str) -> tuple[int, int]:
+        """How many ranks have left no message of that name in this training, and the first of them. One request, and log2 if any."""
+        missing = self.count - self._store.call("add", f"{self._training}/{name}/here", 0)
+        keys = [self._key(name, rank) for rank in range(self.count)]
+        return (missing, self._store.first_absent(keys)) if missing > 0 else (0, -1)
 
     def _key(self, name: str, rank: int) -> str:
         return f"{self._training}/{name}/{rank}"
@@ -55,8 +63,7 @@ class Board:
     def read(self, name: str, ranks: Sequence[int], step: int) -> dict[int, Any] | None:
         """The messages of these ranks about ``step``; None while one is missing. Does not wait."""
         keys = [self._key(name, rank) for rank in ranks]
-        if not self._store.check(keys):
+        if not self._store.call("check", keys):
             return None
-        many = getattr(self._store, "has_extended_api", bool)()
-        found = [json.loads(raw) for raw in (self._store.multi_get(keys) if many else map(self._store.get, keys))]
+        found = [json.loads(raw) for raw in self._store.values(keys)]
         return dict(zip(ranks, found, strict=True)) if all(message["step"] == step for message in found) else None

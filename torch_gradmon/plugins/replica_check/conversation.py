@@ -126,9 +126,10 @@ class Conversation:
             self._memory.was_good(self._snapshot.step)
         return [*facts, *map(LoopFinding.of_dict, verdict[0]["facts"])]
 
-    def silent(self) -> list[int]:
-        """The ranks that have left no digest in this training, by their number among all processes."""
-        return [self._global_ranks[rank] for rank in self._board.silent("digests")]
+    def silent(self) -> tuple[int, int]:
+        """How many ranks have left no digest in this training, and the first of them, by its number among all processes."""
+        count, first = self._board.silent("digests")
+        return count, self._global_ranks[first]
 
     def _digests(self) -> dict[str, Any]:
         return self._own

@@ -88,7 +88,9 @@ class ReplicaCheck(Plugin):
         inventory = self._planner.inventory
         names = [] if inventory is None else inventory.names
         subject = (self._every, self._sync_every, self._common.pattern, self._ranks.members, names)
-        with contextlib.suppress(ImportError, RuntimeError, ValueError):  # no store, or one that cannot be connected to again
+        with contextlib.suppress(
+            ImportError, RuntimeError, ValueError, TimeoutError
+        ):  # no store, or one that cannot be connected to again
             self._board = Board(digest_of(subject), self._ranks.rank, self._ranks.count)
         self._wrappers = Wrappers(module, self._ranks.members)
         self._common = self._common.within(self._wrappers)
@@ -227,11 +229,16 @@ class ReplicaCheck(Plugin):
                 has_traces=self._sync_every == 1,
                 compares_losses=self._sync_every == 1 and self._has_own_batches,
             )
-        verdict = self._conversation.go_on()
-        if verdict is None and now <= snapshot.step + PATIENCE:
-            return
-        if verdict is None:
-            verdict = self._not_compared(self._conversation.silent(), snapshot.step)
+        try:
+            verdict = self._conversation.go_on()
+            if verdict is None and now <= snapshot.step + PATIENCE:
+                return
+            if verdict is None:
+                verdict = self._not_compared(self._conversation, snapshot.step)
+        except TimeoutError:  # the store stands still; the next check asks again
+            verdict = []
+        except torch.distributed.DistNetworkError:  # the process that has the store has ended, as at the end of a training
+            self._board, verdict = None, []
         for fact in verdict:
             self._take(fact)
         if verdict:
@@ -239,13 +246,16 @@ class ReplicaCheck(Plugin):
         self._end()
         self._due = (now // self._every + 1) * self._every
 
-    def _not_compared(self, silent: Sequence[int], step: int) -> list[LoopFinding]:
-        """The finding, where nothing was ever compared because some ranks give no answer."""
-        if not silent or self._memory.last_good is not None or not self._ranks.is_first:
+    def _not_compared(self, conversation: Conversation, step: int) -> list[LoopFinding]:
+        """The finding, where nothing was ever compared because some ranks give no answer. The first rank alone asks which."""
+        if self._memory.last_good is not None or not self._ranks.is_first:
+            return []
+        count, first = conversation.silent()
+        if not count:
             return []
         evidence = {
-            "ranks without an answer": float(len(silent)),
-            "the first of them": float(silent[0]),
+            "ranks without an answer": float(count),
+            "the first of them": float(first),
             "ranks": float(self._ranks.count),
         }
         return [LoopFinding("ranks-not-compared", step, step, 1, (), evidence)]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from ...core import keys as n
 from ...core.errors import WarningLog
@@ -29,26 +30,31 @@ class Votes:
         judges: the detectors.
         exchange: with the other ranks, only for decisions.
         complaints: receives failures.
-        layout: must be the same on all ranks.
+        parts: what must be the same on all ranks, see :meth:`ExchangePolicy.parts`.
 
     Attributes:
         known: the values of the step at the decision, as a record and whole-model values.
         split: whether the scalers of the ranks disagreed about the step, which is therefore skipped.
     """
 
-    def __init__(self, judges: DetectorSet, exchange: RankExchange, complaints: WarningLog, layout: object) -> None:
+    def __init__(
+        self, judges: DetectorSet, exchange: RankExchange, complaints: WarningLog, parts: Callable[[], Mapping[str, Any]]
+    ) -> None:
         self.known: tuple[StepRecord, dict[str, float]] | None = None
         self.split = False
-        self._judges, self._exchange, self._complaints, self._layout = judges, exchange, complaints, layout
+        self._judges, self._exchange, self._complaints, self._parts = judges, exchange, complaints, parts
 
     def begin(self) -> None:
         """A step begins."""
         self.known, self.split = None, False
 
-    @property
-    def are_common(self) -> bool:
-        """Whether all ranks vote, in the same way."""
-        return self._exchange.all_take_part("decisions", lambda: [self._layout, self._judges.signals])
+    def end(self) -> None:
+        """The run ends on this rank."""
+        self._exchange.end()
+
+    def are_common(self, step: int) -> bool:
+        """Whether all ranks vote, in the same way, in the step in flight."""
+        return self._exchange.all_take_part("decisions", lambda: {**self._parts(), "detectors": self._judges.signals}, step)
 
     def cast(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], optimizer: OptimizerContext) -> tuple[float, str]:
         """The severity of the step according to all ranks, and the reason. Synchronises; one or two collectives.

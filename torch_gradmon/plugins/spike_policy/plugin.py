@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -31,6 +31,7 @@ class SpikePolicy(Plugin):
         detectors: predict spikes. They learn nothing here, only later from the step's record.
         exchange: with the other ranks, only for decisions.
         complaints: receives a warning about each action.
+        parts: what ranks must have in common to exchange tensors.
 
     Attributes:
         act: the action on the current step, or on the last one that ended; None if it is no spike.
@@ -40,13 +41,20 @@ class SpikePolicy(Plugin):
 
     name = "spike_policy"
 
-    def __init__(self, policy: Policy, detectors: DetectorSet, exchange: RankExchange, complaints: WarningLog) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        detectors: DetectorSet,
+        exchange: RankExchange,
+        complaints: WarningLog,
+        parts: Callable[[], Mapping[str, Any]],
+    ) -> None:
         self.policy = policy.without_others() if isinstance(policy, Rollback) else policy
         self._model_buffers = KnownBuffers(complaints)
         self.act: Act | None = None
         self.rolled_back: RolledBack | None = None
         self.skipped = self.rollbacks = 0
-        self._votes = Votes(detectors, exchange, complaints, policy.settings)
+        self._votes = Votes(detectors, exchange, complaints, lambda: {**parts(), "on_spike=": policy.settings})
         self._rollbacks = Rollbacks(policy, exchange.ranks, complaints) if isinstance(policy, Rollback) else None
         self._in_a_row = 0
 
@@ -54,6 +62,10 @@ class SpikePolicy(Plugin):
     def requires_gradients(self) -> bool:
         """Whether optimizers are attached: then every step needs gradients."""
         return self.context.is_attached
+
+    def on_detach(self) -> None:
+        """Take part in no more decisions."""
+        self._votes.end()
 
     # --- the model's buffers -------------------------------------------------------------------------------------------------
 
@@ -101,7 +113,7 @@ class SpikePolicy(Plugin):
         assert step.buffer is not None
         try:
             if not self.is_skipped:  # else all ranks know
-                if not self._votes.are_common:
+                if not self._votes.are_common(step.number):
                     return
                 severity, reason = self._votes.cast(step.buffer, step.plans, optimizer)
                 if severity == CALM or not self._answer(step.number, severity, reason, optimizer.stepped):
