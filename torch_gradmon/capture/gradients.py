@@ -145,9 +145,10 @@ class GradientCapture:
         self._measurer.measure(Measurement(target, plan, gradients, inverse_scale))
 
     def _replace_seen(self, positions: Iterable[int], seen: _Seen) -> None:
-        for position in positions:
-            self._seen.pop(position, None)
+        known = [(self._seen.pop(position, None), seen.get(position)) for position in positions]
         self._seen.update(seen)
+        if self._buffer is not None and known and all(old and new and old[0]() is not new[0]() for old, new in known):
+            self._buffer.noted["replaced"] = True  # those of an earlier pass were dropped
 
     def release(self, held_for: Hashable) -> None:
         """Use the values held under this key."""
@@ -181,6 +182,8 @@ class GradientCapture:
             self._buffer.noted["edited"] = True
         elif gradients and self._seen.keys() >= gradients.keys():
             self._note_edits(gradients)
+        if is_plain and gradients and all(p in self._seen and self._seen[p][0]() is not g for p, g in gradients.items()):
+            self._buffer.noted["replaced"] = True
         if narrow := dtypes_of(gradients.values()) & _NARROW:
             self._buffer.noted["rounding"] = max(torch.finfo(dtype).eps / 2 for dtype in narrow)
         self._measurer.measure(Measurement(self._buffer, plan, gradients, inverse_scale))

@@ -9,10 +9,12 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from .keys import Key
+from .keys import GRADIENT, GRADIENT_BEFORE_CLIP, Key
 from .moments import ALWAYS, VIEWS, Column
 from .step_values import StepValues
 
+#: Relative difference below which norms of tensors have one factor in common; narrow gradients have as many roundings more.
+_SAME, _ROUNDINGS = 1e-3, 8
 #: Severity of a finding, most severe first.
 Severity = Literal["error", "warning", "info"]
 
@@ -122,3 +124,50 @@ class StepRecord:
     def skipped(self) -> str:
         """Why the step was skipped; empty if it was not."""
         return str(self.context.get("skipped", ""))
+
+
+# --- the stages of a gradient ------------------------------------------------------------------------------------------------
+#
+# GRADIENT_BEFORE_CLIP is what the backward passes of a step have brought, GRADIENT what the optimizer then used. In between the loop clips,
+# divides by a number of tokens, or writes gradients of its own. What looks for outliers reads the first, since a clip makes them like all
+# others; what compares a gradient with the update that it caused reads the second. NaN and Inf count at either.
+
+
+def nonfinite_names(table: StatsTable | None) -> list[str]:
+    """The tensors with NaN or Inf, or whose sum of squares overflows."""
+    if table is None:
+        return []
+    bad = table.rows[:, Column.NONFINITE] > 0
+    if Column.SQUARE_SUM in table.columns:
+        bad |= ~table.rows[:, Column.SQUARE_SUM].isfinite()
+    return [name for name, is_bad in zip(table.names, bad.tolist(), strict=True) if is_bad]
+
+
+def spoiled_between(tables: Mapping[str, StatsTable]) -> list[str]:
+    """The tensors that hold NaN or Inf as the optimizer used them, if no gradient did when the backward passes ended."""
+    before, after = tables.get(GRADIENT_BEFORE_CLIP), tables.get(GRADIENT)
+    if before is None or after is None or not after.sums[Column.NONFINITE] or before.sums[Column.NONFINITE]:
+        return []
+    return [name for name, bad in zip(after.names, after.rows[:, Column.NONFINITE].tolist(), strict=True) if bad]
+
+
+def are_others(before: StatsTable | None, after: StatsTable, is_replaced: bool, rounding: float = 0.0) -> bool:
+    """Whether the optimizer used gradients that are not those of the backward passes, clipped or scaled.
+
+    Args:
+        before: as the backward passes brought them.
+        after: as they were used.
+        is_replaced: other tensors took their place, or those of an earlier pass of the step were dropped. A clip or a sum may make new
+            tensors too, so the values decide: no clip makes a tensor longer, and a scaling makes all longer alike.
+        rounding: relative rounding of the gradients in between.
+    """
+    if before is None or not set(after.names) <= set(before.names):
+        return True
+    if not is_replaced or Column.SQUARE_SUM not in before.columns & after.columns:
+        return False
+    place = {name: row for row, name in enumerate(before.names)}
+    squares = before.rows[[place[name] for name in after.names], Column.SQUARE_SUM], after.rows[:, Column.SQUARE_SUM]
+    known = squares[0].isfinite() & squares[1].isfinite() & ((squares[0] > 0) | (squares[1] > 0))
+    factors = (squares[1][known] / squares[0][known]).sqrt()
+    slack = 1 + max(_SAME, _ROUNDINGS * rounding)
+    return bool(len(factors)) and bool(factors.max() > slack) and bool(factors.max() > slack * factors.min())

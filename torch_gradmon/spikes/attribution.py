@@ -39,6 +39,8 @@ class SpikeCause:
 
 def spike_cause(suspects: Sequence[ParameterAttribution], step: int, loss: float | None = None) -> SpikeCause:
     """The cause of the spike in ``step``, from the parameters of that step in order of suspicion, and its loss if that is known."""
+    if any(suspect.is_spoiled_after for suspect in suspects):
+        return _spoiled_after(suspects)
     if any(suspect.nonfinite for suspect in suspects):
         return _spoiled(suspects, loss)
     moved = [suspect for suspect in suspects if suspect.since is not None]
@@ -135,12 +137,28 @@ def _shares(suspects: Sequence[ParameterAttribution]) -> str:
     return f"{noise}; the largest shares of the squared norm: {top}" if top else ""
 
 
+def _spoiled_after(suspects: Sequence[ParameterAttribution]) -> SpikeCause:
+    """NaN or Inf that no backward pass brought."""
+    spoiled = [suspect.name for suspect in suspects if suspect.is_spoiled_after]
+    is_all = len(spoiled) == len(suspects)
+    those = "those of all parameters" if is_all else f"that of {_few(spoiled)}"
+    words = (
+        f"all gradients were finite when backward() ended, and the loop made {those} NaN or infinite before the optimizer's step"
+    )
+    did = "got NaN or Inf between backward() and the optimizer's step"
+    return SpikeCause("" if is_all else spoiled[0], f"{'all parameters ' if is_all else ''}{did}", words, is_common=is_all)
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{', '.join(names[:_NAMED])}{more}"
+
+
 def _spoiled(suspects: Sequence[ParameterAttribution], loss: float | None) -> SpikeCause:
     """What gradients alone show about the origin of NaN or Inf: backward() goes from the last parameter to the first."""
     spoiled = [suspect for suspect in suspects if suspect.nonfinite]
-    names = ", ".join(suspect.name for suspect in spoiled[:_NAMED])
-    more = f" and {len(spoiled) - _NAMED} more" if len(spoiled) > _NAMED else ""
-    words = f"NaN or Inf in the gradient of {names}{more}"
+    names = _few([suspect.name for suspect in spoiled])
+    words = f"NaN or Inf in the gradient of {names}"
     if len(spoiled) == len(suspects):
         out_of = f"; no parameter's is spared, {_where_all(suspects, loss)}"
         if len(suspects) > 1:

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import replace
 
 from ..core.errors import WarningLog
-from ..core.keys import PARAMETER_SOURCES, SPIKE_SCORE, SUMMARY, Key, parse_key, shared_key
-from ..core.records import SpikeEvent, StepRecord
+from ..core.keys import GRADIENT, PARAMETER_SOURCES, SPIKE_SCORE, SUMMARY, Key, parse_key, shared_key
+from ..core.moments import Column
+from ..core.records import SpikeEvent, StepRecord, spoiled_between
 from ..core.step_values import StepValues
 from ..step.summary_keys import DOCUMENTATION
 from .detector import SpikeDetector
@@ -22,6 +23,9 @@ from .verdicts import Verdict
 #: The signal whose score is the whole-model value ``gradmon/spike_score``.
 MAIN_SIGNAL = "grad_norm"
 MAIN_SCORE = Key(SUMMARY, "", "spike_score")
+#: The norm of the gradients that the optimizer used. Its only spikes are NaN and Inf that came in after the backward pass: as a clip bounds
+#: it, nothing else shows there.
+USED_SIGNAL = "grad_norm_clipped"
 #: Steps without a value after which a signal is reported: of a whole-model value, which may be missing in the first steps, and of a logged
 #: one, which may be logged rarely.
 _PATIENCE, _LONG_PATIENCE = 3, 200
@@ -89,6 +93,9 @@ class DetectorSet:
                 verdicts = _verdicts(detector, record.step, values, learns=False)
                 events.extend(self._events(detector, record.step, values, verdicts))
                 self.predicted |= values.keys()
+                for event in self._spoiled_between(detector, record):
+                    events.append(event)
+                    self.predicted.add(event.signal)
             except Exception as error:  # of a user's rule; the other detectors go on
                 self._switch_off(name, error)
         return events
@@ -121,9 +128,11 @@ class DetectorSet:
         events: list[SpikeEvent] = []
         for name, (detector, done) in list(self._waiting.items()):
             try:
+                is_first = not done
                 values = self._new_values(detector, done, record, whole)
                 verdicts = _verdicts(detector, record.step, values)
                 events.extend(self._events(detector, record.step, values, verdicts))
+                events.extend(self._spoiled_between(detector, record) if is_first and values else ())
             except Exception as error:  # of a user's rule; it must not cost the record
                 self._switch_off(name, error)
                 continue
@@ -137,6 +146,15 @@ class DetectorSet:
             return record, []
         events = self.explanations.explained(events, record)
         return replace(record, values=StepValues.of(record.values).updated(scores), events=(*record.events, *events)), events
+
+    def _spoiled_between(self, detector: SpikeDetector, record: StepRecord) -> Iterator[SpikeEvent]:
+        """The main signal is finite, but what the optimizer uses is not."""
+        if detector.name != MAIN_SIGNAL or not spoiled_between(record.tables):
+            return
+        value = math.sqrt(record.tables[GRADIENT].sums[Column.SQUARE_SUM])
+        value = value if not math.isfinite(value) else math.nan  # squares of some tensors only
+        threshold = float(detector.rule.threshold)
+        yield SpikeEvent(record.step, USED_SIGNAL, value, math.inf, threshold, f"{USED_SIGNAL} is {value}")
 
     def _events(
         self, detector: SpikeDetector, step: int, values: Mapping[str, float], verdicts: Mapping[str, Verdict]

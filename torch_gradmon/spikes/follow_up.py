@@ -31,8 +31,9 @@ class FollowUp:
         self._origin_reported = False
 
     def is_new(self, event: SpikeEvent) -> bool:
-        """Whether the signal did not spike in the step before."""
-        return event.signal not in self._largest
+        """Whether the signal did not spike in the step before. NaN and Inf pass from one signal to all others."""
+        goes_on = not math.isfinite(event.value) and math.inf in self._largest.values()
+        return event.signal not in self._largest and not goes_on
 
     def is_largest(self, event: SpikeEvent) -> bool:
         """Whether the signal had no spike as large in the steps directly before."""

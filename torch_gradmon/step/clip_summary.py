@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 
 from ..core import keys as n
-from ..core.records import StatsTable
+from ..core.records import StatsTable, are_others
 from .clip_window import WINDOW, ClipWindow
 from .gradient_summary import norm_of
 from .summary_keys import StepFacts
@@ -45,7 +45,7 @@ class ClipSummary:
             reason = facts.refused.get(n.GRADIENT, reason)
         elif not self.window.has_edits:
             reason = _nothing_clipped(len(self.window))
-            if after is not None and facts.attached and facts.used >= facts.trainable and brings_others(before, after):
+            if after is not None and facts.attached and facts.used >= facts.trainable and are_others(before, after, False):
                 absent["clipped_share"] = reason
                 return {"grad_norm_clipped": norm_of(rows_of(after, facts.trainable))}
         elif after is None or not used_all:
@@ -60,11 +60,6 @@ class ClipSummary:
             return {"grad_norm_clipped": norm_of(after)}
         absent.update(dict.fromkeys(_KEYS, reason))
         return {}
-
-
-def brings_others(before: StatsTable | None, after: StatsTable) -> bool:
-    """Whether the optimizer uses gradients that no backward pass has brought."""
-    return before is None or not set(after.names) <= set(before.names)
 
 
 def _nothing_clipped(steps: int) -> str:

@@ -16,6 +16,7 @@ from .buffer import PendingReadback, StepBuffer
 from .head_values import head_values
 from .layer_values import LayerSelection
 from .model_index import ModelIndex
+from .reasons import OTHERS
 from .record_builder import assemble
 from .registry import Registry
 from .summary import Summary
@@ -82,6 +83,11 @@ class PendingStep:
         tables, custom, noted = self.readback.land()
         summary.count_rejected(int(noted.pop("unseen_refusals", 0)))
         edited, found_inf = noted.pop("edited", None), bool(noted.pop("found_inf", 0))
+        rounding = noted.pop("rounding", 0.0)
+        if summary.sets_others(tables, bool(noted.pop("replaced", 0)), rounding):
+            tables.pop(n.GRADIENT_BEFORE_CLIP, None)
+            custom = {key: value for key, value in custom.items() if key.source != n.GRADIENT_BEFORE_CLIP}
+            buffer.absent[n.GRADIENT_BEFORE_CLIP, ""] = OTHERS
         facts = StepFacts(
             buffer.step,
             applied=not self.active.is_overflowed and not found_inf and not self.active.is_skipped,
@@ -92,11 +98,11 @@ class PendingStep:
             matrices=self.inventory.matrices.keys(),
             groups=self.groups,
             refused={**self._unplanned(), **{s: why for (s, name), why in buffer.absent.items() if not name}, **buffer.refused},
-            rounding=noted.pop("rounding", 0.0),
+            rounding=rounding,
             context=self._context(noted),
             ranks=self.ranks,
             refusal=(self.active.is_overflowed and self.inventory.source.searches_scale()) or found_inf,
-            nonfinite=_is_spoiled(tables.get(n.GRADIENT_BEFORE_CLIP)),
+            nonfinite=any(_is_spoiled(tables.get(source)) for source in (n.GRADIENT_BEFORE_CLIP, n.GRADIENT)),
             attached=self.attached,
         )
         if self.cost is not None and "overhead_pct" in summary.choice.keys:

@@ -21,6 +21,10 @@ CLIP_SEEN = "clip with monitor.clip_grad_norm_, or call monitor.monitor_gradient
 SET_BY_HAND = (
     "if the loop sets gradients itself, call monitor.monitor_gradients(before_clip=True) once they are set, before any clip"
 )
+OTHERS = (
+    "the optimizer used other gradients than those of the last backward pass, and no multiple of them: the loop has set them itself; call "
+    "monitor.monitor_gradients(before_clip=True) once they are set, before any clip"
+)
 _OF_GRADIENTS = frozenset({n.GRADIENT, n.GRADIENT_BEFORE_CLIP, n.GRADIENT_LOCAL})
 _OF_OPTIMIZERS = frozenset({n.UPDATE, n.OPTIMIZER})
 _NEEDS_HOOKS = {

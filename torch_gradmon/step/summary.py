@@ -7,8 +7,8 @@ from typing import Any
 
 from ..core import keys as n
 from ..core.metric import ASKED_LATE
-from ..core.records import StatsTable
-from .clip_summary import ClipSummary, brings_others
+from ..core.records import StatsTable, are_others
+from .clip_summary import ClipSummary
 from .gradient_summary import DISTRIBUTION, gradient_values, norm_of
 from .micro_batches import MicroBatchStats
 from .reasons import CLIP_SEEN, SET_BY_HAND
@@ -33,6 +33,7 @@ class Summary:
         self.not_applied = self.nonfinite = 0
         self._batches: MicroBatchStats | None = None
         self._clips = ClipSummary()
+        self._sets_others = False
 
     def add_batches(self, batches: MicroBatchStats) -> None:
         """Show values of the gradients of micro-batches."""
@@ -49,6 +50,16 @@ class Summary:
         """Count ``steps`` unmeasured steps that a GradScaler did not apply."""
         self.not_applied += steps
         self.nonfinite += steps
+
+    def sets_others(self, tables: Mapping[str, StatsTable], is_replaced: bool, rounding: float) -> bool:
+        """Whether the loop has put gradients of its own in the place of those of the backward passes, see :func:`are_others`.
+
+        A step in which these happen to be shorter is none without them, so a loop is believed to go on as long as it replaces gradients.
+        """
+        before, after = tables.get(n.GRADIENT_BEFORE_CLIP), tables.get(n.GRADIENT)
+        is_one = after is not None and before is not None and are_others(before, after, is_replaced, rounding)
+        self._sets_others = is_replaced and (self._sets_others or is_one)
+        return self._sets_others
 
     def compute(
         self,
@@ -98,7 +109,7 @@ class Summary:
         facts: StepFacts,
         absent: dict[str, str],
     ) -> None:
-        if before is None or (after is not None and brings_others(before, after)):
+        if before is None or (after is not None and are_others(before, after, False)):
             advice = SET_BY_HAND if facts.attached and after is not None else CLIP_SEEN
             reason = f"the gradients before clipping were not seen: no backward pass ran through the parameters' hooks; {advice}"
             reason = facts.refused.get(n.GRADIENT_BEFORE_CLIP, reason)

@@ -71,7 +71,7 @@ class StepFacts:
         context: learning rates and the like, for the record.
         ranks: number of ranks over which values of batches are merged.
         refusal: a GradScaler did not let the optimizer apply it.
-        nonfinite: a gradient measured before clipping holds NaN or Inf.
+        nonfinite: a gradient holds NaN or Inf, before clipping or as the optimizer uses it.
         attached: hooks on optimizers took part.
     """
 

@@ -94,7 +94,7 @@ def _parameters(report: SpikeReport) -> Iterator[str]:
     yield _row("parameter, by suspicion", _TITLES)
     yield from (_row(suspect.name, _cells(suspect, step)) for suspect in suspects[:_LAYERS])
     found = spike_cause(suspects, step, report.loss)
-    calm = sum(suspect.since is None and not suspect.nonfinite for suspect in suspects)
+    calm = sum(each.since is None and not (each.nonfinite or each.is_spoiled_after) for each in suspects)
     known = ""
     if not is_spike or not found.is_common:  # otherwise the last line states it
         is_known = any(suspect.score is not None for suspect in suspects)

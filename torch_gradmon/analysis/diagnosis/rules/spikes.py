@@ -31,6 +31,8 @@ _ALONE = 0.9
 _FIRST, _LEARNT = 5, 2 / 3
 #: The loss of a bad batch is this many times that of the next one.
 _LOUD = 2.0
+#: Norms before and after a clip that does not act differ by no more than this part.
+_ROUNDING = 1e-3
 #: A learning rate jumped if it was this many times the usual one, at most this many steps before a spike.
 _LEAP, _BEFORE = 2.0, 5
 
@@ -129,12 +131,11 @@ def _applied(history: History, step: int) -> bool:
 
 def _bounded(history: History, spike: Episode) -> float | None:
     """The norm to which the worst step was clipped; None if it was not."""
-    before, after = (_at(history, name, spike.worst.step) for name in ("grad_norm", "grad_norm_clipped"))
-    return after if before is not None and after is not None and after < before else None
+    before, after = (_at(series, spike.worst.step) for series in (history.unclipped_norm, history.series("grad_norm_clipped")))
+    return after if before is not None and after is not None and after < (1 - _ROUNDING) * before else None
 
 
-def _at(history: History, name: str, step: int) -> float | None:
-    series = history.series(name)
+def _at(series: Series, step: int) -> float | None:
     return series.values[series.steps.index(step)] if step in series.steps else None
 
 
