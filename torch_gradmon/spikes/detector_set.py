@@ -142,6 +142,7 @@ class DetectorSet:
                     scores[key] = verdict.score
                 else:
                     absent[key.source, key.metric or key.name] = _NO_SCORE
+        record = self.explanations.revised(record)
         if not scores and not events:
             return record, []
         events = self.explanations.explained(events, record)

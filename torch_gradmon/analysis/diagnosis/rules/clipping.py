@@ -61,7 +61,8 @@ def _always(history: History, norms: Series, shares: Series) -> list[Finding]:
         },
         f"Nearly every step is clipped, to {usual:.3g} times less than its norm: "
         "the bound sets the length of the step, not the gradient.",
-        f"Raise {'the limit of the adaptive clip' if run.adaptive else 'max_norm'} until a gradient of the median norm, {norms.median:.2g}, passes it and only outliers are clipped.",
+        f"Raise {'the limit of the adaptive clip' if run.adaptive else 'max_norm'} until a gradient of the median norm, "
+        f"{norms.median:.2g}, passes it and only outliers are clipped.",
         68.0,
         severity="warning" if costs else "info",
         steps=(norms.steps[0], norms.steps[-1]),
@@ -105,8 +106,7 @@ def _never(history: History, norms: Series) -> list[Finding]:
         + (f", though {len(far)} steps had more than ten times the norm of those around them." if spiky else "."),
         f"Clip the norm of all gradients to {bound}; a clip that is there has a bound above all norms, or an infinite one."
         if spiky
-        else f"Nothing has to be done: no norm stands out. A clip that shall act one day has its bound at {bound}; one that is infinite only "
-        "measures the norm.",
+        else f"Nothing has to be done: an infinite bound only measures the norm. One that is to stop outliers is {bound}.",
         77.5 if spiky else 5.0,
         severity="warning" if spiky and not history.learning.has_fallen else "info",
         steps=(far[0], far[-1]) if spiky else (norms.steps[0], norms.steps[-1]),

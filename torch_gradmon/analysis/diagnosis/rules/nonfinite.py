@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import NamedTuple
 
 from ....core import keys as n
@@ -17,6 +18,13 @@ from ..precautions import Precautions
 _STUCK = 16
 #: A loss that has grown this many times before the first NaN, in this number of steps at least, has run away.
 _GREW, _FEWEST = 5.0, 3
+
+
+#: Modules whose outputs are finite if their parameters and inputs are, up to an overflow: sums of products, and functions without a pole.
+_FINITE = re.compile(
+    r"Linear|Bilinear|Conv(Transpose)?[123]d|Identity|Flatten|Dropout[123]?d?|(Adaptive)?(Avg|Max)Pool[123]d|ReLU6?|(Leaky|P|R)ReLU|C?ELU|"
+    r"SELU|GELU|SiLU|Mish|Hard(tanh|sigmoid|swish)|(Log)?Sigmoid|Tanh|Softsign|Softplus"
+)
 
 
 class _Stage(NamedTuple):
@@ -79,7 +87,10 @@ def check_nonfinite(history: History) -> list[Finding]:
     evidence = {"steps": float(len(applied))}
     if stage.source:
         evidence = {"tensors": float(len(places)), **evidence}
-    where, (cause, advice) = _origin(stage, places, record, history), _words(stage, record, history, losses.get(record.step))
+    where, (cause, advice) = (
+        _origin(stage, places, record, history),
+        _words(stage, places, record, history, losses.get(record.step)),
+    )
     known = [loss for step, loss in losses.items() if step < record.step and math.isfinite(loss)]
     if len(known) >= _FEWEST and known[-1] > _GREW * known[0] > 0:
         cause += f"; the loss had grown from {known[0]:.3g} to {known[-1]:.3g} before"
@@ -92,13 +103,15 @@ def check_nonfinite(history: History) -> list[Finding]:
     ]
 
 
-def _words(stage: _Stage, record: StepRecord, history: History, loss: float | None) -> tuple[str, str]:
+def _words(stage: _Stage, places: list[str], record: StepRecord, history: History, loss: float | None) -> tuple[str, str]:
     """Cause and advice, by what was recorded of the step: what comes before may be finite, or only unknown."""
     if stage.source == n.PARAMETER:
         return _after_unseen_steps(stage.cause, record, history), stage.advice
     if stage.source == n.GRADIENT:
         unseen = "the gradients that the optimizer used are NaN or infinite; those of the backward pass are not known"
         return stage.cause if n.GRADIENT_BEFORE_CLIP in record.tables else unseen, stage.advice
+    if stage.source == n.ACTIVATION:
+        return _made_before(places[0], record, history) or (stage.cause, stage.advice)
     if n.ACTIVATION in record.tables:
         return stage.cause, stage.advice
     look = "watch with preset='full', which measures outputs, to see whether a module makes it; if none does, "
@@ -111,6 +124,28 @@ def _words(stage: _Stage, record: StepRecord, history: History, loss: float | No
         cause = "gradients are NaN or infinite while parameters are finite; neither the loss nor outputs of modules were recorded"
         return cause, f"log the loss with monitor.log_scalar, and {look}{stage.advice}"
     return stage.cause, stage.advice
+
+
+def _made_before(name: str, record: StepRecord, history: History) -> tuple[str, str] | None:
+    """Cause and advice for a module that cannot have made NaN or Inf itself; None if it can, or its parameters are not known."""
+    kind, inputs = history.kinds.get(name, ""), record.tables.get(n.INPUT)
+    if n.PARAMETER not in record.tables or not _FINITE.fullmatch(kind):
+        return None
+    if inputs is not None and name in inputs.names and name not in nonfinite_names(inputs):
+        return None  # its sums overflow
+    outputs = record.tables[n.ACTIVATION]
+    spoiled = {*nonfinite_names(outputs)}
+    before = [each for each in outputs.names[: outputs.names.index(name)] if each not in spoiled]
+    where = (
+        f"between {before[-1]}, whose output is the last finite one, and {name}" if before else f"before {name}, and at the batch"
+    )
+    article = "an" if kind[0] in "AEIU" else "a"
+    return (
+        f"the forward pass has its first NaN or Inf in the output of this module, but {name} is {article} {kind} whose parameters are finite: "
+        "what it got was not finite, or so large that its sums overflow",
+        f"look at what forward() computes {where}: clamp before log, exp and sqrt, add an eps in divisions, and use float32 where float16 "
+        "overflows",
+    )
 
 
 def _after_unseen_steps(cause: str, record: StepRecord, history: History) -> str:
