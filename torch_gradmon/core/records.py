@@ -92,7 +92,7 @@ class StepRecord:
     Attributes:
         step: its number.
         time: seconds since the epoch, at its end.
-        applied: False if the optimizer did not apply it (an infinite gradient under a GradScaler, or a skip).
+        applied: False if the optimizer did not apply it (an infinite gradient under a GradScaler, a skip, or an error in its closure).
         values: all values by key, plain floats.
         tables: statistics by source.
         context: learning rates, loss scale, tags: in every record, on no dashboard.
@@ -125,6 +125,11 @@ class StepRecord:
         """Why the step was skipped; empty if it was not."""
         return str(self.context.get("skipped", ""))
 
+    @property
+    def interrupted(self) -> str:
+        """By which error the loop left the step before it was applied; empty if it did not."""
+        return str(self.context.get("interrupted", ""))
+
 
 # --- the stages of a gradient ------------------------------------------------------------------------------------------------
 #
@@ -143,31 +148,37 @@ def nonfinite_names(table: StatsTable | None) -> list[str]:
     return [name for name, is_bad in zip(table.names, bad.tolist(), strict=True) if is_bad]
 
 
-def spoiled_between(tables: Mapping[str, StatsTable]) -> list[str]:
+def spoiled_between(tables: Mapping[str, StatsTable]) -> tuple[str, ...]:
     """The tensors that hold NaN or Inf as the optimizer used them, if no gradient did when the backward passes ended."""
     before, after = tables.get(GRADIENT_BEFORE_CLIP), tables.get(GRADIENT)
     if before is None or after is None or not after.sums[Column.NONFINITE] or before.sums[Column.NONFINITE]:
-        return []
-    return [name for name, bad in zip(after.names, after.rows[:, Column.NONFINITE].tolist(), strict=True) if bad]
+        return ()
+    return tuple(name for name, bad in zip(after.names, after.rows[:, Column.NONFINITE].tolist(), strict=True) if bad)
 
 
-def are_others(before: StatsTable | None, after: StatsTable, is_replaced: bool, rounding: float = 0.0) -> bool:
-    """Whether the optimizer used gradients that are not those of the backward passes, clipped or scaled.
+def brings_others(before: StatsTable | None, after: StatsTable) -> bool:
+    """Whether the optimizer used gradients of tensors for which no backward pass brought any."""
+    return before is None or not set(after.names) <= set(before.names)
+
+
+def are_others(before: StatsTable, after: StatsTable, were_others: bool, rounding: float) -> bool:
+    """Whether gradients that took the place of those of the backward passes are neither these scaled nor these clipped.
+
+    A scaling makes all tensors longer or shorter alike, and no clip makes a tensor longer.
 
     Args:
         before: as the backward passes brought them.
         after: as they were used.
-        is_replaced: other tensors took their place, or those of an earlier pass of the step were dropped. A clip or a sum may make new
-            tensors too, so the values decide: no clip makes a tensor longer, and a scaling makes all longer alike.
+        were_others: they were others in earlier steps, so that they are again, though all of them may be shorter by chance.
         rounding: relative rounding of the gradients in between.
     """
-    if before is None or not set(after.names) <= set(before.names):
-        return True
-    if not is_replaced or Column.SQUARE_SUM not in before.columns & after.columns:
+    if brings_others(before, after) or Column.SQUARE_SUM not in before.columns & after.columns:
         return False
     place = {name: row for row, name in enumerate(before.names)}
     squares = before.rows[[place[name] for name in after.names], Column.SQUARE_SUM], after.rows[:, Column.SQUARE_SUM]
     known = squares[0].isfinite() & squares[1].isfinite() & ((squares[0] > 0) | (squares[1] > 0))
     factors = (squares[1][known] / squares[0][known]).sqrt()
     slack = 1 + max(_SAME, _ROUNDINGS * rounding)
-    return bool(len(factors)) and bool(factors.max() > slack) and bool(factors.max() > slack * factors.min())
+    if not len(factors) or not bool(factors.max() > slack * factors.min()):
+        return False
+    return were_others or bool(factors.max() > slack)

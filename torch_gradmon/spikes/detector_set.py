@@ -10,8 +10,9 @@ from dataclasses import replace
 from ..core.errors import WarningLog
 from ..core.keys import GRADIENT, PARAMETER_SOURCES, SPIKE_SCORE, SUMMARY, Key, parse_key, shared_key
 from ..core.moments import Column
-from ..core.records import SpikeEvent, StepRecord, spoiled_between
+from ..core.records import SpikeEvent, StepRecord
 from ..core.step_values import StepValues
+from ..step.reasons import not_applied
 from ..step.summary_keys import DOCUMENTATION
 from .detector import SpikeDetector
 from .explanations import Explanations
@@ -78,10 +79,11 @@ class DetectorSet:
         if self.detectors:
             self.history.gradients.add(record.step, record.tables)
         counts = record.applied or bool(record.skipped)  # a step that overflowed is the scaler's affair
-        self.follow_up.step_ended(applied=counts)
+        if not record.interrupted:
+            self.follow_up.step_ended(applied=counts)
         self._waiting = {name: (detector, set()) for name, detector in self.detectors.items()} if counts else {}
         if not counts:
-            absent[SUMMARY, "spike_score"] = "the step was not applied"
+            absent[SUMMARY, "spike_score"] = not_applied(record.context)
 
     def predict(self, record: StepRecord, whole: Mapping[str, float]) -> list[SpikeEvent]:
         """The events that :meth:`detect` will find in the values known so far. Nothing is learned."""
@@ -93,9 +95,8 @@ class DetectorSet:
                 verdicts = _verdicts(detector, record.step, values, learns=False)
                 events.extend(self._events(detector, record.step, values, verdicts))
                 self.predicted |= values.keys()
-                for event in self._spoiled_between(detector, record):
-                    events.append(event)
-                    self.predicted.add(event.signal)
+                if name == MAIN_SIGNAL:
+                    self.predicted.add(USED_SIGNAL)  # the decision counts NaN and Inf by itself
             except Exception as error:  # of a user's rule; the other detectors go on
                 self._switch_off(name, error)
         return events
@@ -132,7 +133,8 @@ class DetectorSet:
                 values = self._new_values(detector, done, record, whole)
                 verdicts = _verdicts(detector, record.step, values)
                 events.extend(self._events(detector, record.step, values, verdicts))
-                events.extend(self._spoiled_between(detector, record) if is_first and values else ())
+                if is_first and values and name == MAIN_SIGNAL and self.history.gradients.spoiled:
+                    events.append(self._spoiled_between(detector, record))
             except Exception as error:  # of a user's rule; it must not cost the record
                 self._switch_off(name, error)
                 continue
@@ -142,20 +144,18 @@ class DetectorSet:
                     scores[key] = verdict.score
                 else:
                     absent[key.source, key.metric or key.name] = _NO_SCORE
-        record = self.explanations.revised(record)
+        if self.explanations.awaits_loss:
+            record = self.explanations.revised(record)
         if not scores and not events:
             return record, []
         events = self.explanations.explained(events, record)
         return replace(record, values=StepValues.of(record.values).updated(scores), events=(*record.events, *events)), events
 
-    def _spoiled_between(self, detector: SpikeDetector, record: StepRecord) -> Iterator[SpikeEvent]:
-        """The main signal is finite, but what the optimizer uses is not."""
-        if detector.name != MAIN_SIGNAL or not spoiled_between(record.tables):
-            return
+    def _spoiled_between(self, detector: SpikeDetector, record: StepRecord) -> SpikeEvent:
+        """Backward has left gradients finite, but what the optimizer uses is not."""
         value = math.sqrt(record.tables[GRADIENT].sums[Column.SQUARE_SUM])
         value = value if not math.isfinite(value) else math.nan  # squares of some tensors only
-        threshold = float(detector.rule.threshold)
-        yield SpikeEvent(record.step, USED_SIGNAL, value, math.inf, threshold, f"{USED_SIGNAL} is {value}")
+        return SpikeEvent(record.step, USED_SIGNAL, value, math.inf, float(detector.rule.threshold), f"{USED_SIGNAL} is {value}")
 
     def _events(
         self, detector: SpikeDetector, step: int, values: Mapping[str, float], verdicts: Mapping[str, Verdict]

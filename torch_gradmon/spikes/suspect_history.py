@@ -37,6 +37,8 @@ class GradientNormHistory:
     def __init__(self) -> None:
         self._steps: deque[_Known] = deque(maxlen=REMEMBERED)
         self._unclipped = False
+        #: of the step that was added last, the gradients that became NaN or infinite after the backward pass
+        self.spoiled: tuple[str, ...] = ()
 
     def add(self, step: int, tables: Mapping[str, StatsTable]) -> None:
         """Add the gradients among ``tables``. A repeated step, as after a rollback, replaces all later ones."""
@@ -46,8 +48,9 @@ class GradientNormHistory:
             self._steps.clear()
         table = before if self._unclipped else tables.get(GRADIENT)
         self.rewind(step)
+        self.spoiled = spoiled_between(tables)
         if table is not None and Column.SQUARE_SUM in table.columns:
-            self._steps.append(_Known(step, table, tuple(spoiled_between(tables))))
+            self._steps.append(_Known(step, table, self.spoiled))
 
     def rewind(self, step: int) -> None:
         """Discard ``step`` and later steps."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 
 from ..core import keys as n
-from ..core.records import StatsTable, are_others
+from ..core.records import StatsTable, brings_others
 from .clip_window import WINDOW, ClipWindow
 from .gradient_summary import norm_of
 from .summary_keys import StepFacts
@@ -45,7 +45,7 @@ class ClipSummary:
             reason = facts.refused.get(n.GRADIENT, reason)
         elif not self.window.has_edits:
             reason = _nothing_clipped(len(self.window))
-            if after is not None and facts.attached and facts.used >= facts.trainable and are_others(before, after, False):
+            if after is not None and facts.attached and facts.used >= facts.trainable and brings_others(before, after):
                 absent["clipped_share"] = reason
                 return {"grad_norm_clipped": norm_of(rows_of(after, facts.trainable))}
         elif after is None or not used_all:

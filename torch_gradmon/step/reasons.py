@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
+from typing import Any
 
 from ..core import keys as n
 from ..core.keys import Key
@@ -14,6 +15,13 @@ from ..core.records import StatsTable, StepRecord
 from .layer_values import LayerSelection
 from .model_index import ModelIndex
 from .plan import SourcePlan
+
+
+def not_applied(context: Mapping[str, Any]) -> str:
+    """Why what the optimizer would have changed has no value; ``context`` is that of the record."""
+    why = context.get("interrupted")
+    return f"the step was not applied: {why}" if why else "the step was not applied"
+
 
 FROZEN = "it is frozen: its requires_grad is False"
 #: What makes gradients before clipping known where no hook sees them: those of a backward pass, and those that the optimizer got otherwise.

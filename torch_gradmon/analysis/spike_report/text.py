@@ -39,6 +39,7 @@ def explain(source: StepSource, step: int | None = None) -> str:
 def _heading(report: SpikeReport) -> Iterator[str]:
     context = dict(report.context)
     action, skipped, _ = context.pop("action", ""), context.pop("skipped", ""), context.pop("in_a_row", 0)
+    interrupted = context.pop("interrupted", "")
     if not report.events:
         yield f"step {report.step}: {skipped or 'no detector called it a spike'}"
     yield from (f"step {report.step}: {event.reason}" for event in report.events)
@@ -50,7 +51,7 @@ def _heading(report: SpikeReport) -> Iterator[str]:
     if action:
         yield f"  {action}"
     elif not applied:
-        yield "  the step was not applied"
+        yield f"  the step was not applied{f': {interrupted}' if interrupted else ''}"
     if tuned := context.pop("tuned", None):
         yield f"  measured under a live change of detail (gradmon detail, number {tuned['number']}): {request_text(tuned)}"
     tags, norms, rows = context.pop("tags", {}), context.pop("batch_norms", {}), context.pop("rows", {})

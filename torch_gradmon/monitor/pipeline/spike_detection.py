@@ -51,7 +51,7 @@ class SpikeDetection:
 
     def reports(self, record: StepRecord, signals: Mapping[str, float]) -> list[str]:
         """What there is to report on the complete ``record`` and on earlier spikes."""
-        return [*self.detector_set.explanations.completed(record), *self.detector_set.follow_up.reports(record, signals)]
+        return self.detector_set.follow_up.reports(record, signals)
 
     def finish(self, absent: Absent) -> None:
         """The record is complete: warn about signals that never had a value."""

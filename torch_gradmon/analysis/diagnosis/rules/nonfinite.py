@@ -141,8 +141,8 @@ def _made_before(name: str, record: StepRecord, history: History) -> tuple[str, 
     )
     article = "an" if kind[0] in "AEIU" else "a"
     return (
-        f"the forward pass has its first NaN or Inf in the output of this module, but {name} is {article} {kind} whose parameters are finite: "
-        "what it got was not finite, or so large that its sums overflow",
+        f"the forward pass has its first NaN or Inf in the output of this module, but {name} is {article} {kind} whose parameters are "
+        "finite: what it got was not finite, or so large that its sums overflow",
         f"look at what forward() computes {where}: clamp before log, exp and sqrt, add an eps in divisions, and use float32 where float16 "
         "overflows",
     )
@@ -194,7 +194,7 @@ def _is_harmless(record: StepRecord, loss: float | None) -> bool:
 def _stuck(history: History) -> list[Finding]:
     overflowed = 0
     for record in reversed(history.records):
-        if record.applied or record.skipped:
+        if record.applied or record.skipped or record.interrupted:
             break
         overflowed += 1
     if overflowed < _STUCK:
