@@ -165,19 +165,18 @@ def test_steps_without_gradients_are_not_said_to_be_finite() -> None:
 
 
 class _Recurrent(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, gain: float) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.rnn, self.head = nn.RNN(4, 32, nonlinearity="relu", batch_first=True), nn.Linear(32, 3)
         with torch.no_grad():
-            nn.init.orthogonal_(self.rnn.weight_hh_l0).mul_(1.6)
+            nn.init.orthogonal_(self.rnn.weight_hh_l0).mul_(gain)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.rnn(x)[0][:, -1])
 
 
-def test_a_recurrence_that_explodes_at_once_is_named() -> None:
-    net = _Recurrent()
+def _diagnosed(net: nn.Module) -> Diagnosis:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     monitor = gradmon.watch(net, optimizer, on_spike=None, check_data=False)
     for _ in range(10):
@@ -186,8 +185,18 @@ def test_a_recurrence_that_explodes_at_once_is_named() -> None:
         loss.backward()
         optimizer.step()
         monitor.log_scalar("loss", loss.detach())
+    return monitor.diagnose()
+
+
+def test_a_recurrence_that_explodes_at_once_is_named() -> None:
     # a rate that is too high is a consequence
-    (finding,) = [found for found, _ in monitor.diagnose().grouped() if found.severity == "warning"]
+    (finding,) = [found for found, _ in _diagnosed(_Recurrent(2.0)).grouped() if found.severity == "warning"]
     assert (finding.rule, finding.where.partition(".")[0]) == ("exploding-gradients", "rnn")
     assert "before any update: this RNN multiplies the signal by the same matrix in each time step" in finding.cause
     assert all(word in finding.advice for word in ("Clip the gradient norm", "orthogonal", "LSTM, GRU"))
+
+
+def test_a_spike_of_a_recurrence_is_not_only_the_batch() -> None:
+    (finding,) = [found for found in _diagnosed(_Recurrent(1.6)).findings if found.rule == "spike"]
+    assert "product over its time steps" in finding.advice
+    assert "clip_grad_norm_" in finding.advice

@@ -31,7 +31,7 @@ _FEW_STEPS = 3
 #: What explodes before the first update ranks before a learning rate that is too high for it, which ranks before what explodes later.
 _FROM_START = 85.2
 #: Modules that multiply by one matrix in each time step, and those of them with gates.
-_RECURRENT, _GATED = frozenset({"RNN", "LSTM", "GRU"}), frozenset({"LSTM", "GRU"})
+RECURRENT, _GATED = frozenset({"RNN", "LSTM", "GRU"}), frozenset({"LSTM", "GRU"})
 #: Growth of outputs from the first modules to the last ones, and their least size; logits begin at about 1.
 _OUTPUTS, _SIZE = 100.0, 50.0
 #: A loss that begins this many times above where it ends was drowned by large weights, unless it begins below this many times the loss of
@@ -178,7 +178,7 @@ def _words_on_explosion(history: History, worst: str, from_start: bool) -> tuple
     since = ", from the first step on, before any update" if from_start else ""
     clips = Precautions.of(history).clips
     kind = history.kinds.get(worst.rpartition(".")[0], "")
-    if kind.removesuffix("Cell") not in _RECURRENT:
+    if kind.removesuffix("Cell") not in RECURRENT:
         advice = "Normalise inside the model (a norm at the start of each residual branch, an orthogonal recurrence)"
         what = f"Gradients are out of proportion{since}: each layer multiplies the signal, forward or backward."
         return what, f"{advice}{'; the clip only bounds the result' if clips else ', and clip the gradient norm'}."

@@ -15,6 +15,7 @@ from ..findings import Finding
 from ..history import History
 from ..precautions import Precautions
 from ..series import Series, lower_median
+from .depth import RECURRENT
 
 #: A spike is grave from this many times the usual, if it is as far above all but this share of the other steps, and above the
 #: median of this many later steps. A value that returns often is usual, and one that stays is a new level.
@@ -158,4 +159,7 @@ def _advice(history: History, spike: Episode, made: SpikeCause, suspects: Sequen
     if run.clips:
         limit = f", which acts from {run.bound:.3g} on," if run.bound is not None else ""
         return f"{look}. The clip{limit} let it pass; a lower bound reduces such steps, and {skip}."
+    if any(kind.removesuffix("Cell") in RECURRENT for kind in history.kinds.values()):
+        recurs = "The gradient of a recurrence is a product over its time steps, so such steps come again"
+        return f"{look}. {recurs}: clip_grad_norm_ bounds them, and an orthogonal or a gated recurrence has fewer; {skip}."
     return f"{look}; {skip}, and clip_grad_norm_ bounds them."
