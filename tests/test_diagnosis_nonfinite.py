@@ -117,3 +117,86 @@ def test_logits_that_are_masked_are_no_fault_as_long_as_what_follows_is_finite(r
 class _Mask(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.masked_fill(torch.tensor([False, False, True]), -math.inf)
+
+
+class _Between(nn.Module):
+    def __init__(self, last: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.act, self.b = nn.Linear(4, 8), nn.ReLU(), last
+        self.is_bad = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.act(self.a(x))
+        return self.b(torch.log(y * 0) if self.is_bad else y)
+
+
+class _Own(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("last", "is_blamed"), [(nn.Linear(8, 1), False), (_Own(8, 1), True)])
+def test_a_layer_that_cannot_make_nan_is_not_blamed(last: nn.Module, is_blamed: bool) -> None:
+    model = _Between(last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    monitor = gradmon.watch(model, optimizer, preset="full", on_spike=None, check_data=False)
+    for step in range(20):
+        model.is_bad = step == AT
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).square().mean()
+        loss.backward()
+        monitor.log_scalar("loss", loss.detach())
+        optimizer.step()
+    (finding,) = [found for found in monitor.diagnose().findings if found.severity == "error"]
+    assert (finding.rule, finding.where, finding.steps[0]) == ("non-finite-activation", "b", AT)
+    assert ("Make its computation safe" in finding.advice) == is_blamed
+    assert ("b is a Linear whose parameters are finite: what it got was not finite" in finding.cause) != is_blamed
+    assert ("between act, whose output is the last finite one, and b" in finding.advice) != is_blamed
+
+
+def test_steps_without_gradients_are_not_said_to_be_finite() -> None:
+    rows = {"a.weight": lambda step: {"rms": 1.0, "nonfinite": float(step >= 30)}}
+    (finding,) = check_nonfinite(history(6, every=10, parameter=rows, gradient_before_clip={"a.weight": 1.0}))
+    assert finding.steps[0] == 30
+    assert "gradients were finite in step 20, and later ones are not known" in finding.cause
+    (finding,) = check_nonfinite(history(40, parameter=rows, gradient_before_clip={"a.weight": 1.0}))
+    assert "no gradient of the step before was" in finding.cause
+
+
+class _Recurrent(nn.Module):
+    def __init__(self, gain: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rnn, self.head = nn.RNN(4, 32, nonlinearity="relu", batch_first=True), nn.Linear(32, 3)
+        with torch.no_grad():
+            nn.init.orthogonal_(self.rnn.weight_hh_l0).mul_(gain)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rnn(x)[0][:, -1])
+
+
+def _diagnosed(net: nn.Module) -> Diagnosis:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    monitor = gradmon.watch(net, optimizer, on_spike=None, check_data=False)
+    for _ in range(10):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(net(torch.randn(16, 64, 4)), torch.randint(3, (16,)))
+        loss.backward()
+        optimizer.step()
+        monitor.log_scalar("loss", loss.detach())
+    return monitor.diagnose()
+
+
+def test_a_recurrence_that_explodes_at_once_is_named() -> None:
+    # a rate that is too high is a consequence
+    (finding,) = [found for found, _ in _diagnosed(_Recurrent(2.0)).grouped() if found.severity == "warning"]
+    assert (finding.rule, finding.where.partition(".")[0]) == ("exploding-gradients", "rnn")
+    assert "before any update: this RNN multiplies the signal by the same matrix in each time step" in finding.cause
+    assert all(word in finding.advice for word in ("Clip the gradient norm", "orthogonal", "LSTM, GRU"))
+
+
+def test_a_spike_of_a_recurrence_is_not_only_the_batch() -> None:
+    (finding,) = [found for found in _diagnosed(_Recurrent(1.6)).findings if found.rule == "spike"]
+    assert "product over its time steps" in finding.advice
+    assert "clip_grad_norm_" in finding.advice

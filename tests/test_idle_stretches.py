@@ -523,7 +523,8 @@ def test_a_step_that_raises_was_not_applied(counted: list[int]) -> None:
         loop.step()
     loop.optimizer.fails = False
     loop.go(9).monitor.detach()
-    assert (loop.monitor.counts.applied, loop.monitor.counts.overflowed) == (14, 1)
+    counts = loop.monitor.counts
+    assert (counts.applied, counts.interrupted, counts.overflowed) == (14, 1, 0)
     assert loop.records == [0, 10]
 
 

@@ -268,3 +268,29 @@ def test_refused_steps_in_a_row_are_counted_also_where_they_are_not_monitored() 
             scaler.update()
         looked.append([step for step in monitor.get_all_metrics() if step % 10])
     assert looked == [[33, 34, 35], []]
+
+
+@pytest.mark.parametrize("when", ["before the step", "after it"])
+def test_a_loss_that_is_logged_late_tells_where_nan_came_from(when: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    monitor = gradmon.watch(model, optimizer, run_dir=tmp_path)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", GradmonWarning)
+        for step in range(BAD + 3):
+            optimizer.zero_grad()
+            loss = model(torch.randn(4, 8)).square().mean() * (torch.inf if step == BAD else 1.0)
+            loss.backward()
+            if when == "before the step":
+                monitor.log_scalar("loss", loss.detach())
+            optimizer.step()
+            if when == "after it":
+                monitor.log_scalar("loss", loss.detach())
+    texts = [str(warning.message) for warning in said]
+    assert not any("log the loss" in text for text in texts)
+    told = [text for text in texts if f"step {BAD}: " in text and "and the loss is inf, so it came out of" in text]
+    assert len(told) == 1
+    assert ("the loss, which is not logged yet in this step, tells which" in texts[0]) == (when == "after it")
+    monitor.detach()
+    assert "and the loss is inf" in str(gradmon.load_run(tmp_path).events[0])

@@ -243,3 +243,42 @@ def test_parameters_are_the_same_with_and_without_the_monitor() -> None:
             run.monitor.detach()
         found.append((run.generator.state_dict(), run.judge.state_dict(), torch.get_rng_state()))
     assert differences(*found) == []
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_a_closure_that_raised_is_no_overflow(every: int) -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    monitor = gradmon.watch(model, optimizer, every=every, on_spike=None)
+    for step in range(41):
+        if 10 <= step < 30:  # as many in a row would be a scaler that never finds its scale
+            with pytest.raises(RuntimeError, match="out of data"):
+                _by_closure(optimizer, model, fails=True)
+        else:
+            _by_closure(optimizer, model, fails=False)
+        if step == 20:
+            monitor.get_step_metrics()
+            reason = monitor.missing().get("gradmon/update_norm", "")
+    counts = monitor.counts
+    assert (counts.attempted, counts.applied, counts.interrupted, counts.overflowed, counts.nonfinite) == (41, 21, 20, 0, 0)
+    assert "its closure raised RuntimeError" in str(monitor.why(10))
+    if every == 1:
+        assert "updates" in reason or "its closure raised RuntimeError" in reason
+    assert not any(finding.rule == "non-finite-gradient" for finding in monitor.diagnose().findings)
+
+
+def test_counts_of_interrupted_steps_are_resumed() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    monitor = gradmon.watch(model, optimizer)
+    _by_closure(optimizer, model, fails=False)
+    with pytest.raises(RuntimeError, match="out of data"):
+        _by_closure(optimizer, model, fails=True)
+    _by_closure(optimizer, model, fails=False)
+    state = monitor.state_dict()
+    monitor.detach()
+    other = ModuleMonitor(model)
+    other.add_preset("standard")
+    other.attach(optimizer)
+    other.load_state_dict(state)
+    assert (other.counts.interrupted, other.counts.overflowed) == (1, 0)

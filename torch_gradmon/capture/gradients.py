@@ -149,8 +149,11 @@ class GradientCapture:
         self._measurer.measure(Measurement(target, plan, gradients, inverse_scale))
 
     def _replace_seen(self, positions: Iterable[int], seen: _Seen) -> None:
-        for position in positions:
-            self._seen.pop(position, None)
+        were = [self._seen.pop(position, None) for position in positions]
+        if self._buffer is not None and any(were):
+            pairs = zip(were, map(seen.get, positions), strict=True)
+            if all(old is not None and new is not None and old[0]() is not new[0]() for old, new in pairs):
+                self._buffer.noted["replaced"] = True  # those of an earlier pass were dropped
         self._seen.update(seen)
 
     def release(self, held_for: Hashable) -> None:
@@ -185,9 +188,17 @@ class GradientCapture:
             self._buffer.noted["edited"] = True
         elif gradients and self._seen.keys() >= gradients.keys():
             self._note_edits(gradients)
+        first = next(iter(gradients.items()), None)
+        if first is not None and first[0] in self._seen and self._seen[first[0]][0]() is not first[1] and is_plain:
+            self._note_replacement(gradients)
         if narrow := dtypes_of(gradients.values()) & _NARROW:
             self._buffer.noted["rounding"] = max(torch.finfo(dtype).eps / 2 for dtype in narrow)
         self._measurer.measure(Measurement(self._buffer, plan, gradients, inverse_scale))
+
+    def _note_replacement(self, gradients: Mapping[int, Tensor]) -> None:
+        """Note whether these are other tensors than those that were measured before clipping."""
+        if self._buffer is not None and all(p in self._seen and self._seen[p][0]() is not g for p, g in gradients.items()):
+            self._buffer.noted["replaced"] = True
 
     def _note_edits(self, gradients: Mapping[int, Tensor]) -> None:
         """Note whether these were written to since they were measured before clipping; without a note the values decide."""

@@ -9,10 +9,12 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from .keys import Key
+from .keys import GRADIENT, GRADIENT_BEFORE_CLIP, Key
 from .moments import ALWAYS, VIEWS, Column
 from .step_values import StepValues
 
+#: Relative difference below which norms of tensors have one factor in common; narrow gradients have as many roundings more.
+_SAME, _ROUNDINGS = 1e-3, 8
 #: Severity of a finding, most severe first.
 Severity = Literal["error", "warning", "info"]
 
@@ -95,7 +97,7 @@ class StepRecord:
     Attributes:
         step: its number.
         time: seconds since the epoch, at its end.
-        applied: False if the optimizer did not apply it (an infinite gradient under a GradScaler, or a skip).
+        applied: False if the optimizer did not apply it (an infinite gradient under a GradScaler, a skip, or an error in its closure).
         values: all values by key, plain floats.
         tables: statistics by source.
         context: learning rates, loss scale, tags: in every record, on no dashboard.
@@ -127,3 +129,61 @@ class StepRecord:
     def skipped(self) -> str:
         """Why the step was skipped; empty if it was not."""
         return str(self.context.get("skipped", ""))
+
+    @property
+    def interrupted(self) -> str:
+        """By which error the loop left the step before it was applied; empty if it did not."""
+        return str(self.context.get("interrupted", ""))
+
+
+# --- the stages of a gradient ------------------------------------------------------------------------------------------------
+#
+# GRADIENT_BEFORE_CLIP is what the backward passes of a step have brought, GRADIENT what the optimizer then used. In between the loop clips,
+# divides by a number of tokens, or writes gradients of its own. What looks for outliers reads the first, since a clip makes them like all
+# others; what compares a gradient with the update that it caused reads the second. NaN and Inf count at either.
+
+
+def nonfinite_names(table: StatsTable | None) -> list[str]:
+    """The tensors with NaN or Inf, or whose sum of squares overflows."""
+    if table is None:
+        return []
+    bad = table.rows[:, Column.NONFINITE] > 0
+    if Column.SQUARE_SUM in table.columns:
+        bad |= ~table.rows[:, Column.SQUARE_SUM].isfinite()
+    return [name for name, is_bad in zip(table.names, bad.tolist(), strict=True) if is_bad]
+
+
+def spoiled_between(tables: Mapping[str, StatsTable]) -> tuple[str, ...]:
+    """The tensors that hold NaN or Inf as the optimizer used them, if no gradient did when the backward passes ended."""
+    before, after = tables.get(GRADIENT_BEFORE_CLIP), tables.get(GRADIENT)
+    if before is None or after is None or not after.sums[Column.NONFINITE] or before.sums[Column.NONFINITE]:
+        return ()
+    return tuple(name for name, bad in zip(after.names, after.rows[:, Column.NONFINITE].tolist(), strict=True) if bad)
+
+
+def brings_others(before: StatsTable | None, after: StatsTable) -> bool:
+    """Whether the optimizer used gradients of tensors for which no backward pass brought any."""
+    return before is None or not set(after.names) <= set(before.names)
+
+
+def are_others(before: StatsTable, after: StatsTable, were_others: bool, rounding: float) -> bool:
+    """Whether gradients that took the place of those of the backward passes are neither these scaled nor these clipped.
+
+    A scaling makes all tensors longer or shorter alike, and no clip makes a tensor longer.
+
+    Args:
+        before: as the backward passes brought them.
+        after: as they were used.
+        were_others: they were others in earlier steps, so that they are again, though all of them may be shorter by chance.
+        rounding: relative rounding of the gradients in between.
+    """
+    if brings_others(before, after) or Column.SQUARE_SUM not in before.columns & after.columns:
+        return False
+    place = {name: row for row, name in enumerate(before.names)}
+    squares = before.rows[[place[name] for name in after.names], Column.SQUARE_SUM], after.rows[:, Column.SQUARE_SUM]
+    known = squares[0].isfinite() & squares[1].isfinite() & ((squares[0] > 0) | (squares[1] > 0))
+    factors = (squares[1][known] / squares[0][known]).sqrt()
+    slack = 1 + max(_SAME, _ROUNDINGS * rounding)
+    if not len(factors) or not bool(factors.max() > slack * factors.min()):
+        return False
+    return were_others or bool(factors.max() > slack)

@@ -251,8 +251,8 @@ class FollowedLoop(LoopDriver):
             active.buffer.end_rows()
         return self.machine.optimizers.closure_ended(id(optimizer))
 
-    def closure_raised(self, optimizer: Optimizer) -> None:
-        self.machine.optimizers.closure_raised(id(optimizer))
+    def closure_raised(self, optimizer: Optimizer, error: str) -> None:
+        self.machine.optimizers.closure_raised(id(optimizer), error)
 
     def step_ended(self, optimizer: Optimizer, found_inf: Tensor | None, within: bool) -> None:
         self.hooks.stretch.step_followed()

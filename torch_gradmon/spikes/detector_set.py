@@ -8,9 +8,11 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import replace
 
 from ..core.errors import WarningLog
-from ..core.keys import PARAMETER_SOURCES, SPIKE_SCORE, SUMMARY, Key, parse_key, shared_key
+from ..core.keys import GRADIENT, PARAMETER_SOURCES, SPIKE_SCORE, SUMMARY, Key, parse_key, shared_key
+from ..core.moments import Column
 from ..core.records import SpikeEvent, StepRecord
 from ..core.step_values import StepValues
+from ..step.reasons import not_applied
 from ..step.summary_keys import DOCUMENTATION
 from .detector import SpikeDetector
 from .explanations import Explanations
@@ -22,6 +24,9 @@ from .verdicts import Verdict
 #: The signal whose score is the whole-model value ``gradmon/spike_score``.
 MAIN_SIGNAL = "grad_norm"
 MAIN_SCORE = Key(SUMMARY, "", "spike_score")
+#: The norm of the gradients that the optimizer used. Its only spikes are NaN and Inf that came in after the backward pass: as a clip bounds
+#: it, nothing else shows there.
+USED_SIGNAL = "grad_norm_clipped"
 #: Steps without a value after which a signal is reported: of a whole-model value, which may be missing in the first steps, and of a logged
 #: one, which may be logged rarely.
 _PATIENCE, _LONG_PATIENCE = 3, 200
@@ -74,10 +79,11 @@ class DetectorSet:
         if self.detectors:
             self.history.gradients.add(record.step, record.tables)
         counts = record.applied or bool(record.skipped)  # a step that overflowed is the scaler's affair
-        self.follow_up.step_ended(applied=counts)
+        if not record.interrupted:
+            self.follow_up.step_ended(applied=counts)
         self._waiting = {name: (detector, set()) for name, detector in self.detectors.items()} if counts else {}
         if not counts:
-            absent[SUMMARY, "spike_score"] = "the step was not applied"
+            absent[SUMMARY, "spike_score"] = not_applied(record.context)
 
     def predict(self, record: StepRecord, whole: Mapping[str, float]) -> list[SpikeEvent]:
         """The events that :meth:`detect` will find in the values known so far. Nothing is learned."""
@@ -89,6 +95,8 @@ class DetectorSet:
                 verdicts = _verdicts(detector, record.step, values, learns=False)
                 events.extend(self._events(detector, record.step, values, verdicts))
                 self.predicted |= values.keys()
+                if name == MAIN_SIGNAL:
+                    self.predicted.add(USED_SIGNAL)  # the decision counts NaN and Inf by itself
             except Exception as error:  # of a user's rule; the other detectors go on
                 self._switch_off(name, error)
         return events
@@ -121,9 +129,12 @@ class DetectorSet:
         events: list[SpikeEvent] = []
         for name, (detector, done) in list(self._waiting.items()):
             try:
+                is_first = not done
                 values = self._new_values(detector, done, record, whole)
                 verdicts = _verdicts(detector, record.step, values)
                 events.extend(self._events(detector, record.step, values, verdicts))
+                if is_first and values and name == MAIN_SIGNAL and self.history.gradients.spoiled:
+                    events.append(self._spoiled_between(detector, record))
             except Exception as error:  # of a user's rule; it must not cost the record
                 self._switch_off(name, error)
                 continue
@@ -133,10 +144,18 @@ class DetectorSet:
                     scores[key] = verdict.score
                 else:
                     absent[key.source, key.metric or key.name] = _NO_SCORE
+        if self.explanations.awaits_loss:
+            record = self.explanations.revised(record)
         if not scores and not events:
             return record, []
         events = self.explanations.explained(events, record)
         return replace(record, values=StepValues.of(record.values).updated(scores), events=(*record.events, *events)), events
+
+    def _spoiled_between(self, detector: SpikeDetector, record: StepRecord) -> SpikeEvent:
+        """Backward has left gradients finite, but what the optimizer uses is not."""
+        value = math.sqrt(record.tables[GRADIENT].sums[Column.SQUARE_SUM])
+        value = value if not math.isfinite(value) else math.nan  # squares of some tensors only
+        return SpikeEvent(record.step, USED_SIGNAL, value, math.inf, float(detector.rule.threshold), f"{USED_SIGNAL} is {value}")
 
     def _events(
         self, detector: SpikeDetector, step: int, values: Mapping[str, float], verdicts: Mapping[str, Verdict]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from ..core.loss_keys import loss_in
@@ -27,6 +28,8 @@ class Explanations:
         self._history, self._follow_up = history, follow_up
         self._fetch_recorded: Callable[[], Sequence[StepRecord]] = tuple
         self._fetched: list[StepRecord] = []
+        #: the last spike is NaN or Inf, and was explained before the loss of its step was logged
+        self.awaits_loss = False
 
     def fetch_from(self, fetch_recorded: Callable[[], Sequence[StepRecord]]) -> None:
         """Fetch the records of earlier, unmonitored steps there when a spike starts."""
@@ -44,9 +47,29 @@ class Explanations:
                 self._fetched.append(earlier)
                 self._history.gradients.backfill(earlier.step, earlier.tables)
         if any(map(self._follow_up.is_largest, events)):  # a spike that shrinks is explained already
-            suspects = self._history.at_spike(record.step, max(map(size, events)))
-            cause = spike_cause(suspects, record.step, loss_in(record.values))
-            context = record.context
-            causes = (cause.words, rank_norms_text(context.get("batch_norms", {})), rows_text(context.get("rows", {})))
-            events = [replace(event, where="; ".join(filter(None, causes))) for event in events]
+            largest, loss = max(map(size, events)), loss_in(record.values)
+            self.awaits_loss = loss is None and largest == math.inf
+            events = self._with_causes(events, record, largest, loss)
         return [replace(event, action=record.context.get("action", "")) for event in events]
+
+    def _with_causes(
+        self, events: Iterable[SpikeEvent], record: StepRecord, largest: float, loss: float | None
+    ) -> list[SpikeEvent]:
+        suspects, context = self._history.at_spike(record.step, largest), record.context
+        before = self._follow_up.complete
+        comes_late = before is not None and loss_in(before.values) is not None
+        cause = spike_cause(suspects, record.step, loss, is_open=comes_late)
+        causes = (cause.words, rank_norms_text(context.get("batch_norms", {})), rows_text(context.get("rows", {})))
+        return [replace(event, where="; ".join(filter(None, causes))) for event in events]
+
+    def revised(self, record: StepRecord) -> StepRecord:
+        """The same record, with what its loss, logged after the end of the step, tells about NaN and Inf in it."""
+        infinite = [event for event in record.events if size(event) == math.inf]
+        if not infinite or (loss := loss_in(record.values)) is None:
+            self.awaits_loss = bool(infinite)
+            return record
+        self.awaits_loss = False
+        events = self._with_causes(record.events, record, math.inf, loss)
+        if any(map(self._follow_up.is_new, infinite)) and events[0].where != record.events[0].where:
+            self._follow_up.add_report(f"step {record.step}: {events[0].where}")
+        return replace(record, events=tuple(events))

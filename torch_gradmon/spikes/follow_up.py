@@ -21,6 +21,7 @@ class FollowUp:
 
     Attributes:
         rejected: consecutive steps that were not applied.
+        complete: the last record that nothing more can come for.
     """
 
     def __init__(self) -> None:
@@ -29,10 +30,13 @@ class FollowUp:
         self._recovery = RecoveryTracker()
         self._largest: dict[str, float] = {}  # by signal that spiked in the step before, its largest spike without a break
         self._origin_reported = False
+        self.complete: StepRecord | None = None
+        self._added: list[str] = []
 
     def is_new(self, event: SpikeEvent) -> bool:
-        """Whether the signal did not spike in the step before."""
-        return event.signal not in self._largest
+        """Whether the signal did not spike in the step before. NaN and Inf pass from one signal to all others."""
+        goes_on = not math.isfinite(event.value) and math.inf in self._largest.values()
+        return event.signal not in self._largest and not goes_on
 
     def is_largest(self, event: SpikeEvent) -> bool:
         """Whether the signal had no spike as large in the steps directly before."""
@@ -68,7 +72,12 @@ class FollowUp:
             if self.is_new(event):
                 self._recovery.follow(event)
         self._largest = {signal: max(size(event), self._largest.get(signal, 0.0)) for signal, event in spikes.items()}
-        return [*self._origin(record), *recovered]
+        self.complete, added, self._added = record, self._added, []
+        return [*added, *self._origin(record), *recovered]
+
+    def add_report(self, text: str) -> None:
+        """Something to report with the next record that is complete."""
+        self._added.append(text)
 
     def _origin(self, record: StepRecord) -> Iterator[str]:
         """Where NaN or Inf began, once for consecutive steps with any."""

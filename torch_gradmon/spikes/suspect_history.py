@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..core.keys import GRADIENT, GRADIENT_BEFORE_CLIP, parse_key
 from ..core.moments import Column
-from ..core.records import StatsTable
+from ..core.records import StatsTable, spoiled_between
 from .suspects import REMEMBERED, ParameterAttribution, ranked
 from .verdicts import Verdict
 
@@ -19,16 +21,24 @@ from .verdicts import Verdict
 _SPIKES = 100
 
 
+class _Known(NamedTuple):
+    step: int
+    table: StatsTable
+    spoiled: tuple[str, ...] = ()  # the gradients that became NaN or infinite after the backward pass
+
+
 class GradientNormHistory:
     """The statistics of the gradients of the last steps.
 
-    Gradients before clipping are used if there are any. From then on steps without them are ignored, so that clipped norms are never
-    compared with unclipped ones.
+    Gradients before clipping are used if there are any, since a clip makes a step that stands out like all others. From then on steps
+    without them are ignored, so that clipped norms are never compared with unclipped ones. NaN and Inf count at either stage.
     """
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[int, StatsTable]] = deque(maxlen=REMEMBERED)
+        self._steps: deque[_Known] = deque(maxlen=REMEMBERED)
         self._unclipped = False
+        #: of the step that was added last, the gradients that became NaN or infinite after the backward pass
+        self.spoiled: tuple[str, ...] = ()
 
     def add(self, step: int, tables: Mapping[str, StatsTable]) -> None:
         """Add the gradients among ``tables``. A repeated step, as after a rollback, replaces all later ones."""
@@ -38,12 +48,13 @@ class GradientNormHistory:
             self._steps.clear()
         table = before if self._unclipped else tables.get(GRADIENT)
         self.rewind(step)
+        self.spoiled = spoiled_between(tables)
         if table is not None and Column.SQUARE_SUM in table.columns:
-            self._steps.append((step, table))
+            self._steps.append(_Known(step, table, self.spoiled))
 
     def rewind(self, step: int) -> None:
         """Discard ``step`` and later steps."""
-        while self._steps and self._steps[-1][0] >= step:
+        while self._steps and self._steps[-1].step >= step:
             self._steps.pop()
 
     def backfill(self, step: int, tables: Mapping[str, StatsTable]) -> None:
@@ -51,12 +62,12 @@ class GradientNormHistory:
         table = tables.get(self.source)
         if table is None or Column.SQUARE_SUM not in table.columns or self.table(step) is not None:
             return
-        steps = sorted([*self._steps, (step, table)], key=lambda known: known[0])
+        steps = sorted([*self._steps, _Known(step, table)], key=lambda known: known.step)
         self._steps = deque(steps[-REMEMBERED:], maxlen=REMEMBERED)
 
     def table(self, step: int) -> StatsTable | None:
         """The statistics of one step, or None."""
-        return next((table for known, table in self._steps if known == step), None)
+        return next((known.table for known in self._steps if known.step == step), None)
 
     @property
     def source(self) -> str:
@@ -65,12 +76,16 @@ class GradientNormHistory:
 
     def suspects(self, step: int) -> list[ParameterAttribution]:
         """The parameters in order of suspicion, see :func:`ranked`; empty if ``step`` is unknown."""
-        known = [(number, table) for number, table in self._steps if number <= step]
-        if not known or known[-1][0] != step:
+        known = [each for each in self._steps if each.step <= step]
+        if not known or known[-1].step != step:
             return []
-        table, numbers = known[-1][1], [number for number, _ in known]
-        norms, spoiled = (torch.stack(rows) for rows in zip(*(_aligned(other, table) for _, other in known), strict=True))
-        return ranked(numbers, table.names, norms, spoiled, is_part=table.is_part)
+        table, numbers, spoiled_after = known[-1].table, [each.step for each in known], set(known[-1].spoiled)
+        norms, spoiled = (torch.stack(rows) for rows in zip(*(_aligned(each.table, table) for each in known), strict=True))
+        found = ranked(numbers, table.names, norms, spoiled, is_part=table.is_part)
+        if not spoiled_after:
+            return found
+        marked = [replace(each, is_spoiled_after=each.name in spoiled_after) for each in found]
+        return sorted(marked, key=lambda each: not each.is_spoiled_after)
 
 
 class SuspectHistory:

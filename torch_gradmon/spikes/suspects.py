@@ -36,6 +36,7 @@ class ParameterAttribution:
             usual without this parameter. Else None.
         nonfinite: number of NaN and infinite elements.
         place: in the order of the model's parameters.
+        is_spoiled_after: its gradient was finite when the backward pass ended, and NaN or infinite when the optimizer used it.
     """
 
     name: str
@@ -46,6 +47,7 @@ class ParameterAttribution:
     since: int | None
     nonfinite: int
     place: int
+    is_spoiled_after: bool = False
 
     @property
     def factor(self) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 
 from ..core import keys as n
-from ..core.records import StatsTable
+from ..core.records import StatsTable, brings_others
 from .clip_window import WINDOW, ClipWindow
 from .gradient_summary import norm_of
 from .summary_keys import StepFacts
@@ -60,11 +60,6 @@ class ClipSummary:
             return {"grad_norm_clipped": norm_of(after)}
         absent.update(dict.fromkeys(_KEYS, reason))
         return {}
-
-
-def brings_others(before: StatsTable | None, after: StatsTable) -> bool:
-    """Whether the optimizer uses gradients that no backward pass has brought."""
-    return before is None or not set(after.names) <= set(before.names)
 
 
 def _nothing_clipped(steps: int) -> str:

@@ -16,6 +16,7 @@ from .buffer import PendingReadback, StepBuffer
 from .head_values import head_values
 from .layer_values import LayerSelection
 from .model_index import ModelIndex
+from .reasons import OTHERS
 from .record_builder import assemble
 from .registry import Registry
 from .summary import Summary
@@ -41,6 +42,7 @@ class PendingStep:
         late: merges values that were logged after its end.
         late_readback: these on their way to the host, once the next step has begun.
         refusals_after: steps neither monitored nor applied, between this one and the next monitored one.
+        interruptions_after: those of them that the loop left by an error.
     """
 
     readback: PendingReadback
@@ -55,6 +57,7 @@ class PendingStep:
     late: StepBuffer | None = None
     late_readback: PendingReadback | None = None
     refusals_after: int = 0
+    interruptions_after: int = 0
 
     @property
     def step(self) -> int:
@@ -67,9 +70,10 @@ class PendingStep:
             self.late = self.readback.buffer.scalars()
         self.late.absorb(late)
 
-    def count_refusal_after(self) -> None:
+    def count_refusal_after(self, is_interrupted: bool) -> None:
         """A step after this one was neither monitored nor applied."""
         self.refusals_after += 1
+        self.interruptions_after += is_interrupted
 
     def seal(self) -> None:
         """The next step begins: copy late values to the host now, while they are not yet behind its work."""
@@ -82,6 +86,11 @@ class PendingStep:
         tables, custom, noted = self.readback.land()
         summary.count_rejected(int(noted.pop("unseen_refusals", 0)))
         edited, found_inf = noted.pop("edited", None), bool(noted.pop("found_inf", 0))
+        rounding = noted.pop("rounding", 0.0)
+        if noted.pop("replaced", 0) and summary.sets_others(tables, rounding):
+            tables.pop(n.GRADIENT_BEFORE_CLIP, None)
+            custom = {key: value for key, value in custom.items() if key.source != n.GRADIENT_BEFORE_CLIP}
+            buffer.absent[n.GRADIENT_BEFORE_CLIP, ""] = OTHERS
         facts = StepFacts(
             buffer.step,
             applied=not self.active.is_overflowed and not found_inf and not self.active.is_skipped,
@@ -92,11 +101,13 @@ class PendingStep:
             matrices=self.inventory.matrices.keys(),
             groups=self.groups,
             refused={**self._unplanned(), **{s: why for (s, name), why in buffer.absent.items() if not name}, **buffer.refused},
-            rounding=noted.pop("rounding", 0.0),
+            rounding=rounding,
             context=self._context(noted),
             ranks=self.ranks,
-            refusal=(self.active.is_overflowed and self.inventory.source.searches_scale()) or found_inf,
-            nonfinite=_is_spoiled(tables.get(n.GRADIENT_BEFORE_CLIP)),
+            refusal=(self.active.is_overflowed and not self.active.is_interrupted and self.inventory.source.searches_scale())
+            or found_inf,
+            is_interrupted=self.active.is_interrupted,
+            nonfinite=any(_is_spoiled(tables.get(source)) for source in (n.GRADIENT_BEFORE_CLIP, n.GRADIENT)),
             attached=self.attached,
         )
         if self.cost is not None and "overhead_pct" in summary.choice.keys:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
+from typing import Any
 
 from ..core import keys as n
 from ..core.keys import Key
@@ -15,11 +16,22 @@ from .layer_values import LayerSelection
 from .model_index import ModelIndex
 from .plan import SourcePlan
 
+
+def not_applied(context: Mapping[str, Any]) -> str:
+    """Why what the optimizer would have changed has no value; ``context`` is that of the record."""
+    why = context.get("interrupted")
+    return f"the step was not applied: {why}" if why else "the step was not applied"
+
+
 FROZEN = "it is frozen: its requires_grad is False"
 #: What makes gradients before clipping known where no hook sees them: those of a backward pass, and those that the optimizer got otherwise.
 CLIP_SEEN = "clip with monitor.clip_grad_norm_, or call monitor.monitor_gradients(before_clip=True) before you clip"
 SET_BY_HAND = (
     "if the loop sets gradients itself, call monitor.monitor_gradients(before_clip=True) once they are set, before any clip"
+)
+OTHERS = (
+    "the optimizer used other gradients than those of the last backward pass, and no multiple of them: the loop has set them itself; call "
+    "monitor.monitor_gradients(before_clip=True) once they are set, before any clip"
 )
 _OF_GRADIENTS = frozenset({n.GRADIENT, n.GRADIENT_BEFORE_CLIP, n.GRADIENT_LOCAL})
 _OF_OPTIMIZERS = frozenset({n.UPDATE, n.OPTIMIZER})

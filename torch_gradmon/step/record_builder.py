@@ -16,7 +16,7 @@ from ..statistics import histogram, kurtosis, spectrum
 from .layer_values import LayerSelection
 from .micro_batches import norms_by_rank
 from .plan import SourcePlan
-from .reasons import CLIP_SEEN, FROZEN, ReasonContext, of_layers
+from .reasons import CLIP_SEEN, FROZEN, ReasonContext, not_applied, of_layers
 from .summary import Summary
 from .summary_keys import StepFacts
 from .summary_keys import key as summary_key
@@ -58,7 +58,7 @@ def assemble(
         tables.pop(n.UPDATE, None)
         custom = {key: value for key, value in custom.items() if key.source != n.UPDATE}
     if not facts.applied:
-        absent[n.UPDATE, ""] = absent[n.OPTIMIZER, ""] = "the step was not applied"
+        absent[n.UPDATE, ""] = absent[n.OPTIMIZER, ""] = not_applied(facts.context)
     undefined = {
         key: why
         for key, value in custom.items()

@@ -7,11 +7,11 @@ from typing import Any
 
 from ..core import keys as n
 from ..core.metric import ASKED_LATE
-from ..core.records import StatsTable
-from .clip_summary import ClipSummary, brings_others
+from ..core.records import StatsTable, are_others, brings_others
+from .clip_summary import ClipSummary
 from .gradient_summary import DISTRIBUTION, gradient_values, norm_of
 from .micro_batches import MicroBatchStats
-from .reasons import CLIP_SEEN, SET_BY_HAND
+from .reasons import CLIP_SEEN, SET_BY_HAND, not_applied
 from .summary_choice import SummaryChoice
 from .summary_keys import CHEAP, OF_GRADIENTS, UPDATE_EVERY, UPDATE_KEYS, StepFacts
 from .update_summary import rows_of, update_values
@@ -25,14 +25,16 @@ class Summary:
 
     Attributes:
         not_applied: the number of steps that were not applied.
+        interrupted: the number of those that the loop left by an error.
         nonfinite: the number of steps whose gradients held NaN or Inf.
     """
 
     def __init__(self, choice: SummaryChoice) -> None:
         self.choice = choice
-        self.not_applied = self.nonfinite = 0
+        self.not_applied = self.interrupted = self.nonfinite = 0
         self._batches: MicroBatchStats | None = None
         self._clips = ClipSummary()
+        self._sets_others = False
 
     def add_batches(self, batches: MicroBatchStats) -> None:
         """Show values of the gradients of micro-batches."""
@@ -45,10 +47,20 @@ class Summary:
         found._clips.window.extend(self._clips.window)
         return found
 
-    def count_rejected(self, steps: int) -> None:
-        """Count ``steps`` unmeasured steps that a GradScaler did not apply."""
+    def count_rejected(self, steps: int, interrupted: int = 0) -> None:
+        """Count ``steps`` unmeasured steps that were not applied: by a GradScaler, or since the loop left ``interrupted`` of them by an
+        error.
+        """
         self.not_applied += steps
-        self.nonfinite += steps
+        self.interrupted += interrupted
+        self.nonfinite += steps - interrupted
+
+    def sets_others(self, tables: Mapping[str, StatsTable], rounding: float) -> bool:
+        """Whether the gradients that the loop has put in the place of those of the backward passes are its own, see :func:`are_others`."""
+        before, after = tables.get(n.GRADIENT_BEFORE_CLIP), tables.get(n.GRADIENT)
+        if before is not None and after is not None:
+            self._sets_others = are_others(before, after, self._sets_others, rounding)
+        return self._sets_others
 
     def compute(
         self,
@@ -69,6 +81,7 @@ class Summary:
         """
         values: dict[str, float] = {}
         self.not_applied += not facts.applied
+        self.interrupted += facts.is_interrupted
         values["steps_not_applied"] = float(self.not_applied)
         self._gradients(values, tables.get(n.GRADIENT_BEFORE_CLIP), tables.get(n.GRADIENT), facts, absent)
         self.nonfinite += facts.nonfinite or facts.refusal
@@ -82,7 +95,7 @@ class Summary:
         if facts.step % self.choice.update_every:  # a user's metric may have measured updates of some layers
             absent.update(dict.fromkeys(UPDATE_KEYS, f"updates are measured on every {UPDATE_EVERY}th step"))
         elif not facts.applied:
-            absent.update(dict.fromkeys(UPDATE_KEYS, "the step was not applied"))
+            absent.update(dict.fromkeys(UPDATE_KEYS, not_applied(facts.context)))
         elif (update := tables.get(n.UPDATE)) is None or base is None:
             reason = "no attached optimizer changed a parameter"
             absent.update(dict.fromkeys(UPDATE_KEYS, facts.refused.get(n.UPDATE, reason)))
@@ -122,12 +135,13 @@ class Summary:
     def state_dict(self) -> dict[str, Any]:
         """Counters and the clipping window, as plain numbers."""
         batches = {} if self._batches is None else {"batches": self._batches.state_dict()}
-        counts = {"not_applied": self.not_applied, "nonfinite": self.nonfinite}
+        counts = {"not_applied": self.not_applied, "interrupted": self.interrupted, "nonfinite": self.nonfinite}
         return {**counts, "clips": self._clips.window.state(), **batches}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
         self.not_applied, self.nonfinite = int(state["not_applied"]), int(state.get("nonfinite", 0))
+        self.interrupted = int(state.get("interrupted", 0))
         self._clips.window.load(state["clips"])
         if self._batches is not None and "batches" in state:
             self._batches.load_state_dict(state["batches"])

@@ -26,7 +26,8 @@ DOCUMENTATION = {
     "update_ratio_p10": "10th percentile of the update ratio over parameters of two or more dimensions",
     "update_ratio_p90": "90th percentile of the update ratio over parameters of two or more dimensions",
     "spike_score": "how far grad_norm lies above normal, in robust standard deviations of its logarithm",
-    "steps_not_applied": "steps so far that were not applied (infinite gradients under a GradScaler, or skipped after a spike)",
+    "steps_not_applied": "steps so far that were not applied (infinite gradients under a GradScaler, skipped after a spike, or "
+    "left by an error)",
     "grad_mean": "mean of all gradient elements before clipping",
     "grad_std": "population standard deviation of all gradient elements before clipping",
     "grad_sparsity": "share of the finite gradient elements before clipping with |x| <= eps",
@@ -71,7 +72,8 @@ class StepFacts:
         context: learning rates and the like, for the record.
         ranks: number of ranks over which values of batches are merged.
         refusal: a GradScaler did not let the optimizer apply it.
-        nonfinite: a gradient measured before clipping holds NaN or Inf.
+        is_interrupted: the loop left it by an error before it was applied.
+        nonfinite: a gradient holds NaN or Inf, before clipping or as the optimizer uses it.
         attached: hooks on optimizers took part.
     """
 
@@ -87,6 +89,7 @@ class StepFacts:
     context: Mapping[str, Any] = field(default_factory=dict)
     ranks: int = 1
     refusal: bool = False
+    is_interrupted: bool = False
     nonfinite: bool = False
     attached: bool = False
     rounding: float = 0.0

@@ -45,7 +45,7 @@ CONSEQUENCES: Mapping[str, frozenset[str]] = {
     | _ATTENTION
     | _DEPTH
     | {"update-ratio-high", "gradient-dropped-to-zero", "always-clipped", "spike"},
-    "exploding-gradients": _DISORDER | _ATTENTION | {"always-clipped"},
+    "exploding-gradients": _DISORDER | _ATTENTION | _RATES | {"always-clipped", "spike"},
     "weight-growth": _STANDSTILL | _UNITS | _ATTENTION | {"loss-divergence"},
     "never-clipped": _DISORDER | _UNITS,
     "always-clipped": _STANDSTILL | {"learning-rate-low"},

@@ -23,7 +23,7 @@ from ...spikes.suspects import ParameterAttribution
 from ..run import Run
 from .findings import Finding
 from .learning import Learning, learning, spread
-from .series import Matrix, Series
+from .series import GradientEdit, Matrix, Series
 
 #: Steps of a long run that are looked at: the first, the last, those around spikes, and evenly spaced ones.
 MOST = 400
@@ -78,6 +78,7 @@ class History:
         self.place = place
         self._recorded, self._suspects = steps, suspects
         self._chance, self.groups, self.frozen, self.acts = dict(chance or {}), list(groups), frozenset(frozen), acts
+        self.is_cut = False  # the rest, whose parameters are NaN or infinite, was left out
         self._matrices: dict[tuple[str, str], Matrix | None] = {}
 
     @classmethod
@@ -108,7 +109,15 @@ class History:
         if last == len(self.records):
             return self
         kept = self.records[:last], self.events, self.facts, self.matrices, self.kinds, self.place
-        return History(*kept, self._recorded, self._suspects, self._chance, self.groups, self.frozen, self.acts)
+        found = History(*kept, self._recorded, self._suspects, self._chance, self.groups, self.frozen, self.acts)
+        found.is_cut = True
+        return found
+
+    @property
+    def died(self) -> bool:
+        """Whether NaN or Inf ended it: what can be known of it, its few steps have to show."""
+        ends = (series.values[-1] for series in (self.loss, self.series("grad_norm")) if len(series))
+        return self.is_cut or not all(map(math.isfinite, ends))
 
     @property
     def steps(self) -> list[int]:
@@ -162,6 +171,13 @@ class History:
         is_other = known is not None and logged is not None and abs(logged - known) > _AGREES * abs(known)
         return {} if is_other else self._chance
 
+    @property
+    def backward_over_logged(self) -> float:
+        """By what the loss that goes backward is larger than the logged one, as a sum is than a mean; 1 if that is unknown."""
+        known, step = self._chance.get("went backward", 0.0), self._chance.get("step")
+        logged = next((value for at, value in zip(self.loss.steps, self.loss.values, strict=True) if at == step), 0.0)
+        return known / logged if known > (1 + _AGREES) * logged > 0 else 1.0
+
     @cached_property
     def learning(self) -> Learning:
         """The trend of the loss. That of a model which gets other data when it is better need not fall."""
@@ -213,10 +229,40 @@ class History:
         series = self.series(name)
         return Series.of(pair for pair in zip(series.steps, series.values, strict=True) if pair[0] not in not_applied)
 
+    @cached_property
+    def edit(self) -> GradientEdit:
+        """What the loop does to gradients between backward and the optimizer's step."""
+        kept = self.ratio(n.GRADIENT, n.GRADIENT_BEFORE_CLIP)
+        return GradientEdit.of(self.series("grad_norm").finite, self.series("grad_norm_clipped").finite, kept)
+
     def gradients(self, metric: str) -> Matrix | None:
-        """A metric of the gradients before clipping; after clipping if only those are known."""
+        """A metric of the gradients that backward brings, for rules that compare layers or look for outliers, which a clip would hide; of
+        those that the optimizer used if only these are known.
+        """
         before = self.matrix(n.GRADIENT_BEFORE_CLIP, metric)
         return self.matrix(n.GRADIENT, metric) if before is None else before
+
+    def used_gradients(self, metric: str) -> Matrix | None:
+        """A metric of the gradients that the optimizer used, for rules that compare them with what it made of them; of those that backward
+        brings if only these are known.
+        """
+        after = self.matrix(n.GRADIENT, metric)
+        return self.matrix(n.GRADIENT_BEFORE_CLIP, metric) if after is None else after
+
+    def unclipped_norms(self) -> Matrix | None:
+        """The norms of the gradients that a clip gets, or would get, for rules that compare them with the loss: those of
+        :meth:`gradients`, times what the loop scales them by.
+        """
+        norms = self.gradients("norm")
+        if norms is None or not self.edit.scales or n.GRADIENT_BEFORE_CLIP not in {s for r in self.records for s in r.tables}:
+            return norms
+        scales = norms.values.new_tensor([self.edit.scales.get(step, 1.0) for step in norms.steps])
+        return Matrix(norms.steps, norms.names, norms.values * scales[:, None])
+
+    @property
+    def unclipped_norm(self) -> Series:
+        """``grad_norm`` in the same way."""
+        return self.edit.before_clip(self.series("grad_norm"))
 
     @cached_property
     def always_reached(self) -> frozenset[str]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...core import keys as n
 from .history import History
-from .series import Series, clip_bound, scales_alike
+from .series import Series
 
 #: A warm-up starts below this share of the largest learning rate.
 _BEGINS = 0.5
@@ -17,7 +16,7 @@ class Precautions:
     """What the training already does.
 
     Attributes:
-        clips: whether the loop clips gradients, or otherwise changes them, between backward and step.
+        clips: whether a clip has made gradients smaller; one whose bound no norm reaches, or that is infinite, is none.
         bound: the norm to which they are clipped; None if clipped steps have none in common.
         adaptive: whether the limit of the clip follows the gradients.
         scale: last scale of a GradScaler; None without one.
@@ -39,15 +38,13 @@ class Precautions:
     @classmethod
     def of(cls, history: History) -> Precautions:
         """Those of a run, from its records."""
-        after = history.series("grad_norm_clipped")
         rates = _rates(history)
         scales = [scale for record in history.records if (scale := record.context.get("amp_scale")) is not None]
         adaptive = any(len(history.series(name)) for name in ("clip_limit", "clipped_parameters"))
-        bound = None if adaptive else clip_bound(history.series("grad_norm").finite, after.finite)
-        if bound is not None and not scales_alike(history.ratio(n.GRADIENT, n.GRADIENT_BEFORE_CLIP)):
-            bound = None  # of single parameters or elements, and not of the norm of all gradients together
+        bound = None if adaptive else history.edit.bound
+        shares = history.series("clipped_share")
         return cls(
-            clips=adaptive or bool(len(after)) or bool(len(history.series("clipped_share"))),
+            clips=adaptive or bound is not None or any(share > 0 for share in shares.values),
             bound=bound,
             adaptive=adaptive,
             scale=float(scales[-1]) if scales else None,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -74,14 +74,74 @@ class Series:
         return lower_median(self.finite.values)
 
 
+#: Norms or factors that differ by less than this part are the same, as far as rounding goes.
+_SAME = 1e-3
+#: The fewest steps, and the smallest share of them, that have a factor or a bound in common.
+_FEW, _OFTEN = 3, 0.1
+
+
 def clip_bound(before: Series, after: Series) -> float | None:
-    """The norm to which gradients are clipped, if most clipped steps have it in common."""
+    """The norm to which gradients are clipped: most of the clipped steps have it in common, or many have it and none has more."""
     clipped = dict(zip(after.steps, after.values, strict=True))
     pairs = [(b, clipped[s]) for s, b in zip(before.steps, before.values, strict=True) if s in clipped]
-    cut = [a for b, a in pairs if math.isfinite(b) and a < 0.999 * b]
-    usual = lower_median(cut)
-    same = sum(abs(a - usual) <= 1e-3 * usual for a in cut)
-    return usual if cut and same > len(cut) / 2 else None
+    cut = [a for b, a in pairs if math.isfinite(b) and a < (1 - _SAME) * b]
+    if not cut:
+        return None
+    usual, most = lower_median(cut), max(cut)
+    if sum(abs(a - usual) <= _SAME * usual for a in cut) > len(cut) / 2:
+        return usual
+    return most if sum(a >= (1 - _SAME) * most for a in cut) >= max(_FEW, _OFTEN * len(cut)) else None
+
+
+@dataclass(frozen=True)
+class GradientEdit:
+    """What the loop does to the norm of the whole gradient between backward and the optimizer's step: a clip, a scaling, or both.
+
+    Attributes:
+        bound: the norm that a clip leaves at most; None without one.
+        scales: by step, the factor that is no clip, such as one over the number of tokens of a summed loss; 1 in steps that it lacks.
+    """
+
+    bound: float | None = None
+    scales: Mapping[int, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, before: Series, after: Series, kept: Matrix | None) -> GradientEdit:
+        """From the norms of all gradients, and the norms of tensors after over before, if they are known.
+
+        A factor that steps of different norms have in common is a scaling, and a norm that they have in common a bound. Where factors
+        are all different, and no norms alike, the scaling is another one in each step.
+        """
+        used = {step: value for step, value in zip(after.steps, after.values, strict=True) if 0 < value < math.inf}
+        pairs = [(s, b, used[s]) for s, b in zip(before.steps, before.values, strict=True) if s in used and 0 < b < math.inf]
+        if not pairs or not scales_alike(kept):
+            return cls()  # of single parameters or elements, and not of the norm of all gradients together
+        factor = _common_factor([(a / b, b) for _, b, a in pairs])
+        if factor is not None:
+            scaled = Series.of((step, b * factor) for step, b, _ in pairs)
+            return cls(clip_bound(scaled, after), dict.fromkeys(before.steps, factor) if abs(factor - 1) > _SAME else {})
+        bound = clip_bound(before, after)
+        free = {step: a / b for step, b, a in pairs if bound is None or a < (1 - _SAME) * bound}
+        usual = lower_median(free.values()) if free else 1.0
+        return cls(bound, {step: free.get(step, usual) for step in before.steps})
+
+    def before_clip(self, norms: Series) -> Series:
+        """The norms that a clip gets, from those that backward brings."""
+        return Series.of((step, norm * self.scales.get(step, 1.0)) for step, norm in zip(norms.steps, norms.values, strict=True))
+
+
+def _common_factor(factors: Sequence[tuple[float, float]]) -> float | None:
+    """The factor, after over before, that most steps have in common, if their norms before differ; None if it is in too few of them."""
+    best: list[tuple[float, float]] = []
+    ordered = sorted(factors)
+    first = 0
+    for last, (factor, _) in enumerate(ordered):
+        while ordered[first][0] < (1 - _SAME) * factor:
+            first += 1
+        best = max(best, ordered[first : last + 1], key=len) if last - first >= len(best) else best
+    norms = [norm for _, norm in best]
+    is_common = len(best) >= max(min(_FEW, len(ordered)), _OFTEN * len(ordered)) and max(norms) > (1 + 2 * _SAME) * min(norms)
+    return lower_median(factor for factor, _ in best) if is_common else None
 
 
 def scales_alike(kept: Matrix | None) -> bool:

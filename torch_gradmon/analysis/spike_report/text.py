@@ -40,6 +40,7 @@ def explain(source: StepSource, step: int | None = None) -> str:
 def _heading(report: SpikeReport) -> Iterator[str]:
     context = dict(report.context)
     action, skipped, _ = context.pop("action", ""), context.pop("skipped", ""), context.pop("in_a_row", 0)
+    interrupted = context.pop("interrupted", "")
     if not report.events:
         yield f"step {report.step}: {skipped or 'no detector called it a spike'}"
     yield from (f"step {report.step}: {event.reason}" for event in report.events)
@@ -51,7 +52,7 @@ def _heading(report: SpikeReport) -> Iterator[str]:
     if action:
         yield f"  {action}"
     elif not applied:
-        yield "  the step was not applied"
+        yield f"  the step was not applied{f': {interrupted}' if interrupted else ''}"
     if tuned := context.pop("tuned", None):
         yield f"  measured under a live change of detail (gradmon detail, number {tuned['number']}): {request_text(tuned)}"
     tags, norms, rows = context.pop("tags", {}), context.pop("batch_norms", {}), context.pop("rows", {})
@@ -95,7 +96,7 @@ def _parameters(report: SpikeReport) -> Iterator[str]:
     yield _row("parameter, by suspicion", _TITLES)
     yield from (_row(suspect.name, _cells(suspect, step)) for suspect in suspects[:_LAYERS])
     found = spike_cause(suspects, step, report.loss)
-    calm = sum(suspect.since is None and not suspect.nonfinite for suspect in suspects)
+    calm = sum(each.since is None and not (each.nonfinite or each.is_spoiled_after) for each in suspects)
     known = ""
     if not is_spike or not found.is_common:  # otherwise the last line states it
         is_known = any(suspect.score is not None for suspect in suspects)

@@ -46,7 +46,7 @@ class LoopDriver:
         """The closure has computed the gradients that the optimizer will use; whether it must change nothing."""
         raise NotImplementedError
 
-    def closure_raised(self, optimizer: Optimizer) -> None:
+    def closure_raised(self, optimizer: Optimizer, error: str) -> None:
         """The closure raised, and so will the step."""
 
     def step_ended(self, optimizer: Optimizer, found_inf: Tensor | None, within: bool) -> None:

@@ -115,9 +115,9 @@ class OptimizerHooks:
             self.in_closure = True
             try:
                 loss = closure()
-            except BaseException:
+            except BaseException as error:
                 self.heal()  # no forward or backward pass comes before the next step, which would be taken for a part of this one
-                self._fence.run(self._closure_raised, optimizer)
+                self._fence.run(self._closure_raised, optimizer, type(error).__name__)
                 raise
             finally:
                 self.in_closure = False
@@ -126,9 +126,9 @@ class OptimizerHooks:
 
         return followed
 
-    def _closure_raised(self, optimizer: Optimizer) -> None:
+    def _closure_raised(self, optimizer: Optimizer, error: str) -> None:
         if (driver := self._driver()) is not None:
-            driver.closure_raised(optimizer)
+            driver.closure_raised(optimizer, error)
 
     def _closure_ended(self, optimizer: Optimizer) -> None:
         if (driver := self._driver()) is not None and driver.closure_ended(optimizer):

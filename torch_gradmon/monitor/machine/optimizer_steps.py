@@ -246,9 +246,9 @@ class OptimizerSteps:
         decided.add(optimizer)
         return not self.measures.writes_early(optimizer) and self._decide(optimizer)
 
-    def closure_raised(self, optimizer: Hashable) -> None:
+    def closure_raised(self, optimizer: Hashable, error: str = "an error") -> None:
         """The optimizer's step is an attempt that was not applied; it is over when the next one begins."""
-        self.state.progress.raised.add(optimizer)
+        self.state.progress.raised[optimizer] = error
 
     def _end_raised(self, optimizer: Hashable) -> None:
         """End the open step if this optimizer's closure raised in it: the next forward is in the next closure."""

@@ -76,9 +76,10 @@ class StepProgress:
         done: optimizers that have stepped, or are about to with their gradients measured.
         decided: optimizers whose closure has been called once.
         overflowed: optimizers whose step the scaler skipped.
-        raised: optimizers whose closure raised.
+        raised: the error that the closure of an optimizer raised.
         is_attempted: all optimizers have been called.
         is_overflowed: an optimizer did not apply its step.
+        interrupted: what kept it from that, if it was no overflow: the loop left the step by an error. Else empty.
         backwards: how many backward passes have ended.
         times: how often each optimizer has stepped.
         latest: the one that stepped last.
@@ -99,9 +100,10 @@ class StepProgress:
     done: set[Hashable] = field(default_factory=set)
     decided: set[Hashable] = field(default_factory=set)
     overflowed: set[Hashable] = field(default_factory=set)
-    raised: set[Hashable] = field(default_factory=set)
+    raised: dict[Hashable, str] = field(default_factory=dict)
     is_attempted: bool = False
     is_overflowed: bool = False
+    interrupted: str = ""
     backwards: int = 0
     times: dict[Hashable, int] = field(default_factory=dict)
     latest: Hashable = None
@@ -169,7 +171,7 @@ class StepProgress:
     def optimizer_ended(self, optimizer: Hashable) -> None:
         """The optimizer has stepped."""
         self.begun.discard(optimizer)
-        self.raised.discard(optimizer)
+        self.raised.pop(optimizer, None)
         self.done.add(optimizer)
         self.in_part.add(optimizer)
         self.times[optimizer] = self.times.get(optimizer, 0) + 1
@@ -294,7 +296,11 @@ class StepState:
 
     def interrupt(self) -> None:
         """The open step ends before every optimizer was seen to the end of its step. One that raised did not apply it."""
-        self.progress.is_overflowed |= bool(self.progress.begun)
+        progress = self.progress
+        if progress.begun and not progress.is_overflowed:
+            errors = [error for optimizer, error in progress.raised.items() if optimizer in progress.begun]
+            progress.interrupted = f"its closure raised {errors[-1]}" if errors else "the optimizer's step() raised"
+        progress.is_overflowed |= bool(progress.begun)
         self.attempt()
 
     def backward_ended(self) -> None:

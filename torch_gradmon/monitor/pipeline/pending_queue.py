@@ -59,12 +59,12 @@ class PendingQueue:
         if pending.readback.arrival.is_local:
             self.enter_all(pending.step, open_to_late_values=True)
 
-    def count_refusal(self) -> None:
+    def count_refusal(self, is_interrupted: bool) -> None:
         """A step that was not monitored was not applied."""
         if self.steps:
-            self.steps[-1].count_refusal_after()
+            self.steps[-1].count_refusal_after(is_interrupted)
         else:
-            self.factory.summary.count_rejected(1)
+            self.factory.summary.count_rejected(1, int(is_interrupted))
 
     def seal(self, ended: int | None, begins: int) -> None:
         """Step ``begins`` is about to open: nothing more comes for step ``ended``, whose record is finished if it is ready or awaited."""
@@ -122,4 +122,4 @@ class PendingQueue:
             if pending.late is not None:
                 readback = pending.late_readback or pending.late.start_readback()
                 self.pipeline.amend(pending.late, readback.land()[1])
-            self.factory.summary.count_rejected(pending.refusals_after)
+            self.factory.summary.count_rejected(pending.refusals_after, pending.interruptions_after)

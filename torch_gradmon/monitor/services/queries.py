@@ -86,8 +86,8 @@ class Queries:
             self._runtime.state.clock.attempts,
         )
         skipped, rollbacks = (0, 0) if policy is None else (policy.skipped, policy.rollbacks)
-        applied, overflowed = attempts - summary.not_applied, summary.not_applied - skipped
-        return Counts(attempts, applied, skipped, overflowed, summary.nonfinite, rollbacks)
+        applied, overflowed = attempts - summary.not_applied, summary.not_applied - skipped - summary.interrupted
+        return Counts(attempts, applied, skipped, overflowed, summary.nonfinite, rollbacks, summary.interrupted)
 
     def settle_now(self) -> StepRecord | None:
         """The record of the last step, None where it was not monitored. Waits for the device."""

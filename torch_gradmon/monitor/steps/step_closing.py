@@ -111,8 +111,8 @@ class StepClosing:
             if is_watched:
                 self._plugins.call("on_unmonitored_step", RecordedStep(active), is_idle=active.mode is IDLE)
         if active.is_overflowed:
-            self._queue.count_refusal()
-        if self._queue.pipeline.detection.count_unmonitored(active.is_overflowed):
+            self._queue.count_refusal(active.is_interrupted)
+        if self._queue.pipeline.detection.count_unmonitored(active.is_overflowed and not active.is_interrupted):
             self._plugins.call("on_alert", active.number)
 
     def _close_monitored(self, active: ActiveStep, tags: dict[str, Any] | None) -> None:

@@ -198,7 +198,9 @@ class StepLifecycle:
         active = self.active
         if active is None:
             return
-        active.is_overflowed = is_overflowed
+        active.is_overflowed, interrupted = is_overflowed, self.state.progress.interrupted
+        if is_overflowed and interrupted and not active.is_skipped:
+            active.annotations["interrupted"] = interrupted
         self.queue.pipeline.drop_last()
         is_idle = active.mode is IDLE
         is_watched = not is_idle or self.plugins.watch_idle_steps

@@ -139,7 +139,7 @@ class RolledBack:
 
 @dataclass(frozen=True)
 class Counts:
-    """Steps so far; with ``attempted`` = ``applied`` + ``skipped`` + ``overflowed``.
+    """Steps so far; with ``attempted`` = ``applied`` + ``skipped`` + ``overflowed`` + ``interrupted``.
 
     Attributes:
         attempted: the optimizers were called.
@@ -149,6 +149,7 @@ class Counts:
             applied until the next one that is.
         nonfinite: gradients held NaN or Inf, as far as they were measured; overflowed steps among them.
         rolled_back: of those skipped, how many took the model back to a snapshot.
+        interrupted: not applied because the closure or the optimizer raised.
     """
 
     attempted: int
@@ -157,6 +158,7 @@ class Counts:
     overflowed: int
     nonfinite: int
     rolled_back: int
+    interrupted: int = 0
 
 
 @dataclass(frozen=True)

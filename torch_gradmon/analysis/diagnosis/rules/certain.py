@@ -62,7 +62,7 @@ def _cleared(history: History) -> list[Finding]:
 
 
 def _no_update(history: History) -> list[Finding]:
-    updates, gradients = history.matrix(n.UPDATE, "norm"), history.matrix(n.GRADIENT, "norm") or history.gradients("norm")
+    updates, gradients = history.matrix(n.UPDATE, "norm"), history.used_gradients("norm")
     if updates is None or gradients is None:
         return []
     live = dict(zip(gradients.names, (gradients.values > 0).double().mean(0).tolist(), strict=True))
@@ -72,7 +72,7 @@ def _no_update(history: History) -> list[Finding]:
         return []
     values = updates.values[rows]
     still = (values == 0).double().sum(0) / (~values.isnan()).double().sum(0).clamp(min=1)
-    pulls = history.ratio(n.GRADIENT_BEFORE_CLIP, n.PARAMETER) or history.ratio(n.GRADIENT, n.PARAMETER)
+    pulls = history.ratio(n.GRADIENT, n.PARAMETER) or history.ratio(n.GRADIENT_BEFORE_CLIP, n.PARAMETER)
     usual = {} if pulls is None else pulls.medians()
     names = [
         name
@@ -153,7 +153,7 @@ def _settings(history: History, key: str) -> dict[str, tuple[Mapping[str, Any], 
 
 
 def _epsilon(history: History) -> list[Finding]:
-    sizes = history.matrix(n.GRADIENT, "rms") or history.gradients("rms")
+    sizes = history.used_gradients("rms")
     settings = _settings(history, "eps")
     if sizes is None:
         return []
@@ -184,7 +184,7 @@ def _epsilon(history: History) -> list[Finding]:
 
 def _decay(history: History) -> list[Finding]:
     settings = _settings(history, "weight_decay")
-    weights, gradients = history.matrix(n.PARAMETER, "norm"), history.matrix(n.GRADIENT, "norm") or history.gradients("norm")
+    weights, gradients = history.matrix(n.PARAMETER, "norm"), history.used_gradients("norm")
     if weights is None or gradients is None or not settings:
         return []
     early, pull = weights.part(0, 0.1).medians(), gradients.part(0, 0.1).medians()

@@ -25,8 +25,8 @@ _ABOVE = 2.0
 
 
 def check_clipping(history: History) -> list[Finding]:
-    """Judged by the applied steps."""
-    norms = history.applied("grad_norm").finite
+    """Judged by the applied steps: by the norms that the clip gets, and those that it leaves."""
+    norms = history.edit.before_clip(history.applied("grad_norm").finite)
     if not norms:
         raise NotMeasured("no gradient norm before clipping was measured")
     shares = history.applied("clipped_share")
@@ -39,12 +39,14 @@ def check_clipping(history: History) -> list[Finding]:
 
 def _always(history: History, norms: Series, shares: Series) -> list[Finding]:
     clipped = history.applied("grad_norm_clipped").finite
+    run = Precautions.of(history)
+    is_clip = run.bound is not None or run.adaptive
+    norms = norms if is_clip else history.applied("grad_norm").finite  # with what may be a scaling
     ratios = sorted(before / after for before, after in _pairs(norms, clipped) if after)
     usual = ratios[len(ratios) // 2] if ratios else math.nan
     if not usual > _LOW:
         return []
-    run = Precautions.of(history)
-    if run.bound is None and not run.adaptive:
+    if not is_clip:
         return _reduced(history, norms, usual)
     costs = history.learning.is_stuck or (usual > _FAR_TOO_LOW and not history.learning.is_learning)
     is_plain = bool(history.groups) and all(group["optimizer"] == "SGD" for group in history.groups)
@@ -59,7 +61,8 @@ def _always(history: History, norms: Series, shares: Series) -> list[Finding]:
         },
         f"Nearly every step is clipped, to {usual:.3g} times less than its norm: "
         "the bound sets the length of the step, not the gradient.",
-        f"Raise {_bound_name(run)} until a gradient of the median norm, {norms.median:.2g}, passes it and only outliers are clipped.",
+        f"Raise {'the limit of the adaptive clip' if run.adaptive else 'max_norm'} until a gradient of the median norm, "
+        f"{norms.median:.2g}, passes it and only outliers are clipped.",
         68.0,
         severity="warning" if costs else "info",
         steps=(norms.steps[0], norms.steps[-1]),
@@ -88,25 +91,22 @@ def _pairs(norms: Series, clipped: Series) -> list[tuple[float, float]]:
     return [(norm, after[step]) for step, norm in zip(norms.steps, norms.values, strict=True) if step in after]
 
 
-def _bound_name(run: Precautions) -> str:
-    """The name of the bound in the user's loop."""
-    return "the limit of the adaptive clip" if run.adaptive else "the bound of the clip" if run.bound is None else "max_norm"
-
-
 def _never(history: History, norms: Series) -> list[Finding]:
-    pairs = _pairs(norms, history.applied("grad_norm_clipped").finite)
+    pairs = _pairs(history.applied("grad_norm").finite, history.applied("grad_norm_clipped").finite)
     if any(abs(before - after) > _SAME * before for before, after in pairs):  # what changes norms, and reduces none, is no clip
         return []
-    run = Precautions.of(history)
     far = _outliers(norms)
     spiky = 2 <= len(far) < len(norms) / 10
+    bound = f"two or three times the median norm, {norms.median:.2g}"
     return history.finding(
         "never-clipped",
         "",
         {"median norm": norms.median, "largest": max(norms.values), "outliers": float(len(far))},
-        "The clip never acts"
+        "The loop writes to gradients between backward and the optimizer's step, as a clip does, and never makes them smaller"
         + (f", though {len(far)} steps had more than ten times the norm of those around them." if spiky else "."),
-        f"Lower {_bound_name(run)} to two or three times the median norm, {norms.median:.2g}.",
+        f"Clip the norm of all gradients to {bound}; a clip that is there has a bound above all norms, or an infinite one."
+        if spiky
+        else f"Nothing has to be done: an infinite bound only measures the norm. One that is to stop outliers is {bound}.",
         77.5 if spiky else 5.0,
         severity="warning" if spiky and not history.learning.has_fallen else "info",
         steps=(far[0], far[-1]) if spiky else (norms.steps[0], norms.steps[-1]),

@@ -26,6 +26,12 @@ _OTHER_ACTIVATIONS = frozenset(
 #: The relative change of the loss per relative change of a matrix: the gradient's norm times the weights' over the loss. Healthy
 #: models have 1 to 30.
 _EXPLODES = 300.0
+#: The fewest steps that show it, unless the run has died before.
+_FEW_STEPS = 3
+#: What explodes before the first update ranks before a learning rate that is too high for it, which ranks before what explodes later.
+_FROM_START = 85.2
+#: Modules that multiply by one matrix in each time step, and those of them with gates.
+RECURRENT, _GATED = frozenset({"RNN", "LSTM", "GRU"}), frozenset({"LSTM", "GRU"})
 #: Growth of outputs from the first modules to the last ones, and their least size; logits begin at about 1.
 _OUTPUTS, _SIZE = 100.0, 50.0
 #: A loss that begins this many times above where it ends was drowned by large weights, unless it begins below this many times the loss of
@@ -128,24 +134,28 @@ def _begins_high(history: History) -> bool:
 
 
 def _exploding(history: History) -> list[Finding]:
-    gradients, parameters, loss = history.gradients("norm"), history.matrix(n.PARAMETER, "norm"), history.loss
+    """By the gradients before a clip, since it hides them, and after a division, since they are then those of the logged loss."""
+    gradients, parameters, loss = history.unclipped_norms(), history.matrix(n.PARAMETER, "norm"), history.loss
     if gradients is None or parameters is None:
         return []
     losses = dict(zip(loss.steps, loss.values, strict=True))
     measured = set(parameters.steps)
     first = [step for step in gradients.steps if step in measured and losses.get(step, 0) > 0][:20]
     names = [name for name in gradients.names if name in history.matrices and name in parameters.names]
-    if len(first) < 3 or not names:
+    if len(first) < (1 if history.died else _FEW_STEPS) or not names:
         return []
+    larger = 1.0 if history.edit.scales else history.backward_over_logged
     product = gradients.of(first, names).values * parameters.of(first, names).values
     # the largest loss so far, because beside a loss that is solved within these steps any gradient looks large
-    largest = product.new_tensor([losses[step] for step in first]).cummax(0).values
+    largest = product.new_tensor([losses[step] * larger for step in first]).cummax(0).values
     values = (product / largest[:, None]).nan_to_num(0.0)
     usual = dict(zip(names, values.median(0).values.tolist(), strict=True))
     worst = max(usual, key=lambda each: usual[each])
     grows, explodes = _growth_of_outputs(history), usual[worst] > _EXPLODES
     if not explodes and grows <= _OUTPUTS:
         return []
+    # before the first update no learning rate can be the cause
+    from_start = first[0] == history.steps[0] and float(values[0, names.index(worst)]) > _EXPLODES and not history.is_resumed
     # beside a loss near zero any gradient looks large, and outputs alone may be large on purpose
     severity = "info" if history.is_resumed else "warning" if explodes else history.concern
     return history.finding(
@@ -154,14 +164,34 @@ def _exploding(history: History) -> list[Finding]:
         {
             "gradient * weight / loss": usual[worst],
             "outputs at the end / at the beginning": grows,
-            "gradient norm": history.series("grad_norm").part(0, 0.1).median,
+            "gradient norm": history.unclipped_norm.part(0, 0.1).median,
         },
-        "Gradients are out of proportion: each layer multiplies the signal, forward or backward.",
-        "Normalise inside the model (a norm at the start of each residual branch, an orthogonal recurrence)"
-        f"{'; the clip only bounds the result' if Precautions.of(history).clips else ', and clip the gradient norm'}.",
-        78.0 if explodes else 76.5,
+        *_words_on_explosion(history, worst, explodes and from_start),
+        _FROM_START if explodes and from_start else 78.0 if explodes else 76.5,
         severity=severity,
         steps=(first[0], first[-1]),
+    )
+
+
+def _words_on_explosion(history: History, worst: str, from_start: bool) -> tuple[str, str]:
+    """Cause and advice."""
+    since = ", from the first step on, before any update" if from_start else ""
+    clips = Precautions.of(history).clips
+    kind = history.kinds.get(worst.rpartition(".")[0], "")
+    if kind.removesuffix("Cell") not in RECURRENT:
+        advice = "Normalise inside the model (a norm at the start of each residual branch, an orthogonal recurrence)"
+        what = f"Gradients are out of proportion{since}: each layer multiplies the signal, forward or backward."
+        return what, f"{advice}{'; the clip only bounds the result' if clips else ', and clip the gradient norm'}."
+    gates = "" if kind.removesuffix("Cell") in _GATED else ", or take a gated recurrence (LSTM, GRU)"
+    start = f"egin with an orthogonal recurrent matrix (torch.nn.init.orthogonal_ of each weight_hh){gates}."
+    bound = (
+        "The clip only bounds the result: b"
+        if clips
+        else "Clip the gradient norm, which a lower learning rate does not replace; b"
+    )
+    return (
+        f"Gradients are out of proportion{since}: this {kind} multiplies the signal by the same matrix in each time step.",
+        f"{bound}{start}",
     )
 
 

@@ -238,7 +238,8 @@ def _part(ratio: float) -> str:
 
 
 def _low_parts(history: History, ratios: Matrix) -> list[Finding]:
-    usual, gradients = ratios.medians(), history.ratio(n.GRADIENT_BEFORE_CLIP, n.PARAMETER)
+    usual = ratios.medians()
+    gradients = history.ratio(n.GRADIENT, n.PARAMETER) or history.ratio(n.GRADIENT_BEFORE_CLIP, n.PARAMETER)
     if gradients is None:
         return []
     typical = max(usual.values(), default=0.0)

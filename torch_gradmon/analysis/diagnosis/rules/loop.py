@@ -9,14 +9,25 @@ from ....core.records import Severity
 from ....core.setup_mistakes import SETUP_MISTAKES
 from ..findings import Finding
 from ..history import History
+from ..series import lower_median
 from .units import saturated
 
+#: What is at most this many times too large is as large as it should be; counts of tokens differ from batch to batch.
+_ABOUT = 2.0
 _KNOWN = {**MISTAKES, **RANK_FAULTS, **SETUP_MISTAKES}
 
 
 def check_loop(history: History) -> list[Finding]:
     """One finding for each mistake."""
-    return [_finding(fact, history) for fact in history.facts if fact.rule in _KNOWN]
+    return [_finding(fact, history) for fact in history.facts if fact.rule in _KNOWN and not _is_mended(fact, history)]
+
+
+def _is_mended(fact: LoopFinding, history: History) -> bool:
+    """Whether the loop divides the gradients of a summed loss after backward, where the fact is about the loss that went backward."""
+    if fact.rule != "loss-scale":
+        return False
+    times = fact.evidence.get("times the gradient of the mean", 1.0) * lower_median(history.edit.scales.values() or [1.0])
+    return bool(history.edit.scales) and 1 / _ABOUT < times < _ABOUT
 
 
 def _finding(fact: LoopFinding, history: History) -> Finding:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import NamedTuple
 
 from ....core import keys as n
-from ....core.moments import Column
-from ....core.records import StatsTable, StepRecord
+from ....core.records import StepRecord, nonfinite_names
 from ....spikes.nonfinite_origin import innermost
 from ..findings import Finding
 from ..history import History
@@ -18,6 +18,13 @@ from ..precautions import Precautions
 _STUCK = 16
 #: A loss that has grown this many times before the first NaN, in this number of steps at least, has run away.
 _GREW, _FEWEST = 5.0, 3
+
+
+#: Modules whose outputs are finite if their parameters and inputs are, up to an overflow: sums of products, and functions without a pole.
+_FINITE = re.compile(
+    r"Linear|Bilinear|Conv(Transpose)?[123]d|Identity|Flatten|Dropout[123]?d?|(Adaptive)?(Avg|Max)Pool[123]d|ReLU6?|(Leaky|P|R)ReLU|C?ELU|"
+    r"SELU|GELU|SiLU|Mish|Hard(tanh|sigmoid|swish)|(Log)?Sigmoid|Tanh|Softsign|Softplus"
+)
 
 
 class _Stage(NamedTuple):
@@ -34,7 +41,7 @@ _STAGES = (
     _Stage(
         "non-finite-parameter",
         n.PARAMETER,
-        "parameters were NaN or infinite before the forward pass, and no earlier gradient was",
+        "parameters were NaN or infinite before the forward pass, and no gradient of the step before was",
         "look at what else writes to parameters: the learning rate and eps of the optimizer, weight decay, an average of models, a "
         "checkpoint",
     ),
@@ -57,6 +64,13 @@ _STAGES = (
         "the loss is finite, and the backward pass produces NaN or Inf",
         "look for functions that are finite but have an infinite derivative (sqrt, norm and pow at 0, torch.where around a division)",
     ),
+    _Stage(
+        "non-finite-gradient",
+        n.GRADIENT,
+        "all gradients were finite when backward() ended, and NaN or infinite when the optimizer used them",
+        "look at what the loop does to gradients between backward() and step(): a division by a number of tokens that is 0, a clip of its "
+        "own that divides by a norm of 0, noise, an unscaling",
+    ),
 )
 
 
@@ -73,12 +87,15 @@ def check_nonfinite(history: History) -> list[Finding]:
     evidence = {"steps": float(len(applied))}
     if stage.source:
         evidence = {"tensors": float(len(places)), **evidence}
-    where, (cause, advice) = _origin(stage, places, history), _words(stage, record, losses.get(record.step))
+    where, (cause, advice) = (
+        _origin(stage, places, record, history),
+        _words(stage, places, record, history, losses.get(record.step)),
+    )
     known = [loss for step, loss in losses.items() if step < record.step and math.isfinite(loss)]
     if len(known) >= _FEWEST and known[-1] > _GREW * known[0] > 0:
         cause += f"; the loss had grown from {known[0]:.3g} to {known[-1]:.3g} before"
         advice = "lower the learning rate first, since the training had left its range; if that changes nothing, " + advice
-    if stage.source == n.GRADIENT_BEFORE_CLIP and not Precautions.of(history).skips:
+    if stage.rule == "non-finite-gradient" and not Precautions.of(history).skips:
         advice += ", or skip such steps: on_spike='skip'"
     return [
         *found,
@@ -86,8 +103,15 @@ def check_nonfinite(history: History) -> list[Finding]:
     ]
 
 
-def _words(stage: _Stage, record: StepRecord, loss: float | None) -> tuple[str, str]:
+def _words(stage: _Stage, places: list[str], record: StepRecord, history: History, loss: float | None) -> tuple[str, str]:
     """Cause and advice, by what was recorded of the step: what comes before may be finite, or only unknown."""
+    if stage.source == n.PARAMETER:
+        return _after_unseen_steps(stage.cause, record, history), stage.advice
+    if stage.source == n.GRADIENT:
+        unseen = "the gradients that the optimizer used are NaN or infinite; those of the backward pass are not known"
+        return stage.cause if n.GRADIENT_BEFORE_CLIP in record.tables else unseen, stage.advice
+    if stage.source == n.ACTIVATION:
+        return _made_before(places[0], record, history) or (stage.cause, stage.advice)
     if n.ACTIVATION in record.tables:
         return stage.cause, stage.advice
     look = "watch with preset='full', which measures outputs, to see whether a module makes it; if none does, "
@@ -102,9 +126,42 @@ def _words(stage: _Stage, record: StepRecord, loss: float | None) -> tuple[str, 
     return stage.cause, stage.advice
 
 
-def _origin(stage: _Stage, places: list[str], history: History) -> str:
-    """The first name in the order of the pass; a backward pass reaches the last parameters first."""
-    if not places:
+def _made_before(name: str, record: StepRecord, history: History) -> tuple[str, str] | None:
+    """Cause and advice for a module that cannot have made NaN or Inf itself; None if it can, or its parameters are not known."""
+    kind, inputs = history.kinds.get(name, ""), record.tables.get(n.INPUT)
+    if n.PARAMETER not in record.tables or not _FINITE.fullmatch(kind):
+        return None
+    if inputs is not None and name in inputs.names and name not in nonfinite_names(inputs):
+        return None  # its sums overflow
+    outputs = record.tables[n.ACTIVATION]
+    spoiled = {*nonfinite_names(outputs)}
+    before = [each for each in outputs.names[: outputs.names.index(name)] if each not in spoiled]
+    where = (
+        f"between {before[-1]}, whose output is the last finite one, and {name}" if before else f"before {name}, and at the batch"
+    )
+    article = "an" if kind[0] in "AEIU" else "a"
+    return (
+        f"the forward pass has its first NaN or Inf in the output of this module, but {name} is {article} {kind} whose parameters are "
+        "finite: what it got was not finite, or so large that its sums overflow",
+        f"look at what forward() computes {where}: clamp before log, exp and sqrt, add an eps in divisions, and use float32 where float16 "
+        "overflows",
+    )
+
+
+def _after_unseen_steps(cause: str, record: StepRecord, history: History) -> str:
+    """The cause, without a word about steps whose gradients are not in the records."""
+    last = max((step for step in history.steps if step < record.step), default=None)
+    if last is None:
+        return "parameters were NaN or infinite before the forward pass of the first step that is known"
+    if record.step - last == 1:
+        return cause
+    return f"parameters were NaN or infinite before the forward pass; gradients were finite in step {last}, and later ones are not known"
+
+
+def _origin(stage: _Stage, places: list[str], record: StepRecord, history: History) -> str:
+    """The first name in the order of the pass; a backward pass reaches the last parameters first. A clip spreads NaN to all."""
+    table = record.tables.get(n.GRADIENT)
+    if not places or (stage.source == n.GRADIENT and table is not None and len(places) == len(table.names)):
         return ""
     if stage.source != n.GRADIENT_BEFORE_CLIP:
         return places[0]
@@ -118,7 +175,7 @@ def _sentence(text: str) -> str:
 def _first_nonfinite(record: StepRecord, loss: float | None) -> tuple[_Stage, list[str]] | None:
     for stage in _STAGES:
         if stage.source:
-            places = _nonfinite_names(record.tables.get(stage.source))
+            places = nonfinite_names(record.tables.get(stage.source))
             if stage.source == n.ACTIVATION:
                 places = [] if _is_harmless(record, loss) else innermost(places)
             if places:
@@ -131,22 +188,13 @@ def _first_nonfinite(record: StepRecord, loss: float | None) -> tuple[_Stage, li
 def _is_harmless(record: StepRecord, loss: float | None) -> bool:
     """Whether all that follows an output is finite, as for logits that a mask sets to minus infinity."""
     tables = [table for source in (n.GRADIENT_BEFORE_CLIP, n.GRADIENT) if (table := record.tables.get(source)) is not None]
-    return bool(tables) and not any(map(_nonfinite_names, tables)) and (loss is None or math.isfinite(loss))
-
-
-def _nonfinite_names(table: StatsTable | None) -> list[str]:
-    if table is None:
-        return []
-    bad = table.rows[:, Column.NONFINITE] > 0
-    if Column.SQUARE_SUM in table.columns:
-        bad |= ~table.rows[:, Column.SQUARE_SUM].isfinite()
-    return [name for name, is_bad in zip(table.names, bad.tolist(), strict=True) if is_bad]
+    return bool(tables) and not any(map(nonfinite_names, tables)) and (loss is None or math.isfinite(loss))
 
 
 def _stuck(history: History) -> list[Finding]:
     overflowed = 0
     for record in reversed(history.records):
-        if record.applied or record.skipped:
+        if record.applied or record.skipped or record.interrupted:
             break
         overflowed += 1
     if overflowed < _STUCK:

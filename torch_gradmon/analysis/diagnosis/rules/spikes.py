@@ -15,6 +15,7 @@ from ..findings import Finding
 from ..history import History
 from ..precautions import Precautions
 from ..series import Series, lower_median
+from .depth import RECURRENT
 
 #: A spike is grave from this many times the usual, if it is as far above all but this share of the other steps, and above the
 #: median of this many later steps. A value that returns often is usual, and one that stays is a new level.
@@ -31,6 +32,8 @@ _ALONE = 0.9
 _FIRST, _LEARNT = 5, 2 / 3
 #: The loss of a bad batch is this many times that of the next one.
 _LOUD = 2.0
+#: Norms before and after a clip that does not act differ by no more than this part.
+_ROUNDING = 1e-3
 #: A learning rate jumped if it was this many times the usual one, at most this many steps before a spike.
 _LEAP, _BEFORE = 2.0, 5
 
@@ -129,12 +132,11 @@ def _applied(history: History, step: int) -> bool:
 
 def _bounded(history: History, spike: Episode) -> float | None:
     """The norm to which the worst step was clipped; None if it was not."""
-    before, after = (_at(history, name, spike.worst.step) for name in ("grad_norm", "grad_norm_clipped"))
-    return after if before is not None and after is not None and after < before else None
+    before, after = (_at(series, spike.worst.step) for series in (history.unclipped_norm, history.series("grad_norm_clipped")))
+    return after if before is not None and after is not None and after < (1 - _ROUNDING) * before else None
 
 
-def _at(history: History, name: str, step: int) -> float | None:
-    series = history.series(name)
+def _at(series: Series, step: int) -> float | None:
     return series.values[series.steps.index(step)] if step in series.steps else None
 
 
@@ -157,4 +159,7 @@ def _advice(history: History, spike: Episode, made: SpikeCause, suspects: Sequen
     if run.clips:
         limit = f", which acts from {run.bound:.3g} on," if run.bound is not None else ""
         return f"{look}. The clip{limit} let it pass; a lower bound reduces such steps, and {skip}."
+    if any(kind.removesuffix("Cell") in RECURRENT for kind in history.kinds.values()):
+        recurs = "The gradient of a recurrence is a product over its time steps, so such steps come again"
+        return f"{look}. {recurs}: clip_grad_norm_ bounds them, and an orthogonal or a gated recurrence has fewer; {skip}."
     return f"{look}; {skip}, and clip_grad_norm_ bounds them."
