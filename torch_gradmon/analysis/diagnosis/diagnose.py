@@ -65,6 +65,8 @@ def diagnose_history(history: History) -> Diagnosis:
             unseen[name] = str(reason)
         except Exception as error:  # a bug in the rule
             unseen[name] = f"the rule failed: {type(error).__name__}: {error}"
+    if unknown := history.beginning_unknown:
+        unseen["beginning"] = unknown
     return Diagnosis.of(findings, history.span, unseen)
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 import shlex
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
+
+import torch
 
 from ...core import keys as n
 from ...core.keys import Key, parse_key
@@ -33,6 +37,10 @@ _AGREES = 0.4
 _FINDINGS = ("audit", "replicas", "setup", "data", "foresight")
 #: The noise of a loss that rests, relative to it.
 _QUIET = 0.01
+#: In words, with the values of which rules take those of the beginning.
+_OF_BEGINNING = {n.PARAMETER: "parameters", n.ACTIVATION: "outputs of modules", n.GRADIENT_BEFORE_CLIP: "gradients"}
+#: A matrix begins near zero if its gain is below this part of the usual one.
+_NEAR_ZERO = 0.1
 #: The outputs that can be the loss of a model that computes its own.
 _OWN_LOSS = (f"{n.ROOT}.loss", n.ROOT, f"{n.ROOT}[0]")
 
@@ -165,7 +173,7 @@ class History:
     @cached_property
     def learning(self) -> Learning:
         """The trend of the loss. That of a model which gets other data when it is better need not fall."""
-        found = learning(self.loss, self.is_resumed, self.chance.get("loss", 0.0))
+        found = learning(self.loss, self.may_rest, self.chance.get("loss", 0.0))
         return replace(found, is_stuck=False, is_at_chance=False, is_worse=False) if self.acts else found
 
     @cached_property
@@ -197,7 +205,59 @@ class History:
     @property
     def is_resumed(self) -> bool:
         """Whether the training began earlier: the first step is not 0, or its optimizers had stepped before."""
-        return bool(self.records) and (self.records[0].step > 0 or "goes_on" in self.records[0].context)
+        # steps that are numbered by hand may begin at 1
+        return bool(self.records) and (self.records[0].step > 1 or "goes_on" in self.records[0].context)
+
+    @property
+    def may_rest(self) -> bool:
+        """Whether the loss may have fallen before its first value."""
+        return self.misses_beginning(self.loss.finite.steps)
+
+    def misses_beginning(self, steps: Sequence[int]) -> bool:
+        """Whether a series of these steps has nothing of the beginning of the training, which it has where no more steps are before it than
+        there usually are between two of its own.
+        """
+        gaps = sorted(later - step for step, later in pairwise(steps))
+        return self.is_resumed or (bool(gaps) and steps[0] - self.records[0].step > gaps[len(gaps) // 2])
+
+    def beginning(self, steps: Sequence[int]) -> int | None:
+        """The place of the beginning of the training among ``steps``, those of a series or a matrix: its values there are of parameters that
+        have not moved yet. None where the training began before the run, or measuring began after it.
+        """
+        place = bisect_right(steps, self._unmoved) - 1
+        return place if place >= 0 else None
+
+    @cached_property
+    def _unmoved(self) -> float:
+        """The first applied step of the training, whose forward and backward still see what it began with."""
+        if self.is_resumed or not self.records:
+            return -math.inf
+        last = self.records[0].step
+        for record in self.records:
+            if record.step > last + 1:  # what came between may have been applied
+                break
+            last = record.step
+            if record.applied:
+                break
+        return last
+
+    @property
+    def beginning_unknown(self) -> str:
+        """Why values of the beginning are unknown; empty if they are known, or were not measured at all."""
+        if self.is_resumed:
+            return f"the training began before step {self.records[0].step}, the first of this run"
+        matrices = {words: self.matrix(source, "norm") for source, words in _OF_BEGINNING.items()}
+        return "; ".join(
+            f"{words} were first measured in step {matrix.steps[0]}"
+            for words, matrix in matrices.items()
+            if matrix is not None and self.beginning(matrix.steps) is None
+        )
+
+    @cached_property
+    def first_loss(self) -> float:
+        """The loss at the beginning of the training; NaN if it is unknown."""
+        place = self.beginning(self.loss.finite.steps)
+        return math.nan if place is None else self.loss.finite.values[place]
 
     def applied(self, name: str) -> Series:
         """A whole-model value over the applied steps."""
@@ -228,6 +288,27 @@ class History:
         """The norm of each parameter's tensor of ``source`` over that of ``base`` in the same step; None without any."""
         above, below = self.matrix(source, "norm"), self.matrix(base, "norm")
         return None if above is None or below is None else above.over(below)
+
+    def settled(self, ratios: Matrix) -> Matrix:
+        """``ratios`` to the norms of weights, without those of matrices that began near zero and have not grown to a tenth of the usual gain
+        yet, the root mean square times the root of the fan in. The second matrix of an adapter begins so, and the last of a branch: beside
+        zero each gradient and each update is large, which tells nothing of depth or rates.
+        """
+        sizes = self.matrix(n.PARAMETER, "rms")
+        names = [name for name in ratios.names if self.matrices.get(name)]
+        if sizes is None or not names:
+            return ratios
+        gains = sizes.of(sizes.steps, names).values * torch.tensor([self.matrices[name] for name in names], device="cpu").sqrt()
+        first = gains.isfinite().double().argmax(0)  # the first row with a value, for a matrix that came later too
+        usual = gains.where(gains > 0, math.nan).nanquantile(0.5, 1, interpolation="higher")
+        small = gains.gather(0, first[None])[0] < _NEAR_ZERO * usual[first]
+        if bool(small.all()) or not bool(small.any()):
+            return ratios
+        grown = (gains >= _NEAR_ZERO * gains[:, ~small].nanmedian(1, keepdim=True).values).cummax(0).values | ~small
+        rows = [row for row, step in enumerate(sizes.steps) if step in set(ratios.steps)]
+        values, places = ratios.values.clone(), [ratios.names.index(name) for name in names]
+        values[:, places] = values[:, places].where(grown[rows], math.nan)
+        return replace(ratios, values=values)
 
     def matrix(self, source: str, metric: str) -> Matrix | None:
         """A built-in metric of all tensors of a source, of the steps that have it; None without any."""
