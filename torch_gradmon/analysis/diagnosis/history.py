@@ -27,7 +27,7 @@ from ...spikes.suspects import ParameterAttribution
 from ..run import Run
 from .findings import Finding
 from .learning import Learning, learning, spread
-from .series import Matrix, Series
+from .series import Matrix, Series, lower_median
 
 #: Steps of a long run that are looked at: the first, the last, those around spikes, and evenly spaced ones.
 MOST = 400
@@ -61,6 +61,7 @@ class History:
         groups: the groups of the optimizers, with their settings and the names of their parameters.
         frozen: names of parameters that did not require a gradient when the optimizers were attached.
         acts: the data depend on the model, as those of a policy or of a GAN do.
+        parameters: all parameters of the model with their ``"shape"`` and ``"dtype"``.
     """
 
     def __init__(
@@ -77,11 +78,14 @@ class History:
         groups: Sequence[Mapping[str, Any]] = (),
         frozen: Iterable[str] = (),
         acts: bool = False,
+        parameters: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         self.records = sorted(records, key=lambda record: record.step)
         self.events = list(events) or [event for record in self.records for event in record.events]
         self.facts = list(facts)
-        self.matrices = dict(matrices or {})
+        self.parameters = dict(parameters or {})
+        # a gain in the shape of a matrix, such as [channels, 1, 1], is none
+        self.matrices = {name: fan_in for name, fan_in in (matrices or {}).items() if fan_in or not self._is_vector(name)}
         self.kinds = dict(kinds or {})
         self.place = place
         self._recorded, self._suspects = steps, suspects
@@ -105,6 +109,7 @@ class History:
             run.meta.get("optimizers") or (),
             run.meta.get("frozen") or (),
             bool(run.meta.get("acts")),
+            run.meta.get("parameters"),
         )
         return cls(records, events, facts, *known, *of_setup)
 
@@ -116,7 +121,11 @@ class History:
         if last == len(self.records):
             return self
         kept = self.records[:last], self.events, self.facts, self.matrices, self.kinds, self.place
-        return History(*kept, self._recorded, self._suspects, self._chance, self.groups, self.frozen, self.acts)
+        of_setup = self._chance, self.groups, self.frozen, self.acts, self.parameters
+        return History(*kept, self._recorded, self._suspects, *of_setup)
+
+    def _is_vector(self, name: str) -> bool:
+        return name in self.parameters and sum(size > 1 for size in self.parameters[name]["shape"]) < 2
 
     @property
     def steps(self) -> list[int]:
@@ -289,23 +298,34 @@ class History:
         above, below = self.matrix(source, "norm"), self.matrix(base, "norm")
         return None if above is None or below is None else above.over(below)
 
-    def settled(self, ratios: Matrix) -> Matrix:
+    def settled(self, ratios: Matrix, behind: bool = False) -> Matrix:
         """``ratios`` to the norms of weights, without those of matrices that began near zero and have not grown to a tenth of the usual gain
-        yet, the root mean square times the root of the fan in. The second matrix of an adapter begins so, and the last of a branch: beside
-        zero each gradient and each update is large, which tells nothing of depth or rates.
+        yet, the root mean square times the root of the fan in, the usual one where it is unknown. The second matrix of an adapter begins so,
+        and the last of a branch: beside zero each gradient and each update is large, which tells nothing of depth or rates.
+
+        Args:
+            ratios: of parameters.
+            behind: leave out the other matrices of the branch too, since what goes back to them passes through the one near zero.
         """
         sizes = self.matrix(n.PARAMETER, "rms")
-        names = [name for name in ratios.names if self.matrices.get(name)]
-        if sizes is None or not names:
+        names = [name for name in ratios.names if name in self.matrices]
+        fans = [self.matrices[name] for name in names if self.matrices[name]]
+        if sizes is None or not fans:
             return ratios
-        gains = sizes.of(sizes.steps, names).values * torch.tensor([self.matrices[name] for name in names], device="cpu").sqrt()
+        factors = torch.tensor([self.matrices[name] or lower_median(fans) for name in names], dtype=torch.float64, device="cpu")
+        gains = sizes.of(sizes.steps, names).values * factors.sqrt()
         first = gains.isfinite().double().argmax(0)  # the first row with a value, for a matrix that came later too
         usual = gains.where(gains > 0, math.nan).nanquantile(0.5, 1, interpolation="higher")
         small = gains.gather(0, first[None])[0] < _NEAR_ZERO * usual[first]
         if bool(small.all()) or not bool(small.any()):
             return ratios
         grown = (gains >= _NEAR_ZERO * gains[:, ~small].nanmedian(1, keepdim=True).values).cummax(0).values | ~small
-        rows = [row for row, step in enumerate(sizes.steps) if step in set(ratios.steps)]
+        if behind:
+            for name, is_small in zip(names, small.tolist(), strict=True):
+                branch = _branch(name, names) if is_small else []
+                grown[:, branch] &= grown[:, names.index(name)][:, None]
+        steps = set(ratios.steps)
+        rows = [row for row, step in enumerate(sizes.steps) if step in steps]
         values, places = ratios.values.clone(), [ratios.names.index(name) for name in names]
         values[:, places] = values[:, places].where(grown[rows], math.nan)
         return replace(ratios, values=values)
@@ -349,6 +369,16 @@ class History:
 def loop_findings(meta: Mapping[str, Any]) -> list[LoopFinding]:
     """What the training found itself, from the facts about a run."""
     return [LoopFinding.of_dict(fact) for source in _FINDINGS for fact in meta.get(source, [])]
+
+
+def _branch(name: str, names: Sequence[str]) -> list[int]:
+    """The places of the other matrices in the innermost module, below the whole model, that has any beside ``name``."""
+    parts = name.split(".")
+    for depth in reversed(range(1, len(parts))):
+        inside = f"{'.'.join(parts[:depth])}."
+        if found := [place for place, other in enumerate(names) if other != name and other.startswith(inside)]:
+            return found
+    return []
 
 
 def _returned_loss(history: History) -> Series:

@@ -108,7 +108,9 @@ def _no_update(history: History) -> list[Finding]:
 
 
 def _equal(history: History) -> list[Finding]:
-    """Matrices whose elements are all the same at the first step. Zeros alone are usual in the last layer of a branch."""
+    """Matrices whose elements are all the same at the first step. Zeros alone are usual in the last layer of a branch, which gets a gradient
+    all the same.
+    """
     measured = [record for record in history.records if n.PARAMETER in record.tables]
     at = history.beginning([record.step for record in measured])
     if at is None:
@@ -128,7 +130,11 @@ def _equal(history: History) -> list[Finding]:
             zero.append(name)
         elif square - mean**2 <= _EQUAL * square:
             constant.append(name)
-    found = constant if constant else zero if 2 * len(zero) > known else []
+    gradients = history.gradients("norm")
+    row = None if gradients is None else history.beginning(gradients.steps)
+    norms = {} if gradients is None or row is None else dict(zip(gradients.names, gradients.values[row].tolist(), strict=True))
+    blocks = 2 * len(zero) > known and not all(norms.get(name, 0.0) > 0 for name in zero)
+    found = constant if constant else zero if blocks else []
     if not found:
         return []
     return history.finding(

@@ -186,7 +186,7 @@ def _vanishing(history: History) -> list[Finding]:
         return []
     # one without any gradient is the subject of another rule
     reached = [name for name, largest in ratios.largest().items() if largest > 0]
-    ratios = history.settled(ratios.of(ratios.steps, reached))
+    ratios = history.settled(ratios.of(ratios.steps, reached), behind=True)
     # a loss that is stuck for lack of gradients leaves all of them small in the end
     usual, drop = max((_drop(history, part) for part in (ratios.part(0, 0.1), ratios)), key=lambda found: found[1])
     if not drop > _VANISHED:
