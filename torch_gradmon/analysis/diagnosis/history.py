@@ -279,6 +279,10 @@ class History:
         before = self.matrix(n.GRADIENT_BEFORE_CLIP, metric)
         return self.matrix(n.GRADIENT, metric) if before is None else before
 
+    def is_gone(self, name: str) -> bool:
+        """Whether the model no longer has a parameter of this name: it was pruned, parametrised or replaced, and trains under another one."""
+        return bool(self.parameters) and name not in self.parameters
+
     @cached_property
     def always_reached(self) -> frozenset[str]:
         """Parameters with a gradient, possibly zero, in nearly all steps; not those that were frozen on the way."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -175,9 +175,16 @@ class Heatmap:
 
     def nonfinite_cells(self, absent: Any) -> list[list[Any]]:
         """The grid with 1 in cells that are not finite, and ``absent`` elsewhere; empty if all are finite."""
-        if not any(math.isinf(value) for row in self.values for value in row):
+        return self._cells(math.isinf, absent)
+
+    def zero_cells(self, absent: Any) -> list[list[Any]]:
+        """The same of cells that are exactly 0, which no logarithm shows; empty on a linear scale."""
+        return self._cells(lambda value: value == 0, absent) if self.is_log else []
+
+    def _cells(self, is_wanted: Callable[[float], bool], absent: Any) -> list[list[Any]]:
+        if not any(is_wanted(value) for row in self.values for value in row):
             return []
-        return self.on_grid([[1.0 if math.isinf(value) else absent for value in row] for row in self.values], absent)
+        return self.on_grid([[1.0 if is_wanted(value) else absent for value in row] for row in self.values], absent)
 
 
 @dataclass(frozen=True)

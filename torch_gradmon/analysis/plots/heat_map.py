@@ -25,9 +25,12 @@ def heatmap_figure(heat: Heatmap) -> go.Figure:
     }
     figure = go.Figure()
     figure.add_heatmap(**common, z=heat.on_grid(_shades(heat), None), name="value", **_scale(heat))
-    if nonfinite := heat.nonfinite_cells(None):
-        scale = [[0, colours.NONFINITE], [1, colours.NONFINITE]]
-        figure.add_heatmap(**common, z=nonfinite, colorscale=scale, showscale=False, name="NaN or infinite")
+    for cells, colour, name in (
+        (heat.nonfinite_cells(None), colours.NONFINITE, "NaN or infinite"),
+        (heat.zero_cells(None), colours.ZERO, "exactly 0"),
+    ):
+        if cells:
+            figure.add_heatmap(**common, z=cells, colorscale=[[0, colour], [1, colour]], showscale=False, name=name)
     _add_marks(figure, heat.marks, heat.first)
     bare = {"showgrid": False, "zeroline": False}
     figure.update_layout(yaxis={**row_axis(heat.rows), **bare})

@@ -45,9 +45,13 @@ def _heatmap(heat: Heatmap) -> Figure:
     scale, labels = _scale(heat)
     cells = heat.on_grid(heat.shades.tolist(), math.nan)
     mesh = axes.pcolormesh(edges, rows, cells, shading="flat", rasterized=True, **scale)
-    if nonfinite := heat.nonfinite_cells(math.nan):
-        axes.pcolormesh(edges, rows, nonfinite, cmap=ListedColormap([colours.NONFINITE]), shading="flat", rasterized=True)
-        axes.plot([], [], "s", color=colours.NONFINITE, label="NaN or infinite")
+    for cells, colour, label in (
+        (heat.nonfinite_cells(math.nan), colours.NONFINITE, "NaN or infinite"),
+        (heat.zero_cells(math.nan), colours.ZERO, "exactly 0"),
+    ):
+        if cells:
+            axes.pcolormesh(edges, rows, cells, cmap=ListedColormap([colour]), shading="flat", rasterized=True)
+            axes.plot([], [], "s", color=colour, label=label)
     if heat.marks:
         top = [-0.75] * len(heat.marks)
         axes.plot(list(heat.marks), top, "v", color=colours.VERMILION, markersize=6, clip_on=False, label="spike")

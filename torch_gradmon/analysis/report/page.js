@@ -191,7 +191,7 @@
     return relative !== null && (wanted ?? relative);
   };
   const MOST_ROWS = 400;  // more of them at once take a browser many seconds
-  const VIRIDIS = "Viridis", GREY = "#8a8f98", PINK = "#ff00c8", BLUE = "#0072b2", ORANGE = "#e69f00", SKY = "#56b4e9", RED = "#d55e00";
+  const VIRIDIS = "Viridis", GREY = "#8a8f98", PINK = "#ff00c8", BROWN = "#8b5a2b", BLUE = "#0072b2", ORANGE = "#e69f00", SKY = "#56b4e9", RED = "#d55e00";
   const AROUND = [[0, BLUE], [0.5, "#c9cdd3"], [1, RED]];  // as in torch_gradmon/analysis/plots/colours.py
 
   const heat = () => {
@@ -229,6 +229,7 @@
       traces.push({ ...common, z: cells, colorscale: [[0, colour], [1, colour]], showscale: false, opacity });
     };
     paint_all(LOUD, PINK, 1);
+    if (log && side !== "apart") paint_all(ZERO, BROWN, 1);
     if (side === "apart") paint_all(NONE, GREY, 0.35);
     if (data.marks.length) {
       traces.push({

@@ -19,6 +19,7 @@ from ..history import History
 from ..learning import rank_shift, trend
 from ..precautions import Precautions
 from ..series import Matrix, lower_median
+from .precision import rounding_unknown
 
 #: The update over the weights, per step.
 _HIGH, _LOW = 0.2, 2e-5
@@ -174,6 +175,8 @@ def _high(history: History, ratios: Matrix) -> list[Finding]:
 
 
 def _low(history: History, ratios: Matrix) -> list[Finding]:
+    if rounding_unknown(history):  # it may leave nothing of the updates that a sound rate makes
+        return []
     largest = max(ratios.largest().values(), default=0.0)
     # updates may point one way, and are measured on some steps only
     together = largest * (history.steps[-1] - history.steps[0] + 1)
