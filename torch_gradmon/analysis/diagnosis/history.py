@@ -230,8 +230,8 @@ class History:
         return self.is_resumed or (bool(gaps) and steps[0] - self.records[0].step > gaps[len(gaps) // 2])
 
     def beginning(self, steps: Sequence[int]) -> int | None:
-        """The place of the beginning of the training among ``steps``, those of a series or a matrix: its values there are of parameters that
-        have not moved yet. None where the training began before the run, or measuring began after it.
+        """The place of the beginning of the training among ``steps``, those of a series or a matrix: its values there are of parameters
+        that have not moved yet. None where the training began before the run, or measuring began later.
         """
         place = bisect_right(steps, self._unmoved) - 1
         return place if place >= 0 else None
@@ -280,7 +280,7 @@ class History:
         return self.matrix(n.GRADIENT, metric) if before is None else before
 
     def is_gone(self, name: str) -> bool:
-        """Whether the model no longer has a parameter of this name: it was pruned, parametrised or replaced, and trains under another one."""
+        """Whether the model no longer has a parameter of this name, as after it was pruned, parametrised or replaced."""
         return bool(self.parameters) and name not in self.parameters
 
     @cached_property
@@ -303,9 +303,9 @@ class History:
         return None if above is None or below is None else above.over(below)
 
     def settled(self, ratios: Matrix, behind: bool = False) -> Matrix:
-        """``ratios`` to the norms of weights, without those of matrices that began near zero and have not grown to a tenth of the usual gain
-        yet, the root mean square times the root of the fan in, the usual one where it is unknown. The second matrix of an adapter begins so,
-        and the last of a branch: beside zero each gradient and each update is large, which tells nothing of depth or rates.
+        """``ratios`` to the norms of weights, without those of matrices that began near zero and have not yet grown to a tenth of the usual
+        gain, the root mean square times the root of the fan in (of the usual one where it is unknown). The second matrix of an adapter
+        begins so, and the last of a branch: beside zero each gradient and each update is large, which tells nothing of depth or rates.
 
         Args:
             ratios: of parameters.

@@ -108,8 +108,8 @@ def _no_update(history: History) -> list[Finding]:
 
 
 def _equal(history: History) -> list[Finding]:
-    """Matrices whose elements are all the same at the first step. Zeros alone are usual in the last layer of a branch, which gets a gradient
-    all the same.
+    """Matrices whose elements are all the same at the first step. Zeros alone are usual in the last layer of a branch, which gets a
+    gradient.
     """
     measured = [record for record in history.records if n.PARAMETER in record.tables]
     at = history.beginning([record.step for record in measured])

@@ -62,7 +62,9 @@ def _initialisation(history: History) -> list[Finding]:
     worst = sorted(odd, key=lambda name: -abs(math.log(odd[name])))
     loss = history.loss.finite
     is_drowned = odd is high and len(loss) >= _FEWEST and history.first_loss > _DROWNED * history.learning.last > 0
-    is_drowned &= not history.first_loss < _PLAIN * history.chance.get("loss", 0.0)  # a model may scale its weights in its forward
+    is_drowned &= not history.first_loss < _PLAIN * history.chance.get(
+        "loss", 0.0
+    )  # a model may scale its weights in its forward
     is_drowned |= odd is high and _begins_high(history)
     fate = "large: signals grow from layer to layer." if odd is high else "small: signals fade from layer to layer."
     return history.finding(

@@ -79,8 +79,8 @@ def _lost_updates(history: History) -> dict[str, float]:
 
 
 def rounding_unknown(history: History) -> str:
-    """Why it is unknown whether rounding takes the updates of weights that are kept in half precision; empty if it is known, or if these are
-    a small part of all.
+    """Why it is unknown whether rounding takes the updates of weights that are kept in half precision; empty if it is known, or if
+    these are a small part of all.
     """
     halves = _halves(history) if history.parameters else []  # extremes alone say little
     if len(halves) < max(_TENSORS * len(history.matrices), 1):
@@ -93,8 +93,8 @@ def rounding_unknown(history: History) -> str:
     if not missing:
         return ""
     return (
-        f"{len(halves)} matrices are kept in half precision, and whether its rounding takes their updates shows in the share of zeros, which "
-        f"was not measured: give run_dir=, or call {' and '.join(missing)}"
+        f"{len(halves)} matrices are kept in half precision, and whether its rounding takes their updates shows in the share of zeros, "
+        f"which was not measured: give run_dir=, or call {' and '.join(missing)}"
     )
 
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 import torch
 
 from ....core import keys as n
-from ....core.keys import block_of
 from ....core.formatting import also_in, listed, percent
+from ....core.keys import block_of
 from ....core.records import Severity
 from ..findings import Finding, NotMeasured
 from ..history import History
@@ -108,7 +108,10 @@ def _never(history: History, norms: Matrix) -> list[Finding]:
 def _words(history: History, missed: int, zero: int) -> tuple[str, str]:
     """Cause and advice for parameters of which some have a gradient of exactly 0, and the others none at all."""
     none = "No gradient reached this parameter in any step, although it requires one"
-    cut = "Look for a detach(), .data, no_grad() or a module that forward() never calls; call requires_grad_(False) if it should not be trained"
+    cut = (
+        "Look for a detach(), .data, no_grad() or a module that forward() never calls; call requires_grad_(False) if it should not be "
+        "trained"
+    )
     tells = "" if history.matrix(n.ACTIVATION, "rms") is not None else "; preset='full' tells which units are dead"
     closed = f"what follows in forward(): biases far below 0, a clamp that always acts, a factor that is 0{tells}"
     if not zero:
@@ -181,7 +184,11 @@ def _vanished(history: History, norms: Matrix) -> list[Finding]:
         return [_vanished_finding(severity, "", norms.steps[at], norms.steps[-1], whole[:at].median().item())]
     found = {}
     for name, column in zip(norms.names, norms.values.unbind(1), strict=True):
-        at = None if name not in history.always_reached or history.is_gone(name) else _gone_since(column.nan_to_num(0.0), must_stay=True)
+        at = (
+            None
+            if name not in history.always_reached or history.is_gone(name)
+            else _gone_since(column.nan_to_num(0.0), must_stay=True)
+        )
         if at is not None:
             found[name] = _vanished_finding(
                 history.concern, name, norms.steps[at], norms.steps[-1], column[:at].nanmedian().item()
