@@ -113,7 +113,9 @@
       level,
     ]);
     const words = counts.filter(([count]) => count).map(([count, level]) => `${count} ${level}${count > 1 && level !== "info" ? "s" : ""}`);
-    $("count").textContent = words.length ? `(${words.join(", ")})` : "";
+    const [causes, signs] = [data.findings.length, data.findings.reduce((sum, told) => sum + told.signs.length, 0)];
+    const which = signs ? `: ${causes} cause${causes > 1 ? "s" : ""}, ${signs} consequence${signs > 1 ? "s" : ""}` : "";
+    $("count").textContent = words.length ? `(${words.join(", ")}${which})` : "";
     $("findings").replaceChildren(...data.findings.map(finding));
     if (!data.findings.length) $("findings").append(make("li", "Nothing was found.", "healthy"));
     for (const [id, lines] of [["unseen", data.unseen], ["events", data.events]]) {
