@@ -25,7 +25,7 @@ _SHARE = 0.1
 _GONE, _MOSTLY = 1e-6, 0.5
 #: A gradient that is exactly 0 in this share of all steps is gone, however early.
 _NEARLY_ALL = 0.95
-#: Steps before a parameter that was frozen on the way.
+#: Steps with a gradient before a parameter that was frozen on the way, and without one after it where requires_grad says that it is.
 _BEFORE = 5
 #: A loss that has fallen to this part of the first one has nothing left to learn from.
 _SOLVED = 1e-3
@@ -89,7 +89,7 @@ def _never(history: History, norms: Matrix) -> list[Finding]:
         return _taken_out(history, norms, missed)
     sizes = {name: size for name, size in history.sizes(n.PARAMETER).items() if not history.is_gone(name)}
     share = sum(sizes[name] for name in missed) / max(sum(sizes.values()), 1)
-    zero = {name for name in missed if name in norms.names}  # a gradient that came
+    zero = history.always_reached.intersection(missed)  # a gradient that came
     missed.sort(key=lambda name: (name in zero, name not in history.matrices))
     matters = (share > _SHARE or history.learning.is_stuck) and not _is_routed(missed[0], norms)
     cause, advice = _words(history, len(missed), len(zero))
@@ -212,9 +212,8 @@ def _frozen(history: History, norms: Matrix) -> list[Finding]:
         if not rows or history.is_gone(name):
             continue
         first, last = rows[0], rows[-1]
-        # what is known to be frozen has no gradient by chance for no step
-        is_over = len(column) - last > max(len(column) // 4, _FEWEST) or (name in history.frozen and last + 1 < len(column))
-        if is_over and last - first >= _BEFORE and len(rows) > _NEARLY_ALL * (last - first + 1):
+        least = _BEFORE if name in history.frozen else max(len(column) // 4, _FEWEST)
+        if len(column) - last > least and last - first >= _BEFORE and len(rows) > _NEARLY_ALL * (last - first + 1):
             ends[name] = last + 1
     if not ends or len(ends) == len(norms.names):
         return []
