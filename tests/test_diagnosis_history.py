@@ -194,6 +194,27 @@ def test_without_a_step_nothing_is_said_of_rules_and_where_it_is_switched_off_th
     assert "GRADMON_DISABLE is set" in str(fresh().diagnose())
 
 
+def test_without_a_monitored_step_the_reason_is_that_of_missing() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = gradmon.watch(model, optimizer, monitor_step_fn=lambda step: step > 100)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    told = monitor.diagnose()
+    assert told.unseen == {"everything": "step 0 was not monitored"}
+    assert told.unseen["everything"] in monitor.missing().values()
+    assert str(told).splitlines()[0] == "Nothing to diagnose: no monitored step yet."
+
+
+def test_the_first_line_counts_causes_and_consequences() -> None:
+    causes = [_finding("learning-rate-high", weight=9.0), _finding("always-clipped", "info", weight=8.0)]
+    findings = [*causes, _finding("loss-plateau"), _finding("dead-units")]
+    told = str(Diagnosis.of(findings, (0, 9), {}))
+    assert told.splitlines()[0] == "3 warnings, 1 info in steps 0 to 9: 1 cause, 3 consequences"
+    alone = str(Diagnosis.of(causes[:1], (0, 9), {}))
+    assert alone.splitlines()[0] == "1 warning in steps 0 to 9"
+
+
 def test_it_turns_into_json_whatever_the_numbers() -> None:
     finding = Finding("non-finite-loss", "error", "", (4, 4), {"loss": math.nan, "steps": 1.0}, "It is NaN.", "Look.")
     found = json.loads(Diagnosis.of([finding], (0, 4), {"dead-units": "no activations were measured"}).to_json())

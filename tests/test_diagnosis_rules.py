@@ -13,6 +13,7 @@ import pytest
 
 from tests.synthetic_run import history
 from torch_gradmon.analysis.diagnosis import Diagnosis, Finding
+from torch_gradmon.analysis.diagnosis.diagnose import diagnose_history
 from torch_gradmon.analysis.diagnosis.findings import NotMeasured
 from torch_gradmon.analysis.diagnosis.history import History
 from torch_gradmon.analysis.diagnosis.rules.attention import check_attention
@@ -27,6 +28,7 @@ from torch_gradmon.analysis.diagnosis.rules.spikes import check_spikes
 from torch_gradmon.analysis.diagnosis.rules.units import check_units
 from torch_gradmon.analysis.diagnosis.rules.unused_parameters import check_unused_parameters
 from torch_gradmon.analysis.diagnosis.rules.weights import check_weights
+from torch_gradmon.core.moments import Column
 from torch_gradmon.core.records import SpikeEvent
 
 LAYERS = [f"{place}.weight" for place in range(9)]
@@ -347,6 +349,41 @@ def test_updates_that_half_precision_rounds_to_nothing(largest: float, update: f
         gradient_before_clip={name: {"rms": 0.1, "zeros": gradient} for name in ("a.weight", "b.weight")},
     )
     assert _rules(check_precision(run)) == [("warning", "low-precision-underflow")] * found
+
+
+def _of_halves(dtype: str, **sources: Mapping[str, Any]) -> History:
+    names = ("a.weight", "b.weight")
+    rows = {source: dict.fromkeys(names, stats) for source, stats in sources.items()}
+    run = history(loss=flat, **rows)
+    known = {name: {"shape": [10, 10], "dtype": f"torch.{dtype}"} for name in names}
+    return History(run.records, matrices=run.matrices, parameters=known)
+
+
+def _columns(run: History, source: str, columns: frozenset[Column]) -> None:
+    for record in run.records:
+        record.tables[source] = replace(record.tables[source], columns=columns)  # type: ignore[index]
+
+
+@pytest.mark.parametrize(("dtype", "said"), [("bfloat16", True), ("float16", True), ("float32", False)])
+@pytest.mark.parametrize("missing", ["update", "gradient_before_clip"])
+def test_lost_updates_that_no_zeros_show_are_not_judged(dtype: str, said: bool, missing: str) -> None:
+    run = _of_halves(dtype, parameter={"rms": 0.1}, update={"rms": 1e-7, "zeros": 0.9}, gradient_before_clip={"rms": 0.1})
+    _columns(run, missing, frozenset({Column.COUNT, Column.SQUARE_SUM, Column.MIN, Column.MAX}))
+    diagnosis = diagnose_history(run)
+    found = {finding.rule for finding in diagnosis.findings}
+    assert ("precision" in diagnosis.unseen) == said
+    assert "low-precision-underflow" not in found
+    assert ("learning-rate-low" in found) == (not said)
+    if said:
+        word = missing.removesuffix("_before_clip")
+        assert "2 matrices are kept in half precision" in diagnosis.unseen["precision"]
+        assert f"call monitor.add_{word}_metric('sparsity')" in diagnosis.unseen["precision"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_updates_are_lost_to_the_dtype_of_the_weights(dtype: str) -> None:
+    run = _of_halves(dtype, parameter={"rms": 0.1}, update={"rms": 1e-5, "zeros": 0.9}, gradient_before_clip={"rms": 0.1})
+    assert _rules(check_precision(run)) == [("warning", "low-precision-underflow")] * (dtype == "bfloat16")
 
 
 # --- units -------------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -181,3 +182,17 @@ def test_an_option_that_is_no_truth_value_is_refused(run: Path) -> None:
 def test_a_heat_map_without_medians_has_values() -> None:
     heat = Heatmap("t", ("a", "b"), (0, 1), (0, 1), ((1.0, 0.0), (100.0, inf)), True)
     assert heat.shades.tolist() == [[0.0, pytest.approx(nan, nan_ok=True)], [2.0, pytest.approx(nan, nan_ok=True)]]
+
+
+def test_cells_of_exactly_zero_have_a_colour_of_their_own(run: Path) -> None:
+    heat = Heatmap("t", ("a", "b"), (0, 1, 2), (0, 1, 2), ((0.0, 0.0, nan), (1.0, 0.0, inf)), True, medians=(0.0, 0.5))
+    assert heat.odd_cells(None) == [[0.0, 0.0, None], [None, 0.0, 1.0]]
+    assert replace(heat, is_log=False).odd_cells(None) == [[None, None, None], [None, None, 1.0]]
+    assert replace(heat, values=((1.0, 2.0, nan), (1.0, 2.0, 3.0))).odd_cells(None) == []
+    pytest.importorskip("plotly")
+    pytest.importorskip("matplotlib")
+    odd = load_run(run).plot().data[1]
+    assert list(odd.z[2]) == [None if step == 3 else 0 for step in range(STEPS)]
+    assert [stop[1] for stop in odd.colorscale] == [colours.ZERO, colours.NONFINITE]
+    legend = load_run(run).plot(engine="matplotlib").axes[0].get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == ["NaN or infinite", "exactly 0"]

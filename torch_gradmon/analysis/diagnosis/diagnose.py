@@ -22,7 +22,7 @@ from .rules.nonfinite import check_nonfinite
 from .rules.precision import check_precision
 from .rules.spikes import check_spikes
 from .rules.units import check_units
-from .rules.unused_parameters import check_unused_parameters
+from .rules.unused_parameters import check_frozen, check_unused_parameters
 from .rules.weights import check_weights
 
 Rule = Callable[[History], list[Finding]]
@@ -35,6 +35,7 @@ RULES: dict[str, Rule] = {
     "certain": check_certain,
     "depth": check_depth,
     "reach": check_unused_parameters,
+    "frozen": check_frozen,
     "precision": check_precision,
     "units": check_units,
     "clipping": check_clipping,
@@ -65,6 +66,8 @@ def diagnose_history(history: History) -> Diagnosis:
             unseen[name] = str(reason)
         except Exception as error:  # a bug in the rule
             unseen[name] = f"the rule failed: {type(error).__name__}: {error}"
+    if unknown := history.beginning_unknown:
+        unseen["beginning"] = unknown
     return Diagnosis.of(findings, history.span, unseen)
 
 

@@ -125,13 +125,21 @@ class Diagnosis:
         if lines:
             counts = Counter(finding.severity for finding in self.findings)
             head = ", ".join(f"{counts[each]} {_plural(each, counts[each])}" for each in SEVERITIES if counts[each])
-            lines = [f"{head} in {span}", "", *lines]
+            lines = [f"{head} in {span}{self._causes()}", "", *lines]
         else:
             lines = [f"Nothing found in {span}." if self.steps else "Nothing to diagnose: no monitored step yet."]
         if self.unseen:
             reasons = "; ".join(f"{rule} ({why})" for rule, why in self.unseen.items())
             lines += ["", textwrap.fill(f"Not judged: {reasons}", width, subsequent_indent=" " * 8)]
         return "\n".join(lines)
+
+    def _causes(self) -> str:
+        """How many findings are causes, and how many are only named below one; empty if all are causes."""
+        causes = sum(1 for _ in self.grouped())
+        consequences = len(self.findings) - causes
+        if not consequences:
+            return ""
+        return f": {causes} {_plural('cause', causes)}, {consequences} {_plural('consequence', consequences)}"
 
     def _findings(self, width: int) -> list[str]:
         lines: list[str] = []
@@ -163,8 +171,8 @@ def _indented(text: str, width: int, hanging: int) -> str:
     return textwrap.fill(text, width, initial_indent=" " * 8, subsequent_indent=" " * hanging)
 
 
-def _plural(severity: str, count: int) -> str:
-    return severity if severity == "info" or count == 1 else f"{severity}s"
+def _plural(word: str, count: int) -> str:
+    return word if word == "info" or count == 1 else f"{word}s"
 
 
 def _number(value: float) -> str:

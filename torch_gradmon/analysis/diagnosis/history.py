@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 import shlex
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
+
+import torch
 
 from ...core import keys as n
 from ...core.keys import Key, parse_key
@@ -23,7 +27,7 @@ from ...spikes.suspects import ParameterAttribution
 from ..run import Run
 from .findings import Finding
 from .learning import Learning, learning, spread
-from .series import GradientEdit, Matrix, Series
+from .series import GradientEdit, Matrix, Series, lower_median
 
 #: Steps of a long run that are looked at: the first, the last, those around spikes, and evenly spaced ones.
 MOST = 400
@@ -33,6 +37,10 @@ _AGREES = 0.4
 _FINDINGS = ("audit", "replicas", "setup", "data", "foresight")
 #: The noise of a loss that rests, relative to it.
 _QUIET = 0.01
+#: In words, with the values of which rules take those of the beginning.
+_OF_BEGINNING = {n.PARAMETER: "parameters", n.ACTIVATION: "outputs of modules", n.GRADIENT_BEFORE_CLIP: "gradients"}
+#: A matrix begins near zero if its gain is below this part of the usual one.
+_NEAR_ZERO = 0.1
 #: The outputs that can be the loss of a model that computes its own.
 _OWN_LOSS = (f"{n.ROOT}.loss", n.ROOT, f"{n.ROOT}[0]")
 
@@ -53,6 +61,7 @@ class History:
         groups: the groups of the optimizers, with their settings and the names of their parameters.
         frozen: names of parameters that did not require a gradient when the optimizers were attached.
         acts: the data depend on the model, as those of a policy or of a GAN do.
+        parameters: all parameters of the model with their ``"shape"`` and ``"dtype"``.
     """
 
     def __init__(
@@ -69,11 +78,14 @@ class History:
         groups: Sequence[Mapping[str, Any]] = (),
         frozen: Iterable[str] = (),
         acts: bool = False,
+        parameters: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         self.records = sorted(records, key=lambda record: record.step)
         self.events = list(events) or [event for record in self.records for event in record.events]
         self.facts = list(facts)
-        self.matrices = dict(matrices or {})
+        self.parameters = dict(parameters or {})
+        # a gain in the shape of a matrix, such as [channels, 1, 1], is none
+        self.matrices = {name: fan_in for name, fan_in in (matrices or {}).items() if fan_in or not self._is_vector(name)}
         self.kinds = dict(kinds or {})
         self.place = place
         self._recorded, self._suspects = steps, suspects
@@ -98,6 +110,7 @@ class History:
             run.meta.get("optimizers") or (),
             run.meta.get("frozen") or (),
             bool(run.meta.get("acts")),
+            run.meta.get("parameters"),
         )
         return cls(records, events, facts, *known, *of_setup)
 
@@ -109,7 +122,8 @@ class History:
         if last == len(self.records):
             return self
         kept = self.records[:last], self.events, self.facts, self.matrices, self.kinds, self.place
-        found = History(*kept, self._recorded, self._suspects, self._chance, self.groups, self.frozen, self.acts)
+        of_setup = self._chance, self.groups, self.frozen, self.acts, self.parameters
+        found = History(*kept, self._recorded, self._suspects, *of_setup)
         found.is_cut = True
         return found
 
@@ -118,6 +132,9 @@ class History:
         """Whether NaN or Inf ended it: what can be known of it, its few steps have to show."""
         ends = (series.values[-1] for series in (self.loss, self.series("grad_norm")) if len(series))
         return self.is_cut or not all(map(math.isfinite, ends))
+
+    def _is_vector(self, name: str) -> bool:
+        return name in self.parameters and sum(size > 1 for size in self.parameters[name]["shape"]) < 2
 
     @property
     def steps(self) -> list[int]:
@@ -181,7 +198,7 @@ class History:
     @cached_property
     def learning(self) -> Learning:
         """The trend of the loss. That of a model which gets other data when it is better need not fall."""
-        found = learning(self.loss, self.is_resumed, self.chance.get("loss", 0.0))
+        found = learning(self.loss, self.may_rest, self.chance.get("loss", 0.0))
         return replace(found, is_stuck=False, is_at_chance=False, is_worse=False) if self.acts else found
 
     @cached_property
@@ -221,7 +238,59 @@ class History:
     @property
     def is_resumed(self) -> bool:
         """Whether the training began earlier: the first step is not 0, or its optimizers had stepped before."""
-        return bool(self.records) and (self.records[0].step > 0 or "goes_on" in self.records[0].context)
+        # steps that are numbered by hand may begin at 1
+        return bool(self.records) and (self.records[0].step > 1 or "goes_on" in self.records[0].context)
+
+    @property
+    def may_rest(self) -> bool:
+        """Whether the loss may have fallen before its first value."""
+        return self.misses_beginning(self.loss.finite.steps)
+
+    def misses_beginning(self, steps: Sequence[int]) -> bool:
+        """Whether a series of these steps has nothing of the beginning of the training, which it has where no more steps are before it than
+        there usually are between two of its own.
+        """
+        gaps = sorted(later - step for step, later in pairwise(steps))
+        return self.is_resumed or (bool(gaps) and steps[0] - self.records[0].step > gaps[len(gaps) // 2])
+
+    def beginning(self, steps: Sequence[int]) -> int | None:
+        """The place of the beginning of the training among ``steps``, those of a series or a matrix: its values there are of parameters
+        that have not moved yet. None where the training began before the run, or measuring began later.
+        """
+        place = bisect_right(steps, self._unmoved) - 1
+        return place if place >= 0 else None
+
+    @cached_property
+    def _unmoved(self) -> float:
+        """The first applied step of the training, whose forward and backward still see what it began with."""
+        if self.is_resumed or not self.records:
+            return -math.inf
+        last = self.records[0].step
+        for record in self.records:
+            if record.step > last + 1:  # what came between may have been applied
+                break
+            last = record.step
+            if record.applied:
+                break
+        return last
+
+    @property
+    def beginning_unknown(self) -> str:
+        """Why values of the beginning are unknown; empty if they are known, or were not measured at all."""
+        if self.is_resumed:
+            return f"the training began before step {self.records[0].step}, the first of this run"
+        matrices = {words: self.matrix(source, "norm") for source, words in _OF_BEGINNING.items()}
+        return "; ".join(
+            f"{words} were first measured in step {matrix.steps[0]}"
+            for words, matrix in matrices.items()
+            if matrix is not None and self.beginning(matrix.steps) is None
+        )
+
+    @cached_property
+    def first_loss(self) -> float:
+        """The loss at the beginning of the training; NaN if it is unknown."""
+        place = self.beginning(self.loss.finite.steps)
+        return math.nan if place is None else self.loss.finite.values[place]
 
     def applied(self, name: str) -> Series:
         """A whole-model value over the applied steps."""
@@ -264,6 +333,10 @@ class History:
         """``grad_norm`` in the same way."""
         return self.edit.before_clip(self.series("grad_norm"))
 
+    def is_gone(self, name: str) -> bool:
+        """Whether the model no longer has a parameter of this name, as after it was pruned, parametrised or replaced."""
+        return bool(self.parameters) and name not in self.parameters
+
     @cached_property
     def always_reached(self) -> frozenset[str]:
         """Parameters with a gradient, possibly zero, in nearly all steps; not those that were frozen on the way."""
@@ -282,6 +355,38 @@ class History:
         """The norm of each parameter's tensor of ``source`` over that of ``base`` in the same step; None without any."""
         above, below = self.matrix(source, "norm"), self.matrix(base, "norm")
         return None if above is None or below is None else above.over(below)
+
+    def settled(self, ratios: Matrix, behind: bool = False) -> Matrix:
+        """``ratios`` to the norms of weights, without those of matrices that began near zero and have not yet grown to a tenth of the usual
+        gain, the root mean square times the root of the fan in (of the usual one where it is unknown). The second matrix of an adapter
+        begins so, and the last of a branch: beside zero each gradient and each update is large, which tells nothing of depth or rates.
+
+        Args:
+            ratios: of parameters.
+            behind: leave out the other matrices of the branch too, since what goes back to them passes through the one near zero.
+        """
+        sizes = self.matrix(n.PARAMETER, "rms")
+        names = [name for name in ratios.names if name in self.matrices]
+        fans = [self.matrices[name] for name in names if self.matrices[name]]
+        if sizes is None or not fans:
+            return ratios
+        factors = torch.tensor([self.matrices[name] or lower_median(fans) for name in names], dtype=torch.float64, device="cpu")
+        gains = sizes.of(sizes.steps, names).values * factors.sqrt()
+        first = gains.isfinite().double().argmax(0)  # the first row with a value, for a matrix that came later too
+        usual = gains.where(gains > 0, math.nan).nanquantile(0.5, 1, interpolation="higher")
+        small = gains.gather(0, first[None])[0] < _NEAR_ZERO * usual[first]
+        if bool(small.all()) or not bool(small.any()):
+            return ratios
+        grown = (gains >= _NEAR_ZERO * gains[:, ~small].nanmedian(1, keepdim=True).values).cummax(0).values | ~small
+        if behind:
+            for name, is_small in zip(names, small.tolist(), strict=True):
+                branch = _branch(name, names) if is_small else []
+                grown[:, branch] &= grown[:, names.index(name)][:, None]
+        steps = set(ratios.steps)
+        rows = [row for row, step in enumerate(sizes.steps) if step in steps]
+        values, places = ratios.values.clone(), [ratios.names.index(name) for name in names]
+        values[:, places] = values[:, places].where(grown[rows], math.nan)
+        return replace(ratios, values=values)
 
     def matrix(self, source: str, metric: str) -> Matrix | None:
         """A built-in metric of all tensors of a source, of the steps that have it; None without any."""
@@ -322,6 +427,16 @@ class History:
 def loop_findings(meta: Mapping[str, Any]) -> list[LoopFinding]:
     """What the training found itself, from the facts about a run."""
     return [LoopFinding.of_dict(fact) for source in _FINDINGS for fact in meta.get(source, [])]
+
+
+def _branch(name: str, names: Sequence[str]) -> list[int]:
+    """The places of the other matrices in the innermost module, below the whole model, that has any beside ``name``."""
+    parts = name.split(".")
+    for depth in reversed(range(1, len(parts))):
+        inside = f"{'.'.join(parts[:depth])}."
+        if found := [place for place, other in enumerate(names) if other != name and other.startswith(inside)]:
+            return found
+    return []
 
 
 def _returned_loss(history: History) -> Series:

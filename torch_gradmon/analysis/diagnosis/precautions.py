@@ -48,7 +48,7 @@ class Precautions:
             bound=bound,
             adaptive=adaptive,
             scale=float(scales[-1]) if scales else None,
-            warm_up=_warm_up(rates),
+            warm_up=_warm_up(rates, history.is_resumed),
             raises=bool(rates) and rates.values[-1] > rates.at(0.5),
             groups=max((len(record.context.get("lr") or [0]) for record in history.records), default=1),
             skips=any(record.skipped for record in history.records),
@@ -65,8 +65,8 @@ def _rates(history: History) -> Series:
     return Series.of((record.step, float(max(rates))) for record in history.records if (rates := record.context.get("lr")))
 
 
-def _warm_up(rates: Series) -> int:
+def _warm_up(rates: Series, is_resumed: bool) -> int:
     if not rates:
         return 0
-    largest = max(rates.values)
-    return rates.steps[rates.values.index(largest)] - rates.steps[0] if rates.values[0] < _BEGINS * largest else 0
+    largest, first = max(rates.values), 0 if is_resumed else rates.steps[0]
+    return rates.steps[rates.values.index(largest)] - first if rates.values[0] < _BEGINS * largest else 0

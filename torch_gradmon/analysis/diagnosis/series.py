@@ -154,6 +154,19 @@ def scales_alike(kept: Matrix | None) -> bool:
     return 2 * int((reduced & (largest > smallest * 1.05)).sum()) <= int(reduced.sum())
 
 
+def _merge(names: list[str], new: Sequence[str]) -> None:
+    """Put each name that ``names`` lacks behind the one that it follows in ``new``: both are in model order."""
+    known, at = set(names), 0
+    if known.issuperset(new):
+        return
+    for name in new:
+        if name in known:
+            at = names.index(name) + 1
+        else:
+            names.insert(at, name)
+            at += 1
+
+
 @dataclass(frozen=True)
 class Matrix:
     """A built-in metric of many tensors over steps.
@@ -175,10 +188,12 @@ class Matrix:
         kept = [(step, table) for step, table in tables if view.columns <= table.columns | ALWAYS and table.names]
         if not kept:
             return None
-        names = list(dict.fromkeys(name for _, table in kept for name in table.names))
+        names: list[str] = []
+        for new in dict.fromkeys(table.names for _, table in kept):  # nearly all tables have the same names
+            _merge(names, new)
         place = {name: column for column, name in enumerate(names)}
         values = torch.full((len(kept), len(names)), math.nan, dtype=torch.float64, device="cpu")
-        columns: dict[tuple[str, ...], Tensor] = {}  # nearly all tables have the same names
+        columns: dict[tuple[str, ...], Tensor] = {}
         for row, (_, table) in enumerate(kept):
             if table.names not in columns:
                 columns[table.names] = torch.tensor([place[name] for name in table.names], device="cpu")

@@ -173,11 +173,23 @@ class Heatmap:
         """``cells`` as columns of the grid, with ``gap`` where nothing was measured."""
         return [[gap if place is None else row[place] for place in self.grid.places] for row in cells]
 
-    def nonfinite_cells(self, absent: Any) -> list[list[Any]]:
-        """The grid with 1 in cells that are not finite, and ``absent`` elsewhere; empty if all are finite."""
-        if not any(math.isinf(value) for row in self.values for value in row):
+    @property
+    def has_nonfinite(self) -> bool:
+        """Whether any cell is not finite."""
+        return any(math.isinf(value) for row in self.values for value in row)
+
+    @property
+    def has_zeros(self) -> bool:
+        """Whether any cell is exactly 0, as without any gradient, where colours follow the logarithm, which has no place for it."""
+        return self.is_log and any(value == 0 for row in self.values for value in row)
+
+    def odd_cells(self, absent: Any) -> list[list[Any]]:
+        """The grid with 1 in cells that are not finite, 0 in those of :attr:`has_zeros`, and ``absent`` elsewhere; empty without any."""
+        if not (self.has_nonfinite or self.has_zeros):
             return []
-        return self.on_grid([[1.0 if math.isinf(value) else absent for value in row] for row in self.values], absent)
+        zero = 0.0 if self.is_log else absent
+        cells = [[1.0 if math.isinf(value) else zero if value == 0 else absent for value in row] for row in self.values]
+        return self.on_grid(cells, absent)
 
 
 @dataclass(frozen=True)

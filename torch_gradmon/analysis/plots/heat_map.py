@@ -25,9 +25,9 @@ def heatmap_figure(heat: Heatmap) -> go.Figure:
     }
     figure = go.Figure()
     figure.add_heatmap(**common, z=heat.on_grid(_shades(heat), None), name="value", **_scale(heat))
-    if nonfinite := heat.nonfinite_cells(None):
-        scale = [[0, colours.NONFINITE], [1, colours.NONFINITE]]
-        figure.add_heatmap(**common, z=nonfinite, colorscale=scale, showscale=False, name="NaN or infinite")
+    if odd := heat.odd_cells(None):
+        scale = [[0, colours.ZERO], [1, colours.NONFINITE]]
+        figure.add_heatmap(**common, z=odd, zmin=0, zmax=1, colorscale=scale, showscale=False, name="NaN, infinite or exactly 0")
     _add_marks(figure, heat.marks, heat.first)
     bare = {"showgrid": False, "zeroline": False}
     figure.update_layout(yaxis={**row_axis(heat.rows), **bare})

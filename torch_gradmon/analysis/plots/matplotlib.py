@@ -45,9 +45,13 @@ def _heatmap(heat: Heatmap) -> Figure:
     scale, labels = _scale(heat)
     cells = heat.on_grid(heat.shades.tolist(), math.nan)
     mesh = axes.pcolormesh(edges, rows, cells, shading="flat", rasterized=True, **scale)
-    if nonfinite := heat.nonfinite_cells(math.nan):
-        axes.pcolormesh(edges, rows, nonfinite, cmap=ListedColormap([colours.NONFINITE]), shading="flat", rasterized=True)
-        axes.plot([], [], "s", color=colours.NONFINITE, label="NaN or infinite")
+    if odd := heat.odd_cells(math.nan):
+        both = ListedColormap([colours.ZERO, colours.NONFINITE])
+        axes.pcolormesh(edges, rows, odd, cmap=both, vmin=0, vmax=1, shading="flat", rasterized=True)
+        if heat.has_nonfinite:
+            axes.plot([], [], "s", color=colours.NONFINITE, label="NaN or infinite")
+        if heat.has_zeros:
+            axes.plot([], [], "s", color=colours.ZERO, label="exactly 0")
     if heat.marks:
         top = [-0.75] * len(heat.marks)
         axes.plot(list(heat.marks), top, "v", color=colours.VERMILION, markersize=6, clip_on=False, label="spike")

@@ -113,7 +113,9 @@
       level,
     ]);
     const words = counts.filter(([count]) => count).map(([count, level]) => `${count} ${level}${count > 1 && level !== "info" ? "s" : ""}`);
-    $("count").textContent = words.length ? `(${words.join(", ")})` : "";
+    const [causes, signs] = [data.findings.length, data.findings.reduce((sum, told) => sum + told.signs.length, 0)];
+    const which = signs ? `: ${causes} cause${causes > 1 ? "s" : ""}, ${signs} consequence${signs > 1 ? "s" : ""}` : "";
+    $("count").textContent = words.length ? `(${words.join(", ")}${which})` : "";
     $("findings").replaceChildren(...data.findings.map(finding));
     if (!data.findings.length) $("findings").append(make("li", "Nothing was found.", "healthy"));
     for (const [id, lines] of [["unseen", data.unseen], ["events", data.events]]) {
@@ -191,7 +193,7 @@
     return relative !== null && (wanted ?? relative);
   };
   const MOST_ROWS = 400;  // more of them at once take a browser many seconds
-  const VIRIDIS = "Viridis", GREY = "#8a8f98", PINK = "#ff00c8", BLUE = "#0072b2", ORANGE = "#e69f00", SKY = "#56b4e9", RED = "#d55e00";
+  const VIRIDIS = "Viridis", GREY = "#8a8f98", PINK = "#ff00c8", BROWN = "#8b5a2b", BLUE = "#0072b2", ORANGE = "#e69f00", SKY = "#56b4e9", RED = "#d55e00";
   const AROUND = [[0, BLUE], [0.5, "#c9cdd3"], [1, RED]];  // as in torch_gradmon/analysis/plots/colours.py
 
   const heat = () => {
@@ -229,6 +231,7 @@
       traces.push({ ...common, z: cells, colorscale: [[0, colour], [1, colour]], showscale: false, opacity });
     };
     paint_all(LOUD, PINK, 1);
+    if (log && side !== "apart") paint_all(ZERO, BROWN, 1);
     if (side === "apart") paint_all(NONE, GREY, 0.35);
     if (data.marks.length) {
       traces.push({

@@ -26,11 +26,13 @@ class ModelFacts:
     Attributes:
         matrices: the fan-in of each parameter of two or more dimensions, see :attr:`torch_gradmon.step.model_index.ModelIndex.facts`.
         kinds: the class of each module by name.
+        parameters: the shape and dtype of each parameter, see there.
     """
 
     def __init__(self, annotate: Callable[..., None]) -> None:
         self.matrices: Mapping[str, int] = {}
         self.kinds: Mapping[str, str] = {}
+        self.parameters: Mapping[str, Mapping[str, Any]] = {}
         self._annotate = annotate
         self._stored: dict[str, Any] = {}
 
@@ -38,7 +40,7 @@ class ModelFacts:
         """Take the facts of the model as it is now."""
         if facts["matrices"] is self.matrices:
             return
-        self.matrices, self.kinds = facts["matrices"], facts["kinds"]
+        self.matrices, self.kinds, self.parameters = facts["matrices"], facts["kinds"], facts["parameters"]
         # alternating models, as in a GAN, change the inventory in every step, but no other fact
         new = {name: fact for name, fact in facts.items() if fact != self._stored.get(name)}
         if new:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ from ...core import validation as check
 from ...core.errors import display
 from ...core.keys import Key
 from ...core.model_order import ModelOrder
+from ...core.records import StepRecord
 from ...core.torch_modes import outside_dispatch_modes
 from ...step.layer_values import top_shares
 from ...step.registry import checked_aggregation
@@ -99,11 +100,10 @@ class ValuesService:
 
     def missing(self) -> dict[str, str]:
         """Why keys have no value in the last step."""
-        record, planner, why = Queries(self.runtime).settle_now(), self.runtime.planner, Queries(self.runtime).stale_reason
+        record, planner = Queries(self.runtime).settle_now(), self.runtime.planner
+        why = self._why_nothing(record)
         if record is None and not why:
-            if (ended := self.runtime.state.clock.ended) is None:
-                return {}
-            why = MODEL_GONE if planner.has_lost_model else f"step {ended} was not monitored"
+            return {}
         follower = self.runtime.loop
         owned = None if follower is None else planner.owned(follower.optimizers)
         factory, pipeline, names = self.runtime.factory, self.runtime.pipeline, planner.matchable() or {}
@@ -113,6 +113,13 @@ class ValuesService:
             reasons = factory.missing(record, pipeline.absent, names, owned)
         # the keys are made as those of the values are
         return dict(zip(pipeline.publisher.format_keys(dict.fromkeys(reasons, 0.0)), reasons.values(), strict=True))
+
+    def _why_nothing(self, record: StepRecord | None) -> str:
+        """Why no key has a value in the last step, whose record this is; empty where there are values, or was no step yet."""
+        why, ended = Queries(self.runtime).stale_reason, self.runtime.state.clock.ended
+        if record is not None or why or ended is None:
+            return why
+        return MODEL_GONE if self.runtime.planner.has_lost_model else f"step {ended} was not monitored"
 
     def all_metrics(self) -> dict[int, dict[str, float]]:
         """The values of the last monitored steps, by step and key."""
@@ -135,7 +142,7 @@ class ValuesService:
         from ...analysis.diagnosis.diagnose import diagnose_history
         from ...analysis.diagnosis.history import History
 
-        Queries(self.runtime).settle_now()
+        record = Queries(self.runtime).settle_now()
         if self.runtime.fence.inert:
             return Diagnosis((), None, _DISABLED)
         pipeline, model = self.runtime.pipeline, self.runtime.factory.model
@@ -155,9 +162,12 @@ class ValuesService:
             [] if setup is None else setup.groups,
             [] if setup is None else setup.frozen,
             data is not None and data.acts,
+            model.parameters,
         )
         with outside_dispatch_modes():
-            return diagnose_history(history)
+            found = diagnose_history(history)
+        why = "" if history.records else self._why_nothing(record)
+        return replace(found, unseen={"everything": why}) if why else found
 
     def plot(self, kind: str, engine: str, options: Mapping[str, Any]) -> Any:
         """A figure of the steps that are remembered."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from ....core import keys as n
@@ -37,16 +38,17 @@ def _collapse(history: History, entropies: Mapping[str, Series], low: Mapping[st
         return []
     worst = sorted(low, key=lambda name: low[name])
     series = entropies[worst[0]]
-    first = series.values[0]
+    at = history.beginning(series.steps)
+    first = math.nan if at is None else series.values[at]
     since = ", from the start on" if first < _COLLAPSED else ""
     return history.finding(
         "attention-entropy-collapse",
         worst[0],
-        {"entropy / largest possible": low[worst[0]], "at the beginning": first},
+        {"entropy / largest possible": low[worst[0]], **({} if at is None else {"at the beginning": first})},
         f"The heads of this layer look at one or two keys only{since}.{also_in(worst)}",
         "Check that logits are divided by sqrt(width of a head); normalise queries and keys, or lower the learning rate.",
         64.5,
-        severity="warning" if first < _BROKEN and not history.is_resumed else None,
+        severity="warning" if first < _BROKEN else None,
         steps=(series.steps[0], series.steps[-1]),
     )
 

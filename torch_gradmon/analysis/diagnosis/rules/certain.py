@@ -108,10 +108,14 @@ def _no_update(history: History) -> list[Finding]:
 
 
 def _equal(history: History) -> list[Finding]:
-    """Matrices whose elements are all the same at the first step. Zeros alone are usual in the last layer of a branch."""
-    first = next((record for record in history.records if n.PARAMETER in record.tables), None)
-    if first is None or history.is_resumed:
+    """Matrices whose elements are all the same at the first step. Zeros alone are usual in the last layer of a branch, which gets a
+    gradient.
+    """
+    measured = [record for record in history.records if n.PARAMETER in record.tables]
+    at = history.beginning([record.step for record in measured])
+    if at is None:
         return []
+    first = measured[at]
     table = first.tables[n.PARAMETER]
     if not {Column.SUM, Column.SQUARE_SUM, Column.COUNT} <= table.columns:
         return []
@@ -126,7 +130,11 @@ def _equal(history: History) -> list[Finding]:
             zero.append(name)
         elif square - mean**2 <= _EQUAL * square:
             constant.append(name)
-    found = constant if constant else zero if 2 * len(zero) > known else []
+    gradients = history.gradients("norm")
+    row = None if gradients is None else history.beginning(gradients.steps)
+    norms = {} if gradients is None or row is None else dict(zip(gradients.names, gradients.values[row].tolist(), strict=True))
+    blocks = 2 * len(zero) > known and not all(norms.get(name, 0.0) > 0 for name in zero)
+    found = constant if constant else zero if blocks else []
     if not found:
         return []
     return history.finding(
@@ -168,7 +176,8 @@ def _epsilon(history: History) -> list[Finding]:
     epsilon = settings[damped[0]][1]
     # one that was chosen, and outweighs gradients from the beginning, slows down what it does not stop
     early = sizes.part(0, 0.1).medians()
-    is_chosen = epsilon > _CHOSEN and all(epsilon > _DAMPED * early.get(name, math.inf) for name in damped)
+    is_chosen = epsilon > _CHOSEN and history.beginning(sizes.steps) is not None
+    is_chosen &= all(epsilon > _DAMPED * early.get(name, math.inf) for name in damped)
     learns = history.learning.has_fallen and not is_chosen
     return history.finding(
         "epsilon-dominates",
@@ -216,4 +225,5 @@ def _decay(history: History) -> list[Finding]:
         "Lower weight_decay; 0.01 to 0.1 is usual with AdamW, 1e-4 to 1e-3 with SGD and Adam.",
         83.0,
         severity="warning" if shrinks or forgets or history.learning.is_stuck else "info",
+        steps=(weights.steps[0], weights.steps[-1]),
     )

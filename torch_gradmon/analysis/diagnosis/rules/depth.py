@@ -67,8 +67,10 @@ def _initialisation(history: History) -> list[Finding]:
         return []
     worst = sorted(odd, key=lambda name: -abs(math.log(odd[name])))
     loss = history.loss.finite
-    is_drowned = odd is high and len(loss) >= _FEWEST and loss.values[0] > _DROWNED * history.learning.last > 0
-    is_drowned &= not loss.values[0] < _PLAIN * history.chance.get("loss", 0.0)  # a model may scale its weights in its forward
+    is_drowned = odd is high and len(loss) >= _FEWEST and history.first_loss > _DROWNED * history.learning.last > 0
+    is_drowned &= not history.first_loss < _PLAIN * history.chance.get(
+        "loss", 0.0
+    )  # a model may scale its weights in its forward
     is_drowned |= odd is high and _begins_high(history)
     fate = "large: signals grow from layer to layer." if odd is high else "small: signals fade from layer to layer."
     return history.finding(
@@ -87,9 +89,10 @@ def _initialisation(history: History) -> list[Finding]:
 def _gains(history: History) -> dict[str, float]:
     """At the beginning, the root mean square of each matrix that multiplies inputs, times the root of its fan in."""
     norms = history.matrix(n.PARAMETER, "rms")
-    if norms is None:
+    at = None if norms is None else history.beginning(norms.steps)
+    if norms is None or at is None:
         return {}
-    first = dict(zip(norms.names, norms.values[0].tolist(), strict=True))
+    first = dict(zip(norms.names, norms.values[at].tolist(), strict=True))
     fan_ins = ((name, fan_in) for name, fan_in in history.matrices.items() if fan_in >= _LEAST_FAN_IN)
     return {name: first[name] * math.sqrt(fan_in) for name, fan_in in fan_ins if first.get(name, 0.0) > 0}
 
@@ -98,18 +101,19 @@ def _loud(history: History) -> list[Finding]:
     """Initial outputs that are so large that the loss first has to fall because of them."""
     outputs, loss = history.matrix(n.ACTIVATION, "rms"), history.loss.finite
     names = [] if outputs is None else [name for name in outputs.names if name.startswith(n.ROOT)]
-    if outputs is None or not names:
+    at = None if outputs is None else history.beginning(outputs.steps)
+    if outputs is None or at is None or not names:
         return []
-    came_down = len(loss) >= _FEWEST and loss.values[0] > _CAME_DOWN * history.learning.last > 0
+    came_down = len(loss) >= _FEWEST and history.first_loss > _CAME_DOWN * history.learning.last > 0
     if not (came_down or _begins_high(history)):  # such a run may end in NaN at once
         return []
-    largest = max(outputs.of(outputs.steps[:1], names).values[0].nan_to_num(0.0).tolist())
+    largest = max(outputs.of([outputs.steps[at]], names).values[0].nan_to_num(0.0).tolist())
     if not largest > _LOUD:
         return []
     return history.finding(
         "initialisation-scale",
         outputs.names[-2] if len(outputs.names) > 1 else "",
-        {"root mean square of the first outputs": largest, "first loss": loss.values[0], "loss now": history.learning.last},
+        {"root mean square of the first outputs": largest, "first loss": history.first_loss, "loss now": history.learning.last},
         "The first outputs of the model are far too large, and the loss has to fall from there first.",
         "Draw the last layer, or the embedding that it is tied to, with a standard deviation of 0.02 or 1 / sqrt(its width).",
         85.5,
@@ -125,12 +129,11 @@ def _is_down_at_once(history: History) -> bool:
 
 def _begins_high(history: History) -> bool:
     """Whether the first loss is far above that of an untrained answer: logarithms show that the model is sure where it knows nothing."""
-    loss, chance = history.loss.finite, history.chance.get("loss", 0.0)
-    is_square = bool(history.chance.get("is square"))
+    chance, is_square = history.chance.get("loss", 0.0), bool(history.chance.get("is square"))
     if is_square and history.learning.has_fallen:  # outputs that feed themselves may begin so
         return False
     plain = _PLAIN_SQUARE * history.chance.get("of zero", 0.0) if is_square else _PLAIN * chance
-    return len(loss) > 0 and not history.is_resumed and loss.values[0] > plain > 0
+    return history.first_loss > plain > 0
 
 
 def _exploding(history: History) -> list[Finding]:
@@ -154,10 +157,11 @@ def _exploding(history: History) -> list[Finding]:
     grows, explodes = _growth_of_outputs(history), usual[worst] > _EXPLODES
     if not explodes and grows <= _OUTPUTS:
         return []
+    began = history.beginning(first)
     # before the first update no learning rate can be the cause
-    from_start = first[0] == history.steps[0] and float(values[0, names.index(worst)]) > _EXPLODES and not history.is_resumed
-    # beside a loss near zero any gradient looks large, and outputs alone may be large on purpose
-    severity = "info" if history.is_resumed else "warning" if explodes else history.concern
+    from_start = began is not None and float(values[began, names.index(worst)]) > _EXPLODES
+    # beside a loss near zero, as it may be later, any gradient looks large, and outputs alone may be large on purpose
+    severity = "info" if began is None else "warning" if explodes else history.concern
     return history.finding(
         "exploding-gradients",
         worst,
@@ -198,10 +202,11 @@ def _words_on_explosion(history: History, worst: str, from_start: bool) -> tuple
 def _growth_of_outputs(history: History) -> float:
     """The largest root mean square of an initial output over that of the first module; 1 if no output is large."""
     outputs = history.matrix(n.ACTIVATION, "rms")
-    if outputs is None:
+    at = None if outputs is None else history.beginning(outputs.steps)
+    if outputs is None or at is None:
         return 1.0
     # infinity is a mask, or the subject of another rule
-    found = [value for value in outputs.values[0].tolist() if math.isfinite(value)]
+    found = [value for value in outputs.values[at].tolist() if math.isfinite(value)]
     largest, first = max(found, default=0.0), next(iter(found), 0.0)
     return largest / first if first > 0 and largest > _SIZE else 1.0
 
@@ -214,13 +219,14 @@ def _vanishing(history: History) -> list[Finding]:
         return []
     # one without any gradient is the subject of another rule
     reached = [name for name, largest in ratios.largest().items() if largest > 0]
-    ratios = ratios.of(ratios.steps, reached)
+    ratios = history.settled(ratios.of(ratios.steps, reached), behind=True)
     # a loss that is stuck for lack of gradients leaves all of them small in the end
     usual, drop = max((_drop(history, part) for part in (ratios.part(0, 0.1), ratios)), key=lambda found: found[1])
     if not drop > _VANISHED:
         return []
     names = [name for name in usual if history.matrices[name]] or list(usual)
-    came = _drop(history, ratios.of(ratios.steps[:1], ratios.names))[1] < _EVEN
+    at = history.beginning(ratios.steps)
+    came = at is not None and 0 < _drop(history, ratios.of([ratios.steps[at]], ratios.names))[1] < _EVEN
     made = _MADE_BY_TRAINING if came else ""
     return history.finding(
         "vanishing-gradients",
@@ -243,12 +249,14 @@ def _advice_for_faded(history: History, came: bool) -> str:
 
 
 def _drop(history: History, ratios: Matrix) -> tuple[dict[str, float], float]:
-    """The usual gradients relative to weights, and those of the last third of the matrices over those of the first third."""
+    """The usual gradients relative to weights, and those of the last third of the matrices over those of the first third; 0 if these are
+    unknown.
+    """
     known = {name: value for name, value in ratios.medians().items() if name in history.matrices}
     # a step reaches few rows of an embedding, and its weights are large
     usual = {name: value for name, value in known.items() if "Embedding" not in history.kinds.get(name.rpartition(".")[0], "")}
     values, third = list(usual.values()), max(len(usual) // 3, 1)
     if len(known) < _FEWEST or not usual or not (last := lower_median(values[-third:])) > 0:
-        return usual or known, 1.0
+        return usual or known, 0.0
     first = lower_median(values[:third])
     return usual, last / first if first > 0 else math.inf

@@ -36,6 +36,7 @@ def check_latent(history: History) -> list[Finding]:
                 "of the divergence rise from 0.",
                 79.5,
                 severity="warning",
+                steps=(outputs.steps[0], outputs.steps[-1]),
             )
     return []
 

@@ -19,6 +19,7 @@ from ..history import History
 from ..learning import rank_shift, trend
 from ..precautions import Precautions
 from ..series import Matrix, lower_median
+from .precision import rounding_unknown
 
 #: The update over the weights, per step.
 _HIGH, _LOW = 0.2, 2e-5
@@ -56,8 +57,9 @@ def check_learning_rate(history: History) -> list[Finding]:
         raise NotMeasured("updates were not measured: attach the optimizer, and use the preset standard or full")
     names = [name for name in ratios.names if name in history.matrices] or list(ratios.names)
     ratios = ratios.of(ratios.steps, names)
-    whole = _high(history, ratios) or by_itself or _low(history, ratios)
-    return [*whole, *_high_parts(history, ratios, is_alone=not whole), *_low_parts(history, ratios)]
+    settled = history.settled(ratios)
+    whole = _high(history, settled) or by_itself or _low(history, ratios)
+    return [*whole, *_high_parts(history, settled, is_alone=not whole), *_low_parts(history, settled)]
 
 
 def _leapt(history: History) -> list[Finding]:
@@ -157,11 +159,13 @@ def _high(history: History, ratios: Matrix) -> list[Finding]:
     worst, fails = _harm(history)
     is_high = typical > _HIGH and (worst > _LEFT or (history.learning.is_stuck and not history.rests_at_chance))
     if is_high or (typical > _KILLS and history.learning.is_stuck and _died(history)):
+        is_late = history.misses_beginning(ratios.steps)
+        first = f"The first measured updates, from step {ratios.steps[0]} on," if is_late else "The first updates"
         return history.finding(
             "learning-rate-high",
             "",
             {"update / weight": typical, "learning rate": _largest_rate(history), "worst loss / first loss": worst},
-            "The first updates are a large part of the weights themselves, and the loss suffers.",
+            f"{first} are a large part of the weights themselves, and the loss suffers.",
             "Lower the learning rate, by ten to begin with, until updates are about a thousandth of the weights"
             f"{Precautions.of(history).warm_up_advice}.",
             85.0,
@@ -171,6 +175,8 @@ def _high(history: History, ratios: Matrix) -> list[Finding]:
 
 
 def _low(history: History, ratios: Matrix) -> list[Finding]:
+    if rounding_unknown(history):  # it may leave nothing of the updates that a sound rate makes
+        return []
     largest = max(ratios.largest().values(), default=0.0)
     # updates may point one way, and are measured on some steps only
     together = largest * (history.steps[-1] - history.steps[0] + 1)
@@ -194,9 +200,8 @@ def _died(history: History) -> bool:
     names = [] if silent is None else [name for name in silent.names if history.kinds.get(name) == "ReLU"]
     if silent is None or not names:
         return False
-    shares = silent.of(silent.steps, names)
-    first = shares.values[0].tolist()
-    return max(first) < _LIVE and min(shares.part(0.1, 1).medians().values()) > _SILENT
+    shares, at = silent.of(silent.steps, names), history.beginning(silent.steps)
+    return at is not None and max(shares.values[at].tolist()) < _LIVE and min(shares.part(0.1, 1).medians().values()) > _SILENT
 
 
 def _harm(history: History) -> tuple[float, bool]:
@@ -213,7 +218,8 @@ def _high_parts(history: History, ratios: Matrix, is_alone: bool) -> list[Findin
     """``is_alone``: no rate of the whole model is at fault."""
     usual = ratios.part(0.25, 1).medians()
     high = sorted((name for name, value in usual.items() if value > _PART_HIGH), key=lambda name: -usual[name])
-    is_early = not high and is_alone and _harm(history)[0] > _FAR  # the loss left upwards at the beginning
+    # the loss left upwards at the beginning
+    is_early = not high and is_alone and _harm(history)[0] > _FAR and not history.misses_beginning(ratios.steps)
     if is_early:
         usual = ratios.part(0, 0.1).largest()
         high = sorted((name for name, value in usual.items() if value > _HIGH), key=lambda name: -usual[name])

@@ -172,7 +172,7 @@ def _plateau(history: History, loss: Series) -> list[Finding]:
     is_little = len(loss) >= _MANY and head.median - tail.median < _LITTLE * abs(head.median)
     is_open = history.learning.state == "flat" and (_is_unclear(loss, head, tail) or (shift < -PERHAPS and not is_little))
     is_open |= _is_warming_up(history)
-    at_rest = history.is_resumed and history.learning.state == "flat"
+    at_rest = history.may_rest and history.learning.state == "flat"
     fell, has_rested = history.learning.state == "falls", tail.median < _RESTS * head.median
     later = loss.part(_BEGINNING, 1)
     is_open |= (

@@ -20,12 +20,14 @@ _SMALLEST, _SMALLEST_NORMAL = 2.0**-24, 2.0**-14
 _TENSORS, _ZEROS = 0.25, 0.3
 #: Share of the elements whose update is lost, and of those whose gradient is zero at most.
 _LOST, _REACHED = 0.7, 0.3
+#: As in the facts about a run.
+_HALVES = frozenset({"torch.float16", "torch.bfloat16"})
 #: Share of the modules whose outputs are all float16 numbers.
 _HALF = 0.5
 
 
 def check_precision(history: History) -> list[Finding]:
-    """Judged by the extremes of gradients and outputs: no statistic keeps a dtype, but float16 numbers have few digits."""
+    """Gradients and outputs are judged by their extremes: no statistic keeps their dtype, but float16 numbers have few digits."""
     tables = [r.tables[n.GRADIENT_BEFORE_CLIP] for r in history.records if r.applied and n.GRADIENT_BEFORE_CLIP in r.tables]
     tables = [table for table in tables if {Column.MIN, Column.MAX} <= table.columns]
     if not tables:
@@ -43,6 +45,8 @@ def check_precision(history: History) -> list[Finding]:
         return [_lost_finding(history, lost)]
     elif all(not (table.rows[:, [Column.MIN, Column.MAX]] != 0).any() for table in tables) and _computes_in_float16(history):
         return [_finding(history, "", 0.0, 1.0, len(known))]
+    if not_judged := rounding_unknown(history):
+        raise NotMeasured(not_judged)
     return []
 
 
@@ -66,19 +70,46 @@ def _lost_updates(history: History) -> dict[str, float]:
     a small part of all.
     """
     updates, gradients = history.matrix(n.UPDATE, "sparsity"), history.gradients("sparsity")
+    if updates is None or gradients is None:
+        return {}
+    lost, reached = updates.part(0.25, 1).medians(), gradients.medians()
+    known = [name for name in _halves(history) if reached.get(name, 1.0) < _REACHED]
+    found = {name: lost[name] for name in known if lost.get(name, 0.0) > _LOST}
+    return found if len(found) >= max(_TENSORS * len(history.matrices), 1) else {}
+
+
+def rounding_unknown(history: History) -> str:
+    """Why it is unknown whether rounding takes the updates of weights that are kept in half precision; empty if it is known, or if
+    these are a small part of all.
+    """
+    halves = _halves(history) if history.parameters else []  # extremes alone say little
+    if len(halves) < max(_TENSORS * len(history.matrices), 1):
+        return ""
+    missing = [
+        f"monitor.add_{source}_metric('sparsity')"
+        for source, matrix in ((n.UPDATE, history.matrix(n.UPDATE, "sparsity")), (n.GRADIENT, history.gradients("sparsity")))
+        if matrix is None
+    ]
+    if not missing:
+        return ""
+    return (
+        f"{len(halves)} matrices are kept in half precision, and whether its rounding takes their updates shows in the share of zeros, "
+        f"which was not measured: give run_dir=, or call {' and '.join(missing)}"
+    )
+
+
+def _halves(history: History) -> list[str]:
+    """The matrices that are kept in half precision: by their dtype, or by extremes where it is unknown."""
+    if history.parameters:
+        return [name for name in history.matrices if history.parameters.get(name, {}).get("dtype") in _HALVES]
     tables = [record.tables[n.PARAMETER] for record in history.records if n.PARAMETER in record.tables]
     tables = [table for table in tables if {Column.MIN, Column.MAX} <= table.columns]
-    if updates is None or gradients is None or not tables:
-        return {}
-    halves = dict.fromkeys(tables[0].names, True)
+    halves = dict.fromkeys(tables[0].names, True) if tables else {}
     for table in tables:
         extremes = table.rows[:, [Column.MIN, Column.MAX]]
         either = [any(holds) for holds in zip(_holds(extremes, torch.bfloat16), _holds(extremes, torch.float16), strict=True)]
         halves.update((name, halves.get(name, False) and is_half) for name, is_half in zip(table.names, either, strict=True))
-    lost, reached = updates.part(0.25, 1).medians(), gradients.medians()
-    known = [name for name in history.matrices if halves.get(name) and reached.get(name, 1.0) < _REACHED]
-    found = {name: lost[name] for name in known if lost.get(name, 0.0) > _LOST}
-    return found if len(found) >= max(_TENSORS * len(history.matrices), 1) else {}
+    return [name for name in history.matrices if halves.get(name)]
 
 
 def _lost_finding(history: History, lost: dict[str, float]) -> Finding:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ....core import keys as n
 from ....core.formatting import also_in
 from ....core.moments import Column
+from ....core.records import StatsTable
 from ..findings import Finding, NotMeasured
 from ..history import History
 
@@ -50,10 +53,12 @@ def _dead(history: History) -> list[Finding]:
     if kinds & (_NEVER_FLAT | _TANH | _SIGMOID) and not kinds & _RELU:  # zeros in gradients have other reasons
         rows = {}
     found = {name: share for name, share in rows.items() if _DEAD < share < 1}  # all zeros may have other reasons
-    found.update((name, share) for name, share in silent.items() if history.kinds.get(name) in _RELU and share > _SILENT)
+    silent = {name: share for name, share in silent.items() if history.kinds.get(name) in _RELU and share > _SILENT}
+    found.update(silent)
     if not found:
         return []
     worst = sorted(found, key=lambda name: -found[name])
+    measured = outputs if worst[0] in silent else sparsity
     return history.finding(
         "dead-units",
         worst[0],
@@ -62,7 +67,7 @@ def _dead(history: History) -> list[Finding]:
         "Start biases at 0, use LeakyReLU or GELU, or lower the learning rate.",
         76.0,
         severity="warning" if found[worst[0]] == 1 and _cut_off(history) > _CUT_OFF else None,
-        steps=(history.steps[len(history.steps) // 2], history.steps[-1]),
+        steps=None if measured is None else _span(measured.part(0.5, 1).steps),
     )
 
 
@@ -77,10 +82,7 @@ def _cut_off(history: History) -> float:
 def saturated(history: History) -> dict[str, float]:
     """The mean square of the outputs of layers that lie at the ends of their range; empty where outputs were not measured."""
     sums: dict[str, list[float]] = {}
-    for record in history.records[len(history.records) // 4 :]:
-        table = record.tables.get(n.ACTIVATION)
-        if table is None or not {Column.SUM, Column.SQUARE_SUM} <= table.columns:
-            continue
+    for _, table in _late_outputs(history):
         count = table.rows[:, Column.COUNT].clamp(min=1)
         mean, square = table.rows[:, Column.SUM] / count, table.rows[:, Column.SQUARE_SUM] / count
         kinds = [history.kinds.get(name.partition("[")[0], "") for name in table.names]  # one name for each of several outputs
@@ -91,6 +93,17 @@ def saturated(history: History) -> dict[str, float]:
                 sums.setdefault(name, []).append(value)
     usual = {name: sorted(values)[len(values) // 2] for name, values in sums.items()}
     return {name: value for name, value in usual.items() if value > _SATURATED}
+
+
+def _late_outputs(history: History) -> list[tuple[int, StatsTable]]:
+    """The last three quarters of the steps in which outputs were measured, which may be a few after a spike."""
+    tables = [(record.step, record.tables[n.ACTIVATION]) for record in history.records if n.ACTIVATION in record.tables]
+    tables = [(step, table) for step, table in tables if {Column.SUM, Column.SQUARE_SUM} <= table.columns]
+    return tables[len(tables) // 4 :]
+
+
+def _span(steps: Sequence[int]) -> tuple[int, int]:
+    return steps[0], steps[-1]
 
 
 def _saturated(history: History) -> list[Finding]:
@@ -105,5 +118,5 @@ def _saturated(history: History) -> list[Finding]:
         f"The outputs of this layer lie at the ends of their range, where its slope is zero.{also_in(worst)}",
         "Normalise the inputs, draw the weights smaller, or put a norm before it.",
         77.0,
-        steps=(history.steps[len(history.steps) // 4], history.steps[-1]),
+        steps=_span([step for step, _ in _late_outputs(history)]),
     )

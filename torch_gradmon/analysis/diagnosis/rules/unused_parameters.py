@@ -1,7 +1,8 @@
-"""Parameters that never receive a gradient, or no longer do."""
+"""Parameters that never receive a gradient, or no longer do, and those that are frozen."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,7 +10,8 @@ from dataclasses import replace
 import torch
 
 from ....core import keys as n
-from ....core.formatting import also_in
+from ....core.formatting import also_in, listed, percent
+from ....core.keys import block_of
 from ....core.records import Severity
 from ..findings import Finding, NotMeasured
 from ..history import History
@@ -23,13 +25,37 @@ _SHARE = 0.1
 _GONE, _MOSTLY = 1e-6, 0.5
 #: A gradient that is exactly 0 in this share of all steps is gone, however early.
 _NEARLY_ALL = 0.95
-#: Steps before a parameter that was frozen on the way.
+#: Steps with a gradient before a parameter that was frozen on the way, and without one after it where requires_grad says that it is.
 _BEFORE = 5
 #: A loss that has fallen to this part of the first one has nothing left to learn from.
 _SOLVED = 1e-3
 #: Steps without gradients are chance, as for an expert that few batches reach, unless they are less likely than this.
 _CHANCE = 1e-4
 _NUMBER = re.compile(r"\d+")
+#: Blocks that are named.
+_NAMED = 3
+
+
+def check_frozen(history: History) -> list[Finding]:
+    """What does not require a gradient, which may be meant: always information."""
+    norms, parameters = history.gradients("norm"), history.parameters
+    seen = {} if norms is None else norms.largest()  # thawed on the way, by turns, or frozen again
+    frozen = [name for name in parameters if name in history.frozen and name not in seen]
+    if not frozen:
+        return []
+    sizes = {name: math.prod(about["shape"]) for name, about in parameters.items()}
+    share = sum(sizes[name] for name in frozen) / max(sum(sizes.values()), 1)
+    blocks = list(dict.fromkeys(map(block_of, frozen)))
+    return history.finding(
+        "frozen",
+        blocks[0],
+        {"parameters": float(len(frozen)), "share of all elements": share},
+        f"{percent(share)} of all elements are frozen, by requires_grad=False: {listed(blocks, _NAMED)}.",
+        "Nothing has to be done if that is meant. Otherwise call requires_grad_(True) before the optimizer is made; "
+        "monitor.expect(trains=...) tells when it is forgotten.",
+        1.0,
+        severity="info",
+    )
 
 
 def check_unused_parameters(history: History) -> list[Finding]:
@@ -49,7 +75,11 @@ def _never(history: History, norms: Matrix) -> list[Finding]:
     spoiled = history.gradients("nonfinite")  # NaN is a gradient too, but no norm
     if spoiled is not None:
         seen.update((name, count) for name, count in spoiled.largest().items() if count)
-    measured = {name: steps for name, steps in zip(parameters.names, there, strict=True) if name not in history.frozen}
+    measured = {
+        name: steps
+        for name, steps in zip(parameters.names, there, strict=True)
+        if name not in history.frozen and not history.is_gone(name)
+    }
     missed = [name for name, steps in measured.items() if steps >= _FEWEST and not seen.get(name)]
     if len(missed) == len(measured):
         return _all_zero(history, norms)
@@ -63,17 +93,18 @@ def _never(history: History, norms: Matrix) -> list[Finding]:
 def _not_reached(history: History, norms: Matrix, missed: list[str], seen: Mapping[str, float]) -> list[Finding]:
     if all(_is_taken_out(name, norms, seen) for name in missed) and not (history.learning.is_stuck or history.learning.is_worse):
         return _taken_out(history, norms, missed)
-    sizes = history.sizes(n.PARAMETER)
+    sizes = {name: size for name, size in history.sizes(n.PARAMETER).items() if not history.is_gone(name)}
     share = sum(sizes[name] for name in missed) / max(sum(sizes.values()), 1)
-    missed.sort(key=lambda name: name not in history.matrices)
+    zero = history.always_reached.intersection(missed)  # a gradient that came
+    missed.sort(key=lambda name: (name in zero, name not in history.matrices))
     matters = (share > _SHARE or history.learning.is_stuck) and not _is_routed(missed[0], norms)
+    cause, advice = _words(history, len(missed), len(zero))
     return history.finding(
         "no-gradient",
         missed[0],
         {"parameters without gradient": float(len(missed)), "share of all elements": share},
-        f"No gradient reached this parameter in any step, although it requires one.{also_in(missed)}",
-        "Look for a detach(), .data, no_grad() or a module that forward() never calls; call requires_grad_(False) if it should "
-        "not be trained.",
+        cause + also_in(missed),
+        advice,
         75.0,
         severity="warning" if matters else "info",
         steps=(norms.steps[0], norms.steps[-1]),
@@ -92,6 +123,26 @@ def _left_alone(history: History, norms: Matrix, names: list[str]) -> list[Findi
         severity="info",
         steps=(norms.steps[0], norms.steps[-1]),
     )
+
+
+def _words(history: History, missed: int, zero: int) -> tuple[str, str]:
+    """Cause and advice for parameters of which some have a gradient of exactly 0, and the others none at all."""
+    none = "No gradient reached this parameter in any step, although it requires one"
+    cut = (
+        "Look for a detach(), .data, no_grad() or a module that forward() never calls; call requires_grad_(False) if it should not be "
+        "trained"
+    )
+    tells = "" if history.matrix(n.ACTIVATION, "rms") is not None else "; preset='full' tells which units are dead"
+    closed = f"what follows in forward(): biases far below 0, a clamp that always acts, a factor that is 0{tells}"
+    if not zero:
+        return f"{none}.", f"{cut}."
+    if zero == missed:
+        return (
+            "Its gradient was exactly 0 in every step: dead ReLUs behind it, a multiplication by 0, or a mask.",
+            f"Look at {closed}.",
+        )
+    others = f"{none}; {zero} of these parameters had one of exactly 0 in every step."
+    return others, f"{cut}. For gradients of 0 look at {closed}."
 
 
 def _is_taken_out(name: str, norms: Matrix, seen: Mapping[str, float]) -> bool:
@@ -153,7 +204,11 @@ def _vanished(history: History, norms: Matrix) -> list[Finding]:
         return [_vanished_finding(severity, "", norms.steps[at], norms.steps[-1], whole[:at].median().item())]
     found = {}
     for name, column in zip(norms.names, norms.values.unbind(1), strict=True):
-        at = None if name not in history.always_reached else _gone_since(column.nan_to_num(0.0), must_stay=True)
+        at = (
+            None
+            if name not in history.always_reached or history.is_gone(name)
+            else _gone_since(column.nan_to_num(0.0), must_stay=True)
+        )
         if at is not None:
             found[name] = _vanished_finding(
                 history.concern, name, norms.steps[at], norms.steps[-1], column[:at].nanmedian().item()
@@ -173,23 +228,32 @@ def _frozen(history: History, norms: Matrix) -> list[Finding]:
     there = norms.values.isfinite()
     ends = {}
     for name, column in zip(norms.names, there.unbind(1), strict=True):
-        last = int(column.nonzero()[-1]) if bool(column.any()) else 0
-        is_long = len(column) - last > max(len(column) // 4, _FEWEST)
-        if is_long and last >= _BEFORE and column[: last + 1].double().mean().item() > _NEARLY_ALL:
+        rows = column.nonzero().flatten().tolist()
+        if not rows or history.is_gone(name):
+            continue
+        first, last = rows[0], rows[-1]
+        least = _BEFORE if name in history.frozen else max(len(column) // 4, _FEWEST)
+        if len(column) - last > least and last - first >= _BEFORE and len(rows) > _NEARLY_ALL * (last - first + 1):
             ends[name] = last + 1
     if not ends or len(ends) == len(norms.names):
         return []
+    again = {name: at for name, at in ends.items() if name in history.frozen}
+    ends = again or ends
     name = min(ends, key=lambda each: (ends[each], each not in history.matrices))
     others = [name, *(other for other in ends if other != name)]
+    since = norms.steps[ends[name]]
     return history.finding(
         "gradient-dropped-to-zero",
         name,
         {"median norm before": norms.column(name).median},
-        f"There was a gradient, and from here on there is none: it was frozen, or nothing uses it any more.{also_in(others)}",
-        "If it is meant to train, look for requires_grad_(False) on the way, in a test perhaps.",
+        f"It trained until step {norms.steps[ends[name] - 1]}, and is frozen since step {since}, by requires_grad=False.{also_in(others)}"
+        if again
+        else f"There was a gradient, and from here on there is none: it was frozen, or nothing uses it any more.{also_in(others)}",
+        "If it is meant to train, look for requires_grad_(False) on the way, in a test perhaps, or in what builds the model anew for a "
+        "run that resumes.",
         72.0,
         severity="info",
-        steps=(norms.steps[ends[name]], norms.steps[-1]),
+        steps=(since, norms.steps[-1]),
     )
 
 

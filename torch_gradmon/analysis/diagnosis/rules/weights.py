@@ -38,11 +38,11 @@ class _Growth(NamedTuple):
 
 
 def check_weights(history: History) -> list[Finding]:
-    """By the norms of matrices; a matrix that starts at zero has to grow."""
+    """By the norms of matrices; one that starts at zero, or near it, has to grow."""
     norms = history.matrix(n.PARAMETER, "norm")
     if norms is None:
         return []
-    sizes = history.sizes(n.PARAMETER)
+    norms, sizes = history.settled(norms), history.sizes(n.PARAMETER)
     grown = {
         name: growth
         for name in norms.names
