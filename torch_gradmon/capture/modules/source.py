@@ -121,7 +121,7 @@ class ModuleSource:
     def set_aside(self) -> None:
         """The values so far are about to be set aside: store them in the buffer."""
         if self._buffer is not None:
-            self.hooks.graphs.collect(self._buffer, self.values)
+            self.hooks.collect(self._buffer, self.values)
             self.values.flush()
 
     def _collect(self, buffer: StepBuffer) -> None:

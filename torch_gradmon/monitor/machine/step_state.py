@@ -162,7 +162,7 @@ class StepProgress:
             begun=self.begun,
             done=self.done & self.in_part,
             overflowed=self.overflowed & self.in_part,
-            raised=self.raised & self.begun,
+            raised={optimizer: error for optimizer, error in self.raised.items() if optimizer in self.begun},
             is_attempted=self.is_attempted,
             is_overflowed=self.is_overflowed,
             backwards=self.backwards - self.backwards_before,
