@@ -8,7 +8,7 @@ from itertools import groupby
 
 import torch
 
-from ...core.keys import Key, format_key
+from ...core.keys import Key
 from ...core.model_order import ModelOrder
 from ...core.records import SpikeEvent, StepRecord
 from ...runs.reader import RunReader
@@ -45,15 +45,14 @@ class ValueSource:
     def of_run(cls, run: RunReader) -> ValueSource:
         """The values in a run directory."""
         contexts = {step: run.context(step) for step in run.steps}
-        keys = dict.fromkeys(run.scalars)
         return cls(
             list(contexts),
             True,
             run.events,
             [step for step, context in contexts.items() if not context["applied"]],
             {step: max(rates) for step, context in contexts.items() if (rates := context.get("lr"))},
-            [key for key in keys if not key.source],
-            lambda key: run.series(format_key(key)) if key in keys else {},
+            [key for key in run.scalars if not key.source],
+            run.stored,
             run.stacks,
             run.in_model_order,
         )
