@@ -27,6 +27,7 @@ class ValueSource:
         rates: the largest learning rate by step.
         logged: keys of values that the script logged.
         values: one value by step; empty if the key is unknown.
+        names: the tensors with statistics of a source in any step.
         stacks: statistics of a source over the steps, ascending.
         in_model_order: sorts the names in lists of tensors of a source.
     """
@@ -38,6 +39,7 @@ class ValueSource:
     rates: Mapping[int, float]
     logged: Iterable[Key]
     values: Callable[[Key], Mapping[int, float]]
+    names: Callable[[str], Iterable[str]]
     stacks: Callable[[str], Iterable[StatsSeries]]
     in_model_order: Callable[[str, Iterable[Sequence[str]]], list[str]]
 
@@ -53,6 +55,7 @@ class ValueSource:
             {step: max(rates) for step, context in contexts.items() if (rates := context.get("lr"))},
             [key for key in run.scalars if not key.source],
             run.stored,
+            run.tensors,
             run.stacks,
             run.in_model_order,
         )
@@ -69,6 +72,7 @@ class ValueSource:
             {record.step: max(rates) for record in records if (rates := record.context.get("lr"))},
             {key for record in records for key in record.values if not key.source},
             lambda key: {record.step: record.values[key] for record in records if key in record.values},
+            lambda source: {name: None for record in records if source in record.tables for name in record.tables[source].names},
             lambda source: _stacks(records, source),
             (order or ModelOrder()).sorted,
         )

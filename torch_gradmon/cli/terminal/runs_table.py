@@ -62,6 +62,8 @@ def _setting(name: str) -> Callable[[RunCard], Text]:
 
 def _findings(card: RunCard) -> Text:
     found = [(level, rule, where) for level, rule, where in card.findings if level != "info"]
+    if not found and card.findings:
+        return Text(f"{len(card.findings)} info", "cyan")
     if not found:
         return Text("none" if card.is_diagnosed else "")
     level, rule, where = found[0]
