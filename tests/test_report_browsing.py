@@ -316,7 +316,7 @@ def test_heat_map_keeps_its_height_through_resizes(start: tuple[int, int], drive
     assert first[0] == first[1] >= 300
     for size in ((1200, 800), (700, 500), (390, 844), (844, 390), (1280, 800)):
         resize(*size)
-        wait_for(lambda: driver.execute_script("return innerWidth") == size[0] and driver.execute_script(sizes)[2])
+        wait_for(lambda size=size: driver.execute_script("return innerWidth") == size[0] and driver.execute_script(sizes)[2])
         assert driver.execute_script(sizes) == first, size
 
 
@@ -376,7 +376,10 @@ def test_the_map_is_relative_as_the_pictures_are_or_shows_values(page: Page, run
     text = page.js(f"{shown}.text[arguments[0]][arguments[1]]", heat.rows.index(LAYER), SPIKE)
     assert text.startswith(f"{LAYER}<br>step {SPIKE}: ")
     assert " times its median of " in text
-    assert [button.text for button in page.all("#scales button") if button.is_displayed()] == ["relative to the row's median", "values"]
+    assert [button.text for button in page.all("#scales button") if button.is_displayed()] == [
+        "relative to the row's median",
+        "values",
+    ]
     page.one("#scales [data-key=values]").click()
     assert page.js(f"{shown}.z[0]") == pytest.approx([math.log10(value) for value in heat.values[0]], abs=1 / LOG_SCALE)
     assert page.js(f"{shown}.zmax") is None

@@ -37,4 +37,4 @@ def say(path: str | os.PathLike[str]) -> None:
     """Print :func:`last_word` to stderr. A training that has ended is not failed by what it did wrong, so that nothing is raised."""
     with contextlib.suppress(Exception):
         if text := last_word(path):
-            print(f"torch_gradmon: {text}", file=sys.stderr)
+            sys.stderr.write(f"torch_gradmon: {text}\n")

@@ -15,7 +15,6 @@ from ...core.errors import WarningLog
 from ...core.process import HomeProcess, process_facts
 from ...core.records import StepRecord
 from ...sinks.delivery import PATIENCE
-from .last_word import say
 
 if TYPE_CHECKING:
     from ...runs.writer import RunWriter
@@ -62,7 +61,9 @@ class RunDirectory:
 
     def __del__(self) -> None:
         self._close()
-        if self._is_to_tell():  # at any moment of the script, which has to go on: its end is soon enough
+        if self._path is not None and self._is_to_tell():  # at any moment of the script, whose end is soon enough
+            from .last_word import say
+
             atexit.register(say, self._path)
 
     @property
@@ -159,6 +160,8 @@ class RunDirectory:
         """Close the file; another record opens it again. What is wrong with the run is told, unless nobody wants to know."""
         self._close()
         if self._path is not None and self._is_to_tell():
+            from .last_word import say
+
             say(self._path)
 
     def _is_to_tell(self) -> bool:
