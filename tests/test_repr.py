@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 from torch import nn
 
 import torch_gradmon as gradmon
+from torch_gradmon.step.presets import PRESETS, PresetName
 
 
 def test_a_monitor_says_what_it_watches_how_far_it_is_and_where_it_writes(tmp_path: Path) -> None:
@@ -144,3 +146,9 @@ def test_help_of_watch_explains_each_argument_or_says_where() -> None:
     assert "help(torch_gradmon.ModuleMonitor)" in told
     explained = told + (gradmon.ModuleMonitor.__doc__ or "")
     assert [name for name in inspect.signature(gradmon.watch).parameters if f"{name}:" not in explained] == []
+
+
+def test_presets_are_literals_for_type_checkers() -> None:
+    assert get_args(PresetName) == tuple(PRESETS)
+    assert inspect.signature(gradmon.watch).parameters["preset"].annotation == "PresetName"
+    assert gradmon.ModuleMonitor.add_preset.__annotations__["name"] == "PresetName"

@@ -127,6 +127,23 @@ def test_list_says_info_scale_and_which_mark_is_gone(page: Browser, root: Path) 
     assert marked == 2
 
 
+def test_map_of_the_live_page_keeps_its_height_when_resized(page: Browser) -> None:
+    page.open("run?name=sweep/lr-0.001")
+    height = (
+        "const heat = document.getElementById('heat'); return [heat.clientHeight, heat.querySelector('.main-svg').clientHeight]"
+    )
+    first = wait_for(lambda: page.js(height))
+    for width in (900, 390, 1280):
+        size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+        page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        wait_for(
+            lambda: page.js(
+                "return document.querySelector('#heat .main-svg').clientWidth === document.getElementById('heat').clientWidth"
+            )
+        )
+        assert page.js(height) == first
+
+
 def test_status_says_to_which_step_the_charts_are_drawn(page: Browser, root: Path) -> None:
     command = [sys.executable, "-m", "tests.live_training", str(root / "behind"), "200", "150", "0.02"]
     with subprocess.Popen(command, cwd=ROOT) as training:

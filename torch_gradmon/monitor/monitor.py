@@ -863,7 +863,7 @@ class ModuleMonitor:
 
         Args:
             kind: ``"heatmap"`` layers over steps; ``"norm"`` loss, gradient norm before and after clipping, share of clipped steps;
-                ``"update"`` update over parameter with the guide of 1e-3; ``"depth"`` one step over the layers; ``"layers"`` single
+                ``"update"`` update over parameter beside those of most healthy runs; ``"depth"`` one step over the layers; ``"layers"`` single
                 layers side by side.
             engine: ``"plotly"``, or ``"matplotlib"`` for a static picture: ``.savefig("heatmap.png")``.
             **options: ``view="gradient"``, ``"clipped"``, ``"update"``, ``"sparsity"``, ``"activation"`` or ``"parameter"`` for
