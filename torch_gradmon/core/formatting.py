@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Iterable, Sequence
 from datetime import datetime
@@ -166,7 +165,9 @@ class ShownAsText:
         return printable_lines(str(self))
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(printable_lines(str(self)))}</pre>"  # names are anything
+        from html import escape
+
+        return f"<pre>{escape(printable_lines(str(self)))}</pre>"  # names are anything
 
 
 class ShownText(ShownAsText, str):

@@ -863,8 +863,8 @@ class ModuleMonitor:
 
         Args:
             kind: ``"heatmap"`` layers over steps; ``"norm"`` loss, gradient norm before and after clipping, share of clipped steps;
-                ``"update"`` update over parameter beside those of most healthy runs; ``"depth"`` one step over the layers; ``"layers"`` single
-                layers side by side.
+                ``"update"`` update over parameter beside those of most healthy runs; ``"depth"`` one step over the layers;
+                ``"layers"`` single layers side by side.
             engine: ``"plotly"``, or ``"matplotlib"`` for a static picture: ``.savefig("heatmap.png")``.
             **options: ``view="gradient"``, ``"clipped"``, ``"update"``, ``"sparsity"``, ``"activation"`` or ``"parameter"`` for
                 ``heatmap``, ``depth`` and ``layers``; ``rows=48`` for ``heatmap`` and ``depth``: more layers are shown by blocks;
