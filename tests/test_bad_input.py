@@ -288,3 +288,19 @@ def test_a_bad_call_leaves_a_monitor_that_still_works(world: World) -> None:
     world.optimizer.step()
     world.attached.end_step()
     assert world.attached.get_step_metrics()["gradmon/grad_norm"] == pytest.approx(expected_norm, rel=1e-6)
+
+
+def test_optimizer_of_another_model_is_named_as_such_first() -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"^this SGD was made for another model: no parameter of this Linear is in there"):
+        gradmon.watch(model, torch.optim.SGD(other.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match=r"^these 2 optimizers were made for another model"):
+        gradmon.watch(model, *(torch.optim.SGD([each], lr=0.1) for each in other.parameters()))
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_list_of_optimizers_is_answered_with_a_star(kind: type) -> None:
+    model = nn.Linear(2, 2)
+    given = kind([torch.optim.SGD(model.parameters(), lr=0.1)])
+    with pytest.raises(TypeError, match=rf"got a {kind.__name__} of 1: write watch\(model, \*optimizers\)"):
+        gradmon.watch(model, given)

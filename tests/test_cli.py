@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import shlex
 import sqlite3
@@ -148,3 +149,35 @@ def test_a_reader_who_leaves_early_is_no_error(words: list[str], run_dir: Path) 
         assert errors.read().decode() == ""
     ignores = words == ["--help"] and sys.version_info >= (3, 11)  # argparse itself takes no note of it
     assert child.returncode == (0 if ignores else 141)
+
+
+def test_module_of_the_package_is_the_command(run_dir: Path) -> None:
+    def output(*words: str) -> tuple[int, str, str]:
+        command = [sys.executable, "-m", "torch_gradmon", *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        return done.returncode, done.stdout, done.stderr
+
+    assert output("--version")[:2] == (0, f"torch_gradmon {gradmon.__version__}\n")
+    assert output("diagnose", str(run_dir))[1].startswith(("Nothing found", "1 ", "2 ", "3 "))
+    code, _, error = output("tune")
+    assert (code, error[:8]) == (2, "gradmon:")
+
+
+def test_why_without_a_spike_is_an_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    monitor = gradmon.watch(model, optimizer, run_dir=tmp_path, on_spike=None)
+    for _ in range(12):
+        optimizer.zero_grad()
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+    monitor.detach()
+    assert main(["why", str(tmp_path)]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith("there is no spike in the 12 monitored steps from 0 to 11")
+    assert not captured.err
+    assert main(["why", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["step"] is None
+    assert found["spikes"] == []
+    assert main(["why", str(tmp_path), "--step", "99"]) == 2

@@ -126,7 +126,7 @@ def test_a_state_goes_on_where_it_was_taken_and_one_that_does_not_fit_is_left_wi
 
 def test_an_optimizer_of_another_model_is_refused_before_a_run_directory_is_made(tmp_path: Path) -> None:
     watching = _watching(run_dir=tmp_path / "run")
-    with pytest.raises(ValueError, match=r"no optimizer holds a parameter of this Sequential.*copies.*gradient_source="):
+    with pytest.raises(ValueError, match=r"no parameter of this Sequential.*copies.*gradient_source="):
         watching.begin(oracle.model(), [_optimizer(oracle.model())])
     assert not (tmp_path / "run").exists()
 

@@ -739,7 +739,7 @@ def test_arguments_of_attach_are_checked_before_anything_is_hung() -> None:
         ((trainer, optimizer, model), TypeError, "expected a torch.nn.Module"),
         ((trainer, model), ValueError, "the optimizer is missing"),
         ((trainer, model, optimizer, optimizer), ValueError, "named twice"),
-        ((trainer, model, _adam(oracle.model())), ValueError, "no optimizer holds a parameter of this Sequential"),
+        ((trainer, model, _adam(oracle.model())), ValueError, "was made for another model: no parameter of this Sequential"),
     ):
         with pytest.raises(kind, match=message):
             handler.attach(*arguments)  # type: ignore[arg-type]

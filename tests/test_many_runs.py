@@ -6,14 +6,18 @@ import dataclasses
 import io
 import json
 import math
+import re
 import shutil
 import sqlite3
 import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import torch_gradmon as gradmon
 from tests.live_training import LAYER, train
 from torch_gradmon.analysis.many_runs.card import run_card
 from torch_gradmon.analysis.run import load_run
@@ -173,8 +177,44 @@ def test_status_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "there is no run" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["status", "diagnose", "why"])
+@pytest.mark.parametrize("read", [load_run, gradmon.diagnose, lambda path: gradmon.diff(path, path)])
+def test_load_run_of_a_directory_of_runs_names_those(read: Callable[[Path], object], root: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=rf"no run in .* itself; below it: .*{re.escape(str(root / 'lr-0.01'))}"):
+        read(root)
+
+
+@pytest.mark.parametrize("command", ["report", "summary", "status", "diagnose", "why"])
 def test_a_directory_of_runs_is_told_from_a_run(command: str, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, str(root)]) == 2
     below = ", ".join(str(root / name) for name in ("deep/spiked", "lr-0.001", "lr-0.01"))
     assert f"there is no run in {str(root)!r} itself; below it: {below}\n" in capsys.readouterr().err
+
+
+def _card(root: Path, **changes: Any) -> Any:
+    return dataclasses.replace(run_card(root / "lr-0.001"), **changes)
+
+
+def _table(cards: list[Any], width: int) -> str:
+    pytest.importorskip("rich")
+    from rich.console import Console
+
+    from torch_gradmon.cli.terminal.runs_table import show
+
+    console = Console(file=io.StringIO(), width=width)
+    show(console, cards)
+    return str(console.file.getvalue())  # type: ignore[attr-defined]
+
+
+def test_table_of_runs_keeps_the_name_of_a_model_whole(root: Path) -> None:
+    names = "BertForSequenceClassification", "BertForTokenClassification"
+    cards = [_card(root, name=name[:6], settings={"model": name}, findings=()) for name in names]
+    for name in names:
+        assert name in _table(cards, 120)
+    for line in _table(cards, 60).splitlines():  # which folds
+        assert len(line) <= 60
+
+
+def test_table_of_runs_counts_what_is_only_information(root: Path) -> None:
+    hints = [("info", "learning-rate-high", ""), ("info", "dead-units", "1")]
+    assert "2 info" in _table([_card(root, findings=hints, is_diagnosed=True)], 120)
+    assert "none" in _table([_card(root, findings=(), is_diagnosed=True)], 120)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import torch_gradmon as gradmon
 from torch_gradmon import GradmonWarning, ModuleMonitor
 
 SOURCES = ["gradient_before_clip", "gradient", "gradient_local", "parameter", "update", "optimizer", "activation"]
@@ -294,3 +296,38 @@ def test_what_is_no_number_is_refused_like_an_error(result: Any) -> None:
     assert metrics == [{}] * 3
     assert monitor.missing().keys() == {"parameter/0.weight/mine"}
     assert _untouched(left)
+
+
+def _trained_with(function: object, steps: int = 4, source: str = "gradient") -> gradmon.ModuleMonitor:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = gradmon.watch(model, optimizer, on_spike=None)
+    getattr(monitor, f"add_{source}_metric")("mine", function)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    monitor.get_step_metrics()
+    return monitor
+
+
+@pytest.mark.parametrize("source", ["gradient", "parameter", "update", "activation"])
+def test_metric_that_always_returns_none_warns_once(source: str) -> None:
+    with pytest.warns(GradmonWarning, match="'mine' has returned None each time so far: is its return missing") as caught:
+        monitor = _trained_with(lambda x: None, source=source)
+    assert len([each for each in caught if "None" in str(each.message)]) == 1
+    assert "its function returned nothing" in monitor.missing().values()
+    monitor.detach()
+
+
+def test_metric_that_has_values_for_some_tensors_alone_is_no_mistake() -> None:
+    monitor = _trained_with(lambda x: x.norm() if x.dim() > 1 else None)
+    assert "gradient/weight/mine" in monitor.get_step_metrics()
+    monitor.detach()
+
+
+@pytest.mark.parametrize("pattern", ["weight", re.compile("weight")])
+def test_pattern_in_the_place_of_a_function_is_named_as_such(pattern: object) -> None:
+    monitor = gradmon.ModuleMonitor(nn.Linear(1, 1))
+    with pytest.raises(TypeError, match="pass metric_regex="):
+        monitor.add_gradient_metric("norm", pattern)  # type: ignore[arg-type]

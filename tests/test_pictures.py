@@ -430,7 +430,8 @@ def test_a_figure_shows_the_values_and_takes_no_name_for_html() -> None:
     assert drawn.data[0].text[0][0] == "&lt;b&gt;x&lt;/b&gt;<br>steps 0 to 4: 1"
     assert drawn.data[0].text[1][1] == "y<br>step 5: not measured"
     assert drawn.data[0].text[0][1].endswith("NaN or infinite")
-    assert list(drawn.data[2].x) == [5]
+    (spike,) = [trace for trace in drawn.data if trace.name == "spike"]
+    assert list(spike.x) == [5]
     assert list(drawn.layout.yaxis.ticktext) == ["&lt;b&gt;x&lt;/b&gt;", "y"]
 
 

@@ -296,6 +296,68 @@ def test_columns_say_how_they_are_sorted_and_keys_sort_them(page: Page) -> None:
         assert len(set(values)) > 1
 
 
+@pytest.mark.parametrize("start", [(1280, 800), (390, 844)])
+def test_heat_map_keeps_its_height_through_resizes(start: tuple[int, int], driver: Any, runs: tuple[Path, Path]) -> None:
+    report = write(runs[0], runs[0] / "resized.html")
+
+    def resize(width: int, height: int) -> None:
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+    resize(*start)
+    driver.get(report.as_uri())
+    wait_for(lambda: driver.execute_script("return document.body.dataset.ready"))
+    sizes = (
+        "const heat = document.getElementById('heat'), svg = heat.querySelector('.main-svg');"
+        "return [heat.clientHeight, svg.clientHeight, svg.clientWidth === heat.clientWidth,"
+        " document.getElementById('legend').getBoundingClientRect().top >= heat.getBoundingClientRect().bottom]"
+    )
+    first = wait_for(lambda: (found := driver.execute_script(sizes))[2] and found)
+    assert first[0] == first[1] >= 300
+    for size in ((1200, 800), (700, 500), (390, 844), (844, 390), (1280, 800)):
+        resize(*size)
+        wait_for(lambda size=size: driver.execute_script("return innerWidth") == size[0] and driver.execute_script(sizes)[2])
+        assert driver.execute_script(sizes) == first, size
+
+
+def test_facts_are_folded_on_a_telephone_alone(driver: Any, runs: tuple[Path, Path]) -> None:
+    report = write(runs[0], runs[0] / "folded.html")
+    for width, is_open in ((390, False), (1280, True)):
+        driver.execute_cdp_cmd(
+            "Emulation.setDeviceMetricsOverride", {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": False}
+        )
+        driver.get(report.as_uri())
+        wait_for(lambda: driver.execute_script("return document.body.dataset.ready"))
+        assert driver.execute_script("return document.getElementById('about').open") is is_open
+        assert driver.find_element("css selector", "#about summary").is_displayed() is not is_open
+        assert driver.execute_script("return document.getElementById('findings').getBoundingClientRect().top") < 200
+
+
+def test_long_run_can_be_seen_relative_to_its_last_steps(driver: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    monitor = gradmon.watch(model, optimizer, run_dir=tmp_path / "long", on_spike=None)
+    for step in range(300):
+        optimizer.zero_grad()
+        loss = model[1](model[0](torch.randn(16, 2)) * (0 if step == 250 else 1)).square().mean()
+        (loss * 10 ** (-step / 150) * (200 if step == 200 else 1)).backward()
+        optimizer.step()
+    monitor.detach()
+    page = write(tmp_path / "long", progress=False)
+    driver.get(page.as_uri())
+    wait_for(lambda: driver.execute_script("return document.body.dataset.ready"))
+    driver.find_element("css selector", "#scales [data-key=recent]").click()
+    z, text = driver.execute_script("const { z, text } = document.getElementById('heat').data[0]; return [z, text]")
+    calm = [abs(value) for step, value in enumerate(z[0]) if value is not None and step not in (0, 200)]
+    assert sorted(calm)[len(calm) // 2] < 0.5  # a fall by two orders of magnitude is no departure
+    assert z[0][200] > 1
+    assert "times its median of the 100 measured steps before" in text[0][200]
+    assert text[0][250].endswith("exactly 0")
+    assert driver.find_element("id", "legend").text == "exactly 0"
+    assert driver.get_log("browser") == []
+
+
 def test_the_map_is_relative_as_the_pictures_are_or_shows_values(page: Page, runs: tuple[Path, Path]) -> None:
     page.resize(WIDTHS[0])
     page.all("#views button")[0].click()
@@ -314,7 +376,11 @@ def test_the_map_is_relative_as_the_pictures_are_or_shows_values(page: Page, run
     text = page.js(f"{shown}.text[arguments[0]][arguments[1]]", heat.rows.index(LAYER), SPIKE)
     assert text.startswith(f"{LAYER}<br>step {SPIKE}: ")
     assert " times its median of " in text
-    page.all("#scales button")[1].click()
+    assert [button.text for button in page.all("#scales button") if button.is_displayed()] == [
+        "relative to the row's median",
+        "values",
+    ]
+    page.one("#scales [data-key=values]").click()
     assert page.js(f"{shown}.z[0]") == pytest.approx([math.log10(value) for value in heat.values[0]], abs=1 / LOG_SCALE)
     assert page.js(f"{shown}.zmax") is None
     for view in page.all("#views button"):  # what was chosen stays

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 from torch import nn
 
 import torch_gradmon as gradmon
+from torch_gradmon.step.presets import PRESETS, PresetName
 
 
 def test_a_monitor_says_what_it_watches_how_far_it_is_and_where_it_writes(tmp_path: Path) -> None:
@@ -83,3 +86,69 @@ def test_a_run_shows_the_learning_rate_that_a_schedule_multiplies(tmp_path: Path
     assert "SGD, group 0, lr 0.005," in str(monitor)  # as it is now
     monitor.detach()
     assert str(gradmon.load_run(tmp_path / "first").trained_parts[0]).startswith("SGD, group 0, lr 0.5,")
+
+
+HOSTILE = "<img src=x onerror=alert(1)>\x1b[31m"
+
+
+def _spoiled(path: Path) -> gradmon.ModuleMonitor:
+    """A training whose one layer, with a name that is markup and controls a terminal, becomes NaN."""
+    model = nn.ModuleDict({HOSTILE: nn.Linear(2, 2)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = gradmon.watch(model, optimizer, run_dir=path, on_spike=None)
+    for step in range(40):
+        optimizer.zero_grad()
+        (model[HOSTILE](torch.ones(1, 2)).sum() * (float("nan") if step == 30 else 1)).backward()
+        optimizer.step()
+    monitor.get_step_metrics()
+    return monitor
+
+
+def test_results_are_shown_as_text_and_escaped_in_a_notebook(tmp_path: Path) -> None:
+    monitor = _spoiled(tmp_path)
+    diagnosis = monitor.diagnose()
+    shown = [diagnosis, diagnosis.findings[0], monitor.why(), gradmon.diff(tmp_path, tmp_path), gradmon.diagnose(tmp_path)]
+    assert any("img" in str(each) for each in shown)
+    for each in shown:
+        page = each._repr_html_()
+        assert page.startswith("<pre>")
+        assert page.endswith("</pre>")
+        assert "<img" not in page
+        assert "\x1b" not in page + (repr(each) if each is not diagnosis.findings[0] else "")
+    assert repr(diagnosis).splitlines()[0] == str(diagnosis).splitlines()[0]
+    assert "Diagnosis(" not in repr(diagnosis)
+    monitor.detach()
+
+
+def test_why_without_a_spike_is_a_text(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    monitor = gradmon.watch(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert repr(monitor.why()) == "there is no spike, because no step is known yet"
+    assert isinstance(monitor.why(), str)
+
+
+def test_names_of_the_package_are_the_public_ones() -> None:
+    assert dir(gradmon) == sorted(gradmon.__all__)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in dir(gradmon.ModuleMonitor) if name.startswith("add_") and name.endswith("_metric")]
+)
+def test_methods_that_add_metrics_explain_their_arguments(name: str) -> None:
+    method = getattr(gradmon.ModuleMonitor, name)
+    told = method.__doc__ or ""
+    for argument in inspect.signature(method).parameters:
+        assert argument == "self" or argument in told, argument
+
+
+def test_help_of_watch_explains_each_argument_or_says_where() -> None:
+    told = gradmon.watch.__doc__ or ""
+    assert "help(torch_gradmon.ModuleMonitor)" in told
+    explained = told + (gradmon.ModuleMonitor.__doc__ or "")
+    assert [name for name in inspect.signature(gradmon.watch).parameters if f"{name}:" not in explained] == []
+
+
+def test_presets_are_literals_for_type_checkers() -> None:
+    assert get_args(PresetName) == tuple(PRESETS)
+    assert inspect.signature(gradmon.watch).parameters["preset"].annotation == "PresetName"
+    assert gradmon.ModuleMonitor.add_preset.__annotations__["name"] == "PresetName"

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import torch_gradmon as gradmon
-from torch_gradmon import GradmonWarning, ModuleMonitor, SpikeDetector, load_run
+from torch_gradmon import GradmonWarning, ModuleMonitor, SpikeDetector, diagnose, load_run
+from torch_gradmon.analysis.many_runs.card import run_card
+from torch_gradmon.cli.main import main
 from torch_gradmon.core.keys import Key, parse_key
 from torch_gradmon.core.moments import ALL_COLUMNS, VIEWS, Column
 from torch_gradmon.core.records import StatsTable, StepRecord
@@ -245,6 +247,69 @@ def test_a_resumed_run_goes_on_and_what_a_later_segment_repeats_takes_its_place(
     run = load_run(tmp_path)
     assert run.series("x") == expected
     assert run.steps == list(expected)
+
+
+def _train_into(path: Path, model: nn.Module, name: str, clip: float | None) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = gradmon.watch(model, optimizer, run_dir=path, on_spike=None)
+    for _ in range(12):
+        optimizer.zero_grad()
+        loss = model(torch.ones(8, 4)).square().mean()
+        loss.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        monitor.log_scalar(name, loss)
+    monitor.detach()
+
+
+@pytest.fixture
+def used_twice(tmp_path: Path) -> Path:
+    """A run directory whose first run had a clip, a layer more, and another name for the loss."""
+    _train_into(tmp_path, nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), "old", 0.01)
+    with pytest.warns(GradmonWarning, match="takes its place"):
+        _train_into(tmp_path, nn.Linear(4, 2), "loss", None)
+    return tmp_path
+
+
+def test_a_directory_used_twice_has_the_keys_of_its_last_run(used_twice: Path) -> None:
+    run = load_run(used_twice)
+    keys = run.keys()
+    assert "loss" in keys
+    assert not [key for key in keys if "clip" in key.rpartition("/")[2] or "old" in key or "0." in key or "1." in key]
+    assert {name for source in run.sources for name in run.tensors(source)} == {"weight", "bias"}
+    assert {key.name for key in run.scalars if not key.source} == {"loss"}
+    for key in keys:
+        assert set(run.series(key)) <= set(run.steps)
+    for gone in ("gradmon/grad_norm_clipped", "old", "gradient/0.weight/norm"):
+        with pytest.raises(KeyError) as caught:
+            run.series(gone)
+        suggested = str(caught.value).partition("did you mean")[2]
+        assert gone not in suggested.replace("?", ",").split(", ")
+
+
+def test_everything_that_reads_takes_a_directory_used_twice(used_twice: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = load_run(used_twice)
+    assert diagnose(used_twice).steps == (0, 11)
+    assert "old" not in str(run_card(used_twice).to_dict())
+    for kind in ("heatmap", "norm", "update", "depth", "layers"):
+        pytest.importorskip("plotly")
+        run.plot(kind)
+    for command in ("report", "summary", "status", "diagnose"):
+        assert main([command, str(used_twice)]) == 0, capsys.readouterr().err
+
+
+def test_a_listed_key_without_a_defined_value_is_an_empty_series(tmp_path: Path) -> None:
+    store = RunWriter(tmp_path)
+    rows = torch.zeros(1, 8, dtype=torch.float64)
+    rows[0, Column.COUNT] = rows[0, Column.NONFINITE] = 4
+    rows[0, Column.MIN], rows[0, Column.MAX] = math.inf, -math.inf
+    for step in range(3):
+        store.log(StepRecord(step, 0.0, True, {}, {"gradient": StatsTable(("a",), rows, ALL_COLUMNS)}))
+    store.close()
+    run = load_run(tmp_path)
+    series = {key: run.series(key) for key in run.keys()}  # noqa: SIM118 (a method of the run)
+    assert series["gradient/a/nonfinite"] == {0: 4, 1: 4, 2: 4}
 
 
 def test_a_rollback_inside_one_process_opens_a_segment_too(tmp_path: Path) -> None:

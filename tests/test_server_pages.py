@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
@@ -109,6 +110,53 @@ def test_runs_are_searched_sorted_marked_and_compared_with_keys(page: Browser) -
     page.press("c")
     wait_for(lambda: "both?first=" in page.driver.current_url and page.js("return document.body.dataset.ready"))
     assert page.texts("h1") == ["sweep/lr-0.01 and sweep/lr-0.003"]
+
+
+def test_list_says_info_scale_and_which_mark_is_gone(page: Browser, root: Path) -> None:
+    page.open()
+    wait_for(lambda: not [text for text in page.texts("#runs td.note:nth-child(8)") if not text])  # diagnosed
+    cards = page.js("return [...document.querySelectorAll('#runs tbody tr')].map((row) => row.innerText)")
+    assert len(cards) == 4
+    assert all("loss, logarithmic" in text for text in page.texts("#losses svg text") if text.startswith("loss"))
+    assert page.js("return document.querySelectorAll('#losses .axis').length") == len(page.texts("#losses figure"))
+    names = page.js("return [...document.querySelectorAll('#runs tbody tr')].map((row) => row.dataset.run)")
+    for place in range(3):
+        page.js("document.querySelectorAll('#runs input[type=checkbox]')[arguments[0]].click()", place)
+        assert page.texts("#marks") == [f"two can be marked: {names[0]} no longer is" if place == 2 else ""]
+    marked = page.js("return [...document.querySelectorAll('#runs input')].filter((box) => box.checked).length")
+    assert marked == 2
+
+
+def test_map_of_the_live_page_keeps_its_height_when_resized(page: Browser) -> None:
+    page.open("run?name=sweep/lr-0.001")
+    height = (
+        "const heat = document.getElementById('heat'); return [heat.clientHeight, heat.querySelector('.main-svg').clientHeight]"
+    )
+    first = wait_for(lambda: page.js(height))
+    for width in (900, 390, 1280):
+        size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+        page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        wait_for(
+            lambda: page.js(
+                "return document.querySelector('#heat .main-svg').clientWidth === document.getElementById('heat').clientWidth"
+            )
+        )
+        assert page.js(height) == first
+
+
+def test_status_says_to_which_step_the_charts_are_drawn(page: Browser, root: Path) -> None:
+    command = [sys.executable, "-m", "tests.live_training", str(root / "behind"), "200", "150", "0.02"]
+    with subprocess.Popen(command, cwd=ROOT) as training:
+        page.open()
+        wait_for(lambda: "behind" in page.texts("#runs tbody a"))
+        page.open("run?name=behind")
+        page.js("window.real = window.fetch; window.fetch = () => new Promise(() => {})")  # a server that takes for ever
+        told = wait_for(lambda: [text for text in page.texts("#live") if ", drawn to step " in text])
+        assert page.js("return window.gradmon.drawnTo()") == int(re.findall(r"drawn to step (\d+)", told[0])[0])
+        assert training.wait(60) == 0
+    page.open("run?name=behind")
+    wait_for(lambda: page.texts("#live .state") == ["ended"])
+    assert "drawn to" not in page.texts("#live")[0]
 
 
 def test_a_spike_is_on_the_page_as_soon_as_it_is_written(page: Browser, root: Path) -> None:

@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from torch_gradmon import load_run
+import torch_gradmon as gradmon
+from torch_gradmon import ModuleMonitor, load_run
 from torch_gradmon.analysis.plots import charts, colours
 from torch_gradmon.analysis.plots.elements import Heatmap, cell_text
 from torch_gradmon.analysis.plots.panel_set import PanelSet
-from torch_gradmon.analysis.plots.shading import deviations, medians, scale_labels, scale_limit
+from torch_gradmon.analysis.plots.shading import deviations, medians, recent_ratios, scale_labels, scale_limit
 from torch_gradmon.analysis.plots.sources import ValueSource
+from torch_gradmon.analysis.plots.views import LAYER_VIEWS, Panel
 from torch_gradmon.core.records import StepRecord
 from torch_gradmon.runs.writer import RunWriter
 
@@ -61,8 +64,8 @@ def test_a_departure_is_a_logarithm_of_the_ratio_or_a_difference() -> None:
 @pytest.mark.parametrize(
     ("values", "median", "wanted"),
     [
-        ((0.0, 0.0, 0.5), 0.0, (0.0, 0.0, 30.0)),  # mostly zero: zero is as usual
-        ((0.0, 2.0, 2.0), 2.0, (-30.0, 0.0, 0.0)),
+        ((0.0, 0.0, 0.5), 0.0, (nan, nan, 30.0)),  # zero has a colour of its own
+        ((0.0, 2.0, 2.0), 2.0, (nan, 0.0, 0.0)),
         ((inf, inf, inf), nan, (nan, nan, nan)),  # never finite
         ((nan, nan, nan), nan, (nan, nan, nan)),  # never measured
         ((nan, 4.0, nan), 4.0, (nan, 0.0, nan)),  # once
@@ -88,9 +91,9 @@ def test_medians_that_are_zero_or_missing(values: tuple[float, ...], median: flo
         [1e-6, 0.0, 0.0, inf],
     ],
 )
-def test_a_departure_is_a_number_exactly_where_there_is_a_finite_value(values: list[float], is_log: bool) -> None:
+def test_a_departure_is_a_number_where_the_scale_has_a_place(values: list[float], is_log: bool) -> None:
     found = deviations(column(*values), medians(column(*values)), is_log)[:, 0].tolist()
-    assert [math.isfinite(far) for far in found] == [math.isfinite(value) for value in values]
+    assert [math.isfinite(far) for far in found] == [math.isfinite(value) and not (is_log and value == 0) for value in values]
     assert 0 < scale_limit(torch.tensor(found), is_log) < inf
 
 
@@ -156,11 +159,12 @@ def test_both_engines_have_the_colours(run: Path) -> None:
     pytest.importorskip("plotly")
     pytest.importorskip("matplotlib")
     source = load_run(run)
-    (cells, loud) = source.plot().data
+    cells, loud, zero = (trace for trace in source.plot().data if trace.type == "heatmap")
     assert (cells.zmin, cells.zmax) == (-math.log10(2), math.log10(2))
     assert list(cells.colorbar.ticktext) == ["≤ 1/2", "median", "≥ 2x"]
     assert [stop[1] for stop in cells.colorscale] == [colour for _, colour in colours.DIVERGING]
-    assert cells.z[2][0] == 0
+    assert cells.z[2][0] is None
+    assert zero.z[2][0] == 1
     assert list(cells.z[3]) == [None] * STEPS
     assert list(loud.z[3]) == [1] * STEPS
     assert list(cells.z[4]) == [0 if step == 7 else None for step in range(STEPS)]
@@ -184,15 +188,86 @@ def test_a_heat_map_without_medians_has_values() -> None:
     assert heat.shades.tolist() == [[0.0, pytest.approx(nan, nan_ok=True)], [2.0, pytest.approx(nan, nan_ok=True)]]
 
 
-def test_cells_of_exactly_zero_have_a_colour_of_their_own(run: Path) -> None:
-    heat = Heatmap("t", ("a", "b"), (0, 1, 2), (0, 1, 2), ((0.0, 0.0, nan), (1.0, 0.0, inf)), True, medians=(0.0, 0.5))
-    assert heat.odd_cells(None) == [[0.0, 0.0, None], [None, 0.0, 1.0]]
-    assert replace(heat, is_log=False).odd_cells(None) == [[None, None, None], [None, None, 1.0]]
-    assert replace(heat, values=((1.0, 2.0, nan), (1.0, 2.0, 3.0))).odd_cells(None) == []
+def test_special_cells_name_zero_and_missing_gradients_apart() -> None:
+    values = ((1.0, 2.0, 0.0), (nan, nan, nan), (nan, inf, 3.0))
+    heat = Heatmap("", ("a", "b", "c"), (0, 1, 2), (0, 1, 2), values, True, medians=(1.0, nan, 3.0), due=(True, True, False))
+    odd, bare = heat.special_cells(None)
+    assert odd == ("NaN or infinite", colours.NONFINITE, [[None] * 3, [None] * 3, [None, 1.0, None]])
+    assert bare == ("no gradient or exactly 0", colours.ZERO, [[None, None, 1.0], [1.0, 1.0, 1.0], [None] * 3])
+    assert heat.texts[1] == ["no gradient"] * 3
+    assert heat.texts[2][0] == "not measured"
+    shown = heat.shades.isfinite().tolist()
+    assert shown == [[True, True, False], [False] * 3, [False, False, True]]
+
+
+@pytest.mark.parametrize("engine", ["plotly", "matplotlib"])
+def test_figure_of_a_map_has_a_legend_of_its_special_colours(engine: str, run: Path) -> None:
+    pytest.importorskip(engine)
+    drawn = load_run(run).plot(engine=engine)
+    names = (
+        [trace.name for trace in drawn.data if trace.showlegend]
+        if engine == "plotly"
+        else [text.get_text() for text in drawn.axes[0].get_legend().get_texts()]
+    )
+    assert names == ["NaN or infinite", "exactly 0"]
+
+
+def test_rows_without_any_gradient_are_in_the_map(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"used": nn.Linear(2, 2), "frozen": nn.Linear(2, 2).requires_grad_(False), "unused": nn.Linear(2, 2)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = gradmon.watch(model, optimizer, run_dir=tmp_path, on_spike=None)
+    for _ in range(3):
+        model["used"](torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    monitor.get_step_metrics()
+    heat = charts.heatmap(PanelSet(ValueSource.of_run(load_run(tmp_path))))
+    assert heat.rows == ("used.weight", "used.bias", "unused.weight", "unused.bias")
+    assert heat.texts[2] == ["no gradient"] * 3
     pytest.importorskip("plotly")
-    pytest.importorskip("matplotlib")
-    odd = load_run(run).plot().data[1]
-    assert list(odd.z[2]) == [None if step == 3 else 0 for step in range(STEPS)]
-    assert [stop[1] for stop in odd.colorscale] == [colours.ZERO, colours.NONFINITE]
-    legend = load_run(run).plot(engine="matplotlib").axes[0].get_legend()
-    assert [text.get_text() for text in legend.get_texts()] == ["NaN or infinite", "exactly 0"]
+    assert "no gradient" in [trace.name for trace in monitor.plot().data]
+    monitor.detach()
+
+
+def test_layers_without_a_measurement_are_not_said_to_lack_gradients(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    monitor = ModuleMonitor(model, run_dir=tmp_path)
+    monitor.add_parameter_metric("norm")
+    monitor.add_gradient_metric("norm", metric_regex="0.weight")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor.attach(optimizer)
+    for _ in range(3):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    monitor.detach()
+    assert charts.heatmap(PanelSet(ValueSource.of_run(load_run(tmp_path)))).rows == ("0.weight",)
+
+
+def test_recent_ratios_follow_a_trend_and_keep_a_spike() -> None:
+    steps = 1000
+    trend = torch.logspace(4, -4, steps, dtype=torch.float64).unsqueeze(1).repeat(1, 2)
+    trend[700, 0] *= 20
+    alone = list(range(steps))
+    ratios = recent_ratios(trend, alone, alone)
+    assert float(ratios[:, 1].log10().abs().max()) < math.log10(3)  # while the medians of rows are off by 10,000
+    assert float(ratios[700, 0]) == pytest.approx(20 * float(ratios[700, 1]))
+    naive = trend[650, 1] / trend[550:650, 1].median()
+    assert float(ratios[650, 1]) == pytest.approx(float(naive))
+    begins, ends = list(range(0, steps, 50)), list(range(49, steps, 50))
+    binned = recent_ratios(trend, begins, ends)
+    assert binned.shape == (20, 2)
+    assert float(binned[14, 0]) > 5 > float(binned.log10().abs()[:, 1].max())
+
+
+@pytest.mark.parametrize(("value", "wanted"), [(0.0, 0.0), (inf, inf), (nan, nan), (3.0, 3.0)])
+def test_recent_ratios_keep_what_no_scale_has(value: float, wanted: float) -> None:
+    values = column(*[1.0] * 20, value)
+    assert float(recent_ratios(values, [20], [20])) == pytest.approx(wanted, nan_ok=True)
+
+
+def test_layers_that_stand_out_are_not_those_of_the_first_step() -> None:
+    values = torch.ones(100, 3, dtype=torch.float64)
+    values[0, :2] = 50.0
+    values[60, 2] = 5.0
+    panel = Panel(LAYER_VIEWS["gradient"], tuple(range(100)), ("a", "b", "c"), values)
+    assert charts.most_deviating(panel, 1) == ["c"]

@@ -57,14 +57,12 @@ def test_the_worst_step_is_told_of_by_default_and_other_steps_on_request() -> No
     assert monitor.why(20).startswith("step 20: no detector called it a spike")
     with pytest.raises(ValueError, match="step 77 is not known: 50 steps are known, from 0 to 49"):
         monitor.why(77)
-    with pytest.raises(ValueError, match="there is no spike in the 30 monitored steps from 0 to 29"):
-        _spiked(None, steps=30).why()
+    assert _spiked(None, steps=30).why().startswith("there is no spike in the 30 monitored steps from 0 to 29")
     monitor = ModuleMonitor(nn.Linear(1, 1))
     with pytest.raises(ValueError, match="nothing looks for spikes"):
         monitor.why()
     monitor.add_preset("cheap")
-    with pytest.raises(ValueError, match="because no step is known yet"):
-        monitor.why()
+    assert monitor.why() == "there is no spike, because no step is known yet"
     with pytest.raises(TypeError, match="step must be an int"):
         monitor.why(torch.tensor(3))
 

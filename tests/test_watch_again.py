@@ -24,6 +24,7 @@ from torch_gradmon.integrations.common import AdapterMonitor
 from torch_gradmon.monitor.options import MonitorOptions, WatchOptions
 from torch_gradmon.runs.liveness import run_status
 from torch_gradmon.runs.writer import RunWriter, Superseded
+from torch_gradmon.step.presets import PresetName
 
 AGAIN = "was watched already: the earlier monitor is detached"
 
@@ -76,7 +77,9 @@ def test_what_type_checkers_see_is_what_the_monitor_takes() -> None:
     def types(known: Any) -> dict[str, Any]:
         return {name: kind for name, kind in get_type_hints(known).items() if name not in ("module", "scaler", "return")}
 
-    assert {**types(ModuleMonitor.__init__), "preset": str} == types(WatchOptions), "MonitorOptions in options.py lists them"
+    assert {**types(ModuleMonitor.__init__), "preset": PresetName} == types(WatchOptions), (
+        "MonitorOptions in options.py lists them"
+    )
     assert MonitorOptions.__annotations__.keys() == types(WatchOptions).keys() - {"preset", "on_spike"}
 
 
@@ -315,7 +318,7 @@ def test_a_second_call_with_bad_arguments_leaves_the_first_monitor_alone(
     with pytest.raises(kind):
         watch(model, optimizer, **{"run_dir": tmp_path / "run", **arguments})
     other = nn.Linear(4, 2)
-    with pytest.raises(ValueError, match="no optimizer holds a parameter"):
+    with pytest.raises(ValueError, match="was made for another model"):
         watch(model, _sgd(other))
     gc.collect()
     assert _hooks(model, optimizer) == hooks

@@ -104,4 +104,4 @@ if not TYPE_CHECKING:  # else a name that does not exist would pass
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

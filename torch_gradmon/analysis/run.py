@@ -17,16 +17,20 @@ from ..runs.reader import RunReader
 from ..runs.window import single_threaded
 from ..spikes.suspect_history import GradientNormHistory
 from ..spikes.suspects import REMEMBERED, ParameterAttribution
+from .many_runs.find import no_run
 
 
 def load_run(path: str | os.PathLike[str]) -> Run:
     """Open the run directory ``path`` for reading.
 
     Raises:
-        FileNotFoundError: there is no run in it.
+        FileNotFoundError: there is no run in it; the message names those below it.
         ValueError: its file is not one of ours.
     """
-    return Run(path)
+    try:
+        return Run(path)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(no_run(path, error)) from None
 
 
 class Run(RunReader):

@@ -34,6 +34,8 @@ class MetricFunctions:
         self._complaints = complaints
         self._proven: set[Key] = set()
         self._off: dict[Key, str] = {}
+        self._answering: set[str] = set()  # metrics with any value so far
+        self._silent: dict[str, Key] = {}  # the first without one, by metric
 
     def run(
         self,
@@ -56,13 +58,25 @@ class MetricFunctions:
                 value = self._call(metric, key, inputs)
                 if value is None:
                     buffer.absent[key.source, f"{name}/{metric.name}"] = _why_nothing(metric, inputs[0])
+                    self._note_nothing(metric, key, cause)
                 else:
+                    self._answering.add(cause)
                     (buffer.merge_value if merging else buffer.put_value)(key, value, metric.aggregation, weight)
             except Exception as error:
                 self._off[key] = f"its function raised {type(error).__name__}: {error}"
                 buffer.absent[key.source, f"{name}/{metric.name}"] = self._off[key]
                 message = f"the {metric.source} metric {metric.name!r} failed on {name} and is off for it; training continues"
                 self._complaints.add(cause, message, error)
+
+    def _note_nothing(self, metric: Metric, key: Key, cause: str) -> None:
+        """A function may have no value of some tensors. If the first comes round again before it had one of any, that is a mistake."""
+        if metric.built_in or cause in self._answering:
+            return
+        if cause not in self._silent:
+            self._silent[cause] = key
+        elif self._silent[cause] == key:
+            message = f"the function of the metric {metric.name!r} has returned None each time so far: is its return missing?"
+            self._complaints.add(f"nothing:{metric.name}", message)
 
     def _call(self, metric: Metric, key: Key, inputs: Sequence[Any]) -> Any:
         """The value of the metric's function. Rejects in-place functions; the first call on each tensor runs on a copy."""

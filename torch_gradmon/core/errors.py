@@ -96,7 +96,7 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> str:
     >>> nearest("zzz", ["norm", "mean"])
     '; known are mean, norm'
     """
-    options = sorted(set(known))
+    options = sorted(set(known) - {name})
     close = difflib.get_close_matches(name, options, n=count, cutoff=0.6)
     if close:
         return f"; did you mean {', '.join(close)}?"

@@ -153,6 +153,27 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
+def printable_lines(text: str) -> str:
+    """The same line by line."""
+    return "\n".join(map(printable, text.splitlines()))
+
+
+class ShownAsText:
+    """Shown as its text where Python would show its fields: at a prompt, and as the last line of a cell in a notebook."""
+
+    def __repr__(self) -> str:
+        return printable_lines(str(self))
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        return f"<pre>{escape(printable_lines(str(self)))}</pre>"  # names are anything
+
+
+class ShownText(ShownAsText, str):
+    """A text of several lines."""
+
+
 def cut_start(name: str, width: int, ellipsis: str = "…") -> str:
     """``name`` without its start if it is too long; the end of a path distinguishes layers.
 

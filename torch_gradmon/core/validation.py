@@ -242,6 +242,10 @@ def scaler_around(named: Sequence[Any]) -> torch.amp.GradScaler | None:
 def bare_optimizer(optimizer: Any) -> Optimizer:
     """The innermost optimizer; raises TypeError if there is none."""
     inner = inside(optimizer)
+    if isinstance(inner, (list, tuple)) and any(isinstance(each, Optimizer) for each in inner):
+        raise TypeError(
+            f"expected optimizers one by one, got a {type(inner).__name__} of {len(inner)}: write watch(model, *optimizers)"
+        )
     if not isinstance(inner, Optimizer):
         raise TypeError(
             f"expected a torch.optim.Optimizer, got {display(optimizer)}; pass the optimizer itself. Where the loop steps without one, use "
@@ -286,11 +290,12 @@ def optimizers(model: nn.Module, named: Sequence[Any], source: Stepped) -> list[
         )
     owned = {id(tensor) for optimizer in bare for tensor in source.tensors_of(optimizer)}
     if owned.isdisjoint(id(source.stepped(p)) for p in model.parameters()):
+        made = f"this {type(bare[0]).__name__} was" if len(bare) == 1 else f"these {len(bare)} optimizers were"
         raise ValueError(
-            f"no optimizer holds a parameter of this {type(model).__name__}: they were made for another model, or before its "
-            "parameters were replaced (fully_shard, to_empty, load_state_dict(assign=True)); make the optimizer afterwards. If it steps "
-            "copies, such as master weights in float32, pass gradient_source=, or watch one module that has both: whole-model values "
-            "then count both"
+            f"{made} made for another model: no parameter of this {type(model).__name__} is in there. If the optimizer was made "
+            "for this model, the parameters were replaced afterwards (fully_shard, to_empty, load_state_dict(assign=True)): make the "
+            "optimizer after that. If it steps copies, such as master weights in float32, pass gradient_source=, or watch one module "
+            "that has both: whole-model values then count both"
             + (f". If DeepSpeed has taken the optimizer: {_DEEPSPEED}" if "deepspeed.runtime.engine" in sys.modules else "")
         )
     return bare

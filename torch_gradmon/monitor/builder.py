@@ -208,7 +208,7 @@ def _directory(
     if run_dir is not None and config.log_on_all_ranks and ranks.count > 1:
         run_dir = os.path.join(run_dir, f"rank{ranks.rank}")
     meta = {"torch": torch.__version__, "eps": config.eps, "every": config.interval}
-    return RunDirectory(None if inert else run_dir, meta, complaints, is_muted)
+    return RunDirectory(None if inert else run_dir, meta, complaints, is_muted, tells=config.on_spike is not None)
 
 
 def _on_spike(config: MonitorConfig) -> str | Policy | Callable[[SpikeEvent], Any] | None:

@@ -23,6 +23,7 @@ from ..spikes.detector import SpikeDetector
 from ..statistics.request import DEFAULT_EPS
 from ..step.gradient_source import GradientSource
 from ..step.plugin import Plugin
+from ..step.presets import PresetName
 from .builder import build
 from .config import MonitorConfig
 from .manual_loop import ManualLoop
@@ -47,6 +48,21 @@ if TYPE_CHECKING:
     from ..plugins.replica_check.replay import Replay
 
 
+#: The documentation of what all methods share that add metrics of tensors.
+_ARGUMENTS = """
+    Args:
+        metric_name: last part of the key; without ``metric_fn`` one of the built-ins that the class lists.
+        metric_fn: a function of the tensor that returns a number; None for the built-in.
+        metric_regex: searched (``re.search``) in the name of the parameter.
+        metric_aggregation_fn: merges several values of a step: ``"mean"``, ``"sum"``, ``"min"``, ``"max"`` or a function of them.
+        every: compute it only on steps that are divisible by it.
+        shardwise: call the function on each rank's part of a sharded tensor, and merge.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong, see the class.
+    """
+
+
 def _adder(source: str, documentation: str) -> Callable[..., None]:
     """The method that adds metrics of ``source``."""
 
@@ -63,7 +79,7 @@ def _adder(source: str, documentation: str) -> Callable[..., None]:
         metrics = MetricsService(self._runtime)
         metrics.add([source], metric_name, metric_fn, metric_regex, metric_aggregation_fn, every, shardwise=shardwise)
 
-    add.__doc__ = documentation
+    add.__doc__ = f"{documentation.rstrip()}\n{_ARGUMENTS}"
     return add
 
 
@@ -113,7 +129,8 @@ class ModuleMonitor:
             step regardless of the cadence, from gradients and from values logged by then; the decision waits for the device.
         history: number of steps that :meth:`get_all_metrics` returns; each built-in value of a gradient, parameter, update,
             input or output takes 8 bytes of host memory.
-        run_dir: run directory that keeps every monitored step; None for none.
+        run_dir: run directory that keeps every monitored step; None for none. Unless ``on_spike`` is None, the errors and warnings of
+            :func:`diagnose` about it are on one line on stderr when the monitor is detached or the script ends.
         compile_statistics: how the statistics of CPU tensors are computed. None: by the C++ kernel that came with the package, if it
             has one for this processor (see ``gradmon doctor``), else by torch's operations, which take three times as long or more. True:
             if it has none, compile one now, with g++ or clang++ in about a second, once in a process; without a compiler it warns and
@@ -293,6 +310,18 @@ class ModuleMonitor:
 
         The stage ``"local"`` is ``gradient_local/{param}/{metric}``: the gradient of each micro-batch of this process, before
         accumulation and reduction. It costs a hook per parameter.
+
+        Args:
+            metric_name: last part of the key; without ``metric_fn`` one of the built-ins that the class lists.
+            metric_fn: a function of the gradient that returns a number; None for the built-in.
+            metric_regex: searched (``re.search``) in the name of the parameter.
+            metric_aggregation_fn: merges several values of a step: ``"mean"``, ``"sum"``, ``"min"``, ``"max"`` or a function of them.
+            stages: one or several of ``"before_clip"``, ``"after_clip"`` and ``"local"``.
+            every: compute it only on steps that are divisible by it.
+            shardwise: call the function on each rank's part of a sharded tensor, and merge.
+
+        Raises:
+            TypeError, ValueError: an argument is wrong, see the class.
         """
         sources, metrics = gradient_sources(stages), MetricsService(self._runtime)
         metrics.add(sources, metric_name, metric_fn, metric_regex, metric_aggregation_fn, every, shardwise=shardwise)
@@ -379,6 +408,9 @@ class ModuleMonitor:
         """Of the terms of the refined coordinate check; see :class:`torch_gradmon.RefinedCoordinateCheck`.
 
         A function gets a term, ``[..., n]``; built-in are ``l2norm`` and ``rms``, over the last dimension.
+
+        Args:
+            metric_name, metric_fn, metric_regex, metric_aggregation_fn, every: see the class.
         """
         metrics = MetricsService(self._runtime)
         metrics.add(n.RCC_SOURCES, metric_name, metric_fn, metric_regex, metric_aggregation_fn, every)
@@ -432,7 +464,7 @@ class ModuleMonitor:
         """
         MetricsService(self._runtime).add_summary_metric(metric_name)
 
-    def add_preset(self, name: str) -> None:
+    def add_preset(self, name: PresetName) -> None:
         """Whole-model values under ``gradmon/``: ``"cheap"`` (nine, of gradients only), ``"standard"`` (fourteen), or ``"full"``
         (the same, and per-layer values for the run directory). A later preset replaces the selection of an earlier one.
 
@@ -449,7 +481,7 @@ class ModuleMonitor:
         self,
         *,
         every: int | None = None,
-        preset: str | None = None,
+        preset: PresetName | None = None,
         steps: int | None = None,
         from_step: int | None = None,
         reset: bool = False,
@@ -817,12 +849,13 @@ class ModuleMonitor:
     def why(self, step: int | None = None) -> str:
         """The report on a step, by default on the worst step of the largest spike, on one screen, to print: its reasons, the
         signals around it, the parameters that moved and since when, and the steps after it. Consecutive spikes count as one.
+        Without a spike it says so.
 
         It covers the signals of the last ``history`` steps and of those around earlier spikes, and the gradients of 64 steps and of
         the 100 largest spikes. The command ``gradmon why`` covers every step of a run directory.
 
         Raises:
-            TypeError, ValueError: ``step`` is no step number, or no longer in memory; or there was no spike, or no detector.
+            TypeError, ValueError: ``step`` is no step number, or no longer in memory; or no detector looks for spikes.
         """
         return ValuesService(self._runtime).why(step)
 
@@ -834,8 +867,8 @@ class ModuleMonitor:
 
         Args:
             kind: ``"heatmap"`` layers over steps; ``"norm"`` loss, gradient norm before and after clipping, share of clipped steps;
-                ``"update"`` update over parameter with the guide of 1e-3; ``"depth"`` one step over the layers; ``"layers"`` single
-                layers side by side.
+                ``"update"`` update over parameter beside those of most healthy runs; ``"depth"`` one step over the layers;
+                ``"layers"`` single layers side by side.
             engine: ``"plotly"``, or ``"matplotlib"`` for a static picture: ``.savefig("heatmap.png")``.
             **options: ``view="gradient"``, ``"clipped"``, ``"update"``, ``"sparsity"``, ``"activation"`` or ``"parameter"`` for
                 ``heatmap``, ``depth`` and ``layers``; ``rows=48`` for ``heatmap`` and ``depth``: more layers are shown by blocks;

@@ -14,6 +14,7 @@ from ..core.records import SpikeEvent
 from ..plugins.spike_policy.policy import Policy
 from ..step.gradient_source import GradientSource
 from ..step.plugin import Plugin
+from ..step.presets import PresetName
 
 OnSpike = str | Policy | Callable[[SpikeEvent], Any] | None
 
@@ -50,7 +51,7 @@ class MonitorOptions(TypedDict, total=False):
 class WatchOptions(MonitorOptions, total=False):
     """Options that trainer adapters pass on to :func:`torch_gradmon.watch`; the trainer has the model, optimizers and GradScaler."""
 
-    preset: str
+    preset: PresetName
     on_spike: OnSpike
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..core import validation as check
 from ..step.planner import source_for
-from ..step.presets import PRESETS
+from ..step.presets import PRESETS, PresetName
 from . import replacing
 from .monitor import ModuleMonitor
 from .options import MonitorOptions, OnSpike, check_names
@@ -27,7 +27,7 @@ def watch(
     *optimizers: Any,
     scaler: torch.amp.GradScaler | None = None,
     start_step: int | None = None,
-    preset: str = "standard",
+    preset: PresetName = "standard",
     on_spike: OnSpike = "warn",
     **options: Unpack[MonitorOptions],
 ) -> ModuleMonitor:
@@ -44,8 +44,9 @@ def watch(
         start_step: number of the first step; by default 0, or the next one of a loaded state.
         preset: ``"cheap"``, ``"standard"`` or ``"full"``, see :meth:`ModuleMonitor.add_preset`.
         on_spike: ``"warn"``, ``"skip"`` (or :class:`Skip`, or :class:`Rollback`), ``"raise"``, a function of the event, or None.
+            Unless it is None, a line on stderr says at the end what is wrong with the run in ``run_dir``.
         **options: all other arguments of :class:`ModuleMonitor`, such as ``run_dir="runs/first"``, where every step is kept for
-            :func:`load_run`; ``layers="blocks"``; ``every=10``.
+            :func:`load_run`; ``layers="blocks"``; ``every=10``. ``help(torch_gradmon.ModuleMonitor)`` explains each.
 
     Returns:
         The attached monitor. It lives as long as the optimizer, with or without a reference to it.
@@ -86,7 +87,7 @@ def watch(
 
 
 def prepared(
-    model: nn.Module | None, *, preset: str = "standard", on_spike: OnSpike = "warn", **options: Unpack[MonitorOptions]
+    model: nn.Module | None, *, preset: PresetName = "standard", on_spike: OnSpike = "warn", **options: Unpack[MonitorOptions]
 ) -> ModuleMonitor:
     """A monitor with a preset, as :func:`watch` attaches it."""
     check.one_of("preset", preset, tuple(PRESETS))

@@ -13,6 +13,7 @@ import torch
 from ..core.moments import Column
 from ..core.records import StatsTable
 from .packing import unpack_steps
+from .step_index import StepIndex
 
 _LAYOUTS = "SELECT id, source, tensors, columns, counts, same_as FROM layouts"
 
@@ -39,10 +40,11 @@ class Layouts:
 
     Args:
         db: the file.
+        index: its steps.
     """
 
-    def __init__(self, db: sqlite3.Connection) -> None:
-        self._db = db
+    def __init__(self, db: sqlite3.Connection, index: StepIndex) -> None:
+        self._db, self._index = db, index
         self._tensors: dict[int, str] = {}
         self._known: dict[int, tuple[str, TableLayout]] = {}
 
@@ -53,16 +55,20 @@ class Layouts:
         return self._known[number]
 
     def of_source(self, source: str) -> dict[int, TableLayout]:
-        """The layouts of ``source``, by their ids, ascending."""
+        """The layouts of ``source`` in the file, by their ids, ascending."""
         numbers = self._read("WHERE source = ? ORDER BY id", source)
         return {number: self._known[number][1] for number in numbers}
 
-    def sources(self) -> set[str]:
-        """The sources with statistics in any step."""
-        return {source for (source,) in self._db.execute("SELECT DISTINCT source FROM layouts").fetchall()}
+    def measured(self) -> dict[str, list[TableLayout]]:
+        """By source, the layouts of the steps of the run, in the order of their first use."""
+        self._read("WHERE TRUE ORDER BY id")
+        found: dict[str, list[TableLayout]] = {}
+        for source, layout in self._index.of_the_run(dict(sorted(self._known.items())), "layout", "rows").values():
+            found.setdefault(source, []).append(layout)
+        return found
 
-    def _read(self, where: str, value: int | str) -> list[int]:
-        rows = self._db.execute(f"{_LAYOUTS} {where}", (value,)).fetchall()
+    def _read(self, where: str, *values: int | str) -> list[int]:
+        rows = self._db.execute(f"{_LAYOUTS} {where}", values).fetchall()
         for number, source, tensors, mask, counts, same_as in rows:
             if number not in self._known:
                 columns = frozenset(column for column in Column if mask >> column & 1)

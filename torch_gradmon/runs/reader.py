@@ -18,7 +18,7 @@ from ..core.records import SpikeEvent, StatsTable, StepRecord
 from ..step.view_values import value_in
 from .file import open_to_read, stored_meta
 from .layouts import Layouts
-from .scan import RunScan, events_in, stored_keys
+from .scan import RunScan, events_in
 from .series import SeriesReader
 from .stats_series import StatsSeries
 from .step_index import StepIndex
@@ -35,7 +35,7 @@ class RunReader:
         self.path = Path(path)
         self._index = StepIndex(self._db)
         self._index.look()
-        self._layouts = Layouts(self._db)
+        self._layouts = Layouts(self._db, self._index)
         self._scan = RunScan(self._db, self._index, self._layouts)
         self._windows = WindowReader(self._db, self._index, self._layouts)
         self._series = SeriesReader(self._db, self._index, self._layouts, self._scan)
@@ -65,7 +65,7 @@ class RunReader:
     @property
     def sources(self) -> list[str]:
         """The sources with statistics in any step."""
-        there = self._layouts.sources()
+        there = self._layouts.measured()
         return [source for source in n.TENSOR_SOURCES if source in there]
 
     def tensors(self, source: str) -> list[str]:
@@ -81,12 +81,12 @@ class RunReader:
         return ModelOrder(self.meta.get("parameters", ()), self.meta.get("kinds", ())).sorted(source, measured)
 
     def _measured(self, source: str) -> list[tuple[str, ...]]:
-        return [layout.names for layout in self._layouts.of_source(source).values()]
+        return [layout.names for layout in self._layouts.measured().get(source, ())]
 
     @property
     def scalars(self) -> list[Key]:
         """The keys of all values that are not built-in statistics of tensors: of the whole model, custom metrics, logged values."""
-        return list(stored_keys(self._db).values())
+        return self._series.stored_keys()
 
     @property
     def events(self) -> list[SpikeEvent]:
@@ -177,10 +177,11 @@ class RunReader:
     def series(self, key: str) -> dict[int, float]:
         """Value by step for one key, such as ``gradmon/grad_norm`` or ``gradient_before_clip/h.0.attn.weight/std``.
 
-        Any built-in metric of a tensor with stored statistics is available. Steps without the value are left out.
+        Any built-in metric of a tensor with stored statistics is available. Steps without the value are left out; it may be
+        defined in none, as the largest finite element of a tensor that was NaN all along.
 
         Raises:
-            KeyError: the run has no value for this key.
+            KeyError: it is none of :meth:`keys`.
         """
         return self._series.values(key, self.keys)
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import sqlite3
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class StepIndex:
@@ -78,6 +81,14 @@ class StepIndex:
         self.segment_of.update(dict.fromkeys(self.steps[cut:], segment))
         self._segment = segment
         return first
+
+    def of_the_run(self, known: Mapping[int, T], column: str, table: str) -> dict[int, T]:
+        """Those of ``known``, by ids in a column of a table, that some step of the run has: a replaced step does not count."""
+        if self._segment < 1:  # nothing was replaced
+            return dict(known)
+        query = f"SELECT DISTINCT {column} FROM {table} WHERE segment = ? AND step BETWEEN ? AND ?"
+        there = {number for span in self.spans(None, len(self.steps)) for (number,) in self._db.execute(query, span).fetchall()}
+        return {number: each for number, each in known.items() if number in there}
 
     def spans(self, since: int | None, most: int) -> Iterator[tuple[int, int, int]]:
         """The steps from ``since`` on in parts of ``most`` steps or fewer, ascending: segment, first and last step."""

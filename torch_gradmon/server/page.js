@@ -6,10 +6,12 @@
   const LEAST = 1000, SHARE = 2;  // milliseconds between two requests, and how many times as long as the last one took
   let wanted = null, shown = document.body.dataset.version, isBusy = false, known = null, failures = 0;
 
-  let state = null;
-  const describe = (card) => {
-    state = card.state;
+  let latest = null;
+  const describe = () => {
+    const card = latest;
     const words = [make("span", card.state, "state"), ` ${card.status}`];
+    const drawn = window.gradmon?.drawnTo();
+    if (drawn !== undefined && card.step !== null && drawn < card.step) words.push(`, drawn to step ${drawn}`);
     if (card.loss !== null) words.push(`, loss ${typeof card.loss === "number" ? card.loss.toPrecision(4) : card.loss}`);
     if (card.worst_spike) {
       const isNew = known !== null && card.spikes > known;
@@ -30,17 +32,19 @@
       window.gradmon.update(await answer.json());
       shown = asked;
       failures = 0;
+      describe();
     } catch (error) {
       failures += 1;
       console.warn(`torch_gradmon: ${error}`);  // the next step asks again
     }
     const pause = Math.max(LEAST, SHARE * (performance.now() - begin)) * 2 ** Math.min(failures, 5);
-    setTimeout(() => { isBusy = false; refresh(); }, state === "ended" && !failures ? 0 : pause);
+    setTimeout(() => { isBusy = false; refresh(); }, latest.state === "ended" && !failures ? 0 : pause);
   };
   const words = (text) => document.getElementById("live").replaceChildren(make("span", text, "state"));
   listen(`events?run=${encodeURIComponent(run)}`, {
     card: ({ version, card }) => {
-      describe(card);
+      latest = card;
+      describe();
       if (!window.gradmon) {  // the page that waits for the first step
         if (card.step !== null) location.reload();
         return;

@@ -59,7 +59,8 @@
   const finding = (card) => {
     const found = card.findings.filter(([level]) => level !== "info");
     const cell = make("span");
-    if (!found.length) cell.append(card.is_diagnosed ? "none" : "");
+    const hints = card.findings.length - found.length;
+    if (!found.length) cell.append(hints ? make("span", `${hints} info`, "level info") : card.is_diagnosed ? "none" : "");
     found.slice(0, 2).forEach(([level, rule, where], place) => cell.append(place ? ", " : "", make("span", rule, `level ${level}`), where ? ` in ${where}` : ""));
     if (found.length > 2) cell.append(` and ${found.length - 2} more`);
     return cell;
@@ -117,7 +118,9 @@
   };
   const mark = (name) => {
     if (!marked.delete(name)) marked.add(name);
-    if (marked.size > 2) marked.delete([...marked][0]);
+    const [first] = marked;
+    const isThird = marked.size > 2 && marked.delete(first);
+    $("marks").textContent = isThird ? `two can be marked: ${first} no longer is` : "";
     draw();
   };
   const both = () => {
@@ -207,7 +210,9 @@
         link.append(path);
         chart.append(link);
       });
-      for (const [text, x, y, anchor] of [[number(bounds[3]), 0, -6, "start"], [number(bounds[2]), 0, height + 16, "start"], [`step ${bounds[1]}`, width, height + 16, "end"]]) {
+      chart.append(drawing("path", { d: `M0 0V${height}H${width}`, class: "axis" }));
+      const scale = isLog ? "loss, logarithmic" : "loss";
+      for (const [text, x, y, anchor] of [[number(bounds[3]), 0, -6, "start"], [scale, width, -6, "end"], [number(bounds[2]), 0, height + 16, "start"], [`step ${bounds[1]}`, width, height + 16, "end"]]) {
         const label = drawing("text", { x, y, "text-anchor": anchor });
         label.textContent = text;
         chart.append(label);

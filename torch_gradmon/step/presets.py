@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ..core import keys as n
 from .summary_keys import CHEAP, STANDARD
+
+PresetName = Literal["cheap", "standard", "full"]
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,7 @@ class Preset:
 _ATTENTION_EVERY = 10
 _LAYER_VIEWS = ("norm", "mean", "std", "max", "sparsity", "nonfinite")
 
-PRESETS = {
+PRESETS: dict[str, Preset] = {
     "cheap": Preset(CHEAP),
     "standard": Preset(STANDARD),
     "full": Preset(

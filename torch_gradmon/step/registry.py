@@ -64,6 +64,7 @@ class Registry:
         if function is not None and not callable(function):
             raise TypeError(
                 f"metric_fn of {name!r} must be callable or None for the built-in of that name, got {display(function)}"
+                f"{_meant_as_pattern(function)}"
             )
         if shardwise and (function is None or callable(aggregation)):
             raise ValueError(
@@ -216,6 +217,12 @@ def _refuse_overlaps(metrics: Sequence[Metric], new: Iterable[Metric], tensors: 
                     f"(patterns {other.pattern.pattern!r} and {metric.pattern.pattern!r}); "
                     "choose another name or patterns that do not overlap"
                 )
+
+
+def _meant_as_pattern(function: object) -> str:
+    """A clause for an error about a function that is a pattern."""
+    is_pattern = isinstance(function, (str, re.Pattern))
+    return f"; to choose tensors by name, pass metric_regex={function!r}" if is_pattern else ""
 
 
 def _check_name(name: object, source: str) -> None:

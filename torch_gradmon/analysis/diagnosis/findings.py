@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ...core.formatting import listed, placed, step_range
+from ...core.formatting import ShownAsText, listed, placed, step_range
 from ...core.records import Severity
 from .causes import CONSEQUENCES
 
@@ -26,7 +26,7 @@ class NotMeasured(Exception):
 
 
 @dataclass(frozen=True)
-class Finding:
+class Finding(ShownAsText):
     """A problem, or something worth knowing.
 
     Attributes:
@@ -69,8 +69,8 @@ class Finding:
         return found
 
 
-@dataclass(frozen=True)
-class Diagnosis:
+@dataclass(frozen=True, repr=False)
+class Diagnosis(ShownAsText):
     """Ranked findings, and the rules that could not judge.
 
     Attributes:

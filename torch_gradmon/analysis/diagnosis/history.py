@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ...core import keys as n
-from ...core.keys import Key, parse_key
+from ...core.keys import Key
 from ...core.loop_findings import LoopFinding
 from ...core.loss_keys import loss_among
 from ...core.moments import Column
@@ -97,8 +97,8 @@ class History:
     def of_run(cls, run: Run, most: int = MOST) -> History:
         """Read at most ``most`` steps of a run directory."""
         events = run.events
-        loss = loss_among(map(parse_key, run.keys()))
-        liked = [] if loss is None or len(run.steps) <= most else sorted(run.series(loss.name))
+        loss = loss_among(run.scalars)
+        liked = [] if loss is None or len(run.steps) <= most else sorted(run.stored(loss))
         chosen = subsample_steps(run.steps, by_size(events), most, liked)
         facts = loop_findings(run.meta)
         window = run.window(chosen)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ...core.formatting import listed, printable
 from ...runs.file import FILE_NAME
 
 #: Directories below each other that are looked into.
 _DEPTH = 4
+#: Runs that the error of a directory without one names.
+_NAMED = 5
 
 
 def find_runs(root: str | os.PathLike[str]) -> dict[str, Path]:
@@ -34,3 +37,13 @@ def find_runs(root: str | os.PathLike[str]) -> dict[str, Path]:
             if name.isprintable():  # else it is no text, which JSON and addresses could not have
                 found[name] = Path(place)
     return dict(sorted(found.items()))
+
+
+def no_run(path: str | os.PathLike[str], error: FileNotFoundError) -> str:
+    """What to say of a directory without a run: ``error``, or the names of the runs below it."""
+    try:
+        below = list(find_runs(path))
+    except OSError:
+        below = []
+    names = [printable(str(Path(path) / name)) for name in below]
+    return f"there is no run in {os.fspath(path)!r} itself; below it: {listed(names, _NAMED)}" if names else str(error)

@@ -7,6 +7,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 
+import torch
+
 from ...core.errors import display, nearest
 from ..diagnosis.series import Series, clip_bound
 from . import colours
@@ -20,14 +22,14 @@ from .views import LAYER_VIEWS, Panel
 
 #: Columns of a heat map.
 COLUMNS = 1000
-#: What works for most models, see torch_gradmon/analysis/diagnosis/rules/learning_rate.py.
-GUIDE = 1e-3
+#: Updates over parameters that most healthy trainings have, as those of docs/gallery: a guide for the eye, judged by no rule.
+USUAL_UPDATES = {"most healthy runs": (1e-3, 1e-2)}
 NO_NORM = "neither a gradient norm nor a loss was recorded; use a preset, or log the loss"
 NO_UPDATE = "updates were not measured: attach the optimizer, and use the preset standard or full"
 #: A loss whose largest value is more than this times its smallest is drawn on a logarithmic scale.
 _WIDE = 20.0
-#: Layers drawn side by side.
-_MOST_LAYERS = 12
+#: Layers drawn side by side, and the share of the first steps that do not decide which.
+_MOST_LAYERS, _BEGINNING = 12, 0.05
 
 
 def heatmap(
@@ -52,6 +54,7 @@ def heatmap(
         tuple(medians(by_block(panel, downsampled(panel, len(panel.steps)), groups)).tolist()) if is_relative else None,
         panel.gaps,
         panel.axis,
+        tuple(all(panel.names[place] in panel.due for place in places) for places in groups.values()),
     )
 
 
@@ -80,7 +83,7 @@ def norm(panels: PanelSet) -> LineChart:
 
 
 def update(panels: PanelSet) -> LineChart:
-    """The norm of all updates over that of all parameters, its spread over the matrices, and the guide of a thousandth."""
+    """The norm of all updates over that of all parameters, its spread over the matrices, and where those of most runs are."""
     whole, low, high = (panels.line(name) for name in ("update_ratio", "update_ratio_p10", "update_ratio_p90"))
     if not len(whole):
         raise ValueError(NO_UPDATE)
@@ -91,7 +94,7 @@ def update(panels: PanelSet) -> LineChart:
         lines.insert(0, Line("10th to 90th percentile of matrices", below, colours.SKY, below, above, after_gaps=after))
     return LineChart(
         "update over parameter",
-        (Subplot("update / parameter", tuple(lines), guides={"what works for most models:": GUIDE}),),
+        (Subplot("update / parameter", tuple(lines), bands=USUAL_UPDATES),),
         _marks(panels),
     )
 
@@ -133,10 +136,14 @@ def layers(panels: PanelSet, view: str = "gradient", names: Sequence[str] = ()) 
 
 
 def most_deviating(panel: Panel, most: int = _MOST_LAYERS) -> list[str]:
-    """The layers whose largest value is farthest above their median; layers with values that are not finite come first."""
-    finite = panel.values.where(panel.values.isfinite() & (panel.values > 0), math.nan)
+    """The layers whose largest value is farthest above their median; layers with values that are not finite come first.
+
+    The first steps of a training are no part of it, since the gradients of many layers are largest in the first of all.
+    """
+    begun = panel.values[int(_BEGINNING * len(panel.steps)) :]
+    finite = begun.where(begun.isfinite() & (begun > 0), math.nan)
     usual = finite.nanmedian(0).values
-    above = (panel.values / usual).nan_to_num(nan=0.0, posinf=math.inf).amax(0).tolist()
+    above = torch.where(begun.isinf(), math.inf, begun / usual).nan_to_num(nan=0.0, posinf=math.inf).amax(0).tolist()
     ranked = sorted(range(len(above)), key=lambda place: -above[place])
     return [panel.names[place] for place in sorted(ranked[:most])]
 

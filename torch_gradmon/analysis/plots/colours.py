@@ -6,8 +6,8 @@ from __future__ import annotations
 BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
 #: NaN or infinite: a colour that no scale has.
 NONFINITE = "#FF00C8"
-#: Exactly 0, as the gradient of a layer that gets none: no scale has it either.
-ZERO = "#8B5A2B"
+#: Exactly 0, or no gradient at all: darker than any scale where that is warm.
+ZERO = "#6B3F12"
 #: The scale of heat maps, whose lightness rises monotonically.
 SCALE = "Viridis"
 #: The scale around a median. Its middle is grey, to differ from white, which means no value.

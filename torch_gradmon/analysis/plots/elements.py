@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -14,12 +14,15 @@ import torch
 from torch import Tensor
 
 from ..diagnosis.series import Series
+from . import colours
 from .downsampling import points
 from .gaps import Gap, Grid, grid, steps_after
 from .shading import deviations, shades
 
 #: Points of a line.
 POINTS = 2000
+#: What a cell without a place on the scale is called.
+NOT_FINITE, EXACTLY_0, NO_GRADIENT = "NaN or infinite", "exactly 0", "no gradient"
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,7 @@ class Subplot:
         lines: in drawing order.
         is_log: whether the axis is logarithmic.
         guides: horizontal lines by name.
+        bands: horizontal bands by name, each from its lower to its upper edge.
         limits: of the axis, if they are fixed.
         height: relative to other subplots.
     """
@@ -109,6 +113,7 @@ class Subplot:
     lines: tuple[Line, ...]
     is_log: bool = True
     guides: Mapping[str, float] = field(default_factory=dict)
+    bands: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     limits: tuple[float, float] | None = None
     height: float = 1.0
 
@@ -143,6 +148,7 @@ class Heatmap:
         medians: of the rows over all steps, if colours are relative to them.
         gaps: where nothing was measured.
         span: first and last step of the axis; None for those of the columns.
+        due: whether a missing value of a row means that it had no gradient; none of them by default.
     """
 
     title: str
@@ -155,6 +161,7 @@ class Heatmap:
     medians: tuple[float, ...] | None = None
     gaps: tuple[Gap, ...] = ()
     span: tuple[int, int] | None = None
+    due: tuple[bool, ...] = ()
 
     @cached_property
     def grid(self) -> Grid:
@@ -173,23 +180,26 @@ class Heatmap:
         """``cells`` as columns of the grid, with ``gap`` where nothing was measured."""
         return [[gap if place is None else row[place] for place in self.grid.places] for row in cells]
 
-    @property
-    def has_nonfinite(self) -> bool:
-        """Whether any cell is not finite."""
-        return any(math.isinf(value) for row in self.values for value in row)
+    def special_cells(self, absent: Any) -> Iterator[tuple[str, str, list[list[Any]]]]:
+        """What the scale has no colour for: its name, its colour, and the grid with 1 in its cells and ``absent`` elsewhere."""
+        texts = [[cell_text(value, due=due) for value in row] for row, due in zip(self.values, self._due, strict=True)]
+        for colour, names in ((colours.NONFINITE, (NOT_FINITE,)), (colours.ZERO, (NO_GRADIENT, *[EXACTLY_0] * self.is_log))):
+            if there := [name for name in names if any(name in row for row in texts)]:
+                cells = [[1.0 if text in there else absent for text in row] for row in texts]
+                yield " or ".join(there), colour, self.on_grid(cells, absent)
 
     @property
-    def has_zeros(self) -> bool:
-        """Whether any cell is exactly 0, as without any gradient, where colours follow the logarithm, which has no place for it."""
-        return self.is_log and any(value == 0 for row in self.values for value in row)
+    def texts(self) -> list[list[str]]:
+        """What there is to say of each value, by row, then by column."""
+        usual = self.medians or [math.nan] * len(self.rows)
+        return [
+            [cell_text(value, median, due) for value in row]
+            for row, median, due in zip(self.values, usual, self._due, strict=True)
+        ]
 
-    def odd_cells(self, absent: Any) -> list[list[Any]]:
-        """The grid with 1 in cells that are not finite, 0 in those of :attr:`has_zeros`, and ``absent`` elsewhere; empty without any."""
-        if not (self.has_nonfinite or self.has_zeros):
-            return []
-        zero = 0.0 if self.is_log else absent
-        cells = [[1.0 if math.isinf(value) else zero if value == 0 else absent for value in row] for row in self.values]
-        return self.on_grid(cells, absent)
+    @property
+    def _due(self) -> Sequence[bool]:
+        return self.due or [False] * len(self.rows)
 
 
 @dataclass(frozen=True)
@@ -225,10 +235,12 @@ class DepthProfile:
 Chart = Heatmap | LineChart | DepthProfile
 
 
-def cell_text(value: float, median: float = math.nan) -> str:
-    """A value, and how it compares with the median of its row if that is known."""
+def cell_text(value: float, median: float = math.nan, due: bool = False) -> str:
+    """A value, and how it compares with the median of its row if that is known; ``due``: whether there would be one of any gradient."""
     if not math.isfinite(value):
-        return "NaN or infinite" if math.isinf(value) else "not measured"
+        return NOT_FINITE if math.isinf(value) else NO_GRADIENT if due else "not measured"
+    if not value and not median > 0:
+        return EXACTLY_0
     if math.isnan(median):
         return f"{value:.4g}"
     return (
@@ -241,6 +253,11 @@ def cell_text(value: float, median: float = math.nan) -> str:
 def guide_text(name: str, value: float) -> str:
     """The label of a horizontal line."""
     return f"{name} {value:.3g}"
+
+
+def band_text(name: str, low: float, high: float) -> str:
+    """The label of a horizontal band."""
+    return f"{name}: {low:.3g} to {high:.3g}"
 
 
 def merged_marks(marks: Sequence[int], most: int) -> list[tuple[int, int]]:

@@ -9,7 +9,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from . import colours
-from .elements import Heatmap, cell_text
+from .elements import Heatmap
 from .framing import LEAST, ROW, escaped, framed, row_axis
 from .shading import scale_labels, scale_limit
 
@@ -25,9 +25,11 @@ def heatmap_figure(heat: Heatmap) -> go.Figure:
     }
     figure = go.Figure()
     figure.add_heatmap(**common, z=heat.on_grid(_shades(heat), None), name="value", **_scale(heat))
-    if odd := heat.odd_cells(None):
-        scale = [[0, colours.ZERO], [1, colours.NONFINITE]]
-        figure.add_heatmap(**common, z=odd, zmin=0, zmax=1, colorscale=scale, showscale=False, name="NaN, infinite or exactly 0")
+    for name, colour, cells in heat.special_cells(None):
+        figure.add_heatmap(**common, z=cells, colorscale=[[0, colour], [1, colour]], showscale=False, name=name)
+        # a map has no entry in the legend
+        square = {"symbol": "square", "size": 10, "color": colour}
+        figure.add_scatter(x=[None], y=[None], mode="markers", marker=square, name=name, showlegend=True, hoverinfo="skip")
     _add_marks(figure, heat.marks, heat.first)
     bare = {"showgrid": False, "zeroline": False}
     figure.update_layout(yaxis={**row_axis(heat.rows), **bare})
@@ -67,8 +69,8 @@ def _hover_texts(heat: Heatmap) -> list[list[str]]:
     """The row, steps and value of each cell."""
     steps = [f"step {a}" if a == b else f"steps {a} to {b}" for a, b in zip(heat.first, heat.last, strict=True)]
     return [
-        [f"{escaped(name)}<br>{when}: {cell_text(value, median)}" for when, value in zip(steps, row, strict=True)]
-        for name, row, median in zip(heat.rows, heat.values, heat.medians or [math.nan] * len(heat.rows), strict=True)
+        [f"{escaped(name)}<br>{when}: {text}" for when, text in zip(steps, row, strict=True)]
+        for name, row in zip(heat.rows, heat.texts, strict=True)
     ]
 
 

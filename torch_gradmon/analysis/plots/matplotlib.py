@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from ...core.formatting import cut_middle
 from . import colours
-from .elements import Chart, DepthProfile, Heatmap, Line, LineChart, Subplot, drawable, guide_text, merged_marks
+from .elements import Chart, DepthProfile, Heatmap, Line, LineChart, Subplot, band_text, drawable, guide_text, merged_marks
 from .shading import scale_labels, scale_limit
 
 _WIDTH, _ROW, _SUBPLOT, _SMALL = 10.0, 0.19, 1.5, 1.7
@@ -45,13 +45,9 @@ def _heatmap(heat: Heatmap) -> Figure:
     scale, labels = _scale(heat)
     cells = heat.on_grid(heat.shades.tolist(), math.nan)
     mesh = axes.pcolormesh(edges, rows, cells, shading="flat", rasterized=True, **scale)
-    if odd := heat.odd_cells(math.nan):
-        both = ListedColormap([colours.ZERO, colours.NONFINITE])
-        axes.pcolormesh(edges, rows, odd, cmap=both, vmin=0, vmax=1, shading="flat", rasterized=True)
-        if heat.has_nonfinite:
-            axes.plot([], [], "s", color=colours.NONFINITE, label="NaN or infinite")
-        if heat.has_zeros:
-            axes.plot([], [], "s", color=colours.ZERO, label="exactly 0")
+    for name, colour, special in heat.special_cells(math.nan):
+        axes.pcolormesh(edges, rows, special, cmap=ListedColormap([colour]), shading="flat", rasterized=True)
+        axes.plot([], [], "s", color=colour, label=name)
     if heat.marks:
         top = [-0.75] * len(heat.marks)
         axes.plot(list(heat.marks), top, "v", color=colours.VERMILION, markersize=6, clip_on=False, label="spike")
@@ -121,6 +117,8 @@ def _draw_subplot(axes: Any, subplot: Subplot, small: bool) -> None:
         _draw_line(axes, line, subplot.is_log)
     for name, value in subplot.guides.items():
         axes.axhline(value, color=colours.GREEN, linewidth=0.9, linestyle="--", label=guide_text(name, value))
+    for name, (low, high) in subplot.bands.items():
+        axes.axhspan(low, high, color=colours.GREEN, alpha=0.12, linewidth=0, label=band_text(name, low, high))
     if subplot.is_log:
         axes.set_yscale("log")
     if subplot.limits is not None:
@@ -131,7 +129,7 @@ def _draw_subplot(axes: Any, subplot: Subplot, small: bool) -> None:
         axes.set_title(_label(subplot.title), fontsize=8)
     else:
         axes.set_ylabel(subplot.title, fontsize=8)
-        if len(subplot.lines) + len(subplot.guides) > 1:
+        if len(subplot.lines) + len(subplot.guides) + len(subplot.bands) > 1:
             axes.legend(frameon=False, fontsize=7, ncols=3, loc="upper right")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..diagnosis.series import Series
 from . import colours
-from .charts import GUIDE, NO_NORM, NO_UPDATE, column, is_wide
+from .charts import NO_NORM, NO_UPDATE, USUAL_UPDATES, column, is_wide
 from .elements import POINTS, Line, LineChart, Subplot
 from .pairing import RunPair
 from .panel_set import PanelSet
@@ -39,8 +39,7 @@ def update(pair: RunPair, marks: Sequence[int] = ()) -> LineChart:
     Raises:
         ValueError: neither run has it.
     """
-    guides = {"what works for most models:": GUIDE}
-    subplots = _subplot(pair, "update / parameter", lambda panels: panels.line("update_ratio"), guides=guides)
+    subplots = _subplot(pair, "update / parameter", lambda panels: panels.line("update_ratio"), bands=USUAL_UPDATES)
     if not subplots:
         raise ValueError(NO_UPDATE)
     return LineChart("update over parameter", subplots, tuple(marks))

@@ -68,7 +68,7 @@ class RunPair:
         names = tuple(merged([own.names, second.names]))
         span = min(own.axis[0], second.axis[0]), max(own.axis[1], second.axis[1])
         gaps = intersection(own.gaps, second.gaps)
-        a, b = (_aligned(replace(each, gaps=gaps, span=span), steps, names) for each in (own, second))
+        a, b = (_aligned(replace(each, gaps=gaps, span=span, due=frozenset()), steps, names) for each in (own, second))
         view = PlotView(f"{first.view.title}, relative difference", first.view.sources, first.view.metric, is_difference=True)
         return PanelPair(a, b, replace(a, view=view, values=relative(a.values, b.values)))
 

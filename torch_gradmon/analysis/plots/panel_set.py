@@ -82,7 +82,8 @@ class PanelSet:
         stacks = [stack for stack in self._source.stacks(source) if stack.has(view.metric) and stack.names]
         if not stacks:
             return None
-        names = tuple(self._source.in_model_order(source, {stack.names: None for stack in stacks}))
+        due = self._with_gradients_due(source)
+        names = tuple(self._source.in_model_order(source, {**{stack.names: None for stack in stacks}, due: None}))
         column = {name: place for place, name in enumerate(names)}
         steps = tuple(step for stack in stacks for step in stack.steps)
         values = torch.full((len(steps), len(names)), math.nan, dtype=torch.float64, device="cpu")
@@ -93,7 +94,12 @@ class PanelSet:
             values[first:last, [column[name] for name in stack.names]] = found
             first = last
         run = self.steps
-        return Panel(view, steps, names, values, source, self.gaps(steps), (run[0], run[-1]))
+        return Panel(view, steps, names, values, source, self.gaps(steps), (run[0], run[-1]), frozenset(due))
+
+    def _with_gradients_due(self, source: str) -> tuple[str, ...]:
+        """The parameters whose gradient is measured in each step of ``source`` if there is one, as the norm of all needs them all."""
+        is_of_all = source == n.GRADIENT_BEFORE_CLIP and len(self.line("grad_norm")) > 0
+        return tuple(self._source.names(n.PARAMETER)) if is_of_all else ()
 
 
 def _ratio(panel: Panel, base: Panel | None) -> Panel | None:

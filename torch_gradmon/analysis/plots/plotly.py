@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from . import colours
-from .elements import Chart, DepthProfile, Heatmap, Line, LineChart, Subplot, chain, drawable, guide_text, merged_marks
+from .elements import Chart, DepthProfile, Heatmap, Line, LineChart, Subplot, band_text, chain, drawable, guide_text, merged_marks
 from .framing import LEAST, ROW, escaped, framed, row_axis, short
 from .heat_map import heatmap_figure
 
@@ -60,7 +61,8 @@ def _profile(profile: DepthProfile) -> go.Figure:
         marker = {"symbol": "x", "size": 9, "color": colours.NONFINITE}
         drawn.add_scatter(x=[profile.nonfinite_level] * len(odd), y=odd, mode="markers", marker=marker, name="NaN or infinite")
     drawn.update_layout(yaxis=row_axis(profile.rows))
-    drawn.update_xaxes(type="log" if profile.is_log else "linear", exponentformat="e")
+    ticks = _log_ticks([value for value in (*profile.low, *profile.high) if value > 0]) if profile.is_log else {}
+    drawn.update_xaxes(type="log" if profile.is_log else "linear", exponentformat="e", **ticks)
     return framed(drawn, profile.title, max(LEAST, ROW * len(rows) + 110))
 
 
@@ -112,9 +114,10 @@ def _add_subplot(drawn: go.Figure, subplot: Subplot, row: int, column: int, smal
             drawn.add_trace(trace, row=row, col=column)
     for name, value in subplot.guides.items():
         drawn.add_hline(y=value, line={"color": colours.GREEN, "width": 1, "dash": "dash"}, row=row, col=column)
-        at = math.log10(value) if subplot.is_log else value  # plotly places texts by the logarithm
-        place = {"x": 1, "xref": "x domain", "xanchor": "right", "yanchor": "bottom", "showarrow": False, "font": {"size": 11}}
-        drawn.add_annotation(y=at, text=guide_text(name, value), row=row, col=column, **place)
+        _label(drawn, guide_text(name, value), value, subplot.is_log, row, column)
+    for name, (low, high) in subplot.bands.items():
+        drawn.add_hrect(y0=low, y1=high, fillcolor=colours.GREEN, opacity=0.12, line_width=0, layer="below", row=row, col=column)
+        _label(drawn, band_text(name, low, high), low, subplot.is_log, row, column)
     axis: dict[str, Any] = {"type": "log" if subplot.is_log else "linear", "exponentformat": "e", "automargin": True}
     if subplot.limits is not None:
         axis["range"] = list(subplot.limits)
@@ -123,13 +126,33 @@ def _add_subplot(drawn: go.Figure, subplot: Subplot, row: int, column: int, smal
     drawn.update_yaxes(row=row, col=column, title_text=None if small else subplot.title, **axis)
 
 
+def _label(drawn: go.Figure, text: str, value: float, is_log: bool, row: int, column: int) -> None:
+    """A text above ``value``, at the right."""
+    at = math.log10(value) if is_log else value  # plotly places texts by the logarithm
+    place = {"x": 1, "xref": "x domain", "xanchor": "right", "yanchor": "bottom", "showarrow": False, "font": {"size": 11}}
+    drawn.add_annotation(y=at, text=text, row=row, col=column, **place)
+
+
 def _decades(subplot: Subplot) -> dict[str, Any]:
-    """A logarithmic axis with a tick at each power of ten; if these are few, also at twice and five times each."""
+    """A logarithmic axis with a tick at each power of ten; if these are few, also at twice and five times each.
+
+    An axis of one value is as wide as a power of ten.
+    """
     series = [some for line in subplot.lines for some in (line.series, line.low, line.high) if some is not None]
     known = [value for some in series for value in some.finite.values if value > 0] + list(subplot.guides.values())
-    low, high = math.log10(min(known, default=1.0)), math.log10(max(known, default=1.0))
-    ticks = {"dtick": "D2" if high - low < _MANY_DECADES else 1}
-    return {"range": [low - 0.5, low + 0.5], **ticks} if known and high - low < math.log10(_FLAT) else ticks
+    known += [edge for band in subplot.bands.values() for edge in band]
+    ticks = _log_ticks(known)
+    if known and max(known) < _FLAT * min(known):
+        low = math.log10(min(known))
+        return {"range": [low - 0.5, low + 0.5], **ticks}
+    return ticks
+
+
+def _log_ticks(known: Sequence[float]) -> dict[str, Any]:
+    """Ticks of a logarithmic axis with these positive values."""
+    few = bool(known) and max(known) < 10**_MANY_DECADES * min(known)
+    # without a format plotly writes 2 and 5 for 0.02 and 0.05
+    return {"dtick": "D2", "tickformat": "~g"} if few else {"dtick": 1}
 
 
 def _traces(line: Line, is_log: bool, named: bool) -> list[go.Scatter]:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+#: Measured steps that show what is usual just now; of a run with at least twice as many, maps can be relative to them.
+RECENT = 100
 #: Medians of fewer steps are not compared with.
 _ENOUGH = 10
 #: The scale ends at the first of these factors that covers nearly all cells, so that one spike does not hide the others.
@@ -30,6 +32,31 @@ def is_relative_by_default(steps: Sequence[int], is_log: bool) -> bool:
     return is_log and len(steps) >= _ENOUGH
 
 
+def recent_ratios(values: Tensor, begins: Sequence[int], ends: Sequence[int]) -> Tensor:
+    """Values relative to what was usual just before: the ratio to the median of the :data:`RECENT` measured steps before its column.
+
+    The first columns, with fewer than ten steps before them, are compared with the first ten.
+
+    Args:
+        values: of layers in ``[steps, layers]``.
+        begins, ends: the first and the last place of the steps of each column.
+
+    Returns:
+        float64 ``[columns, layers]``: the ratio farthest from one in the column; infinity for values that are not finite, 0 for those that
+        are exactly 0, NaN where there is no value, or none before it.
+    """
+    finite = values.where(values.isfinite(), math.nan)
+    found = []
+    for begin, end in zip(begins, ends, strict=True):
+        usual = finite[max(0, begin - RECENT) : max(begin, _ENOUGH)].nanmedian(0).values
+        part = values[begin : end + 1]
+        ratios = (part / usual).clamp(10**-_FAR, 10**_FAR)
+        ratios = torch.where(part == 0, 0.0, torch.where(part.isinf(), math.inf, ratios))
+        farthest = ratios.log10().abs().nan_to_num(nan=-1.0, posinf=math.inf).argmax(0, keepdim=True)
+        found.append(ratios.gather(0, farthest))
+    return torch.cat(found)
+
+
 def shades(values: Tensor, is_log: bool) -> Tensor:
     """The places of values on the colour scale; NaN for those that are missing, not finite, or without a logarithm."""
     found = values.log10() if is_log else values
@@ -39,14 +66,13 @@ def shades(values: Tensor, is_log: bool) -> Tensor:
 def deviations(values: Tensor, usual: Tensor, is_log: bool) -> Tensor:
     """The distance of values from the median of their layer: the logarithm of the ratio, or the difference on a linear scale.
 
-    If a layer is mostly zero, its median is zero: zeros have no deviation and all else has the largest. NaN where there is no finite value,
-    or no median.
+    NaN where there is no finite value, or no median, and for the logarithm of a zero: a map has a colour of its own for it. If a layer is
+    mostly zero, its median is zero, and all else deviates most.
     """
     if not is_log:
         return (values - usual).where(values.isfinite(), math.nan)
     far = (values / usual).log10().clamp(-_FAR, _FAR)
-    far = torch.where(values == usual, 0.0, far)  # both may be zero
-    return far.where(values.isfinite() & usual.isfinite(), math.nan)
+    return far.where(values.isfinite() & (values != 0) & usual.isfinite(), math.nan)
 
 
 def scale_limit(far: Tensor, is_log: bool) -> float:

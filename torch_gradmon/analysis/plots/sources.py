@@ -8,7 +8,7 @@ from itertools import groupby
 
 import torch
 
-from ...core.keys import Key, format_key
+from ...core.keys import Key
 from ...core.model_order import ModelOrder
 from ...core.records import SpikeEvent, StepRecord
 from ...runs.reader import RunReader
@@ -27,6 +27,7 @@ class ValueSource:
         rates: the largest learning rate by step.
         logged: keys of values that the script logged.
         values: one value by step; empty if the key is unknown.
+        names: the tensors with statistics of a source in any step.
         stacks: statistics of a source over the steps, ascending.
         in_model_order: sorts the names in lists of tensors of a source.
     """
@@ -38,6 +39,7 @@ class ValueSource:
     rates: Mapping[int, float]
     logged: Iterable[Key]
     values: Callable[[Key], Mapping[int, float]]
+    names: Callable[[str], Iterable[str]]
     stacks: Callable[[str], Iterable[StatsSeries]]
     in_model_order: Callable[[str, Iterable[Sequence[str]]], list[str]]
 
@@ -45,15 +47,15 @@ class ValueSource:
     def of_run(cls, run: RunReader) -> ValueSource:
         """The values in a run directory."""
         contexts = {step: run.context(step) for step in run.steps}
-        keys = dict.fromkeys(run.scalars)
         return cls(
             list(contexts),
             True,
             run.events,
             [step for step, context in contexts.items() if not context["applied"]],
             {step: max(rates) for step, context in contexts.items() if (rates := context.get("lr"))},
-            [key for key in keys if not key.source],
-            lambda key: run.series(format_key(key)) if key in keys else {},
+            [key for key in run.scalars if not key.source],
+            run.stored,
+            run.tensors,
             run.stacks,
             run.in_model_order,
         )
@@ -70,6 +72,7 @@ class ValueSource:
             {record.step: max(rates) for record in records if (rates := record.context.get("lr"))},
             {key for record in records for key in record.values if not key.source},
             lambda key: {record.step: record.values[key] for record in records if key in record.values},
+            lambda source: {name: None for record in records if source in record.tables for name in record.tables[source].names},
             lambda source: _stacks(records, source),
             (order or ModelOrder()).sorted,
         )

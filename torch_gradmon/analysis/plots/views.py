@@ -65,6 +65,7 @@ class Panel:
         source: of the values.
         gaps: where the value was not measured.
         span: first and last step of the run, if the run has more steps than the panel.
+        due: the layers of which a missing value means that they had no gradient, not that nobody looked.
     """
 
     view: PlotView
@@ -74,6 +75,7 @@ class Panel:
     source: str = ""
     gaps: tuple[Gap, ...] = ()
     span: tuple[int, int] | None = None
+    due: frozenset[str] = frozenset()
 
     @property
     def axis(self) -> tuple[int, int]:

@@ -21,11 +21,11 @@ from ..plots.elements import Chart
 from ..plots.gaps import grid
 from ..plots.panel_set import PanelSet
 from ..plots.plotly import figure
-from ..plots.shading import deviations, is_relative_by_default, medians, scale_limit
+from ..plots.shading import RECENT, deviations, is_relative_by_default, medians, recent_ratios, scale_limit
 from ..plots.sources import ValueSource
 from ..plots.views import LAYER_VIEWS, Panel
 from ..run import Run
-from .packing import LOG_SCALE, NONE, NONFINITE, SCALE, ZERO, packed
+from .packing import LOG_SCALE, NO_GRADIENT, NONE, NONFINITE, SCALE, ZERO, packed
 
 #: Cells of one view, of layers and blocks together, and its columns.
 _CELLS, _FEWEST_COLUMNS, _COLUMNS = 150_000, 100, 1000
@@ -34,7 +34,7 @@ PARTS = 1 + len(LAYER_VIEWS)
 #: The largest spikes, which are listed.
 MOST_SPIKES = 200
 #: How the page decodes the output of :func:`torch_gradmon.analysis.report.packing.packed`.
-CODES = {"none": NONE, "loud": NONFINITE, "zero": ZERO, "log": LOG_SCALE, "linear": SCALE}
+CODES = {"none": NONE, "bare": NO_GRADIENT, "loud": NONFINITE, "zero": ZERO, "log": LOG_SCALE, "linear": SCALE, "recent": RECENT}
 
 
 def content(run: Run, title: str, advance: Callable[[], None]) -> dict[str, Any]:
@@ -48,6 +48,7 @@ def content(run: Run, title: str, advance: Callable[[], None]) -> dict[str, Any]
     return {
         "title": title,
         "facts": facts(run, panels),
+        "last": panels.steps[-1],
         "against": None,
         "findings": findings(diagnosis),
         "unseen": [f"{rule}: {why}" for rule, why in diagnosis.unseen.items()],
@@ -158,17 +159,35 @@ def _side(panel: Panel, cells: Downsampled, groups: Mapping[str, Sequence[int]] 
     """The values of a panel's layers and blocks, and the medians of both over all steps."""
     is_log = panel.view.is_log
     own, usual = cells.values, medians(panel.values)
-    grouped = None if groups is None else by_block(panel, cells, groups)
-    usual_grouped = None if groups is None else medians(by_block(panel, downsampled(panel, len(panel.steps)), groups))
+    due = [name in panel.due for name in panel.names]
+    of_blocks = None if groups is None else by_block(panel, downsampled(panel, len(panel.steps)), groups)
+    due_blocks = [all(due[place] for place in places) for places in (groups or {}).values()]
     return {
         "title": panel.view.title,
         "log": is_log,
-        "cells": packed(own.T, is_log),
-        "ofBlocks": None if grouped is None else packed(grouped.T, is_log),
+        "cells": packed(own.T, is_log, due),
+        "ofBlocks": None if groups is None else packed(by_block(panel, cells, groups).T, is_log, due_blocks),
         "medians": list(map(cell, usual.tolist())),
-        "mediansOfBlocks": None if usual_grouped is None else list(map(cell, usual_grouped.tolist())),
+        "mediansOfBlocks": None if of_blocks is None else list(map(cell, medians(of_blocks).tolist())),
         "limit": scale_limit(deviations(own, usual, is_log), is_log),
         "relative": None if panel.view.is_difference else is_relative_by_default(panel.steps, is_log),
+        "recent": _recent(panel, cells, due, of_blocks, due_blocks),
+    }
+
+
+def _recent(
+    panel: Panel, cells: Downsampled, due: Sequence[bool], of_blocks: torch.Tensor | None, due_blocks: Sequence[bool]
+) -> dict[str, Any] | None:
+    """The same relative to the steps before each column; None for a short run, whose medians are those of these steps."""
+    if len(panel.steps) < 2 * RECENT or not panel.view.is_log:
+        return None
+    place = {step: at for at, step in enumerate(panel.steps)}
+    columns = [place[step] for step in cells.first], [place[step] for step in cells.last]
+    own = recent_ratios(panel.values, *columns)
+    return {
+        "cells": packed(own.T, True, due),
+        "ofBlocks": None if of_blocks is None else packed(recent_ratios(of_blocks, *columns).T, True, due_blocks),
+        "limit": scale_limit(deviations(own, torch.ones(1, dtype=torch.float64, device="cpu"), True), True),
     }
 
 

@@ -65,6 +65,7 @@
   const show = (id, traces, layout) => {
     figures[id] = { traces, layout };
     drawn.add(id);
+    $(id).style.minHeight = `${layout.height}px`;  // at a resize plotly takes the height of its box, which is otherwise that of nothing
     return Plotly.react(id, traces, paint(layout), settings(id));
   };
   const setTheme = (theme) => {
@@ -127,7 +128,7 @@
 
   // --- the layers over the steps
 
-  const { none: NONE, loud: LOUD, zero: ZERO, log: LOG, linear: LINEAR } = data.codes;
+  const { none: NONE, bare: BARE, loud: LOUD, zero: ZERO, log: LOG, linear: LINEAR, recent: RECENT } = data.codes;
   const unpack = (text) => {
     const raw = atob(text);
     const codes = new Int16Array(raw.length / 2);
@@ -141,77 +142,82 @@
   let column = 0;
   let aim = 0;  // the step that was asked for, of which a view may have only one nearby
   let picked = null;  // the layer that was asked for, or a part of the model
-  let wanted = null;  // whether colours are relative to medians; null for what suits the view
+  let wanted = null;  // what colours show: "relative" to medians, "recent" for those of the steps before, "values"; null for what suits the view
   const opened = new Set();
-  const cells = (view, key) => {
-    const panel = view.sides[key];
-    if (!panel.codes) {
-      panel.codes = unpack(panel.cells);
-      panel.blockCodes = panel.ofBlocks === null ? null : unpack(panel.ofBlocks);
+  const cells = (packed) => {
+    if (!packed.codes) {
+      packed.codes = unpack(packed.cells);
+      packed.blockCodes = packed.ofBlocks === null ? null : unpack(packed.ofBlocks);
     }
-    return panel;
+    return packed;
   };
-  const rowsOf = (view, key) => {
-    const panel = cells(view, key);
+  // of ratios to the steps before, 1 is usual
+  const rowsOf = (view, key, isRecent = false) => {
+    const side = view.sides[key];
+    const panel = cells(isRecent ? side.recent : side);
     const width = view.first.length;
     const row = (codes, place) => codes.subarray(place * width, (place + 1) * width);
     const layer = (place) => {
       const name = view.names[place];
-      return { name, codes: row(panel.codes, place), median: panel.medians[place], isPicked: holds(name) };
+      return { name, codes: row(panel.codes, place), median: isRecent ? 1 : side.medians[place], isPicked: holds(name) };
     };
     if (view.blocks === null) return view.names.map((_, place) => layer(place));
     return view.blocks.flatMap(([name, places], number) => {
       if (opened.has(name) || places.length === 1) return places.map(layer);
       const isPicked = picked === name || places.some((place) => holds(view.names[place]));
-      return [{ name: `${name} (${places.length})`, block: name, codes: row(panel.blockCodes, number), median: panel.mediansOfBlocks[number], isPicked }];
+      return [{ name: `${name} (${places.length})`, block: name, codes: row(panel.blockCodes, number), median: isRecent ? 1 : side.mediansOfBlocks[number], isPicked }];
     });
   };
   const holds = (name) => picked !== null && (name === picked || name.startsWith(`${picked}.`));
   const label = (row) => (row.isPicked ? `<b>${short(row.name)}</b>` : short(row.name));
   const value = (code, isLog) => (isLog ? (code === ZERO ? 0 : 10 ** (code / LOG)) : code / LINEAR);
   const few = (number, digits) => Number(number.toPrecision(digits)).toString();
-  const words = (code, isLog, median) => {
-    if (code === NONE) return "not measured";
-    if (code === LOUD) return "NaN or infinite";
+  const SPECIAL = new Map([[NONE, "not measured"], [BARE, "no gradient"], [LOUD, "NaN or infinite"]]);
+  const words = (code, isLog, median, isRecent) => {
+    if (isRecent && code === NONE) return `nothing was measured here, or in the ${RECENT} measured steps before`;
+    if (SPECIAL.has(code)) return SPECIAL.get(code);
     const now = value(code, isLog);
+    if (now === 0 && !(median > 0 && !isRecent)) return "exactly 0";
+    if (isRecent) return `${few(now, 3)} times its median of the ${RECENT} measured steps before`;
     if (median === null) return few(now, 4);
     return `${few(now, 4)}, ${median > 0 ? `${few(now / median, 3)} times its` : "with a"} median of ${few(median, 3)}`;
   };
   const span = (view, at) => when(view.first[at], view.last[at]);
-  const shade = (code, isLog) => (code === NONE || code === LOUD || (isLog && code === ZERO) ? null : isLog ? code / LOG : code / LINEAR);
-  // as torch_gradmon/pictures/shading.py has it
+  const shade = (code, isLog) => (SPECIAL.has(code) || (isLog && code === ZERO) ? null : isLog ? code / LOG : code / LINEAR);
+  // as torch_gradmon/analysis/plots/shading.py has it
   const FAR = 30;
   const departure = (code, isLog, median) => {
-    if (code === NONE || code === LOUD || median === null) return null;
+    if (shade(code, isLog) === null || median === null) return null;
     const now = value(code, isLog);
     if (!isLog) return now - median;
-    if (now === median) return 0;
     return Math.max(Math.min(Math.log10(now / median), FAR), -FAR);
   };
-  const isRelative = () => {
-    const { relative } = data.views[current].sides[side];
-    return relative !== null && (wanted ?? relative);
+  const scale = () => {
+    const { relative, recent } = data.views[current].sides[side];
+    if (relative === null) return "values";
+    return wanted === null || (wanted === "recent" && recent === null) ? (relative ? "relative" : "values") : wanted;
   };
   const MOST_ROWS = 400;  // more of them at once take a browser many seconds
-  const VIRIDIS = "Viridis", GREY = "#8a8f98", PINK = "#ff00c8", BROWN = "#8b5a2b", BLUE = "#0072b2", ORANGE = "#e69f00", SKY = "#56b4e9", RED = "#d55e00";
+  const VIRIDIS = "Viridis", GREY = "#8a8f98", PINK = "#ff00c8", BROWN = "#6b3f12", BLUE = "#0072b2", ORANGE = "#e69f00", SKY = "#56b4e9", RED = "#d55e00";
   const AROUND = [[0, BLUE], [0.5, "#c9cdd3"], [1, RED]];  // as in torch_gradmon/analysis/plots/colours.py
 
   const heat = () => {
     const view = data.views[current];
-    const { log, limit } = view.sides[side];
-    const relative = isRelative();
-    const rows = rowsOf(view, side);
+    const { log, limit: limitOfRow, recent } = view.sides[side];
+    const isRecent = scale() === "recent", relative = scale() !== "values";
+    const limit = isRecent ? recent.limit : limitOfRow;
+    const rows = rowsOf(view, side, isRecent);
     const places = rows.map((_, place) => place);
     const laid = (row, of, gap) => view.places.map((place) => (place === null ? gap : of(row.codes[place], place)));
     const shaded = (row) => (relative ? (code) => departure(code, log, row.median) : (code) => shade(code, log));
     const known = rows.map((row) => laid(row, shaded(row), null));
-    const hover = rows.map((row) => laid(row, (code, at) => `${escaped(row.name)}<br>${span(view, at)}: ${words(code, log, relative ? row.median : null)}`, "nothing was measured here"));
+    const hover = rows.map((row) => laid(row, (code, at) => `${escaped(row.name)}<br>${span(view, at)}: ${words(code, log, relative ? row.median : null, isRecent)}`, "nothing was measured here"));
     const colorbar = { thickness: 14 };
-    const scale = relative ? { colorscale: AROUND, zmin: -limit, zmax: limit } : { colorscale: VIRIDIS };
+    const scaled = relative ? { colorscale: AROUND, zmin: -limit, zmax: limit } : { colorscale: VIRIDIS };
     if (relative) {
       colorbar.tickvals = [-limit, 0, limit];
       const [less, more] = log ? [`1/${few(10 ** limit, 2)}`, `${few(10 ** limit, 2)}x`] : [`-${few(limit, 2)}`, `+${few(limit, 2)}`];
-      colorbar.ticktext = [`\u2264 ${less}`, "median", `\u2265 ${more}`];
+      colorbar.ticktext = [`\u2264 ${less}`, isRecent ? "usual" : "median", `\u2265 ${more}`];
     } else if (log) {
       let low = Infinity, high = -Infinity;
       for (const row of known) for (const cell of row) if (cell !== null) { low = Math.min(low, cell); high = Math.max(high, cell); }
@@ -224,15 +230,24 @@
       }
     }
     const common = { type: "heatmap", x: view.edges, y: places, text: hover, hovertemplate: "%{text}<extra></extra>" };
-    const traces = [{ ...common, z: known, ...scale, colorbar }];
-    const paint_all = (wanted, colour, opacity) => {
-      if (!rows.some((row) => row.codes.includes(wanted))) return;
-      const cells = rows.map((row) => laid(row, (code) => (code === wanted ? 1 : null), null));
+    const traces = [{ ...common, z: known, ...scaled, colorbar }];
+    // what the scale has no colour for; each colour is named below the map
+    const entries = [];
+    const paintAll = (special, colour, opacity = 1) => {
+      const there = Object.keys(special).filter((name) => rows.some((row) => row.codes.includes(special[name])));
+      if (!there.length) return;
+      const chosen = there.map((name) => special[name]);
+      const cells = rows.map((row) => laid(row, (code) => (chosen.includes(code) ? 1 : null), null));
       traces.push({ ...common, z: cells, colorscale: [[0, colour], [1, colour]], showscale: false, opacity });
+      const [entry, square] = [make("span", undefined, "entry"), make("span", undefined, "square")];
+      Object.assign(square.style, { background: colour, opacity });
+      entry.append(square, there.join(" or "));
+      entries.push(entry);
     };
-    paint_all(LOUD, PINK, 1);
-    if (log && side !== "apart") paint_all(ZERO, BROWN, 1);
-    if (side === "apart") paint_all(NONE, GREY, 0.35);
+    paintAll({ "NaN or infinite": LOUD }, PINK);
+    paintAll({ "no gradient": BARE, ...(log ? { "exactly 0": ZERO } : {}) }, BROWN);
+    if (side === "apart") paintAll({ "one of the runs has no value": NONE }, GREY, 0.35);
+    $("legend").replaceChildren(...entries);
     if (data.marks.length) {
       traces.push({
         type: "scatter", mode: "markers", x: data.marks, y: data.marks.map(() => 1), yaxis: "y2", cliponaxis: false, showlegend: false,
@@ -285,6 +300,8 @@
     for (const code of codes) if (shade(code, isLog) !== null) { const now = value(code, isLog); low = Math.min(low, now); high = Math.max(high, now); }
     return [low, high];
   };
+  // as torch_gradmon/analysis/plots/plotly.py has it
+  const logTicks = (low, high) => (low > 0 && high / low < 10 ** 2.5 ? { dtick: "D2", tickformat: "~g" } : { dtick: 1 });
   const depth = () => {
     const view = data.views[current];
     const { log, title } = view.sides[runs[0]];
@@ -313,7 +330,10 @@
     }
     show("depth", traces, {
       height: Math.max(300, 17 * places.length + 90), margin: { l: 60, r: 20, b: 44 }, hovermode: "closest",
-      xaxis: { type: log ? "log" : "linear", exponentformat: "e", title: { text: title } },
+      xaxis: {
+        type: log ? "log" : "linear", exponentformat: "e", title: { text: title },
+        ...(log ? logTicks(Math.min(...edges.map(([low]) => low)), Math.max(...edges.map(([, high]) => high))) : {}),
+      },
       yaxis: { tickvals: places, ticktext: ofRuns[0].map(label), range: [places.length - 0.5, -0.5], automargin: true },
       legend: { orientation: "h", y: 1, yanchor: "bottom", x: 0, xanchor: "left" },
     });
@@ -385,7 +405,8 @@
   };
   const draw = () => {
     $("scales").hidden = data.views[current].sides[side].relative === null;
-    check("scales", isRelative() ? "relative" : "values");
+    check("scales", scale());
+    for (const button of $("scales").children) button.hidden = button.dataset.key === "recent" && !data.views[current].sides[side].recent;
     $("sparse").textContent = sparse(data.views[current]);
     heat();
   };
@@ -446,9 +467,10 @@
       const move = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
       if (!move) return;
       event.preventDefault();
-      const next = keys[(keys.indexOf(document.activeElement.dataset.key) + move + keys.length) % keys.length];
-      chosen(next);
-      [...$(group).children].find((button) => button.dataset.key === next).focus();
+      const shown = [...$(group).children].filter((button) => !button.hidden);
+      const next = shown[(shown.indexOf(document.activeElement) + move + shown.length) % shown.length];
+      chosen(next.dataset.key);
+      [...$(group).children].find((button) => button.dataset.key === next.dataset.key).focus();
     };
   };
   const offerViews = () => radios("views", Object.fromEntries(names.map((name) => [name, data.views[name].sides[runs[0]].title])), (name) => {
@@ -461,8 +483,9 @@
       radios("sides", data.sides, turn);
       check("sides", side);
     }
-    radios("scales", { relative: "relative to the row's median", values: "values" }, (key) => {
-      wanted = key === "relative";
+    const titles = { relative: "relative to the row's median", recent: `relative to the last ${RECENT} measured steps`, values: "values" };
+    radios("scales", titles, (key) => {
+      wanted = key;
       draw();
     });
     $("step").addEventListener("input", () => aimAt(Number($("step").value)));
@@ -528,6 +551,10 @@
     for (const id of FIXED) $(`s-${id}`).hidden = !data.figures[id];
   };
 
+  const narrow = matchMedia("(max-width: 700px)");
+  const fold = () => { $("about").open = !narrow.matches; };
+  narrow.addEventListener("change", fold);
+  fold();
   $("theme").addEventListener("click", () => setTheme(isDark() ? "light" : "dark"));
   root.dataset.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
   $("theme").textContent = isDark() ? "light" : "dark";
@@ -589,7 +616,7 @@
     select(current);
     for (const id of FIXED) if (drawn.has(id)) fixed(id)();
   };
-  window.gradmon = { update };
+  window.gradmon = { update, drawnTo: () => data.last };
   // plotly is the larger part of the page, which is why it is packed, and takes most of the time to open it: words come before pictures
   const unpacked = async (id) => {
     const raw = Uint8Array.from(atob($(id).textContent), (letter) => letter.charCodeAt(0));

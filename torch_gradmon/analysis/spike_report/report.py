@@ -70,12 +70,7 @@ class SpikeReport:
         spikes = episodes(source.events, known)
         if step is None:
             if not spikes:
-                span = (
-                    f"in the {len(known)} monitored steps from {known[0]} to {known[-1]}"
-                    if known
-                    else "because no step is known yet"
-                )
-                raise ValueError(f"there is no spike {span}; name a step to see its report")
+                raise ValueError(no_spike(source))
             step = largest(spikes, 1)[0].worst.step
         if step not in known:
             span = f"{len(known)} steps are known, from {known[0]} to {known[-1]}" if known else "none is"
@@ -114,6 +109,23 @@ class SpikeReport:
             "others": [{"first": other.first, "last": other.last, "worst": other.worst.step} for other in self.others],
         }
         return strict(found)  # type: ignore[no-any-return]
+
+
+def no_spike(source: StepSource) -> str:
+    """That there is no spike to report on."""
+    known = source.steps
+    if not known:
+        return "there is no spike, because no step is known yet"
+    return f"there is no spike in the {len(known)} monitored steps from {known[0]} to {known[-1]}; name a step to see its report"
+
+
+def no_report() -> dict[str, Any]:
+    """What :meth:`SpikeReport.to_dict` has where there is no spike."""
+    return {
+        **dict.fromkeys(("step", "spike", "cause", "loss")),
+        **{name: [] for name in ("spikes", "steps", "parameters", "recovery", "others")},
+        "values": {},
+    }
 
 
 def _loss(source: StepSource, step: int) -> float | None:

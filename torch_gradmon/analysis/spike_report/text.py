@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ...core import keys as n
-from ...core.formatting import cut_start, factor_text, significant
+from ...core.formatting import ShownText, cut_start, factor_text, significant
 from ...runs.detail_request import request_text
 from ...spikes.attribution import spike_cause
 from ...spikes.episodes import largest
 from ...spikes.suspects import ParameterAttribution
-from .report import SpikeReport
+from .report import SpikeReport, no_spike
 from .source import StepSource
 
 #: Parameters, ranks and other spikes that are shown, and micro-batches or groups of each.
@@ -20,12 +20,14 @@ _NAME_WIDTH, _WIDTH = 40, 11
 _TITLES = ("norm", "usual", "times", "score", "share", "since")
 
 
-def explain(source: StepSource, step: int | None = None) -> str:
-    """The report on ``step``, by default on the worst step of the largest spike.
+def explain(source: StepSource, step: int | None = None) -> ShownText:
+    """The report on ``step``, by default on the worst step of the largest spike, or that there is no spike.
 
     Raises:
-        ValueError: the step is unknown, or there is no spike.
+        ValueError: the step is unknown.
     """
+    if step is None and not source.events:
+        return ShownText(no_spike(source))
     report = SpikeReport.of(source, step)
     lines = [*_heading(report), "", *_signals(report), "", *_parameters(report)]
     for sentence in report.recovery:
@@ -34,7 +36,7 @@ def explain(source: StepSource, step: int | None = None) -> str:
         shown = largest(report.others, _OTHERS)
         left = len(report.others) - len(shown)
         lines += ["", f"other spikes: {', '.join(other.when for other in shown)}{f' and {left} smaller ones' if left else ''}"]
-    return "\n".join(lines)
+    return ShownText("\n".join(lines))
 
 
 def _heading(report: SpikeReport) -> Iterator[str]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...analysis.run import Run, load_run
-from ...core.formatting import listed, printable
 
 if TYPE_CHECKING:
     from ...server.board import RunBoard
@@ -22,8 +21,6 @@ Examples = Sequence[tuple[str, str]]
 PAGES = (".html", ".htm")
 #: Width of the first column of examples; the purpose of a longer command is on the next line.
 _COLUMN = 46
-#: Runs that the error of a directory without one names.
-_NAMED = 5
 #: Width of the help texts that argparse does not wrap.
 _WIDTH = 79
 
@@ -186,24 +183,10 @@ def open_run(path: str) -> Iterator[Run]:
     """
     try:
         run = load_run(path)
-    except FileNotFoundError as error:
-        raise no_run(path, error) from error
-    except ValueError as error:
+    except (FileNotFoundError, ValueError) as error:
         raise UsageError(str(error)) from error
     with contextlib.closing(run):
         yield run
-
-
-def no_run(path: str, error: FileNotFoundError) -> UsageError:
-    """The error of a directory without a run, with the names of those below it."""
-    from ...analysis.many_runs.find import find_runs
-
-    try:
-        below = list(find_runs(path))
-    except OSError:
-        below = []
-    names = [printable(str(Path(path) / name)) for name in below]
-    return UsageError(f"there is no run in {path!r} itself; below it: {listed(names, _NAMED)}" if names else str(error))
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import sys
 
 from ...analysis.diagnosis.diagnose import diagnose_history
 from ...analysis.diagnosis.history import History
-from ...core.formatting import printable
+from ...core.formatting import printable_lines
 from .common import JSON, RUN, Command, open_run
 
 COMMAND = Command(
@@ -36,12 +36,8 @@ def run(options: argparse.Namespace) -> int:
     elif sys.stdout.isatty():
         _print_coloured(diagnosis.text(min(_WIDEST, shutil.get_terminal_size().columns)))
     else:
-        print(_printable_lines(diagnosis.text()))
+        print(printable_lines(diagnosis.text()))
     return diagnosis.exit_code
-
-
-def _printable_lines(text: str) -> str:
-    return "\n".join(map(printable, text.splitlines()))
 
 
 def _print_coloured(plain: str) -> None:
@@ -49,9 +45,9 @@ def _print_coloured(plain: str) -> None:
         from rich.console import Console
         from rich.text import Text
     except ImportError:
-        print(_printable_lines(plain))
+        print(printable_lines(plain))
         return
-    text = Text(_printable_lines(plain))
+    text = Text(printable_lines(plain))
     for severity, style in _COLOURS.items():
         text.highlight_regex(rf"(?m)^{severity} +\S+", style)
     Console(highlight=False).print(text, soft_wrap=True)

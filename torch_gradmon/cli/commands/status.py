@@ -8,9 +8,10 @@ import sqlite3
 
 from ...analysis.diagnosis.diagnose import diagnose
 from ...analysis.many_runs.card import run_card
+from ...analysis.many_runs.find import no_run
 from ...analysis.many_runs.status import status_dict, status_text
 from ...core.formatting import printable
-from .common import JSON, RUN, Command, UsageError, no_run
+from .common import JSON, RUN, Command, UsageError
 
 COMMAND = Command(
     "status",
@@ -32,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
         diagnosis = diagnose(options.run)
         card = run_card(options.run, options.run, diagnosis)
     except FileNotFoundError as error:
-        raise no_run(options.run, error) from error
+        raise UsageError(no_run(options.run, error)) from error
     except (ValueError, sqlite3.Error) as error:
         raise UsageError(str(error)) from error
     found = status_dict(card, diagnosis)

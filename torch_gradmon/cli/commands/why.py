@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 
-from ...analysis.spike_report.report import SpikeReport
+from ...analysis.spike_report.report import SpikeReport, no_report
 from ...analysis.spike_report.text import explain
 from .common import JSON, RUN, Command, UsageError, open_run, value
 
 COMMAND = Command(
     "why",
     "explain a spike",
-    "Explain a spike: the signals around it, which parameters moved first, and the steps after it.",
+    "Explain a spike: the signals around it, which parameters moved first, and the steps after it; or say that there is none.",
     (
         ("gradmon why runs/first", "explain the largest spike"),
         ("gradmon why runs/first --step 300", "explain that step"),
@@ -27,7 +27,9 @@ def run(options: argparse.Namespace) -> int:
     with open_run(options.run) as source:
         try:
             if options.json:
-                print(json.dumps(SpikeReport.of(source, options.step).to_dict(), indent=1, allow_nan=False))
+                is_calm = options.step is None and not source.events
+                found = no_report() if is_calm else SpikeReport.of(source, options.step).to_dict()
+                print(json.dumps(found, indent=1, allow_nan=False))
             else:
                 print(explain(source, options.step))
         except ValueError as error:

@@ -14,8 +14,8 @@ from ...core.formatting import number, printable
 
 #: Settings in which the runs differ that have a column; the others are in the JSON and on the page of gradmon serve.
 _MOST = 4
-#: Width that names keep; that of settings, which are folded; the least of the columns of words; and these.
-_NAME, _SETTING, _LEAST, _WORDS = 24, 12, 16, ("state", "findings", "spikes")
+#: Width that names keep; that of settings where there is room, and where they are folded; the least of the columns of words; and these.
+_NAME, _SETTING, _FOLDED, _LEAST, _WORDS = 24, 32, 12, 16, ("state", "findings", "spikes")
 #: Terminals with room for the cost.
 _WIDE = 100
 _STYLES = {"running": "green", "silent": "bold red", "unknown": "yellow"}
@@ -42,13 +42,17 @@ def show(console: Console, cards: Sequence[RunCard]) -> None:
     table.add_column("run", overflow="fold", width=longest)
     shown = [title for title, texts in cells.items() if any(texts) and (title != "cost" or console.width >= _WIDE)]
     settings = [title for title in shown if title in some]
-    most = {**dict.fromkeys(_WORDS, _LEAST), **dict.fromkeys(settings, _SETTING)}
-    widths = {title: min(max(len(title), *map(len, cells[title])), most.get(title, console.width)) for title in shown}
-    while settings and longest + sum(widths[title] + 2 for title in shown) > console.width:
+
+    def widths(of_settings: int) -> int:
+        most = {**dict.fromkeys(_WORDS, _LEAST), **dict.fromkeys(settings, of_settings)}
+        return sum(2 + min(max(len(title), *map(len, cells[title])), most.get(title, console.width)) for title in shown)
+
+    widest = _SETTING if longest + widths(_SETTING) <= console.width else _FOLDED
+    while settings and longest + widths(widest) > console.width:
         shown.remove(settings.pop())  # what does not fit is named below
     for title in shown:
         side: Literal["left", "right"] = "left" if title in _WORDS else "right"
-        table.add_column(title, justify=side, overflow="fold", max_width=_SETTING if title in settings else None)
+        table.add_column(title, justify=side, overflow="fold", max_width=widest if title in settings else None)
     for place in range(len(cards)):
         table.add_row(Text(names[place]), *(cells[title][place] for title in shown))
     console.print(table)
@@ -62,6 +66,8 @@ def _setting(name: str) -> Callable[[RunCard], Text]:
 
 def _findings(card: RunCard) -> Text:
     found = [(level, rule, where) for level, rule, where in card.findings if level != "info"]
+    if not found and card.findings:
+        return Text(f"{len(card.findings)} info", "cyan")
     if not found:
         return Text("none" if card.is_diagnosed else "")
     level, rule, where = found[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import secrets
@@ -32,13 +33,19 @@ class RunDirectory:
         meta: facts about the run.
         complaints: where failures are reported.
         is_muted: whether another rank writes the output of this one.
+        tells: whether a line on stderr says at the end what is wrong with the run.
 
     Attributes:
         keep_alive: the writer, which must stay alive until the last record is written.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str] | None, meta: Mapping[str, Any], complaints: WarningLog, is_muted: Callable[[], bool]
+        self,
+        path: str | os.PathLike[str] | None,
+        meta: Mapping[str, Any],
+        complaints: WarningLog,
+        is_muted: Callable[[], bool],
+        tells: bool = False,
     ) -> None:
         self._writer: RunWriter | None = None
         self._process = HomeProcess()
@@ -48,11 +55,16 @@ class RunDirectory:
         self._name = secrets.token_hex(8)  # under which the directory is claimed
         self._failures = 0
         self._has_claimed = False  # the directory, with its first step
+        self._tells, self._has_news = tells, False  # since the end was told last
         if path is not None and not is_muted():
             self._opened(path)
 
     def __del__(self) -> None:
-        self.close()
+        self._close()
+        if self._path is not None and self._is_to_tell():  # at any moment of the script, whose end is soon enough
+            from .last_word import say
+
+            atexit.register(say, self._path)
 
     @property
     def stores(self) -> bool:
@@ -105,7 +117,7 @@ class RunDirectory:
             writer = self._opened(self._path)
             self._claim(writer)
             writer.log(record, update=amends, backfill=backfills)
-            self._failures = 0
+            self._failures, self._has_news = 0, True
         except Superseded:
             self._failures = PATIENCE
             message = (
@@ -145,7 +157,19 @@ class RunDirectory:
                 self._opened(self._path).claim(self._meta)
 
     def close(self) -> None:
-        """Close the file; another record opens it again."""
+        """Close the file; another record opens it again. What is wrong with the run is told, unless nobody wants to know."""
+        self._close()
+        if self._path is not None and self._is_to_tell():
+            from .last_word import say
+
+            say(self._path)
+
+    def _is_to_tell(self) -> bool:
+        """Once for the steps so far."""
+        told, self._has_news = not self._has_news, False
+        return self._tells and not told and not self._process.is_forked
+
+    def _close(self) -> None:
         if self._writer is not None and not self._process.is_forked:
             self._writer.close()
             self.keep_alive.remove(self._writer)

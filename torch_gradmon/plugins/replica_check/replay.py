@@ -16,6 +16,7 @@ from ...capture.metric_functions import untouched_rng
 from ...capture.modules.compiled import unwrapped
 from ...core import accelerator
 from ...core.errors import display
+from ...core.formatting import ShownAsText
 from ...statistics.fingerprint import fingerprints
 from ...step.ranks import is_dtensor
 from .wrapper import is_ddp
@@ -25,8 +26,8 @@ LOSS = "loss"
 _Found = dict[str, int]
 
 
-@dataclass(frozen=True)
-class Replay:
+@dataclass(frozen=True, repr=False)
+class Replay(ShownAsText):
     """The same forward and backward pass several times, compared bit for bit. Print it, or read the attributes.
 
     Attributes:
