@@ -37,10 +37,15 @@ class SpikeCause:
     is_common: bool = False
 
 
-def spike_cause(suspects: Sequence[ParameterAttribution], step: int, loss: float | None = None) -> SpikeCause:
-    """The cause of the spike in ``step``, from the parameters of that step in order of suspicion, and its loss if that is known."""
+def spike_cause(
+    suspects: Sequence[ParameterAttribution], step: int, loss: float | None = None, is_loss_logged: bool = False
+) -> SpikeCause:
+    """The cause of the spike in ``step``, from the parameters of that step in order of suspicion, and its loss if that is known.
+
+    ``is_loss_logged``: other steps have a loss, so that of this one may come yet.
+    """
     if any(suspect.nonfinite for suspect in suspects):
-        return _spoiled(suspects, loss)
+        return _spoiled(suspects, loss, is_loss_logged)
     moved = [suspect for suspect in suspects if suspect.since is not None]
     factors = [suspect.factor for suspect in moved if suspect.factor is not None]
     if factors and begins_at(suspects) is not None:
@@ -86,10 +91,11 @@ def _rise(suspects: Sequence[ParameterAttribution]) -> float:
     return math.log(math.hypot(*(each.norm for each in suspects)) / math.hypot(*(each.usual or 0.0 for each in suspects)))
 
 
-def _where_all(suspects: Sequence[ParameterAttribution], loss: float | None) -> str:
+def _where_all(suspects: Sequence[ParameterAttribution], loss: float | None, is_loss_logged: bool) -> str:
     """Where NaN or Inf arose that all gradients have."""
     if loss is None:
-        return "so it came out of the forward pass, the loss, or the first layers of the backward pass: log the loss to distinguish them"
+        remedy = "the loss of this step, not logged so far, tells which" if is_loss_logged else "log the loss to distinguish them"
+        return f"so it came out of the forward pass, the loss, or the first layers of the backward pass: {remedy}"
     if not math.isfinite(loss):
         return f"and the loss is {loss}, so it came out of the forward pass or the loss"
     nearest = max(suspects, key=lambda suspect: suspect.place).name
@@ -135,14 +141,14 @@ def _shares(suspects: Sequence[ParameterAttribution]) -> str:
     return f"{noise}; the largest shares of the squared norm: {top}" if top else ""
 
 
-def _spoiled(suspects: Sequence[ParameterAttribution], loss: float | None) -> SpikeCause:
+def _spoiled(suspects: Sequence[ParameterAttribution], loss: float | None, is_loss_logged: bool) -> SpikeCause:
     """What gradients alone show about the origin of NaN or Inf: backward() goes from the last parameter to the first."""
     spoiled = [suspect for suspect in suspects if suspect.nonfinite]
     names = ", ".join(suspect.name for suspect in spoiled[:_NAMED])
     more = f" and {len(spoiled) - _NAMED} more" if len(spoiled) > _NAMED else ""
     words = f"NaN or Inf in the gradient of {names}{more}"
     if len(spoiled) == len(suspects):
-        out_of = f"; no parameter's is spared, {_where_all(suspects, loss)}"
+        out_of = f"; no parameter's is spared, {_where_all(suspects, loss, is_loss_logged)}"
         if len(suspects) > 1:
             return SpikeCause("", f"all {len(suspects)} parameters have NaN or Inf", words + out_of, is_common=True)
         return SpikeCause(names, "has NaN or Inf", words + out_of)

@@ -16,6 +16,7 @@ from ...core.loss_keys import loss_among
 from ...core.moments import Column
 from ...core.records import Severity, SpikeEvent, StatsTable, StepRecord
 from ...core.subsampling import subsample_steps
+from ...core.trainers import advice_for
 from ...runs.window import Window
 from ...spikes.episodes import Episode, by_size, episodes
 from ...spikes.suspect_history import GradientNormHistory
@@ -53,6 +54,7 @@ class History:
         groups: the groups of the optimizers, with their settings and the names of their parameters.
         frozen: names of parameters that did not require a gradient when the optimizers were attached.
         acts: the data depend on the model, as those of a policy or of a GAN do.
+        trainer: name of the trainer that has the loop, see :mod:`torch_gradmon.core.trainers`; empty without.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class History:
         groups: Sequence[Mapping[str, Any]] = (),
         frozen: Iterable[str] = (),
         acts: bool = False,
+        trainer: object = "",
     ) -> None:
         self.records = sorted(records, key=lambda record: record.step)
         self.events = list(events) or [event for record in self.records for event in record.events]
@@ -78,6 +81,7 @@ class History:
         self.place = place
         self._recorded, self._suspects = steps, suspects
         self._chance, self.groups, self.frozen, self.acts = dict(chance or {}), list(groups), frozenset(frozen), acts
+        self.advice, self._trainer = advice_for(trainer), trainer
         self._matrices: dict[tuple[str, str], Matrix | None] = {}
 
     @classmethod
@@ -97,6 +101,7 @@ class History:
             run.meta.get("optimizers") or (),
             run.meta.get("frozen") or (),
             bool(run.meta.get("acts")),
+            run.meta.get("trainer", ""),
         )
         return cls(records, events, facts, *known, *of_setup)
 
@@ -108,7 +113,7 @@ class History:
         if last == len(self.records):
             return self
         kept = self.records[:last], self.events, self.facts, self.matrices, self.kinds, self.place
-        return History(*kept, self._recorded, self._suspects, self._chance, self.groups, self.frozen, self.acts)
+        return History(*kept, self._recorded, self._suspects, self._chance, self.groups, self.frozen, self.acts, self._trainer)
 
     @property
     def steps(self) -> list[int]:

@@ -155,6 +155,7 @@ class ValuesService:
             [] if setup is None else setup.groups,
             [] if setup is None else setup.frozen,
             data is not None and data.acts,
+            pipeline.directory.facts.get("trainer", ""),
         )
         with outside_dispatch_modes():
             return diagnose_history(history)

@@ -36,6 +36,8 @@ class ValueLog:
     Attributes:
         buffer: of the open step; None where it takes no values.
         is_recording: all that is due is measured in the open step.
+        logged: the keys of all values so far.
+        of_trainer: those of them that only a trainer has logged.
     """
 
     def __init__(self, state: StepState, fence: Fence, late: LateValues, exchange: ExchangePolicy, modules: ModuleSource) -> None:
@@ -46,6 +48,8 @@ class ValueLog:
         self._early: StepBuffer | None = None  # logged for the step to come
         self._hidden: StepBuffer | None = None  # and from inside of a forward that no hook sees
         self._first_keys: frozenset[Key] = frozenset()
+        self.logged: set[Key] = set()
+        self.of_trainer: set[Key] = set()
 
     def step_opened(self, buffer: StepBuffer | None, is_monitored: bool, hides_forward: bool, is_tentative: bool) -> None:
         """A step opened with ``buffer``; ``hides_forward``: no hook saw the forward, whose values belong to it."""
@@ -87,20 +91,40 @@ class ValueLog:
             return False
         return self.buffer is not None and self.is_recording if self._state.is_open else may_be_forward()
 
-    def log(self, key: Key, value: Any, aggregation: Aggregation, reducer: str = "", is_measured: bool = False) -> None:
-        """Log a value; merged over ranks by ``reducer``. ``is_measured``: it is part of a training forward, and goes where that goes."""
+    def log(
+        self,
+        key: Key,
+        value: Any,
+        aggregation: Aggregation,
+        reducer: str = "",
+        is_measured: bool = False,
+        stands_in: bool = False,
+    ) -> None:
+        """Log a value; merged over ranks by ``reducer``.
+
+        Args:
+            key, value, aggregation, reducer: see :meth:`ModuleMonitor.log_scalar`.
+            is_measured: it is part of a training forward, and goes where that goes.
+            stands_in: it comes from a trainer, for a step in which the script logs no value like it.
+        """
         if self._fence.inert:
             return
         text = "/".join(filter(None, key))
         if self._is_detached:
-            self._fence.complaints.add(f"away:{text}", f"{text} was logged while the monitor is detached, and is dropped")
+            if not stands_in:
+                self._fence.complaints.add(f"away:{text}", f"{text} was logged while the monitor is detached, and is dropped")
             return
         if reducer:
             self._exchange.reduce()
+        if not stands_in:
+            self.of_trainer.discard(key)
+        elif key not in self.logged:
+            self.of_trainer.add(key)
+        self.logged.add(key)
         self._warn_late(key, text, reducer)
         try:
             with outside_dispatch_modes():
-                buffer = self._log(key, value, aggregation, is_measured)
+                buffer = self._log(key, value, aggregation, is_measured, stands_in)
                 if reducer and buffer is not None:
                     buffer.share(key, reducer)
         except GradmonWarning:  # where warnings were made errors
@@ -119,7 +143,7 @@ class ValueLog:
                 "and no detector judges it; log it earlier",
             )
 
-    def _log(self, key: Key, value: Any, aggregation: Aggregation, is_measured: bool) -> StepBuffer | None:
+    def _log(self, key: Key, value: Any, aggregation: Aggregation, is_measured: bool, stands_in: bool) -> StepBuffer | None:
         """Where the value went; None where that step is not monitored, or has ended."""
         is_open, complaints = self._state.is_open, self._fence.complaints
         if self.buffer is not None and (is_measured or not self._state.progress.is_tentative):
@@ -132,11 +156,10 @@ class ValueLog:
             return None
         else:
             late = StepBuffer(-1, complaints)
-            late.merge_value(key, value, aggregation)
+            late.merge_logged(key, value, aggregation, stands_in)
             self.late.add(late)
             return None
-        buffer.merge_value(key, value, aggregation)
-        return buffer
+        return buffer if buffer.merge_logged(key, value, aggregation, stands_in) else None
 
     def _is_ahead(self, key: Key) -> bool:
         """Whether a value that is logged now belongs to the step to come, as far as is known."""

@@ -73,7 +73,7 @@ def check_nonfinite(history: History) -> list[Finding]:
     evidence = {"steps": float(len(applied))}
     if stage.source:
         evidence = {"tensors": float(len(places)), **evidence}
-    where, (cause, advice) = _origin(stage, places, history), _words(stage, record, losses.get(record.step))
+    where, (cause, advice) = _origin(stage, places, history), _words(stage, record, losses.get(record.step), history)
     known = [loss for step, loss in losses.items() if step < record.step and math.isfinite(loss)]
     if len(known) >= _FEWEST and known[-1] > _GREW * known[0] > 0:
         cause += f"; the loss had grown from {known[0]:.3g} to {known[-1]:.3g} before"
@@ -86,7 +86,7 @@ def check_nonfinite(history: History) -> list[Finding]:
     ]
 
 
-def _words(stage: _Stage, record: StepRecord, loss: float | None) -> tuple[str, str]:
+def _words(stage: _Stage, record: StepRecord, loss: float | None, history: History) -> tuple[str, str]:
     """Cause and advice, by what was recorded of the step: what comes before may be finite, or only unknown."""
     if n.ACTIVATION in record.tables:
         return stage.cause, stage.advice
@@ -98,7 +98,8 @@ def _words(stage: _Stage, record: StepRecord, loss: float | None) -> tuple[str, 
         )
     if stage.rule == "non-finite-gradient" and loss is None:
         cause = "gradients are NaN or infinite while parameters are finite; neither the loss nor outputs of modules were recorded"
-        return cause, f"log the loss with monitor.log_scalar, and {look}{stage.advice}"
+        remedy = "" if history.loss else f"{history.advice.loss}, and "
+        return cause, f"{remedy}{look}{stage.advice}"
     return stage.cause, stage.advice
 
 
