@@ -28,6 +28,7 @@ from torch_gradmon.analysis.diagnosis.rules.spikes import check_spikes
 from torch_gradmon.analysis.diagnosis.rules.units import check_units
 from torch_gradmon.analysis.diagnosis.rules.unused_parameters import check_unused_parameters
 from torch_gradmon.analysis.diagnosis.rules.weights import check_weights
+from torch_gradmon.core.loop_findings import LoopFinding
 from torch_gradmon.core.moments import Column
 from torch_gradmon.core.records import SpikeEvent
 
@@ -1155,3 +1156,19 @@ def test_a_loss_that_ran_away_before_the_first_nan_is_a_matter_of_the_rate(growt
     assert finding.rule == "non-finite-loss"
     assert ("the loss had grown from 1 to 128 before" in finding.cause) == found
     assert finding.advice.startswith("Lower the learning rate first") == found
+
+
+@pytest.mark.parametrize(
+    ("trainer", "words"),
+    [
+        ("", "Divide the loss by the number of micro-batches"),
+        ("transformers", "set trainer.model_accepts_loss_kwargs = False before trainer.train()"),
+        ("lightning", "Lightning divides the loss by accumulate_grad_batches itself"),
+        (["no", "name"], "Divide the loss by the number of micro-batches"),
+    ],
+    ids=str,
+)
+def test_a_loss_scale_has_the_remedy_of_its_trainer(trainer: object, words: str) -> None:
+    of_trainer = History([], facts=[LoopFinding("loss-scale", 0, 3, 4)], trainer=trainer)
+    (finding,) = diagnose_history(of_trainer).findings
+    assert words in finding.advice

@@ -1129,3 +1129,40 @@ def test_a_deterministic_engine_is_an_engine() -> None:
     assert isinstance(trainer, DeterministicEngine)
     trainer.run(oracle.batches(2))
     assert "gradmon/grad_norm" in trainer.state.metrics
+
+
+# --- the loss ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("returns", ["a number", "a dict", "a tensor"])
+def test_the_loss_that_the_update_returns_is_in_the_run(returns: str, accumulation: int, tmp_path: Path) -> None:
+    made: dict[str, Any] = {
+        "a number": lambda x, y, y_pred, loss: loss.item(),
+        "a dict": lambda x, y, y_pred, loss: {"loss": loss.item(), "size": len(x)},
+        "a tensor": lambda x, y, y_pred, loss: loss.detach(),
+    }
+    model = oracle.model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    trainer = _stock(model, optimizer, gradient_accumulation_steps=accumulation, output_transform=made[returns])
+    GradMonHandler(run_dir=tmp_path).attach(trainer, model, optimizer)
+    losses: list[float] = []
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def _(engine: Engine) -> None:
+        output = engine.state.output
+        losses.append(float(output["loss"] if isinstance(output, dict) else output))
+
+    trainer.run(oracle.batches(12))
+    means = [sum(losses[at : at + accumulation]) / accumulation for at in range(0, 12, accumulation)]
+    assert list(gradmon.load_run(tmp_path).series("loss").values()) == pytest.approx(means, rel=1e-6)
+
+
+def test_an_output_that_is_no_loss_is_left_out(tmp_path: Path) -> None:
+    model = oracle.model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    trainer = _stock(model, optimizer, output_transform=lambda x, y, y_pred, loss: (y_pred, y))
+    GradMonHandler(run_dir=tmp_path).attach(trainer, model, optimizer)
+    trainer.run(oracle.batches(3))
+    assert "loss" not in set(gradmon.load_run(tmp_path).keys())
+    assert gradmon.diagnose(tmp_path).unseen["loss"].startswith("return the loss from the update function")

@@ -672,3 +672,78 @@ def test_on_two_ranks_the_numbers_are_those_of_one_that_has_all_the_data(kind: s
         {s: {k: v for k, v in each.items() if "overhead" not in k} for s, each in values.items()} for _, values, _ in found
     ]
     assert timeless[0] == timeless[1]
+
+
+# --- the loss ----------------------------------------------------------------------------------------------------------------
+
+
+def _losses_by_hand(setting: Setting, batches: int) -> list[float]:
+    """The mean over the micro-batches of each step, of the plain loop."""
+    net = oracle.model()
+    optimizer = oracle.OPTIMIZERS[setting.optimizer](net.parameters())
+    losses: list[float] = []
+    for number, (inputs, labels) in enumerate(oracle.batches(batches)):
+        loss = oracle.loss_of(net(inputs), labels)
+        (loss / setting.accumulation).backward()
+        losses.append(loss.item())
+        if (number + 1) % setting.accumulation == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    size = setting.accumulation
+    return [sum(losses[at : at + size]) / size for at in range(0, batches, size)]
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_the_loss_of_each_step_is_in_the_run(accumulation: int, tmp_path: Path) -> None:
+    setting = Setting(accumulation=accumulation)
+    callback = GradMonCallback(run_dir=tmp_path / "run")
+    trainer(callback, setting=setting).fit(Net(setting), loader(24))
+    run = gradmon.load_run(tmp_path / "run")
+    assert list(run.series("loss").values()) == pytest.approx(_losses_by_hand(setting, 24), rel=1e-6)
+    assert list(run.series("loss")) == list(range(24 // accumulation))
+    assert callback.monitor is not None
+    assert "loss" not in callback.monitor.get_step_metrics(), "Lightning's loggers get it from Lightning"
+
+
+@pytest.mark.parametrize("name", ["loss", "train/loss"])
+def test_a_loss_that_the_module_logs_is_not_doubled(name: str, tmp_path: Path) -> None:
+    class Logs(Net):
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            loss = super().training_step(batch, index)
+            callback.monitor.log_scalar(name, 7.0)
+            return loss
+
+    callback = GradMonCallback(run_dir=tmp_path / "run")
+    trainer(callback).fit(Logs(), loader(4))
+    run = gradmon.load_run(tmp_path / "run")
+    assert {key for key in set(run.keys()) if "loss" in key} == {name}
+    assert set(run.series(name).values()) == {7.0}
+
+
+def test_manual_optimisation_without_a_loss_says_where_to_log_it(tmp_path: Path) -> None:
+    class Manual(Net):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, index: int) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(oracle.loss_of(self.net(batch[0]), batch[1]))
+            optimizer.step()
+
+    callback = GradMonCallback(run_dir=tmp_path / "run")
+    trainer(callback).fit(Manual(), loader(24))
+    assert callback.monitor is not None
+    for diagnosis in (callback.monitor.diagnose(), gradmon.diagnose(tmp_path / "run")):
+        assert diagnosis.unseen["loss"].startswith("return the loss from training_step(), or log it there with callback.monitor")
+
+
+def test_each_fold_has_a_run_directory_of_its_own(tmp_path: Path) -> None:
+    callback = GradMonCallback(run_dir=tmp_path / "run")
+    trainer(callback).fit(Net(), loader(4))
+    with pytest.warns(
+        gradmon.GradmonWarning, match="several models train with one callback: the run of this one is in .*trial-2"
+    ):
+        trainer(callback).fit(Net(), loader(5))
+    trainer(callback).fit(Net(), loader(6))
+    lengths = [len(gradmon.load_run(tmp_path / "run" / name).steps) for name in ("", "trial-2", "trial-3")]
+    assert lengths == [4, 5, 6]

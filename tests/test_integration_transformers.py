@@ -833,3 +833,99 @@ def test_on_two_ranks_the_values_are_those_of_both_and_the_first_one_reports(tmp
     assert [row["gradmon/step"] for row in history(tmp_path) if "gradmon/step" in row] == list(range(STEPS))
     (board,) = (tmp_path / "watched").rglob("gradmon")
     assert [step for step, _ in _events(board)["gradmon/grad_norm"]] == list(range(STEPS))
+
+
+# --- the loss ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("logging_steps", [1, 3])
+def test_the_loss_of_each_step_is_in_the_run(accumulation: int, logging_steps: int, tmp_path: Path) -> None:
+    setting = Setting(accumulation=accumulation)
+    callback = GradMonCallback(run_dir=tmp_path / "run")
+    watched = trainer(tmp_path, callback, setting=setting, logging_steps=logging_steps)
+    watched.train()
+    run = gradmon.load_run(tmp_path / "run")
+    losses = list(run.series("loss").values())
+    assert len(losses) == STEPS
+    lines = [line["loss"] for line in watched.state.log_history if "loss" in line]
+    means = [sum(losses[at : at + logging_steps]) / logging_steps for at in range(0, STEPS, logging_steps)]
+    assert means == pytest.approx(lines, rel=1e-5), "the Trainer's line is a mean over its interval, rounded"
+    assert "training_step" not in vars(watched), "the Trainer has its own method back"
+    assert callback.monitor is not None
+    assert "loss" not in callback.monitor.get_step_metrics(), "reporters get it from the Trainer"
+
+
+def test_two_callbacks_of_one_trainer_both_record_the_loss(tmp_path: Path) -> None:
+    callbacks = [GradMonCallback(run_dir=tmp_path / name) for name in ("one", "other")]
+    watched = trainer(tmp_path, *callbacks)
+    for _ in range(2):
+        watched.train()
+        assert "training_step" not in vars(watched)
+    one, other = (gradmon.load_run(tmp_path / name).series("loss") for name in ("one", "other"))
+    assert one == other
+    assert list(one.values())[:STEPS] == pytest.approx(
+        [line["loss"] for line in watched.state.log_history if "loss" in line], rel=0.5
+    )
+
+
+class Rewards(Ordered):
+    """Adds values to the line as the trainers of TRL do."""
+
+    def log(self, logs: dict[str, float], *more: Any) -> None:
+        super().log({**logs, "reward": 0.5, "rewards/chosen": 1.5, "kl": 0.25, "entropy": 2.0, "what": "text"}, *more)
+
+
+def test_rewards_of_the_trainers_own_line_are_in_the_run(tmp_path: Path) -> None:
+    watched = trainer(tmp_path, GradMonCallback(run_dir=tmp_path / "run"), kind=Rewards, logging_steps=2)
+    watched.train()
+    run = gradmon.load_run(tmp_path / "run")
+    for key, value in {"reward": 0.5, "rewards/chosen": 1.5, "kl": 0.25, "entropy": 2.0}.items():
+        assert run.series(key) == {1: value, 3: value, 5: value}
+    assert list(run.series("learning_rate")) == [1, 3, 5]
+    assert not {"what", "grad_norm", "epoch"} & set(run.keys())
+
+
+@pytest.mark.parametrize("when", ["in the forward", "when a line is logged"])
+def test_a_loss_that_the_script_logs_replaces_the_trainers(when: str, tmp_path: Path) -> None:
+    class Logs(Classifier):
+        def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:  # type: ignore[override]
+            if when == "in the forward":
+                callback.monitor.log_scalar("loss", 7.0)
+            return super().forward(inputs, labels)
+
+    class Line(TrainerCallback):  # type: ignore[misc]
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            if when != "in the forward" and "loss" in logs:
+                callback.monitor.log_scalar("loss", 7.0)
+
+    callback = GradMonCallback(run_dir=tmp_path / "run")
+    trainer(tmp_path, callback, Line(), net=Logs(*oracle.model()), logging_steps=3).train()
+    losses = gradmon.load_run(tmp_path / "run").series("loss")
+    assert list(losses) == list(range(STEPS))
+    assert [step for step, loss in losses.items() if loss == 7.0] == ([*range(STEPS)] if when == "in the forward" else [2, 5])
+
+
+def test_where_the_trainer_is_not_found_its_line_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch_gradmon.integrations.transformers._trainer_of", lambda control: None)
+    watched = trainer(tmp_path, GradMonCallback(run_dir=tmp_path / "run"), logging_steps=3)
+    watched.train()
+    lines = {line["step"] - 1: line["loss"] for line in watched.state.log_history if "loss" in line}
+    assert gradmon.load_run(tmp_path / "run").series("loss") == pytest.approx(lines)
+
+
+def test_each_trial_of_a_search_has_a_run_directory_of_its_own(tmp_path: Path) -> None:
+    callback = GradMonCallback(run_dir=tmp_path / "run")
+    with pytest.warns(gradmon.GradmonWarning, match="the run of this one is in .*trial-1'"):
+        for number in range(3):
+            one = trainer(tmp_path, callback, max_steps=number + 2)
+            monitored = one.callback_handler.on_train_begin
+
+            def begin(args: Any, state: Any, control: Any, call: Any = monitored) -> Any:
+                state.is_hyper_param_search = True
+                return call(args, state, control)
+
+            one.callback_handler.on_train_begin = begin
+            one.train()
+    lengths = [len(gradmon.load_run(tmp_path / "run" / f"trial-{number}").steps) for number in (1, 2, 3)]
+    assert lengths == [2, 3, 4]

@@ -122,6 +122,25 @@ def test_a_loss_that_was_logged_tells_on_which_side_all_gradients_were_spoiled(
     assert words in explain(gradmon.load_run(tmp_path), BAD)
 
 
+def test_a_loss_logged_after_the_step_is_not_asked_for() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    monitor = gradmon.watch(model, optimizer)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", GradmonWarning)
+        for step in range(BAD + 1):
+            optimizer.zero_grad()
+            loss = model(torch.randn(4, 8)).square().mean() * (torch.nan if step == BAD else 1.0)
+            loss.backward()
+            optimizer.step()
+            monitor.log_scalar("loss", loss.detach())
+    (text,) = [str(warning.message) for warning in said if "grad_norm" in str(warning.message)]
+    assert "the loss of this step, not logged so far, tells which" in text
+    assert "log the loss" not in text
+    assert "the loss is nan" in monitor.why(BAD)
+
+
 def test_gradients_alone_tell_where() -> None:
     _, said = watched(BACKWARD)
     assert said[0].endswith("nearer to the loss, from 3.weight on, all are finite, so it arose at 1.linear.bias")

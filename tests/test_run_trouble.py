@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 import random
 import shutil
@@ -13,7 +14,8 @@ import subprocess
 import tempfile
 import textwrap
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,7 @@ from torch_gradmon.analysis.many_runs.card import run_card
 from torch_gradmon.core import process
 from torch_gradmon.core.moments import Column
 from torch_gradmon.runs.liveness import run_status
+from torch_gradmon.runs.writer import RunWriter
 
 from . import forked
 from .families import BY_NAME
@@ -313,3 +316,107 @@ def test_a_file_that_is_locked_is_not_called_something_else(tmp_path: Path, monk
         load_run(file)
     lock.close()
     assert load_run(file).steps == [0, 1]
+
+
+def _trained(directory: Path, at: int, happens: Callable[[], object], monitored: Callable[[ModuleMonitor], object] = id) -> None:
+    """40 steps, and what happens before one of them."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    monitor = gradmon.watch(model, optimizer, run_dir=directory, on_spike=None)
+    monitored(monitor)
+    for step in range(40):
+        if step == at:
+            happens()
+        optimizer.zero_grad()
+        model(torch.randn(3, 4)).square().mean().backward()
+        optimizer.step()
+    monitor.detach()
+
+
+@pytest.mark.parametrize("how", ["directory", "file", "moved"])
+def test_a_deleted_run_directory_is_told_of_and_made_anew(how: str, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    happens = {
+        "directory": lambda: shutil.rmtree(path),
+        "file": (path / "gradmon.sqlite").unlink,
+        "moved": lambda: path.rename(tmp_path / "other"),
+    }[how]
+    words = "was deleted or moved while this run was recorded there, and its steps up to 19 went with it; .* from 20 on"
+    with pytest.warns(GradmonWarning, match=words) as caught:
+        _trained(path, 20, happens)
+    assert len(caught) == 1
+    assert load_run(path).steps == list(range(20, 40))
+
+
+def test_a_run_directory_deleted_with_its_parent_stays_so(tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "first"
+    with pytest.warns(GradmonWarning, match="its steps up to 19 went with it$") as caught:
+        _trained(path, 20, lambda: shutil.rmtree(tmp_path / "runs"))
+    assert len(caught) == 1
+    assert not path.exists()
+
+
+def test_a_run_directory_that_is_deleted_at_the_end_is_told_of(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    monitor = gradmon.watch(model, optimizer, run_dir=path)
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    shutil.rmtree(path)
+    with pytest.warns(GradmonWarning, match="its steps up to 0 went with it"):
+        monitor.detach()
+    assert not path.exists()
+
+
+def test_a_replaced_run_directory_is_left_to_the_other_run(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+
+    def replaced() -> None:
+        shutil.rmtree(path)
+        RunWriter(path, writer="other").close()
+
+    with pytest.warns(GradmonWarning, match="it was replaced, and the steps up to 19 are lost") as caught:
+        _trained(path, 20, replaced)
+    assert len(caught) == 1
+    assert load_run(path).steps == []
+
+
+def test_a_run_directory_whose_files_are_numbered_anew_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _trained(tmp_path, 20, lambda: monkeypatch.setattr("torch_gradmon.runs.writer._identity", lambda file: (1, 2)))
+    assert load_run(tmp_path).steps == list(range(40))
+
+
+def test_a_dropped_sink_promises_no_rows_that_are_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("torch_gradmon.sinks.jsonl.JsonlSink.log", full)
+    for is_lost in (False, True):
+        path, sink = tmp_path / str(is_lost), gradmon.JsonlSink(tmp_path / "rows")
+        happens = (lambda: monkeypatch.setattr(RunWriter, "log", full)) if is_lost else (lambda: None)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            _trained(path, 0, happens, lambda monitor, sink=sink: monitor.add_sink(sink))
+        (said,) = [str(warning.message) for warning in caught if "the sink JsonlSink failed 3 times" in str(warning.message)]
+        assert ("all rows are in the run directory" in said) is not is_lost
+
+
+def test_a_run_that_is_nan_for_good_hardly_grows_faster(tmp_path: Path) -> None:
+    sizes = {}
+    for factor in (1.0, math.nan):
+        path = tmp_path / str(factor)
+        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 1))
+        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        monitor = gradmon.watch(model, optimizer, run_dir=path, on_spike=None)
+        for step in range(200):
+            optimizer.zero_grad()
+            (model(torch.randn(4, 16)).square().mean() * (factor if step >= 50 else 1.0)).backward()
+            optimizer.step()
+        monitor.detach()
+        sizes[str(factor)] = sum(file.stat().st_size for file in path.iterdir())
+        run = load_run(path)
+    assert sizes["nan"] < 1.6 * sizes["1.0"]
+    assert "cpu" in run.rng_state(50)
+    with pytest.raises(KeyError, match="of NaN or Inf the first 8 in a row"):
+        run.rng_state(150)

@@ -169,3 +169,31 @@ def test_a_file_is_no_directory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(NotADirectoryError, match="file' is a file; give the directory for event files"):
         TensorBoardSink(tmp_path / "file")
+
+
+def _steps_shown(directory: Path, tag: str = "x") -> list[tuple[int, float]]:
+    return [(event.step, event.value) for event in _read(directory).Scalars(tag)]
+
+
+def test_a_step_is_shown_once_after_a_resume_or_rollback(tmp_path: Path) -> None:
+    first = TensorBoardSink(tmp_path)
+    for step in range(8):
+        first.log({"x": float(step)}, step)
+    first.close()
+    resumed = TensorBoardSink(tmp_path)
+    for step in (5, 6, 7, 8, 6, 7):  # from a checkpoint, and then rolled back
+        resumed.log({"x": 10.0 + step}, step)
+    resumed.close()
+    assert _steps_shown(tmp_path) == [*((step, float(step)) for step in range(5)), (5, 15.0), (6, 16.0), (7, 17.0)]
+
+
+def test_a_directory_where_others_write_loses_none_of_theirs(tmp_path: Path) -> None:
+    writer = _writer(tmp_path)
+    for step in range(8):
+        writer.add_scalar("theirs", float(step), step)
+    writer.close()
+    for _ in range(2):
+        sink = TensorBoardSink(tmp_path)
+        sink.log({"x": 1.0}, 5)
+        sink.close()
+    assert [step for step, _ in _steps_shown(tmp_path, "theirs")] == list(range(8))

@@ -417,19 +417,42 @@ def test_alone_nothing_is_kept_back(run: Any, tmp_path: Path) -> None:
     assert _pairs(history(tmp_path), "x") == [("x", step) for step in range(150)]
 
 
-@pytest.mark.parametrize(
-    ("logs", "why"),
-    [(_nothing, "it has not logged anything itself"), (_epochs_with_step, "counts more slowly than training steps")],
-    ids=["nothing", "epochs"],
-)
-def test_what_is_kept_back_is_told_once(logs: Callable[[Script, int], None], why: str, run: Any) -> None:
+def test_what_is_kept_back_is_told_once(run: Any) -> None:
     script, monitor = Script(run), ModuleMonitor(MODEL)
     monitor.add_sink(run)
-    with pytest.warns(GradmonWarning, match=f"kept back from this script's W&B run until it finishes, because .*{why}") as caught:
+    words = "kept back from this script's W&B run until it finishes, because .*counts more slowly than training steps"
+    with pytest.warns(GradmonWarning, match=words) as caught:
         for step in range(250):
             _step(monitor, step, x=step)
-            logs(script, step)
+            _epochs_with_step(script, step)
     assert len(caught) == 1
+
+
+@pytest.mark.filterwarnings("error")
+def test_rows_come_at_once_while_the_script_logs_nothing(run: Any, tmp_path: Path) -> None:
+    monitor = ModuleMonitor(MODEL)
+    monitor.add_sink(run)
+    for step in range(150):
+        _step(monitor, step, x=step)
+        assert counter_of(run) >= step - 1
+    monitor.detach()
+    run.finish()
+    assert _pairs(history(tmp_path), "x") == [("x", step) for step in range(150)]
+
+
+def test_steps_named_late_are_counted_from_the_monitors_rows(run: Any, tmp_path: Path) -> None:
+    monitor = ModuleMonitor(MODEL)
+    monitor.add_sink(run)
+    for step in range(60):
+        _step(monitor, step, x=step)
+        if step % 20 == 19:
+            run.log({"loss": step}, step=step // 20)
+    monitor.detach()
+    run.finish()
+    rows = history(tmp_path)
+    assert [row["_step"] for row in rows if "loss" in row] == [19, 20, 21]
+    assert _pairs(rows, "loss") == [("loss", 19), ("loss", 39), ("loss", 59)]
+    assert _pairs(rows, "x") == [("x", step) for step in range(60)]
 
 
 def test_a_script_that_begins_to_name_steps_is_told_that_wandb_drops_them(run: Any, tmp_path: Path) -> None:
@@ -506,6 +529,7 @@ def test_what_can_be_kept_back_no_longer_is_counted(run: Any, tmp_path: Path, mo
     monkeypatch.setattr("torch_gradmon.sinks.wandb.MOST", 60)
     monitor = ModuleMonitor(MODEL)
     monitor.add_sink(run)
+    run.log({"epoch": 0}, step=0)  # a script whose steps are none of the monitor's
     for step in range(100):
         _step(monitor, step, x=step)
     monitor.detach()

@@ -41,5 +41,10 @@ class KeyFormatter:
             last, texts = self._of_block[place]
             if last is keys or last == keys:  # as in most steps
                 return texts
-        self._known.update((key, format_key(key, self._style, self._prefix)) for key in keys if key not in self._known)
-        return [self._known[key] for key in keys]
+        return [self._known.get(key) or self.text(key) for key in keys]
+
+    def text(self, key: Key) -> str:
+        """The flat key of one value."""
+        if key not in self._known:
+            self._known[key] = format_key(key, self._style, self._prefix)
+        return self._known[key]

@@ -20,6 +20,11 @@ def is_loss(key: Key) -> bool:
     return key.source == _LOGGED and bool(_IS_LOSS.search(key.name)) and not _OF_EVALUATION.search(key.name)
 
 
+def is_whole_loss(key: Key) -> bool:
+    """Whether it is a logged value with the name of a whole training loss, such as ``loss`` or ``train/loss``."""
+    return is_loss(key) and not _partial(key)[0]
+
+
 def loss_among(keys: Iterable[Key]) -> Key | None:
     """The shortest key such as ``loss``, ``train/loss`` or ``loss/train``; a partial loss such as ``kl_loss`` only if there is no other."""
     return min(filter(is_loss, keys), key=_partial, default=None)

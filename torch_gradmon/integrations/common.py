@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import os
+import re
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from numbers import Real
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +18,7 @@ from torch.optim import Optimizer
 from ..capture.hooks import Handles
 from ..core import validation as check
 from ..core.errors import WarningLog, display
+from ..core.keys import Key, parse_key
 from ..monitor import replacing
 from ..monitor.monitor import ModuleMonitor
 from ..monitor.options import check_names
@@ -35,6 +40,7 @@ class AdapterMonitor:
         arguments: those of :func:`torch_gradmon.watch` and :class:`torch_gradmon.ModuleMonitor` but the model, the optimizers and the
             scaler, which the trainer has; only without ``monitor``.
         detectors: of a monitor that is made, in addition to those of its preset; only without ``monitor``.
+        framework: a name in :data:`torch_gradmon.core.trainers.TRAINERS`, by which a diagnosis gives advice.
 
     Raises:
         TypeError: ``monitor`` is not a monitor, or an argument is unknown.
@@ -42,7 +48,11 @@ class AdapterMonitor:
     """
 
     def __init__(
-        self, monitor: ModuleMonitor | None, arguments: Mapping[str, Any], detectors: Sequence[SpikeDetector] = ()
+        self,
+        monitor: ModuleMonitor | None,
+        arguments: Mapping[str, Any],
+        detectors: Sequence[SpikeDetector] = (),
+        framework: str = "",
     ) -> None:
         if monitor is not None and not isinstance(monitor, ModuleMonitor):
             raise TypeError(f"monitor must be a ModuleMonitor, or None to have one made, got {display(monitor)}")
@@ -61,7 +71,10 @@ class AdapterMonitor:
         self._is_made_here = monitor is None
         self._arguments = dict(arguments)
         self._detectors = tuple(detectors)
+        self._framework = framework
         self._model: weakref.ref[nn.Module] | None = None
+        self._models = 0  # for which a monitor was made
+        self._complaints = WarningLog()
 
     def check_optimizers(self, model: nn.Module, optimizers: Sequence[Any]) -> None:
         """Check that they step parameters of the model.
@@ -82,11 +95,12 @@ class AdapterMonitor:
         state: Mapping[str, Any] | None = None,
         trainer: object = None,
         source: GradientSource | None = None,
+        trial: str | None = None,
     ) -> ModuleMonitor:
         """Watch ``model`` from now on.
 
-        A monitor made here serves one model; a second training of the same model continues with it. A monitor of the same model
-        from :func:`torch_gradmon.watch`, or from the adapter of another trainer, is detached.
+        A monitor made here serves one model, with a run directory of its own; a second training of the same model continues with it.
+        A monitor of the same model from :func:`torch_gradmon.watch`, or from the adapter of another trainer, is detached.
 
         Args:
             model: the trained model.
@@ -96,6 +110,7 @@ class AdapterMonitor:
             state: of :meth:`ModuleMonitor.state_dict` in the resumed run; one that does not fit is ignored with a warning.
             trainer: owner of this adapter; it may have several for one model.
             source: where the trainer's engine has gradients.
+            trial: name of this training among those of a search, which may be empty; None for no search.
 
         Raises:
             TypeError, ValueError: as :meth:`ModuleMonitor.attach`.
@@ -107,7 +122,7 @@ class AdapterMonitor:
             check.optimizers(
                 model, optimizers, source_for(model, arguments.get("gradient_source"))
             )  # before the run directory exists
-            self.monitor = prepared(model, **arguments)
+            self.monitor = prepared(model, **self._of_trial(arguments, trial))
             for detector in self._detectors:
                 self.monitor.add_detector(detector)
         assert self.monitor is not None
@@ -118,6 +133,7 @@ class AdapterMonitor:
         self._model = weakref.ref(model)
         first = start_step if is_new else None
         replacing.attach(self.monitor, optimizers, scaler=scaler, start_step=first, owner=trainer)
+        self.monitor._runtime.pipeline.directory.annotate(trainer=self._framework)
         if state:
             try:
                 self.monitor.load_state_dict(state)
@@ -127,6 +143,28 @@ class AdapterMonitor:
                 )
         return self.monitor
 
+    def _of_trial(self, arguments: Mapping[str, Any], trial: str | None) -> dict[str, Any]:
+        """The arguments for one of several models, each of which has its run directory: a run would replace the one before."""
+        self._models += 1
+        place = arguments.get("run_dir")
+        if place is None or (trial is None and self._models == 1):
+            return dict(arguments)
+        name = re.sub(r"[^\w.,=+-]", "_", trial or "").lstrip(".") or f"trial-{self._models}"
+        path = Path(place, name)
+        message = (
+            f"several models train with one callback: the run of this one is in {os.fspath(path)!r}, those of others beside it"
+        )
+        self._complaints.add("trial", message)
+        return {**arguments, "run_dir": path}
+
+    def log(self, key: str, value: Any, aggregation: str = "mean") -> None:
+        """Log what the trainer knows about the step, for which the script need not do that; its own value would replace this one.
+
+        Waits for no device. What is not one real number, or has the key of a value of the monitor, is left out.
+        """
+        if self.monitor is not None and is_number(value) and not parse_key(key).source:
+            self.monitor._runtime.lifecycle.values.log(Key("", key, ""), value, aggregation, stands_in=True)
+
     def state_dict(self) -> dict[str, Any]:
         """The state of the monitor; empty before it exists."""
         return {} if self.monitor is None else self.monitor.state_dict()
@@ -135,6 +173,13 @@ class AdapterMonitor:
         """Send waiting values, and leave the model as it was found; values and spike reports stay. Idempotent."""
         if self.monitor is not None:
             self.monitor.detach()
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is one real number, on whatever device."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and value.is_floating_point()
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 class SchedulerRollback:

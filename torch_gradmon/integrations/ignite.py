@@ -62,7 +62,7 @@ class GradMonHandler:
             raise TypeError(f"callback must be a function of the engine and the event, got {display(callback)}")
         self._keys = compile_pattern(keys, "keys")
         detectors = [] if rule is None else [rule if isinstance(rule, SpikeDetector) else SpikeDetector(rule)]
-        self._adapter = AdapterMonitor(monitor, watch_arguments, detectors)
+        self._adapter = AdapterMonitor(monitor, watch_arguments, detectors, framework="ignite")
         self._callback, self._complaints = callback, WarningLog()
         self._target: _Target | None = None
         self._runs = self._spiked = False  # the second: in this iteration
@@ -172,6 +172,10 @@ class GradMonHandler:
         monitor = self.monitor
         if monitor is None or not self._runs:
             return
+        output = engine.state.output
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if not isinstance(loss, int):  # such as a count of the iteration
+            self._adapter.log("loss", loss)
         has_step = monitor.last_step != self._last_step
         self._last_step, events = monitor.last_step, monitor.last_events if has_step else []
         self._spiked |= bool(events) or (has_step and monitor.step_skipped)

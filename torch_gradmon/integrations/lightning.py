@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from ..core.errors import WarningLog
 from ..monitor.monitor import ModuleMonitor
 from ..monitor.options import WatchOptions
-from .common import AdapterMonitor, SchedulerRollback
+from .common import AdapterMonitor, SchedulerRollback, is_number
 from .epoch import EpochMeans, with_prefix
 from .lightning_options import EPOCH, SECTION, CallbackOptions
 
@@ -68,7 +68,7 @@ class GradMonCallback(Callback):
             log_every_n_steps, track_epochs, summary, prog_bar, explosion_threshold, step_prefix, epoch_prefix
         )
         self._options.check()
-        self._adapter = AdapterMonitor(monitor, watch_arguments)
+        self._adapter = AdapterMonitor(monitor, watch_arguments, framework="lightning")
         self._suffix = self._options.state_suffix(watch_arguments.get("prefix", ""))
         self._epoch, self._complaints = EpochMeans(), WarningLog()
         self._schedulers: SchedulerRollback | None = None
@@ -134,10 +134,15 @@ class GradMonCallback(Callback):
             self._catch_up()
             self._epoch.begin()
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Pass values for the progress bar to Lightning."""
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
+        """Record the loss, and pass values for the progress bar to Lightning."""
         if self._schedulers is None or self.monitor is None:
             return
+        loss: Any = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if is_number(loss):
+            # automatic optimisation returns a part of the mean over micro-batches
+            parts = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+            self._adapter.log("loss", loss if parts == 1 else loss * parts)
         # schedulers that follow a value move after the validation, which comes later
         self._schedulers.restore(again=lambda each: pl_module.automatic_optimization and isinstance(each, ReduceLROnPlateau))
         step = self.monitor.last_step

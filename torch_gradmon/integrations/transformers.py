@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 import sys
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +34,9 @@ if not hasattr(trainer_callback, "ExportableState"):
 
 #: The default values in the Trainer's own log line.
 LOG_KEYS = ("grad_norm", "grad_norm_clipped", "clipped_share", "spike_score", "steps_not_applied")
+#: Of the Trainer's own line: what the monitor measures itself, and what is no value of the step.
+_NOT_TAKEN = frozenset({"grad_norm", "epoch", "step", "total_flos"})
+_STEP, _ADAPTERS, _REPLACED = "training_step", "gradmon_adapters", "gradmon_replaced"
 _RESTORE = "restore_callback_states_from_checkpoint"
 
 
@@ -73,7 +78,7 @@ class GradMonCallback(trainer_callback.TrainerCallback, trainer_callback.Exporta
     ) -> None:
         self._reports = check.flag(report=report)
         log_keys = whole_model_names("log_keys", log_keys)
-        self._adapter = AdapterMonitor(monitor, watch_arguments)
+        self._adapter = AdapterMonitor(monitor, watch_arguments, framework="transformers")
         given = {} if monitor is None else {"monitor": monitor}
         self._arguments = {"report": report, "log_keys": list(log_keys), **given, **watch_arguments}
         self._logged = re.compile(rf"(?:^|\W|_){SUMMARY}/(?:{'|'.join(log_keys) or '(?!)'})$")
@@ -81,6 +86,7 @@ class GradMonCallback(trainer_callback.TrainerCallback, trainer_callback.Exporta
         self._line = -1
         self._sinks: list[Any] = []
         self._schedulers: SchedulerRollback | None = None
+        self._losses: _Losses | None = None
         self._complaints = WarningLog()
 
     @property
@@ -113,16 +119,18 @@ class GradMonCallback(trainer_callback.TrainerCallback, trainer_callback.Exporta
         if is_disabled():
             return
         source = None
+        own = _trainer_of(control)
         if type(optimizer).__name__ == "DeepSpeedOptimizerWrapper":
             from ..monitor.deepspeed import unpacked
 
-            model, (optimizer,), source = unpacked(_engine_of(control), [])
+            model, (optimizer,), source = unpacked(_engine_of(own), [])
         saved = self._saved(kept) if state.global_step > 0 else None
         scaler, start = getattr(optimizer, "scaler", None), state.global_step
         # the control object identifies the Trainer: all its callbacks get the same one
         monitor = self._adapter.begin(
-            model, [optimizer], scaler=scaler, start_step=start, state=saved, trainer=control, source=source
+            model, [optimizer], scaler=scaler, start_step=start, state=saved, trainer=control, source=source, trial=_trial(state)
         )
+        self._losses = None if own is None else _Losses(own, self._adapter)
         scheduler = getattr(lr_scheduler, "scheduler", lr_scheduler)  # of Accelerate
         self._schedulers = SchedulerRollback(monitor, [check.bare_optimizer(optimizer)], lambda: [scheduler])
         self._line_values, self._line = {}, -1
@@ -145,6 +153,8 @@ class GradMonCallback(trainer_callback.TrainerCallback, trainer_callback.Exporta
             self.monitor.end_step()
         elif "loss" in logs and "learning_rate" in logs:
             self._collect(self.monitor.get_step_metrics(), self.monitor.step or 0)
+            for key in logs.keys() - (_NOT_TAKEN if self._losses is None else _NOT_TAKEN | {"loss"}):
+                self._adapter.log(key, logs[key])
             logs.update(self._line_values)
             if state.log_history and "loss" in state.log_history[-1]:
                 state.log_history[-1].update(self._line_values)
@@ -198,6 +208,9 @@ class GradMonCallback(trainer_callback.TrainerCallback, trainer_callback.Exporta
         if self._schedulers is not None:
             self._schedulers.remove()
             self._schedulers = None
+        if self._losses is not None:
+            self._losses.remove()
+            self._losses = None
         try:
             self._adapter.end()
         finally:  # also if a spike in the last step raises
@@ -221,21 +234,79 @@ class GradMonCallback(trainer_callback.TrainerCallback, trainer_callback.Exporta
                     self._complaints.add(f"report:{name}", f"GradMonCallback does not report to {name}", error)
 
 
-def _engine_of(control: Any) -> Any:
-    """The engine of the Trainer that is calling, which callbacks do not get: all of its callbacks share ``control``.
+class _Losses:
+    """Records what ``training_step`` of a Trainer returns.
 
-    Raises:
-        ValueError: it was not found.
+    That is the part of a micro-batch in the step's loss, as the Trainer divides it, whatever the accumulation, and detached: their sum is
+    the loss that the Trainer would log for this step alone. The method of this one Trainer is wrapped, and not its class.
+
+    Args:
+        trainer: the Trainer.
+        adapter: records the loss.
     """
+
+    def __init__(self, trainer: Any, adapter: AdapterMonitor) -> None:
+        self._trainer, self._adapter = weakref.ref(trainer), adapter
+        replaced = vars(trainer).get(_STEP)
+        if (adapters := getattr(replaced, _ADAPTERS, None)) is not None:  # of another callback
+            adapters.append(adapter)
+            return
+        adapters = [adapter]
+        own: Callable[[], Any] = weakref.WeakMethod(trainer.training_step) if replaced is None else lambda: replaced
+
+        @functools.wraps(trainer.training_step)
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            loss = own()(*args, **kwargs)
+            for each in adapters:
+                each.log("loss", loss, "sum")
+            return loss
+
+        del training_step.__wrapped__  # it would keep the Trainer alive
+        setattr(training_step, _ADAPTERS, adapters)
+        setattr(training_step, _REPLACED, replaced)
+        setattr(trainer, _STEP, training_step)
+
+    def remove(self) -> None:
+        """Record no more. With the last callback the Trainer has its own method back."""
+        trainer: Any = self._trainer()
+        step: Any = None if trainer is None else vars(trainer).get(_STEP)
+        adapters = getattr(step, _ADAPTERS, [])
+        if self._adapter in adapters:
+            adapters.remove(self._adapter)
+            replaced = getattr(step, _REPLACED)
+            if not adapters and replaced is None:
+                delattr(trainer, _STEP)
+            elif not adapters:
+                setattr(trainer, _STEP, replaced)
+
+
+def _trainer_of(control: Any) -> Any:
+    """The Trainer that is calling, which callbacks do not get: all of its callbacks share ``control``. None if it is not found."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         trainer = frame.f_locals.get("self")
-        if getattr(trainer, "control", None) is control and check.is_deepspeed(engine := getattr(trainer, "model_wrapped", None)):
-            return engine
+        if getattr(trainer, "control", None) is control and hasattr(trainer, _STEP):
+            return trainer
         frame = frame.f_back
+    return None
+
+
+def _engine_of(trainer: Any) -> Any:
+    """The DeepSpeed engine of a Trainer.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if check.is_deepspeed(engine := getattr(trainer, "model_wrapped", None)):
+        return engine
     raise ValueError(
         "the Trainer's DeepSpeed engine was not found, so GradMonCallback cannot follow it; call gradmon.watch(engine) with it instead"
     )
+
+
+def _trial(state: Any) -> str | None:
+    """The name of the trial, which may be empty, in a search for hyperparameters; None elsewhere."""
+    return (state.trial_name or "") if getattr(state, "is_hyper_param_search", False) else None
 
 
 def _for_json(arguments: Mapping[str, Any]) -> dict[str, Any]:

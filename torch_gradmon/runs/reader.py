@@ -162,7 +162,7 @@ class RunReader:
         """The states of torch's random generators at the beginning of a step with a spike, by device, for ``torch.set_rng_state``.
 
         Raises:
-            KeyError: the step is not in the run, or it had no spike.
+            KeyError: the step is not in the run, or it had no spike, or a spike of NaN or Inf after eight others in a row.
         """
         self._check_step(step)
         where = (self._index.segment_of[step], step)
@@ -171,7 +171,9 @@ class RunReader:
         except sqlite3.OperationalError:  # early files have no such table
             states = []
         if not states:
-            raise KeyError(f"no random state is kept of step {step}: only steps with a spike have one")
+            raise KeyError(
+                f"no random state is kept of step {step}: only steps with a spike have one, of NaN or Inf the first 8 in a row"
+            )
         return {device: torch.tensor(list(state), dtype=torch.uint8, device="cpu") for device, state in states}
 
     def series(self, key: str) -> dict[int, float]:

@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sqlite3
 from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..core.errors import display
 from ..core.process import HomeProcess
 from ..core.records import StatsTable, StepRecord
 from ..core.step_values import StepValues
-from .file import FILE_NAME, FORMAT, open_to_write
+from .file import FILE_NAME, FORMAT, open_to_read, open_to_write
 from .packing import fixed_counts, pack
 
+#: Steps with NaN or Inf in a row whose states of random generators are stored, 5 kB each: after these a run is NaN for good.
+_SPOILED = 8
 _WRITER = "writer"  #: the fact with the name of the writer that has claimed the run
 
 
@@ -53,12 +56,14 @@ class RunWriter:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._db = open_to_write(self.path / FILE_NAME)
+            self._file = _identity(self.path / FILE_NAME)
         except (OSError, sqlite3.Error) as error:
             raise type(error)(f"run_dir={str(path)!r} cannot be written: {error}; give another directory") from error
         self._process = HomeProcess()
         self._ids: dict[tuple[str, tuple[Any, ...]], int] = {}
         self._writer, self._version = writer, -1
         self._written: StepRecord | None = None  # the last one, as the file has it
+        self._spoiled = 0  # steps in a row before this one with a spike of NaN or Inf
         self.annotate({"format": FORMAT, **(meta or {})})
         self._segment, self._last = self._end()
 
@@ -69,6 +74,29 @@ class RunWriter:
         ).fetchone() or (0, None)
         begun = self._db.execute("SELECT MAX(segment) FROM segments").fetchone()[0] or 0
         return (begun, None) if begun > segment else (segment, last)  # the segment has begun, but has no step
+
+    def presence(self) -> Literal["there", "deleted", "replaced"]:
+        """Whether the path still leads to the file that is written. SQLite goes on with a deleted file, which nobody can read."""
+        try:
+            found = _identity(self.path / FILE_NAME)
+        except FileNotFoundError:
+            return "deleted"
+        except OSError:  # as where a server does not answer
+            return "there"
+        if found != self._file:
+            if not self._is_written_at(self.path):
+                return "replaced"
+            self._file = found  # some network file systems number their files anew
+        return "there"
+
+    def _is_written_at(self, path: Path) -> bool:
+        """Whether the file there was claimed by this writer."""
+        try:
+            database, meta = open_to_read(path)
+        except (OSError, ValueError, sqlite3.Error):
+            return False
+        database.close()
+        return bool(self._writer) and meta.get(_WRITER) == self._writer
 
     def claim(self, facts: Mapping[str, Any]) -> None:
         """Become the writer of this run, with these facts. A writer of another name stops at its next record.
@@ -144,6 +172,8 @@ class RunWriter:
             raise Superseded
         if self._last is not None and record.step <= self._last and not (update or backfill):
             self._segment += 1
+        if not (update or backfill):
+            self._spoiled = self._spoiled + 1 if self._written is not None and _is_spoiled(self._written) else 0
         where = (self._segment, record.step)
         try:
             with self._db:
@@ -173,7 +203,7 @@ class RunWriter:
             "INSERT OR REPLACE INTO rows VALUES (?, ?, ?, ?)",
             [(*where, self._layout(source, table, counts[source]), blobs.get(source, b"")) for source, table in tables.items()],
         )
-        if record.events:
+        if record.events and self._spoiled < _SPOILED:
             states = [(*where, device, bytes(state.tolist())) for device, state in record.rng.items()]
             self._db.executemany("INSERT OR REPLACE INTO rng VALUES (?, ?, ?, ?)", states)
         self._db.executemany(
@@ -219,6 +249,17 @@ class RunWriter:
 def _facts(record: StepRecord) -> tuple[object, ...]:
     """What the table of steps has of a record."""
     return record.time, record.applied, record.context, record.events
+
+
+def _identity(file: Path) -> tuple[int, int]:
+    """What distinguishes this file from a later one of its name."""
+    found = os.stat(file)
+    return found.st_dev, found.st_ino
+
+
+def _is_spoiled(record: StepRecord) -> bool:
+    """Whether NaN or Inf is a spike of this step."""
+    return any(not math.isfinite(event.value) for event in record.events)
 
 
 def _storable(value: float) -> float | str:

@@ -40,15 +40,15 @@ class Delivery:
     Args:
         name: of the sink, for messages.
         complaints: counts lost rows under :attr:`cause`, and warns once.
-        kept: where lost rows are stored as well, for the message.
+        kept: where all lost rows are stored as well, for the message: its text by then, empty where they are not.
     """
 
-    def __init__(self, name: str, complaints: WarningLog, kept: str = "") -> None:
+    def __init__(self, name: str, complaints: WarningLog, kept: object = "") -> None:
         self.name = name
         self.cause = complaints.new_cause(f"sink:{name}")
         self.dropped = False
         self._complaints = complaints
-        self._kept = f"; all rows are in {kept}" if kept else ""
+        self._kept = kept
         self._waiting: deque[PendingCall] = deque()
         self._error: str | None = None
         self._failures = 0
@@ -80,7 +80,8 @@ class Delivery:
         self._complaints.counts[self.cause] += rows
         if message and not self._warned:
             self._warned = True
-            self._complaints.warn(f"{message}{self._kept}", error)
+            kept = str(self._kept)
+            self._complaints.warn(f"{message}; all rows are in {kept}" if kept else message, error)
 
     def _send(self, waiting: deque[PendingCall]) -> None:
         while waiting and not self.dropped:
@@ -122,7 +123,7 @@ def _clear(waiting: deque[PendingCall]) -> int:
 class ThreadedDelivery(Delivery):
     """Calls a sink in a thread of its own, with a queue of up to 1,000 rows. Training waits for it only at the end."""
 
-    def __init__(self, name: str, complaints: WarningLog, kept: str = "") -> None:
+    def __init__(self, name: str, complaints: WarningLog, kept: object = "") -> None:
         super().__init__(name, complaints, kept)
         self._in_thread = True
         self._thread_name = f"torch_gradmon {name}"

@@ -53,7 +53,7 @@ class FilteredSink:
         complaints: gets failures, each under ``sink:{class}``.
         deferred: values may come one step late, so that nothing waits for the device.
         thread: call the sink in a thread of its own.
-        kept: where lost rows are stored as well, for the message.
+        kept: where all lost rows are stored as well, for the message: its text by then, empty where they are not.
         without: keys that are never sent; may grow.
 
     Attributes:
@@ -74,7 +74,7 @@ class FilteredSink:
         complaints: WarningLog,
         deferred: bool = False,
         thread: bool = False,
-        kept: str = "",
+        kept: object = "",
         without: Container[str] = (),
     ) -> None:
         self._keys = None if keys is None else compile_pattern(keys, "keys")

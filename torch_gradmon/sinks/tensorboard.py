@@ -14,9 +14,16 @@ from ..core.records import SpikeEvent
 from .histograms import without_histograms
 from .optional import require
 
+#: How the names of files end that are written here.
+_OURS = f".{SUMMARY}"
+
 
 class TensorBoardSink:
     """Writes scalars to a TensorBoard event file, as float32, TensorBoard's own precision.
+
+    In a directory each step is shown once: a row whose step was written before, as after a resume from a checkpoint or a rollback,
+    begins a new file, from which TensorBoard learns to discard the steps from there on. It discards them in all files of the directory,
+    so this is left out where others write there too. A ``SummaryWriter`` of yours takes ``purge_step=``.
 
     ``log2_histogram`` becomes a histogram. All other values of a step are one summary, several times cheaper than ``add_scalar`` for each.
     Spikes are written as text under ``gradmon/spikes``.
@@ -33,6 +40,7 @@ class TensorBoardSink:
     def __init__(self, writer_or_dir: Any) -> None:
         self._directory: Path | None = None
         self._writer: Any = None
+        self._last = -1  # the last step that was written
         if isinstance(writer_or_dir, (str, os.PathLike)):
             require("tensorboard", self)
             self._directory = Path(writer_or_dir)
@@ -45,7 +53,9 @@ class TensorBoardSink:
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Write ``values`` as one summary; TensorBoard flushes the file every two minutes."""
-        writer = self._open()
+        if self._directory is not None and step < self._last:
+            self.close()
+        writer = self._open(step)
         values, histograms = without_histograms(values)
         for key, found in histograms.items():
             edges, total = found.edges, sum(found.counts)
@@ -59,10 +69,11 @@ class TensorBoardSink:
         else:  # tensorboardX and others have other message classes
             for key, value in values.items():
                 writer.add_scalar(key, value, step)
+        self._last = step
 
     def log_spike(self, event: SpikeEvent, text: str) -> None:
         """Write the spike as text."""
-        self._open().add_text(f"{SUMMARY}/spikes", text, event.step)
+        self._open(event.step).add_text(f"{SUMMARY}/spikes", text, event.step)
 
     def close(self) -> None:
         """Close the file if it is ours, else write what is buffered."""
@@ -74,9 +85,13 @@ class TensorBoardSink:
             self._writer.close()
             self._writer = None
 
-    def _open(self) -> Any:
+    def _open(self, step: int) -> Any:
+        """The writer. A new one has those files of its directory that were written here lose ``step`` and later ones."""
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter  # two seconds
 
-            self._writer = SummaryWriter(str(self._directory))
+            assert self._directory is not None
+            files = [path.name for path in self._directory.glob("*tfevents*")]
+            purged = step if files and all(name.endswith(_OURS) for name in files) else None
+            self._writer = SummaryWriter(str(self._directory), purge_step=purged, filename_suffix=_OURS)
         return self._writer

@@ -36,8 +36,9 @@ class WandbSink:
 
     * while the script logs without ``step=``: at once;
     * with ``step=`` in every step: at once, in the row of that step; in every tenth: in the steps between;
-    * if there is no place, because ``step=`` counts epochs or the script has not logged yet: rows are held back until there is one or the
-      run finishes, up to a million values, with a warning.
+    * if the script has not logged yet: at once; if it then names a step that they have passed, its steps are counted from there;
+    * if there is no place, because ``step=`` counts epochs: rows are held back until there is one or the run finishes, up to a million
+      values, with a warning.
 
     A script that logs without ``step=`` first and with it later may lose rows to W&B, with a warning. A key that the script logs as well
     is one metric for W&B. ``log2_histogram`` becomes a W&B histogram. Per-layer values stay out of the run's summary. A spike is sent as
@@ -165,7 +166,7 @@ class WandbSink:
             why = (
                 "its run.log(step=...) counts more slowly than training steps"
                 if rows.names
-                else "it has not logged anything itself, and W&B would drop a later run.log(step=...) behind the counter"
+                else "it has not closed a row of its own, and W&B would drop a later run.log(step=...) behind the counter"
             )
             warn_user(
                 f"rows of the monitor are kept back from this script's W&B run until it finishes, because {why}. Log "

@@ -4,7 +4,9 @@ A run has one counter. ``run.log(row)`` closes the open row and advances, ``run.
 step behind the counter is dropped with only a line on the console. In three of six combinations of two loggers, one of them loses rows.
 
 A row may always join the open row. A new row advances the counter, which is harmless only if the script will not name a step that the
-counter has passed. The script's calls so far are observed; what it will do is inferred from them.
+counter has passed. The script's calls so far are observed; what it will do is inferred from them. Until its first call, a new row
+closes the one before; if the script then names a step that they have passed, its steps are counted from there, so that W&B drops none of
+its rows.
 """
 
 from __future__ import annotations
@@ -65,6 +67,7 @@ class Rows:
         names: the script has given ``step=``.
         moves: rows that it has closed without, since our first.
         moved: it has logged since our last row.
+        shift: what is added to the steps that it names, because our rows came first.
         overtaken: a step that it named behind the counter, and the counter, until a sink has warned of it.
     """
 
@@ -73,6 +76,9 @@ class Rows:
         self.lock: AbstractContextManager[Any] = threading.RLock()
         self.clocks: list[Clock] = []
         self.names, self.moves, self.moved = False, 0, False
+        self.shift = 0
+        self._is_silent = True  # the script has not logged since our first row
+        self._led = 0  # by how much the counter advanced meanwhile, for our rows
         self.overtaken: tuple[int, int] | None = None
         self._ours: float | None = None  # step of our row in the open row
         self._half = False  # whether the script has left its row open
@@ -97,9 +103,14 @@ class Rows:
         def noted(data: Mapping[str, Any], step: int | None = None, commit: bool | None = None) -> Any:
             with self.lock:
                 counter = counter_of(self.run)
+                if self._logs_ours:
+                    return original(data, step, commit)
+                if isinstance(step, int):
+                    if self._is_silent and step < counter:
+                        self.shift = min(counter - step, self._led)
+                    step += self.shift
                 result = original(data, step, commit)
-                if not self._logs_ours:
-                    self._update(step, commit, counter)
+                self._update(step, commit, counter)
                 return result
 
         setattr(noted, _ATTRIBUTE, self)
@@ -109,11 +120,13 @@ class Rows:
         """Take a call of the script, made when the run was at ``counter``."""
         closes = bool(commit) or (step is None and commit is None)
         self.moved = True
+        has_begun = any(clock.at is not None for clock in self.clocks)
+        self._is_silent &= not has_begun
         self._half = not closes
         if closes or (step is not None and step > counter):
             self._ours = None
         if step is None:
-            self.moves += closes and any(clock.at is not None for clock in self.clocks)
+            self.moves += closes and has_begun
             return
         if step < counter and (self._named is None or step > self._named):
             self.overtaken = step, counter
@@ -144,7 +157,7 @@ class Rows:
     def may_advance(self, alone: bool) -> bool:
         """Whether the counter may advance by one."""
         if not self.names:
-            return alone or self.moves > 0
+            return alone or self._is_silent or self.moves > 0
         if self._stride is None or self._named is None:
             return False
         # the new row must lie before the next step that the script can name, by its stride and by its clock
@@ -157,6 +170,7 @@ class Rows:
             if not self.may_join(row[AXIS]):
                 self.run.log({AXIS: self._ours}, commit=True)
                 self._ours = None
+                self._led += self._is_silent and not alone
             # a row that the script has begun is the script's to close; its next row keeps its number if ours joins it
             closes = not self.names and not self._half and not self.moved and (alone or self.moves > 0)
             self.run.log(row, commit=closes)

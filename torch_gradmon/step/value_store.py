@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core.keys import MODULE_SOURCES, RCC_SOURCES, Key
+from ..core.loss_keys import is_whole_loss
 from ..core.metric import REDUCERS
 from ..core.moments import Column
 from .reduction import Aggregation, PendingValue, as_tensor, contribution, merged_parts, part_from, part_of, row_of_sums
@@ -31,6 +32,7 @@ class ValueStore:
         self._reducers: dict[Key, str] = {}
         self._contributions: dict[Key, tuple[str, Tensor]] = {}
         self._vectors: list[tuple[list[Key | None], Tensor]] = []  # None for a value that was removed
+        self._stand_ins: set[Key] = set()  # values of a trainer that the script has not logged
         self._counts: dict[Key, Tensor] = {}  # for values that may not exist: the number of contributing ranks, or a flag
         self._replaced: set[Key] = set()
 
@@ -98,6 +100,27 @@ class ValueStore:
         """
         self._merge(key, [part_of(as_tensor(value, key), aggregation, weight)], aggregation)
 
+    def merge_logged(self, key: Key, value: Any, aggregation: Aggregation, stands_in: bool) -> bool:
+        """Merge a logged value, as :meth:`merge_value` does; returns whether it was taken.
+
+        A value of a trainer ``stands_in`` for one that the script may log: whichever comes first, the script's value replaces it.
+        """
+        if not self._takes(key, stands_in):
+            return False
+        self.merge_value(key, value, aggregation)
+        return True
+
+    def _takes(self, key: Key, stands_in: bool) -> bool:
+        if stands_in:
+            if any(_stands_for(key, own) for own in self.logged - self._stand_ins):
+                return False
+            self._stand_ins.add(key)
+        elif self._stand_ins:
+            for given in [given for given in self._stand_ins if _stands_for(given, key)]:
+                self._stand_ins.remove(given)
+                self._pending.pop(given, None)
+        return True
+
     def put_values(self, keys: Sequence[Key], values: Tensor) -> None:
         """Store final values ``[len(keys)]``, replacing earlier ones that came in this way."""
         if not values.is_cpu:
@@ -132,7 +155,8 @@ class ValueStore:
     def absorb_values(self, other: ValueStore) -> None:
         """Merge the values in ``other``."""
         for key, pending in other._pending.items():
-            self._merge(key, pending.parts, pending.aggregation)
+            if key.source or self._takes(key, key in other._stand_ins):
+                self._merge(key, pending.parts, pending.aggregation)
         self._vectors += other._vectors
         self._reducers.update(other._reducers)
 
@@ -177,5 +201,11 @@ class ValueStore:
     def share_logged(self, other: ValueStore, reducers: bool = False) -> None:
         """Start with the logged values of ``other``, and on request how ranks merge them."""
         self._pending = {key: PendingValue(p.aggregation, list(p.parts)) for key, p in other._pending.items() if not key.source}
+        self._stand_ins = set(other._stand_ins)
         if reducers:
             self._reducers = dict(other._reducers)
+
+
+def _stands_for(given: Key, own: Key) -> bool:
+    """Whether a trainer's value ``given`` tells the same as ``own`` of the script."""
+    return given == own or (is_whole_loss(given) and is_whole_loss(own))

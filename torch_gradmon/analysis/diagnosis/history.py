@@ -20,6 +20,7 @@ from ...core.loss_keys import loss_among
 from ...core.moments import Column
 from ...core.records import Severity, SpikeEvent, StatsTable, StepRecord
 from ...core.subsampling import subsample_steps
+from ...core.trainers import advice_for
 from ...runs.window import Window
 from ...spikes.episodes import Episode, by_size, episodes
 from ...spikes.suspect_history import GradientNormHistory
@@ -62,6 +63,7 @@ class History:
         frozen: names of parameters that did not require a gradient when the optimizers were attached.
         acts: the data depend on the model, as those of a policy or of a GAN do.
         parameters: all parameters of the model with their ``"shape"`` and ``"dtype"``.
+        trainer: name of the trainer that has the loop, see :mod:`torch_gradmon.core.trainers`; empty without.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class History:
         frozen: Iterable[str] = (),
         acts: bool = False,
         parameters: Mapping[str, Mapping[str, Any]] | None = None,
+        trainer: object = "",
     ) -> None:
         self.records = sorted(records, key=lambda record: record.step)
         self.events = list(events) or [event for record in self.records for event in record.events]
@@ -91,6 +94,7 @@ class History:
         self._recorded, self._suspects = steps, suspects
         self._chance, self.groups, self.frozen, self.acts = dict(chance or {}), list(groups), frozenset(frozen), acts
         self.is_cut = False  # the rest, whose parameters are NaN or infinite, was left out
+        self.advice, self._trainer = advice_for(trainer), trainer
         self._matrices: dict[tuple[str, str], Matrix | None] = {}
 
     @classmethod
@@ -105,14 +109,19 @@ class History:
         records = [_record(window, step) for step in window.steps]
         place = shlex.quote(str(run.path))
         known = run.meta.get("matrices"), run.meta.get("kinds"), place, run.steps, run.suspects
-        of_setup = (
-            run.meta.get("chance"),
-            run.meta.get("optimizers") or (),
-            run.meta.get("frozen") or (),
-            bool(run.meta.get("acts")),
-            run.meta.get("parameters"),
+        meta = run.meta
+        return cls(
+            records,
+            events,
+            facts,
+            *known,
+            meta.get("chance"),
+            meta.get("optimizers") or (),
+            meta.get("frozen") or (),
+            bool(meta.get("acts")),
+            meta.get("parameters"),
+            meta.get("trainer", ""),
         )
-        return cls(records, events, facts, *known, *of_setup)
 
     def before_nonfinite(self) -> History:
         """The part before parameters become NaN or infinite and stay so; itself if they never do."""
@@ -122,7 +131,7 @@ class History:
         if last == len(self.records):
             return self
         kept = self.records[:last], self.events, self.facts, self.matrices, self.kinds, self.place
-        of_setup = self._chance, self.groups, self.frozen, self.acts, self.parameters
+        of_setup = self._chance, self.groups, self.frozen, self.acts, self.parameters, self._trainer
         found = History(*kept, self._recorded, self._suspects, *of_setup)
         found.is_cut = True
         return found

@@ -45,6 +45,7 @@ class SpikeReport:
         recovery: for each signal that spiked, a sentence on the steps after the spike.
         others: the other spikes of the run.
         loss: of the step; None if it was not logged.
+        is_loss_logged: one of the steps around it has a loss.
     """
 
     step: int
@@ -58,6 +59,7 @@ class SpikeReport:
     recovery: Sequence[str]
     others: Sequence[Episode]
     loss: float | None = None
+    is_loss_logged: bool = False
 
     @classmethod
     def of(cls, source: StepSource, step: int | None = None) -> SpikeReport:
@@ -90,11 +92,12 @@ class SpikeReport:
             [] if spike is None else list(_recovery(source, known, spike)),
             [other for other in spikes if other is not spike],
             _loss(source, step),
+            any(_loss(source, number) is not None for number in around),
         )
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: the step, what spiked in it, its cause, and the values around it."""
-        cause = spike_cause(self.suspects, self.step, self.loss)
+        cause = spike_cause(self.suspects, self.step, self.loss, self.is_loss_logged)
         spike = self.episode
         found = {
             "step": self.step,

@@ -97,7 +97,7 @@ def _parameters(report: SpikeReport) -> Iterator[str]:
         return
     yield _row("parameter, by suspicion", _TITLES)
     yield from (_row(suspect.name, _cells(suspect, step)) for suspect in suspects[:_LAYERS])
-    found = spike_cause(suspects, step, report.loss)
+    found = spike_cause(suspects, step, report.loss, report.is_loss_logged)
     calm = sum(each.since is None and not (each.nonfinite or each.is_spoiled_after) for each in suspects)
     known = ""
     if not is_spike or not found.is_common:  # otherwise the last line states it

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Set
 from typing import TYPE_CHECKING
 
 from ...core.errors import GradmonWarning, WarningLog
+from ...core.key_formatter import KeyFormatter
 from ...core.keys import Key
 from ...core.process import HomeProcess
 from ...core.records import StepRecord
@@ -31,14 +32,13 @@ class Publisher:
             may hold the model, the optimizer and the monitor.
     """
 
-    def __init__(
-        self, format_keys: Callable[[Mapping[Key, float]], dict[str, float]], complaints: WarningLog, is_muted: Callable[[], bool]
-    ) -> None:
+    def __init__(self, format_keys: KeyFormatter, complaints: WarningLog, is_muted: Callable[[], bool]) -> None:
         self._is_closed = True  # no record has come since the sinks were closed
         self._process = HomeProcess()
         self.format_keys, self._complaints, self._is_muted = format_keys, complaints, is_muted
         self.sinks: list[FilteredSink] = []
         self.keep_alive: list[object] = []
+        self._of_trainer: Set[Key] = frozenset()
         self._waiting: StepRecord | None = None
 
     def __del__(self) -> None:
@@ -66,10 +66,17 @@ class Publisher:
         """Whether a sink needs the values of ``step`` as soon as the next step begins."""
         return any(not sink.deferred and not sink.dropped and step % sink.every == 0 for sink in self._receivers())
 
+    def leave_out(self, of_trainer: Set[Key]) -> None:
+        """Leave out the values with these keys, a set that may change: a trainer has given them, and logs them itself."""
+        self._of_trainer = of_trainer
+
     def shown(self, record: StepRecord) -> dict[str, float]:
         """The values of ``record`` that sinks receive, by key."""
         hidden = record.hidden
-        return self.format_keys(StepValues.of(record.values).without(hidden) if hidden else record.values)
+        shown = self.format_keys(StepValues.of(record.values).without(hidden) if hidden else record.values)
+        for key in self._of_trainer:
+            shown.pop(self.format_keys.text(key), None)
+        return shown
 
     def put(self, record: StepRecord, amends: bool) -> None:
         """Take a step's record. ``amends``: it replaces the previous one."""

@@ -125,6 +125,7 @@ class RecordPipeline:
     def close(self) -> None:
         """Send the waiting record, close the sinks and the run directory; another record opens them again."""
         self.publisher.close()
+        self.directory.is_gone()
         self.directory.close()
 
     # --- other steps ---------------------------------------------------------------------------------------------------------

@@ -23,6 +23,11 @@ _REPLACED = (
     "the run directory {} has a run with steps up to {}, and this one, which begins with step {}, takes its place; to keep both give "
     "each a run_dir of its own, and to resume pass start_step= or call load_state_dict()"
 )
+_GONE = "the run directory {} was deleted or moved while this run was recorded there, and its steps{} went with it"
+_TAKEN = (
+    "the file in the run directory {} is no longer the one that this run is recorded in: it was replaced, and the steps{} are lost. "
+    "Nothing more is written there; give each run a run_dir of its own"
+)
 
 
 class RunDirectory:
@@ -54,6 +59,7 @@ class RunDirectory:
         self._meta = dict(meta) if path is None else {**meta, "process": process_facts()}
         self._name = secrets.token_hex(8)  # under which the directory is claimed
         self._failures = 0
+        self._has_lost = False  # a step
         self._has_claimed = False  # the directory, with its first step
         self._tells, self._has_news = tells, False  # since the end was told last
         if path is not None and not is_muted():
@@ -80,6 +86,16 @@ class RunDirectory:
     def description(self) -> str:
         """The run directory as part of a message; empty without one."""
         return f"the run directory {os.fspath(self._path)!r}" if self._path is not None else ""
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether a step is not in the run directory, as far as is known."""
+        return self._has_lost
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """The facts about the run, with a directory or without."""
+        return self._meta
 
     def annotate(self, **facts: Any) -> None:
         """Add facts about the run."""
@@ -114,24 +130,45 @@ class RunDirectory:
         from ...runs.writer import Superseded
 
         try:
+            if not amends and self.is_gone(record.step):
+                return
             writer = self._opened(self._path)
             self._claim(writer)
             writer.log(record, update=amends, backfill=backfills)
             self._failures, self._has_news = 0, True
         except Superseded:
-            self._failures = PATIENCE
+            self._failures, self._has_lost = PATIENCE, True
             message = (
                 f"another monitor writes to the run directory {self._path} by now, so that this one, with step {record.step}, writes "
                 "there no more; give each a run_dir of its own"
             )
             self._complaints.add("store", message)
         except (sqlite3.Error, OSError) as error:
-            self._failures += 1
+            self._failures, self._has_lost = self._failures + 1, True
             message = (
                 f"step {record.step} could not be written to the run directory {self._path}; training continues, "
                 f"and after {PATIENCE} failures in a row nothing more is written"
             )
             self._complaints.add("store", message, error)
+
+    def is_gone(self, step: int | None = None) -> bool:
+        """Whether nothing can be recorded any more because someone else took the file away.
+
+        Where it was deleted, it is made anew for ``step`` and later ones, unless that is None.
+        """
+        writer, path = self._writer, self._path
+        if writer is None or path is None or self._process.is_forked or (found := writer.presence()) == "there":
+            return False
+        self._has_lost = True
+        span = "" if writer.last is None else f" up to {writer.last}"
+        self._close()
+        if found == "deleted" and step is not None and Path(path).absolute().parent.is_dir():
+            self._has_claimed = False
+            self._complaints.add("gone", f"{_GONE.format(path, span)}; it is made anew, for the steps from {step} on")
+            return False
+        self._failures = PATIENCE
+        self._complaints.add("gone", (_TAKEN if found == "replaced" else _GONE).format(path, span))
+        return True
 
     def _claim(self, writer: RunWriter) -> None:
         """Claim the directory once, with the first step: if another monitor claims it later, that one keeps it."""
@@ -170,7 +207,7 @@ class RunDirectory:
         return self._tells and not told and not self._process.is_forked
 
     def _close(self) -> None:
-        if self._writer is not None and not self._process.is_forked:
-            self._writer.close()
-            self.keep_alive.remove(self._writer)
+        if (writer := self._writer) is not None and not self._process.is_forked:
             self._writer = None
+            self.keep_alive.remove(writer)
+            writer.close()

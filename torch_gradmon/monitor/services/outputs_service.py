@@ -12,6 +12,7 @@ from typing import Any
 from ...core.errors import display
 from ...core.loop_findings import LoopFinding
 from ...spikes.detector import SpikeDetector
+from ..pipeline.run_directory import RunDirectory
 from ..runtime import Runtime, at_exit
 from .queries import Queries
 
@@ -36,7 +37,7 @@ class OutputsService:
                 raise ValueError(
                     "W&B takes rows without delay, and those of another thread would come between; leave thread=True out"
                 )
-            kept = pipeline.directory.description
+            kept = _Kept(weakref.ref(pipeline.directory))
             filtered = FilteredSink(each, keys, every, complaints, deferred, thread, kept, logged_anyhow(sink))
             filtered.stand_for(sink, on_all_ranks)
             if callable(before_finish := getattr(each, "before_finish", None)):
@@ -68,6 +69,17 @@ class OutputsService:
             raise TypeError(f"expected a SpikeDetector, got {display(detector)}; a rule goes into one: SpikeDetector(rule)")
         self.runtime.pipeline.detection.add(detector)
         self.runtime.planner.changed()
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """The run directory as text, while it has all rows and its monitor lives."""
+
+    directory: Callable[[], RunDirectory | None]
+
+    def __str__(self) -> str:
+        directory = self.directory()
+        return "" if directory is None or directory.has_lost else directory.description
 
 
 def _findings(runtime: Callable[[], Runtime | None]) -> list[LoopFinding]:

@@ -163,6 +163,7 @@ class ValuesService:
             [] if setup is None else setup.frozen,
             data is not None and data.acts,
             model.parameters,
+            pipeline.directory.facts.get("trainer", ""),
         )
         with outside_dispatch_modes():
             found = diagnose_history(history)

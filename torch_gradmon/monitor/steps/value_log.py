@@ -42,6 +42,8 @@ class ValueLog:
     Attributes:
         buffer: of the open step; None where it takes no values.
         is_recording: all that is due is measured in the open step.
+        logged: the keys of all values so far.
+        of_trainer: those of them that only a trainer has logged.
     """
 
     def __init__(self, state: StepState, fence: Fence, late: LateValues, exchange: ExchangePolicy, modules: ModuleSource) -> None:
@@ -54,6 +56,8 @@ class ValueLog:
         self._first_keys: frozenset[Key] = frozenset()
         self._plain: dict[str, Key] = {}  # keys under which numbers were logged before
         self._waiting: list[tuple[Key, float]] = []
+        self.logged: set[Key] = set()
+        self.of_trainer: set[Key] = set()
 
     def step_opened(self, buffer: StepBuffer | None, is_monitored: bool, hides_forward: bool, is_tentative: bool) -> None:
         """A step opened with ``buffer``; ``hides_forward``: no hook saw the forward, whose values belong to it."""
@@ -131,7 +135,7 @@ class ValueLog:
     def _log_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
         late = StepBuffer(-1, self._fence.complaints)
-        if late in [self._log(key, value, "mean", False, late) for key, value in waiting]:
+        if late in [self._log(key, value, "mean", False, False, late) for key, value in waiting]:
             self.late.add(late)
 
     def is_listening(self, may_be_forward: Callable[[], bool]) -> bool:
@@ -140,35 +144,55 @@ class ValueLog:
             return False
         return self.buffer is not None and self.is_recording if self._state.is_open else may_be_forward()
 
-    def log(self, key: Key, value: Any, aggregation: Aggregation, reducer: str = "", is_measured: bool = False) -> None:
-        """Log a value; merged over ranks by ``reducer``. ``is_measured``: it is part of a training forward, and goes where that goes."""
+    def log(
+        self,
+        key: Key,
+        value: Any,
+        aggregation: Aggregation,
+        reducer: str = "",
+        is_measured: bool = False,
+        stands_in: bool = False,
+    ) -> None:
+        """Log a value; merged over ranks by ``reducer``.
+
+        Args:
+            key, value, aggregation, reducer: see :meth:`ModuleMonitor.log_scalar`.
+            is_measured: it is part of a training forward, and goes where that goes.
+            stands_in: it comes from a trainer, for a step in which the script logs no value like it.
+        """
         if self._fence.inert:
             return
         began = perf_counter()
         try:
-            self._log_now(key, value, aggregation, reducer, is_measured)
+            self._log_now(key, value, aggregation, reducer, is_measured, stands_in)
         finally:
             self._fence.add_since(began)
 
-    def _log_now(self, key: Key, value: Any, aggregation: Aggregation, reducer: str, is_measured: bool) -> None:
+    def _log_now(self, key: Key, value: Any, aggregation: Aggregation, reducer: str, is_measured: bool, stands_in: bool) -> None:
         text = "/".join(filter(None, key))
         if self._is_detached:
-            self._fence.complaints.add(f"away:{text}", f"{text} was logged while the monitor is detached, and is dropped")
+            if not stands_in:
+                self._fence.complaints.add(f"away:{text}", f"{text} was logged while the monitor is detached, and is dropped")
             return
         if reducer:
             self._exchange.reduce()
+        if not stands_in:
+            self.of_trainer.discard(key)
+        elif key not in self.logged:
+            self.of_trainer.add(key)
+        self.logged.add(key)
         self._warn_late(key, text, reducer)
         try:
             with outside_dispatch_modes():
                 if self._waiting:
                     self._log_waiting()
                 late = StepBuffer(-1, self._fence.complaints)
-                buffer = self._log(key, value, aggregation, is_measured, late)
+                buffer = self._log(key, value, aggregation, is_measured, stands_in, late)
                 if buffer is late:
                     self.late.add(late)
                 elif reducer and buffer is not None:
                     buffer.share(key, reducer)
-            if not key.source and not key.metric and not reducer and aggregation == "mean":
+            if not key.source and not key.metric and not reducer and aggregation == "mean" and not stands_in:
                 self._plain[key.name] = key
         except GradmonWarning:  # where warnings were made errors
             raise
@@ -186,7 +210,9 @@ class ValueLog:
                 "and no detector judges it; log it earlier",
             )
 
-    def _log(self, key: Key, value: Any, aggregation: Aggregation, is_measured: bool, late: StepBuffer) -> StepBuffer | None:
+    def _log(
+        self, key: Key, value: Any, aggregation: Aggregation, is_measured: bool, stands_in: bool, late: StepBuffer
+    ) -> StepBuffer | None:
         """Which buffer has the value, ``late`` that of a step that has ended; None where it is dropped."""
         is_open, complaints = self._state.is_open, self._fence.complaints
         if self.buffer is not None and (is_measured or not self._state.progress.is_tentative):
@@ -199,8 +225,7 @@ class ValueLog:
             return None
         else:
             buffer = late
-        buffer.merge_value(key, value, aggregation)
-        return buffer
+        return buffer if buffer.merge_logged(key, value, aggregation, stands_in) else None
 
     def _is_ahead(self, key: Key) -> bool:
         """Whether a value that is logged now belongs to the step to come, as far as is known."""

@@ -33,7 +33,7 @@ def _is_mended(fact: LoopFinding, history: History) -> bool:
 def _finding(fact: LoopFinding, history: History) -> Finding:
     mistake = _KNOWN[fact.rule]
     severity: Severity = history.concern if mistake.matters_if_stuck else mistake.severity
-    cause, advice = mistake.cause, mistake.advice
+    cause, advice = mistake.cause, history.advice.remedies.get(fact.rule, mistake.advice)
     if fact.rule == "not-in-optimizer" and fact.evidence.get("old parameters in the optimizer"):
         severity = "error"  # certain: these parameters are no longer part of the model
         cause = f"{cause}; it has others, which are no part of the model any more"

@@ -51,7 +51,7 @@ def check_loss(history: History) -> list[Finding]:
             f"the loss is known and finite in {len(loss.finite)} steps of {len(history.records)}, and has to be in twenty"
         )
     if history.learning.state == "unknown":
-        raise NotMeasured('log the loss with monitor.log_scalar("loss", loss), twenty steps of it at least')
+        raise NotMeasured(f"{history.advice.loss}, twenty steps of it at least")
     rules = _unbounded, _raised, _divergence, _at_chance, _plateau
     return next((found for rule in rules if (found := rule(history, loss.finite))), [])
 

@@ -122,7 +122,8 @@ def _words(stage: _Stage, places: list[str], record: StepRecord, history: Histor
         )
     if stage.rule == "non-finite-gradient" and loss is None:
         cause = "gradients are NaN or infinite while parameters are finite; neither the loss nor outputs of modules were recorded"
-        return cause, f"log the loss with monitor.log_scalar, and {look}{stage.advice}"
+        remedy = "" if history.loss else f"{history.advice.loss}, and "
+        return cause, f"{remedy}{look}{stage.advice}"
     return stage.cause, stage.advice
 
 

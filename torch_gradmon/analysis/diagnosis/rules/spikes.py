@@ -46,7 +46,8 @@ def check_spikes(history: History) -> list[Finding]:
     (spike,) = largest(found, 1)
     event = spike.worst
     suspects = history.suspects(event.step)
-    made = spike_cause(suspects, event.step, dict(zip(history.loss.steps, history.loss.values, strict=True)).get(event.step))
+    losses = dict(zip(history.loss.steps, history.loss.values, strict=True))
+    made = spike_cause(suspects, event.step, losses.get(event.step), bool(losses))
     far = f", {times(event.value / event.usual)} what was usual" if event.usual is not None and event.usual > 0 else ""
     when = f" in step {event.step}" if spike.first != spike.last else ""
     others = len(found) - 1
