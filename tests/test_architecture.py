@@ -154,6 +154,7 @@ HOST_READS = {
     ("capture.modules.tensor_hooks", "accumulates", "bool"): "of a list",
     ("capture.modules.tensor_hooks", "_is_executed", "bool"): "of what the engine says",
     ("capture.modules.forward_hooks", "on_root", "bool"): "of a list",
+    ("capture.modules.compiled", "has_graphs", "bool"): "of a list",
     ("capture.modules.forward_hooks", "has_removable_hooks", "bool"): "of a dict",
     ("capture.modules.lookup", "others", "bool"): "of tuples",
     ("capture.modules.values", "wants", "bool"): "of a tuple",

@@ -160,7 +160,8 @@ def test_module_of_the_package_is_the_command(run_dir: Path) -> None:
     assert output("--version")[:2] == (0, f"torch_gradmon {gradmon.__version__}\n")
     assert output("diagnose", str(run_dir))[1].startswith(("Nothing found", "1 ", "2 ", "3 "))
     code, _, error = output("tune")
-    assert (code, error[:8]) == (2, "gradmon:")
+    assert code == 2
+    assert "\ngradmon: " in f"\n{error}"  # below torch's own warning where there is no numpy
 
 
 def test_why_without_a_spike_is_an_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor
 
-OF_PARAMETERS = "make the optimizer afterwards"
+OF_PARAMETERS = "make the optimizer after that"
 
 
 class _Flat:

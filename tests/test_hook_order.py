@@ -274,7 +274,7 @@ def test_a_clip_in_a_hook_is_seen_by_what_acts_on_spikes() -> None:
     loop.backward()
     loop.model.weight.grad.fill_(float("nan"))
     start = loop.model.weight.detach().clone()
-    with pytest.warns(gradmon.GradmonWarning, match="NaN or infinite; skipped"):
+    with pytest.warns(gradmon.GradmonWarning, match="NaN or infinite before the optimizer's step; skipped"):
         loop.optimizer.step()
     assert monitor.step_skipped
     assert loop.model.weight.equal(start)

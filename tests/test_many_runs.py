@@ -185,6 +185,7 @@ def test_load_run_of_a_directory_of_runs_names_those(read: Callable[[Path], obje
 
 @pytest.mark.parametrize("command", ["report", "summary", "status", "diagnose", "why"])
 def test_a_directory_of_runs_is_told_from_a_run(command: str, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("plotly" if command == "report" else "rich")
     assert main([command, str(root)]) == 2
     below = ", ".join(str(root / name) for name in ("deep/spiked", "lr-0.001", "lr-0.01"))
     assert f"there is no run in {str(root)!r} itself; below it: {below}\n" in capsys.readouterr().err

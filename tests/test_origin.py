@@ -136,7 +136,7 @@ def test_a_loss_logged_after_the_step_is_not_asked_for() -> None:
             optimizer.step()
             monitor.log_scalar("loss", loss.detach())
     (text,) = [str(warning.message) for warning in said if "grad_norm" in str(warning.message)]
-    assert "the loss of this step, not logged so far, tells which" in text
+    assert "the loss, which is not logged yet in this step, tells which" in text
     assert "log the loss" not in text
     assert "the loss is nan" in monitor.why(BAD)
 

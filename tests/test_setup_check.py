@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import GradmonWarning, ModuleMonitor
-from torch_gradmon.plugins.setup_check.optimizers import followed
+from torch_gradmon.plugins.setup_check.optimizers import Followed
 
 
 def rules(monitor: ModuleMonitor) -> list[str]:
@@ -448,23 +448,25 @@ def test_groups_that_are_pointed_elsewhere_own_nothing_here() -> None:
         each.detach()
 
 
-def test_followed_optimizers_are_counted_from_many_threads() -> None:
+def test_followed_optimizers_are_known_from_many_threads() -> None:
     optimizers = [sgd(net(nn.Tanh())) for _ in range(8)]
 
     def follow(optimizer: torch.optim.Optimizer) -> None:
         for _ in range(200):
-            followed.begin([optimizer])
-            followed.now()
-            followed.end([optimizer])
+            followed = Followed([optimizer])
+            assert optimizer in Followed.by_any()
+            del followed
 
-    before = len(followed.now())
+    before = len(Followed.by_any())
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(follow, optimizers))
-    assert len(followed.now()) == before
-    followed.begin(optimizers)
+    gc.collect()
+    assert len(Followed.by_any()) == before
+    kept = Followed(optimizers)
     del optimizers
     gc.collect()
-    assert len(followed.now()) == before
+    assert len(Followed.by_any()) == before
+    del kept
 
 
 class _Player(nn.Module):

@@ -64,6 +64,7 @@ class History:
         acts: the data depend on the model, as those of a policy or of a GAN do.
         parameters: all parameters of the model with their ``"shape"`` and ``"dtype"``.
         trainer: name of the trainer that has the loop, see :mod:`torch_gradmon.core.trainers`; empty without.
+        is_cut: the rest, whose parameters are NaN or infinite, was left out.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class History:
         acts: bool = False,
         parameters: Mapping[str, Mapping[str, Any]] | None = None,
         trainer: object = "",
+        is_cut: bool = False,
     ) -> None:
         self.records = sorted(records, key=lambda record: record.step)
         self.events = list(events) or [event for record in self.records for event in record.events]
@@ -93,7 +95,7 @@ class History:
         self.place = place
         self._recorded, self._suspects = steps, suspects
         self._chance, self.groups, self.frozen, self.acts = dict(chance or {}), list(groups), frozenset(frozen), acts
-        self.is_cut = False  # the rest, whose parameters are NaN or infinite, was left out
+        self.is_cut = is_cut
         self.advice, self._trainer = advice_for(trainer), trainer
         self._matrices: dict[tuple[str, str], Matrix | None] = {}
 
@@ -132,9 +134,7 @@ class History:
             return self
         kept = self.records[:last], self.events, self.facts, self.matrices, self.kinds, self.place
         of_setup = self._chance, self.groups, self.frozen, self.acts, self.parameters, self._trainer
-        found = History(*kept, self._recorded, self._suspects, *of_setup)
-        found.is_cut = True
-        return found
+        return History(*kept, self._recorded, self._suspects, *of_setup, is_cut=True)
 
     @property
     def died(self) -> bool:
@@ -310,6 +310,8 @@ class History:
     @cached_property
     def edit(self) -> GradientEdit:
         """What the loop does to gradients between backward and the optimizer's step."""
+        if self.series("clip_limit"):  # an adaptive clip, whose bound changes, scales nothing else
+            return GradientEdit()
         kept = self.ratio(n.GRADIENT, n.GRADIENT_BEFORE_CLIP)
         return GradientEdit.of(self.series("grad_norm").finite, self.series("grad_norm_clipped").finite, kept)
 

@@ -54,7 +54,8 @@ class SpikePolicy(Plugin):
         self.act: Act | None = None
         self.rolled_back: RolledBack | None = None
         self.skipped = self.rollbacks = 0
-        self._votes = Votes(detectors, exchange, complaints, lambda: {**parts(), "on_spike=": policy.settings})
+        settings = policy.settings  # not the policy, which may hold the model
+        self._votes = Votes(detectors, exchange, complaints, lambda: {**parts(), "on_spike=": settings})
         self._rollbacks = Rollbacks(policy, exchange.ranks, complaints) if isinstance(policy, Rollback) else None
         self._in_a_row = 0
 
