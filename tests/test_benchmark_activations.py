@@ -23,6 +23,8 @@ from benchmarks.watchers import METRICS, WATCHERS, Watcher, own
 
 from . import oracle
 
+pytestmark = pytest.mark.thorough
+
 TINY = Sizes(vocabulary=40, context=12, width=16, heads=2, blocks=2)
 RIVALS = ("torch_module_monitor", "torch_module_monitor_plain")
 needs_rival = [pytest.mark.extra, pytest.mark.skipif(not find_spec("torch_module_monitor"), reason="not installed")]

@@ -17,6 +17,8 @@ from benchmarks.foresight.recording import Recording, record
 from benchmarks.foresight.signals import SIGNALS, Level, episodes
 from benchmarks.models import Sizes
 
+pytestmark = pytest.mark.thorough
+
 NAME = SIGNALS[0].name
 
 

@@ -37,6 +37,8 @@ from benchmarks.spikes.traces import DATA, Kind, Trace, groups, load
 from torch_gradmon import SpikeDetector
 from torch_gradmon.spikes import Verdict
 
+pytestmark = pytest.mark.thorough
+
 SEEDS = range(3)
 
 

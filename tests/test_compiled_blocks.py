@@ -19,6 +19,7 @@ from torch_gradmon.core import compat
 
 # torch hides the first of these warnings, which is the compiler's own, but cannot where warnings are errors
 pytestmark = [
+    pytest.mark.thorough,
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.skipif(not compat.TELLS_EXPORT, reason="before torch 2.7 no values in compiled graphs"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning"),

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from torch_gradmon.analysis.diagnosis.learning import learning, rank_shift, spread
 from torch_gradmon.analysis.diagnosis.series import Series
 
+pytestmark = pytest.mark.thorough
+
 
 def _series(values: list[float]) -> Series:
     return Series(tuple(range(len(values))), tuple(values))

@@ -17,6 +17,8 @@ from torch_gradmon.step.device_transfer import DeviceToHostCopy
 
 from .reads import HostReads
 
+pytestmark = pytest.mark.thorough
+
 MOVED, SPIKE, STEPS = 197, 200, 240
 REMEMBERED = 16
 
@@ -43,7 +45,6 @@ def _train(steps: int = STEPS, scaler: Any = None, clip: bool = False, **argumen
     return monitor, model
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("clip", [False, True])
 def test_the_steps_around_a_spike_are_there_with_the_numbers_of_a_monitor_that_takes_every_step(
     tmp_path: Path, clip: bool

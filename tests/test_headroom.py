@@ -20,6 +20,8 @@ from torch_gradmon.analysis.plots.panel_set import PanelSet
 from torch_gradmon.analysis.plots.sources import ValueSource
 from torch_gradmon.plugins.headroom.line_search import critical_step
 
+pytestmark = pytest.mark.thorough
+
 KEY = "gradmon/lr_over_critical"
 
 

@@ -21,6 +21,8 @@ from torch_gradmon.analysis.width_sweep import verdicts as judging
 from torch_gradmon.analysis.width_sweep.recipe import usual_loss
 from torch_gradmon.cli.main import main
 
+pytestmark = pytest.mark.thorough
+
 INPUTS, CLASSES = torch.randn(4, 6, generator=torch.Generator().manual_seed(3)), torch.tensor([0, 1, 2, 0])
 
 
