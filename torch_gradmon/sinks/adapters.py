@@ -71,7 +71,8 @@ def sender(sink: Any) -> Log:
         if _takes_values_and_step(function):
             return partial(_call, function)
     raise TypeError(
-        f"a sink needs a method log(dict, step=) or log_metrics(dict, step=), or must be callable as sink(dict, step=), got {display(sink)}"
+        "a sink needs a method log(dict, step=) or log_metrics(dict, step=), or must be callable as sink(dict, step=), with a parameter of "
+        f"that name, as lambda values, step: ... has it; got {display(sink)}"
     )
 
 
