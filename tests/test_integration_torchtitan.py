@@ -37,5 +37,6 @@ def test_values_are_those_of_one_process_and_of_its_own_clip(schedule: str, pipe
     (expected,) = on_ranks(1, runs.whole, shards)
     for found, true in zip(values, expected["values"], strict=True):
         assert found.keys() == true.keys()
-        assert found == pytest.approx(true, rel=1e-5, abs=5e-8)
+        # two trainings, whose float32 products round differently: by 1.1e-5 in one element on a Xeon
+        assert found == pytest.approx(true, rel=3e-5, abs=5e-8)
         assert found["gradmon/grad_norm_clipped"] == pytest.approx(runs.MAX_NORM, rel=1e-3)
