@@ -5,11 +5,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import itertools
 import multiprocessing
 import os
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -132,21 +134,34 @@ def _received(pipe: Connection) -> tuple[bool, Any]:
     return good, answer
 
 
+class _CountedFrom(Counter[Any]):
+    def __init__(self, start: int) -> None:
+        super().__init__()
+        self._start = start
+
+    def __missing__(self, key: object) -> int:
+        return self._start
+
+
 def _work(rank: int, count: int, store: str, pipe: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
     import torch.distributed as dist
+
+    from torch_gradmon.step import consensus
 
     torch.set_num_threads(1)
     gc.freeze()  # what was imported before the fork stays out of collections, and in pages that are shared
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=timedelta(seconds=LIMIT - 10)
     )
-    while True:
+    for number in itertools.count():
         try:
             function, args = pipe.recv()
         except EOFError:
             return
+        # each function is a job of its own: a monitor that an earlier one left on some ranks only is none of its business
+        consensus._made = _CountedFrom(1000 * number)
         try:
             pipe.send((True, function(rank, *args)))
         except BaseException:
