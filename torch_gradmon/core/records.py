@@ -179,8 +179,7 @@ def are_others(before: StatsTable, after: StatsTable, were_others: bool, roundin
     """
     if brings_others(before, after) or Column.SQUARE_SUM not in before.columns & after.columns:
         return False
-    place = {name: row for row, name in enumerate(before.names)}
-    squares = before.rows[[place[name] for name in after.names], Column.SQUARE_SUM], after.rows[:, Column.SQUARE_SUM]
+    squares = before.rows[[before.row_of[name] for name in after.names], Column.SQUARE_SUM], after.rows[:, Column.SQUARE_SUM]
     known = squares[0].isfinite() & squares[1].isfinite() & ((squares[0] > 0) | (squares[1] > 0))
     factors = (squares[1][known] / squares[0][known]).sqrt()
     slack = 1 + max(_SAME, _ROUNDINGS * rounding)

@@ -44,9 +44,8 @@ class OptimizerSteps:
         self._resting: Hashable = None  # the optimizer that the user named last, while steps go on without it
         self._accumulates = False  # it steps at last with the gradients of many steps
         self._rounds: dict[Hashable, int] = {}  # the most steps of each optimizer to one of the last
-        self._in_a_row = self._joined = (
-            0  # steps of the last one without others since, and parts of its step that may have been steps
-        )
+        # steps of the last one without others since, and parts of its step that may have been steps
+        self._in_a_row = self._joined = 0
         self._by_phases = False  # each optimizer takes several steps before another one does
 
     # --- which optimizers' steps make one step -----------------------------------------------------------------------------------
