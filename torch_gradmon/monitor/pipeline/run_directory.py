@@ -5,8 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import secrets
-import sqlite3
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,7 +55,6 @@ class RunDirectory:
         self.keep_alive: list[object] = []
         self._path, self._complaints, self._is_muted = path, complaints, is_muted
         self._meta = dict(meta) if path is None else {**meta, "process": process_facts()}
-        self._name = secrets.token_hex(8)  # under which the directory is claimed
         self._failures = 0
         self._has_lost = False  # a step
         self._has_claimed = False  # the directory, with its first step
@@ -103,7 +100,7 @@ class RunDirectory:
         if self._writer is not None and not self._process.is_forked:
             try:
                 self._writer.annotate(facts)
-            except sqlite3.Error as error:
+            except OSError as error:
                 self._complaints.add("store", f"the run directory {self._path} could not be written", error)
 
     def rewind(self, step: int) -> None:
@@ -117,7 +114,7 @@ class RunDirectory:
                     self._complaints.add("replaced", _REPLACED.format(self._path, self._writer.last, step))
                 self._claim(self._writer)
                 self._writer.rewind(step)
-            except sqlite3.Error as error:
+            except OSError as error:
                 self._complaints.add("store", f"the run directory {self._path} could not be written", error)
 
     def write(self, record: StepRecord, amends: bool = False, backfills: bool = False) -> None:
@@ -143,7 +140,7 @@ class RunDirectory:
                 "there no more; give each a run_dir of its own"
             )
             self._complaints.add("store", message)
-        except (sqlite3.Error, OSError) as error:
+        except OSError as error:
             self._failures, self._has_lost = self._failures + 1, True
             message = (
                 f"step {record.step} could not be written to the run directory {self._path}; training continues, "
@@ -180,7 +177,7 @@ class RunDirectory:
         from ...runs.writer import RunWriter
 
         if self._writer is None:
-            self._writer = RunWriter(path, self._meta, self._name)
+            self._writer = RunWriter(path, self._meta)
             self.keep_alive.append(self._writer)
         return self._writer
 
@@ -190,7 +187,7 @@ class RunDirectory:
         Nothing changes if this monitor no longer writes there, as after another monitor has claimed the directory.
         """
         if self._path is not None and self._failures < PATIENCE and not self._is_muted() and not self._process.is_forked:
-            with contextlib.suppress(sqlite3.Error, OSError):  # the first record reports the failure
+            with contextlib.suppress(OSError):  # the first record reports the failure
                 self._opened(self._path).claim(self._meta)
 
     def close(self) -> None:

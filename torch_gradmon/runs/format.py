@@ -1,0 +1,245 @@
+"""What the records of a run directory hold, see docs/reference/run-format.md.
+
+A run directory has pairs of log files, ``gradmon.000001.values`` and ``gradmon.000001.rows``, one pair for each writer, or more for a large
+run. The first byte of a record is its kind: ``J`` for a JSON object, ``S`` for a step, ``R`` for the rows of a step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+FORMAT = 1
+VALUES, ROWS = "values", "rows"
+_NAME = re.compile(r"gradmon\.(\d{6,9})\.values")
+#: What earlier versions kept a run in.
+OLD_NAME = "gradmon.sqlite"
+
+JSON, STEP, TABLES = b"J", b"S", b"R"
+#: Flags of a step.
+APPLIED, AMENDS, BACKFILLS, HAS_EVENTS = 1, 2, 4, 8
+#: Kind, flags, number of values, step, time, where its rows begin and end, number of its set of layouts, bytes of context and of events.
+_STEP = struct.Struct("<cB2xIqdQQIII4x")
+_VALUE = struct.Struct("<d")
+#: Kind, number of parts, step; then of each part where the record that defines it begins, and its bytes.
+_TABLES, _PART = struct.Struct("<c3xIq"), struct.Struct("<QQ")
+
+
+def name_of(number: int, kind: str) -> str:
+    """The name of a file."""
+    return f"gradmon.{number:06d}.{kind}"
+
+
+def pairs_in(directory: str | os.PathLike[str]) -> list[int]:
+    """The numbers of the pairs in a directory, ascending.
+
+    Raises:
+        OSError: there is no such directory, or it cannot be read.
+    """
+    return sorted(int(found[1]) for name in os.listdir(directory) if (found := _NAME.fullmatch(name)))
+
+
+def is_run(names: Iterable[str]) -> bool:
+    """Whether files of these names make a run."""
+    return any(map(_NAME.fullmatch, names))
+
+
+def has_run(directory: Path) -> bool:
+    """Whether there is a run in a directory."""
+    try:
+        return bool(pairs_in(directory))
+    except OSError:
+        return False
+
+
+def identity(path: str | os.PathLike[str]) -> tuple[int, int]:
+    """What distinguishes the run in ``path`` from another that takes its place.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    directory = directory_of(path)
+    numbers = pairs_in(directory)
+    if not numbers:
+        raise FileNotFoundError(f"there is no run in {str(directory)!r}")
+    status = os.stat(directory / name_of(numbers[0], VALUES))
+    return status.st_dev, status.st_ino
+
+
+def version(directory: Path) -> str:
+    """Changes with each write to the run in a directory, and with another run in its place; empty if there is none."""
+    found: list[int] = []
+    for number in reversed(pairs_in(directory) if directory.is_dir() else []):
+        try:
+            status = os.stat(directory / name_of(number, VALUES))
+        except OSError:
+            continue
+        found += [status.st_ino, status.st_size, status.st_mtime_ns]
+        break
+    return "-".join(map(str, found))
+
+
+def directory_of(path: str | os.PathLike[str]) -> Path:
+    """The run directory; ``path`` is this or one of its files."""
+    path = Path(path)
+    return path.parent if _NAME.fullmatch(path.name) and path.is_file() else path
+
+
+class Unreadable(ValueError):
+    """A record has the right checksum, but is none of this format."""
+
+
+def of_json(facts: Mapping[str, Any]) -> bytes:
+    """A JSON record."""
+    return JSON + json.dumps(facts, default=str, skipkeys=True, separators=(",", ":")).encode("utf-8", "backslashreplace")
+
+
+def json_of(record: bytes) -> dict[str, Any]:
+    """The object in a JSON record.
+
+    Raises:
+        Unreadable: there is none.
+    """
+    try:
+        found = json.loads(record[1:])
+    except (ValueError, RecursionError):
+        raise Unreadable("a record that should be JSON is not") from None
+    if record[:1] != JSON or not isinstance(found, dict):
+        raise Unreadable("a record is no JSON object")
+    return found
+
+
+class StepFrame(NamedTuple):
+    """A step, or what is added to one.
+
+    Attributes:
+        step: its number.
+        time: seconds since the epoch.
+        flags: see :data:`APPLIED` and the following.
+        rows: where the record with its rows begins and ends in the other file; both 0 without one.
+        layouts: number of the set of layouts of these rows.
+        ids: uint32, the numbers of the keys of its values.
+        values: float64.
+        context, events: JSON; empty in an amendment that leaves them as they are.
+    """
+
+    step: int
+    time: float
+    flags: int
+    rows: tuple[int, int]
+    layouts: int
+    ids: np.ndarray
+    values: np.ndarray
+    context: bytes
+    events: bytes
+
+    def packed(self) -> bytes:
+        """The record."""
+        head = _STEP.pack(
+            STEP,
+            self.flags,
+            len(self.values),
+            self.step,
+            self.time,
+            *self.rows,
+            self.layouts,
+            len(self.context),
+            len(self.events),
+        )
+        return b"".join(
+            (
+                head,
+                self.values.astype("<f8", copy=False).tobytes(),
+                self.ids.astype("<u4", copy=False).tobytes(),
+                self.context,
+                self.events,
+            )
+        )
+
+
+class StepHead(NamedTuple):
+    """The fixed part of a step, see :class:`StepFrame`, with the sizes of the others."""
+
+    step: int
+    time: float
+    flags: int
+    rows: tuple[int, int]
+    layouts: int
+    values: int
+    context: int
+    events: int
+
+
+def head_of(record: bytes) -> StepHead:
+    """The fixed part of a step.
+
+    Raises:
+        Unreadable: it is none.
+    """
+    if len(record) < _STEP.size or record[:1] != STEP:
+        raise Unreadable("a step is too short")
+    _, flags, count, step, time, begin, end, layouts, context, events = _STEP.unpack_from(record)
+    if _STEP.size + 12 * count + context + events != len(record) or begin > end or time != time:
+        raise Unreadable("the parts of a step are not of its size")
+    return StepHead(step, time, flags, (begin, end), layouts, count, context, events)
+
+
+def ids_of(record: bytes, head: StepHead) -> bytes:
+    """The numbers of the keys of a step, uint32."""
+    begin = _STEP.size + 8 * head.values
+    return record[begin : begin + 4 * head.values]
+
+
+def frame_of(record: bytes) -> StepFrame:
+    """A step.
+
+    Raises:
+        Unreadable: it is none.
+    """
+    head = head_of(record)
+    values = np.frombuffer(record, "<f8", head.values, _STEP.size)
+    ids = np.frombuffer(record, "<u4", head.values, _STEP.size + 8 * head.values)
+    text = _STEP.size + 12 * head.values
+    return StepFrame(
+        head.step, head.time, head.flags, head.rows, head.layouts, ids, values,
+        record[text : text + head.context], record[text + head.context :],
+    )  # fmt: skip
+
+
+def value_at(record: bytes, place: int) -> float:
+    """One value of a step."""
+    return float(_VALUE.unpack_from(record, _STEP.size + 8 * place)[0])
+
+
+def of_tables(step: int, parts: Sequence[tuple[int, bytes]]) -> bytes:
+    """The rows of a step: of each part where it is defined, and its data."""
+    heads = [_PART.pack(place, len(data)) for place, data in parts]
+    return b"".join((_TABLES.pack(TABLES, len(parts), step), *heads, *[data for _, data in parts]))
+
+
+def tables_of(record: bytes, step: int) -> list[tuple[int, bytes]]:
+    """The inverse of :func:`of_tables`.
+
+    Raises:
+        Unreadable: these are no rows of ``step``.
+    """
+    if len(record) < _TABLES.size:
+        raise Unreadable("rows are too short")
+    kind, count, number = _TABLES.unpack_from(record)
+    at = _TABLES.size + count * _PART.size
+    if kind != TABLES or number != step or at > len(record):
+        raise Unreadable(f"there are no rows of step {step} where they should be")
+    found = []
+    for place, length in _PART.iter_unpack(record[_TABLES.size : at]):
+        found.append((place, record[at : at + length]))
+        at += length
+    if at != len(record):
+        raise Unreadable(f"the rows of step {step} are not of their size")
+    return found
