@@ -7,6 +7,7 @@ filler.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import struct
@@ -106,6 +107,10 @@ class LogWriter:
         """Have the file written back, which makes it visible on other hosts and outlasts a crash of this one. Raises OSError."""
         getattr(os, "fdatasync", os.fsync)(self._file)
 
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError, OSError):
+            self.close()
+
     def close(self) -> None:
         """Close the file. Raises OSError, as where a server reports a failed write only now."""
         if self._file >= 0:
@@ -162,6 +167,10 @@ class LogReader:
         self.offset = 0
         self.damage: list[Damage] = []
         self._kept = 0, b""  # a part of the file, and where it begins
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):
+            self.close()
 
     @property
     def size(self) -> int:

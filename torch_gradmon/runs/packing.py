@@ -46,11 +46,11 @@ class TableLayout(NamedTuple):
 
     def definition(self) -> dict[str, Any]:
         """As JSON."""
-        columns = [column.name.lower() for column in _stored(self.columns, bool(self.counts))]
         return {
             "is": "layout",
             "source": self.source,
-            "columns": columns,
+            "measured": [column.name.lower() for column in sorted(self.columns)],
+            "stored": [column.name.lower() for column in _stored(self.columns, bool(self.counts))],
             "tensors": self.names,
             "counts": self.counts,
             "same_as": self.same_as,
@@ -82,16 +82,15 @@ def layout_of(facts: Mapping[str, Any]) -> TableLayout:
         Unreadable: it is none.
     """
     source, same_as = facts.get("source"), facts.get("same_as")
-    names, columns, counts = (_listed(facts, name) for name in ("tensors", "columns", "counts"))
+    names, measured, stored, counts = (_listed(facts, name) for name in ("tensors", "measured", "stored", "counts"))
     if not isinstance(source, str) or not isinstance(same_as, str) or not all(isinstance(name, str) for name in names):
         raise Unreadable("a layout has names that are none")
     if len(counts) not in (0, len(names)) or not all(type(count) is int and 0 <= count < 2**62 for count in counts):
         raise Unreadable("a layout has counts that are none")
-    known = [_COLUMNS[column] for column in columns if isinstance(column, str) and column in _COLUMNS]
-    measured = frozenset(known) | ({Column.COUNT} if counts else set())
-    if known != _stored(measured, bool(counts)) or len(known) != len(columns) or len(set(names)) != len(names):
+    columns = frozenset(_COLUMNS[column] for column in measured if isinstance(column, str) and column in _COLUMNS)
+    if stored != [column.name.lower() for column in _stored(columns, bool(counts))] or len(set(names)) != len(names):
         raise Unreadable("a layout has other columns, or names twice")
-    return TableLayout(source, tuple(names), measured, tuple(counts), same_as)
+    return TableLayout(source, tuple(names), columns, tuple(counts), same_as)
 
 
 def _listed(facts: Mapping[str, Any], name: str) -> list[Any]:
