@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch_gradmon.runs.scan import _AT_A_TIME
 
 import torch_gradmon as gradmon
 from torch_gradmon import load_run
@@ -19,7 +20,6 @@ from torch_gradmon.core import keys as n
 from torch_gradmon.core.keys import Key, format_key
 from torch_gradmon.core.moments import ALL_COLUMNS, VIEWS
 from torch_gradmon.core.records import SpikeEvent, StatsTable, StepRecord
-from torch_gradmon.runs.scan import _AT_A_TIME
 from torch_gradmon.runs.stats_series import StatsSeries
 from torch_gradmon.runs.writer import RunWriter
 from torch_gradmon.statistics.eager import measure

@@ -19,6 +19,7 @@ import numpy as np
 FORMAT = 1
 VALUES, ROWS = "values", "rows"
 _NAME = re.compile(r"gradmon\.(\d{6,9})\.values")
+_ANY = re.compile(r"gradmon\.(\d{6,9})\.(?:values|rows)")
 #: What earlier versions kept a run in.
 OLD_NAME = "gradmon.sqlite"
 
@@ -44,6 +45,11 @@ def pairs_in(directory: str | os.PathLike[str]) -> list[int]:
         OSError: there is no such directory, or it cannot be read.
     """
     return sorted(int(found[1]) for name in os.listdir(directory) if (found := _NAME.fullmatch(name)))
+
+
+def next_number(directory: str | os.PathLike[str]) -> int:
+    """The number after those of all files in a directory. Raises OSError as :func:`pairs_in`."""
+    return 1 + max((int(found[1]) for name in os.listdir(directory) if (found := _ANY.fullmatch(name))), default=0)
 
 
 def is_run(names: Iterable[str]) -> bool:

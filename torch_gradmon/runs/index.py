@@ -43,7 +43,7 @@ class Pair:
         self.values = LogReader(directory / f.name_of(number, f.VALUES))
         self.place = 0  # among the pairs of the run
         self.facts: dict[str, Any] = {}
-        self.has_claimed = False
+        self.has_head = self.has_claimed = False
         self.begins = _NEVER
         self.ids: list[int] = []  # of the run, by those of the file
         self.layouts: dict[int, tuple[int, ...]] = {0: ()}  # where each set of them is defined
@@ -139,6 +139,7 @@ class RunIndex:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self._why = ""  # a pair could not be read
         self._pairs: list[Pair] = []
         self.meta: dict[str, Any] = {}
         self.steps: list[int] = []
@@ -154,11 +155,26 @@ class RunIndex:
         for number in f.pairs_in(directory):
             self._open(number)
         if not self._pairs:
+            if self.unreadable:
+                raise ValueError(self._why)
             raise FileNotFoundError(f"there is no run in {str(directory)!r}")
         self.look()
+        for pair in self._pairs:
+            if not pair.has_head and (pair.values.offset or pair.values.begins_otherwise()):
+                raise ValueError(
+                    f"{str(directory / pair.values.name)!r} is not a run of torch_gradmon: there is no record at byte 0"
+                )
 
-    def _open(self, number: int) -> Pair:
-        pair = Pair(self._directory, number)
+    def _open(self, number: int) -> Pair | None:
+        """The pair of this number, if it can be read."""
+        try:
+            pair = Pair(self._directory, number)
+        except FileNotFoundError:
+            raise
+        except (OSError, ValueError) as error:
+            self._why = str(error)
+            self.unreadable.append((f.name_of(number, f.VALUES), 0))
+            return None
         pair.place = len(self._pairs)
         self._pairs.append(pair)
         return pair
@@ -176,6 +192,8 @@ class RunIndex:
             try:
                 pair = self._open(self._pairs[-1].number + 1)
             except FileNotFoundError:
+                break
+            if pair is None:
                 break
             changed.append(self._take_from(pair))
         if all(first is None for first in changed):
@@ -209,6 +227,8 @@ class RunIndex:
                             break
                     touched = self._take_step(pair, record.begin, head, f.ids_of(record.data, head), limit)
             except f.Unreadable:
+                if not pair.has_head:
+                    raise ValueError(f"{str(self._directory / pair.values.name)!r} is not a run of torch_gradmon") from None
                 self.unreadable.append((pair.values.name, record.begin))
                 continue
             if touched is not None:
@@ -227,8 +247,10 @@ class RunIndex:
         if isinstance(facts := record.get("facts"), dict):
             pair.facts.update(facts)
         pair.has_claimed |= record.get("claims") is True
-        if what == "head" and record.get("format") != f.FORMAT:
-            raise ValueError(f"{pair.values.name!r} is of format {record.get('format')!r}, which this version does not know")
+        if what == "head":
+            if record.get("format") != f.FORMAT:
+                raise ValueError(f"{pair.values.name!r} is of format {record.get('format')!r}, which this version does not know")
+            pair.has_head = True
         if what == "keys":
             for each in record.get("keys", ()):
                 if not (isinstance(each, list) and len(each) == 3 and all(isinstance(part, str) for part in each)):

@@ -197,6 +197,11 @@ class LogReader:
         """When the file was written last, in seconds since the epoch."""
         return os.fstat(self._file.fileno()).st_mtime
 
+    def begins_otherwise(self) -> bool:
+        """Whether the file does not begin with a record, nor with bytes on their way."""
+        frame = self._frame(0, self.size)
+        return frame is not None and frame.end == 0 and any(self._bytes(0, self.size)[0][: _HEADER.size])
+
     def at(self, begin: int, end: int = 0) -> bytes | None:
         """The record that begins at ``begin``, and ends at ``end`` unless that is 0; None if it is damaged or not there yet."""
         record = self._next(begin, end or self.size, True)

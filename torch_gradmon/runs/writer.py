@@ -71,13 +71,13 @@ class RunWriter:
         self._written: StepRecord | None = None  # the last one, as the file has it
         self._spoiled = 0  # steps in a row before this one with a spike of NaN or Inf
         self._looked = self._synced = time.monotonic()
-        self._sync_every = _SYNCS
+        self._sync_takes = 0.0
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             there = f.pairs_in(self.path)
             self._before = RunIndex(self.path) if there else None  # what earlier writers wrote, until the first step
             self._last = self._before.steps[-1] if self._before is not None and self._before.steps else None
-            self._begin_pair(max(there, default=0) + 1)
+            self._begin_pair(f.next_number(self.path))
         except OSError as error:
             raise type(error)(f"run_dir={str(path)!r} cannot be written: {error}; give another directory") from error
 
@@ -148,11 +148,11 @@ class RunWriter:
     def _sync(self) -> None:
         """Make what was written visible on other hosts, every few seconds."""
         begin = time.monotonic()
-        if begin - self._synced >= self._sync_every:
+        if begin - self._synced >= max(_SYNCS, self._sync_takes / _SHARE):
             for file in self._files:
                 file.sync()
             self._synced = time.monotonic()
-            self._sync_every = max(_SYNCS, (self._synced - begin) / _SHARE)
+            self._sync_takes = self._synced - begin
 
     # --- facts ----------------------------------------------------------------------------------------------------------------------
 
@@ -168,10 +168,10 @@ class RunWriter:
             self._last = self._before.steps[-1] if self._before.steps else None
             self._before.close()
             self._before = None
-        latest = max(f.pairs_in(self.path), default=0)
+        free = f.next_number(self.path)
         self._has_claimed = True
-        if latest > self._number:
-            self._begin_pair(latest + 1)
+        if free > self._number + 1:
+            self._begin_pair(free)
         else:
             self._put({"is": "claim", "claims": True, "facts": self._meta})
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from ...core.errors import WarningLog
 from ...core.process import HomeProcess, process_facts
 from ...core.records import StepRecord
-from ...sinks.delivery import PATIENCE
 
 if TYPE_CHECKING:
     from ...runs.writer import RunWriter
@@ -55,7 +54,7 @@ class RunDirectory:
         self.keep_alive: list[object] = []
         self._path, self._complaints, self._is_muted = path, complaints, is_muted
         self._meta = dict(meta) if path is None else {**meta, "process": process_facts()}
-        self._failures = 0
+        self._is_taken = False  # the directory, by another writer
         self._has_lost = False  # a step
         self._has_claimed = False  # the directory, with its first step
         self._tells, self._has_news = tells, False  # since the end was told last
@@ -121,7 +120,7 @@ class RunDirectory:
         """Store ``record``: of a new step, in place of the last one, or of an earlier step."""
         if self._path is None or self._process.is_forked or self._is_muted():
             return
-        if self._failures >= PATIENCE:
+        if self._is_taken:
             self._complaints.counts["store"] += 1
             return
         from ...runs.writer import Superseded
@@ -132,19 +131,19 @@ class RunDirectory:
             writer = self._opened(self._path)
             self._claim(writer)
             writer.log(record, update=amends, backfill=backfills)
-            self._failures, self._has_news = 0, True
+            self._has_news = True
         except Superseded:
-            self._failures, self._has_lost = PATIENCE, True
+            self._is_taken = self._has_lost = True
             message = (
                 f"another monitor writes to the run directory {self._path} by now, so that this one, with step {record.step}, writes "
                 "there no more; give each a run_dir of its own"
             )
             self._complaints.add("store", message)
         except OSError as error:
-            self._failures, self._has_lost = self._failures + 1, True
+            self._has_lost = True
             message = (
-                f"step {record.step} could not be written to the run directory {self._path}; training continues, "
-                f"and after {PATIENCE} failures in a row nothing more is written"
+                f"step {record.step} could not be written to the run directory {self._path}; training continues, and later steps are "
+                "written as soon as that succeeds again"
             )
             self._complaints.add("store", message, error)
 
@@ -163,7 +162,7 @@ class RunDirectory:
             self._has_claimed = False
             self._complaints.add("gone", f"{_GONE.format(path, span)}; it is made anew, for the steps from {step} on")
             return False
-        self._failures = PATIENCE
+        self._is_taken = True
         self._complaints.add("gone", (_TAKEN if found == "replaced" else _GONE).format(path, span))
         return True
 
@@ -186,7 +185,7 @@ class RunDirectory:
 
         Nothing changes if this monitor no longer writes there, as after another monitor has claimed the directory.
         """
-        if self._path is not None and self._failures < PATIENCE and not self._is_muted() and not self._process.is_forked:
+        if self._path is not None and not self._is_taken and not self._is_muted() and not self._process.is_forked:
             with contextlib.suppress(OSError):  # the first record reports the failure
                 self._opened(self._path).claim(self._meta)
 
