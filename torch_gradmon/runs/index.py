@@ -172,7 +172,8 @@ class RunIndex:
         except FileNotFoundError:
             raise
         except (OSError, ValueError) as error:
-            self._why = str(error)
+            what = "this user has no permission" if isinstance(error, PermissionError) else error
+            self._why = f"{str(self._directory / f.name_of(number, f.VALUES))!r} could not be read: {what}"
             self.unreadable.append((f.name_of(number, f.VALUES), 0))
             return None
         pair.place = len(self._pairs)
