@@ -23,12 +23,29 @@ _ANY = re.compile(r"gradmon\.(\d{6,9})\.(?:values|rows)")
 #: What earlier versions kept a run in.
 OLD_NAME = "gradmon.sqlite"
 
-JSON, STEP, TABLES = b"J", b"S", b"R"
+JSON, STEP, TABLES, INDEX, COLUMN = b"J", b"S", b"R", b"I", b"C"
 #: Flags of a step.
 APPLIED, AMENDS, BACKFILLS, HAS_EVENTS = 1, 2, 4, 8
+#: Flag of a JSON record in an index.
+IS_JSON = 128
+#: An index is written after so many records.
+INDEXED = 512
 #: Kind, flags, number of values, step, time, where its rows begin and end, number of its set of layouts, bytes of context and of events.
 _STEP = struct.Struct("<cB2xIqdQQIII4x")
 _VALUE = struct.Struct("<d")
+#: Kind, number of records, of sets of keys, of columns, bytes of all sets; where the last index begins and ends, both 0 without one.
+_INDEX = struct.Struct("<c3xIIIIQQ")
+#: Of each record: where it begins, its step and time, where its rows begin and end, its set of layouts and of keys, and its flags.
+_ENTRY = np.dtype(
+    {
+        "names": ["begin", "step", "time", "rows", "end", "layouts", "keys", "flags"],
+        "formats": ["<u8", "<i8", "<f8", "<u8", "<u8", "<u4", "<u4", "<u1"],
+    }
+)
+#: Of each column: the number of its key, and where it begins.
+_COLUMNS = np.dtype([("key", "<u4"), ("begin", "<u8")])
+#: Kind, number of values, number of the key.
+_COLUMN = struct.Struct("<c3xII")
 #: Kind, number of parts, step; then of each part where the record that defines it begins, and its bytes.
 _TABLES, _PART = struct.Struct("<c3xIq"), struct.Struct("<QQ")
 
@@ -249,3 +266,77 @@ def tables_of(record: bytes, step: int) -> list[tuple[int, bytes]]:
     if at != len(record):
         raise Unreadable(f"the rows of step {step} are not of their size")
     return found
+
+
+class Index(NamedTuple):
+    """The records since the last index.
+
+    Attributes:
+        before: where the last index begins and ends; both 0 without one.
+        entries: a structured array; of a step its head, of a JSON record where it begins.
+        sets: the numbers of keys, uint32, that steps have values of.
+        columns: by the number of a key where the record with its values begins.
+    """
+
+    before: tuple[int, int]
+    entries: np.ndarray
+    sets: list[bytes]
+    columns: dict[int, int]
+
+    def packed(self) -> bytes:
+        """The record."""
+        lengths = np.array([len(each) // 4 for each in self.sets], "<u4").tobytes()
+        columns = np.array(list(self.columns.items()), _COLUMNS) if self.columns else np.empty(0, _COLUMNS)
+        sets = b"".join(self.sets)
+        head = _INDEX.pack(INDEX, len(self.entries), len(self.sets), len(columns), len(sets), *self.before)
+        return b"".join((head, self.entries.tobytes(), columns.tobytes(), lengths, sets))
+
+
+def entries_of(rows: Sequence[tuple[Any, ...]]) -> np.ndarray:
+    """The entries of an index, from tuples in the order of its fields."""
+    return np.array(rows, _ENTRY)
+
+
+def index_of(record: bytes) -> Index:
+    """An index.
+
+    Raises:
+        Unreadable: it is none.
+    """
+    if len(record) < _INDEX.size or record[:1] != INDEX:
+        raise Unreadable("an index is too short")
+    _, count, sets, columns, size, *before = _INDEX.unpack_from(record)
+    at = _INDEX.size
+    if at + count * _ENTRY.itemsize + columns * _COLUMNS.itemsize + 4 * sets + size != len(record):
+        raise Unreadable("the parts of an index are not of its size")
+    entries = np.frombuffer(record, _ENTRY, count, at)
+    at += entries.nbytes
+    places = np.frombuffer(record, _COLUMNS, columns, at)
+    at += places.nbytes
+    lengths = np.frombuffer(record, "<u4", sets, at)
+    ends = (at + 4 * sets + 4 * np.cumsum(lengths, dtype=np.int64)).tolist()
+    if (ends or [len(record)])[-1] != len(record) or (count and sets <= int(entries["keys"].max())):
+        raise Unreadable("the sets of an index are not of their size")
+    begins = [at + 4 * sets, *ends[:-1]] if ends else []
+    found = [record[begin:end] for begin, end in zip(begins, ends, strict=True)]
+    return Index((before[0], before[1]), entries, found, dict(zip(places["key"].tolist(), places["begin"].tolist(), strict=True)))
+
+
+def of_column(key: int, places: np.ndarray, values: np.ndarray) -> bytes:
+    """The values of one key in the records of an index: the numbers of the records that have one, and the values."""
+    head = _COLUMN.pack(COLUMN, len(values), key)
+    return head + values.astype("<f8", copy=False).tobytes() + places.astype("<u4", copy=False).tobytes()
+
+
+def column_of(record: bytes, key: int) -> tuple[np.ndarray, np.ndarray]:
+    """The inverse of :func:`of_column`: places and values.
+
+    Raises:
+        Unreadable: it is none of ``key``.
+    """
+    if len(record) < _COLUMN.size or record[:1] != COLUMN:
+        raise Unreadable("a column is too short")
+    _, count, number = _COLUMN.unpack_from(record)
+    if number != key or len(record) != _COLUMN.size + 12 * count:
+        raise Unreadable("a column is not of its key or size")
+    return np.frombuffer(record, "<u4", count, _COLUMN.size + 8 * count), np.frombuffer(record, "<f8", count, _COLUMN.size)

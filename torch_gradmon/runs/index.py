@@ -10,6 +10,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,16 @@ import numpy as np
 from ..core.keys import Key
 from ..core.records import SpikeEvent
 from . import format as f
-from .log import Damage, LogReader
+from .log import Damage, LogReader, Record
 from .packing import TableLayout, layout_of
 
 #: Seconds after the last write from which rows that are not there are lost, not on their way.
 _SETTLED = 600.0
 _NEVER = float("inf")
+#: The same where the records before it are asked for: of an index that has been written back with them.
+_SOON = 60.0
+#: The last index is looked for in so many blocks at the end of a file.
+_LOOKED_THROUGH = 64
 #: What the state of a random generator is named by among rows.
 RNG = "rng:"
 _EVENT = frozenset(field.name for field in fields(SpikeEvent))
@@ -47,6 +52,7 @@ class Pair:
         self.begins = _NEVER
         self.ids: list[int] = []  # of the run, by those of the file
         self.layouts: dict[int, tuple[int, ...]] = {0: ()}  # where each set of them is defined
+        self.columns: list[tuple[int, dict[int, int]]] = []  # of each index its first frame, and where it has the values of a key
         self._rows: LogReader | None = None
         self._known: dict[int, TableLayout] = {}
 
@@ -140,24 +146,34 @@ class RunIndex:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._why = ""  # a pair could not be read
+        self._uses_indices = True
+        try:
+            self._begin_anew()
+        except f.Unreadable:  # an index is not of its file
+            self.close()
+            self._uses_indices = False
+            self._begin_anew()
+
+    def _begin_anew(self) -> None:
         self._pairs: list[Pair] = []
         self.meta: dict[str, Any] = {}
         self.steps: list[int] = []
         self.begins: list[int] = []
         self.keys: dict[Key, int] = {}
         self.unreadable: list[tuple[str, int]] = []
-        self._frame_of: dict[int, list[int]] = {}  # by step; the first is the step itself, others amend it
+        self._first: dict[int, int] = {}  # the frame of each step
+        self._more: dict[int, list[int]] = {}  # those that amend it
         # of each frame: its pair, where it begins, its time, set of keys, set of layouts, and whether it has events
         self._pair, self._begin, self._time = array("I"), array("Q"), array("d")
         self._set, self._layouts, self._flags = array("I"), array("I"), array("B")
         self._sets: dict[tuple[int, bytes], int] = {}
         self._members: list[tuple[int, ...]] = []  # numbers of the keys of a set
-        for number in f.pairs_in(directory):
+        for number in f.pairs_in(self._directory):
             self._open(number)
         if not self._pairs:
             if self.unreadable:
                 raise ValueError(self._why)
-            raise FileNotFoundError(f"there is no run in {str(directory)!r}")
+            raise FileNotFoundError(f"there is no run in {str(self._directory)!r}")
         self.look()
         for pair in self._pairs:
             if not pair.has_head and (pair.values.offset or pair.values.begins_otherwise()):
@@ -212,29 +228,88 @@ class RunIndex:
 
     def _take_from(self, pair: Pair) -> int | None:
         """The first step that changed; -1 if only facts did, None if nothing."""
-        first: int | None = None
-        available = -1.0
         limit = min((each.begins for each in self._pairs[pair.place + 1 :]), default=_NEVER)
+        first = self._take_indexed(pair, limit) if not pair.values.offset else None
+        available = -1.0
         for record in pair.values.follow():
+            kind = record.data[:1]
             try:
-                if record.data[:1] != f.STEP:
-                    touched = self._take_facts(pair, f.json_of(record.data), limit)
-                else:
+                if kind == f.STEP:
                     head = f.head_of(record.data)
                     if head.rows[1] > available:
                         available = self._rows_there(pair)
                         if head.rows[1] > available:
                             pair.values.offset = record.begin  # it is there with its rows
                             break
-                    touched = self._take_step(pair, record.begin, head, f.ids_of(record.data, head), limit)
+                    if head.layouts not in pair.layouts:
+                        raise f.Unreadable
+                    self._add_frame(pair, record.begin, head, self._set_of(pair, f.ids_of(record.data, head)))
+                    touched = self._take_step(pair, len(self._begin) - 1, head.step, head.flags, limit)
+                elif kind in (f.INDEX, f.COLUMN):
+                    continue
+                else:
+                    touched = self._take_facts(pair, f.json_of(record.data), limit)
             except f.Unreadable:
                 if not pair.has_head:
                     raise ValueError(f"{str(self._directory / pair.values.name)!r} is not a run of torch_gradmon") from None
                 self.unreadable.append((pair.values.name, record.begin))
                 continue
-            if touched is not None:
-                first = touched if first is None or first < 0 else min(first, touched) if touched >= 0 else first
+            first = _earlier(first, touched)
         return first
+
+    def _take_indexed(self, pair: Pair, limit: float) -> int | None:
+        """Read what indices know of a file, instead of the file; nothing where these records may still be on their way."""
+        first: int | None = None
+        for record in reversed(self._indices(pair) if self._uses_indices else []):
+            index = f.index_of(record.data)
+            entries = index.entries
+            if not len(entries) or not self._are_there(pair, entries):
+                break
+            base = len(self._begin)
+            for name, column in (
+                ("begin", self._begin),
+                ("time", self._time),
+                ("layouts", self._layouts),
+                ("flags", self._flags),
+            ):
+                column.frombytes(np.ascontiguousarray(entries[name]).tobytes())
+            self._pair.extend([pair.place] * len(entries))
+            for frame, (step, flags) in enumerate(zip(entries["step"].tolist(), entries["flags"].tolist(), strict=True), base):
+                if not flags & f.IS_JSON:
+                    touched = self._take_step(pair, frame, step, flags, limit)
+                else:
+                    touched = self._take_facts(pair, f.json_of(pair.values.at(self._begin[frame]) or b""), limit)
+                first = _earlier(first, touched)
+            if max(index.columns, default=-1) >= len(pair.ids) or int(entries["layouts"].max()) >= len(pair.layouts):
+                raise f.Unreadable
+            sets = np.array([self._set_of(pair, ids) for ids in index.sets], "<u4")
+            self._set.frombytes(sets[entries["keys"]].tobytes())
+            pair.columns.append((base, {pair.ids[key]: begin for key, begin in index.columns.items()}))
+            pair.values.offset = record.end
+        return first
+
+    @staticmethod
+    def _indices(pair: Pair) -> list[Record]:
+        """The indices of a file, the last one first."""
+        last = pair.values.found_backwards(f.INDEX, _LOOKED_THROUGH)
+        found = []
+        while last is not None:
+            found.append(last)
+            begin, end = f.index_of(last.data).before
+            if not end:
+                break
+            data = pair.values.at(begin, end)
+            if data is None or end > last.begin:
+                raise f.Unreadable
+            last = Record(begin, end, data)
+        return found
+
+    def _are_there(self, pair: Pair, entries: np.ndarray) -> bool:
+        """Whether what an index knows can be read too, and is not on its way."""
+        now = time.time()
+        if now - pair.values.modified <= _SOON and now - float(entries["time"].max()) <= _SETTLED:
+            return False
+        return bool(entries["end"].max() <= self._rows_there(pair))
 
     @staticmethod
     def _rows_there(pair: Pair) -> float:
@@ -268,37 +343,33 @@ class RunIndex:
             return self._cut(pair, step) if limit == _NEVER else None
         return -1
 
-    def _take_step(self, pair: Pair, begin: int, head: f.StepHead, ids: bytes, limit: float) -> int | None:
-        step = head.step
-        if head.layouts not in pair.layouts:
-            raise f.Unreadable
-        members = self._set_of(pair, ids)
-        known = self._frame_of.get(step)
-        if head.flags & f.AMENDS:
-            if known is None or self._pair[known[0]] != pair.place:
+    def _take_step(self, pair: Pair, frame: int, step: int, flags: int, limit: float) -> int | None:
+        known = self._first.get(step)
+        if flags & f.AMENDS:
+            if known is None or self._pair[known] != pair.place:
                 return None
-            known.append(self._framed(pair, begin, head, members))
+            self._more.setdefault(step, []).append(frame)
             return step
         if step >= limit:  # of a writer that had been replaced
             return None
-        if limit == _NEVER and not head.flags & f.BACKFILLS:
+        if limit == _NEVER and not flags & f.BACKFILLS:
             pair.begins = min(pair.begins, step)
             if self.steps and step <= self.steps[-1]:
                 self._cut(pair, step)
             self.steps.append(step)
         elif known is None:
             self.steps.insert(bisect_left(self.steps, step), step)
-        self._frame_of[step] = [self._framed(pair, begin, head, members)]
+        self._first[step] = frame
+        self._more.pop(step, None)
         return step
 
-    def _framed(self, pair: Pair, begin: int, head: f.StepHead, members: int) -> int:
+    def _add_frame(self, pair: Pair, begin: int, head: f.StepHead, members: int) -> None:
         self._pair.append(pair.place)
         self._begin.append(begin)
         self._time.append(head.time)
         self._set.append(members)
         self._layouts.append(head.layouts)
         self._flags.append(head.flags)
-        return len(self._begin) - 1
 
     def _set_of(self, pair: Pair, ids: bytes) -> int:
         found = self._sets.get((pair.number, ids))
@@ -315,7 +386,8 @@ class RunIndex:
         pair.begins = min(pair.begins, step)
         cut = bisect_left(self.steps, step)
         for each in self.steps[cut:]:
-            del self._frame_of[each]
+            del self._first[each]
+            self._more.pop(each, None)
         if cut < len(self.steps):
             self.begins = [begin for begin in self.begins if begin < step] + [step]
             del self.steps[cut:]
@@ -333,27 +405,31 @@ class RunIndex:
         """Changes with what is read."""
         return tuple(pair.values.offset for pair in self._pairs)
 
+    def _frames_of(self, step: int) -> tuple[int, ...]:
+        more = self._more.get(step)
+        return (self._first[step],) if more is None else (self._first[step], *more)
+
     def __contains__(self, step: int) -> bool:
-        return step in self._frame_of
+        return step in self._first
 
     def time(self, step: int) -> float:
         """When a step ended, in seconds since the epoch."""
-        return self._time[self._frame_of[step][0]]
+        return self._time[self._first[step]]
 
     def with_events(self) -> list[int]:
         """The steps with spikes."""
         flags = self._flags
-        return [step for step in self.steps if any(flags[frame] & f.HAS_EVENTS for frame in self._frame_of[step])]
+        return [step for step in self.steps if any(flags[frame] & f.HAS_EVENTS for frame in self._frames_of(step))]
 
     def stored_keys(self) -> list[Key]:
         """The keys that any step has a stored value of, in the order of their first one."""
-        members = {self._set[frame] for frames in self._frame_of.values() for frame in frames}
+        members = {self._set[frame] for frame in [*self._first.values(), *chain.from_iterable(self._more.values())]}
         there = {number for each in members for number in self._members[each]}
         return [key for key, number in self.keys.items() if number in there]
 
     def layouts(self) -> list[TableLayout]:
         """The layouts of the steps, in the order of their first use."""
-        used = dict.fromkeys((self._pair[frame], self._layouts[frame]) for step in self.steps for frame in self._frame_of[step])
+        used = dict.fromkeys((self._pair[frame], self._layouts[frame]) for step in self.steps for frame in self._frames_of(step))
         places = dict.fromkeys((pair, place) for pair, number in used for place in self._pairs[pair].layouts[number])
         found = []
         for pair, place in places:
@@ -405,19 +481,36 @@ class RunIndex:
     def values(self, key: Key) -> dict[int, float]:
         """The stored value of a key by step."""
         number = self.keys.get(key)
-        found: dict[int, float] = {}
         if number is None:
-            return found
+            return {}
+        known = self._indexed_values(number)
         places = {each: members.index(number) for each, members in enumerate(self._members) if number in members}
+        found: dict[int, float] = {}
         for step in self.steps:
-            for frame in self._frame_of[step]:
+            for frame in self._frames_of(step):
                 place = places.get(self._set[frame])
-                if place is not None and (record := self._pairs[self._pair[frame]].values.at(self._begin[frame])) is not None:
+                if place is None:
+                    continue
+                if frame in known:
+                    found[step] = known[frame]
+                elif (record := self._pairs[self._pair[frame]].values.at(self._begin[frame])) is not None:
                     found[step] = f.value_at(record, place)
         return found
 
+    def _indexed_values(self, key: int) -> dict[int, float]:
+        """By frame, the values of a key that indices know."""
+        found: dict[int, float] = {}
+        for pair in self._pairs:
+            for base, columns in pair.columns:
+                record = pair.values.at(columns[key]) if key in columns else None
+                if record is not None:
+                    with contextlib.suppress(f.Unreadable):
+                        places, values = f.column_of(record, pair.ids.index(key))
+                        found.update(zip((places + base).tolist(), values.tolist(), strict=True))
+        return found
+
     def _frames(self, step: int) -> Iterator[tuple[Pair, f.StepFrame]]:
-        for number in self._frame_of[step]:
+        for number in self._frames_of(step):
             pair = self._pairs[self._pair[number]]
             record = pair.values.at(self._begin[number])
             if record is not None:  # it was there when the index was made
@@ -461,6 +554,13 @@ def is_claimed_after(directory: Path, number: int) -> bool:
             return False
         except (OSError, ValueError):  # a file of something else
             continue
+
+
+def _earlier(first: int | None, other: int | None) -> int | None:
+    """The earlier of two first steps; -1 stands for none, None for nothing at all."""
+    if first is None or other is None:
+        return first if other is None else other
+    return max(first, other) if min(first, other) < 0 else min(first, other)
 
 
 _NO_LAYOUT = TableLayout("", (), frozenset(), (), "")

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from ..core.process import is_gone
-from .index import open_run
+from .index import RunIndex, open_run
 
 #: A run looks alive if its last record is younger than this, in seconds, or than this multiple of the usual interval, or of the pauses that
 #: it makes, for evaluations for instance.
@@ -80,8 +80,13 @@ def run_status(path: str | os.PathLike[str]) -> RunStatus:
         ValueError: its file is not one of this package, or cannot be read.
     """
     with contextlib.closing(open_run(path)) as index:
-        meta = index.meta
-        recent = [(step, index.time(step)) for step in reversed(index.steps[-_RECENT:])]
+        return status_in(index)
+
+
+def status_in(index: RunIndex) -> RunStatus:
+    """The liveness of a run that is open."""
+    meta = index.meta
+    recent = [(step, index.time(step)) for step in reversed(index.steps[-_RECENT:])]
     if not recent:
         return RunStatus(meta)
     status = RunStatus(meta, recent[0][0], max(0.0, time.time() - recent[0][1]), _usual(meta, recent[:_LOOKED_AT]))

@@ -177,6 +177,22 @@ class LogReader:
         """The size of the file now, in bytes."""
         return os.fstat(self._file.fileno()).st_size
 
+    def found_backwards(self, kind: bytes, most: int) -> Record | None:
+        """The last record that begins with ``kind``, among those that begin in the last ``most`` blocks."""
+        size = self.size
+        last = (size - 1) // BLOCK
+        for block in range(last, max(-1, last - most), -1):
+            begins = []
+            frame = self._frame(block * BLOCK, size)
+            while frame is not None and frame.data is not None and frame.begin // BLOCK == block:
+                if frame.kind in (_WHOLE, _FIRST) and frame.data[:1] == kind:
+                    begins.append(frame.begin)
+                frame = self._frame(frame.end, size)
+            for begin in reversed(begins):
+                if isinstance(record := self._next(begin, size, True), Record):
+                    return record
+        return None
+
     def follow(self) -> Iterator[Record]:
         """The records that are new since the last call, up to the first byte that may still be on its way."""
         found = os.fstat(self._file.fileno())

@@ -19,6 +19,7 @@ from ..core.moments import ALWAYS, VIEWS
 from ..core.records import SpikeEvent, StatsTable, StepRecord
 from ..step.view_values import evaluate_view, value_in
 from .index import RNG, StoredStep, open_run
+from .liveness import RunStatus, status_in
 from .packing import TableLayout
 from .stats_series import StatsSeries
 from .window import LAYER_SOURCES, Window, is_of_layer
@@ -48,6 +49,11 @@ class RunReader:
         return damaged + [
             f"{name}: the record at byte {place} cannot be read" for name, place in dict.fromkeys(self._index.unreadable)
         ]
+
+    @property
+    def status(self) -> RunStatus:
+        """Whether the run is still alive."""
+        return status_in(self._index)
 
     def refresh(self) -> int | None:
         """Read what was written since the last look, at a cost that does not grow with the run.

@@ -95,6 +95,7 @@ class RunWriter:
             file.close()
         self._number, self._values = number, values
         self._rows: LogWriter | None = None
+        self._begin_index()
         self._ids: dict[Key, int] = {}
         self._id_sets: dict[tuple[Key, ...], np.ndarray] = {}
         self._layouts: dict[TableLayout | str, int] = {}  # where each is defined
@@ -102,7 +103,29 @@ class RunWriter:
         self._put({"is": "head", "format": f.FORMAT, "writer": self._name, "claims": self._has_claimed, "facts": self._meta})
 
     def _put(self, facts: Mapping[str, Any]) -> None:
-        self._values.append(f.of_json(facts))
+        begin, _ = self._values.append(f.of_json(facts))
+        self._entries.append((begin, 0, 0.0, 0, 0, 0, 0, f.IS_JSON))
+
+    def _begin_index(self, before: tuple[int, int] = (0, 0)) -> None:
+        self._before_index = before
+        self._entries: list[tuple[Any, ...]] = []  # of an index of the records since the last one
+        self._sets: dict[bytes, int] = {b"": 0}
+        self._indexed: list[tuple[int, np.ndarray, np.ndarray]] = []  # by number of the record: keys and values
+
+    def _put_index(self) -> None:
+        """Write an index of the records since the last one, and their values by key, so that a reader need not read all of them."""
+        columns: dict[int, tuple[list[int], list[float]]] = {}
+        for number, ids, values in self._indexed:
+            for key, value in zip(ids.tolist(), values.tolist(), strict=True):
+                places, numbers = columns.setdefault(key, ([], []))
+                places.append(number)
+                numbers.append(value)
+        begins = {
+            key: self._values.append(f.of_column(key, np.array(places), np.array(numbers)))[0]
+            for key, (places, numbers) in columns.items()
+        }
+        index = f.Index(self._before_index, f.entries_of(self._entries), list(self._sets), begins)
+        self._begin_index(self._values.append(index.packed()))
 
     def _row_file(self) -> LogWriter:
         if self._rows is None:
@@ -247,7 +270,12 @@ class RunWriter:
             json.dumps(record.context, default=str, skipkeys=True).encode() if is_news else b"",
             json.dumps([asdict(event) for event in record.events]).encode() if is_news and record.events else b"",
         )
-        self._values.append(frame.packed())
+        begin, _ = self._values.append(frame.packed())
+        self._indexed.append((len(self._entries), frame.ids, frame.values))
+        keys = self._sets.setdefault(frame.ids.tobytes(), len(self._sets))
+        self._entries.append((begin, frame.step, frame.time, *rows, layouts, keys, frame.flags))
+        if len(self._entries) >= f.INDEXED:
+            self._put_index()
 
     def _parts(self, record: StepRecord, tables: Mapping[str, StatsTable]) -> list[tuple[int, bytes]]:
         counts = {source: fixed_counts(source, table) for source, table in tables.items()}

@@ -15,7 +15,7 @@ from ...core.json_numbers import strict
 from ...core.keys import Key
 from ...core.loop_findings import LoopFinding
 from ...core.loss_keys import loss_among
-from ...runs.liveness import RunStatus, run_status
+from ...runs.liveness import RunStatus
 from ...spikes.episodes import Episode, episodes, largest
 from ..diagnosis.findings import Diagnosis
 from ..diagnosis.history import loop_findings
@@ -110,8 +110,8 @@ def run_card(
         FileNotFoundError: there is no run in it.
         ValueError: its file is not one of this package.
     """
-    status = run_status(path)
     with closing(load_run(path)) as run:
+        status = run.status
         steps = run.steps
         loss = _series(run, loss_among(run.scalars))
         times = [float(run.context(step)["time"]) for step in (steps[:1] + steps[-1:])]
