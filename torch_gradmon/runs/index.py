@@ -178,7 +178,7 @@ class RunIndex:
         for pair in self._pairs:
             if not pair.has_head and (pair.values.offset or pair.values.begins_otherwise()):
                 raise ValueError(
-                    f"{str(directory / pair.values.name)!r} is not a run of torch_gradmon: there is no record at byte 0"
+                    f"{str(self._directory / pair.values.name)!r} is not a run of torch_gradmon: there is no record at byte 0"
                 )
 
     def _open(self, number: int) -> Pair | None:
