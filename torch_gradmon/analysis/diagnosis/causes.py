@@ -15,6 +15,7 @@ _RATES = frozenset({"learning-rate-high", "update-ratio-high"})
 CONSEQUENCES: Mapping[str, frozenset[str]] = {
     "softmax-before-loss": _STANDSTILL | _UNITS | _DEPTH | {"learning-rate-low", "always-clipped"},
     "relu-before-loss": _STANDSTILL | _UNITS | {"gradient-dropped-to-zero", "no-gradient"},
+    "non-finite-input": _DISORDER | {"spike", "steps-skipped"},
     "labels-not-mixed": _DISORDER | {"spike"},
     "labels-constant": frozenset({"loss-at-chance"}),
     "another-model-trained": _STANDSTILL,

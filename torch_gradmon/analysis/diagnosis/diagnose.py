@@ -20,6 +20,7 @@ from .rules.loop import check_loop
 from .rules.loss import check_loss
 from .rules.nonfinite import check_nonfinite
 from .rules.precision import check_precision
+from .rules.skipped import check_skipped
 from .rules.spikes import check_spikes
 from .rules.units import check_units
 from .rules.unused_parameters import check_frozen, check_unused_parameters
@@ -46,10 +47,11 @@ RULES: dict[str, Rule] = {
     "foresight": check_foresight,
     "loss": check_loss,
     "spikes": check_spikes,
+    "skipped": check_skipped,
 }
 
 #: Rules for the whole run. The others see only the part before the first NaN, because the rest follows from it.
-_OF_WHOLE_RUN = {check_loop, check_nonfinite}
+_OF_WHOLE_RUN = {check_loop, check_nonfinite, check_skipped}
 
 
 def diagnose_history(history: History) -> Diagnosis:
