@@ -72,6 +72,13 @@ def test_gradients_vanish_where_the_first_layers_have_a_hundredth_of_the_last(fa
         assert finding.evidence["last third / first third"] == pytest.approx(factor**-6, rel=1e-6)
 
 
+def test_small_gradients_beside_a_large_one_of_that_depth_have_not_faded() -> None:
+    ratios = {"a.q": 1e-5, "a.k": 1e-5, "a.v": 0.01, "b.q": 1e-5, "b.k": 1e-5, "b.v": 0.01, "b.out": 0.02, "b.up": 0.01, "head": 1.0}
+    gradients = {f"{name}.weight": ratio for name, ratio in ratios.items()}
+    run = history(loss=flat, gradient_before_clip=gradients, parameter=dict.fromkeys(gradients, 1.0), matrices=dict.fromkeys(gradients, 1))
+    assert "vanishing-gradients" not in [finding.rule for finding in check_depth(run)]
+
+
 def test_small_gradients_are_judged_relative_to_weights() -> None:
     fading = _fading(0.3)
     run = history(loss=flat, gradient_before_clip=fading, parameter={name: 0.1 * rms for name, rms in fading.items()})

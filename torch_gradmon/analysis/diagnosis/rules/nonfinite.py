@@ -99,7 +99,7 @@ def check_nonfinite(history: History) -> list[Finding]:
         cause += f"; the loss had grown from {known[0]:.3g} to {known[-1]:.3g} before"
         advice = "lower the learning rate first, since the training had left its range; if that changes nothing, " + advice
     if stage.rule != "non-finite-parameter" and not Precautions.of(history).skips:
-        advice += "; on_spike='skip' leaves such steps out"
+        advice += ", or skip such steps: on_spike='skip'"
     return [
         *found,
         Finding(stage.rule, "error", where, (record.step, last), evidence, _sentence(cause), _sentence(advice), 100.0),
