@@ -35,6 +35,7 @@ CONSEQUENCES: Mapping[str, frozenset[str]] = {
     "backward-twice": _DISORDER | _UNITS | _ATTENTION | _RATES,
     "stepped-twice": _DISORDER | _UNITS | _ATTENTION | _RATES,
     "never-stepped": _STANDSTILL,
+    "frozen": _STANDSTILL,
     "unattached-optimizer": frozenset({"not-in-optimizer"}),
     "step-without-gradients": _STANDSTILL | {"no-gradient"},
     "not-in-optimizer": _STANDSTILL,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 
 from ..run import load_run
 from .findings import Diagnosis, Finding, NotMeasured
@@ -70,7 +71,8 @@ def diagnose_history(history: History) -> Diagnosis:
             unseen[name] = f"the rule failed: {type(error).__name__}: {error}"
     if unknown := history.beginning_unknown:
         unseen["beginning"] = unknown
-    return Diagnosis.of(findings, history.span, unseen)
+    told = [replace(finding, advice=history.advice.in_terms(finding.advice)) for finding in findings]
+    return Diagnosis.of(told, history.span, unseen)
 
 
 def diagnose(path: str | os.PathLike[str]) -> Diagnosis:
