@@ -161,8 +161,7 @@ def test_the_status_of_a_run_that_diverged_has_its_last_loss(
 
 def test_the_next_action_names_information_too(root: Path) -> None:
     cause = "The gradient of the loss is not that of a mean."
-    with closing(load_run(root / "lr-0.01")) as run:
-        card = run_card(run)
+    card = run_card(root / "lr-0.01")
     told = Diagnosis.of([Finding("loss-scale", "info", "", (0, 9), {}, cause, "Use reduction='mean'.")], (0, 9), {})
     assert told.healthy
     assert next_action(card, told) == "Of interest, loss-scale: Use reduction='mean'."

@@ -245,7 +245,10 @@ def test_a_loss_times_100_is_blamed_on_no_layer(optimizer: Any, clip: float | No
 
 @pytest.mark.parametrize(
     ("usual", "words"),
-    [(4.36, "and to no single layer: b.weight has 95% of the squared norm, and usually 95%"), (0.9, "before; b.weight has 95% of")],
+    [
+        (4.36, "and to no single layer: b.weight has 95% of the squared norm, and usually 95%"),
+        (0.9, "before; b.weight has 95% of"),
+    ],
 )
 def test_a_large_share_beside_a_common_rise_is_explained(usual: float, words: str) -> None:
     quiet = [ParameterAttribution(f"a.{place}.weight", 2.0, 0.5, 3.0, 0.0125, None, 0, place) for place in range(4)]

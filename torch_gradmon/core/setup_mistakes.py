@@ -125,6 +125,7 @@ SETUP_MISTAKES: dict[str, Mistake] = {
         "Look for it in the data with torch.isfinite, in the file and after each transform, and drop or fill these examples; "
         "on_spike='skip' leaves out the steps that get one",
         repeats=1,
+        warns=False,  # the spike warns, and its text is about this step
         weight=120.0,
     ),
     "repeated-batch": Mistake(

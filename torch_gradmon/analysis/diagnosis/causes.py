@@ -56,7 +56,8 @@ CONSEQUENCES: Mapping[str, frozenset[str]] = {
     "vanishing-gradients": _STANDSTILL | {"learning-rate-low", "update-ratio-low"},
     "no-gradient": _STANDSTILL | {"learning-rate-low"},
     "gradient-dropped-to-zero": _STANDSTILL,
-    "low-precision-underflow": _STANDSTILL | {"gradient-dropped-to-zero", "learning-rate-low", "vanishing-gradients"},
+    "low-precision-underflow": _STANDSTILL
+    | {"zero-update", "gradient-dropped-to-zero", "learning-rate-low", "update-ratio-low", "vanishing-gradients"},
     "learning-rate-low": _STANDSTILL | {"update-ratio-low"},
     "update-ratio-high": _DISORDER | _ATTENTION,
     "update-ratio-low": _STANDSTILL,

@@ -15,8 +15,8 @@ from ..series import Matrix, lower_median
 _FEWEST = 4
 #: Gradients relative to weights: the last third of the matrices over the first third.
 _VANISHED = 100.0
-#: A smaller ratio is even: at the first step it means that the training caused the fading, and of the largest gradient of the first third that
-#: nothing faded on the way there.
+#: A smaller ratio is even: at the first step it means that the training caused the fading, and beside the largest gradient of the first
+#: third that nothing faded on the way there.
 _EVEN = 10.0
 _MADE_BY_TRAINING = "; they did not fade at the first step, so the training caused it"
 #: Module types.

@@ -146,10 +146,10 @@ def _made_before(name: str, record: StepRecord, history: History) -> tuple[str, 
     article = "an" if kind[0] in "AEIU" else "a"
     if not before:  # the first module that is called
         return (
-            f"the first output that is measured has NaN or Inf, and {name} is {article} {kind} whose parameters are finite: what it got was "
-            "not finite, the batch or what forward() makes of it before, or so large that its sums overflow",
-            "look for NaN and Inf in the inputs with torch.isfinite, in the file and after each transform, and drop or fill these examples; "
-            f"then at what forward() computes before {name}",
+            f"the first output that is measured has NaN or Inf, and {name} is {article} {kind} whose parameters are finite: what it got "
+            "was not finite, the batch or what forward() makes of it before, or so large that its sums overflow",
+            "look for NaN and Inf in the inputs with torch.isfinite, in the file and after each transform, and drop or fill these "
+            f"examples; then at what forward() computes before {name}",
         )
     where = f"between {before[-1]}, whose output is the last finite one, and {name}"
     return (

@@ -19,7 +19,11 @@ def check_skipped(history: History) -> list[Finding]:
         return []
     steps = sorted(skipped)
     bad = {event.step for event in history.events if not math.isfinite(event.value)} & skipped
-    what = f"; {'in all of them' if len(bad) == len(steps) else f'in {len(bad)} of them'} a gradient was NaN or infinite" if bad else ""
+    what = (
+        f"; {'in all of them' if len(bad) == len(steps) else f'in {len(bad)} of them'} a gradient was NaN or infinite"
+        if bad
+        else ""
+    )
     those = "1 step was" if len(steps) == 1 else f"{len(steps)} steps were"
     return history.finding(
         "steps-skipped",
