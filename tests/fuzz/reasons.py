@@ -11,7 +11,7 @@ from .edits import SCALINGS, UNSEEN
 from .oracle import Key, belongs, norm_of, updates
 from .program import Program
 from .truth import Record, Truth
-from .whole_model import UPDATE_EVERY, block_of, is_cut
+from .whole_model import UPDATE_EVERY, block_of, is_cut, is_doubtful, norms
 
 
 @dataclass
@@ -72,12 +72,13 @@ TRUE_REASONS: list[tuple[str, Fact]] = [
     (r"no gradient has a finite element", lambda c: not any(g.isfinite().any() for g in _strided(c))),
     (
         r"nothing clipped in (the last 100|[1-9]\d?) steps?|no step so far had gradients that were seen before a clip and after it",
-        lambda c: c.p.edit in UNSEEN or not any(each.edited for each in c.earlier if each.applied),
+        lambda c: c.p.edit in UNSEEN or not any(_shows_edit(c, place) for place in range(len(c.earlier))),
     ),
     (
         r"gradients are multiplied by (\S+) after backward, whatever their norm",
-        lambda c: c.p.edit in SCALINGS and c.words[1] == "0.5",  # type: ignore[index]
+        lambda c: (c.p.edit in SCALINGS and c.words[1] == "0.5") or (c.p.edit == "noise" and _repeats(c, c.words[1])),  # type: ignore[index]
     ),
+    (r"the optimizer used other gradients than those of the last backward pass", lambda c: is_doubtful(c.p, c.truth, c.earlier)),
     (r"not every attached optimizer stepped", lambda c: is_cut(c.record, c.truth)),
     (r"all gradients were gone when the optimizers stepped", lambda c: not c.truth.used),
     # of parameters, updates and the optimizer's state
@@ -117,6 +118,18 @@ TRUE_REASONS: list[tuple[str, Fact]] = [
     (r"the reference module runs when the whole model is called", lambda c: c.p.players == "gan"),
     (r"no reference module is set", lambda c: "difference" not in c.p.metrics),
 ]
+
+
+def _shows_edit(c: Case, place: int) -> bool:
+    """Whether it shows in a monitored step that the loop writes to gradients."""
+    truth = c.earlier[place]
+    return truth.edited and truth.applied and not is_doubtful(c.p, truth, c.earlier[: place + 1])
+
+
+def _repeats(c: Case, factor: str) -> bool:
+    """Whether noise has changed the norms of several steps by this same factor."""
+    pairs = [norms(each) for each in c.earlier if each.edited and each.applied]
+    return sum(before > 0 and f"{used / before:.4g}" == factor for before, used in pairs) > 1
 
 
 def _strided(c: Case) -> list[oracle.Tensor]:
