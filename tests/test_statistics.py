@@ -70,7 +70,7 @@ def _sparse(hybrid: bool = False) -> Tensor:
     return torch.sparse_coo_tensor(index, values, (6, 4))
 
 
-def test_std_of_finite_numbers_whose_squares_overflow_is_infinite() -> None:
+def test_std_of_finite_numbers_whose_squares_overflow_is_inf() -> None:
     x = torch.tensor([-2e200, 3e202, 1e180], dtype=torch.float64)
     assert views(measure([x])[0])["std"] == x.std(correction=0) == torch.inf
     assert torch.tensor(views(measure([torch.cat([x, x.new_tensor([torch.inf])])])[0])["std"]).isnan()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from .. import oracle
 from .edits import SCALINGS, UNSEEN
 from .oracle import Key, belongs, norm_of, updates
+from .optimizers import BY_CLOSURE
 from .program import Program
 from .truth import Record, Truth
 from .whole_model import UPDATE_EVERY, block_of, is_cut, is_doubtful, norms
@@ -110,7 +111,7 @@ TRUE_REASONS: list[tuple[str, Fact]] = [
     (r"a module of TorchScript", lambda c: "Script" in c.record.modules.get(c.key.name, "")),
     (
         r"no backward pass that ends in parameters brought a gradient for its (output|input) in a training forward",
-        lambda c: (bool(c.p.hand) and c.p.trains_in_eval) or not _came(c),
+        lambda c: (c.p.trains_in_eval and _opens_before_forward(c)) or not _came(c),
     ),
     (r"it needs no gradient: nothing that it is computed from is trained", lambda c: not _came(c)),
     (r"its module is no .*, whose outputs have bounds", lambda c: c.record.modules.get(c.key.name) != "Tanh"),
@@ -123,13 +124,19 @@ TRUE_REASONS: list[tuple[str, Fact]] = [
 def _shows_edit(c: Case, place: int) -> bool:
     """Whether it shows in a monitored step that the loop writes to gradients."""
     truth = c.earlier[place]
-    return truth.edited and truth.applied and not is_doubtful(c.p, truth, c.earlier[: place + 1])
+    return truth.edited and truth.applied and bool(truth.before) and not is_doubtful(c.p, truth, c.earlier[: place + 1])
 
 
 def _repeats(c: Case, factor: str) -> bool:
     """Whether noise has changed the norms of several steps by this same factor."""
     pairs = [norms(each) for each in c.earlier if each.edited and each.applied]
     return sum(before > 0 and f"{used / before:.4g}" == factor for before, used in pairs) > 1
+
+
+def _opens_before_forward(c: Case) -> bool:
+    """Whether the step is open when its forward begins, so that a first one in eval mode may be an evaluation within the step."""
+    is_first = len(c.earlier) == 1 or c.p.has_event("detach_attach", "detach_attach_mid", "leave", "resume")
+    return bool(c.p.hand) or (c.p.optimizer in BY_CLOSURE and is_first)
 
 
 def _strided(c: Case) -> list[oracle.Tensor]:
