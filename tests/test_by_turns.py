@@ -69,6 +69,28 @@ def test_what_parts_log_belongs_to_the_step_that_they_begin(every: int) -> None:
     assert found == {step: value for step, value in logged.items() if step % every == 0}
 
 
+def test_parts_that_train_in_eval_mode_count_after_a_look() -> None:
+    """A call in training mode without a backward pass opens the step, and its own calls are in evaluation mode."""
+    model = _model().eval()
+    optimizers = _optimizers(model)
+    monitor = gradmon.ModuleMonitor(model)
+    monitor.add_activation_metric("norm")
+    monitor.attach(*optimizers)
+    for step in range(4):
+        outputs: list[Tensor] = []
+        if step:
+            model.train()
+            outputs.append(model["maker"](torch.randn(8, 4)))
+            model.eval()
+        for part, optimizer in zip(("maker", "judge"), optimizers, strict=True):
+            optimizer.zero_grad()
+            outputs.append(model["maker"](torch.randn(8, 4)))
+            (outputs[-1] if part == "maker" else model["judge"](outputs[-1])).square().mean().backward()
+            optimizer.step()
+        norm = torch.cat([out.detach().double().flatten() for out in outputs]).norm().item()
+        assert monitor.get_step_metrics()["activation/maker/norm"] == pytest.approx(norm, rel=1e-6), step
+
+
 @pytest.mark.parametrize("first", ["maker", "judge"])
 def test_both_parts_are_measured_before_and_after_clipping(first: str) -> None:
     model = _model()

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from .. import oracle
 from .edits import SCALINGS, UNSEEN
-from .oracle import Key, belongs, norm_of, updates
 from .optimizers import BY_CLOSURE
+from .oracle import Key, belongs, norm_of, updates
 from .program import Program
 from .truth import Record, Truth
 from .whole_model import UPDATE_EVERY, block_of, is_cut, is_doubtful, norms
