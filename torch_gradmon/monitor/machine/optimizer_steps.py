@@ -126,7 +126,7 @@ class OptimizerSteps:
         self._end_raised(optimizer)
         if self._steps_late(optimizer):
             return
-        self.cycle.ensure_open(hides_forward=False)
+        self.cycle.ensure_open(hides_forward=None)
         self._take_turn(optimizer)
         if self.cycle.boundaries.has_values:
             self._measure_final(optimizer)
@@ -156,7 +156,7 @@ class OptimizerSteps:
             return cycle.boundaries.is_skipped
         if has_closure and state.leads and not state.is_open:
             cycle.release()  # its forward is yet to come
-        cycle.ensure_open(hides_forward=False)
+        cycle.ensure_open(hides_forward=None)
         if not within and len(self._machine.order) > 1:
             self._take_turn(optimizer, has_closure)
         state.progress.begun.add(optimizer)
@@ -272,7 +272,7 @@ class OptimizerSteps:
 
     def step_overflowed(self, optimizer: Hashable, in_scaler_step: bool) -> None:
         """The scaler found infinite gradients: they are measured all the same."""
-        self.cycle.ensure_open(hides_forward=False)
+        self.cycle.ensure_open(hides_forward=None)
         self._take_turn(optimizer)
         progress = self.state.progress
         progress.optimizer_overflowed(optimizer)
