@@ -390,6 +390,6 @@ def test_the_machine_needs_no_torch() -> None:
 
 def test_steps_joined_by_a_late_last_optimizer_are_told_once() -> None:
     loop = Loop("ab")
-    loop.seen.accumulating = True
+    loop.seen.with_gradients = {"b"}
     loop.run([*("FBa" * 50 + "FBab" * 5)])
     assert [action.split()[0] for action in loop.seen.actions].count("warn_late") == 1
