@@ -852,7 +852,8 @@ def test_a_training_that_goes_on_may_be_at_its_end_but_may_not_rise(
 @pytest.mark.parametrize(("of_ten", "severity"), [(0, "warning"), (5, "warning"), (6, "info"), (10, "info")])
 def test_where_optimizers_step_by_turns_no_loss_has_to_fall(loss: Callable[[int], float], of_ten: int, severity: str) -> None:
     run = history(loss=loss, context=lambda step: {"by_turns": 1.0} if step % 10 < of_ten else {})
-    assert [finding.severity for finding in check_loss(run)] == [severity]
+    expected = [] if loss is flat and of_ten > 5 else [severity]  # losses that rest against each other are no finding
+    assert [finding.severity for finding in check_loss(run)] == expected
 
 
 def test_a_loss_that_nobody_logged_is_unseen() -> None:

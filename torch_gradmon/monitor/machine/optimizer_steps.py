@@ -46,6 +46,7 @@ class OptimizerSteps:
         self._rounds: dict[Hashable, int] = {}  # the most steps of each optimizer to one of the last
         # steps of the last one without others since, and parts of its step that may have been steps
         self._in_a_row = self._joined = 0
+        self._long_round_told = False
         self._by_phases = False  # each optimizer takes several steps before another one does
 
     # --- which optimizers' steps make one step -----------------------------------------------------------------------------------
@@ -110,6 +111,7 @@ class OptimizerSteps:
         """The last optimizer has stepped: learn how often the others step for one step of it."""
         times = {each: count for each, count in self.state.progress.times.items() if each != last}
         if times:
+            self._warn_of_long_round(last, max(times.values()))
             self._rounds.update({each: max(count, self._rounds.get(each, 0)) for each, count in times.items()})
             self._in_a_row, self._joined, self._by_phases = 1, self.state.progress.joined, False
             return
@@ -118,6 +120,13 @@ class OptimizerSteps:
             self._by_phases, self._rounds = True, {}
             if self._joined:
                 self.measures.warn_joined(self._joined)
+
+    def _warn_of_long_round(self, last: Hashable, count: int) -> None:
+        """Tell once that the last one did not accumulate gradients over many steps by design, if it now steps for few steps of others."""
+        longest = max(self._rounds.values(), default=0)
+        if count <= _MOST_STEPS < longest and not self._long_round_told:
+            self._long_round_told = True
+            self.measures.warn_late(last, longest)
 
     # --- events ------------------------------------------------------------------------------------------------------------------
 
