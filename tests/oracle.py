@@ -17,7 +17,10 @@ def reals(tensors: Tensor | Iterable[Tensor]) -> Tensor:
     """All elements of the tensors, implicit zeros too, as one run of float64 numbers; a complex number is two of them."""
     if not isinstance(tensors, Tensor):
         return torch.cat([reals(tensor) for tensor in tensors])
-    dense = tensors.detach() if tensors.layout == torch.strided else tensors.detach().to_dense()
+    if (
+        dense := tensors.detach()
+    ).layout != torch.strided:  # in float64 first: where it has a place twice, the sum is not rounded
+        dense = (dense if dense.is_complex() else dense.double()).to_dense()
     if dense.is_complex():
         dense = torch.stack([dense.real, dense.imag])
     return dense.reshape(-1).double()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.synthetic_run import history
+from torch_gradmon.analysis.diagnosis.diagnose import diagnose_history
 from torch_gradmon.analysis.diagnosis.findings import Finding, NotMeasured
 from torch_gradmon.analysis.diagnosis.history import History
 from torch_gradmon.analysis.diagnosis.precautions import Precautions
@@ -21,6 +22,7 @@ from torch_gradmon.analysis.diagnosis.rules.precision import check_precision
 from torch_gradmon.analysis.diagnosis.rules.spikes import check_spikes
 from torch_gradmon.analysis.diagnosis.rules.units import check_units
 from torch_gradmon.core.records import SpikeEvent
+from torch_gradmon.core.trainers import WITH_LOSS_FUNCTION, advice_for
 
 LAYERS = [f"{place}.weight" for place in range(9)]
 Context = Callable[[int], Mapping[str, Any]]
@@ -279,3 +281,51 @@ def test_a_learning_rate_that_leapt_before_a_spike_is_named(leapt: int | None, w
     advice = _spike(_run(context=lambda step: {"lr": [0.3 if step == leapt else 0.001]})).advice
     assert ("the learning rate was" in advice) is bool(words)
     assert words in advice
+
+
+# --- in the terms of a trainer ------------------------------------------------------------------------------------------------------
+
+
+def _clipped(trainer: str) -> str:
+    run = history(
+        loss=lambda step: 2.0,
+        values={"grad_norm": lambda step: 50.0, "grad_norm_clipped": lambda step: 1.0, "clipped_share": lambda step: 1.0},
+    )
+    told = History(run.records, trainer=trainer)
+    (found,) = (each for each in diagnose_history(told).findings if each.rule == "always-clipped")
+    return found.advice
+
+
+@pytest.mark.parametrize(
+    ("trainer", "bound"),
+    [
+        ("", "max_norm"),
+        ("transformers", "max_grad_norm"),
+        ("lightning", "gradient_clip_val of the Trainer"),
+        ("accelerate", "max_norm"),
+    ],
+)
+def test_a_remedy_names_the_arguments_of_the_trainer(trainer: str, bound: str) -> None:
+    assert _clipped(trainer).startswith(f"Raise {bound} until")
+
+
+def test_of_terms_that_overlap_the_longer_one_counts() -> None:
+    told = advice_for("transformers").in_terms("Raise the learning rate of this group, and clip_grad_norm_ bounds them.")
+    assert told == (
+        "Give the Trainer optimizers=(optimizer, scheduler), with a higher learning rate for this group, and max_grad_norm bounds them."
+    )
+    assert advice_for("").in_terms(told) == told
+
+
+def test_a_loss_function_of_the_trainer_divides_by_itself() -> None:
+    with_function, without = (advice_for(name).remedies["loss-scale"] for name in (WITH_LOSS_FUNCTION, "transformers"))
+    assert "reduction='sum' divided by num_items_in_batch" in with_function
+    assert "model_accepts_loss_kwargs" not in with_function
+    assert "model_accepts_loss_kwargs = False" in without
+    assert advice_for(WITH_LOSS_FUNCTION).terms == advice_for("transformers").terms
+
+
+def test_no_bound_is_recommended_where_no_norm_stands_out() -> None:
+    norms = {"grad_norm": lambda step: 0.3, "grad_norm_clipped": lambda step: 0.3, "clipped_share": lambda step: 0.0}
+    (found,) = (each for each in diagnose_history(history(values=norms)).findings if each.rule == "never-clipped")
+    assert "median" not in found.advice

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections import Counter
@@ -175,3 +176,31 @@ def test_of_many_the_first_absent_key_is_found_in_few_requests(requests: Counter
     requests.clear()
     assert store.first_absent(keys) == 613
     assert requests.total() <= 10
+
+
+def test_a_monitor_dropped_on_some_ranks_ends_its_mark(requests: Counter[str]) -> None:
+    one, other = _agreements(2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(consensus, "_made", Counter())
+        one.ask(lambda: EQUAL)  # no assert, which would keep it alive
+        store = one._store
+        assert store is not None
+        del one
+        gc.collect()  # the error of a wait that took too long is in a cycle with its caller
+        until = time.monotonic() + 5
+        while not store.call("add", "0/ended", 0) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert store.call("add", "0/ended", 0) == 1
+        del other
+
+
+def test_an_agreement_that_has_ended_marks_it_once(requests: Counter[str]) -> None:
+    one, _ = _agreements(2)
+    one.ask(lambda: EQUAL)  # no assert, which would keep it alive
+    store = one._store
+    assert store is not None
+    one.end()
+    del one
+    gc.collect()
+    time.sleep(PATIENCE)
+    assert store.call("add", "0/ended", 0) == 1

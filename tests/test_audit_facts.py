@@ -20,9 +20,12 @@ from torch_gradmon import ModuleMonitor
 from torch_gradmon.analysis.diagnosis import Diagnosis
 from torch_gradmon.analysis.diagnosis.history import History
 from torch_gradmon.analysis.diagnosis.rules.loop import check_loop
+from torch_gradmon.analysis.diagnosis.rules.loss import check_loss
 from torch_gradmon.core.errors import WarningLog
+from torch_gradmon.core.keys import Key
 from torch_gradmon.core.loop_findings import LoopFinding
 from torch_gradmon.core.loop_mistakes import MISTAKES
+from torch_gradmon.core.loss_keys import is_loss, is_whole_loss
 from torch_gradmon.plugins.tallies import Tallies
 
 from . import loops
@@ -486,3 +489,15 @@ def test_a_training_that_goes_on_is_known_by_the_state_of_its_optimizer(kind: An
     for monitor, expected in ((train(), False), (train(), told)):
         records = monitor._runtime.pipeline.history.sample.records()
         assert ["goes_on" in record.context for record in records] == [expected, False, False]
+
+
+@pytest.mark.parametrize(("of_ten", "is_told"), [(5, True), (6, False)])
+def test_a_loss_at_rest_is_no_plateau_where_optimizers_alternate(of_ten: int, is_told: bool) -> None:
+    run = history(loss=lambda step: 2.0 + 0.01 * (step % 3), context=lambda step: {"by_turns": 1.0} if step % 10 < of_ten else {})
+    assert any(finding.rule == "loss-plateau" for finding in check_loss(run)) == is_told
+
+
+@pytest.mark.parametrize(("name", "expected"), [("loss_d", True), ("loss/G", True), ("d_loss", True), ("loss_scale", False)])
+def test_losses_of_a_gan_are_losses(name: str, expected: bool) -> None:
+    key = Key("", name, "")
+    assert (is_loss(key), is_whole_loss(key)) == (expected, False)

@@ -49,6 +49,48 @@ def _batch(step: int) -> Tensor:
     return torch.randn(8, 12, generator=torch.Generator().manual_seed(step))
 
 
+@pytest.mark.parametrize("every", [1, 3])
+def test_what_parts_log_belongs_to_the_step_that_they_begin(every: int) -> None:
+    """No hook sees the forward of a model that is called by its parts; in steps that are not monitored none sees its gradients either."""
+    model = _model()
+    optimizers, logged = _optimizers(model), {}
+    monitor = gradmon.watch(model, *optimizers, every=every, on_spike=None)
+    for step in range(8):
+        logged[step] = 0.0
+        for turn, (part, optimizer) in enumerate(zip(("maker", "judge"), optimizers, strict=True)):
+            optimizer.zero_grad()
+            out = model[part](torch.randn(8, next(model[part].parameters()).shape[1]))
+            monitor.log_scalar("number", 10.0 * step + turn)
+            logged[step] += (10 * step + turn) / 2
+            out.square().mean().backward()
+            optimizer.step()
+    monitor.detach()
+    found = {step: values["number"] for step, values in monitor.get_all_metrics().items()}
+    assert found == {step: value for step, value in logged.items() if step % every == 0}
+
+
+def test_parts_that_train_in_eval_mode_count_after_a_look() -> None:
+    """A call in training mode without a backward pass opens the step, and its own calls are in evaluation mode."""
+    model = _model().eval()
+    optimizers = _optimizers(model)
+    monitor = gradmon.ModuleMonitor(model)
+    monitor.add_activation_metric("norm")
+    monitor.attach(*optimizers)
+    for step in range(4):
+        outputs: list[Tensor] = []
+        if step:
+            model.train()
+            outputs.append(model["maker"](torch.randn(8, 4)))
+            model.eval()
+        for part, optimizer in zip(("maker", "judge"), optimizers, strict=True):
+            optimizer.zero_grad()
+            outputs.append(model["maker"](torch.randn(8, 4)))
+            (outputs[-1] if part == "maker" else model["judge"](outputs[-1])).square().mean().backward()
+            optimizer.step()
+        norm = torch.cat([out.detach().double().flatten() for out in outputs]).norm().item()
+        assert monitor.get_step_metrics()["activation/maker/norm"] == pytest.approx(norm, rel=1e-6), step
+
+
 @pytest.mark.parametrize("first", ["maker", "judge"])
 def test_both_parts_are_measured_before_and_after_clipping(first: str) -> None:
     model = _model()

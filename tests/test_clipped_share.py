@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from torch_gradmon.step.clip_window import WINDOW, ClipWindow
@@ -95,6 +95,51 @@ def test_clips_are_counted_also_beside_a_scaling(limit: float, factor: float | N
 def test_a_clip_by_value_counts() -> None:
     values, _, _ = _run(lambda parameters, step: torch.nn.utils.clip_grad_value_(parameters, 1e-3))
     assert [value["gradmon/clipped_share"] for value in values] == [1.0] * len(values)
+
+
+@pytest.mark.parametrize("clamps", [False, True])
+def test_a_clamp_of_narrow_gradients_shows_when_unscaled(clamps: bool) -> None:
+    """Through ``.data`` it moves no version counter, nor does what unscales."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).to(torch.bfloat16)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.05), torch.amp.GradScaler("cpu", init_scale=3.0)
+    monitor = gradmon.watch(model, optimizer, scaler=scaler, on_spike=None)
+    for _ in range(6):
+        optimizer.zero_grad()
+        scaler.scale((model(torch.randn(8, 4).bfloat16()) - 1).square().mean()).backward()
+        scaler.unscale_(optimizer)
+        for parameter in model.parameters():
+            if clamps:
+                parameter.grad.data.clamp_(-0.01, 0.01)
+        scaler.step(optimizer)
+        scaler.update()
+    assert monitor.get_step_metrics().get("gradmon/clipped_share") == (1.0 if clamps else None)
+    assert clamps or "nothing clipped in 6 steps" in monitor.missing()["gradmon/clipped_share"]
+
+
+def test_after_a_closure_that_raised_the_clip_is_unknown() -> None:
+    model, is_failing = nn.Linear(4, 1), False
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=1)
+    monitor = gradmon.watch(model, optimizer, on_spike=None)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = (model(torch.randn(8, 4)) - 1).square().mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        if is_failing:
+            raise RuntimeError
+        return loss
+
+    optimizer.step(closure)
+    is_failing = True
+    with pytest.raises(RuntimeError):
+        optimizer.step(closure)
+    is_failing = False
+    model(torch.randn(8, 4))
+    monitor.detach()
+    for name in ("grad_norm_clipped", "clipped_share"):
+        assert monitor.missing()[f"gradmon/{name}"].startswith("the step was not applied: ")
 
 
 def test_one_batch_over_and_over_is_clipped_by_one_factor() -> None:

@@ -22,7 +22,7 @@ from torch_gradmon.analysis.diagnosis.history import History
 from torch_gradmon.analysis.diagnosis.series import Series
 from torch_gradmon.core.keys import Key
 from torch_gradmon.core.moments import ALL_COLUMNS
-from torch_gradmon.core.records import SpikeEvent, StatsTable, StepRecord
+from torch_gradmon.core.records import Severity, SpikeEvent, StatsTable, StepRecord
 from torch_gradmon.core.subsampling import subsample_steps
 from torch_gradmon.monitor.pipeline.record_history import RecordSample
 
@@ -171,6 +171,19 @@ def test_signs_stand_behind_what_they_may_come_of() -> None:
     ]
     grouped = [(cause.steps, [sign.steps for sign in signs]) for cause, signs in Diagnosis.of(spikes, (0, 9), {}).grouped()]
     assert grouped == [((5, 9), [(6, 6)]), ((2, 4), [])], "what was over before is no consequence"
+
+
+def test_a_cause_ranks_before_its_consequences_whatever_their_weights() -> None:
+    def found(rule: str, weight: float, severity: Severity = "warning") -> Finding:
+        return Finding(rule, severity, "", (0, 9), {}, "Why.", "What to do.", weight)
+
+    for cause in ("learning-rate-low", "frozen", "low-precision-underflow"):
+        told = Diagnosis.of([found("loss-at-chance", 62.0), found(cause, 1.0)], (0, 9), {})
+        assert [finding.rule for finding in told.findings] == [cause, "loss-at-chance"]
+    graver = Diagnosis.of([found("loss-at-chance", 62.0), found("learning-rate-low", 80.0, "info")], (0, 9), {})
+    assert graver.findings[0].severity == "warning", "severity comes first"
+    mutual = Diagnosis.of([found("learning-rate-high", 85.0), found("exploding-gradients", 85.2)], (0, 9), {})
+    assert mutual.findings[0].rule == "exploding-gradients", "each may cause the other"
 
 
 def test_consequences_are_of_rules_that_there_are() -> None:

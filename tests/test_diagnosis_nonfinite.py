@@ -200,3 +200,67 @@ def test_a_spike_of_a_recurrence_is_not_only_the_batch() -> None:
     (finding,) = [found for found in _diagnosed(_Recurrent(1.6)).findings if found.rule == "spike"]
     assert "product over its time steps" in finding.advice
     assert "clip_grad_norm_" in finding.advice
+
+
+def _with_bad_batch(on_spike: str | None, preset: str = "standard", check_data: bool = True) -> Diagnosis:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    monitor = gradmon.watch(net, optimizer, preset=preset, on_spike=on_spike, check_data=check_data)
+    for step in range(20):
+        x = torch.randn(8, 4)
+        if step == AT:
+            x[3, 2] = math.nan
+        optimizer.zero_grad()
+        loss = net(x).square().mean()
+        loss.backward()
+        monitor.log_scalar("loss", loss.detach())
+        optimizer.step()
+    return monitor.diagnose()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_nan_in_the_batch_is_a_fault_of_the_input() -> None:
+    found = _with_bad_batch(None).findings
+    assert [finding.rule for finding in found if finding.severity == "error"] == ["non-finite-input"]
+    assert found[0].steps == (AT, AT)
+    assert "on_spike='skip'" in found[0].advice
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_nan_in_the_first_output_leads_to_the_batch() -> None:
+    (found,) = (each for each in _with_bad_batch(None, "full", check_data=False).findings if each.severity == "error")
+    assert (found.rule, found.where) == ("non-finite-activation", "0")
+    assert "the batch" in found.cause
+    assert "torch.isfinite" in found.advice
+    assert "on_spike='skip'" in found.advice
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("check_data", [False, True])
+def test_steps_skipped_for_nan_are_information(check_data: bool) -> None:
+    diagnosis = _with_bad_batch("skip", check_data=check_data)
+    assert diagnosis.healthy
+    (skipped,) = (finding for finding in diagnosis.findings if finding.rule == "steps-skipped")
+    assert (skipped.severity, skipped.steps) == ("info", (AT, AT))
+    assert skipped.cause.startswith("1 step was skipped, 12; in all of them a gradient was NaN")
+    inputs = [finding.severity for finding in diagnosis.findings if finding.rule == "non-finite-input"]
+    assert inputs == ["info"] * check_data
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_nan_in_the_batch_that_a_model_fills_is_no_fault() -> None:
+    class Fills(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.nan_to_num(0.0))
+
+    net = Fills(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    monitor = gradmon.watch(net, optimizer, on_spike=None)
+    for _ in range(20):
+        x = torch.randn(8, 4)
+        x[0, 0] = math.nan
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        optimizer.step()
+    assert "non-finite-input" not in [finding.rule for finding in monitor.diagnose().findings]

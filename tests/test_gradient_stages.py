@@ -135,6 +135,58 @@ def test_gradients_set_by_hand_are_measured_when_asked() -> None:
         assert monitor.get_step_metrics()["gradmon/grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
+def _norm(model: nn.Module) -> float:
+    return torch.cat([p.grad.flatten() for p in model.parameters()]).double().norm().item()
+
+
+def _add_noise(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad.add_(torch.randn_like(parameter.grad), alpha=0.05)
+
+
+@pytest.mark.filterwarnings("ignore:torch_gradmon. the spike detector of grad_norm has nothing to judge")
+@pytest.mark.parametrize("sets", [False, True])
+def test_a_closure_called_again_drops_no_gradients(sets: bool) -> None:
+    """The optimizer has used them. What the closure does to its own gradients is judged as in any loop."""
+    torch.manual_seed(0)
+    model, norms = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2)), []
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    monitor = gradmon.watch(model, optimizer)
+    for _ in range(4):
+        x = torch.randn(16, 8)
+
+        def closure(x: Tensor = x) -> Tensor:
+            if sets:
+                _set(model, x, in_place=True)
+            else:
+                model.zero_grad()
+                (model(x) - x[:, :2]).square().mean().backward()
+                norms.append(_norm(model))
+                _add_noise(model)
+            return (model(x) - x[:, :2]).square().mean().detach()
+
+        optimizer.step(closure)
+        values = monitor.get_step_metrics()
+        if sets:
+            assert "the loop has set them itself" in monitor.missing()["gradmon/grad_norm"]
+        else:
+            assert values["gradmon/grad_norm"] == pytest.approx(norms[-1], rel=1e-6)
+
+
+def test_noise_after_a_dropped_batch_is_no_gradient_set_by_hand() -> None:
+    norms: list[float] = []
+
+    def backward(model: nn.Module, x: Tensor) -> None:
+        for _ in range(2 if len(norms) in (5, 9) else 1):  # the first batch is thrown away
+            model.zero_grad()
+            (model(x) - x[:, :2]).square().mean().backward()
+        norms.append(_norm(model))
+
+    monitor, _ = trained(lambda model, step: _add_noise(model), steps=12, backward=backward)
+    found = [values["gradmon/grad_norm"] for values in monitor.get_all_metrics().values()]
+    assert found == pytest.approx(norms, rel=1e-6)
+
+
 def _new_tensors(model: nn.Module, step: int) -> None:
     norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
     for parameter in model.parameters():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import math
@@ -929,3 +930,33 @@ def test_each_trial_of_a_search_has_a_run_directory_of_its_own(tmp_path: Path) -
             one.train()
     lengths = [len(gradmon.load_run(tmp_path / "run" / f"trial-{number}").steps) for number in (1, 2, 3)]
     assert lengths == [2, 3, 4]
+
+
+# --- remedies ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_of_a_copy_is_refused_before_any_step(tmp_path: Path) -> None:
+    net = model()
+    other = torch.optim.SGD(copy.deepcopy(net).parameters(), lr=0.1)
+    watched = trainer(tmp_path, GradMonCallback(), net=net, optimizers=(other, None))
+    with pytest.raises(ValueError, match=r"for another model: .* Give the Trainer optimizers=\(optimizer, scheduler\)"):
+        watched.train()
+    assert watched.state.global_step == 0
+
+
+class _OfForward(Ordered):
+    """Takes the loss that the model returns, whatever else it was given."""
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> Any:
+        return model(**inputs)["loss"]
+
+
+@pytest.mark.parametrize("has_function", [False, True])
+def test_the_run_knows_whether_the_trainer_divides_the_loss(has_function: bool, tmp_path: Path) -> None:
+    callback = GradMonCallback()
+    watched = trainer(tmp_path, callback, max_steps=2, kind=_OfForward)
+    if has_function:
+        watched.compute_loss_func = lambda outputs, labels, num_items_in_batch=None: outputs["loss"]
+    watched.train()
+    assert callback.monitor is not None
+    assert callback.monitor._runtime.pipeline.directory.facts["trainer"] == "transformers" + ", compute_loss_func" * has_function

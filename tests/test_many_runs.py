@@ -19,7 +19,9 @@ import pytest
 
 import torch_gradmon as gradmon
 from tests.live_training import LAYER, train
+from torch_gradmon.analysis.diagnosis import Diagnosis, Finding
 from torch_gradmon.analysis.many_runs.card import run_card
+from torch_gradmon.analysis.many_runs.status import next_action, status_dict
 from torch_gradmon.analysis.run import load_run
 from torch_gradmon.cli.main import main
 
@@ -155,6 +157,15 @@ def test_the_status_of_a_run_that_diverged_has_its_last_loss(
     shutil.copytree(root / "lr-0.01", path)
     spoil(path, "UPDATE scalars SET value = 'nan' WHERE key = (SELECT id FROM keys WHERE name = 'loss') AND step = 79")
     assert "\nloss      nan, at first " in output(capsys, "status", str(path), code=1)
+
+
+def test_the_next_action_names_information_too(root: Path) -> None:
+    cause = "The gradient of the loss is not that of a mean."
+    card = run_card(root / "lr-0.01")
+    told = Diagnosis.of([Finding("loss-scale", "info", "", (0, 9), {}, cause, "Use reduction='mean'.")], (0, 9), {})
+    assert told.healthy
+    assert next_action(card, told) == "Of interest, loss-scale: Use reduction='mean'."
+    assert status_dict(card, told)["next"]["rule"] == "loss-scale"
 
 
 def test_status_of_a_healthy_run_that_goes_silent(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

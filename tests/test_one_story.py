@@ -231,7 +231,7 @@ def test_a_loss_times_100_is_blamed_on_no_layer(optimizer: Any, clip: float | No
     assert made.did.startswith("all 3 layers rose together, by ")
     low, high = map(float, re.findall(r"[\d.]+", made.did.partition("by ")[2])[:2])
     assert 30 < low <= high < 300
-    assert made.words.endswith("which points to the batch, the loss or the update before, and to no single layer")
+    assert "which points to the batch, the loss or the update before, and to no single layer" in made.words
     (finding,) = [finding for finding in monitor.diagnose().findings if finding.rule == "spike"]
     assert finding.where == ""
     assert made.words in finding.cause
@@ -241,6 +241,22 @@ def test_a_loss_times_100_is_blamed_on_no_layer(optimizer: Any, clip: float | No
     monitor.detach()
     (spike,) = summarize(load_run(tmp_path), "x").spikes
     assert (spike.layer, spike.moved) == ("", made.did)
+
+
+@pytest.mark.parametrize(
+    ("usual", "words"),
+    [
+        (4.36, "and to no single layer: b.weight has 95% of the squared norm, and usually 95%"),
+        (0.9, "before; b.weight has 95% of"),
+    ],
+)
+def test_a_large_share_beside_a_common_rise_is_explained(usual: float, words: str) -> None:
+    quiet = [ParameterAttribution(f"a.{place}.weight", 2.0, 0.5, 3.0, 0.0125, None, 0, place) for place in range(4)]
+    loud = ParameterAttribution("b.weight", 17.44, usual, 3.0, 0.95, None, 0, 4)
+    made = spike_cause([*quiet, loud], 9)
+    assert made.is_common
+    assert words in made.words
+    assert ("no single layer" in made.words) == (usual > 1)
 
 
 def test_a_batch_of_outliers_is_blamed_on_no_layer() -> None:

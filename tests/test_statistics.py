@@ -70,6 +70,12 @@ def _sparse(hybrid: bool = False) -> Tensor:
     return torch.sparse_coo_tensor(index, values, (6, 4))
 
 
+def test_std_of_finite_numbers_whose_squares_overflow_is_inf() -> None:
+    x = torch.tensor([-2e200, 3e202, 1e180], dtype=torch.float64)
+    assert views(measure([x])[0])["std"] == x.std(correction=0) == torch.inf
+    assert torch.tensor(views(measure([torch.cat([x, x.new_tensor([torch.inf])])])[0])["std"]).isnan()
+
+
 LAYOUTS: dict[str, Callable[[], Tensor]] = {
     "transposed": lambda: _random(5, 7).t(),
     "channels_last": lambda: _random(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
@@ -85,6 +91,7 @@ LAYOUTS: dict[str, Callable[[], Tensor]] = {
     "sparse, hybrid": lambda: _sparse(hybrid=True),
     "sparse, coalesced": lambda: _sparse().coalesce(),
     "sparse, complex": lambda: _sparse().to(torch.complex64) * (1 + 2j),
+    "sparse, narrow": lambda: torch.sparse_coo_tensor(torch.zeros(1, 300, dtype=torch.long), _random(300).bfloat16(), (6,)),
     "sparse, nothing stored": lambda: torch.sparse_coo_tensor(size=(3, 4)),
     "sparse, no implicit zero": lambda: torch.full((2, 2), -3.0).to_sparse(),
     "a parameter": lambda: torch.nn.Parameter(_random(3, 4)),

@@ -386,3 +386,10 @@ def test_the_machine_needs_no_torch() -> None:
     assert torch_gradmon.__file__ is not None
     root = torch_gradmon.__file__.rpartition("/")[0]
     subprocess.run([sys.executable, "-c", code, root], check=True)
+
+
+def test_steps_joined_by_a_late_last_optimizer_are_told_once() -> None:
+    loop = Loop("ab")
+    loop.seen.with_gradients = {"b"}
+    loop.run([*("FBa" * 50 + "FBab" * 5)])
+    assert [action.split()[0] for action in loop.seen.actions].count("warn_late") == 1

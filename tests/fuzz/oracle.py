@@ -71,6 +71,8 @@ def of_asks(p: Program, record: Record, truth: Truth) -> Iterator[tuple[Key, Num
     """Every metric that is asked for by name."""
     for ask in asked(p):
         yield from _of_ask(p, record, truth, ask)
+    if (truth.tuned or p.preset) == "full":  # where a step that it is due in had no attention
+        yield from ((Key(f"attention_{metric}", ".*", ""), NOTHING) for metric in ("entropy_normalized", "max_logit"))
 
 
 def _of_ask(p: Program, record: Record, truth: Truth, ask: Ask) -> Iterator[tuple[Key, Number]]:

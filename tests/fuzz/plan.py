@@ -12,7 +12,7 @@ from .program import Program
 _BETWEEN = ("freeze", "thaw", "reload", "save")
 _OF_MONITOR = ("detach_attach", "leave", "resume", "detail_cheap", "detail_full")
 #: Iterations whose gradients are thrown away.
-_LOST = ("skip", "raise_backward")
+LOST = ("skip", "raise_backward")
 
 
 @dataclass
@@ -36,7 +36,8 @@ def iterations(p: Program) -> list[list[Op]]:
     """What the loop does, in order."""
     done = [_iteration(p, i, [kind for at, kind in p.events if at == i]) for i in range(p.steps)]
     if p.has_event("phantom"):  # a training forward and a backward pass that no optimizer follows
-        done.append([op("forward", batch=10_000), op("backward")])
+        stepped = [op("attempt_over")] * (p.players == "in_backward")  # unless that pass itself steps
+        done.append([op("forward", batch=10_000), op("backward"), *stepped])
     return done
 
 
@@ -93,7 +94,7 @@ def _edited(p: Program) -> list[Op]:
 
 
 def _stepped(p: Program, indices: list[int], events: list[str], is_last: bool) -> list[Op]:
-    if any(kind in _LOST for kind in events):
+    if any(kind in LOST for kind in events):
         return [op("zero_grad", set_to_none=True)]
     ops = [op("monitor", what="detach_attach")] * ("detach_attach_mid" in events)
     if p.scaler and p.edit and p.edit_at == "loop" and p.mistake != "clip_scaled":

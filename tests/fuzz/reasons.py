@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 
 from .. import oracle
 from .edits import SCALINGS, UNSEEN
+from .optimizers import BY_CLOSURE
 from .oracle import Key, belongs, norm_of, updates
 from .program import Program
 from .truth import Record, Truth
-from .whole_model import UPDATE_EVERY, block_of, is_cut
+from .whole_model import UPDATE_EVERY, block_of, is_cut, is_doubtful, norms
 
 
 @dataclass
@@ -72,12 +73,13 @@ TRUE_REASONS: list[tuple[str, Fact]] = [
     (r"no gradient has a finite element", lambda c: not any(g.isfinite().any() for g in _strided(c))),
     (
         r"nothing clipped in (the last 100|[1-9]\d?) steps?|no step so far had gradients that were seen before a clip and after it",
-        lambda c: c.p.edit in UNSEEN or not any(each.edited for each in c.earlier if each.applied),
+        lambda c: c.p.edit in UNSEEN or not any(_shows_edit(c, place) for place in range(len(c.earlier))),
     ),
     (
         r"gradients are multiplied by (\S+) after backward, whatever their norm",
-        lambda c: c.p.edit in SCALINGS and c.words[1] == "0.5",  # type: ignore[index]
+        lambda c: (c.p.edit in SCALINGS and c.words[1] == "0.5") or (c.p.edit == "noise" and _repeats(c, c.words[1])),  # type: ignore[index]
     ),
+    (r"the optimizer used other gradients than those of the last backward pass", lambda c: is_doubtful(c.p, c.truth, c.earlier)),
     (r"not every attached optimizer stepped", lambda c: is_cut(c.record, c.truth)),
     (r"all gradients were gone when the optimizers stepped", lambda c: not c.truth.used),
     # of parameters, updates and the optimizer's state
@@ -109,7 +111,7 @@ TRUE_REASONS: list[tuple[str, Fact]] = [
     (r"a module of TorchScript", lambda c: "Script" in c.record.modules.get(c.key.name, "")),
     (
         r"no backward pass that ends in parameters brought a gradient for its (output|input) in a training forward",
-        lambda c: (bool(c.p.hand) and c.p.trains_in_eval) or not _came(c),
+        lambda c: (c.p.trains_in_eval and _opens_before_forward(c)) or not _came(c),
     ),
     (r"it needs no gradient: nothing that it is computed from is trained", lambda c: not _came(c)),
     (r"its module is no .*, whose outputs have bounds", lambda c: c.record.modules.get(c.key.name) != "Tanh"),
@@ -117,6 +119,24 @@ TRUE_REASONS: list[tuple[str, Fact]] = [
     (r"the reference module runs when the whole model is called", lambda c: c.p.players == "gan"),
     (r"no reference module is set", lambda c: "difference" not in c.p.metrics),
 ]
+
+
+def _shows_edit(c: Case, place: int) -> bool:
+    """Whether it shows in a monitored step that the loop writes to gradients."""
+    truth = c.earlier[place]
+    return truth.edited and truth.applied and bool(truth.before) and not is_doubtful(c.p, truth, c.earlier[: place + 1])
+
+
+def _repeats(c: Case, factor: str) -> bool:
+    """Whether noise has changed the norms of several steps by this same factor."""
+    pairs = [norms(each) for each in c.earlier if each.edited and each.applied]
+    return sum(before > 0 and f"{used / before:.4g}" == factor for before, used in pairs) > 1
+
+
+def _opens_before_forward(c: Case) -> bool:
+    """Whether the step is open when its forward begins, so that a first one in eval mode may be an evaluation within the step."""
+    is_first = len(c.earlier) == 1 or c.p.has_event("detach_attach", "detach_attach_mid", "leave", "resume")
+    return bool(c.p.hand) or (c.p.optimizer in BY_CLOSURE and is_first)
 
 
 def _strided(c: Case) -> list[oracle.Tensor]:

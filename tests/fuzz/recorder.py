@@ -66,6 +66,8 @@ class Recorder(RecordedModules):
             self._begin()
 
     def forward(self, trains: bool) -> Any:
+        if self.loop.p.hand and self.open is not None and not self.open.stepped:
+            trains |= self.loop.model.training  # in a step that is begun by hand the mode alone decides
         if trains and self._has_raised and not self._is_stepping and not self.loop.p.hand:
             self._close()
         return super().forward(trains)

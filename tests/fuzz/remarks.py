@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from .. import oracle
 from .oracle import belongs, norm_of
 from .program import Program
-from .truth import Record
+from .truth import Record, Truth
 
 Fact = Callable[[Program, Record, re.Match[str]], bool]
 
@@ -33,6 +34,10 @@ def _is_bad(tensors: Iterable[Tensor]) -> bool:
     return not all(bool(oracle.reals(tensor).isfinite().all()) for tensor in tensors)
 
 
+def _has_no_norm(truth: Truth) -> bool:
+    return not math.isfinite(norm_of(truth.before.values()).value or 0.0)
+
+
 def _output_is_bad(p: Program, record: Record, words: re.Match[str]) -> bool:
     outputs = record.steps[int(words["step"])].outputs
     name = next((name for name in record.modules if p.name(name) == words["name"]), words["name"])
@@ -41,6 +46,10 @@ def _output_is_bad(p: Program, record: Record, words: re.Match[str]) -> bool:
 
 def _matches_nothing(p: Program, record: Record, words: re.Match[str]) -> bool:
     return not any(re.search(words["pattern"], name) for name in (*record.names, *record.modules))
+
+
+def _has_modes(p: Program, record: Record) -> bool:
+    return p.dropout > 0 or any("BatchNorm" in kind for kind in record.modules.values())
 
 
 def _clips_scaled(p: Program) -> bool:
@@ -54,8 +63,12 @@ REMARKS: list[tuple[str, Fact]] = [
     (r"step (?P<step>\d+): (?P<signal>\w+) = (?P<value>\S+) (is|lies above)", _is_spike),
     (r"step (?P<step>\d+): (?P<signal>\w+) is (?P<value>nan|inf)", _is_spike),
     (
-        r"(after the spike of steps? (?P<step>\d+) .*|the spike that began in step (?P<began>\d+) continues, )grad_norm is (nan|NaN)",
-        lambda p, r, w: p.on_spike == "warn" and p.has_event("nan", "inf"),
+        r"the spike that began in step \d+ continues, grad_norm is (nan|inf) in step (?P<step>\d+)",
+        lambda p, r, w: p.on_spike == "warn" and _has_no_norm(r.steps[int(w["step"])]),
+    ),
+    (
+        r"after the spike of steps? \d+ .*grad_norm is (nan|NaN)",
+        lambda p, r, w: p.on_spike == "warn" and any(map(_has_no_norm, r.steps.values())),
     ),
     (r"has nothing to judge: the gradients before clipping were not seen", lambda p, r, w: p.mistake == "step_twice"),
     (r"after the spike of step (?P<step>\d+) ", lambda p, r, w: int(w["step"]) in r.steps and p.on_spike == "warn"),
@@ -82,6 +95,7 @@ REMARKS: list[tuple[str, Fact]] = [
     (r"The optimizer steps twice on the same gradient", lambda p, r, w: p.mistake == "step_twice"),
     (r"The optimizer steps when all gradients are None", lambda p, r, w: p.mistake == "zero_before_step"),
     (r"A forward pass goes backward more than once", lambda p, r, w: bool(p.twice)),
+    (r"The model trains in evaluation mode, so dropout is off", lambda p, r, w: p.trains_in_eval and _has_modes(p, r)),
 ]
 
 
@@ -105,6 +119,7 @@ FINDINGS: dict[str, Callable[[Program], bool]] = {
     "weights-untied": lambda p: False,
     "sync-every-micro-batch": lambda p: False,
     "dead-hooks": lambda p: False,
+    "eval-mode": lambda p: p.trains_in_eval,
 }
 
 

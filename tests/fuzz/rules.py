@@ -47,6 +47,10 @@ OF_TORCH: list[tuple[str, Predicate]] = [
     ),
     ("the kernel is not deterministic there", lambda p: p.optimizer == "sgd_fused" and p.dtype == "bfloat16"),
     ("a fused momentum that was made of some parameters", lambda p: p.optimizer == "sgd_fused" and p.edit == "drop_one"),
+    (
+        "a fused momentum whose first step is refused holds what was in memory",
+        lambda p: p.optimizer == "sgd_fused" and p.scaler and any(at == 0 and kind in ("nan", "inf") for at, kind in p.events),
+    ),
     ("no kernel of this width", lambda p: p.architecture == "recurrent" and p.dtype == "autocast_f16"),
     ("nor of this one without AVX-512", lambda p: p.architecture == "recurrent" and p.dtype in _NARROW and not _HAS_NARROW_LSTM),
     (

@@ -12,6 +12,7 @@ from .. import oracle
 from .asks import PRESETS
 from .edits import SCALINGS, UNSEEN
 from .oracle import NOTHING, Expected, Key, Number, close, logged, norm_of, of_asks, updates
+from .plan import LOST
 from .program import Program
 from .truth import Record, Truth
 
@@ -25,6 +26,11 @@ def expected(p: Program, record: Record, truth: Truth, earlier: Sequence[Truth])
     for key, number in (item for part in parts for item in part):
         if key not in found or found[key].value is None:  # of two who ask for a value one may get it in a step
             found[key] = number
+    if is_doubtful(p, truth, earlier):
+        hidden = {
+            key: n._replace(promised=False) for key, n in found.items() if key.source in ("gradmon", "gradient_before_clip")
+        }
+        found.update(hidden)
     return found | logged(truth.logged)
 
 
@@ -65,6 +71,18 @@ def _of_gradients(p: Program, truth: Truth) -> Expected | dict[str, Number]:
     }
 
 
+def is_doubtful(p: Program, truth: Truth, earlier: Sequence[Truth]) -> bool:
+    """Whether noise on the gradients after a pass whose gradients were dropped looks as if the loop had set them to a combination of both
+    passes: no step so far has shown the noise alone.
+    """
+    return p.edit == "noise" and _has_dropped(p, truth) and all(_has_dropped(p, each) for each in earlier)
+
+
+def _has_dropped(p: Program, truth: Truth) -> bool:
+    """Whether it began in an iteration that threw its gradients away."""
+    return any(at == truth.iteration and kind in LOST for at, kind in p.events)
+
+
 def norms(truth: Truth) -> tuple[float, float]:
     """Of the gradients that were used, before clipping and then."""
     before = norm_of(t for name, t in truth.before.items() if name in truth.used).value
@@ -94,8 +112,8 @@ def _of_clips(p: Program, record: Record, truth: Truth, earlier: Sequence[Truth]
         "grad_norm_clipped": norm_of(truth.used.values())._replace(promised=seen),
         "clipped_share": (Number(0.0) if blind else NOTHING)._replace(promised=False)
         if scaled and not in_part
-        # noise changes norms by about as much as two factors may differ and still be one
-        else Number(share, 1.0 if p.edit == "noise" else 1e-12, promised=seen and not in_part),
+        # noise changes norms by about as much as two factors may differ and still be one, which is then taken for a scaling
+        else Number(share, 1.0 if p.edit == "noise" else 1e-12, promised=seen and not in_part and p.edit != "noise"),
     }
 
 

@@ -41,6 +41,7 @@ class GradientCapture:
         self._held: dict[Hashable, tuple[StepBuffer, _Seen, list[int]]] = {}
         self._doubtful: frozenset[int] = frozenset()
         self._clipped: _Seen = {}  # gradients after a clip by the monitor
+        self._spent: set[int] = set()  # positions whose gradients an optimizer has used
         self._local = LocalGradients(measurer)
 
     def begin(
@@ -67,7 +68,7 @@ class GradientCapture:
             frozenset(p for p, name in enumerate(plans[GRADIENT].names) if name in doubtful) if doubtful else frozenset()
         )
         self._local.begin(buffer, plans.get(GRADIENT_LOCAL), parameters, by_batch)
-        self._seen, self._held, self._clipped, self._scaled = {}, {}, {}, False
+        self._seen, self._held, self._clipped, self._scaled, self._spent = {}, {}, {}, False, set()
 
     def there(self, positions: Iterable[int]) -> list[int]:
         """The positions with a gradient now."""
@@ -149,11 +150,16 @@ class GradientCapture:
         self._measurer.measure(Measurement(target, plan, gradients, inverse_scale))
 
     def _replace_seen(self, positions: Iterable[int], seen: _Seen) -> None:
-        were = [self._seen.pop(position, None) for position in positions]
-        if self._buffer is not None and any(were):
-            pairs = zip(were, map(seen.get, positions), strict=True)
+        were = {position: self._seen.pop(position, None) for position in positions}
+        if self._buffer is not None and not self._spent.isdisjoint(were):
+            # not dropped but used, as by a closure that is called again: what was done to them is over
+            self._spent.difference_update(were)
+            for note in ("dropped", "assigned"):
+                self._buffer.noted.pop(note, None)
+        elif self._buffer is not None and any(were.values()):
+            pairs = ((old, seen.get(position)) for position, old in were.items())
             if all(old is not None and new is not None and old[0]() is not new[0]() for old, new in pairs):
-                self._buffer.noted["replaced"] = True  # those of an earlier pass were dropped
+                self._buffer.noted["dropped"] = True
         self._seen.update(seen)
 
     def release(self, held_for: Hashable) -> None:
@@ -191,6 +197,7 @@ class GradientCapture:
         first = next(iter(gradients.items()), None)
         if first is not None and first[0] in self._seen and self._seen[first[0]][0]() is not first[1] and is_plain:
             self._note_replacement(gradients)
+        self._spent.update(gradients)
         if narrow := dtypes_of(gradients.values()) & _NARROW:
             self._buffer.noted["rounding"] = max(torch.finfo(dtype).eps / 2 for dtype in narrow)
         self._measurer.measure(Measurement(self._buffer, plan, gradients, inverse_scale))
@@ -198,16 +205,16 @@ class GradientCapture:
     def _note_replacement(self, gradients: Mapping[int, Tensor]) -> None:
         """Note whether these are other tensors than those that were measured before clipping."""
         if self._buffer is not None and all(p in self._seen and self._seen[p][0]() is not g for p, g in gradients.items()):
-            self._buffer.noted["replaced"] = True
+            self._buffer.noted["assigned"] = True
 
     def _note_edits(self, gradients: Mapping[int, Tensor]) -> None:
         """Note whether these were written to since they were measured before clipping; without a note the values decide."""
         assert self._buffer is not None
-        touched = any(_tells_edits(gradient) and not self._untouched(p, gradient) for p, gradient in gradients.items())
+        if any(_tells_edits(gradient) and not self._untouched(p, gradient) for p, gradient in gradients.items()):
+            self._buffer.noted["edited"] = True
         # unscaling moves no version counter, but rounds in low precision: other values without an edit
-        rounds = self._scaled and any(gradient.dtype in _NARROW for gradient in gradients.values())
-        if touched or (rounds and all(map(_tells_edits, gradients.values()))):
-            self._buffer.noted["edited"] = max(self._buffer.noted.get("edited", False), touched)
+        elif self._scaled and any(gradient.dtype in _NARROW for gradient in gradients.values()):
+            self._buffer.noted["rounds"] = True
 
     def _untouched(self, position: int, gradient: Tensor) -> bool:
         return _is_as(self._seen[position], gradient)

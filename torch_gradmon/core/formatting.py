@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 
@@ -28,6 +29,15 @@ def times(factor: float) -> str:
     '1.23 times'
     """
     return f"{factor_text(factor)} times"
+
+
+def is_multiple(value: float, usual: float | None) -> bool:
+    """Whether a spike is told as a multiple of the usual value: not if that lies above it, or is nothing in comparison.
+
+    >>> is_multiple(3.0, 1.0), is_multiple(0.5, 1.0), is_multiple(1.0, 1e-165), is_multiple(1.0, 0.0), is_multiple(1.0, None)
+    (True, False, False, False, False)
+    """
+    return usual is not None and value * sys.float_info.epsilon < usual < value
 
 
 def significant(value: float | None, digits: int = 4) -> str:

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping
 
 from .keys import Key
 
-_IS_LOSS = re.compile(r"(?:^|[/_.\s-])loss(?:[/_.](?:train|training|total|step|batch))*$", re.IGNORECASE)
+#: The networks of a GAN, which have a loss each.
+_NETWORK = "d|g|dis|disc|discriminator|gen|generator|critic"
+_IS_LOSS = re.compile(rf"(?:^|[/_.\s-])loss(?:[/_.\s-](?:train|training|total|step|batch|{_NETWORK}))*$", re.IGNORECASE)
 _OF_EVALUATION = re.compile(r"(?:^|[/_.\s-])(?:val|valid|validation|eval|evaluation|test)(?:$|[/_.\s-])", re.IGNORECASE)
 #: Other words in the name of a loss that make it a part of the training loss, such as a penalty, are not in this set.
 _WHOLE = frozenset({"train", "training", "total", "step", "batch", "loss", ""})

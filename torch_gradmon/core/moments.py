@@ -131,7 +131,10 @@ def _mean(columns: Sequence[Tensor]) -> Tensor:
 
 def _std(columns: Sequence[Tensor]) -> Tensor:
     # E[x^2] - E[x]^2 is accurate enough with float64 sums: the error is about 3e-8 of rms, and 1e-7 is allowed
-    variance = columns[Column.SQUARE_SUM] / columns[Column.COUNT] - _mean(columns).square()
+    squares = columns[Column.SQUARE_SUM]
+    variance = squares / columns[Column.COUNT] - _mean(columns).square()
+    # squares of finite elements may overflow, and that of their mean as well
+    variance.masked_fill_((squares == torch.inf) & (columns[Column.NONFINITE] == 0), torch.inf)
     return variance.clamp_(min=0).sqrt()
 
 
@@ -157,7 +160,7 @@ VIEWS: dict[str, StatView] = {
         lambda c: (c[_C.SQUARE_SUM] / c[_C.COUNT]).sqrt(),
     ),
     "mean": _view([_C.COUNT, _C.SUM], "elements", "1", "mean", _mean),
-    "std": _view([_C.COUNT, _C.SUM, _C.SQUARE_SUM], "elements", "1", "population standard deviation", _std),
+    "std": _view([_C.COUNT, _C.SUM, _C.SQUARE_SUM, _C.NONFINITE], "elements", "1", "population standard deviation", _std),
     "max": _view(
         [_C.COUNT, _C.NONFINITE, _C.MIN, _C.MAX],
         "finite elements",

@@ -166,7 +166,7 @@ def brings_others(before: StatsTable | None, after: StatsTable) -> bool:
     return before is None or not set(after.names) <= set(before.names)
 
 
-def are_others(before: StatsTable, after: StatsTable, were_others: bool, rounding: float) -> bool:
+def are_others(before: StatsTable, after: StatsTable, rounding: float, were_others: bool = False) -> bool:
     """Whether gradients that took the place of those of the backward passes are neither these scaled nor these clipped.
 
     A scaling makes all tensors longer or shorter alike, and no clip makes a tensor longer.
@@ -174,8 +174,8 @@ def are_others(before: StatsTable, after: StatsTable, were_others: bool, roundin
     Args:
         before: as the backward passes brought them.
         after: as they were used.
-        were_others: they were others in earlier steps, so that they are again, though all of them may be shorter by chance.
         rounding: relative rounding of the gradients in between.
+        were_others: they were others in earlier steps, so that they are again, though all of them may be shorter by chance.
     """
     if brings_others(before, after) or Column.SQUARE_SUM not in before.columns & after.columns:
         return False

@@ -6,6 +6,8 @@ from .loop_mistakes import Mistake
 
 #: What the user has declared does not hold.
 EXPECTATION = "expectation-broken"
+#: NaN or Inf that comes with the batch.
+NON_FINITE_INPUT = "non-finite-input"
 
 SETUP_MISTAKES: dict[str, Mistake] = {
     "eval-mode": Mistake(
@@ -116,6 +118,15 @@ SETUP_MISTAKES: dict[str, Mistake] = {
         warns=False,
         weight=101.0,
         matters_if_stuck=True,
+    ),
+    NON_FINITE_INPUT: Mistake(
+        "error",
+        "The batch has NaN or Inf in an input of the model, and the gradients have it from there",
+        "Look for it in the data with torch.isfinite, in the file and after each transform, and drop or fill these examples; "
+        "on_spike='skip' leaves out the steps that get one",
+        repeats=1,
+        warns=False,  # the spike warns, and its text is about this step
+        weight=120.0,
     ),
     "repeated-batch": Mistake(
         "info",

@@ -268,8 +268,10 @@ class Stepped(Protocol):
         """The object around all optimizers whose ``step`` steps them, or None."""
 
 
-def optimizers(model: nn.Module, named: Sequence[Any], source: Stepped) -> list[Optimizer]:
+def optimizers(model: nn.Module, named: Sequence[Any], source: Stepped, remedy: str = "") -> list[Optimizer]:
     """The innermost optimizer of each of ``named``.
+
+    ``remedy``: for optimizers of another model, where a trainer makes them.
 
     Raises:
         TypeError: one is no optimizer.
@@ -291,11 +293,13 @@ def optimizers(model: nn.Module, named: Sequence[Any], source: Stepped) -> list[
     owned = {id(tensor) for optimizer in bare for tensor in source.tensors_of(optimizer)}
     if owned.isdisjoint(id(source.stepped(p)) for p in model.parameters()):
         made = f"this {type(bare[0]).__name__} was" if len(bare) == 1 else f"these {len(bare)} optimizers were"
+        otherwise = (
+            "If the optimizer was made for this model, the parameters were replaced afterwards (fully_shard, to_empty, "
+            "load_state_dict(assign=True)): make the optimizer after that. If it steps copies, such as master weights in float32, pass "
+            "gradient_source=, or watch one module that has both: whole-model values then count both"
+        )
         raise ValueError(
-            f"{made} made for another model: no parameter of this {type(model).__name__} is in there. If the optimizer was made "
-            "for this model, the parameters were replaced afterwards (fully_shard, to_empty, load_state_dict(assign=True)): make the "
-            "optimizer after that. If it steps copies, such as master weights in float32, pass gradient_source=, or watch one module "
-            "that has both: whole-model values then count both"
+            f"{made} made for another model: no parameter of this {type(model).__name__} is in there. {remedy or otherwise}"
             + (f". If DeepSpeed has taken the optimizer: {_DEEPSPEED}" if "deepspeed.runtime.engine" in sys.modules else "")
         )
     return bare

@@ -44,6 +44,7 @@ class GradMonTracker(GeneralTracker):  # type: ignore[misc]
         if not isinstance(monitor, ModuleMonitor):
             raise TypeError(f"monitor must be a ModuleMonitor, got {display(monitor)}")
         self.monitor = monitor
+        monitor._runtime.pipeline.directory.annotate(trainer="accelerate")
         self.logged_anyhow: set[str] = set()
         self._own: set[str] = set()
         self._taken: set[str] = set()

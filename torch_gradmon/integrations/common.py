@@ -19,6 +19,7 @@ from ..capture.hooks import Handles
 from ..core import validation as check
 from ..core.errors import WarningLog, display
 from ..core.keys import Key, parse_key
+from ..core.trainers import advice_for
 from ..monitor import replacing
 from ..monitor.monitor import ModuleMonitor
 from ..monitor.options import check_names
@@ -119,9 +120,9 @@ class AdapterMonitor:
         self.end()  # of an interrupted training
         if self._is_made_here and is_new:
             arguments = self._arguments if source is None else {"gradient_source": source, **self._arguments}
-            check.optimizers(
-                model, optimizers, source_for(model, arguments.get("gradient_source"))
-            )  # before the run directory exists
+            # before the run directory exists
+            remedy = advice_for(self._framework).another_model
+            check.optimizers(model, optimizers, source_for(model, arguments.get("gradient_source")), remedy)
             self.monitor = prepared(model, **self._of_trial(arguments, trial))
             for detector in self._detectors:
                 self.monitor.add_detector(detector)

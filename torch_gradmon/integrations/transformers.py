@@ -19,6 +19,7 @@ from ..core import validation as check
 from ..core.errors import WarningLog
 from ..core.fence import is_disabled
 from ..core.keys import SUMMARY
+from ..core.trainers import WITH_LOSS_FUNCTION
 from ..monitor.monitor import ModuleMonitor
 from ..monitor.options import WatchOptions
 from ..sinks.tensorboard import TensorBoardSink
@@ -130,6 +131,8 @@ class GradMonCallback(trainer_callback.TrainerCallback, trainer_callback.Exporta
         monitor = self._adapter.begin(
             model, [optimizer], scaler=scaler, start_step=start, state=saved, trainer=control, source=source, trial=_trial(state)
         )
+        if getattr(own, "compute_loss_func", None) is not None:
+            monitor._runtime.pipeline.directory.annotate(trainer=WITH_LOSS_FUNCTION)
         self._losses = None if own is None else _Losses(own, self._adapter)
         scheduler = getattr(lr_scheduler, "scheduler", lr_scheduler)  # of Accelerate
         self._schedulers = SchedulerRollback(monitor, [check.bare_optimizer(optimizer)], lambda: [scheduler])

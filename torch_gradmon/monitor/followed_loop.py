@@ -184,7 +184,8 @@ class FollowedLoop(LoopDriver):
     def part_called(self, module: nn.Module) -> None:
         """A part of the model is called, by something else than the root."""
         state = self.machine.state
-        if not state.is_open or state.progress.is_tentative:
+        in_eval = state.patterns.trains_in_eval and not module.training  # in a step that a call in training mode has opened
+        if not state.is_open or state.progress.is_tentative or in_eval:
             self.hooks.model.part_called(module)
 
     def root_began(self) -> None:

@@ -76,13 +76,17 @@ class Tallies:
         where: tuple[str, ...] = (),
         evidence: Mapping[str, float] | None = None,
         warns: bool = True,
+        step: int | None = None,
     ) -> None:
-        """Count the mistake ``rule``, for an optimizer or other ``key``. ``warns``: False if the caller warns itself."""
+        """Count the mistake ``rule``, for an optimizer or other ``key``, in ``step``, by default the current one.
+
+        ``warns``: False if the caller warns itself.
+        """
         tally = self._tallies.get((rule, key))
         if tally is None:
             tally = self._tallies[rule, key] = Tally(self._mistakes[rule].repeats)
             self.is_empty = False
-        became = tally.seen(self._step(), where, evidence or {})
+        became = tally.seen(self._step() if step is None else step, where, evidence or {})
         if became or (tally.is_fact and tally.count in _WRITTEN):
             self.write_facts()
         if became and warns and self._mistakes[rule].warns:

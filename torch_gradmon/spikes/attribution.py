@@ -16,6 +16,8 @@ from .suspects import ParameterAttribution, are_alike, begins_at, last_of_all, m
 _PART = 0.5
 #: Share of layers that must have risen by at least half of the median rise, as logarithms; some layers are too noisy for all of them.
 _MOST = 0.75
+#: A parameter with more than this share of the squared norm has most of it.
+_MAJORITY = 0.5
 #: Number of layers named individually.
 _NAMED = 3
 
@@ -61,7 +63,7 @@ def spike_cause(
         words = f"{did}, which points to the batch, the loss or the update before"
         if 0 < len(early) <= len(suspects) / 2:
             return SpikeCause("", did, f"{_listed(early)} {_when(early[0], step)}; {words}", is_common=True)
-        return SpikeCause("", did, f"{words}, and to no single layer", is_common=True)
+        return SpikeCause("", did, f"{words}{_loudest(suspects)}", is_common=True)
     if moved:
         when = _when(moved[0], step)
         rest = f", then {_listed(moved[1:], _NAMED - 1)}" if len(moved) > 1 else ""
@@ -86,6 +88,18 @@ def _risen(suspects: Sequence[ParameterAttribution]) -> tuple[list[float], int]:
     risen = [math.exp(rise) for rise in rises if rise >= typical / 2]
     is_shared = typical >= max(math.log(LEAST), _PART * whole) and are_alike(rises)
     return risen if is_shared and len(risen) >= _MOST * len(layers) else [], len(layers)
+
+
+def _loudest(suspects: Sequence[ParameterAttribution]) -> str:
+    """The end of the sentence: among layers that rose together one stands out if it has most of the squared norm, and usually has not."""
+    loudest, usual = max(suspects, key=lambda each: each.share or 0.0), math.hypot(*(each.usual or 0.0 for each in suspects))
+    if not (loudest.share or 0.0) > _MAJORITY:
+        return ", and to no single layer"
+    share = f"{loudest.name} has {loudest.share:.0%} of the squared norm, and usually"
+    was = ((loudest.usual or 0.0) / usual) ** 2
+    if was > _MAJORITY:
+        return f", and to no single layer: {share} {was:.0%}"
+    return f"; {share} {was:.0%}"
 
 
 def _rise(suspects: Sequence[ParameterAttribution]) -> float:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core.errors import display
-from ..core.formatting import times
+from ..core.formatting import is_multiple, times
 from .hampel import Hampel
 from .hampel_bank import HampelBank
 from .level import value_at
@@ -190,6 +190,6 @@ def _has_negative(row: Tensor) -> bool:
 
 def _words(signal: str, value: float, usual: float | None, score: float, threshold: float) -> str:
     how = f"(score {score:.3g}, threshold {threshold:g})"
-    if usual is None or usual <= 0:
+    if usual is None or not is_multiple(value, usual):  # it may be above the other of two medians
         return f"{signal} = {value:.4g} lies above normal {how}"
     return f"{signal} = {value:.4g} is {times(value / usual)} the usual {usual:.4g} {how}"

@@ -125,6 +125,13 @@ def refusal(tensor: Tensor) -> str | None:
     return None
 
 
+def _coalesced(tensor: Tensor) -> Tensor:
+    """A sparse tensor with one number for each place; sums of narrow numbers are not rounded to their width."""
+    if tensor.dtype in (torch.bfloat16, torch.float16) and not tensor.is_coalesced():
+        tensor = tensor.float()
+    return tensor.coalesce()
+
+
 def flat_values(tensor: Tensor) -> tuple[Tensor, int]:
     """All stored numbers of ``tensor`` as one dimension, and the number of implicit zeros.
 
@@ -137,7 +144,7 @@ def flat_values(tensor: Tensor) -> tuple[Tensor, int]:
         raise NotMeasurable(reason)
     tensor, zeros = tensor.detach(), 0
     if tensor.layout == torch.sparse_coo:
-        tensor = tensor.coalesce()
+        tensor = _coalesced(tensor)
         zeros = tensor.numel() - tensor.values().numel()
         tensor = tensor.values()
     elif tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
@@ -164,7 +171,7 @@ def flat_pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
             raise NotMeasurable(reason)
     if a.layout == b.layout == torch.strided and a.stride() == b.stride():
         return flat_values(a)[0], flat_values(b)[0]
-    a, b = (x.detach().to_dense().reshape(-1) for x in (a, b))
+    a, b = ((_coalesced(x) if x.layout == torch.sparse_coo else x).detach().to_dense().reshape(-1) for x in (a, b))
     if a.is_complex():
         a, b = (torch.view_as_real(x.resolve_conj()).reshape(-1) for x in (a, b))
     return a, b

@@ -8,6 +8,7 @@ from ..core import keys as n
 from ..core.records import StatsTable, brings_others
 from .clip_window import WINDOW, ClipWindow
 from .gradient_summary import norm_of
+from .reasons import not_applied
 from .summary_keys import StepFacts
 from .update_summary import differ, rows_of
 
@@ -26,7 +27,7 @@ class ClipSummary:
 
     def add(self, before: StatsTable, after: StatsTable, facts: StepFacts) -> None:
         """Add a step whose gradients were all used."""
-        edited = differ(before, after) if facts.edited is None else facts.edited
+        edited = facts.edited or differ(before, after, facts.rounding if facts.rounds else 0.0)
         # a removed gradient is not clipped
         self.window.add(edited, norm_of(rows_of(before, set(after.names))), norm_of(after), facts.rounding)
 
@@ -49,7 +50,7 @@ class ClipSummary:
                 absent["clipped_share"] = reason
                 return {"grad_norm_clipped": norm_of(rows_of(after, facts.trainable))}
         elif after is None or not used_all:
-            reason = "not every attached optimizer stepped"
+            reason = not_applied(facts.context) if facts.is_interrupted else "not every attached optimizer stepped"
         else:
             share, factor = self.window.share()
             if share is not None:

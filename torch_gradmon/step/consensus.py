@@ -11,6 +11,7 @@ the beginning. So whatever a rank has seen, all enter an exchange at the same mo
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import json
 import threading
@@ -21,6 +22,7 @@ from datetime import timedelta
 from typing import Any
 
 from ..core.compat import second_connection
+from ..core.process import HomeProcess
 from .ranks import Ranks, digest_of
 
 #: Seconds that a rank waits for the others; usually milliseconds, since all come from the same backward pass. One that comes later joins in
@@ -152,7 +154,8 @@ class Agreement:
         self._looks: int | None = None  # for the answer to this call, in this step
         self._meets: int | None = None  # in this step
         self._step: int | None = None  # the last one in which this was asked
-        self._is_asked = self._is_over = False
+        self._is_asked = self._is_over = self._has_ended = False
+        self._process = HomeProcess()
         self.is_met, self.is_open = False, True
         self.differing: Mapping[str, Sequence[int]] = {}
         self.why_not = ""
@@ -190,9 +193,15 @@ class Agreement:
 
     def end(self) -> None:
         """This rank takes part no longer. A rank that comes later begins anew with those that come then."""
-        if self._store is not None and not self.is_met:
-            with contextlib.suppress(RuntimeError, TimeoutError):
-                self._store.call("add", f"{self._number}/ended", 1)
+        if self._store is not None and not (self.is_met or self._has_ended):
+            self._has_ended = True
+            _mark_ended(self._store, self._number)
+
+    def __del__(self) -> None:
+        """As :meth:`end` for a monitor that nobody detached, on a thread that nobody waits for: a collection may come at any moment."""
+        if self._store is not None and not (self.is_met or self._has_ended or self._process.is_forked):
+            with contextlib.suppress(RuntimeError):  # no thread starts while the interpreter ends
+                _thread.start_new_thread(_mark_ended, (self._store, self._number))
 
     def _begin(self, card: Mapping[str, str]) -> None:
         prefix = f"torch_gradmon/{self._what}-{digest_of(self._ranks.members)}"
@@ -307,6 +316,11 @@ class Agreement:
             "compare_set", f"{self._number}/{call}/answer", "", json.dumps(asdict(answer)), limit=_ARRIVED_LIMIT
         )
         return Answer(**json.loads(kept))
+
+
+def _mark_ended(store: BoundedStore, number: int) -> None:
+    with contextlib.suppress(RuntimeError, TimeoutError):
+        store.call("add", f"{number}/ended", 1)
 
 
 #: Number of agreements by name and ranks, in this process.

@@ -85,9 +85,10 @@ class PendingStep:
         buffer = self.readback.buffer
         tables, custom, noted = self.readback.land()
         summary.count_rejected(int(noted.pop("unseen_refusals", 0)))
-        edited, found_inf = noted.pop("edited", None), bool(noted.pop("found_inf", 0))
-        rounding = noted.pop("rounding", 0.0)
-        if noted.pop("replaced", 0) and summary.sets_others(tables, rounding):
+        edited, found_inf = bool(noted.pop("edited", 0)), bool(noted.pop("found_inf", 0))
+        rounding, rounds = noted.pop("rounding", 0.0), bool(noted.pop("rounds", 0))
+        is_assigned, is_dropped = bool(noted.pop("assigned", 0)), bool(noted.pop("dropped", 0))
+        if summary.sets_others(tables, rounding, is_assigned, is_dropped):
             tables.pop(n.GRADIENT_BEFORE_CLIP, None)
             custom = {key: value for key, value in custom.items() if key.source != n.GRADIENT_BEFORE_CLIP}
             buffer.absent[n.GRADIENT_BEFORE_CLIP, ""] = OTHERS
@@ -95,13 +96,14 @@ class PendingStep:
             buffer.step,
             applied=not self.active.is_overflowed and not found_inf and not self.active.is_skipped,
             updates_void=found_inf,
-            edited=None if edited is None else bool(edited),
+            edited=edited,
             used=buffer.used,
             trainable=self.inventory.trainable.trained(buffer.thawed),
             matrices=self.inventory.matrices.keys(),
             groups=self.groups,
             refused={**self._unplanned(), **{s: why for (s, name), why in buffer.absent.items() if not name}, **buffer.refused},
             rounding=rounding,
+            rounds=rounds,
             context=self._context(noted),
             ranks=self.ranks,
             refusal=(self.active.is_overflowed and not self.active.is_interrupted and self.inventory.source.searches_scale())

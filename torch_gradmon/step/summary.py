@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,9 @@ from .reasons import CLIP_SEEN, SET_BY_HAND, not_applied
 from .summary_choice import SummaryChoice
 from .summary_keys import CHEAP, OF_GRADIENTS, UPDATE_EVERY, UPDATE_KEYS, StepFacts
 from .update_summary import rows_of, update_values
+
+#: For so many steps whose gradients stayed in their tensors it is known what the loop did to them.
+_REMEMBERED = 8
 
 
 class Summary:
@@ -35,6 +39,7 @@ class Summary:
         self._batches: MicroBatchStats | None = None
         self._clips = ClipSummary()
         self._sets_others = False
+        self._plain: deque[tuple[StatsTable, StatsTable, float]] = deque(maxlen=_REMEMBERED)
 
     def add_batches(self, batches: MicroBatchStats) -> None:
         """Show values of the gradients of micro-batches."""
@@ -55,12 +60,27 @@ class Summary:
         self.interrupted += interrupted
         self.nonfinite += steps - interrupted
 
-    def sets_others(self, tables: Mapping[str, StatsTable], rounding: float) -> bool:
-        """Whether the gradients that the loop has put in the place of those of the backward passes are its own, see :func:`are_others`."""
+    def sets_others(self, tables: Mapping[str, StatsTable], rounding: float, is_assigned: bool, is_dropped: bool) -> bool:
+        """Whether the gradients that the loop has put in the place of those of the backward passes are its own, see :func:`are_others`.
+
+        Args:
+            tables: statistics by source.
+            rounding: relative rounding of the gradients in between.
+            is_assigned: the optimizer used other tensors than the backward passes had left.
+            is_dropped: the gradients of an earlier backward pass were dropped, so that those of the last one are perhaps only a part of
+                what the loop has put into the same tensors.
+        """
         before, after = tables.get(n.GRADIENT_BEFORE_CLIP), tables.get(n.GRADIENT)
-        if before is not None and after is not None:
-            self._sets_others = are_others(before, after, self._sets_others, rounding)
-        return self._sets_others
+        if before is None or after is None:
+            return (is_assigned or is_dropped) and self._sets_others
+        if not (is_assigned or is_dropped):
+            self._plain.append((before, after, rounding))
+            return False
+        found = are_others(before, after, rounding, self._sets_others)
+        if found and not is_assigned and any(are_others(*plain) for plain in self._plain):
+            return False  # the loop writes to its gradients so where it drops none, as one that adds noise
+        self._sets_others = found
+        return found
 
     def compute(
         self,

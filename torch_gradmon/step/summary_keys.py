@@ -62,8 +62,9 @@ class StepFacts:
         step: its number.
         applied: the optimizer applied it.
         updates_void: updates of zero were measured, because a fused optimizer found infinite gradients.
-        edited: the gradients were changed between backward and the optimizer; None if only their values can show it.
+        edited: the gradients were written to between backward and the optimizer; if not, their values can show it.
         rounding: relative rounding of the gradients that the optimizer uses, if larger than in float32.
+        rounds: they were rounded once more in between, as a GradScaler does when it unscales them.
         used: names of the parameters whose gradients an optimizer has used, or would have if they had existed.
         trainable: names of the trainable parameters.
         matrices: names of the parameters of two or more dimensions.
@@ -79,7 +80,7 @@ class StepFacts:
 
     step: int
     applied: bool
-    edited: bool | None
+    edited: bool
     used: Set[str]
     trainable: Set[str]
     matrices: Set[str]
@@ -93,3 +94,4 @@ class StepFacts:
     nonfinite: bool = False
     attached: bool = False
     rounding: float = 0.0
+    rounds: bool = False

@@ -49,14 +49,17 @@ def rows_of(table: StatsTable, names: Set[str]) -> StatsTable:
     return StatsTable(tuple(table.names[row] for row in kept), table.rows[kept], table.columns)
 
 
-def differ(before: StatsTable, after: StatsTable) -> bool:
-    """Whether any statistic that both have differs by more than rounding."""
+def differ(before: StatsTable, after: StatsTable, rounding: float = 0.0) -> bool:
+    """Whether any statistic that both have differs by more than rounding: that of each element by ``rounding``, of its square by twice as
+    much, and that of the sums.
+    """
+    slack = 1e-6 + 2.5 * rounding
     place = {name: row for row, name in enumerate(before.names)}
     then, now = before.rows[[place[name] for name in after.names]], after.rows
     for column in (before.columns & after.columns) - {Column.NEAR_ZERO}:
         # a sum may cancel; by Cauchy-Schwarz this bounds the sum of its terms
         scale = (then[:, Column.COUNT] * then[:, Column.SQUARE_SUM]).sqrt() if column is Column.SUM else then[:, column].abs()
-        same = (now[:, column] - then[:, column]).abs() <= 1e-6 * scale
+        same = (now[:, column] - then[:, column]).abs() <= slack * scale
         same |= (now[:, column] == then[:, column]) | (now[:, column].isnan() & then[:, column].isnan())
         if not bool(same.all()):
             return True

@@ -15,6 +15,7 @@ _RATES = frozenset({"learning-rate-high", "update-ratio-high"})
 CONSEQUENCES: Mapping[str, frozenset[str]] = {
     "softmax-before-loss": _STANDSTILL | _UNITS | _DEPTH | {"learning-rate-low", "always-clipped"},
     "relu-before-loss": _STANDSTILL | _UNITS | {"gradient-dropped-to-zero", "no-gradient"},
+    "non-finite-input": _DISORDER | {"spike", "steps-skipped"},
     "labels-not-mixed": _DISORDER | {"spike"},
     "labels-constant": frozenset({"loss-at-chance"}),
     "another-model-trained": _STANDSTILL,
@@ -34,6 +35,7 @@ CONSEQUENCES: Mapping[str, frozenset[str]] = {
     "backward-twice": _DISORDER | _UNITS | _ATTENTION | _RATES,
     "stepped-twice": _DISORDER | _UNITS | _ATTENTION | _RATES,
     "never-stepped": _STANDSTILL,
+    "frozen": _STANDSTILL,
     "unattached-optimizer": frozenset({"not-in-optimizer"}),
     "step-without-gradients": _STANDSTILL | {"no-gradient"},
     "not-in-optimizer": _STANDSTILL,
@@ -54,7 +56,8 @@ CONSEQUENCES: Mapping[str, frozenset[str]] = {
     "vanishing-gradients": _STANDSTILL | {"learning-rate-low", "update-ratio-low"},
     "no-gradient": _STANDSTILL | {"learning-rate-low"},
     "gradient-dropped-to-zero": _STANDSTILL,
-    "low-precision-underflow": _STANDSTILL | {"gradient-dropped-to-zero", "learning-rate-low", "vanishing-gradients"},
+    "low-precision-underflow": _STANDSTILL
+    | {"zero-update", "gradient-dropped-to-zero", "learning-rate-low", "update-ratio-low", "vanishing-gradients"},
     "learning-rate-low": _STANDSTILL | {"update-ratio-low"},
     "update-ratio-high": _DISORDER | _ATTENTION,
     "update-ratio-low": _STANDSTILL,

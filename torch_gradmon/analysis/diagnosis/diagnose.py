@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 
 from ..run import load_run
 from .findings import Diagnosis, Finding, NotMeasured
@@ -20,6 +21,7 @@ from .rules.loop import check_loop
 from .rules.loss import check_loss
 from .rules.nonfinite import check_nonfinite
 from .rules.precision import check_precision
+from .rules.skipped import check_skipped
 from .rules.spikes import check_spikes
 from .rules.units import check_units
 from .rules.unused_parameters import check_frozen, check_unused_parameters
@@ -46,10 +48,11 @@ RULES: dict[str, Rule] = {
     "foresight": check_foresight,
     "loss": check_loss,
     "spikes": check_spikes,
+    "skipped": check_skipped,
 }
 
 #: Rules for the whole run. The others see only the part before the first NaN, because the rest follows from it.
-_OF_WHOLE_RUN = {check_loop, check_nonfinite}
+_OF_WHOLE_RUN = {check_loop, check_nonfinite, check_skipped}
 
 
 def diagnose_history(history: History) -> Diagnosis:
@@ -68,7 +71,8 @@ def diagnose_history(history: History) -> Diagnosis:
             unseen[name] = f"the rule failed: {type(error).__name__}: {error}"
     if unknown := history.beginning_unknown:
         unseen["beginning"] = unknown
-    return Diagnosis.of(findings, history.span, unseen)
+    told = [replace(finding, advice=history.advice.in_terms(finding.advice)) for finding in findings]
+    return Diagnosis.of(told, history.span, unseen)
 
 
 def diagnose(path: str | os.PathLike[str]) -> Diagnosis:

@@ -85,8 +85,14 @@ class Diagnosis(ShownAsText):
 
     @classmethod
     def of(cls, findings: Sequence[Finding], steps: tuple[int, int] | None, unseen: Mapping[str, str]) -> Diagnosis:
-        """Rank ``findings`` by severity, then by weight, then by their first step."""
-        ranked = sorted(findings, key=lambda finding: (SEVERITIES.index(finding.severity), -finding.weight, finding.steps))
+        """Rank ``findings`` by severity, then causes before their possible consequences, then by weight, then by their first step."""
+        left = sorted(findings, key=lambda finding: (SEVERITIES.index(finding.severity), -finding.weight, finding.steps))
+        ranked: list[Finding] = []
+        while left:
+            equals = [finding for finding in left if finding.severity == left[0].severity]
+            first = next((each for each in equals if not any(_precedes(other, each) for other in equals)), equals[0])
+            left.remove(first)
+            ranked.append(first)
         return cls(tuple(ranked), steps, dict(unseen))
 
     @property
@@ -107,11 +113,7 @@ class Diagnosis(ShownAsText):
             finding = left.pop(0)
             seen[finding.rule] += 1
             if most_of_rule is None or seen[finding.rule] <= most_of_rule:
-                signs = CONSEQUENCES.get(finding.rule, frozenset())
-                since = finding.steps[0]  # what was over by then has another cause
-                consequences = [
-                    other for other in left if other.rule in signs and other.severity != "error" and other.steps[1] >= since
-                ]
+                consequences = [other for other in left if other.severity != "error" and _may_cause(finding, other)]
                 left = [other for other in left if other not in consequences]
                 yield finding, consequences
 
@@ -165,6 +167,16 @@ class Diagnosis(ShownAsText):
     def to_json(self) -> str:
         """The diagnosis as JSON text."""
         return json.dumps(self.to_dict(), indent=1, allow_nan=False)
+
+
+def _may_cause(cause: Finding, effect: Finding) -> bool:
+    """Whether one may be a consequence of the other; what was over by the time that the cause began has another one."""
+    return effect.rule in CONSEQUENCES.get(cause.rule, ()) and effect.steps[1] >= cause.steps[0]
+
+
+def _precedes(cause: Finding, effect: Finding) -> bool:
+    """Whether one may cause the other and not the other way round, where the weight decides."""
+    return _may_cause(cause, effect) and not _may_cause(effect, cause)
 
 
 def _indented(text: str, width: int, hanging: int) -> str:

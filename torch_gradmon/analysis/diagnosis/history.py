@@ -229,7 +229,12 @@ class History:
     @property
     def need_not_fall(self) -> bool:
         """Whether the loss means little: the model acts, or optimizers alternate, as in a GAN."""
-        return self.acts or sum("by_turns" in record.context for record in self.records) > len(self.records) / 2
+        return self.acts or self.alternates
+
+    @property
+    def alternates(self) -> bool:
+        """Whether optimizers take turns, as in a GAN, whose losses work against each other and rest when it is sound."""
+        return sum("by_turns" in record.context for record in self.records) > len(self.records) / 2
 
     @property
     def concern(self) -> Severity:

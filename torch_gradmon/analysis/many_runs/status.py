@@ -36,10 +36,14 @@ def next_action(card: RunCard, diagnosis: Diagnosis) -> str:
         return "Look at the process: no step comes any more, and its monitor was not detached."
     if card.state == "empty":
         return "Wait for the first step."
-    grave = _grave(diagnosis)
-    if grave is not None:
-        return grave.advice
-    return "Let it train." if card.state != "ended" else "Nothing."
+    first = _first(diagnosis)
+    if first is not None and first.severity != "info":
+        return first.advice
+    rest = "Let it train." if card.state != "ended" else "Nothing."
+    if first is None:
+        return rest
+    told = f"Of interest, {placed(first.rule, first.where)}: {first.advice}"
+    return told if card.state == "ended" else f"{rest} {told}"
 
 
 def status_dict(card: RunCard, diagnosis: Diagnosis) -> dict[str, Any]:
@@ -47,7 +51,7 @@ def status_dict(card: RunCard, diagnosis: Diagnosis) -> dict[str, Any]:
 
     ``next`` has the action, and the finding that it is for, if any, with the command that shows more of it.
     """
-    grave, rest = _grave(diagnosis), card.to_dict()
+    first, rest = _first(diagnosis), card.to_dict()
     worst = {"step": card.spike_step, "where": card.spike_where, "text": card.worst_spike}
     return {
         "run": card.name,
@@ -59,8 +63,8 @@ def status_dict(card: RunCard, diagnosis: Diagnosis) -> dict[str, Any]:
         "findings": [finding.to_dict() for finding in diagnosis.findings],
         "next": {
             "action": next_action(card, diagnosis),
-            "rule": None if grave is None else grave.rule,
-            "where": None if grave is None else grave.where,
+            "rule": None if first is None else first.rule,
+            "where": None if first is None else first.where,
             "command": f"gradmon diagnose {card.name}"
             if card.spike_step is None
             else f"gradmon why {card.name} --step {card.spike_step}",
@@ -89,5 +93,5 @@ def status_text(card: RunCard, diagnosis: Diagnosis) -> Iterator[str]:
         yield from textwrap.wrap(f"{title:<{_INDENT}}{text}", _WIDTH, subsequent_indent=" " * _INDENT, break_on_hyphens=False)
 
 
-def _grave(diagnosis: Diagnosis) -> Finding | None:
-    return next((finding for finding in diagnosis.findings if finding.severity != "info"), None)
+def _first(diagnosis: Diagnosis) -> Finding | None:
+    return next(iter(diagnosis.findings), None)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
-from ...core.formatting import times
+from ...core.formatting import is_multiple, times
 from ...core.json_numbers import strict
 from ...core.keys import SUMMARY, parse_key
 from ...core.loss_keys import loss_in
@@ -195,6 +195,6 @@ class SpikeSummary(NamedTuple):
 def _signal_text(event: SpikeEvent) -> str:
     if not math.isfinite(event.value):
         return f"{event.signal} is {event.value}"
-    if event.usual is not None and event.usual > 0:
+    if event.usual is not None and is_multiple(event.value, event.usual):
         return f"{event.signal} {times(event.value / event.usual)} the usual"
     return f"{event.signal} is {event.value:.4g}"

@@ -160,7 +160,8 @@ class ModuleCalls:
     def _take_locked(self, name: str, module: nn.Module, value: Any, source: str, gradient_source: str) -> None:
         passes = self._passes
         self.seen |= name != n.ROOT
-        if (self._buffer is None or passes.is_tentative or passes.awaits_part) and passes.root_trains is None:
+        awaits = self._buffer is None or passes.is_tentative or passes.awaits_part or not (module.training or passes.counts_eval)
+        if awaits and passes.root_trains is None:
             self._part_called(module, value)  # this may begin a step of a model that is called by its parts
         if self._buffer is None or passes.paused:
             return
@@ -193,6 +194,8 @@ class ModuleCalls:
     def _part_called(self, module: nn.Module, value: Any) -> None:
         if (self._buffer is None or self._passes.is_tentative) and self._passes.part_began():
             self._on_part(module)
+        elif self._buffer is not None and not (module.training or self._passes.counts_eval):
+            self._on_part(module)  # in evaluation mode, after a call in training mode that has opened the step
         try:
             self._passes.watch_part(module, value, missed=self._buffer is None)
         except Exception as error:

@@ -37,10 +37,13 @@ class LoopPatterns:
     fewest_backwards: int | None = None
     steps_learned: int = 0
 
-    def step_opens(self, hides_forward: bool) -> bool:
-        """A step opens; ``hides_forward``: no hook saw its forward. Returns whether a call in evaluation mode was undecided."""
+    def step_opens(self, hides_forward: bool | None) -> bool:
+        """A step opens; ``hides_forward``: no hook saw its forward; None where its optimizer opens it, as in a step that is not monitored
+        and has no hooks on gradients. Returns whether a call in evaluation mode was undecided.
+        """
         was_undecided, self.is_undecided = self.is_undecided, False
-        self.hides_forward = hides_forward and not was_undecided
+        if hides_forward is not None:
+            self.hides_forward = hides_forward and not was_undecided
         return was_undecided
 
     def called(self, in_eval: bool) -> None:

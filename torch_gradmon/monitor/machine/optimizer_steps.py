@@ -46,6 +46,7 @@ class OptimizerSteps:
         self._rounds: dict[Hashable, int] = {}  # the most steps of each optimizer to one of the last
         # steps of the last one without others since, and parts of its step that may have been steps
         self._in_a_row = self._joined = 0
+        self._long_round_told = False
         self._by_phases = False  # each optimizer takes several steps before another one does
 
     # --- which optimizers' steps make one step -----------------------------------------------------------------------------------
@@ -110,6 +111,7 @@ class OptimizerSteps:
         """The last optimizer has stepped: learn how often the others step for one step of it."""
         times = {each: count for each, count in self.state.progress.times.items() if each != last}
         if times:
+            self._warn_of_long_round(last, max(times.values()))
             self._rounds.update({each: max(count, self._rounds.get(each, 0)) for each, count in times.items()})
             self._in_a_row, self._joined, self._by_phases = 1, self.state.progress.joined, False
             return
@@ -119,6 +121,13 @@ class OptimizerSteps:
             if self._joined:
                 self.measures.warn_joined(self._joined)
 
+    def _warn_of_long_round(self, last: Hashable, count: int) -> None:
+        """Tell once that the last one did not accumulate gradients over many steps by design, if it now steps for few steps of others."""
+        longest = max(self._rounds.values(), default=0)
+        if count <= _MOST_STEPS < longest and not self._long_round_told:
+            self._long_round_told = True
+            self.measures.warn_late(last, longest)
+
     # --- events ------------------------------------------------------------------------------------------------------------------
 
     def wrapper_began(self, optimizer: Hashable) -> None:
@@ -126,7 +135,7 @@ class OptimizerSteps:
         self._end_raised(optimizer)
         if self._steps_late(optimizer):
             return
-        self.cycle.ensure_open(hides_forward=False)
+        self.cycle.ensure_open(hides_forward=None)
         self._take_turn(optimizer)
         if self.cycle.boundaries.has_values:
             self._measure_final(optimizer)
@@ -156,7 +165,7 @@ class OptimizerSteps:
             return cycle.boundaries.is_skipped
         if has_closure and state.leads and not state.is_open:
             cycle.release()  # its forward is yet to come
-        cycle.ensure_open(hides_forward=False)
+        cycle.ensure_open(hides_forward=None)
         if not within and len(self._machine.order) > 1:
             self._take_turn(optimizer, has_closure)
         state.progress.begun.add(optimizer)
@@ -272,7 +281,7 @@ class OptimizerSteps:
 
     def step_overflowed(self, optimizer: Hashable, in_scaler_step: bool) -> None:
         """The scaler found infinite gradients: they are measured all the same."""
-        self.cycle.ensure_open(hides_forward=False)
+        self.cycle.ensure_open(hides_forward=None)
         self._take_turn(optimizer)
         progress = self.state.progress
         progress.optimizer_overflowed(optimizer)

@@ -142,6 +142,9 @@ class StepMeasurements(Protocol):
     def warn_resting(self, resting: Hashable, latest: Hashable) -> None:
         """One optimizer rests while others step many times; until it steps, the ``latest`` of them ends steps."""
 
+    def warn_late(self, last: Hashable, steps: int) -> None:
+        """So many steps of another optimizer were taken for one, for the ``last`` one had gradients and did not step."""
+
     def warn_joined(self, steps: int) -> None:
         """So many steps of optimizers that take turns of several steps each were taken for one."""
 

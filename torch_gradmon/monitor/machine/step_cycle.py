@@ -18,8 +18,10 @@ class StepCycle:
     def __init__(self, boundaries: StepBoundaries, state: StepState) -> None:
         self.boundaries, self.state = boundaries, state
 
-    def open(self, step: int, is_tentative: bool = False, hides_forward: bool = False) -> None:
-        """Open ``step``; a step that is still open ends first, or is dropped if it is unfinished."""
+    def open(self, step: int, is_tentative: bool = False, hides_forward: bool | None = False) -> None:
+        """Open ``step``; a step that is still open ends first, or is dropped if it is unfinished. ``hides_forward``: no hook saw the
+        forward; None where it is not known.
+        """
         state, clock = self.state, self.state.clock
         if state.is_open:
             self.end_or_drop()
@@ -28,7 +30,7 @@ class StepCycle:
         if clock.step is None or step <= clock.step:
             self.boundaries.rewind(step, clock.step)
         state.open(step, is_tentative)
-        self.boundaries.open(step, is_tentative=is_tentative, hides_forward=hides_forward, was_undecided=was_undecided)
+        self.boundaries.open(step, is_tentative=is_tentative, hides_forward=bool(hides_forward), was_undecided=was_undecided)
 
     def close(self) -> None:
         """End the open step, if any."""
@@ -94,7 +96,7 @@ class StepCycle:
         if self.state.patterns.is_undecided:
             self.boundaries.release()
 
-    def ensure_open(self, hides_forward: bool = True) -> None:
+    def ensure_open(self, hides_forward: bool | None = True) -> None:
         """A backward pass or an optimizer is part of a step; where it opens one, no hook has seen the forward."""
         state = self.state
         if not state.is_open and state.leads:

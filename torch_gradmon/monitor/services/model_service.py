@@ -45,7 +45,7 @@ class ModelService:
         runtime.factory.layers.warn_of_idle(planner.inventory.names)
         if not runtime.fence.inert:
             self.link()
-            runtime.pipeline.directory.annotate(model=type(planner.representative).__name__)
+            runtime.pipeline.directory.annotate(model=type(unwrapped(planner.representative or planner.module)).__name__)
             runtime.factory.model.update(planner.inventory.facts)
 
     def link(self) -> None:

@@ -214,6 +214,14 @@ class StepMeasurement:
         message = f"{first}, whose step ends a monitored one, rests while others step; until it steps, {second} ends them"
         self._complaints.add("order", message)
 
+    def warn_late(self, last: Hashable, steps: int) -> None:
+        self._complaints.add(
+            "order",
+            f"optimizer {self._order.index(last) + 1} of {len(self._order)} ({type(self._ownership[last]).__name__}) had gradients and did "
+            f"not step for {steps} steps of another one, which were taken for one step and have one record; if it begins late, clear "
+            "its gradients until then, or name it before the others",
+        )
+
     def warn_joined(self, steps: int) -> None:
         self._complaints.add(
             "order",

@@ -59,6 +59,13 @@ def look_of(tensors: Sequence[Tensor]) -> Tensor | None:
     return torch.stack([rows.mean(), rows.square().mean().sqrt(), apart])
 
 
+@torch.no_grad()
+def sums_of(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The sum of each input of floating point, which is finite if all its elements are: float64 ``[inputs]``; None without any."""
+    floats = [each for each in tensors if torch.is_floating_point(each) and each.device.type != "mps"]
+    return torch.stack([each.detach().sum(dtype=torch.float64) for each in floats]) if floats else None
+
+
 class Batches:
     """The fingerprints of the last batches, and what follows from them.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,10 +14,11 @@ from torch.optim import Optimizer
 from ...capture.hooks import Handles, Hook, ModuleHook, takes_hooks
 from ...capture.loss_graph import losses_going_backward
 from ...core.errors import WarningLog
+from ...core.keys import SUMMARY, Key
 from ...core.loop_findings import LoopFinding
 from ...core.loss_keys import loss_in
 from ...core.records import StepRecord
-from ...core.setup_mistakes import SETUP_MISTAKES
+from ...core.setup_mistakes import NON_FINITE_INPUT, SETUP_MISTAKES
 from ...statistics.fingerprint import fingerprints, packed, unpacked
 from ...step.active_step import ActiveStep
 from ...step.plugin import Plugin
@@ -24,7 +26,7 @@ from ..setup_check.expectations import Expectations
 from ..setup_check.hidden_parameters import MadeInForward
 from ..tallies import Tallies
 from .acting import Acting
-from .batches import Batches, batch_tensors, look_of, sampled
+from .batches import Batches, batch_tensors, look_of, sampled, sums_of
 from .head import Origin, facts_of, is_linear, origin_of, output_of, recognised, sample_of
 from .passes import Passes
 from .targets import Targets
@@ -74,6 +76,8 @@ class _Look:
         """Look at the inputs of the first forward."""
         if not tensors or len({tensor.device for tensor in tensors}) > 1:
             return
+        if (sums := sums_of(tensors)) is not None:
+            self.found["sums"] = sums
         self.found["fingerprint"] = packed(fingerprints(list(map(sampled, tensors))))
         if self.has_head and (look := look_of(tensors)) is not None:
             self.found["look"] = look
@@ -267,9 +271,12 @@ class DataCheck(Plugin):
         seen = self._open.pop(record.step, None)
         if seen is None:
             return
-        fingerprint, look, rows, facts, loss = (
-            record.extras.get(f"{self.name}/{name}") for name in ("fingerprint", "look", "rows", "head", "loss")
+        fingerprint, look, rows, facts, loss, sums = (
+            record.extras.get(f"{self.name}/{name}") for name in ("fingerprint", "look", "rows", "head", "loss", "sums")
         )
+        # a NaN may stand for a value that is missing, and a mask may be infinite: what the model makes of it decides
+        if sums is not None and not bool(sums.isfinite().all()) and _is_spoiled(record):
+            self._tallies.seen(NON_FINITE_INPUT, step=record.step)
         if rows is not None:
             self._acting.add(rows.tolist())
         if fingerprint is not None:
@@ -288,6 +295,12 @@ class DataCheck(Plugin):
                 self._note(chance=self.chance)
         if not self._tallies.is_empty and self._batches.is_repeated:  # one example, or one goal for all of them, is all there is
             self._tallies.retract("labels-constant")
+
+
+def _is_spoiled(record: StepRecord) -> bool:
+    """Whether the gradients of a step are NaN or infinite."""
+    norm = record.values.get(Key(SUMMARY, "", "grad_norm"))
+    return norm is not None and not math.isfinite(norm)
 
 
 def _has_forward(module: nn.Module) -> bool:

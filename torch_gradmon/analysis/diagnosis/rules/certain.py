@@ -13,6 +13,7 @@ from ....core.formatting import also_in
 from ....core.moments import Column
 from ..findings import Finding, NotMeasured
 from ..history import History
+from .precision import rounded_away
 
 #: Steps that have to show it, and the share of them.
 _FEWEST, _MOSTLY = 3, 0.9
@@ -79,6 +80,8 @@ def _no_update(history: History) -> list[Finding]:
         for name, share in zip(updates.names, still.tolist(), strict=True)
         if share >= _MOSTLY and live.get(name, 0.0) >= _MOSTLY and name in history.matrices and usual.get(name, 1.0) > _VANISHED
     ]
+    rounded = rounded_away(history)  # another finding has these
+    names = [name for name in names if name not in rounded]
     if not names:
         return []
     whole = len(names) == sum(name in history.matrices for name in updates.names)

@@ -106,6 +106,8 @@ def _never(history: History, norms: Series) -> list[Finding]:
         + (f", though {len(far)} steps had more than ten times the norm of those around them." if spiky else "."),
         f"Clip the norm of all gradients to {bound}; a clip that is there has a bound above all norms, or an infinite one."
         if spiky
+        else "Nothing has to be done: an infinite bound only measures the norm, and no step has an outlier for a bound to stop."
+        if not far
         else f"Nothing has to be done: an infinite bound only measures the norm. One that is to stop outliers is {bound}.",
         77.5 if spiky else 5.0,
         severity="warning" if spiky and not history.learning.has_fallen else "info",

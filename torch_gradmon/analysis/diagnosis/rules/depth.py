@@ -15,7 +15,8 @@ from ..series import Matrix, lower_median
 _FEWEST = 4
 #: Gradients relative to weights: the last third of the matrices over the first third.
 _VANISHED = 100.0
-#: A smaller ratio at the first step means that the training caused the fading.
+#: A smaller ratio is even: at the first step it means that the training caused the fading, and beside the largest gradient of the first
+#: third that nothing faded on the way there.
 _EVEN = 10.0
 _MADE_BY_TRAINING = "; they did not fade at the first step, so the training caused it"
 #: Module types.
@@ -249,8 +250,8 @@ def _advice_for_faded(history: History, came: bool) -> str:
 
 
 def _drop(history: History, ratios: Matrix) -> tuple[dict[str, float], float]:
-    """The usual gradients relative to weights, and those of the last third of the matrices over those of the first third; 0 if these are
-    unknown.
+    """The usual gradients relative to weights, and those of the last third of the matrices over those of the first third, or over
+    the largest of these if that is not much smaller; 0 if these are unknown.
     """
     known = {name: value for name, value in ratios.medians().items() if name in history.matrices}
     # a step reaches few rows of an embedding, and its weights are large
@@ -258,5 +259,7 @@ def _drop(history: History, ratios: Matrix) -> tuple[dict[str, float], float]:
     values, third = list(usual.values()), max(len(usual) // 3, 1)
     if len(known) < _FEWEST or not usual or not (last := lower_median(values[-third:])) > 0:
         return usual or known, 0.0
-    first = lower_median(values[:third])
+    # where one is as large, the gradient has arrived: those of queries and keys are small at any depth as long as attention is even
+    largest = max(values[:third])
+    first = largest if last < _EVEN * largest else lower_median(values[:third])
     return usual, last / first if first > 0 else math.inf

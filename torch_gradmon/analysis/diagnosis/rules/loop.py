@@ -6,7 +6,7 @@ from ....core.loop_findings import LoopFinding
 from ....core.loop_mistakes import MISTAKES
 from ....core.rank_faults import RANK_FAULTS
 from ....core.records import Severity
-from ....core.setup_mistakes import SETUP_MISTAKES
+from ....core.setup_mistakes import NON_FINITE_INPUT, SETUP_MISTAKES
 from ..findings import Finding
 from ..history import History
 from ..series import lower_median
@@ -40,6 +40,8 @@ def _finding(fact: LoopFinding, history: History) -> Finding:
         advice = (
             "Make the optimizer after the last change of the model, or call optimizer.add_param_group() with the new parameters"
         )
+    if fact.rule == NON_FINITE_INPUT and not any(r.applied for r in history.records if r.step in (fact.first, fact.last)):
+        severity = "info"  # it has changed no parameter
     if fact.rule == "targets-out-of-range" and saturated(history):
         severity = "warning"  # it is not their noise alone that lies there
     return Finding(

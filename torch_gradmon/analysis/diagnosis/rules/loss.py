@@ -165,7 +165,8 @@ def _is_above(tail: Series, best: Series) -> bool:
 
 
 def _plateau(history: History, loss: Series) -> list[Finding]:
-    if history.learning.state not in ("flat", "rises") and not history.learning.is_stuck:
+    is_flat = history.learning.state in ("flat", "rises") or history.learning.is_stuck
+    if history.alternates or not is_flat:
         return []
     head, tail = loss.part(0, 0.2), loss.part(0.8, 1)
     shift = rank_shift(head.values, tail.values) if tail.median < head.median else 0.0

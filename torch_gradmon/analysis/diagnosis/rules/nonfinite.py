@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from ....core import keys as n
 from ....core.records import StepRecord, nonfinite_names
+from ....core.setup_mistakes import NON_FINITE_INPUT
 from ....spikes.nonfinite_origin import innermost
 from ..findings import Finding
 from ..history import History
@@ -83,6 +84,8 @@ def check_nonfinite(history: History) -> list[Finding]:
     if not applied:
         return found
     record, (stage, places) = applied[0]
+    if any(fact.rule == NON_FINITE_INPUT and fact.first <= record.step <= fact.last for fact in history.facts):
+        return found  # the rest follows from the batch
     last = applied[-1][0].step
     evidence = {"steps": float(len(applied))}
     if stage.source:
@@ -95,7 +98,7 @@ def check_nonfinite(history: History) -> list[Finding]:
     if len(known) >= _FEWEST and known[-1] > _GREW * known[0] > 0:
         cause += f"; the loss had grown from {known[0]:.3g} to {known[-1]:.3g} before"
         advice = "lower the learning rate first, since the training had left its range; if that changes nothing, " + advice
-    if stage.rule == "non-finite-gradient" and not Precautions.of(history).skips:
+    if stage.rule != "non-finite-parameter" and not Precautions.of(history).skips:
         advice += ", or skip such steps: on_spike='skip'"
     return [
         *found,
@@ -114,7 +117,10 @@ def _words(stage: _Stage, places: list[str], record: StepRecord, history: Histor
         return _made_before(places[0], record, history) or (stage.cause, stage.advice)
     if n.ACTIVATION in record.tables:
         return stage.cause, stage.advice
-    look = "watch with preset='full', which measures outputs, to see whether a module makes it; if none does, "
+    look = (
+        "look for NaN and Inf in the batch with torch.isfinite, then watch with preset='full', which measures outputs, to see whether a "
+        "module makes it; if none does, "
+    )
     if stage.rule == "non-finite-loss":
         return (
             "the loss is NaN or infinite while parameters are finite; outputs of modules were not measured",
@@ -137,10 +143,15 @@ def _made_before(name: str, record: StepRecord, history: History) -> tuple[str, 
     outputs = record.tables[n.ACTIVATION]
     spoiled = {*nonfinite_names(outputs)}
     before = [each for each in outputs.names[: outputs.names.index(name)] if each not in spoiled]
-    where = (
-        f"between {before[-1]}, whose output is the last finite one, and {name}" if before else f"before {name}, and at the batch"
-    )
     article = "an" if kind[0] in "AEIU" else "a"
+    if not before:  # the first module that is called
+        return (
+            f"the first output that is measured has NaN or Inf, and {name} is {article} {kind} whose parameters are finite: what it got "
+            "was not finite, the batch or what forward() makes of it before, or so large that its sums overflow",
+            "look for NaN and Inf in the inputs with torch.isfinite, in the file and after each transform, and drop or fill these "
+            f"examples; then at what forward() computes before {name}",
+        )
+    where = f"between {before[-1]}, whose output is the last finite one, and {name}"
     return (
         f"the forward pass has its first NaN or Inf in the output of this module, but {name} is {article} {kind} whose parameters are "
         "finite: what it got was not finite, or so large that its sums overflow",

@@ -78,6 +78,16 @@ def _lost_updates(history: History) -> dict[str, float]:
     return found if len(found) >= max(_TENSORS * len(history.matrices), 1) else {}
 
 
+def rounded_away(history: History) -> set[str]:
+    """The matrices that no step changes as long as rounding takes most updates of those that are kept in half precision."""
+    lost, updates = _lost_updates(history), history.matrix(n.UPDATE, "norm")
+    is_off = bool(history.groups) and all(group["settings"].get("lr") == 0 for group in history.groups)
+    if not lost or updates is None or is_off:
+        return set()
+    moved = updates.medians()
+    return {name for name in _halves(history) if not moved.get(name, 1.0)}
+
+
 def rounding_unknown(history: History) -> str:
     """Why it is unknown whether rounding takes the updates of weights that are kept in half precision; empty if it is known, or if
     these are a small part of all.
@@ -113,13 +123,16 @@ def _halves(history: History) -> list[str]:
 
 
 def _lost_finding(history: History, lost: dict[str, float]) -> Finding:
-    worst = max(lost, key=lambda name: lost[name])
+    worst, still = max(lost, key=lambda name: lost[name]), rounded_away(history)
+    evidence = {"share of elements that do not move": lost[worst], "matrices like this": float(len(lost))}
+    if still:
+        evidence["matrices whose update is exactly zero"] = float(len(still))
     return Finding(
         "low-precision-underflow",
         "warning",
         worst,
         (history.steps[0], history.steps[-1]),
-        {"share of elements that do not move": lost[worst], "matrices like this": float(len(lost))},
+        evidence,
         "Parameters are kept in half precision, and most of their elements do not move in a step: updates below half a unit of the last "
         "digit are rounded to nothing.",
         "Keep parameters in float32 and compute under torch.autocast, or use an optimizer with float32 copies or stochastic rounding.",

@@ -34,10 +34,12 @@ _CHANCE = 1e-4
 _NUMBER = re.compile(r"\d+")
 #: Blocks that are named.
 _NAMED = 3
+#: What is frozen is most of the model from this share of all elements on.
+_MOST_OF_MODEL = 0.5
 
 
 def check_frozen(history: History) -> list[Finding]:
-    """What does not require a gradient, which may be meant: always information."""
+    """What does not require a gradient, which may be meant: information, unless it is most of a model that has learnt nothing."""
     norms, parameters = history.gradients("norm"), history.parameters
     seen = {} if norms is None else norms.largest()  # thawed on the way, by turns, or frozen again
     frozen = [name for name in parameters if name in history.frozen and name not in seen]
@@ -46,15 +48,16 @@ def check_frozen(history: History) -> list[Finding]:
     sizes = {name: math.prod(about["shape"]) for name, about in parameters.items()}
     share = sum(sizes[name] for name in frozen) / max(sum(sizes.values()), 1)
     blocks = list(dict.fromkeys(map(block_of, frozen)))
+    lacks = share > _MOST_OF_MODEL and history.learning.is_at_chance
     return history.finding(
         "frozen",
         blocks[0],
         {"parameters": float(len(frozen)), "share of all elements": share},
         f"{percent(share)} of all elements are frozen, by requires_grad=False: {listed(blocks, _NAMED)}.",
-        "Nothing has to be done if that is meant. Otherwise call requires_grad_(True) before the optimizer is made; "
-        "monitor.expect(trains=...) tells when it is forgotten.",
+        f"{'The rest has learnt nothing: c' if lacks else 'Nothing has to be done if that is meant. Otherwise c'}all requires_grad_(True) "
+        "before the optimizer is made; monitor.expect(trains=...) tells when it is forgotten.",
         1.0,
-        severity="info",
+        severity="warning" if lacks else "info",
     )
 
 
