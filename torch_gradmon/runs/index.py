@@ -166,6 +166,7 @@ class RunIndex:
         # of each frame: its pair, where it begins, its time, set of keys, set of layouts, and whether it has events
         self._pair, self._begin, self._time = array("I"), array("Q"), array("d")
         self._set, self._layouts, self._flags = array("I"), array("I"), array("B")
+        self._rows, self._rows_end = array("Q"), array("Q")
         self._sets: dict[tuple[int, bytes], int] = {}
         self._members: list[tuple[int, ...]] = []  # numbers of the keys of a set
         for number in f.pairs_in(self._directory):
@@ -270,6 +271,8 @@ class RunIndex:
                 ("begin", self._begin),
                 ("time", self._time),
                 ("layouts", self._layouts),
+                ("rows", self._rows),
+                ("end", self._rows_end),
                 ("flags", self._flags),
             ):
                 column.frombytes(np.ascontiguousarray(entries[name]).tobytes())
@@ -369,6 +372,8 @@ class RunIndex:
         self._time.append(head.time)
         self._set.append(members)
         self._layouts.append(head.layouts)
+        self._rows.append(head.rows[0])
+        self._rows_end.append(head.rows[1])
         self._flags.append(head.flags)
 
     def _set_of(self, pair: Pair, ids: bytes) -> int:
@@ -458,24 +463,22 @@ class RunIndex:
     def rows(self, step: int) -> dict[str, tuple[TableLayout, bytes]]:
         """The packed rows of a step by source, and by ``"rng:<device>"`` the states of random generators."""
         found: dict[str, tuple[TableLayout, bytes]] = {}
-        for pair, frame in self._frames(step):
-            if not frame.rows[1]:
+        for frame in self._frames_of(step):
+            pair, begin, end = self._pairs[self._pair[frame]], self._rows[frame], self._rows_end[frame]
+            if not end:
                 continue
             try:
-                record = pair.rows.at(*frame.rows)
-                parts = [] if record is None else [(pair.layout(place), data) for place, data in f.tables_of(record, step)]
+                parts = [(pair.layout(place), data) for place, data in f.tables_of(pair.rows.at(begin, end) or b"", step)]
+                if not all(isinstance(layout, str) or len(data) == layout.size for layout, data in parts):
+                    raise f.Unreadable
             except (f.Unreadable, OSError):
-                record = None
-            if record is None:
-                self.unreadable.append((f.name_of(pair.number, f.ROWS), frame.rows[0]))
+                self.unreadable.append((f.name_of(pair.number, f.ROWS), begin))
                 continue
             for layout, data in parts:
                 if isinstance(layout, str):
                     found[f"{RNG}{layout}"] = (_NO_LAYOUT, data)
-                elif len(data) == (0 if layout.same_as else layout.width * len(layout.names)):
-                    found[layout.source] = (layout, data)
                 else:
-                    self.unreadable.append((f.name_of(pair.number, f.ROWS), frame.rows[0]))
+                    found[layout.source] = (layout, data)
         return found
 
     def values(self, key: Key) -> dict[int, float]:

@@ -149,6 +149,7 @@ class LogReader:
     Attributes:
         offset: up to where :meth:`follow` has read.
         damage: what was found damaged up to there.
+        bytes_read: from the file.
 
     Raises:
         FileNotFoundError: there is none.
@@ -166,7 +167,9 @@ class LogReader:
         self.name = os.path.basename(path)
         self.offset = 0
         self.damage: list[Damage] = []
+        self.bytes_read = 0
         self._kept = 0, b""  # a part of the file, and where it begins
+        self._ahead = BLOCK  # more where it is read in order
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError):
@@ -220,10 +223,11 @@ class LogReader:
 
     def at(self, begin: int, end: int = 0) -> bytes | None:
         """The record that begins at ``begin``, and ends at ``end`` unless that is 0; None if it is damaged or not there yet."""
-        record = self._next(begin, end or self.size, True)
-        if isinstance(record, Record) and record.begin == begin and end in (0, record.end):
-            return record.data
-        self._kept = 0, b""
+        for _ in range(2):  # first in what was read before, which may be older than the record
+            record = self._next(begin, end or self.size, True)
+            if isinstance(record, Record) and record.begin == begin and end in (0, record.end):
+                return record.data
+            self._kept = 0, b""
         return None
 
     def _next(self, at: int, size: int, is_settled: bool) -> Record | Damage | None:
@@ -252,14 +256,14 @@ class LogReader:
         if room < _HEADER.size:
             at, room = at + room, BLOCK
         buffer, place = self._bytes(at, size)
-        if len(buffer) - place < _HEADER.size:
+        if len(buffer) - place < _HEADER.size or at + _HEADER.size > size:
             return None
         code, length, kind = _HEADER.unpack_from(buffer, place)
         if not _WHOLE <= kind <= _LAST or length > room - _HEADER.size:
             return _Frame(at, 0, 0, None)
         place += _HEADER.size
         data = buffer[place : place + length]
-        if len(data) < length:
+        if len(data) < length or at + _HEADER.size + length > size:
             return None
         return _Frame(at, at + _HEADER.size + length, kind, data if zlib.crc32(data, _SEEDS[kind]) == code else None)
 
@@ -281,9 +285,13 @@ class LogReader:
         """Bytes of the file up to the end of a block at least, or up to ``size``, and where among them ``at`` is."""
         base, kept = self._kept
         if not base <= at <= min(at - at % BLOCK + BLOCK, size) <= base + len(kept):
-            base = at - at % BLOCK
+            begin = at - at % BLOCK
+            is_next = kept and base <= begin <= base + len(kept)
+            self._ahead = min(2 * self._ahead, _AT_ONCE) if is_next else BLOCK
+            base = begin
             self._file.seek(base)
-            kept = self._file.read(min(_AT_ONCE, size - base)) if size > base else b""
+            kept = self._file.read(self._ahead)
+            self.bytes_read += len(kept)
             self._kept = base, kept
         return kept, at - base
 

@@ -42,7 +42,12 @@ class TableLayout(NamedTuple):
     @property
     def width(self) -> int:
         """Bytes of a tensor."""
-        return 4 * len(_stored(self.columns, bool(self.counts)))
+        return 4 * len(_index(self.columns, bool(self.counts)))
+
+    @property
+    def size(self) -> int:
+        """Bytes of a step."""
+        return 0 if self.same_as else self.width * len(self.names)
 
     def definition(self) -> dict[str, Any]:
         """As JSON."""
