@@ -176,11 +176,10 @@ class RunIndex:
                 raise ValueError(self._why)
             raise FileNotFoundError(f"there is no run in {str(self._directory)!r}")
         self.look()
-        for pair in self._pairs:
-            if not pair.has_head and (pair.values.offset or pair.values.begins_otherwise()):
-                raise ValueError(
-                    f"{str(self._directory / pair.values.name)!r} is not a run of torch_gradmon: there is no record at byte 0"
-                )
+        if not self.steps and not any(pair.has_head for pair in self._pairs):
+            for pair in self._pairs:
+                if pair.values.offset or pair.values.begins_otherwise():
+                    raise ValueError(f"{str(self._directory / pair.values.name)!r} is not a run of torch_gradmon")
 
     def _open(self, number: int) -> Pair | None:
         """The pair of this number, if it can be read."""
@@ -251,9 +250,9 @@ class RunIndex:
                 else:
                     touched = self._take_facts(pair, f.json_of(record.data), limit)
             except f.Unreadable:
-                if not pair.has_head:
-                    raise ValueError(f"{str(self._directory / pair.values.name)!r} is not a run of torch_gradmon") from None
                 self.unreadable.append((pair.values.name, record.begin))
+                if not pair.has_head:  # it is a log of something else
+                    break
                 continue
             first = _earlier(first, touched)
         return first

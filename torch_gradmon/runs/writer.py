@@ -56,6 +56,7 @@ class RunWriter:
         TypeError: ``path`` is not a path.
         NotADirectoryError: ``path`` is a file.
         OSError: the directory cannot be written.
+        ValueError: the run in it cannot be read.
     """
 
     def __init__(self, path: str | os.PathLike[str], meta: Mapping[str, Any] | None = None) -> None:
@@ -91,16 +92,28 @@ class RunWriter:
                 break
             except FileExistsError:
                 number += 1
-        for file in getattr(self, "_files", []):
-            file.close()
+        try:
+            head = {"is": "head", "format": f.FORMAT, "writer": self._name, "claims": self._has_claimed, "facts": self._meta}
+            begin, _ = values.append(f.of_json(head))
+        except OSError:
+            os.unlink(values.path)
+            raise
+        self._close_files()
         self._number, self._values = number, values
         self._rows: LogWriter | None = None
         self._begin_index()
+        self._entries.append((begin, 0, 0.0, 0, 0, 0, 0, f.IS_JSON))
         self._ids: dict[Key, int] = {}
         self._id_sets: dict[tuple[Key, ...], np.ndarray] = {}
         self._layouts: dict[TableLayout | str, int] = {}  # where each is defined
         self._layout_sets: dict[tuple[int, ...], int] = {(): 0}
-        self._put({"is": "head", "format": f.FORMAT, "writer": self._name, "claims": self._has_claimed, "facts": self._meta})
+
+    def _close_files(self) -> None:
+        for file in getattr(self, "_files", []):
+            with contextlib.suppress(OSError):
+                file.sync()
+            with contextlib.suppress(OSError):
+                file.close()
 
     def _put(self, facts: Mapping[str, Any]) -> None:
         begin, _ = self._values.append(f.of_json(facts))
@@ -240,6 +253,9 @@ class RunWriter:
             raise Superseded
         if not (update or backfill):
             self._spoiled = self._spoiled + 1 if self._written is not None and _is_spoiled(self._written) else 0
+            if len(self._entries) >= f.INDEXED:
+                with contextlib.suppress(OSError):  # the step says so; a later step tries it again
+                    self._put_index()
             if sum(file.size for file in self._files) > _LARGEST:
                 self._begin_pair(self._number + 1)
         known, self._written = self._written if update else None, None
@@ -274,8 +290,6 @@ class RunWriter:
         self._indexed.append((len(self._entries), frame.ids, frame.values))
         keys = self._sets.setdefault(frame.ids.tobytes(), len(self._sets))
         self._entries.append((begin, frame.step, frame.time, *rows, layouts, keys, frame.flags))
-        if len(self._entries) >= f.INDEXED:
-            self._put_index()
 
     def _parts(self, record: StepRecord, tables: Mapping[str, StatsTable]) -> list[tuple[int, bytes]]:
         counts = {source: fixed_counts(source, table) for source, table in tables.items()}
@@ -323,11 +337,7 @@ class RunWriter:
         """Close the files. In a forked child, where they belong to the parent, do nothing."""
         if self._process.is_forked:
             return
-        for file in self._files:
-            with contextlib.suppress(OSError):
-                file.sync()
-            with contextlib.suppress(OSError):
-                file.close()
+        self._close_files()
         if self._before is not None:
             self._before.close()
 

@@ -99,7 +99,7 @@ class RunDirectory:
         if self._writer is not None and not self._process.is_forked:
             try:
                 self._writer.annotate(facts)
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 self._complaints.add("store", f"the run directory {self._path} could not be written", error)
 
     def rewind(self, step: int) -> None:
@@ -113,7 +113,7 @@ class RunDirectory:
                     self._complaints.add("replaced", _REPLACED.format(self._path, self._writer.last, step))
                 self._claim(self._writer)
                 self._writer.rewind(step)
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 self._complaints.add("store", f"the run directory {self._path} could not be written", error)
 
     def write(self, record: StepRecord, amends: bool = False, backfills: bool = False) -> None:
@@ -139,7 +139,7 @@ class RunDirectory:
                 "there no more; give each a run_dir of its own"
             )
             self._complaints.add("store", message)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             self._has_lost = True
             message = (
                 f"step {record.step} could not be written to the run directory {self._path}; training continues, and later steps are "
@@ -186,7 +186,7 @@ class RunDirectory:
         Nothing changes if this monitor no longer writes there, as after another monitor has claimed the directory.
         """
         if self._path is not None and not self._is_taken and not self._is_muted() and not self._process.is_forked:
-            with contextlib.suppress(OSError):  # the first record reports the failure
+            with contextlib.suppress(OSError, ValueError):  # the first record reports the failure
                 self._opened(self._path).claim(self._meta)
 
     def close(self) -> None:
