@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import random
 import re
 import shutil
 import signal
-import sqlite3
 import textwrap
 import time
 from collections.abc import Iterator
@@ -26,10 +26,12 @@ from torch_gradmon.cli.terminal.live import LiveRun
 from torch_gradmon.cli.terminal.run_follower import RunFollower
 from torch_gradmon.cli.terminal.sparkline import ASCII, BLOCKS, Columns, sparkline
 from torch_gradmon.core.keys import GRADIENT_BEFORE_CLIP, SUMMARY, Key
+from torch_gradmon.runs.log import LogReader
 from torch_gradmon.runs.writer import RunWriter
 
 from . import forked
 from .pseudo_terminal import terminal
+from .stored_runs import NO_RECORD, VALUES
 from .test_run_bulk import _record
 
 pytestmark = pytest.mark.thorough
@@ -323,10 +325,10 @@ def test_a_run_that_is_removed_and_begun_anew(tmp_path: Path) -> None:
     assert "any more" in follower.problem
     assert follower.live.steps == list(range(5)), "what was seen stays"
     path.mkdir()
-    (path / "gradmon.sqlite").write_bytes(b"")
+    (path / VALUES).write_bytes(NO_RECORD)
     follower.refresh()
     assert "is not a run" in follower.problem
-    (path / "gradmon.sqlite").unlink()
+    (path / VALUES).unlink()
     store = RunWriter(path)
     store.log(_record(0, 9.0))
     follower.refresh()
@@ -335,18 +337,21 @@ def test_a_run_that_is_removed_and_begun_anew(tmp_path: Path) -> None:
     follower.close()
 
 
-def test_a_file_that_cannot_be_read_for_a_while_is_told_and_tried_again(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_for_a_while_is_told_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = RunWriter(tmp_path)
     store.log(_record(0, 1.0))
     follower = RunFollower(tmp_path, 30)
     follower.refresh()
     store.log(_record(1, 1.0))
-    refuse = sqlite3.SQLITE_DENY
-    follower.live.run._db.set_authorizer(lambda *_: refuse)
-    follower.refresh()
-    assert follower.problem
+
+    def fails(*_: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LogReader, "_bytes", fails)
+        follower.refresh()
+    assert "Input/output error" in follower.problem
     assert follower.live.steps == [0]
-    follower.live.run._db.set_authorizer(lambda *_: sqlite3.SQLITE_OK)  # None takes it away from Python 3.11 on
     follower.refresh()
     assert (follower.live.steps, follower.problem) == ([0, 1], "")
     store.close()
