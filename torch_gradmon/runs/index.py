@@ -50,7 +50,7 @@ class Pair:
         self.facts: dict[str, Any] = {}
         self.has_head = self.has_claimed = False
         self.begins = _NEVER
-        self.ids: list[int] = []  # of the run, by those of the file
+        self.ids: dict[int, int] = {}  # of the run, by those of the file
         self.layouts: dict[int, tuple[int, ...]] = {0: ()}  # where each set of them is defined
         self.columns: list[tuple[int, dict[int, int]]] = []  # of each index its first frame, and where it has the values of a key
         self._rows: LogReader | None = None
@@ -282,7 +282,7 @@ class RunIndex:
                 else:
                     touched = self._take_facts(pair, f.json_of(pair.values.at(self._begin[frame]) or b""), limit)
                 first = _earlier(first, touched)
-            if max(index.columns, default=-1) >= len(pair.ids) or int(entries["layouts"].max()) >= len(pair.layouts):
+            if not (pair.ids.keys() >= index.columns.keys() and pair.layouts.keys() >= set(entries["layouts"].tolist())):
                 raise f.Unreadable
             sets = np.array([self._set_of(pair, ids) for ids in index.sets], "<u4")
             self._set.frombytes(sets[entries["keys"]].tobytes())
@@ -330,16 +330,13 @@ class RunIndex:
                 raise ValueError(f"{pair.values.name!r} is of format {record.get('format')!r}, which this version does not know")
             pair.has_head = True
         if what == "keys":
-            for each in record.get("keys", ()):
+            for number, each in enumerate(record.get("keys", ()), _natural(record.get("first"))):
                 if not (isinstance(each, list) and len(each) == 3 and all(isinstance(part, str) for part in each)):
                     raise f.Unreadable
-                pair.ids.append(self.keys.setdefault(Key(*each), len(self.keys)))
+                pair.ids[number] = self.keys.setdefault(Key(*each), len(self.keys))
             return None
         if what == "layouts":
-            places = record.get("at", ())
-            if not all(type(place) is int and place >= 0 for place in places):
-                raise f.Unreadable
-            pair.layouts[len(pair.layouts)] = tuple(places)
+            pair.layouts[_natural(record.get("number"))] = tuple(_natural(place) for place in record.get("at", ()))
             return None
         if what == "rewind" and type(step := record.get("step")) is int:
             return self._cut(pair, step) if limit == _NEVER else None
@@ -379,7 +376,7 @@ class RunIndex:
         found = self._sets.get((pair.number, ids))
         if found is None:
             local = np.frombuffer(ids, "<u4").tolist()
-            if local and max(local) >= len(pair.ids):
+            if not pair.ids.keys() >= set(local):
                 raise f.Unreadable
             found = self._sets[pair.number, ids] = len(self._members)
             self._members.append(tuple(pair.ids[each] for each in local))
@@ -507,7 +504,7 @@ class RunIndex:
                 record = pair.values.at(columns[key]) if key in columns else None
                 if record is not None:
                     with contextlib.suppress(f.Unreadable):
-                        places, values = f.column_of(record, pair.ids.index(key))
+                        places, values = f.column_of(record, next(own for own, number in pair.ids.items() if number == key))
                         found.update(zip((places + base).tolist(), values.tolist(), strict=True))
         return found
 
@@ -556,6 +553,12 @@ def is_claimed_after(directory: Path, number: int) -> bool:
             return False
         except (OSError, ValueError):  # a file of something else
             continue
+
+
+def _natural(number: object) -> int:
+    if type(number) is not int or not 0 <= number < 1 << 62:
+        raise f.Unreadable("a number is none")
+    return number
 
 
 def _earlier(first: int | None, other: int | None) -> int | None:

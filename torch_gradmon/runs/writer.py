@@ -317,8 +317,9 @@ class RunWriter:
     def _layout_set(self, places: tuple[int, ...]) -> int:
         number = self._layout_sets.get(places)
         if number is None:
-            self._put({"is": "layouts", "at": places})
-            number = self._layout_sets[places] = len(self._layout_sets)
+            number = len(self._layout_sets)
+            self._put({"is": "layouts", "number": number, "at": places})
+            self._layout_sets[places] = number
         return number
 
     def _ids_of(self, keys: tuple[Key, ...]) -> np.ndarray:
@@ -326,7 +327,7 @@ class RunWriter:
         if ids is None:
             new = [key for key in keys if key not in self._ids]
             if new:
-                self._put({"is": "keys", "keys": new})
+                self._put({"is": "keys", "first": len(self._ids), "keys": new})
                 self._ids.update(zip(new, range(len(self._ids), len(self._ids) + len(new)), strict=True))
             if len(self._id_sets) >= _SETS:
                 self._id_sets.clear()
