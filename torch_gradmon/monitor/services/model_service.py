@@ -42,10 +42,11 @@ class ModelService:
             return
         MetricsService(runtime).warn_of_idle(planner.registry.metrics)
         assert planner.inventory is not None
+        assert planner.representative is not None  # as the module
         runtime.factory.layers.warn_of_idle(planner.inventory.names)
         if not runtime.fence.inert:
             self.link()
-            runtime.pipeline.directory.annotate(model=type(unwrapped(planner.representative or planner.module)).__name__)
+            runtime.pipeline.directory.annotate(model=type(unwrapped(planner.representative)).__name__)
             runtime.factory.model.update(planner.inventory.facts)
 
     def link(self) -> None:
