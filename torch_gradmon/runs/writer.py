@@ -317,7 +317,7 @@ class RunWriter:
     def _layout_set(self, places: tuple[int, ...]) -> int:
         number = self._layout_sets.get(places)
         if number is None:
-            self._put({"is": "layouts", "at": places})
+            self._put({"is": "layouts", "number": len(self._layout_sets), "at": places})
             number = self._layout_sets[places] = len(self._layout_sets)
         return number
 
@@ -326,7 +326,7 @@ class RunWriter:
         if ids is None:
             new = [key for key in keys if key not in self._ids]
             if new:
-                self._put({"is": "keys", "keys": new})
+                self._put({"is": "keys", "first": len(self._ids), "keys": new})
                 self._ids.update(zip(new, range(len(self._ids), len(self._ids) + len(new)), strict=True))
             if len(self._id_sets) >= _SETS:
                 self._id_sets.clear()
