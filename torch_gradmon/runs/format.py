@@ -115,6 +115,11 @@ def directory_of(path: str | os.PathLike[str]) -> Path:
     return path.parent if _NAME.fullmatch(path.name) and path.is_file() else path
 
 
+#: JSON is nested no deeper, and has no longer numbers and names.
+_DEEPEST, _DIGITS, LONGEST_NAME = 32, 40, 10_000
+_LARGEST_JSON = 64 << 20
+
+
 class Unreadable(ValueError):
     """A record has the right checksum, but is none of this format."""
 
@@ -130,13 +135,40 @@ def json_of(record: bytes) -> dict[str, Any]:
     Raises:
         Unreadable: there is none.
     """
-    try:
-        found = json.loads(record[1:])
-    except (ValueError, RecursionError):
-        raise Unreadable("a record that should be JSON is not") from None
+    found = parsed(record[1:])
     if record[:1] != JSON or not isinstance(found, dict):
         raise Unreadable("a record is no JSON object")
     return found
+
+
+def parsed(text: bytes) -> Any:
+    """What stands there as JSON, within bounds.
+
+    Raises:
+        Unreadable: nothing.
+    """
+    if len(text) > _LARGEST_JSON or text.count(b"[") + text.count(b"{") > 1000 + len(text) // 8:
+        raise Unreadable("JSON is too large")
+    try:
+        found = json.loads(text.decode(), parse_int=_integer)
+        if b"\\ud" in text.lower():  # half of a character is no text, which could not be shown
+            found = json.loads(json.dumps(found, ensure_ascii=False).encode("utf-8", "replace"))
+    except (ValueError, RecursionError):
+        raise Unreadable("a record that should be JSON is not") from None
+    level: list[Any] = [[found]]
+    depth = 0
+    while level:
+        if depth > _DEEPEST:
+            raise Unreadable("JSON is nested too deeply")
+        parts = (part for each in level for part in (each.values() if isinstance(each, dict) else each))
+        level, depth = [part for part in parts if isinstance(part, (dict, list))], depth + 1
+    return found
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _DIGITS:
+        raise ValueError("a number is too long")
+    return int(digits)
 
 
 class StepFrame(NamedTuple):
@@ -187,6 +219,11 @@ class StepFrame(NamedTuple):
         )
 
 
+def _is_sound(step: Any, time: Any) -> Any:
+    """Whether there can be such a step at such a time, of which there is a date; of numbers or arrays."""
+    return (step >= 0) & (step < 1 << 53) & (time > -6e10) & (time < 2.5e11)
+
+
 class StepHead(NamedTuple):
     """The fixed part of a step, see :class:`StepFrame`, with the sizes of the others."""
 
@@ -209,7 +246,7 @@ def head_of(record: bytes) -> StepHead:
     if len(record) < _STEP.size or record[:1] != STEP:
         raise Unreadable("a step is too short")
     _, flags, count, step, time, begin, end, layouts, context, events = _STEP.unpack_from(record)
-    if _STEP.size + 12 * count + context + events != len(record) or begin > end or time != time:
+    if _STEP.size + 12 * count + context + events != len(record) or begin > end or not _is_sound(step, time):
         raise Unreadable("the parts of a step are not of its size")
     return StepHead(step, time, flags, (begin, end), layouts, count, context, events)
 
@@ -237,7 +274,9 @@ def frame_of(record: bytes) -> StepFrame:
 
 
 def value_at(record: bytes, place: int) -> float:
-    """One value of a step."""
+    """One value of a step. Raises Unreadable as :func:`head_of`."""
+    if place >= head_of(record).values:
+        raise Unreadable("a step has fewer values")
     return float(_VALUE.unpack_from(record, _STEP.size + 8 * place)[0])
 
 
@@ -247,17 +286,17 @@ def of_tables(step: int, parts: Sequence[tuple[int, bytes]]) -> bytes:
     return b"".join((_TABLES.pack(TABLES, len(parts), step), *heads, *[data for _, data in parts]))
 
 
-def tables_of(record: bytes, step: int) -> list[tuple[int, bytes]]:
+def tables_of(record: bytes, step: int | None = None) -> list[tuple[int, bytes]]:
     """The inverse of :func:`of_tables`.
 
     Raises:
-        Unreadable: these are no rows of ``step``.
+        Unreadable: these are no rows, or none of ``step``.
     """
     if len(record) < _TABLES.size:
         raise Unreadable("rows are too short")
     kind, count, number = _TABLES.unpack_from(record)
     at = _TABLES.size + count * _PART.size
-    if kind != TABLES or number != step or at > len(record):
+    if kind != TABLES or step not in (None, number) or at > len(record):
         raise Unreadable(f"there are no rows of step {step} where they should be")
     found = []
     for place, length in _PART.iter_unpack(record[_TABLES.size : at]):
@@ -311,6 +350,8 @@ def index_of(record: bytes) -> Index:
         raise Unreadable("the parts of an index are not of its size")
     entries = np.frombuffer(record, _ENTRY, count, at)
     at += entries.nbytes
+    if not _is_sound(entries["step"], entries["time"]).all():
+        raise Unreadable("the entries of an index are none")
     places = np.frombuffer(record, _COLUMNS, columns, at)
     at += places.nbytes
     lengths = np.frombuffer(record, "<u4", sets, at)

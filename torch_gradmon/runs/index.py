@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from itertools import chain
 from pathlib import Path
@@ -19,6 +18,7 @@ import numpy as np
 from ..core.keys import Key
 from ..core.records import SpikeEvent
 from . import format as f
+from .forms import context_of, facts_of, is_event
 from .log import Damage, LogReader, Record
 from .packing import TableLayout, layout_of
 
@@ -29,6 +29,9 @@ _NEVER = float("inf")
 _SOON = 60.0
 #: The last index is looked for in so many blocks at the end of a file.
 _LOOKED_THROUGH = 64
+#: A run has no more keys.
+_MOST_KEYS = 1 << 20
+#: The number of a key whose name is damaged.
 #: What the state of a random generator is named by among rows.
 RNG = "rng:"
 _EVENT = frozenset(field.name for field in fields(SpikeEvent))
@@ -101,7 +104,7 @@ class StoredStep:
     def parsed_context(self) -> dict[str, Any]:
         """Learning rates, loss scale and tags."""
         found = _parsed(self.context)
-        return found if isinstance(found, dict) else {}
+        return context_of(found) if isinstance(found, dict) else {}
 
     def facts(self) -> dict[str, Any]:
         """The same with the time, and whether the step was applied."""
@@ -111,7 +114,7 @@ class StoredStep:
         """The spikes. Fields that only a later version knows are ignored."""
         found = _parsed(self.events)
         events = (
-            [{name: value for name, value in event.items() if name in _EVENT} for event in found if isinstance(event, dict)]
+            [{name: value for name, value in event.items() if name in _EVENT} for event in found if is_event(event)]
             if isinstance(found, list)
             else []
         )
@@ -120,8 +123,8 @@ class StoredStep:
 
 def _parsed(text: bytes) -> Any:
     try:
-        return json.loads(text or b"null")
-    except (ValueError, RecursionError):
+        return f.parsed(text or b"null")
+    except f.Unreadable:
         return None
 
 
@@ -147,12 +150,8 @@ class RunIndex:
         self._directory = directory
         self._why = ""  # a pair could not be read
         self._uses_indices = True
-        try:
-            self._begin_anew()
-        except f.Unreadable:  # an index is not of its file
-            self.close()
-            self._uses_indices = False
-            self._begin_anew()
+        self._changed: int | None = None  # since the last look that was no error, as of :meth:`_earlier`
+        self._begin_anew()
 
     def _begin_anew(self) -> None:
         self._pairs: list[Pair] = []
@@ -204,21 +203,25 @@ class RunIndex:
         Returns:
             The first step that may be new or changed; None if nothing was written.
         """
-        changed = [self._take_from(pair) for pair in self._pairs]
-        while True:
-            try:
-                pair = self._open(self._pairs[-1].number + 1)
-            except FileNotFoundError:
-                break
-            if pair is None:
-                break
-            changed.append(self._take_from(pair))
-        if all(first is None for first in changed):
+        try:
+            self._take_new()
+        except f.Unreadable:  # an index is not of its file
+            self.close()
+            self._uses_indices = False
+            self._begin_anew()
+            return self.steps[0] if self.steps else None
+        changed, self._changed = self._changed, None
+        if changed is None:
             return None
         self.meta = self._facts()
-        return min(
-            (first for first in changed if first is not None and first >= 0), default=self.steps[-1] if self.steps else None
-        )
+        return changed if changed >= 0 else self.steps[-1] if self.steps else None
+
+    def _take_new(self) -> None:
+        for pair in self._pairs:
+            self._take_from(pair)
+        with contextlib.suppress(FileNotFoundError):
+            while (begun := self._open(self._pairs[-1].number + 1)) is not None:
+                self._take_from(begun)
 
     def _facts(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -226,10 +229,10 @@ class RunIndex:
             found.update(pair.facts)
         return found
 
-    def _take_from(self, pair: Pair) -> int | None:
-        """The first step that changed; -1 if only facts did, None if nothing."""
+    def _take_from(self, pair: Pair) -> None:
         limit = min((each.begins for each in self._pairs[pair.place + 1 :]), default=_NEVER)
-        first = self._take_indexed(pair, limit) if not pair.values.offset else None
+        if not pair.values.offset:
+            self._changed = _earlier(self._changed, self._take_indexed(pair, limit))
         available = -1.0
         for record in pair.values.follow():
             kind = record.data[:1]
@@ -241,8 +244,6 @@ class RunIndex:
                         if head.rows[1] > available:
                             pair.values.offset = record.begin  # it is there with its rows
                             break
-                    if head.layouts not in pair.layouts:
-                        raise f.Unreadable
                     self._add_frame(pair, record.begin, head, self._set_of(pair, f.ids_of(record.data, head)))
                     touched = self._take_step(pair, len(self._begin) - 1, head.step, head.flags, limit)
                 elif kind in (f.INDEX, f.COLUMN):
@@ -254,8 +255,7 @@ class RunIndex:
                 if not pair.has_head:  # it is a log of something else
                     break
                 continue
-            first = _earlier(first, touched)
-        return first
+            self._changed = _earlier(self._changed, touched)
 
     def _take_indexed(self, pair: Pair, limit: float) -> int | None:
         """Read what indices know of a file, instead of the file; nothing where these records may still be on their way."""
@@ -322,24 +322,35 @@ class RunIndex:
 
     def _take_facts(self, pair: Pair, record: Mapping[str, Any], limit: float) -> int | None:
         what = record.get("is")
+        is_sound = True
         if isinstance(facts := record.get("facts"), dict):
-            pair.facts.update(facts)
+            sound = facts_of(facts)
+            pair.facts.update(sound)
+            is_sound = len(sound) == len(facts)
         pair.has_claimed |= record.get("claims") is True
         if what == "head":
             if record.get("format") != f.FORMAT:
                 raise ValueError(f"{pair.values.name!r} is of format {record.get('format')!r}, which this version does not know")
             pair.has_head = True
         if what == "keys":
-            for number, each in enumerate(record.get("keys", ()), _natural(record.get("first"))):
-                if not (isinstance(each, list) and len(each) == 3 and all(isinstance(part, str) for part in each)):
+            first, keys = _natural(record.get("first")), record.get("keys")
+            if not isinstance(keys, list) or len(self.keys) + len(keys) > _MOST_KEYS:
+                raise f.Unreadable
+            for number, each in enumerate(keys, first):
+                if not _is_key(each):
                     raise f.Unreadable
                 pair.ids[number] = self.keys.setdefault(Key(*each), len(self.keys))
             return None
         if what == "layouts":
-            pair.layouts[_natural(record.get("number"))] = tuple(_natural(place) for place in record.get("at", ()))
+            number, places = _natural(record.get("number")), record.get("at")
+            if not isinstance(places, list):
+                raise f.Unreadable
+            pair.layouts[number] = tuple(map(_natural, places))
             return None
         if what == "rewind" and type(step := record.get("step")) is int:
             return self._cut(pair, step) if limit == _NEVER else None
+        if not is_sound:
+            raise f.Unreadable
         return -1
 
     def _take_step(self, pair: Pair, frame: int, step: int, flags: int, limit: float) -> int | None:
@@ -430,8 +441,13 @@ class RunIndex:
 
     def layouts(self) -> list[TableLayout]:
         """The layouts of the steps, in the order of their first use."""
-        used = dict.fromkeys((self._pair[frame], self._layouts[frame]) for step in self.steps for frame in self._frames_of(step))
-        places = dict.fromkeys((pair, place) for pair, number in used for place in self._pairs[pair].layouts[number])
+        used: dict[tuple[int, int], int] = {}
+        for step in self.steps:
+            for frame in self._frames_of(step):
+                used.setdefault((self._pair[frame], self._layouts[frame]), frame)
+        places = dict.fromkeys(
+            (pair, place) for (pair, number), frame in used.items() for place in self._places(pair, number, frame)
+        )
         found = []
         for pair, place in places:
             try:
@@ -439,6 +455,15 @@ class RunIndex:
             except (f.Unreadable, OSError):
                 self.unreadable.append((self._pairs[pair].values.name, place))
         return [layout for layout in found if isinstance(layout, TableLayout)]
+
+    def _places(self, place: int, number: int, frame: int) -> Sequence[int]:
+        """Where the layouts of a set are defined, which the rows of each of its steps know too; ``frame`` is of one of these."""
+        pair = self._pairs[place]
+        if number not in pair.layouts:
+            with contextlib.suppress(f.Unreadable, OSError):
+                record = pair.rows.at(self._rows[frame], self._rows_end[frame]) or b""
+                pair.layouts[number] = tuple(each for each, _ in f.tables_of(record))
+        return pair.layouts.get(number, ())
 
     def read(self, step: int) -> StoredStep:
         """A step without its rows."""
@@ -475,6 +500,9 @@ class RunIndex:
                     found[f"{RNG}{layout}"] = (_NO_LAYOUT, data)
                 else:
                     found[layout.source] = (layout, data)
+        for source, (layout, _) in list(found.items()):
+            if layout.same_as and (layout.same_as not in found or found[layout.same_as][0].same_as):
+                del found[source]
         return found
 
     def values(self, key: Key) -> dict[int, float]:
@@ -492,8 +520,12 @@ class RunIndex:
                     continue
                 if frame in known:
                     found[step] = known[frame]
-                elif (record := self._pairs[self._pair[frame]].values.at(self._begin[frame])) is not None:
-                    found[step] = f.value_at(record, place)
+                    continue
+                pair = self._pairs[self._pair[frame]]
+                try:
+                    found[step] = f.value_at(pair.values.at(self._begin[frame]) or b"", place)
+                except f.Unreadable:
+                    self.unreadable.append((pair.values.name, self._begin[frame]))
         return found
 
     def _indexed_values(self, key: int) -> dict[int, float]:
@@ -512,8 +544,14 @@ class RunIndex:
         for number in self._frames_of(step):
             pair = self._pairs[self._pair[number]]
             record = pair.values.at(self._begin[number])
-            if record is not None:  # it was there when the index was made
-                yield pair, f.frame_of(record)
+            try:
+                frame = f.frame_of(record or b"")
+                if frame.step != step or not pair.ids.keys() >= set(frame.ids.tolist()):
+                    raise f.Unreadable
+            except f.Unreadable:  # it was there when the index was made
+                self.unreadable.append((pair.values.name, self._begin[number]))
+                continue
+            yield pair, frame
 
     def close(self) -> None:
         """Close the files."""
@@ -532,6 +570,10 @@ def open_run(path: str | os.PathLike[str]) -> RunIndex:
     try:
         return RunIndex(directory)
     except (FileNotFoundError, NotADirectoryError):
+        if directory.is_file():
+            raise ValueError(f"{str(path)!r} is not a run of torch_gradmon") from None
+        if not directory.exists():
+            raise FileNotFoundError(f"there is no run in {str(path)!r}, which does not exist") from None
         if (directory / f.OLD_NAME).exists():
             raise ValueError(f"the run in {str(path)!r} is of an older version, which this one does not read") from None
         raise FileNotFoundError(f"there is no run in {str(path)!r}") from None
@@ -559,6 +601,10 @@ def _natural(number: object) -> int:
     if type(number) is not int or not 0 <= number < 1 << 62:
         raise f.Unreadable("a number is none")
     return number
+
+
+def _is_key(found: Any) -> bool:
+    return type(found) is list and len(found) == 3 and all(type(part) is str and len(part) <= f.LONGEST_NAME for part in found)
 
 
 def _earlier(first: int | None, other: int | None) -> int | None:

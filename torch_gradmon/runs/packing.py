@@ -17,7 +17,7 @@ import torch
 from ..core.keys import PARAMETER_SOURCES
 from ..core.moments import ALWAYS, SUMMED, WIDTH, Column
 from ..core.records import StatsTable
-from .format import Unreadable
+from .format import LONGEST_NAME, Unreadable
 
 _COLUMNS = {column.name.lower(): column for column in Column}
 
@@ -88,7 +88,11 @@ def layout_of(facts: Mapping[str, Any]) -> TableLayout:
     """
     source, same_as = facts.get("source"), facts.get("same_as")
     names, measured, stored, counts = (_listed(facts, name) for name in ("tensors", "measured", "stored", "counts"))
-    if not isinstance(source, str) or not isinstance(same_as, str) or not all(isinstance(name, str) for name in names):
+    if (
+        not isinstance(source, str)
+        or not isinstance(same_as, str)
+        or not all(isinstance(name, str) and len(name) <= LONGEST_NAME for name in (source, *names))
+    ):
         raise Unreadable("a layout has names that are none")
     if len(counts) not in (0, len(names)) or not all(type(count) is int and 0 <= count < 2**62 for count in counts):
         raise Unreadable("a layout has counts that are none")

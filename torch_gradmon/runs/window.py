@@ -13,7 +13,7 @@ from torch import Tensor
 from ..core import validation as check
 from ..core.keys import ATTENTION_SOURCES, TENSOR_SOURCES, Key
 from ..core.moments import ALWAYS, VIEWS, WIDTH, Column
-from ..core.records import StatsTable
+from ..core.records import SpikeEvent, StatsTable
 from .index import RunIndex
 from .packing import TableLayout
 from .value_matrix import ValueMatrix, empty_matrix
@@ -56,6 +56,7 @@ class Window:
 
     Attributes:
         facts: by step what :meth:`torch_gradmon.runs.reader.RunReader.context` returns.
+        spikes: likewise its spikes.
     """
 
     def __init__(self, index: RunIndex, steps: Sequence[int]) -> None:
@@ -63,11 +64,13 @@ class Window:
         self._keys = list(index.keys)
         self._row = {step: row for row, step in enumerate(self.steps)}
         self.facts: dict[int, dict[str, Any]] = {}
+        self.spikes: dict[int, tuple[SpikeEvent, ...]] = {}
         self._numbers: dict[int, dict[int, float]] = {}  # by step and number of the key
         self._packed: dict[str, dict[int, tuple[TableLayout, bytes]]] = {}
         for step in self.steps:
             found = index.read(step)
             self.facts[step] = found.facts()
+            self.spikes[step] = found.spikes()
             self._numbers[step] = found.values
             rows = index.rows(step)
             for source, (layout, data) in rows.items():
