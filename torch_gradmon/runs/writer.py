@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 
 from ..core.errors import display
 from ..core.keys import Key
@@ -266,12 +267,12 @@ class RunWriter:
 
     def _write(self, record: StepRecord, known: StepRecord | None, flags: int) -> None:
         if known is None or known.step != record.step:
-            tables, values, is_news = record.tables, record.values, True
+            tables, values, rng, is_news = record.tables, record.values, record.rng, True
         else:  # a value that came late: what the file has is not written again
             tables = {source: table for source, table in record.tables.items() if known.tables.get(source) is not table}
             values = StepValues.of(record.values).since(StepValues.of(known.values))
-            is_news = _facts(record) != _facts(known)
-        parts = self._parts(record, tables)
+            rng, is_news = {} if known.events else record.rng, _facts(record) != _facts(known)
+        parts = self._parts(tables, rng if record.events and self._spoiled < _SPOILED else {})
         layouts = self._layout_set(tuple([place for place, _ in parts]))
         rows = self._row_file().append(f.of_tables(record.step, parts)) if parts else (0, 0)
         by_key = record.values_beside_views(values).by_key
@@ -291,7 +292,7 @@ class RunWriter:
         keys = self._sets.setdefault(frame.ids.tobytes(), len(self._sets))
         self._entries.append((begin, frame.step, frame.time, *rows, layouts, keys, frame.flags))
 
-    def _parts(self, record: StepRecord, tables: Mapping[str, StatsTable]) -> list[tuple[int, bytes]]:
+    def _parts(self, tables: Mapping[str, StatsTable], rng: Mapping[str, torch.Tensor]) -> list[tuple[int, bytes]]:
         counts = {source: fixed_counts(source, table) for source, table in tables.items()}
         stored = [source for source, table in tables.items() if not table.same_as]
         blobs = dict(zip(stored, pack([(tables[source], bool(counts[source])) for source in stored]), strict=True))
@@ -302,9 +303,7 @@ class RunWriter:
             )
             for source, table in tables.items()
         ]
-        if record.events and self._spoiled < _SPOILED:
-            parts += [(self._defined(device), bytes(state.tolist())) for device, state in record.rng.items()]
-        return parts
+        return parts + [(self._defined(device), bytes(state.tolist())) for device, state in rng.items()]
 
     def _defined(self, layout: TableLayout | str) -> int:
         """Where a layout, or the device of a random state, is defined in the file with rows."""
