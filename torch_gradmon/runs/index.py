@@ -31,7 +31,6 @@ _SOON = 60.0
 _LOOKED_THROUGH = 64
 #: A run has no more keys.
 _MOST_KEYS = 1 << 20
-#: The number of a key whose name is damaged.
 #: What the state of a random generator is named by among rows.
 RNG = "rng:"
 _EVENT = frozenset(field.name for field in fields(SpikeEvent))
