@@ -172,7 +172,8 @@ class _Observed:
 def _places_of(function: Any) -> list[tuple[dict[str, Any], str]]:
     """Where ``function`` is, or any replacement."""
     # not in torch's C++ modules, which pass their functions to modes that override functions
-    modules = [m for name, m in list(sys.modules.items()) if isinstance(m, types.ModuleType) and not name.startswith("torch._C")]
+    # a copy at once: a collection of garbage, or another thread, may import while a list is made
+    modules = [m for name, m in sys.modules.copy().items() if isinstance(m, types.ModuleType) and not name.startswith("torch._C")]
     scopes = [vars(module) for module in modules]
     return [
         (scope, name) for scope in scopes for name, value in list(scope.items()) if value is function or type(value) is _Observed
