@@ -176,7 +176,7 @@ def _places_of(function: Any) -> list[tuple[dict[str, Any], str]]:
     modules = [m for name, m in sys.modules.copy().items() if isinstance(m, types.ModuleType) and not name.startswith("torch._C")]
     scopes = [vars(module) for module in modules]
     return [
-        (scope, name) for scope in scopes for name, value in list(scope.items()) if value is function or type(value) is _Observed
+        (scope, name) for scope in scopes for name, value in scope.copy().items() if value is function or type(value) is _Observed
     ]
 
 
