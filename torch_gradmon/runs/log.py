@@ -224,7 +224,8 @@ class LogReader:
     def at(self, begin: int, end: int = 0) -> bytes | None:
         """The record that begins at ``begin``, and ends at ``end`` unless that is 0; None if it is damaged or not there yet."""
         for _ in range(2):  # first in what was read before, which may be older than the record
-            record = self._next(begin, end or self.size, True)
+            size = self.size
+            record = self._next(begin, min(end, size) or size, True) if begin < size else None
             if isinstance(record, Record) and record.begin == begin and end in (0, record.end):
                 return record.data
             self._kept = 0, b""
