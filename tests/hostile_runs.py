@@ -7,7 +7,6 @@ import json
 import os
 import random
 import struct
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, redirect_stdout
 from pathlib import Path
@@ -24,14 +23,14 @@ from torch_gradmon.analysis.report.page import write
 from torch_gradmon.analysis.run import load_run
 from torch_gradmon.runs import format as f
 from torch_gradmon.runs.log import LogReader, framed
-from torch_gradmon.runs.writer import RunWriter
 
-from .stored_runs import ROWS, VALUES, rewritten
+from .stored_runs import ROWS, VALUES
 
 #: What a run may be refused with; nothing else, and nothing once it was opened.
 REFUSED = ("is not a run", "no run in", "is of format", "could not be read", "no recorded step yet")
 _STRANGE: tuple[Any, ...] = (
-    None, True, -1, 0, 2**31, 2**63, 2**64, -(2**63), 10**39, 0.5, 1e300, -1e300, float("nan"), float("inf"), "", "x", "\ud800", "a\nb\x1b[2J",
+    "\ud800",
+    None, True, -1, 0, 2**31, 2**63, 2**64, -(2**63), 10**39, 0.5, 1e300, -1e300, float("nan"), float("inf"), "", "x", "a\nb\x1b[2J",
     "x" * 20_000, [], {}, [[]], [None], [{}], {"": None}, ["x"], {"x": []}, "__class__", "time", "same_as",
 )  # fmt: skip
 
@@ -165,7 +164,15 @@ class Mutator:
                 what = chance.choice(["context", "events"])
                 given = getattr(frame, what) or b"[]"
                 if what == "events" and given == b"[]":
-                    event = {"step": 1, "signal": "loss", "value": 1.0, "score": 9.0, "threshold": 5.0, "reason": "x", "where": "y"}
+                    event = {
+                        "step": 1,
+                        "signal": "loss",
+                        "value": 1.0,
+                        "score": 9.0,
+                        "threshold": 5.0,
+                        "reason": "x",
+                        "where": "y",
+                    }
                     given = json.dumps([event]).encode()
                 flags = frame.flags | (f.HAS_EVENTS if what == "events" else 0)
                 records[place] = frame._replace(flags=flags, **{what: _changed(chance, given)}).packed()
@@ -175,7 +182,14 @@ class Mutator:
 def _changed(chance: random.Random, text: bytes) -> bytes:
     if chance.random() < 0.1:
         return chance.choice(
-            [b"[" * 100_000 + b"]" * 100_000, b'{"facts":' * 500 + b"1" + b"}" * 500, b"9" * 100_000, b"\xff\xfe", b'"\xed\xa0\x80"', b""]
+            [
+                b"[" * 100_000 + b"]" * 100_000,
+                b'{"facts":' * 500 + b"1" + b"}" * 500,
+                b"9" * 100_000,
+                b"\xff\xfe",
+                b'"\xed\xa0\x80"',
+                b"",
+            ]
         )
     found = json.loads(text)
     nodes = list(_nodes(found))
@@ -222,12 +236,16 @@ def read_all(path: Path, report: Path | None) -> str:
         return told
     with closing(run):
         for record in run.records():
-            run.context(record.step), run.metrics(record.step)
-        for key in run.keys()[::5]:
+            assert run.context(record.step).keys() >= {"time", "applied"}
+            assert len(run.metrics(record.step)) == len(record.values)
+        for key in run.keys()[::25]:
             run.series(key)
-        assert [event.step for event in run.events] is not None
-        assert all("\n" not in line for line in run.damage)
-        list(run.stacks("gradient_before_clip")), run.segments, run.refresh(), repr(run), run.model_text, run.trained_parts
+        for source in run.sources:
+            list(run.stacks(source))
+        assert len(run.segments) <= len(run.steps)
+        assert all("\n" not in line for line in [*run.damage, repr(run), run.model_text])
+        list(map(str, run.trained_parts))
+        run.refresh()
         if run.steps:
             summary = summarize(run, str(path))
             json.dumps(summary.to_dict(), allow_nan=False)

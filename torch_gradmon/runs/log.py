@@ -153,17 +153,16 @@ class LogReader:
 
     Raises:
         FileNotFoundError: there is none.
-        OSError: it cannot be read.
-        ValueError: it is no file, but a link or a device.
+        OSError: it cannot be read, or is no file, but a link or a device.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         if os.path.islink(path):
-            raise ValueError(f"{os.fspath(path)!r} is a link, which is not followed")
+            raise OSError(f"{os.fspath(path)!r} is a link, which is not followed")
         self._file = open(path, "rb", buffering=0, opener=_opened)  # noqa: SIM115 (closed by close)
         if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
             self.close()
-            raise ValueError(f"{os.fspath(path)!r} is not a regular file")
+            raise OSError(f"{os.fspath(path)!r} is not a regular file")
         self.name = os.path.basename(path)
         self.offset = 0
         self.damage: list[Damage] = []
