@@ -191,7 +191,10 @@ def _changed(chance: random.Random, text: bytes) -> bytes:
                 b"",
             ]
         )
-    found = json.loads(text)
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):  # changed before
+        return text
     nodes = list(_nodes(found))
     for _ in range(chance.randint(1, 3)):
         if not nodes:
