@@ -31,6 +31,8 @@ _SOON = 60.0
 _LOOKED_THROUGH = 64
 #: A run has no more keys.
 _MOST_KEYS = 1 << 20
+#: Stands for keys whose names are damaged.
+_UNKNOWN = -1
 #: What the state of a random generator is named by among rows.
 RNG = "rng:"
 _EVENT = frozenset(field.name for field in fields(SpikeEvent))
@@ -335,10 +337,13 @@ class RunIndex:
             first, keys = _natural(record.get("first")), record.get("keys")
             if not isinstance(keys, list) or len(self.keys) + len(keys) > _MOST_KEYS:
                 raise f.Unreadable
-            for number, each in enumerate(keys, first):
-                if not _is_key(each):
-                    raise f.Unreadable
-                pair.ids[number] = self.keys.setdefault(Key(*each), len(self.keys))
+            pair.ids.update(
+                (number, self.keys.setdefault(Key(*each), len(self.keys)))
+                for number, each in enumerate(keys, first)
+                if _is_key(each)
+            )
+            if not all(map(_is_key, keys)):
+                raise f.Unreadable
             return None
         if what == "layouts":
             number, places = _natural(record.get("number")), record.get("at")
@@ -385,11 +390,8 @@ class RunIndex:
     def _set_of(self, pair: Pair, ids: bytes) -> int:
         found = self._sets.get((pair.number, ids))
         if found is None:
-            local = np.frombuffer(ids, "<u4").tolist()
-            if not pair.ids.keys() >= set(local):
-                raise f.Unreadable
             found = self._sets[pair.number, ids] = len(self._members)
-            self._members.append(tuple(pair.ids[each] for each in local))
+            self._members.append(tuple(pair.ids.get(each, _UNKNOWN) for each in np.frombuffer(ids, "<u4").tolist()))
         return found
 
     def _cut(self, pair: Pair, step: int) -> int:
@@ -477,7 +479,9 @@ class RunIndex:
                     frame.context,
                     frame.events,
                 )
-            found.values.update(zip([pair.ids[each] for each in frame.ids.tolist()], frame.values.tolist(), strict=True))
+            keys = [pair.ids.get(each, _UNKNOWN) for each in frame.ids.tolist()]
+            found.values.update(zip(keys, frame.values.tolist(), strict=True))
+            found.values.pop(_UNKNOWN, None)
         return found if found is not None else StoredStep(step, self.time(step), True)
 
     def rows(self, step: int) -> dict[str, tuple[TableLayout, bytes]]:
@@ -545,7 +549,7 @@ class RunIndex:
             record = pair.values.at(self._begin[number])
             try:
                 frame = f.frame_of(record or b"")
-                if frame.step != step or not pair.ids.keys() >= set(frame.ids.tolist()):
+                if frame.step != step:
                     raise f.Unreadable
             except f.Unreadable:  # it was there when the index was made
                 self.unreadable.append((pair.values.name, self._begin[number]))

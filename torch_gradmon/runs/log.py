@@ -153,17 +153,16 @@ class LogReader:
 
     Raises:
         FileNotFoundError: there is none.
-        OSError: it cannot be read.
-        ValueError: it is no file, but a link or a device.
+        OSError: it cannot be read, or is no file, but a link or a device.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         if os.path.islink(path):
-            raise ValueError(f"{os.fspath(path)!r} is a link, which is not followed")
+            raise OSError(f"{os.fspath(path)!r} is a link, which is not followed")
         self._file = open(path, "rb", buffering=0, opener=_opened)  # noqa: SIM115 (closed by close)
         if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
             self.close()
-            raise ValueError(f"{os.fspath(path)!r} is not a regular file")
+            raise OSError(f"{os.fspath(path)!r} is not a regular file")
         self.name = os.path.basename(path)
         self.offset = 0
         self.damage: list[Damage] = []
@@ -224,7 +223,8 @@ class LogReader:
     def at(self, begin: int, end: int = 0) -> bytes | None:
         """The record that begins at ``begin``, and ends at ``end`` unless that is 0; None if it is damaged or not there yet."""
         for _ in range(2):  # first in what was read before, which may be older than the record
-            record = self._next(begin, end or self.size, True)
+            size = self.size
+            record = self._next(begin, min(end, size) or size, True) if begin < size else None
             if isinstance(record, Record) and record.begin == begin and end in (0, record.end):
                 return record.data
             self._kept = 0, b""
