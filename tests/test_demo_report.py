@@ -79,7 +79,9 @@ def test_the_picture_of_a_report_has_the_whole_map(window: Any, page: Path, tmp_
     picture_of_report(window, page, tmp_path / "report.png")
     image = (tmp_path / "report.png").read_bytes()
     width, height = struct.unpack(">II", image[16:24])
-    heat = window.execute_script("const { top, bottom } = document.getElementById('heat').getBoundingClientRect(); return [top, bottom]")
+    heat = window.execute_script(
+        "const { top, bottom } = document.getElementById('heat').getBoundingClientRect(); return [top, bottom]"
+    )
     assert width == 1280
     assert 0 < heat[0] < heat[1] <= height < heat[1] + 200
     assert len(image) > 20_000

@@ -236,7 +236,9 @@ def test_table_of_runs_counts_what_is_only_information(root: Path) -> None:
 
 
 @pytest.mark.parametrize("wrapped", ["compiled", "ddp"])
-def test_a_run_has_the_name_of_the_model_inside_of_wrappers(wrapped: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_has_the_name_of_the_model_inside_of_wrappers(
+    wrapped: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     class Net(nn.Linear):
         pass
 
