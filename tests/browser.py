@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import socket
@@ -61,8 +62,7 @@ def wait_for(found: Callable[[], Any], seconds: float = 60.0) -> Any:
 
 def open_report(driver: Any, page: Path, width: int = 1280, height: int = 940) -> None:
     """Load a report in a window of that size, until it is drawn."""
-    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)  # else the window's frame counts too
+    resize(driver, width, height)
     driver.get_log("browser")  # of earlier pages
     driver.get(page.as_uri())
     wait_for(lambda: driver.execute_script("return document.body.dataset.ready"))
@@ -127,11 +127,24 @@ def picture_of_tensorboard(directory: Path, target: Path) -> list[str]:
     return titles
 
 
-def picture_of_report(driver: Any, page: Path, target: Path, width: int = 1280, height: int = 800) -> None:
-    """Writes what a reader sees of a report without scrolling to ``target``."""
-    open_report(driver, page, width, height)
+def resize(driver: Any, width: int, height: int) -> None:
+    """Give the page that much room; else the window's frame counts too."""
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+
+def picture(driver: Any, target: Path, width: int) -> None:
+    """Writes the open page to ``target`` down to the end of its map of layers, or of all where it has none: none is cut through."""
+    find = "const end = document.getElementById('s-heat') ?? document.body; return end.getBoundingClientRect().bottom + scrollY"
+    resize(driver, width, math.ceil(driver.execute_script(find)))
     time.sleep(1)  # the heat map is drawn
     driver.save_screenshot(str(target))
+
+
+def picture_of_report(driver: Any, page: Path, target: Path, width: int = 1280) -> None:
+    """Writes the head of a report and its map of layers to ``target``."""
+    open_report(driver, page, width)
+    picture(driver, target, width)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import warnings
 import weakref
@@ -935,3 +936,23 @@ def test_steps_by_hand_are_audited_too() -> None:
             optimizer.step()
             monitor.end_step()
     assert rules(monitor) == ["missing-zero-grad"]
+
+
+@pytest.mark.parametrize("late", [None, 60])
+def test_an_optimizer_that_never_steps_is_told_by_its_module(late: int | None) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"maker": nn.Linear(4, 4), "judge": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))})
+    maker, judge = (torch.optim.SGD(part.parameters(), lr=1e-3) for part in model.values())
+    told = pytest.warns(gradmon.GradmonWarning, match=r"never stepped in more than 100 steps .*judge\)")
+    with told if late is None else contextlib.nullcontext():
+        monitor = gradmon.watch(model, judge, maker, on_spike=None)
+        for step in range(140):
+            maker.zero_grad()
+            model["judge"](model["maker"](torch.randn(8, 4))).square().mean().backward()
+            if late is not None and step >= late:
+                judge.step()
+                judge.zero_grad()
+            maker.step()
+    found = {finding.rule: finding.where for finding in monitor.diagnose().findings}
+    assert found.get("optimizer-never-steps") == (None if late else "judge")
+    assert "no-gradient" not in found

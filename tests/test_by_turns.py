@@ -169,6 +169,50 @@ def test_an_optimizer_that_accumulates_over_many_steps_is_awaited() -> None:
     assert monitor.last_step == 3
 
 
+@pytest.mark.parametrize("judge_first", [False, True])
+@pytest.mark.parametrize("late", [12, 60])
+def test_a_late_judge_has_no_part_in_steps_before_it(late: int, judge_first: bool) -> None:
+    """Its gradients accumulate until then, from the passes of the maker, and it clears them before its first pass."""
+    model = _model()
+    maker, judge = (torch.optim.Adam(model[part].parameters(), lr=1e-3) for part in ("maker", "judge"))
+    monitor = gradmon.watch(model, *((judge, maker) if judge_first else (maker, judge)), on_spike=None)
+    norms, records = [], []
+    monitor.add_sink(lambda values, step: records.append(values))
+
+    def turn(part: str, optimizer: torch.optim.Optimizer, batch: Tensor) -> list[Tensor]:
+        optimizer.zero_grad()
+        loss = model["judge"](model["maker"](batch[:, :4])).square().mean()
+        (loss if part == "maker" else loss - model["judge"](batch).mean()).backward()
+        before = _gradients(model[part])
+        nn.utils.clip_grad_norm_(model[part].parameters(), 0.5 * _norm(before))
+        optimizer.step()
+        return before
+
+    for step in range(late + 8):
+        turns = [("maker", maker), ("judge", judge)][:: -1 if judge_first else 1]
+        found = [turn(part, optimizer, _batch(step)) for part, optimizer in turns if step >= late or part == "maker"]
+        norms.append(_norm([g for each in found for g in each]))
+        monitor.log_scalar("iteration", step)
+    monitor.detach()
+    assert [values["iteration"] for values in records] == list(range(late + 8))
+    assert [values["gradmon/grad_norm"] for values in records] == pytest.approx(norms, rel=1e-5)
+    assert [values["gradmon/grad_norm_clipped"] for values in records] == pytest.approx([norm / 2 for norm in norms], rel=1e-4)
+
+
+def test_clearing_gradients_of_a_late_judge_keeps_all_records() -> None:
+    """The remedy that the warning of joined steps names, in a loop that otherwise clears with set_to_none=False."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    often, late = (torch.optim.SGD(layer.parameters(), lr=0.01) for layer in model)
+    monitor = gradmon.watch(model, often, late, on_spike=None)
+    for iteration in range(40):
+        for optimizer in [often, late][: 1 + (iteration >= 30)]:
+            optimizer.zero_grad(set_to_none=iteration == 30)
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+    assert monitor.last_step == 39
+
+
 def test_nothing_changes_and_nothing_is_left_behind() -> None:
     ends = []
     for watched in (False, True):

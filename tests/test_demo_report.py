@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -71,5 +72,16 @@ def test_the_layer_and_the_step_are_in_sight_without_scrolling(window: Any, page
     assert bottom < 800
     assert window.get_log("browser") == []
     assert window.execute_script("return performance.getEntriesByType('resource').length") == 0
+
+
+@pytest.mark.skipif(not available(), reason="there is no Chromium")
+def test_the_picture_of_a_report_has_the_whole_map(window: Any, page: Path, tmp_path: Path) -> None:
     picture_of_report(window, page, tmp_path / "report.png")
-    assert (tmp_path / "report.png").stat().st_size > 20_000
+    image = (tmp_path / "report.png").read_bytes()
+    width, height = struct.unpack(">II", image[16:24])
+    heat = window.execute_script(
+        "const { top, bottom } = document.getElementById('heat').getBoundingClientRect(); return [top, bottom]"
+    )
+    assert width == 1280
+    assert 0 < heat[0] < heat[1] <= height < heat[1] + 200
+    assert len(image) > 20_000

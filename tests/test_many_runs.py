@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import torch_gradmon as gradmon
 from tests.live_training import LAYER, train
@@ -230,3 +233,25 @@ def test_table_of_runs_counts_what_is_only_information(root: Path) -> None:
     hints = [("info", "learning-rate-high", ""), ("info", "dead-units", "1")]
     assert "2 info" in _table([_card(root, findings=hints, is_diagnosed=True)], 120)
     assert "none" in _table([_card(root, findings=(), is_diagnosed=True)], 120)
+
+
+@pytest.mark.parametrize("wrapped", ["compiled", "ddp"])
+def test_a_run_has_the_name_of_the_model_inside_of_wrappers(
+    wrapped: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Net(nn.Linear):
+        pass
+
+    model: Any = Net(2, 2)
+    with alone() if wrapped == "ddp" else contextlib.nullcontext():
+        model = torch.compile(model, backend="eager")  # inside of DDP, too
+        model = nn.parallel.DistributedDataParallel(model) if wrapped == "ddp" else model
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        monitor = gradmon.watch(model, optimizer, run_dir=tmp_path / "run")
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        monitor.detach()
+    assert run_card(tmp_path / "run").settings["model"] == "Net"
+    shown = output(capsys, "compare", str(tmp_path))
+    assert "Net" in shown
+    assert "OptimizedModule" not in shown

@@ -358,7 +358,11 @@ TABLE: list[tuple[Callable[[Loop], None], str, dict[str, str]]] = [
         its_optimizer_did_not_step,
         "base.weight",
         {
-            **_of("gradient", "norm max", "its gradient was gone when the optimizer stepped, or its optimizer did not step"),
+            **_of(
+                "gradient gradient_before_clip",
+                "norm max",
+                "its optimizer did not step in this step; its gradient counts in the step that uses it",
+            ),
             **_of("update", "norm max ratio", "its optimizer did not step"),
             "optimizer exp_avg_norm": "its optimizer did not step",
         },

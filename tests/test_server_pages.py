@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.browser import available, wait_for
+from tests.browser import available, picture, resize, wait_for
 from tests.live_training import LAYER, train
 
 for package in ("plotly", "jinja2"):
@@ -35,8 +35,7 @@ class Browser:
         self.driver, self.address = driver, server.address
 
     def open(self, path: str = "", width: int = 1280, height: int = 800) -> None:
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        resize(self.driver, width, height)
         self.driver.get_log("browser")
         self.driver.get(self.address + path)
         wait_for(lambda: self.js("return document.body.dataset.ready"))
@@ -254,7 +253,7 @@ if __name__ == "__main__":
                 for width, height in SIZES:
                     page.open(path, width, height)
                     time.sleep(4)
-                    driver.save_screenshot(str(target / f"{name}-{width}.png"))
+                    picture(driver, target / f"{name}-{width}.png", width)
             training.terminate()
             driver.get("about:blank")
             server.shutdown()

@@ -23,6 +23,7 @@ _QUIET = {
     "has_gradients",
     "let_go",
     "accumulates",
+    "was_cleared",
     "shares_parameters",
     "gets_own_gradients",
     "writes_early",
@@ -39,6 +40,7 @@ class Recording:
         self.actions: list[str] = []
         self.skips: bool | Exception = False
         self.with_gradients: set[Hashable] = set()
+        self.cleared: set[Hashable] = set()
         self.sharing = False
         self.alternates = self.is_skipped = False
 
@@ -65,6 +67,9 @@ class Recording:
 
     def accumulates(self, optimizer: Hashable) -> bool:
         return optimizer in self.with_gradients
+
+    def was_cleared(self, optimizer: Hashable) -> bool:
+        return optimizer in self.cleared
 
     def shares_parameters(self, optimizer: Hashable, other: Hashable) -> bool:
         return self.sharing
@@ -393,3 +398,15 @@ def test_steps_joined_by_a_late_last_optimizer_are_told_once() -> None:
     loop.seen.with_gradients = {"b"}
     loop.run([*("FBa" * 50 + "FBab" * 5)])
     assert [action.split()[0] for action in loop.seen.actions].count("warn_late") == 1
+
+
+def test_cleared_gradients_of_a_late_last_one_split_its_step() -> None:
+    loop = Loop("ab")
+    loop.seen.with_gradients = {"b"}
+    loop.run([*("FBa" * 50)])
+    loop.seen.cleared = {"b"}
+    loop.run([*("FBaFBb" * 5)])
+    told = [action.split()[0] for action in loop.seen.actions]
+    assert loop.state.clock.attempts == 55
+    assert "warn_late" not in told
+    assert told.count("close_part") == 50

@@ -114,6 +114,7 @@ FINDINGS: dict[str, Callable[[Program], bool]] = {
     "clipped-while-scaled": lambda p: p.mistake == "clip_scaled" or _clips_scaled(p),
     "backward-after-unscale": lambda p: False,
     "not-in-optimizer": lambda p: p.optimizer == "muon",
+    "optimizer-never-steps": lambda p: False,
     "optimizer-before-sharding": lambda p: False,
     "frozen-but-moving": lambda p: p.has_event("freeze"),
     "weights-untied": lambda p: False,

@@ -106,6 +106,13 @@ MISTAKES: dict[str, Mistake] = {
         warns=False,
         weight=100.0,
     ),
+    "optimizer-never-steps": Mistake(
+        "warning",
+        "An attached optimizer has never stepped in more than 100 steps of the others, though its parameters get gradients",
+        "Call its step() after the backward pass of its loss, or watch without it until it begins",
+        repeats=1,
+        weight=100.0,
+    ),
     "optimizer-before-sharding": Mistake(
         "error",
         "The optimizer was created before fully_shard replaced the parameters: it steps the old ones, which nothing uses any more",

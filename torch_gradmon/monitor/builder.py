@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.util
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -105,7 +106,9 @@ def build(config: MonitorConfig, model: nn.Module | None = None) -> Runtime:
         plugin.attach(MonitorContext(runtime.lifecycle, plugin))
     runtime.connection.use_scaler(config.scaler)
     # the last rows are sent when the interpreter ends, and what sends them has to be alive until then
-    weakref.finalize(runtime, at_exit, weakref.ref(runtime), directory.keep_alive, pipeline.publisher.keep_alive)
+    end = weakref.finalize(runtime, at_exit, weakref.ref(runtime), directory.keep_alive, pipeline.publisher.keep_alive)
+    if multiprocessing.parent_process() is not None:  # a child that was forked ends without atexit
+        multiprocessing.util.Finalize(None, end, exitpriority=0)
     return runtime
 
 

@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 
 from ..capture.hooks import Hook, WrappedMethod
 from ..core.fence import fenced
+from ..core.keys import GRADIENT, GRADIENT_BEFORE_CLIP
+from ..step.buffer import StepBuffer
 from ..step.gradient_source import GradientSource
 from ..step.planner import Planner
 from .loop.idle_stretch import IdleStretch
@@ -27,6 +29,7 @@ from .steps.step_measurement import StepMeasurement
 from .steps.value_log import OverflowLog
 
 _GONE = "the attached optimizers are gone, and no step can end any more; call detach(), then attach() the new ones"
+_UNUSED = "its optimizer did not step in this step; its gradient counts in the step that uses it"
 
 
 _Method = weakref.WeakMethod[Callable[[], Any]]
@@ -118,6 +121,19 @@ class FollowedLoop(LoopDriver):
 
     # --- hooks on parameters -------------------------------------------------------------------------------------------------
 
+    def leave_unused(self, buffer: StepBuffer) -> None:
+        index, order = self._lifecycle.planning.planner.inventory, self.machine.order
+        if len(order) == 1 or index is None or not self._lifecycle.state.leads:
+            return
+        owned = (self.ownership.positions(each) for each in order)
+        # an optimizer uses all or none; one that shares parameters may have the first ones in common
+        if resting := [own for own in owned if own and not buffer.used.issuperset((index.names[own[0]], index.names[own[-1]]))]:
+            buffer.noted["rests"] = float(len(resting))
+            names = {index.names[position] for own in resting for position in own}
+            if left := buffer.names_of(GRADIENT_BEFORE_CLIP) & names - buffer.used:
+                buffer.clear(GRADIENT_BEFORE_CLIP, left)
+                buffer.absent.update(((source, name), _UNUSED) for source in (GRADIENT_BEFORE_CLIP, GRADIENT) for name in left)
+
     def groups_changed(self) -> bool:
         """Whether an optimizer got or lost parameters since hooks were registered."""
         return self.ownership.has_changed(self.machine.order)
@@ -170,6 +186,9 @@ class FollowedLoop(LoopDriver):
         if self.fence.is_captured:
             self.fence.left_graph()
         self.hooks.stretch.forward_followed()
+        if self.hooks.backward.awaited:
+            self.hooks.backward.awaited.clear()
+            self._lifecycle.captures.modules.backward_interrupted()
         if counts:
             self._lifecycle.plugins.call("on_forward")
         self.machine.forward_began(in_eval, in_closure)

@@ -39,6 +39,7 @@ CONSEQUENCES: Mapping[str, frozenset[str]] = {
     "unattached-optimizer": frozenset({"not-in-optimizer"}),
     "step-without-gradients": _STANDSTILL | {"no-gradient"},
     "not-in-optimizer": _STANDSTILL,
+    "optimizer-never-steps": _STANDSTILL,
     "optimizer-before-sharding": _STANDSTILL | {"not-in-optimizer"},
     "clipped-while-scaled": _STANDSTILL | {"always-clipped", "learning-rate-low", "update-ratio-low"},
     "initialisation-scale": _DISORDER | _UNITS | _ATTENTION | _DEPTH | _RATES | {"always-clipped", "learning-rate-low"},

@@ -236,6 +236,11 @@ class History:
         """Whether optimizers take turns, as in a GAN, whose losses work against each other and rest when it is sound."""
         return sum("by_turns" in record.context for record in self.records) > len(self.records) / 2
 
+    @cached_property
+    def partial_steps(self) -> frozenset[int]:
+        """Steps without one of the optimizers, in which gradients of its parameters are not known."""
+        return frozenset(record.step for record in self.records if "rests" in record.context)
+
     @property
     def concern(self) -> Severity:
         """The severity of a problem that matters only if the model does not learn, which a loss that need not fall does not show."""

@@ -78,7 +78,13 @@ class OptimizerSteps:
                 progress.in_part.clear()
                 self.measures.let_go(optimizer, with_unowned=False)  # its update is that of its last step
             else:
-                self.cycle.rejoin(len(progress.parts) if self._machine.is_last(optimizer) else 1)
+                ends = self._machine.is_last(optimizer)
+                begins_anew = (
+                    ends and max(progress.times.values(), default=0) > _MOST_STEPS and self.measures.was_cleared(optimizer)
+                )
+                self.cycle.rejoin(len(progress.parts) if ends and not begins_anew else 1)
+                if begins_anew and progress.parts:
+                    self.cycle.split()  # its gradients are of this part alone, and the others were steps without it
         if optimizer in progress.times and optimizer not in progress.in_part and self._is_over(optimizer):
             self._go_on_without_last()
 

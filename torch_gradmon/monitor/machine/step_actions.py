@@ -127,6 +127,9 @@ class StepMeasurements(Protocol):
         has gradients.
         """
 
+    def was_cleared(self, optimizer: Hashable) -> bool:
+        """Whether the gradients of the optimizer are none of those that the last call of :meth:`accumulates` has seen."""
+
     def has_gradients(self, optimizer: Hashable) -> bool:
         """Whether any parameter of the optimizer has a gradient."""
 

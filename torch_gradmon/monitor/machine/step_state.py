@@ -159,6 +159,9 @@ class StepProgress:
     def rest(self) -> StepProgress:
         """What has happened since the last part was set aside."""
         return StepProgress(
+            times=dict.fromkeys(self.in_part & self.times.keys(), 1),
+            latest=self.latest,
+            parameters_measured=self.parameters_measured,
             begun=self.begun,
             done=self.done & self.in_part,
             overflowed=self.overflowed & self.in_part,

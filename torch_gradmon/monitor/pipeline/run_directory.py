@@ -62,7 +62,7 @@ class RunDirectory:
             self._opened(path)
 
     def __del__(self) -> None:
-        self._close()
+        self._end()
         if self._path is not None and self._is_to_tell():  # at any moment of the script, whose end is soon enough
             from .last_word import say
 
@@ -191,7 +191,7 @@ class RunDirectory:
 
     def close(self) -> None:
         """Close the file; another record opens it again. What is wrong with the run is told, unless nobody wants to know."""
-        self._close()
+        self._end()
         if self._path is not None and self._is_to_tell():
             from .last_word import say
 
@@ -201,6 +201,15 @@ class RunDirectory:
         """Once for the steps so far."""
         told, self._has_news = not self._has_news, False
         return self._tells and not told and not self._process.is_forked
+
+    def _end(self) -> None:
+        """Close the file. Of a monitor that nobody detached no plugin has noted that the run ended."""
+        writer, tune = self._writer, self._meta.get("tune", {})
+        if writer is not None and not self._process.is_forked and not tune.get("ended"):
+            left = {name: fact for name, fact in tune.items() if name not in ("listens", "waits")}
+            with contextlib.suppress(sqlite3.Error, OSError):
+                writer.annotate({"tune": {**left, "ended": True}})
+        self._close()
 
     def _close(self) -> None:
         if (writer := self._writer) is not None and not self._process.is_forked:

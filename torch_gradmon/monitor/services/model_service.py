@@ -46,7 +46,8 @@ class ModelService:
         runtime.factory.layers.warn_of_idle(planner.inventory.names)
         if not runtime.fence.inert:
             self.link()
-            runtime.pipeline.directory.annotate(model=type(unwrapped(planner.representative)).__name__)
+            model = planner.representative
+            runtime.pipeline.directory.annotate(model=type(model if model is None else unwrapped(model)).__name__)
             runtime.factory.model.update(planner.inventory.facts)
 
     def link(self) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from ...capture.modules.source import ModuleSource
+from ...step.buffer import StepBuffer
 from ...step.planner import Planner
 from ..links import linkable
 from ..loop.loop_hooks import LoopHooks
@@ -24,6 +25,9 @@ class DrivingLoop(Protocol):
 
     def groups_changed(self) -> bool:
         """Whether an optimizer got or lost parameters since hooks were registered."""
+
+    def leave_unused(self, buffer: StepBuffer) -> None:
+        """The step ends. Gradients of optimizers that did not step in it are of the steps that use them, if any do."""
 
     def install(self, planner: Planner) -> None:
         """Register the hooks on parameters that a monitored step needs."""

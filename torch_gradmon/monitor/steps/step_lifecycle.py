@@ -201,6 +201,8 @@ class StepLifecycle:
         active.is_overflowed, interrupted = is_overflowed, self.state.progress.interrupted
         if is_overflowed and interrupted and not active.is_skipped:
             active.annotations["interrupted"] = interrupted
+        if self.hooks.loop is not None and active.buffer is not None and (tags is not None or not self.state.progress.begun):
+            self.hooks.loop.leave_unused(active.buffer)
         self.queue.pipeline.drop_last()
         is_idle = active.mode is IDLE
         is_watched = not is_idle or self.plugins.watch_idle_steps

@@ -122,19 +122,24 @@ class StepMeasurement:
         return not one.isdisjoint(two)
 
     def accumulates(self, optimizer: Hashable) -> bool:
-        found = self._ownership[optimizer]
-        groups = [] if found is None else found.param_groups
-        gradient = next((p.grad for group in groups for p in group["params"] if p.grad is not None), None)
-        before = self._accumulated.pop(optimizer, None)
+        gradient, before = self._first_gradient(optimizer), self._accumulated.pop(optimizer, None)
         if gradient is None:
             return False
         version = 0 if gradient.is_inference() else gradient._version
         self._accumulated[optimizer] = weakref.ref(gradient), version
         return before is None or (before[0]() is gradient and before[1] != version)
 
-    def has_gradients(self, optimizer: Hashable) -> bool:
+    def was_cleared(self, optimizer: Hashable) -> bool:
+        before = self._accumulated.get(optimizer)
+        return before is not None and before[0]() is not self._first_gradient(optimizer)
+
+    def _first_gradient(self, optimizer: Hashable) -> Tensor | None:
         found = self._ownership[optimizer]
-        return found is not None and any(p.grad is not None for group in found.param_groups for p in group["params"])
+        groups = [] if found is None else found.param_groups
+        return next((p.grad for group in groups for p in group["params"] if p.grad is not None), None)
+
+    def has_gradients(self, optimizer: Hashable) -> bool:
+        return self._first_gradient(optimizer) is not None
 
     # --- parameters ----------------------------------------------------------------------------------------------------------
 
@@ -219,7 +224,7 @@ class StepMeasurement:
             "order",
             f"optimizer {self._order.index(last) + 1} of {len(self._order)} ({type(self._ownership[last]).__name__}) had gradients and did "
             f"not step for {steps} steps of another one, which were taken for one step and have one record; if it begins late, clear "
-            "its gradients until then, or name it before the others",
+            "its gradients by zero_grad() before its first backward pass",
         )
 
     def warn_joined(self, steps: int) -> None:

@@ -290,7 +290,8 @@ class DataCheck(Plugin):
             if loss is not None and not self._first_loss:
                 self._first_loss = {"step": float(record.step), "went backward": loss.item()}
             if head is not None:
-                self._targets.add(head, seen.forwards, seen.micro_batches, self.context.scaler is not None, seen.output)
+                forwards = seen.forwards + int(record.context.get("rests", 0))  # a turn that others take has labels of its own
+                self._targets.add(head, forwards, seen.micro_batches, self.context.scaler is not None, seen.output)
             if self.chance != known:
                 self._note(chance=self.chance)
         if not self._tallies.is_empty and self._batches.is_repeated:  # one example, or one goal for all of them, is all there is

@@ -53,7 +53,7 @@ class Targets:
 
         Args:
             head: from the first of several ``forwards`` of a step.
-            forwards: of the step.
+            forwards: of the step, and of the turns of optimizers that rest in it.
             micro_batches: backward passes of the step whose gradients are in one sum.
             is_scaled: gradients are multiplied by a loss scale.
             output: what the output was made by.

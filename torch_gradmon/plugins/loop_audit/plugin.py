@@ -20,6 +20,9 @@ from .probe_hooks import ProbeHooks
 from .probed_optimizer import PATIENCE, ProbedOptimizer
 from .sampling import Rest
 
+#: Steps of others after which an optimizer that has never stepped is told of: a part that begins later does so sooner as a rule.
+_MANY = 100
+
 
 class LoopAudit(Plugin):
     """Observes a loop; it measures nothing and changes nothing.
@@ -143,6 +146,15 @@ class LoopAudit(Plugin):
         is_due = self._steps >= ownership.next_step or ownership.version != self._planner.version
         if is_due and ownership.step_began(self._steps):
             hooks.exchange.update()
+        if is_due and self._steps >= _MANY * (len(hooks.optimizers) - 1) > 0:
+            self._judge_resting(hooks)
+
+    def _judge_resting(self, hooks: ProbeHooks) -> None:
+        index = self._planner.inventory
+        for probed in hooks.optimizers.values() if index is not None else ():
+            if index is not None and probed.rests():
+                steps = {"steps of the others": float(self._steps)}
+                self._tallies.seen("optimizer-never-steps", probed.key, probed.names(index), steps)
 
     def on_optimizer_stepped(self, optimizer: Optimizer) -> None:
         """Begin the next interval, and decide whether the next step is audited."""
@@ -151,6 +163,8 @@ class LoopAudit(Plugin):
             return
         if ownership.is_comparing:
             ownership.step_ended()
+        if not probed.has_stepped:
+            self._tallies.retract("optimizer-never-steps", probed.key)  # it only began late
         # With several optimizers the gradients of one are evidence about the others. In a loop without visible forwards only the
         # probe's hook shows backward passes without steps. Such loops never count as clean, nor do those with open questions.
         writes = probed.checks.writes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from itertools import takewhile
 
 import torch
 from torch.optim import Optimizer
@@ -36,6 +37,7 @@ class ProbedOptimizer:
         self.checks, self.scaler = StepChecks(tallies, self.key), ScalerChecks(tallies, self.key)
         self.unattached = UnattachedUpdates()
         self.stepped_in = -1  # the backward pass within which it has stepped last
+        self.has_stepped = False  # or a scaler has kept it from that
         self.is_unknown = False  # whether it steps with a closure, or outside training
         self._optimizer = weakref.ref(optimizer)
         self._owned: frozenset[int] = frozenset()
@@ -69,6 +71,18 @@ class ProbedOptimizer:
     def shares_parameters(self, other: ProbedOptimizer) -> bool:
         """Whether both own some parameter."""
         return not self._owned.isdisjoint(other._owned)
+
+    def rests(self) -> bool:
+        """Whether it has never stepped, though its parameters get gradients."""
+        probe = self.probe
+        has_gradient = probe is not None and (probe.has_fired or ((p := probe.place()) is not None and p.grad is not None))
+        return has_gradient and not self.has_stepped
+
+    def names(self, inventory: ModelIndex) -> tuple[str, ...]:
+        """Its parameters; the module that has them all, if they have one that is not the whole model."""
+        found = [n for n, place in zip(inventory.names, inventory.references, strict=True) if id(place()) in self._owned]
+        common = "".join(one + "." for one in _common([name.split(".")[:-1] for name in found]))
+        return (common.removesuffix("."),) if common else tuple(found)
 
     def missed_backward(self) -> bool:
         """Count a backward pass without the probe. Returns whether there were too many of them."""
@@ -112,6 +126,7 @@ class ProbedOptimizer:
 
     def step_ended(self, has_stepped: bool, is_alone: bool) -> None:
         """Begin an interval after the step, or with ``has_stepped`` False after the scaler prevented it; ``is_alone``: as above."""
+        self.has_stepped = True
         if has_stepped:
             self.stepped_in = torch._C._current_graph_task_id()
         probe = self.probe
@@ -121,3 +136,8 @@ class ProbedOptimizer:
             probe.stepped(None if self.is_unknown else probe.place())
             self.checks.step_ended(probe.gradient)
         self.is_unknown = False
+
+
+def _common(paths: list[list[str]]) -> list[str]:
+    """The longest beginning that all have."""
+    return [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))]

@@ -73,7 +73,8 @@ def _never(history: History, norms: Matrix) -> list[Finding]:
     parameters = history.matrix(n.PARAMETER, "norm")
     if parameters is None:
         return []
-    there = torch.isfinite(parameters.values).sum(0).tolist()
+    whole = torch.tensor([step not in history.partial_steps for step in parameters.steps], dtype=torch.bool)
+    there = torch.isfinite(parameters.values[whole]).sum(0).tolist()
     seen = dict(zip(norms.names, norms.values.nan_to_num(0.0).amax(0).tolist(), strict=True))
     spoiled = history.gradients("nonfinite")  # NaN is a gradient too, but no norm
     if spoiled is not None:
