@@ -207,7 +207,7 @@ class RunDirectory:
         writer, tune = self._writer, self._meta.get("tune", {})
         if writer is not None and not self._process.is_forked and not tune.get("ended"):
             left = {name: fact for name, fact in tune.items() if name not in ("listens", "waits")}
-            with contextlib.suppress(sqlite3.Error, OSError):
+            with contextlib.suppress(OSError):
                 writer.annotate({"tune": {**left, "ended": True}})
         self._close()
 
