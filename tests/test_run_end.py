@@ -77,9 +77,7 @@ def test_a_run_that_another_monitor_has_claimed_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system cannot fork")
-@pytest.mark.parametrize(
-    ("run", "has_ended"), [(_collected, True), (_kept_to_the_end, True), (_raised, True), (_killed, False)]
-)
+@pytest.mark.parametrize(("run", "has_ended"), [(_collected, True), (_kept_to_the_end, True), (_raised, True), (_killed, False)])
 def test_a_run_of_a_forked_process_has_ended_unless_killed(run: Callable[[Path], None], has_ended: bool, tmp_path: Path) -> None:
     torch.set_num_threads(1)  # no pool of threads is forked
     parent = _trial(tmp_path / "parent")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import multiprocessing.util
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
