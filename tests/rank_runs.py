@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import pickle
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -1128,3 +1130,39 @@ def unlike(rank: int, what: str) -> tuple[dict[str, float], dict[str, float], di
     values, missing = monitor.get_step_metrics(), monitor.missing()
     monitor.detach()
     return values, true, missing, [str(each.message) for each in warned]
+
+
+def dropped(rank: int) -> tuple[list[bool], list[float | None]]:
+    """The first rank alone has a monitor, twice, and drops it without ``detach()``: whether each was freed. Then both ranks have one,
+    twice: the sums of a value.
+    """
+
+    def trained(name: str) -> tuple[weakref.ref[ModuleMonitor], float | None]:
+        model = wrapped("ddp")
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        monitor = gradmon.watch(model, optimizer, on_spike=None)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(4, 5)).square().mean().backward()
+            monitor.log_scalar(name, 1.0, reduce="sum")
+            optimizer.step()
+        return weakref.ref(monitor), monitor.get_step_metrics().get(name)
+
+    def bare() -> None:
+        model = wrapped("ddp")
+        for _ in range(2):
+            model(torch.ones(4, 5)).square().mean().backward()
+
+    with impatient():
+        freed = []
+        for _ in range(2):
+            if rank == 0:
+                reference, _ = trained("alone")
+                gc.collect()
+                freed.append(reference() is None)
+            else:
+                bare()
+            dist.barrier()
+        time.sleep(0.5)  # a thread that nobody waits for marks the end
+        dist.barrier()
+    return freed, [trained("both")[1] for _ in range(2)]

@@ -25,7 +25,8 @@ from torch_gradmon.core.errors import WarningLog
 from torch_gradmon.core.keys import Key
 from torch_gradmon.core.loop_findings import LoopFinding
 from torch_gradmon.core.loop_mistakes import MISTAKES
-from torch_gradmon.core.loss_keys import is_loss, is_whole_loss
+from torch_gradmon.core.loss_keys import is_loss, is_loss_of_network, is_whole_loss
+from torch_gradmon.core.records import StepRecord
 from torch_gradmon.plugins.tallies import Tallies
 
 from . import loops
@@ -501,3 +502,14 @@ def test_a_loss_at_rest_is_no_plateau_where_optimizers_alternate(of_ten: int, is
 def test_losses_of_a_gan_are_losses(name: str, expected: bool) -> None:
     key = Key("", name, "")
     assert (is_loss(key), is_whole_loss(key)) == (expected, False)
+
+
+@pytest.mark.parametrize("name", ["loss_d", "train/loss_g", "loss"])
+def test_a_loss_of_one_network_need_not_fall(name: str) -> None:
+    key = Key("", name, "")
+    assert is_loss_of_network(key) == (name != "loss")
+    assert History([_with_loss(step, key) for step in range(3)]).need_not_fall == (name != "loss")
+
+
+def _with_loss(step: int, key: Key) -> StepRecord:
+    return StepRecord(step, 0.0, True, {key: 1.0}, {})

@@ -223,3 +223,21 @@ def test_dead_units_do_not_wake_by_a_pass_that_was_interrupted() -> None:
         model(torch.tensor([[1.0, -1.0]])).sum().backward()
         optimizer.step()
     assert monitor.get_step_metrics()["activation/1/dead"] == 0.5
+
+
+def test_a_forward_in_which_the_hooks_are_installed_counts_within_a_handler() -> None:
+    model, optimizer = made()
+    monitor = ModuleMonitor(model, monitor_step_fn=lambda step: step == 2).attach(optimizer)
+    monitor.add_activation_metric("norm", metric_regex="^1$")
+    for number in range(3):
+        try:
+            raise Stop
+        except Stop:
+            step_of(model, optimizer, number)
+    assert "activation/1/norm" in monitor.get_step_metrics()
+
+
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    optimizer.zero_grad()
+    model(batch(number)).square().mean().backward()
+    optimizer.step()

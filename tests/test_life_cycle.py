@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +99,16 @@ def test_a_monitor_that_nobody_kept_lives_as_long_as_its_optimizer(tmp_path: Pat
     model(torch.ones(2, 3)).sum().backward()  # hooks that are left do nothing
 
 
-@pytest.mark.parametrize("kind", [nn.ModuleDict, nn.ModuleList])
-def test_a_container_that_was_made_for_the_monitor_lives_as_long_as_its_optimizers(kind: type[nn.Module]) -> None:
+class _Pair(nn.Module):
+    """Two networks without a forward of both."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        super().__init__()
+        self.a, self.b = modules
+
+
+@pytest.mark.parametrize("kind", [nn.ModuleDict, nn.ModuleList, _Pair])
+def test_a_container_that_was_made_for_the_monitor_lives_as_long_as_its_optimizers(kind: Callable[[Any], nn.Module]) -> None:
     first, second = nn.Linear(3, 2), nn.Linear(2, 1)
     optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
     monitor = gradmon.watch(kind({"a": first, "b": second} if kind is nn.ModuleDict else [first, second]), optimizer)

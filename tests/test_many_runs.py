@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import io
 import json
@@ -10,7 +9,7 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import torch_gradmon as gradmon
@@ -235,23 +235,28 @@ def test_table_of_runs_counts_what_is_only_information(root: Path) -> None:
     assert "none" in _table([_card(root, findings=(), is_diagnosed=True)], 120)
 
 
-@pytest.mark.parametrize("wrapped", ["compiled", "ddp"])
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("is_parallel", [False, True])
 def test_a_run_has_the_name_of_the_model_inside_of_wrappers(
-    wrapped: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    is_parallel: bool, alone: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Net(nn.Linear):
         pass
 
-    model: Any = Net(2, 2)
-    with alone() if wrapped == "ddp" else contextlib.nullcontext():
-        model = torch.compile(model, backend="eager")  # inside of DDP, too
-        model = nn.parallel.DistributedDataParallel(model) if wrapped == "ddp" else model
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        monitor = gradmon.watch(model, optimizer, run_dir=tmp_path / "run")
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        monitor.detach()
+    model: Any = torch.compile(Net(2, 2), backend="eager")
+    if is_parallel:
+        model = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    monitor = gradmon.watch(model, optimizer, run_dir=tmp_path / "run")
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    monitor.detach()
     assert run_card(tmp_path / "run").settings["model"] == "Net"
-    shown = output(capsys, "compare", str(tmp_path))
-    assert "Net" in shown
-    assert "OptimizedModule" not in shown
+    assert "OptimizedModule" not in output(capsys, "compare", str(tmp_path))

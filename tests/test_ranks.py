@@ -31,6 +31,7 @@ from .rank_runs import (
     coordinates,
     counted,
     decided,
+    dropped,
     in_disorder,
     in_groups,
     late,
@@ -398,6 +399,12 @@ def test_a_late_rank_joins_and_its_values_are_never_missed_in_silence(wrap: str)
         assert sum(waited) < (1.0 if rank else 3.0)
     first, second = ([found["activation/first/mean"] for found in values[-2:]] for values, *_ in results)
     assert first == second
+
+
+def test_monitors_meet_after_others_were_dropped_on_some_ranks() -> None:
+    (freed, sums), (_, other_sums) = on_ranks(2, dropped)
+    assert freed == [True, True]
+    assert sums == other_sums == [2.0, 2.0]
 
 
 def test_tensors_with_equal_names_are_reported_where_others_differ() -> None:

@@ -10,6 +10,7 @@ from .keys import Key
 #: The networks of a GAN, which have a loss each.
 _NETWORK = "d|g|dis|disc|discriminator|gen|generator|critic"
 _IS_LOSS = re.compile(rf"(?:^|[/_.\s-])loss(?:[/_.\s-](?:train|training|total|step|batch|{_NETWORK}))*$", re.IGNORECASE)
+_OF_NETWORK = re.compile(rf"loss[/_.\s-](?:.*[/_.\s-])?(?:{_NETWORK})(?:$|[/_.\s-])", re.IGNORECASE)
 _OF_EVALUATION = re.compile(r"(?:^|[/_.\s-])(?:val|valid|validation|eval|evaluation|test)(?:$|[/_.\s-])", re.IGNORECASE)
 #: Other words in the name of a loss that make it a part of the training loss, such as a penalty, are not in this set.
 _WHOLE = frozenset({"train", "training", "total", "step", "batch", "loss", ""})
@@ -25,6 +26,11 @@ def is_loss(key: Key) -> bool:
 def is_whole_loss(key: Key) -> bool:
     """Whether it is a logged value with the name of a whole training loss, such as ``loss`` or ``train/loss``."""
     return is_loss(key) and not _partial(key)[0]
+
+
+def is_loss_of_network(key: Key) -> bool:
+    """Whether it is the loss of one network of a GAN, such as ``loss_d``, which need not fall."""
+    return is_loss(key) and bool(_OF_NETWORK.search(key.name))
 
 
 def loss_among(keys: Iterable[Key]) -> Key | None:

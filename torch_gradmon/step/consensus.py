@@ -72,7 +72,7 @@ def within(limit: float, request: Callable[[], Any]) -> Any:
     thread.start()
     thread.join(limit)
     if failed:
-        raise failed[0]
+        raise failed.pop()  # kept here, it would be in a cycle with this frame and all that called it
     if not found:
         raise TimeoutError(f"the key-value store of torch.distributed gave no answer in {limit:g} s")
     return found[0]

@@ -16,7 +16,7 @@ import torch
 from ...core import keys as n
 from ...core.keys import Key
 from ...core.loop_findings import LoopFinding
-from ...core.loss_keys import loss_among
+from ...core.loss_keys import is_loss_of_network, loss_among
 from ...core.moments import Column
 from ...core.records import Severity, SpikeEvent, StatsTable, StepRecord
 from ...core.subsampling import subsample_steps
@@ -186,8 +186,12 @@ class History:
         The loss is the shortest key like ``loss``, ``train/loss`` or ``loss/train``; a key like ``kl_loss`` is used only if there
         is no other.
         """
-        chosen = loss_among({key for record in self.records for key in record.values})
+        chosen = self._loss_key
         return _returned_loss(self) if chosen is None else self._of_keys(chosen)
+
+    @cached_property
+    def _loss_key(self) -> Key | None:
+        return loss_among({key for record in self.records for key in record.values})
 
     @cached_property
     def chance(self) -> dict[str, float]:
@@ -234,7 +238,8 @@ class History:
     @property
     def alternates(self) -> bool:
         """Whether optimizers take turns, as in a GAN, whose losses work against each other and rest when it is sound."""
-        return sum("by_turns" in record.context for record in self.records) > len(self.records) / 2
+        is_of_one = self._loss_key is not None and is_loss_of_network(self._loss_key)
+        return is_of_one or sum("by_turns" in record.context for record in self.records) > len(self.records) / 2
 
     @cached_property
     def partial_steps(self) -> frozenset[int]:

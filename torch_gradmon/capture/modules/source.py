@@ -73,7 +73,7 @@ class ModuleSource:
         self._buffer: StepBuffer | None = None
         self._due = self._is_incomplete = False
         self._has_forward = self._has_backward = False  # of this step, which were not interrupted
-        self._handled = 0  # the id of the exception that the script handled when it called the root
+        self._handled = id(None)  # the id of the exception that the script handled when it called the root
 
     def connect(
         self,
@@ -279,6 +279,7 @@ class ModuleSource:
 
     def training_began(self) -> None:
         """The root's training forward began; its own hook may have been installed too late to see it."""
+        self._handled = id(sys.exc_info()[1])
         self._passes.training_began(end_is_seen=self.hooks.on_root)
 
     @property

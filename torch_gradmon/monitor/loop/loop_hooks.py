@@ -45,9 +45,7 @@ class LoopHooks:
         stretch: IdleStretch,
     ) -> None:
         self.stretch = stretch
-        # they are never called, so perhaps nothing else refers to them, as to a ModuleDict of the two networks of a GAN
-        container = module if isinstance(module, (nn.ModuleDict, nn.ModuleList)) else None
-        self.optimizers = OptimizerHooks(driver, fence, optimizers, wrappers, stretch, container)
+        self.optimizers = OptimizerHooks(driver, fence, optimizers, wrappers, stretch, module if _is_container(module) else None)
         self.scaler = ScalerHooks(driver, fence, self.optimizers, scaler)
         self.backward = BackwardHooks(driver, fence, self.optimizers, in_backward)
         self.model = ModelHooks(driver, fence, module, self.optimizers, stretch)
@@ -63,3 +61,9 @@ class LoopHooks:
         self.optimizers.remove()
         self.model.remove()
         self.scaler.remove()
+
+
+def _is_container(module: nn.Module) -> bool:
+    """Whether only its modules are called, so that perhaps nothing else refers to it, as to one of the two networks of a GAN."""
+    has_forward = "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
+    return not (has_forward or module._parameters or module._buffers)

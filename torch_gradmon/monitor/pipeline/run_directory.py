@@ -56,6 +56,7 @@ class RunDirectory:
         self._meta = dict(meta) if path is None else {**meta, "process": process_facts()}
         self._is_taken = False  # the directory, by another writer
         self._has_lost = False  # a step
+        self._is_lost = False  # the directory, which is made anew as soon as there is a place for it
         self._has_claimed = False  # the directory, with its first step
         self._tells, self._has_news = tells, False  # since the end was told last
         if path is not None and not is_muted():
@@ -123,6 +124,10 @@ class RunDirectory:
         if self._is_taken:
             self._complaints.counts["store"] += 1
             return
+        if self._is_lost and (amends or self._obstacle(self._path)):  # what would be amended is lost
+            self._complaints.counts["gone"] += not amends
+            return
+        self._is_lost = False
         from ...runs.writer import Superseded
 
         try:
@@ -148,9 +153,10 @@ class RunDirectory:
             self._complaints.add("store", message, error)
 
     def is_gone(self, step: int | None = None) -> bool:
-        """Whether nothing can be recorded any more because someone else took the file away.
+        """Whether nothing can be recorded now because someone else took the file away.
 
-        Where it was deleted, it is made anew for ``step`` and later ones, unless that is None.
+        Where it was deleted, it is made anew for ``step`` and later ones, unless that is None. Not with its parents: who deletes a whole
+        tree of runs, as of a temporary directory, does not want it back. The remedy is in the warning.
         """
         writer, path = self._writer, self._path
         if writer is None or path is None or self._process.is_forked or (found := writer.presence()) == "there":
@@ -158,13 +164,30 @@ class RunDirectory:
         self._has_lost = True
         span = "" if writer.last is None else f" up to {writer.last}"
         self._close()
-        if found == "deleted" and step is not None and Path(path).absolute().parent.is_dir():
-            self._has_claimed = False
-            self._complaints.add("gone", f"{_GONE.format(path, span)}; it is made anew, for the steps from {step} on")
-            return False
-        self._is_taken = True
-        self._complaints.add("gone", (_TAKEN if found == "replaced" else _GONE).format(path, span))
-        return True
+        if found == "replaced":
+            self._is_taken = True
+            self._complaints.add("gone", _TAKEN.format(path, span))
+            return True
+        self._has_claimed, gone = False, _GONE.format(path, span)
+        if step is None:
+            self._complaints.add("gone", gone)
+            return True
+        if obstacle := self._obstacle(path):
+            self._is_lost = True
+            self._complaints.add("gone", f"{gone}; the steps from {step} on are lost too, until you {obstacle}")
+            return True
+        self._complaints.add("gone", f"{gone}; it is made anew, for the steps from {step} on")
+        return False
+
+    @staticmethod
+    def _obstacle(path: str | os.PathLike[str]) -> str:
+        """What to do before the directory can be made anew; empty for nothing."""
+        parent = os.path.dirname(os.path.abspath(path))
+        if not os.path.isdir(parent):
+            return f"make the directory {parent} again"
+        if os.path.exists(path) and not os.path.isdir(path):
+            return f"remove the file {os.fspath(path)}, which took its place"
+        return ""
 
     def _claim(self, writer: RunWriter) -> None:
         """Claim the directory once, with the first step: if another monitor claims it later, that one keeps it."""
