@@ -332,24 +332,13 @@ def test_a_deleted_run_directory_is_told_of_and_made_anew(how: str, tmp_path: Pa
     assert load_run(path).steps == list(range(20, 40))
 
 
-_PLACELESS = [
-    "parent",
-    pytest.param(
-        "file",
-        marks=pytest.mark.xfail(
-            strict=False, reason="RunWriter.presence() takes a path through a file for a server that is silent"
-        ),
-    ),
-]
-
-
 def _without_place(path: Path, how: str) -> None:
     shutil.rmtree(path.parent if how == "parent" else path)
     if how == "file":
         path.touch()
 
 
-@pytest.mark.parametrize("how", _PLACELESS)
+@pytest.mark.parametrize("how", ["parent", "file"])
 def test_a_run_directory_without_a_place_has_a_remedy(how: str, tmp_path: Path) -> None:
     path, seen = tmp_path / "runs" / "first", []
     remedy = f"make the directory {path.parent} again" if how == "parent" else f"remove the file {path}, which took its place"
@@ -361,7 +350,7 @@ def test_a_run_directory_without_a_place_has_a_remedy(how: str, tmp_path: Path) 
     assert path.is_file() if how == "file" else not path.parent.exists()
 
 
-@pytest.mark.parametrize("how", _PLACELESS)
+@pytest.mark.parametrize("how", ["parent", "file"])
 def test_a_run_directory_goes_on_when_it_has_a_place_again(how: str, tmp_path: Path) -> None:
     path = tmp_path / "runs" / "first"
 
