@@ -281,9 +281,10 @@ class LogReader:
         """Bytes of the file up to the end of a block at least, or up to ``size``, and where among them ``at`` is."""
         base, kept = self._kept
         if not base <= at <= min(at - at % BLOCK + BLOCK, size) <= base + len(kept):
+            ahead = min(2 * len(kept), _AT_ONCE) if at - at % BLOCK == base + len(kept) else BLOCK  # more, the longer it goes on
             base = at - at % BLOCK
             self._file.seek(base)
-            kept = self._file.read(min(_AT_ONCE, size - base)) if size > base else b""
+            kept = self._file.read(min(max(ahead, BLOCK), size - base)) if size > base else b""
             self._kept = base, kept
         return kept, at - base
 
