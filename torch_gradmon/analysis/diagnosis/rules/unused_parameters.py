@@ -11,7 +11,7 @@ import torch
 
 from ....core import keys as n
 from ....core.formatting import also_in, listed, percent
-from ....core.keys import block_of
+from ....core.keys import blocks_of
 from ....core.records import Severity
 from ..findings import Finding, NotMeasured
 from ..history import History
@@ -47,7 +47,8 @@ def check_frozen(history: History) -> list[Finding]:
         return []
     sizes = {name: math.prod(about["shape"]) for name, about in parameters.items()}
     share = sum(sizes[name] for name in frozen) / max(sum(sizes.values()), 1)
-    blocks = list(dict.fromkeys(map(block_of, frozen)))
+    block_of = blocks_of(parameters)
+    blocks = list(dict.fromkeys(block_of[name] for name in frozen))
     lacks = share > _MOST_OF_MODEL and history.learning.is_at_chance
     return history.finding(
         "frozen",
@@ -89,14 +90,30 @@ def _never(history: History, norms: Matrix) -> list[Finding]:
         return _all_zero(history, norms)
     found: list[Finding] = []
     if left := [name for name in missed if history.is_unowned(name)]:
-        found = _left_alone(history, norms, left)
+        found = _harmless(
+            history,
+            norms,
+            left,
+            "parameters without gradient and optimizer",
+            "No gradient reaches this parameter, and no optimizer has it, as of a target network or a teacher, which are copied, or of "
+            "a reference model.",
+            "If it should train, give it to the optimizer; if not, nothing has to be done, and requires_grad_(False) says so.",
+        )
         missed = [name for name in missed if not history.is_unowned(name)]
     return [*_not_reached(history, norms, missed, seen), *found] if missed else found
 
 
 def _not_reached(history: History, norms: Matrix, missed: list[str], seen: Mapping[str, float]) -> list[Finding]:
     if all(_is_taken_out(name, norms, seen) for name in missed) and not (history.learning.is_stuck or history.learning.is_worse):
-        return _taken_out(history, norms, missed)
+        return _harmless(
+            history,
+            norms,
+            missed,
+            "biases with a gradient of exactly 0",
+            "The gradient of this bias is exactly 0 in every step, while the weight of its layer has one: what follows takes the bias "
+            "out again, as the difference of two outputs of the layer does.",
+            "Nothing has to be done, and bias=False would give the same model; unless a backward() of your own returns zeros.",
+        )
     sizes = {name: size for name, size in history.sizes(n.PARAMETER).items() if not history.is_gone(name)}
     share = sum(sizes[name] for name in missed) / max(sum(sizes.values()), 1)
     zero = history.always_reached.intersection(missed)  # a gradient that came
@@ -111,20 +128,6 @@ def _not_reached(history: History, norms: Matrix, missed: list[str], seen: Mappi
         advice,
         75.0,
         severity="warning" if matters else "info",
-        steps=(norms.steps[0], norms.steps[-1]),
-    )
-
-
-def _left_alone(history: History, norms: Matrix, names: list[str]) -> list[Finding]:
-    return history.finding(
-        "no-gradient",
-        names[0],
-        {"parameters without gradient and optimizer": float(len(names))},
-        "No gradient reaches this parameter, and no optimizer has it, as of a target network or a teacher, which are copied, or of a "
-        f"reference model.{also_in(names)}",
-        "If it should train, give it to the optimizer; if not, nothing has to be done, and requires_grad_(False) says so.",
-        20.0,
-        severity="info",
         steps=(norms.steps[0], norms.steps[-1]),
     )
 
@@ -156,14 +159,14 @@ def _is_taken_out(name: str, norms: Matrix, seen: Mapping[str, float]) -> bool:
     return kind == "bias" and has_gradients and bool(seen.get(f"{layer}weight"))
 
 
-def _taken_out(history: History, norms: Matrix, names: list[str]) -> list[Finding]:
+def _harmless(history: History, norms: Matrix, names: list[str], what: str, cause: str, advice: str) -> list[Finding]:
+    """Information about ``names``, of which ``what`` says what was counted."""
     return history.finding(
         "no-gradient",
         names[0],
-        {"biases with a gradient of exactly 0": float(len(names))},
-        "The gradient of this bias is exactly 0 in every step, while the weight of its layer has one: what follows takes the bias out "
-        f"again, as the difference of two outputs of the layer does.{also_in(names)}",
-        "Nothing has to be done, and bias=False would give the same model; unless a backward() of your own returns zeros.",
+        {what: float(len(names))},
+        cause + also_in(names),
+        advice,
         20.0,
         severity="info",
         steps=(norms.steps[0], norms.steps[-1]),
