@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,15 @@ class Browser:
         ActionChains(self.driver).send_keys(*keys).perform()
 
 
+@contextmanager
+def serving(root: Path | str) -> Iterator[Server]:
+    """A server in a thread."""
+    with Server(root, port=0) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("runs")
@@ -65,11 +75,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def page(root: Path, driver: Any) -> Iterator[Browser]:
-    with Server(root, port=0) as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+    with serving(root) as server:
         yield Browser(driver, server)
         driver.get("about:blank")
-        server.shutdown()
 
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
@@ -133,8 +141,7 @@ def test_map_of_the_live_page_keeps_its_height_when_resized(page: Browser) -> No
     )
     first = wait_for(lambda: page.js(height))
     for width in (900, 390, 1280):
-        size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
-        page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        resize(page.driver, width, 800)
         wait_for(
             lambda: page.js(
                 "return document.querySelector('#heat .main-svg').clientWidth === document.getElementById('heat').clientWidth"
@@ -222,11 +229,9 @@ def test_tabs_out_of_sight_leave_connections_to_others(page: Browser, root: Path
 
 
 def test_a_page_outlives_its_server(root: Path, driver: Any) -> None:
-    with Server(root, port=0) as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+    with serving(root) as server:
         page = Browser(driver, server)
         page.open()
-        server.shutdown()
     wait_for(lambda: page.texts("#live") == ["the server does not answer; this page shows what it had"])
     assert len(page.texts("#runs tbody tr")) >= len(RATES) + 1
 
@@ -245,8 +250,7 @@ if __name__ == "__main__":
             train(runs / "sweep" / f"lr-{rate:g}", 150, 100 if rate == RATES[-1] else None, lr=rate)
         command = [sys.executable, "-m", "tests.live_training", str(runs / "now"), "4000", "300", "0.02"]
         os.chdir(folder)  # so that no path of this machine is in the picture
-        with Server("runs", port=0) as server, subprocess.Popen(command, cwd=ROOT) as training:
-            threading.Thread(target=server.serve_forever, daemon=True).start()
+        with serving("runs") as server, subprocess.Popen(command, cwd=ROOT) as training:
             page = Browser(driver, server)
             for path, name in (("", "serve"), ("run?name=now", "serve-run")):
                 time.sleep(10)
@@ -256,4 +260,3 @@ if __name__ == "__main__":
                     picture(driver, target / f"{name}-{width}.png", width)
             training.terminate()
             driver.get("about:blank")
-            server.shutdown()
