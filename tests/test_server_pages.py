@@ -134,6 +134,25 @@ def test_list_says_info_scale_and_which_mark_is_gone(page: Browser, root: Path) 
     assert marked == 2
 
 
+def test_list_shows_all_columns_on_a_small_screen(page: Browser) -> None:
+    page.open("", 1024, 768)
+    wait_for(lambda: not [text for text in page.texts("#runs td.note:nth-child(8)") if not text])  # diagnosed
+    widths = page.js(
+        "for (const row of document.querySelectorAll('#runs tbody tr')) if (!row.dataset.run.startsWith('sweep/')) row.remove();"
+        "const box = document.querySelector('#runs').parentElement; return [box.scrollWidth, box.clientWidth]"
+    )
+    assert widths[0] <= widths[1]
+
+
+def test_telephone_has_neither_keys_nor_what_a_finding_says(page: Browser) -> None:
+    odd = "run?name=" + ODD.replace(" ", "%20").replace("=", "%3D")
+    for path, what in (("", "Arrows move"), (odd, "the largest: step 40")):
+        for width, is_shown in ((1280, True), (390, False)):
+            page.open(path, width, 844)
+            wait_for(lambda path=path: not path or "1 spike" in page.texts("#live")[0])
+            assert (what in page.texts("body")[0]) is is_shown, (path, width)
+
+
 def test_map_of_the_live_page_keeps_its_height_when_resized(page: Browser) -> None:
     page.open("run?name=sweep/lr-0.001")
     height = (
