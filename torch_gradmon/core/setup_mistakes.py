@@ -35,8 +35,8 @@ SETUP_MISTAKES: dict[str, Mistake] = {
     ),
     "another-model-trained": Mistake(
         "error",
-        "The optimizer steps, but the watched model is not called, and none of its parameters has ever had a gradient: does the loop train "
-        "another copy of it?",
+        "The optimizer steps, but the watched model is not called, and none of its parameters has ever had a gradient, as where the loop "
+        "trains another copy of it",
         "Watch the model that the loop calls, with an optimizer that was made of its parameters",
         repeats=1,
         weight=130.0,
