@@ -72,14 +72,14 @@ class _Look:
         passes = self.passes.get(self._module)
         return 1 if passes is None else passes.micro_batches
 
-    def take_batch(self, tensors: Sequence[Tensor]) -> None:
-        """Look at the inputs of the first forward."""
+    def take_batch(self, tensors: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        """Look at the arguments of the first forward, and at those that are ``inputs``."""
         if not tensors or len({tensor.device for tensor in tensors}) > 1:
             return
         if (sums := sums_of(tensors)) is not None:
             self.found["sums"] = sums
         self.found["fingerprint"] = packed(fingerprints(list(map(sampled, tensors))))
-        if self.has_head and (look := look_of(tensors)) is not None:
+        if self.has_head and (look := look_of(inputs)) is not None:
             self.found["look"] = look
 
     def takes_sample(self, module: int) -> bool:
@@ -210,7 +210,7 @@ class DataCheck(Plugin):
         if tensors and tensors[0].grad_fn is not None and self._acting.pass_through(tensors[0]):
             self._look = None
             return
-        self._look.take_batch(tensors)
+        self._look.take_batch(tensors, batch_tensors(args, kwargs, inputs_alone=True))
         if (rows := self._acting.trained(tensors)) is not None:
             self._look.found["rows"] = rows
         if self._look.has_head:
