@@ -251,7 +251,7 @@ def test_targets_that_the_model_gets_are_no_input(name: str) -> None:
     model = Regression()
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     monitor = gradmon.watch(model, optimizer, on_spike=None)
-    for step in range(30):
+    for _ in range(30):
         ids = torch.randint(0, 9, (24, 5))
         targets = ids.float().mean(1) * 500 + 20_000
         loss = model(ids, **({"labels": targets} if name == "labels" else {"batch": {"labels": targets}}))

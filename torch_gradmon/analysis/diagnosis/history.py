@@ -416,8 +416,8 @@ class History:
 
     @cached_property
     def returned_numbers(self) -> frozenset[str]:
-        """The outputs of the whole model that are one number, such as the loss that it computes itself. Empty if a module inside returns one
-        number too, as the last one does of a model with one output that is given one example.
+        """The outputs of the whole model that are one number, such as the loss that it computes itself. Empty if a module inside returns
+        one number too, as the last one does of a model with one output that is given one example.
         """
         numbers = frozenset(name for name, size in self.sizes(n.ACTIVATION).items() if size == 1)
         return numbers if all(name.startswith(n.ROOT) for name in numbers) else frozenset()

@@ -26,6 +26,7 @@ from ..setup_check.expectations import Expectations
 from ..setup_check.hidden_parameters import MadeInForward
 from ..tallies import Tallies
 from .acting import Acting
+from .arguments import judge, shares_of
 from .batches import Batches, batch_tensors, look_of, sampled, sums_of
 from .head import Origin, facts_of, is_linear, origin_of, output_of, recognised, sample_of
 from .passes import Passes
@@ -215,6 +216,8 @@ class DataCheck(Plugin):
             self._look.found["rows"] = rows
         if self._look.has_head:
             self._new_layers.begin(module)
+            if (shares := shares_of(module, kwargs)) is not None:
+                self._look.found["arguments"] = shares
 
     def _acted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._acting.called(batch_tensors(args, kwargs))
@@ -271,9 +274,12 @@ class DataCheck(Plugin):
         seen = self._open.pop(record.step, None)
         if seen is None:
             return
-        fingerprint, look, rows, facts, loss, sums = (
-            record.extras.get(f"{self.name}/{name}") for name in ("fingerprint", "look", "rows", "head", "loss", "sums")
+        fingerprint, look, rows, facts, loss, sums, arguments = (
+            record.extras.get(f"{self.name}/{name}")
+            for name in ("fingerprint", "look", "rows", "head", "loss", "sums", "arguments")
         )
+        if arguments is not None:
+            judge(arguments.tolist(), self._tallies)
         # a NaN may stand for a value that is missing, and a mask may be infinite: what the model makes of it decides
         if sums is not None and not bool(sums.isfinite().all()) and _is_spoiled(record):
             self._tallies.seen(NON_FINITE_INPUT, step=record.step)

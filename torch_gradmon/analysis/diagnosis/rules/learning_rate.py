@@ -47,7 +47,9 @@ _SPENT, _TOO_EARLY = 1e-3, 0.3
 #: Below this share it moves too little for a loss that has not fallen by a third, and hardly falls any more: by less than this share.
 _LITTLE_LEFT, _LITTLE = 0.02, 0.05
 #: Of a rate that is low because it is still on its way.
-_WARMS_UP = "The rate still rises at the end: shorten the warm-up, to a tenth of the training at most. If that is not enough, raise"
+_WARMS_UP = (
+    "The rate still rises at the end: shorten the warm-up, to a tenth of the training at most. If that is not enough, raise"
+)
 
 
 def check_learning_rate(history: History) -> list[Finding]:

@@ -75,8 +75,8 @@ def check_frozen(history: History) -> list[Finding]:
 
 
 def _has_adapters(history: History, frozen: list[str]) -> bool:
-    """Whether a frozen matrix ``[out, in]`` has two that train ``[rank, in]`` and ``[out, rank]`` beside it, in its module or the one around
-    it.
+    """Whether a frozen matrix ``[out, in]`` has two that train ``[rank, in]`` and ``[out, rank]`` beside it, in its module or the one
+    around it.
     """
     shapes = {name: tuple(about["shape"]) for name, about in history.parameters.items() if len(about["shape"]) == 2}
     trained: dict[str, list[tuple[int, ...]]] = {}
