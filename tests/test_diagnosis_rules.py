@@ -590,6 +590,14 @@ def test_rates_by_updates_and_loss_together(ratio: float, loss: Callable[[int], 
     assert _rules(check_learning_rate(history(loss=loss, **_updates(ratio)))) == expected
 
 
+@pytest.mark.parametrize("rises", [True, False])
+def test_a_low_rate_that_still_rises_has_too_long_a_warm_up(rises: bool) -> None:
+    run = history(loss=flat, context=lambda step: {"lr": [1e-8 * (step if rises else 1)]}, **_updates(1e-5))
+    (finding,) = check_learning_rate(run)
+    assert finding.rule == "learning-rate-low"
+    assert ("shorten the warm-up" in finding.advice) == rises
+
+
 def _raised(to: float, until: int = 100) -> Callable[[int], Mapping[str, Any]]:
     return lambda step: {"lr": [1e-4, 1e-3 * (to if 40 <= step < until else 1.0)]}
 
