@@ -68,8 +68,11 @@ def test_compare_as_a_table(root: Path, capsys: pytest.CaptureFixture[str], monk
     assert lines[0].split() == ["run", "state", "step", "loss", "spikes", "cost", "lr"]
     assert lines[1].startswith("deep/spiked")
     assert f"1: step 40 {LAYER}" in lines[1]
-    assert [line.split()[0] for line in lines[1:]] == ["deep/spiked", "lr-0.001", "lr-0.01"]
-    assert "spike in 4.weight" in output(capsys, "compare", str(root), "--diagnose")
+    assert [line.split()[0] for line in lines[1:4]] == ["deep/spiked", "lr-0.001", "lr-0.01"]
+    assert "--diagnose" in lines[4]
+    diagnosed = output(capsys, "compare", str(root), "--diagnose")
+    assert "spike in 4.weight" in diagnosed
+    assert "--diagnose" not in diagnosed
     monkeypatch.setenv("COLUMNS", "40")
     assert max(map(len, output(capsys, "compare", str(root)).splitlines())) <= 40
 

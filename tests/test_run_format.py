@@ -113,7 +113,7 @@ def test_a_run_of_format_1_stays_readable_with_its_values() -> None:
     assert list(map(str, _read_elsewhere(GOLDEN))) == list(expected["steps"])
 
 
-def test_damage_to_keys_costs_their_steps_and_no_others(tmp_path: Path) -> None:
+def test_damage_to_keys_costs_their_values_and_no_others(tmp_path: Path) -> None:
     writer = RunWriter(tmp_path)
     writer.claim({})
     for step, names in enumerate(("ab", "c", "d", "c", "ad")):
@@ -126,10 +126,12 @@ def test_damage_to_keys_costs_their_steps_and_no_others(tmp_path: Path) -> None:
     path.write_bytes(data)
     os.utime(path, (1e9, 1e9))  # nothing is on its way any more
     run = gradmon.load_run(tmp_path)
-    assert len(run.damage) == 3  # the definition, and the two steps with c
+    assert len(run.damage) == 1
     assert {step: run.metrics(step) for step in run.steps} == {
         0: {"a": 97.0, "b": 98.0},
+        1: {},  # whose value has no name
         2: {"d": 100.0},
+        3: {},
         4: {"a": 97.0, "d": 100.0},
     }
 

@@ -58,6 +58,8 @@ def show(console: Console, cards: Sequence[RunCard]) -> None:
     console.print(table)
     if left := [name for name in some if name not in settings]:
         console.print(Text(f"They also differ in {', '.join(left)}.", style="dim"))
+    if not any(card.findings or card.is_diagnosed for card in cards):
+        console.print(Text("The trainings found no mistake themselves; --diagnose applies all rules.", style="dim"))
 
 
 def _setting(name: str) -> Callable[[RunCard], Text]:

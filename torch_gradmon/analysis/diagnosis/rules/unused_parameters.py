@@ -49,17 +49,50 @@ def check_frozen(history: History) -> list[Finding]:
     share = sum(sizes[name] for name in frozen) / max(sum(sizes.values()), 1)
     block_of = blocks_of(parameters)
     blocks = list(dict.fromkeys(block_of[name] for name in frozen))
-    lacks = share > _MOST_OF_MODEL and history.learning.is_at_chance
+    last = [name for name, about in parameters.items() if len(about["shape"]) == 2][-1:]
+    adapts = _has_adapters(history, frozen)
+    # adapters leave the rest frozen on purpose, unless the last layer is new
+    meant = adapts and not set(frozen).issuperset(last)
+    lacks = share > _MOST_OF_MODEL and history.learning.is_at_chance and not meant
+    if adapts and lacks:
+        advice = (
+            f"Adapters train, and the last layer, {last[0].rpartition('.')[0]}, is frozen: if it is new, as a classifier is, train it too, "
+            "in PEFT with task_type= or modules_to_save= in the config of the adapters."
+        )
+    else:
+        advice = (
+            f"{'The rest has learnt nothing: c' if lacks else 'Nothing has to be done if that is meant. Otherwise c'}all "
+            "requires_grad_(True) before the optimizer is made; monitor.expect(trains=...) tells when it is forgotten."
+        )
     return history.finding(
         "frozen",
-        blocks[0],
+        last[0] if adapts and lacks else blocks[0],
         {"parameters": float(len(frozen)), "share of all elements": share},
         f"{percent(share)} of all elements are frozen, by requires_grad=False: {listed(blocks, _NAMED)}.",
-        f"{'The rest has learnt nothing: c' if lacks else 'Nothing has to be done if that is meant. Otherwise c'}all requires_grad_(True) "
-        "before the optimizer is made; monitor.expect(trains=...) tells when it is forgotten.",
+        advice,
         1.0,
         severity="warning" if lacks else "info",
     )
+
+
+def _has_adapters(history: History, frozen: list[str]) -> bool:
+    """Whether a frozen matrix ``[out, in]`` has two that train ``[rank, in]`` and ``[out, rank]`` beside it, in its module or the one
+    around it.
+    """
+    shapes = {name: tuple(about["shape"]) for name, about in history.parameters.items() if len(about["shape"]) == 2}
+    trained: dict[str, list[tuple[int, ...]]] = {}
+    for name, shape in shapes.items():
+        if name not in history.frozen:
+            for depth in range(1, name.count(".") + 1):
+                trained.setdefault(name.rsplit(".", depth)[0], []).append(shape)
+    for name in frozen:
+        rows, columns = shapes.get(name, (0, 0))
+        for parent in {name.rsplit(".", depth)[0] for depth in (1, 2)} if rows else ():
+            pairs = trained.get(parent, ())
+            ranks = {shape[0] for shape in pairs if shape[1] == columns and shape[0] < min(rows, columns)}
+            if any(shape[0] == rows and shape[1] in ranks for shape in pairs):
+                return True
+    return False
 
 
 def check_unused_parameters(history: History) -> list[Finding]:
