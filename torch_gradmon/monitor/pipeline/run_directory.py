@@ -60,6 +60,7 @@ class RunDirectory:
         self._name = secrets.token_hex(8)  # under which the directory is claimed
         self._failures = 0
         self._has_lost = False  # a step
+        self._unwritten = 0  # steps
         self._is_lost = False  # the directory, which is made anew as soon as there is a place for it
         self._has_claimed = False  # the directory, with its first step
         self._tells, self._has_news = tells, False  # since the end was told last
@@ -127,9 +128,11 @@ class RunDirectory:
             return
         if self._failures >= PATIENCE:
             self._complaints.counts["store"] += 1
+            self._unwritten += not amends
             return
         if self._is_lost and (amends or self._obstacle(self._path)):  # what would be amended is lost
             self._complaints.counts["gone"] += not amends
+            self._unwritten += not amends
             return
         self._is_lost = False
         from ...runs.writer import Superseded
@@ -150,6 +153,7 @@ class RunDirectory:
             self._complaints.add("store", message)
         except (sqlite3.Error, OSError) as error:
             self._failures, self._has_lost = self._failures + 1, True
+            self._unwritten += not amends
             message = (
                 f"step {record.step} could not be written to the run directory {self._path}; training continues, "
                 f"and after {PATIENCE} failures in a row nothing more is written"
@@ -216,9 +220,12 @@ class RunDirectory:
             with contextlib.suppress(sqlite3.Error, OSError):  # the first record reports the failure
                 self._opened(self._path).claim(self._meta)
 
-    def close(self) -> None:
-        """Close the file; another record opens it again. What is wrong with the run is told, unless nobody wants to know."""
-        self._end()
+    def close(self, raised: str = "") -> None:
+        """Close the file; another record opens it again. What is wrong with the run is told, unless nobody wants to know.
+
+        ``raised`` is the exception that ends the training, as text.
+        """
+        self._end(raised)
         if self._path is not None and self._is_to_tell():
             from .last_word import say
 
@@ -229,13 +236,16 @@ class RunDirectory:
         told, self._has_news = not self._has_news, False
         return self._tells and not told and not self._process.is_forked
 
-    def _end(self) -> None:
+    def _end(self, raised: str = "") -> None:
         """Close the file. Of a monitor that nobody detached no plugin has noted that the run ended."""
         writer, tune = self._writer, self._meta.get("tune", {})
-        if writer is not None and not self._process.is_forked and not tune.get("ended"):
-            left = {name: fact for name, fact in tune.items() if name not in ("listens", "waits")}
+        if writer is not None and not self._process.is_forked:
+            end: dict[str, Any] = {"raised": raised, "unwritten": self._unwritten}
+            if not tune.get("ended"):
+                left = {name: fact for name, fact in tune.items() if name not in ("listens", "waits")}
+                end["tune"] = {**left, "ended": True}
             with contextlib.suppress(sqlite3.Error, OSError):
-                writer.annotate({"tune": {**left, "ended": True}})
+                writer.annotate(end)
         self._close()
 
     def _close(self) -> None:
