@@ -153,9 +153,10 @@ def run_card(
 
 
 def differing(cards: Sequence[RunCard]) -> list[str]:
-    """The settings that are not the same in all runs."""
+    """The settings that are not the same in all runs, those with most values first, which tell the runs apart."""
     names = dict.fromkeys(name for card in cards for name in card.settings)
-    return [name for name in names if len({card.settings.get(name) for card in cards}) > 1]
+    values = {name: len({card.settings.get(name) for card in cards}) for name in names}
+    return sorted((name for name in names if values[name] > 1), key=lambda name: -values[name])
 
 
 def _state(status: RunStatus) -> State:
