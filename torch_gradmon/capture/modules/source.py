@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ...core import keys as n
 from ...core.compat import TELLS_EXPORT
 from ...core.fence import Fence
+from ...core.last_exception import ending
 from ...core.metric import Metric
 from ...step.buffer import StepBuffer
 from ...step.model_index import ModelIndex
@@ -62,6 +63,8 @@ class ModuleSource:
         hooks: those on modules.
     """
 
+    _last_called: ClassVar[object] = None  # the sign of the source whose root was called last, in any thread
+
     def __init__(self, measurer: Measurer, fence: Fence) -> None:
         self._measurer, self._passes = measurer, PassTracker()
         self.values = ModuleValues(measurer)
@@ -73,7 +76,8 @@ class ModuleSource:
         self._buffer: StepBuffer | None = None
         self._due = self._is_incomplete = False
         self._has_forward = self._has_backward = False  # of this step, which were not interrupted
-        self._handled = id(None)  # the id of the exception that the script handled when it called the root
+        self._handled = id(sys.exc_info()[1])  # the exception that the script handled when it called the root
+        self._sign = ModuleSource._last_called = object()
 
     def connect(
         self,
@@ -251,11 +255,15 @@ class ModuleSource:
         trains = self._passes.root_began(module)
         self.was_trained |= trains
         self._calls.forward_began()
-        self._handled = id(sys.exc_info()[1])
+        self._handled, ModuleSource._last_called = id(sys.exc_info()[1]), self._sign
         self._has_forward |= self._calls.seen
         if self._buffer is None or self._passes.paused or not trains:
             return
         self._scope.start(module, args, kwargs)
+
+    def ending(self) -> str:
+        """The exception that ends the training now, as text; empty without one."""
+        return ending(self._handled, is_last=ModuleSource._last_called is self._sign)
 
     def root_ended(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """The root has returned or raised."""
@@ -279,7 +287,7 @@ class ModuleSource:
 
     def training_began(self) -> None:
         """The root's training forward began; its own hook may have been installed too late to see it."""
-        self._handled = id(sys.exc_info()[1])
+        self._handled, ModuleSource._last_called = id(sys.exc_info()[1]), self._sign
         self._passes.training_began(end_is_seen=self.hooks.on_root)
 
     @property

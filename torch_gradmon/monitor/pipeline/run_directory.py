@@ -56,6 +56,7 @@ class RunDirectory:
         self._meta = dict(meta) if path is None else {**meta, "process": process_facts()}
         self._is_taken = False  # the directory, by another writer
         self._has_lost = False  # a step
+        self._unwritten = 0  # steps
         self._is_lost = False  # the directory, which is made anew as soon as there is a place for it
         self._has_claimed = False  # the directory, with its first step
         self._tells, self._has_news = tells, False  # since the end was told last
@@ -123,9 +124,11 @@ class RunDirectory:
             return
         if self._is_taken:
             self._complaints.counts["store"] += 1
+            self._unwritten += not amends
             return
         if self._is_lost and (amends or self._obstacle(self._path)):  # what would be amended is lost
             self._complaints.counts["gone"] += not amends
+            self._unwritten += not amends
             return
         self._is_lost = False
         from ...runs.writer import Superseded
@@ -146,6 +149,7 @@ class RunDirectory:
             self._complaints.add("store", message)
         except (OSError, ValueError) as error:
             self._has_lost = True
+            self._unwritten += not amends
             message = (
                 f"step {record.step} could not be written to the run directory {self._path}; training continues, and later steps are "
                 "written as soon as that succeeds again"
@@ -212,9 +216,12 @@ class RunDirectory:
             with contextlib.suppress(OSError, ValueError):  # the first record reports the failure
                 self._opened(self._path).claim(self._meta)
 
-    def close(self) -> None:
-        """Close the file; another record opens it again. What is wrong with the run is told, unless nobody wants to know."""
-        self._end()
+    def close(self, raised: str = "") -> None:
+        """Close the file; another record opens it again. What is wrong with the run is told, unless nobody wants to know.
+
+        ``raised`` is the exception that ends the training, as text.
+        """
+        self._end(raised)
         if self._path is not None and self._is_to_tell():
             from .last_word import say
 
@@ -225,13 +232,16 @@ class RunDirectory:
         told, self._has_news = not self._has_news, False
         return self._tells and not told and not self._process.is_forked
 
-    def _end(self) -> None:
+    def _end(self, raised: str = "") -> None:
         """Close the file. Of a monitor that nobody detached no plugin has noted that the run ended."""
         writer, tune = self._writer, self._meta.get("tune", {})
-        if writer is not None and not self._process.is_forked and not tune.get("ended"):
-            left = {name: fact for name, fact in tune.items() if name not in ("listens", "waits")}
-            with contextlib.suppress(OSError):
-                writer.annotate({"tune": {**left, "ended": True}})
+        if writer is not None and not self._process.is_forked:
+            end: dict[str, Any] = {"raised": raised, "unwritten": self._unwritten}
+            if not tune.get("ended"):
+                left = {name: fact for name, fact in tune.items() if name not in ("listens", "waits")}
+                end["tune"] = {**left, "ended": True}
+            with contextlib.suppress(OSError, ValueError):
+                writer.annotate(end)
         self._close()
 
     def _close(self) -> None:
