@@ -71,27 +71,11 @@ class RecordedModules(Observer):
         F.scaled_dot_product_attention = self._attending(real)
         self._trains = True
         self._numbers.clear()
-        measured = self._measured()
         try:
             yield
-        except BaseException:  # what a pass measured that was interrupted does not count
-            for lists, lengths in measured:
-                for path in list(lists):
-                    del lists[path][lengths.get(path, 0) :]
-                    if not lists[path]:
-                        del lists[path]
-            raise
         finally:
             self._trains = False
             F.scaled_dot_product_attention = real
-
-    def _measured(self) -> list[tuple[dict[str, Any], dict[str, int]]]:
-        """The lists of the step in flight that a forward pass adds to, and how long they are."""
-        if self.open is None:
-            return []
-        of_step = self.open
-        lists = (of_step.outputs, of_step.inputs, of_step.calls, of_step.differences, of_step.attention)
-        return [(each, {path: len(found) for path, found in each.items()}) for each in lists]
 
     def hang(self, model: nn.Module, reference: nn.Module | None) -> None:
         """Hang hooks on the model, and on the reference that it is compared with."""
