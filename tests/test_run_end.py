@@ -6,7 +6,6 @@ import contextlib
 import gc
 import multiprocessing
 import os
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
@@ -170,7 +169,7 @@ def test_steps_that_could_not_be_written_are_told(tmp_path: Path, monkeypatch: p
     model, optimizer, monitor = _trial(tmp_path)
 
     def full(*_: object, **__: object) -> None:
-        raise sqlite3.OperationalError("database or disk is full")
+        raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched, pytest.warns(gradmon.GradmonWarning, match="could not be written"):
         patched.setattr(RunWriter, "log", full)
