@@ -219,6 +219,7 @@ class RunWriter:
             OSError: they could not be written.
         """
         self._meta.update(facts)
+        self._looked = -math.inf  # facts are few, so that each looks
         if not self._is_superseded():
             self._put({"is": "facts", "facts": dict(facts)})
 
