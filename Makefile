@@ -191,17 +191,16 @@ $(VENV)/.ready: pyproject.toml $(KERNEL)
 	$(VENV)/bin/pip install --quiet --editable ".[dev]"
 	touch $@
 
-# numpy, because torch warns on import without it
 $(DEMO)/.ready: pyproject.toml $(KERNEL)
 	@echo "$(DEMO): installs rich, tqdm, plotly, jinja2 and numpy, 0.2 GB, and $(TORCH) unless a torch is installed:" \
 		"0.9 GB, or several where it comes with CUDA"
 	test -x $(DEMO)/bin/python || $(PYTHON) -m venv $(DEMO)
 	$(DEMO)/bin/python -c "import torch" 2>/dev/null || $(DEMO)/bin/pip install --quiet $(TORCH)
-	$(DEMO)/bin/pip install --quiet --editable ".[cli,report]" numpy
+	$(DEMO)/bin/pip install --quiet --editable ".[cli,report]"
 	touch $@
 
 $(BARE)/.ready: pyproject.toml $(KERNEL)
-	@echo "$(BARE): installs torch and pytest alone, 0.9 GB with a torch for the CPU"
+	@echo "$(BARE): installs torch, numpy and pytest alone, 0.9 GB with a torch for the CPU"
 	test -x $(BARE)/bin/python || $(PYTHON) -m venv $(BARE)
 	$(BARE)/bin/python -c "import torch" 2>/dev/null || $(BARE)/bin/pip install --quiet $(TORCH)
 	$(BARE)/bin/pip install --quiet --editable ".[test]"

@@ -134,8 +134,8 @@ def resize(driver: Any, width: int, height: int) -> None:
 
 
 def picture(driver: Any, target: Path, width: int) -> None:
-    """Writes the open page to ``target`` down to the end of its map of layers, or of all where it has none: none is cut through."""
-    find = "const end = document.getElementById('s-heat') ?? document.body; return end.getBoundingClientRect().bottom + scrollY"
+    """Writes the open page to ``target`` down to the end of its map of layers, or of its first row of charts: none is cut through."""
+    find = "const end = document.querySelector('#s-heat, figure'); return end.getBoundingClientRect().bottom + scrollY + 8"
     resize(driver, width, math.ceil(driver.execute_script(find)))
     time.sleep(1)  # the heat map is drawn
     driver.save_screenshot(str(target))

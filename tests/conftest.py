@@ -96,6 +96,18 @@ def _collections_look_at_what_is_new() -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """No graphs of other tests, and counters at 0."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+    counters.clear()
+
+
 @pytest.fixture(scope="session")
 def driver() -> Iterator[Any]:
     """One browser for all pages: each start takes seconds."""

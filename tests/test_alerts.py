@@ -9,13 +9,13 @@ import re
 import shutil
 import signal
 import socket
-import sqlite3
 import subprocess
 import sys
 import threading
 import time
 import urllib.request
 import weakref
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,10 @@ from torch import Tensor, nn
 import torch_gradmon as gradmon
 from tests.live_training import LAYER, train
 from tests.receivers import receiver
+from tests.stored_runs import timed
 from torch_gradmon.analysis.many_runs.card import run_card
 from torch_gradmon.analysis.many_runs.status import has_stalled
+from torch_gradmon.analysis.run import load_run
 from torch_gradmon.core.loop_findings import LoopFinding
 from torch_gradmon.core.records import SpikeEvent
 from torch_gradmon.server import alarms as alarms_module
@@ -258,12 +260,9 @@ def test_wrong_targets_are_refused_before_anything_changes() -> None:
 
 def aged(path: Path, seconds: float) -> None:
     """A run that is not ended, whose last step is so old."""
-    database = sqlite3.connect(path / "gradmon.sqlite")
-    with database:
-        database.execute("DELETE FROM meta WHERE name = 'tune'")
-        shift = f"{time.time() - seconds} - (SELECT max(time) FROM steps WHERE step > 0)"
-        database.execute(f"UPDATE steps SET time = time + {shift} WHERE step > 0")  # it began when it began
-    database.close()
+    with closing(load_run(path)) as run:
+        shift = time.time() - seconds - run.context(run.steps[-1])["time"]
+    timed(path, lambda record: record.time + shift if record.step else record.time)  # it began when it began
 
 
 @pytest.fixture(scope="module")
@@ -279,10 +278,7 @@ def test_a_run_has_stalled_after_ten_usual_intervals(run: Path, tmp_path: Path) 
     for seconds, expected in ((45.0, False), (75.0, True)):  # steps of milliseconds: at least a minute
         aged(tmp_path / "a", seconds)
         assert has_stalled(run_card(tmp_path / "a")) is expected
-    database = sqlite3.connect(tmp_path / "a" / "gradmon.sqlite")
-    with database:
-        database.execute("UPDATE steps SET time = step * 10.0")  # a step every ten seconds
-    database.close()
+    timed(tmp_path / "a", lambda record: record.step * 10.0)  # a step every ten seconds
     for seconds, expected in ((80.0, False), (130.0, True)):
         aged(tmp_path / "a", seconds)
         assert has_stalled(run_card(tmp_path / "a")) is expected
@@ -291,17 +287,13 @@ def test_a_run_has_stalled_after_ten_usual_intervals(run: Path, tmp_path: Path) 
 def test_pauses_that_a_run_makes_are_no_stalls(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, tmp_path / "a")
     aged(tmp_path / "a", 1.0)
-    database = sqlite3.connect(tmp_path / "a" / "gradmon.sqlite")
     cases = (((30,), 200.0, True), ((30, 50), 200.0, False), ((30, 50), 550.0, False), ((30, 50), 700.0, True))
     for evaluations, age, expected in cases:
-        with database:  # a step each second, and five minutes before some of them
-            database.execute("UPDATE steps SET time = step")
-            for step in evaluations:
-                database.execute("UPDATE steps SET time = time + 300 WHERE step >= ?", (step,))
-            database.execute(f"UPDATE steps SET time = time + {time.time() - age} - (SELECT max(time) FROM steps)")
+        ends = [step + 300.0 * sum(step >= late for late in evaluations) for step in range(60)]  # five minutes before some
+        ended = time.time() - age
+        timed(tmp_path / "a", lambda record, ends=ends, ended=ended: ends[record.step] - ends[-1] + ended)
         card = run_card(tmp_path / "a")
         assert (has_stalled(card), card.state == "silent") == (expected, expected)
-    database.close()
 
 
 @pytest.mark.thorough

@@ -104,7 +104,7 @@ def test_each_mistake_says_what_it_is_and_what_to_do() -> None:
     for rule, mistake in MISTAKES.items():
         (finding,) = check_loop(History([], facts=[LoopFinding(rule, 3, 9, 4, ("a.weight", "b"), {"parameters": 2.0})]))
         assert (finding.rule, finding.severity, finding.where, finding.steps) == (rule, mistake.severity, "a.weight", (3, 9))
-        assert finding.evidence == {"times": 4.0, "parameters": 2.0}
+        assert finding.evidence == {"times seen": 4.0, "parameters": 2.0}
         assert finding.cause.endswith(".")
         assert finding.advice.endswith(".")
         assert finding.weight >= 90

@@ -22,6 +22,8 @@ from torch_gradmon import (
 )
 from torch_gradmon.spikes import MedianMad
 
+from .stored_runs import NO_RECORD, VALUES
+
 
 class Loud(nn.ReLU, MonitorMixin):
     """A module that is linked to its monitor."""
@@ -34,7 +36,7 @@ class World:
         self.path = path
         (path / "a_file").write_text("text")
         (path / "garbage").mkdir()
-        (path / "garbage" / "gradmon.sqlite").write_bytes(b"no database at all, just some bytes" * 40)
+        (path / "garbage" / VALUES).write_bytes(NO_RECORD)
         self.model = nn.Sequential(nn.Linear(3, 4), Loud(), nn.Linear(4, 2))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.stranger = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)

@@ -6,7 +6,6 @@ import inspect
 import json
 import os
 import shlex
-import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from torch_gradmon.cli.commands import common
 from torch_gradmon.cli.main import _GROUPS, _commands, command_parser, main
 
 from . import forked
+from .stored_runs import VALUES
 
 NAMES = [name for group in _GROUPS.values() for name in group]
 _MAIN = "import sys; from torch_gradmon.cli.main import main; sys.exit(main())"
@@ -88,7 +88,6 @@ def test_no_command_loads_an_optional_package_before_it_runs() -> None:
         (common.UsageError("there is\nno such thing"), 2),
         (ValueError("there is\nno such thing"), 1),
         (OSError("there is\nno such thing"), 1),
-        (sqlite3.OperationalError("there is\nno such thing"), 1),
     ],
 )
 def test_an_error_is_one_line_with_the_right_exit_code(
@@ -116,18 +115,21 @@ READERS = {"diagnose": [], "summary": ["--json"], "why": ["--step", "9"]}
 
 
 @pytest.mark.parametrize("name", READERS)
-@pytest.mark.parametrize("kind", ["nothing", "an empty directory", "text"])
+@pytest.mark.parametrize("kind", ["nothing", "an empty directory", "text", "an older version"])
 def test_what_is_no_run_is_a_wrong_request(name: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run"
     if kind != "nothing":
         path.mkdir()
     if kind == "text":
+        (path / VALUES).write_text("hello " * 1000)
+    if kind == "an older version":
         (path / "gradmon.sqlite").write_text("hello " * 1000)
     assert main([name, str(path), *READERS[name]]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("gradmon: error: ")
-    assert "no run in" in captured.err or "is not a run of torch_gradmon" in captured.err
+    told = {"text": "is not a run of torch_gradmon", "an older version": "is of an older version"}
+    assert told.get(kind, "no run in") in captured.err
     assert captured.err.count("\n") == 1
 
 

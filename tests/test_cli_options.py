@@ -15,6 +15,8 @@ import torch_gradmon as gradmon
 from torch_gradmon.cli.commands.common import PAGES, UsageError, output
 from torch_gradmon.cli.main import _GROUPS, _commands, command_parser, main
 
+from .stored_runs import VALUES
+
 FLAG = ""
 #: Every option of every command: what it takes (nothing for a flag), the commands that have it, and what it means in all of them.
 OPTIONS: dict[str, tuple[str, str, str]] = {
@@ -180,23 +182,23 @@ def test_directories_are_made_and_a_file_is_replaced(
 
 @pytest.mark.extra
 @pytest.mark.parametrize("name", WRITERS)
-@pytest.mark.parametrize("where", ["DIRECTORY", "script.py", "script.py/out", "RUN/gradmon.sqlite", "out"])
+@pytest.mark.parametrize("where", ["DIRECTORY", "script.py", "script.py/out", "RUN/VALUES", "out"])
 def test_what_would_destroy_something_is_refused_before_any_work(
     name: str, where: str, words: dict[str, list[str]], run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("plotly")
     pytest.importorskip("matplotlib")
-    place = {"DIRECTORY": str(tmp_path), "RUN/gradmon.sqlite": str(run_dir / "gradmon.sqlite")}.get(where, str(tmp_path / where))
+    place = {"DIRECTORY": str(tmp_path), "RUN/VALUES": str(run_dir / VALUES)}.get(where, str(tmp_path / where))
     if where == "script.py/out":
         place += WRITERS[name][1]
-    size = (run_dir / "gradmon.sqlite").stat().st_size
+    size = (run_dir / VALUES).stat().st_size
     assert main([*words[name], "--to", place]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith(f"gradmon: error: --to {place} ")
     assert captured.err.count("\n") == 1
     assert (tmp_path / "script.py").read_text() == SCRIPT
-    assert (run_dir / "gradmon.sqlite").stat().st_size == size
+    assert (run_dir / VALUES).stat().st_size == size
     assert sorted(path.name for path in tmp_path.iterdir()) == ["script.py"]
 
 

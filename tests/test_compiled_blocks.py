@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ from torch_gradmon.core import compat
 
 # torch hides the first of these warnings, which is the compiler's own, but cannot where warnings are errors
 pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
     pytest.mark.thorough,
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.skipif(not compat.TELLS_EXPORT, reason="before torch 2.7 no values in compiled graphs"),
@@ -26,15 +27,6 @@ pytestmark = [
 ]
 Watch = Callable[[nn.Module, torch.optim.Optimizer], ModuleMonitor]
 BLOCKS = 10  # more than the compiler makes graphs of one function, by default
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
-    counters.clear()
 
 
 class Block(nn.Module):

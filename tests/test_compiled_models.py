@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,19 +22,11 @@ from torch_gradmon.core import compat
 METRICS = ("norm", "rms", "mean", "std", "max", "min_value", "max_value", "l1", "sparsity", "zeros", "nonfinite")
 # torch hides this warning of the compiler's own, which it cannot where warnings are errors
 pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
     pytest.mark.thorough,
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
-    counters.clear()
 
 
 class Block(nn.Module):

@@ -236,6 +236,33 @@ def test_what_is_wrong_between_data_model_and_loss(rule: str, severity: str, set
 
 
 @pytest.mark.filterwarnings("ignore::torch_gradmon.GradmonWarning")
+@pytest.mark.parametrize("name", ["labels", "batch"])
+def test_targets_that_the_model_gets_are_no_input(name: str) -> None:
+    class Regression(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(9, 8), nn.Linear(8, 1)
+
+        def forward(self, ids: Tensor, labels: Tensor | None = None, batch: dict[str, Tensor] | None = None) -> Tensor:
+            answer = self.head(self.embed(ids).mean(1)).squeeze(1)
+            return F.mse_loss(answer, labels if batch is None else batch["labels"])
+
+    torch.manual_seed(0)
+    model = Regression()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    monitor = gradmon.watch(model, optimizer, on_spike=None)
+    for _ in range(30):
+        ids = torch.randint(0, 9, (24, 5))
+        targets = ids.float().mean(1) * 500 + 20_000
+        loss = model(ids, **({"labels": targets} if name == "labels" else {"batch": {"labels": targets}}))
+        optimizer.zero_grad()
+        loss.backward()
+        monitor.log_scalar("loss", loss.detach())
+        optimizer.step()
+    assert "inputs-not-normalised" not in rules(monitor)
+
+
+@pytest.mark.filterwarnings("ignore::torch_gradmon.GradmonWarning")
 def test_a_relu_before_a_square_of_targets_below_zero() -> None:
     monitor, _ = train(last=nn.ReLU(), loss_of=lambda z, y: F.mse_loss(z, F.one_hot(y, 3) - 0.5))
     assert rules(monitor)["relu-before-loss"] == "warning"

@@ -21,6 +21,7 @@ from torch_gradmon.runs import detail_request as change
 from torch_gradmon.runs import liveness as pulse
 
 from . import forked
+from .stored_runs import VALUES
 
 pytestmark = pytest.mark.thorough
 
@@ -192,9 +193,9 @@ def test_a_wrong_request_is_told_in_one_line_and_nothing_is_written(
 
 def test_where_there_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "there is no run in" in _refused(capsys, tmp_path, "--every", 1)
-    (tmp_path / "gradmon.sqlite").write_text("something else")
+    (tmp_path / VALUES).write_text("something else " * 10)
     assert "is not a run of torch_gradmon" in _refused(capsys, tmp_path, "--every", 1)
-    assert [path.name for path in tmp_path.iterdir()] == ["gradmon.sqlite"]
+    assert [path.name for path in tmp_path.iterdir()] == [VALUES]
 
 
 def test_a_directory_that_may_not_be_written_is_a_failure(
@@ -221,7 +222,7 @@ def test_ranks_with_directories_of_their_own(tmp_path: Path, capsys: pytest.Capt
 def test_the_file_itself_may_be_named_and_numbers_grow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     training = Training(tmp_path).go(1)
     for number in (1, 2, 3):
-        assert f"number {number}: every step" in _said(capsys, 0, tmp_path / "gradmon.sqlite", "--every", 1, "--for", 2)
+        assert f"number {number}: every step" in _said(capsys, 0, tmp_path / VALUES, "--every", 1, "--for", 2)
         assert change.read(tmp_path / change.FILE_NAME)[0].number == number
     training.go(3)
     training.monitor.set_detail(every=2)  # which is a number too

@@ -105,6 +105,33 @@ def test_outputs_that_grow_over_depth_are_those_of_the_beginning() -> None:
     assert of(61) == []
 
 
+@pytest.mark.parametrize("batch", [16, 1])
+def test_a_loss_that_the_model_computes_is_no_loud_output(batch: int) -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = mlp(8, 16, 16, 4)
+
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            logits = self.body(x)
+            return {"loss": 100 * nn.functional.mse_loss(logits, labels), "logits": logits}
+
+    torch.manual_seed(0)
+    model = Own()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    monitor = gradmon.watch(model, optimizer, on_spike=None, preset="full")
+    for _ in range(100):
+        x = torch.randn(batch, 8).sign()
+        loss = model(x, x[:, :4])["loss"]
+        optimizer.zero_grad()
+        loss.backward()
+        monitor.log_scalar("loss", loss.detach())
+        optimizer.step()
+    found = monitor.diagnose()
+    monitor.detach()
+    assert not {"initialisation-scale", "exploding-gradients"}.intersection(finding.rule for finding in found.findings)
+
+
 def test_weights_measured_later_do_not_show_how_they_began() -> None:
     def of(first: int) -> list[str]:
         parameters = {name: since(first, 1.0) for name in LAYERS}
@@ -356,6 +383,44 @@ def test_a_part_that_is_frozen_is_told_with_its_share() -> None:
     assert (finding.rule, finding.severity, finding.where) == ("frozen", "info", "2")
     assert finding.evidence == {"parameters": 2.0, "share of all elements": pytest.approx(272 / 433)}
     assert "62.8% of all elements are frozen, by requires_grad=False: 2." in finding.cause
+
+
+class _Adapted(nn.Module):
+    """A frozen matrix and two of low rank beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("trains_head", [True, False])
+def test_adapters_leave_the_rest_frozen_unless_the_head_is_new(trains_head: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(_Adapted(nn.Linear(16, 32)), nn.ReLU(), _Adapted(nn.Linear(32, 32)), nn.ReLU(), nn.Linear(32, 3))
+    model[4].requires_grad_(trains_head)
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 1e-3)
+    monitor = gradmon.watch(model, optimizer, on_spike=None)
+    for _ in range(220):
+        loss = nn.functional.cross_entropy(model(torch.randn(32, 16)), torch.randint(0, 3, (32,)))
+        optimizer.zero_grad()
+        loss.backward()
+        monitor.log_scalar("loss", loss.detach())
+        optimizer.step()
+    found = {finding.rule: finding for finding in monitor.diagnose().findings}
+    monitor.detach()
+    frozen = found["frozen"]
+    if trains_head:
+        assert frozen.severity == "info"
+        assert found["loss-at-chance"].severity == "warning"
+    else:
+        assert (frozen.severity, frozen.where) == ("warning", "4.weight")
+        assert frozen.advice.startswith("Adapters train, and the last layer, 4, is frozen")
 
 
 def test_a_part_that_a_resume_freezes_again_is_named(tmp_path: Path) -> None:

@@ -91,6 +91,16 @@ def test_small_gradients_beside_a_large_one_of_that_depth_have_not_faded() -> No
     assert "vanishing-gradients" not in [finding.rule for finding in check_depth(run)]
 
 
+def test_a_head_that_is_louder_than_the_whole_body_is_no_fading() -> None:
+    ratios = {"a": 1e-3, "b": 3e-4, "c": 1e-4, "d": 5e-5, "head": 1.0}
+    gradients = {f"{name}.weight": ratio for name, ratio in ratios.items()}
+    run = history(loss=flat, gradient_before_clip=gradients, parameter=dict.fromkeys(gradients, 0.1))
+    assert "vanishing-gradients" not in [finding.rule for finding in check_depth(run)]
+    rising = dict(zip(gradients, sorted(gradients.values()), strict=True))
+    run = history(loss=flat, gradient_before_clip=rising, parameter=dict.fromkeys(gradients, 0.1))
+    assert "vanishing-gradients" in [finding.rule for finding in check_depth(run)]
+
+
 def test_small_gradients_are_judged_relative_to_weights() -> None:
     fading = _fading(0.3)
     run = history(loss=flat, gradient_before_clip=fading, parameter={name: 0.1 * rms for name, rms in fading.items()})
@@ -578,6 +588,14 @@ def leaves(step: int) -> float:
 )
 def test_rates_by_updates_and_loss_together(ratio: float, loss: Callable[[int], float], expected: list[tuple[str, str]]) -> None:
     assert _rules(check_learning_rate(history(loss=loss, **_updates(ratio)))) == expected
+
+
+@pytest.mark.parametrize("rises", [True, False])
+def test_a_low_rate_that_still_rises_has_too_long_a_warm_up(rises: bool) -> None:
+    run = history(loss=flat, context=lambda step: {"lr": [1e-8 * (step if rises else 1)]}, **_updates(1e-5))
+    (finding,) = check_learning_rate(run)
+    assert finding.rule == "learning-rate-low"
+    assert ("shorten the warm-up" in finding.advice) == rises
 
 
 def _raised(to: float, until: int = 100) -> Callable[[int], Mapping[str, Any]]:

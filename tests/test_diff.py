@@ -27,6 +27,7 @@ from torch_gradmon.core.moments import ALL_COLUMNS
 from torch_gradmon.core.records import StatsTable, StepRecord
 from torch_gradmon.runs.writer import RunWriter
 
+from .stored_runs import emptied
 from .test_run_window import values_of
 
 #: What happens in a step, before its forward pass.
@@ -480,7 +481,7 @@ def test_two_values(a: float, b: float, parts: bool, tmp_path: Path) -> None:
             assert float(found.to_dict()["first"]["a"]) == pytest.approx(left, nan_ok=True)  # "NaN", "Infinity"
             json.loads(found.to_json(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
         for path in (one, other):
-            (path / "gradmon.sqlite").unlink()
+            emptied(path)
 
 
 def test_small_values_that_are_differences_are_judged_by_larger_ones(tmp_path: Path) -> None:
@@ -490,7 +491,7 @@ def test_small_values_that_are_differences_are_judged_by_larger_ones(tmp_path: P
 
     def parts(one: StatsTable, other: StatsTable, **options: Any) -> bool:
         for name, some in (("a", one), ("b", other)):
-            (tmp_path / name / "gradmon.sqlite").unlink(missing_ok=True)
+            emptied(tmp_path / name)
             store = RunWriter(tmp_path / name)
             store.log(StepRecord(0, 0.0, True, {}, {"gradient": some}))
             store.close()
@@ -690,7 +691,7 @@ def _pair(path: Path, rows: list[tuple[float, float, float]]) -> tuple[Path, Pat
     """Two runs of two values; in each step the second is off by so much, relative."""
     runs = path / "one", path / "other"
     for run in runs:
-        (run / "gradmon.sqlite").unlink(missing_ok=True)
+        emptied(run)
     _log(runs[0], {step: {"x": x, "y": y} for step, (x, y, _) in enumerate(rows)})
     _log(runs[1], {step: {"x": x * (1 + off), "y": y * (1 - off)} for step, (x, y, off) in enumerate(rows)})
     return runs

@@ -40,13 +40,8 @@ def driver() -> Iterator[Any]:
         yield found
 
 
-def _resize(driver: Any, width: int) -> None:
-    size = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": False}
-    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-
-
 def _open(driver: Any, page: Path, query: str = "") -> None:
-    _resize(driver, 1280)
+    browser.resize(driver, 1280, 844)
     driver.get_log("browser")
     driver.get(page.as_uri() + query)
     browser.wait_for(lambda: driver.execute_script("return document.readyState") == "complete")
@@ -73,7 +68,7 @@ def visits(site: Path, driver: Any) -> dict[str, Visit]:
             fetched = driver.execute_script("return performance.getEntriesByType('resource').map(e => e.name)")
             links = driver.execute_script("return [...document.querySelectorAll('a[href]')].map(a => a.href)")
             log = driver.get_log("browser")
-            _resize(driver, PHONE)
+            browser.resize(driver, PHONE, 844)
             found[str(name)] = Visit(fetched, log, links, driver.execute_script("return document.documentElement.scrollWidth"))
     assert len(found) > 20
     return found

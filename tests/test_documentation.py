@@ -276,6 +276,7 @@ def test_the_console_command_that_pages_name_is_installed_by_us() -> None:
             "export",
             "torchrun",
             "ssh",
+            "rsync",
             *ours,
         }
         program = next((word for word in words if "=" not in word), "export")

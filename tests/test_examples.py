@@ -194,7 +194,7 @@ def test_under_ddp_every_rank_says_the_same_of_a_batch_that_only_one_had(ran: Ra
     printed, directory = ran("ddp")
     assert "step 60: loss = " in printed
     assert "the same on every rank: True" in printed
-    assert (directory / "runs" / "ddp" / "gradmon.sqlite").exists()
+    assert (directory / "runs" / "ddp" / "gradmon.000001.values").exists()
 
 
 def test_under_fsdp2_the_norm_of_a_layer_is_that_of_its_whole_gradient(ran: Ran) -> None:

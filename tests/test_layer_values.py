@@ -311,3 +311,31 @@ def test_steps_with_nonfinite_gradients_are_counted_as_far_as_gradients_are_meas
         optimizer.zero_grad()
     monitor.detach()
     assert monitor.counts.nonfinite == 1
+
+
+class Wrapped(nn.Module):
+    """A model inside another module, as a LightningModule has it; its embedding gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.m = nn.ModuleDict(
+            {"emb": nn.Linear(4, 4), "h": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "head": nn.Linear(4, 2)}
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.m["head"](self.m["h"](self.m["emb"](x).detach()))
+
+
+def test_blocks_within_a_wrapper_are_shown_one_by_one() -> None:
+    model = Wrapped()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    monitor = ModuleMonitor(model, layers="blocks", on_metric_error="raise")
+    monitor.attach(optimizer)
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    found, missing = monitor.get_step_metrics(), monitor.missing()
+    for block, part in (("m.h.0", model.m["h"][0]), ("m.h.1", model.m["h"][1]), ("m.head", model.m["head"])):  # type: ignore[index]
+        norm = _norm({name: p.grad.double() for name, p in part.named_parameters() if p.grad is not None}, ["weight", "bias"])
+        assert found[f"gradient_before_clip/{block}/norm"] == pytest.approx(norm, rel=1e-6)
+    assert "gradient_before_clip/m.emb/norm" in missing
+    assert not any(key.startswith("gradient_before_clip/m/") for key in {**found, **missing})

@@ -8,10 +8,10 @@ import json
 import math
 import re
 import shutil
-import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,13 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from tests.live_training import LAYER, train
+from tests.stored_runs import rewritten, timed
 from torch_gradmon.analysis.diagnosis import Diagnosis, Finding
 from torch_gradmon.analysis.many_runs.card import run_card
 from torch_gradmon.analysis.many_runs.status import next_action, status_dict
 from torch_gradmon.analysis.run import load_run
 from torch_gradmon.cli.main import main
+from torch_gradmon.core.keys import Key
 
 RATES = (1e-3, 1e-2)
 
@@ -66,8 +68,11 @@ def test_compare_as_a_table(root: Path, capsys: pytest.CaptureFixture[str], monk
     assert lines[0].split() == ["run", "state", "step", "loss", "spikes", "cost", "lr"]
     assert lines[1].startswith("deep/spiked")
     assert f"1: step 40 {LAYER}" in lines[1]
-    assert [line.split()[0] for line in lines[1:]] == ["deep/spiked", "lr-0.001", "lr-0.01"]
-    assert "spike in 4.weight" in output(capsys, "compare", str(root), "--diagnose")
+    assert [line.split()[0] for line in lines[1:4]] == ["deep/spiked", "lr-0.001", "lr-0.01"]
+    assert "--diagnose" in lines[4]
+    diagnosed = output(capsys, "compare", str(root), "--diagnose")
+    assert "spike in 4.weight" in diagnosed
+    assert "--diagnose" not in diagnosed
     monkeypatch.setenv("COLUMNS", "40")
     assert max(map(len, output(capsys, "compare", str(root)).splitlines())) <= 40
 
@@ -118,20 +123,16 @@ def test_compare_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_a_run_that_diverged_is_last(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("lr-0.001", "lr-0.01"):
         shutil.copytree(root / name, tmp_path / name)
-    spoil(
-        tmp_path / "lr-0.01",
-        "UPDATE scalars SET value = 'nan' WHERE key = (SELECT id FROM keys WHERE name = 'loss') AND step = 79",
-    )
+    lose(tmp_path / "lr-0.01")
     runs = json.loads(output(capsys, "compare", str(tmp_path), "--json"))["runs"]
     assert [(run["name"], run["loss"] == "NaN") for run in runs] == [("lr-0.001", False), ("lr-0.01", True)]
     assert math.isnan(run_card(tmp_path / "lr-0.01").loss or 0.0)
 
 
-def spoil(path: Path, statement: str) -> None:
-    database = sqlite3.connect(path / "gradmon.sqlite")
-    with database:
-        database.execute(statement)
-    database.close()
+def lose(path: Path) -> None:
+    """Make the last loss NaN."""
+    lost = {Key("", "loss", ""): math.nan}
+    rewritten(path, lambda record: replace(record, values={**record.values, **lost}) if record.step == 79 else record)
 
 
 def test_status(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,7 +159,7 @@ def test_the_status_of_a_run_that_diverged_has_its_last_loss(
 ) -> None:
     path = tmp_path / "run"
     shutil.copytree(root / "lr-0.01", path)
-    spoil(path, "UPDATE scalars SET value = 'nan' WHERE key = (SELECT id FROM keys WHERE name = 'loss') AND step = 79")
+    lose(path)
     assert "\nloss      nan, at first " in output(capsys, "status", str(path), code=1)
 
 
@@ -176,11 +177,13 @@ def test_status_of_a_healthy_run_that_goes_silent(root: Path, tmp_path: Path, ca
     shutil.copytree(root / "lr-0.01", path)
     found = json.loads(output(capsys, "status", str(path), "--json"))
     assert (found["healthy"], found["next"]["action"], found["next"]["rule"]) == (True, "Nothing.", None)
-    spoil(path, "DELETE FROM meta WHERE name = 'tune'")
-    spoil(path, f"UPDATE steps SET time = time + {time.time()} - (SELECT max(time) FROM steps)")
+    with closing(load_run(path)) as run:
+        times = {step: run.context(step)["time"] for step in run.steps}
+    shift = time.time() - max(times.values())
+    timed(path, lambda record: times[record.step] + shift)
     found = json.loads(output(capsys, "status", str(path), "--json"))
     assert (found["state"], found["next"]["action"]) == ("running", "Let it train.")
-    spoil(path, "UPDATE steps SET time = time - 10000")
+    timed(path, lambda record: times[record.step] + shift - 10_000)
     found = json.loads(output(capsys, "status", str(path), "--json", code=1))
     assert (found["state"], found["healthy"]) == ("silent", False)
     assert found["next"]["action"].startswith("Look at the process")

@@ -19,7 +19,7 @@ from torch_gradmon.core.keys import (
     TENSOR_SOURCES,
     WRAPPERS,
     Key,
-    block_of,
+    blocks_of,
     canonical_name,
     canonical_names,
     format_key,
@@ -111,7 +111,27 @@ def test_names_that_would_fall_together_stay_as_they_are() -> None:
     ],
 )
 def test_a_block_is_the_path_up_to_the_first_number(name: str, block: str) -> None:
-    assert block_of(name) == block
+    assert blocks_of([name, "head.weight"])[name] == block
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        # a wrapper around a model with and without numbered blocks, which has a parameter of its own
+        (["m.wte.weight", "m.h.0.w", "m.h.1.w", "m.norm.weight"], ["m.wte", "m.h.0", "m.h.1", "m.norm"]),
+        (["m.n.a.weight", "m.n.a.bias", "m.n.b.weight", "m.n.token"], ["m.n.a", "m.n.a", "m.n.b", "m.n.token"]),
+        # a module that holds blocks, beside one that does not
+        (
+            ["bert.emb.w", "bert.enc.0.w", "bert.pool.d.w", "head.a.w", "head.b.w"],
+            ["bert.emb", "bert.enc.0", "bert.pool", "head", "head"],
+        ),
+        (["fc.weight", "fc.bias"], ["fc", "fc"]),
+        (["m.fc.weight", "m.fc.bias"], ["m.fc", "m.fc"]),
+        ([], []),
+    ],
+)
+def test_what_wraps_or_holds_blocks_is_opened(names: list[str], found: list[str]) -> None:
+    assert list(blocks_of(names).values()) == found
 
 
 class _Wrapped(nn.Module):

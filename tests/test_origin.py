@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -41,19 +42,28 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 8), Part(), nn.Tanh(), nn.Linear(8, 1))
 
 
+@contextmanager
+def heard() -> Iterator[list[str]]:
+    """What is said in here, afterwards."""
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", GradmonWarning)
+        yield texts
+    texts += [str(warning.message) for warning in said]
+
+
 def watched(accident: Callable[[Tensor], Tensor], steps: int = 30, preset: str = "standard") -> tuple[ModuleMonitor, list[str]]:
     """An ordinary loop with the accident in one step; what was said."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     monitor = gradmon.watch(model, optimizer, preset=preset)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always", GradmonWarning)
+    with heard() as said:
         for step in range(steps):
             model[1].accident = accident if step == BAD else None
             optimizer.zero_grad()
             model(torch.randn(4, 8)).square().mean().backward()
             optimizer.step()
-    return monitor, [str(warning.message) for warning in said]
+    return monitor, said
 
 
 def by_hand(
@@ -63,8 +73,7 @@ def by_hand(
     model = net()
     monitor = ModuleMonitor(model, on_spike="warn", post_spike_steps=post_spike_steps)
     monitor.add_detector(SpikeDetector())
-    with warnings.catch_warnings(record=True) as said, gradmon.testing.collect_records(monitor) as records:
-        warnings.simplefilter("always", GradmonWarning)
+    with heard() as said, gradmon.testing.collect_records(monitor) as records:
         for step in range(30):
             model[1].accident = accident if step >= BAD else None
             model.zero_grad()
@@ -73,7 +82,7 @@ def by_hand(
             monitor.monitor_gradients(before_clip=True)
             monitor.end_step()
     sources = [{source: list(table.names) for source, table in record.tables.items()} for record in records]
-    return sources, [str(warning.message) for warning in said], monitor
+    return sources, said, monitor
 
 
 def test_gradients_alone_tell_that_it_came_from_the_forward_pass() -> None:
@@ -106,8 +115,7 @@ def test_a_loss_that_was_logged_tells_on_which_side_all_gradients_were_spoiled(
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     monitor = gradmon.watch(model, optimizer, run_dir=tmp_path)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always", GradmonWarning)
+    with heard() as said:
         for step in range(BAD + 1):
             optimizer.zero_grad()
             out = model(torch.randn(4, 8))
@@ -115,7 +123,7 @@ def test_a_loss_that_was_logged_tells_on_which_side_all_gradients_were_spoiled(
             monitor.log_scalar("loss", loss.detach())
             loss.backward()
             optimizer.step()
-    (text,) = [str(warning.message) for warning in said if "grad_norm" in str(warning.message)]
+    (text,) = [text for text in said if "grad_norm" in text]
     assert f"no parameter's is spared, {words}" in text
     assert words in str(monitor.why(BAD))
     monitor.detach()
@@ -127,15 +135,14 @@ def test_a_loss_logged_after_the_step_is_not_asked_for() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     monitor = gradmon.watch(model, optimizer)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always", GradmonWarning)
+    with heard() as said:
         for step in range(BAD + 1):
             optimizer.zero_grad()
             loss = model(torch.randn(4, 8)).square().mean() * (torch.nan if step == BAD else 1.0)
             loss.backward()
             optimizer.step()
             monitor.log_scalar("loss", loss.detach())
-    (text,) = [str(warning.message) for warning in said if "grad_norm" in str(warning.message)]
+    (text,) = [text for text in said if "grad_norm" in text]
     assert "the loss, which is not logged yet in this step, tells which" in text
     assert "log the loss" not in text
     assert "the loss is nan" in monitor.why(BAD)
@@ -245,8 +252,7 @@ def _scaled(accident: Callable[[Tensor], Tensor], init_scale: float) -> tuple[li
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-12)
     scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
     monitor = gradmon.watch(model, optimizer, scaler=scaler)
-    with warnings.catch_warnings(record=True) as said, gradmon.testing.collect_records(monitor) as records:
-        warnings.simplefilter("always", GradmonWarning)
+    with heard() as said, gradmon.testing.collect_records(monitor) as records:
         for step in range(40):
             model[1].accident = accident if step >= BAD else None
             optimizer.zero_grad()
@@ -254,7 +260,7 @@ def _scaled(accident: Callable[[Tensor], Tensor], init_scale: float) -> tuple[li
             scaler.step(optimizer)
             scaler.update()
             monitor.get_step_metrics()
-    return [str(warning.message) for warning in said], [record.step for record in records if ACTIVATION in record.tables]
+    return said, [record.step for record in records if ACTIVATION in record.tables]
 
 
 def test_steps_that_a_scaler_refuses_again_and_again_are_looked_at_too() -> None:
@@ -295,8 +301,7 @@ def test_a_loss_that_is_logged_late_tells_where_nan_came_from(when: str, tmp_pat
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     monitor = gradmon.watch(model, optimizer, run_dir=tmp_path)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always", GradmonWarning)
+    with heard() as said:
         for step in range(BAD + 3):
             optimizer.zero_grad()
             loss = model(torch.randn(4, 8)).square().mean() * (torch.inf if step == BAD else 1.0)
@@ -306,10 +311,9 @@ def test_a_loss_that_is_logged_late_tells_where_nan_came_from(when: str, tmp_pat
             optimizer.step()
             if when == "after it":
                 monitor.log_scalar("loss", loss.detach())
-    texts = [str(warning.message) for warning in said]
-    assert not any("log the loss" in text for text in texts)
-    told = [text for text in texts if f"step {BAD}: " in text and "and the loss is inf, so it came out of" in text]
+    assert not any("log the loss" in text for text in said)
+    told = [text for text in said if f"step {BAD}: " in text and "and the loss is inf, so it came out of" in text]
     assert len(told) == 1
-    assert ("the loss, which is not logged yet in this step, tells which" in texts[0]) == (when == "after it")
+    assert ("the loss, which is not logged yet in this step, tells which" in said[0]) == (when == "after it")
     monitor.detach()
     assert "and the loss is inf" in str(gradmon.load_run(tmp_path).events[0])

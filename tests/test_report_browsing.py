@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
-from tests.browser import available, wait_for
+from tests.browser import available, resize, wait_for
 from torch_gradmon.analysis.plots import charts
 from torch_gradmon.analysis.plots.panel_set import PanelSet
 from torch_gradmon.analysis.plots.sources import ValueSource
@@ -84,8 +84,7 @@ class Page:
             wait_for(lambda chart=chart: self.all(f"#{chart} .modebar-btn"))
 
     def _size(self, width: int) -> None:
-        size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
-        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        resize(self.driver, width, 800)
 
     def resize(self, width: int) -> None:
         """Make the window as wide, and go to its top."""
@@ -299,12 +298,7 @@ def test_columns_say_how_they_are_sorted_and_keys_sort_them(page: Page) -> None:
 @pytest.mark.parametrize("start", [(1280, 800), (390, 844)])
 def test_heat_map_keeps_its_height_through_resizes(start: tuple[int, int], driver: Any, runs: tuple[Path, Path]) -> None:
     report = write(runs[0], runs[0] / "resized.html")
-
-    def resize(width: int, height: int) -> None:
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-
-    resize(*start)
+    resize(driver, *start)
     driver.get(report.as_uri())
     wait_for(lambda: driver.execute_script("return document.body.dataset.ready"))
     sizes = (
@@ -315,7 +309,7 @@ def test_heat_map_keeps_its_height_through_resizes(start: tuple[int, int], drive
     first = wait_for(lambda: (found := driver.execute_script(sizes))[2] and found)
     assert first[0] == first[1] >= 300
     for size in ((1200, 800), (700, 500), (390, 844), (844, 390), (1280, 800)):
-        resize(*size)
+        resize(driver, *size)
         wait_for(lambda size=size: driver.execute_script("return innerWidth") == size[0] and driver.execute_script(sizes)[2])
         assert driver.execute_script(sizes) == first, size
 
@@ -323,9 +317,7 @@ def test_heat_map_keeps_its_height_through_resizes(start: tuple[int, int], drive
 def test_facts_are_folded_on_a_telephone_alone(driver: Any, runs: tuple[Path, Path]) -> None:
     report = write(runs[0], runs[0] / "folded.html")
     for width, is_open in ((390, False), (1280, True)):
-        driver.execute_cdp_cmd(
-            "Emulation.setDeviceMetricsOverride", {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": False}
-        )
+        resize(driver, width, 844)
         driver.get(report.as_uri())
         wait_for(lambda: driver.execute_script("return document.body.dataset.ready"))
         assert driver.execute_script("return document.getElementById('about').open") is is_open

@@ -237,3 +237,15 @@ def test_a_reader_sees_where_they_part_and_looks_at_each_side(window: Any) -> No
     assert window.get_log("browser") == []
     assert window.execute_script("return performance.getEntriesByType('resource').length") == 0
     assert window.execute_script("return document.querySelectorAll('img[src=x]').length") == 0
+
+
+@pytest.mark.skipif(not available(), reason="there is no Chromium")
+def test_map_of_differences_is_blank_where_runs_agree(window: Any) -> None:
+    painted = (
+        "const heat = document.getElementById('heat'), before = arguments[0];"
+        "const rows = heat.data.flatMap((map) => map.z ?? []);"
+        "return rows.flatMap((row) => row.slice(0, before)).filter((cell) => cell !== null).length"
+    )
+    assert window.find_element("css selector", "#sides [aria-checked=true]").text == "difference"
+    assert window.execute_script(painted, SLIP) == 0
+    assert "exactly 0" not in window.find_element("id", "legend").text

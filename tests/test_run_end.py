@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +16,10 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
+from torch_gradmon.analysis.many_runs.card import run_card
+from torch_gradmon.analysis.many_runs.status import status_dict
 from torch_gradmon.runs.liveness import run_status
+from torch_gradmon.runs.writer import RunWriter
 
 _kept: list[object] = []
 
@@ -87,3 +93,91 @@ def test_a_run_of_a_forked_process_has_ended_unless_killed(run: Callable[[Path],
     assert run_status(tmp_path / "child").has_ended is has_ended
     assert not run_status(tmp_path / "parent").has_ended
     parent[2].detach()
+
+
+@pytest.mark.parametrize("error", [ValueError("a bad trial"), torch.OutOfMemoryError("no room"), KeyboardInterrupt()])
+def test_a_run_ends_with_the_exception_that_passes(tmp_path: Path, error: BaseException) -> None:
+    def train() -> None:
+        _model, _optimizer, monitor = _trial(tmp_path)
+        with monitor:
+            raise error
+
+    with pytest.raises(type(error)):
+        train()
+    card = run_card(tmp_path)
+    assert card.raised == f"{type(error).__name__}: {error}".removesuffix(": ")
+    assert card.status.endswith(f"the run has ended, with {card.raised}")
+
+
+def test_a_run_in_a_handler_does_not_end_with_its_exception(tmp_path: Path) -> None:
+    try:
+        raise ValueError("the first try")
+    except ValueError:
+        _model, _optimizer, monitor = _trial(tmp_path)
+        monitor.detach()
+    assert run_card(tmp_path).raised == ""
+
+
+def test_the_end_of_an_iterator_is_no_exception_of_a_run(tmp_path: Path) -> None:
+    _model, _optimizer, monitor = _trial(tmp_path)
+    try:
+        next(iter(()))
+    except StopIteration:
+        monitor.detach()
+    assert run_card(tmp_path).raised == ""
+
+
+def test_a_continued_run_forgets_the_exception_of_its_part(tmp_path: Path) -> None:
+    _model, _optimizer, monitor = _trial(tmp_path)
+    with contextlib.suppress(ValueError), monitor:
+        raise ValueError
+    assert run_card(tmp_path).raised == "ValueError"
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with gradmon.watch(model, optimizer, run_dir=tmp_path, start_step=3):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    assert run_card(tmp_path).raised == ""
+
+
+def test_a_script_that_raises_ends_the_run_trained_last(tmp_path: Path) -> None:
+    script = (
+        "import sys, torch; from torch import nn; import torch_gradmon as gradmon; kept = []\n"
+        "for name in sys.argv[1:]:\n"
+        "    model = nn.Linear(2, 2); optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "    kept.append((gradmon.watch(model, optimizer, run_dir=name), model, optimizer))\n"
+        "    for _ in range(3):\n"
+        "        model(torch.ones(1, 2)).sum().backward(); optimizer.step(); optimizer.zero_grad()\n"
+        "raise ValueError('a bad trial')\n"
+    )
+    paths = [tmp_path / "first", tmp_path / "second"]
+    done = subprocess.run([sys.executable, "-c", script, *map(str, paths)], capture_output=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert [run_card(path).raised for path in paths] == ["", "ValueError: a bad trial"]
+
+
+def test_what_to_do_after_an_exception_is_to_look_at_it(tmp_path: Path) -> None:
+    _model, _optimizer, monitor = _trial(tmp_path)
+    with contextlib.suppress(ValueError), monitor:
+        raise ValueError("a bad trial")
+    found = status_dict(run_card(tmp_path), gradmon.diagnose(tmp_path))
+    assert found["raised"] == "ValueError: a bad trial"
+    assert "traceback of ValueError" in found["next"]["action"]
+
+
+def test_steps_that_could_not_be_written_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, monitor = _trial(tmp_path)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched, pytest.warns(gradmon.GradmonWarning, match="could not be written"):
+        patched.setattr(RunWriter, "log", full)
+        for _ in range(6):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        monitor.detach()
+    card = run_card(tmp_path)
+    assert card.unwritten >= 5
+    assert f"{card.unwritten} steps could not be written" in card.status

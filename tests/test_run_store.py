@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import sqlite3
+import os
 import time
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from torch_gradmon.cli.main import main
 from torch_gradmon.core.keys import Key, parse_key
 from torch_gradmon.core.moments import ALL_COLUMNS, VIEWS, Column
 from torch_gradmon.core.records import StatsTable, StepRecord
+from torch_gradmon.runs.log import LogWriter
 from torch_gradmon.runs.writer import RunWriter
 from torch_gradmon.spikes import MedianMad
 from torch_gradmon.statistics.eager import measure
@@ -208,14 +208,11 @@ def test_a_step_of_200_parameters_costs_six_to_eight_kilobytes(tmp_path: Path) -
             optimizer.step()
         monitor.detach()
         monitor.attach(optimizer)
-        return sum(file.stat().st_size for file in tmp_path.iterdir() if not file.name.endswith(("-wal", "-shm")))
+        return sum(file.stat().st_size for file in tmp_path.iterdir() if "values" in file.name or "rows" in file.name)
 
     first = size_after(20)
     per_step = (size_after(40) - first) / 40
     assert 6000 < per_step < 11_000  # every tenth step has all columns of the parameters and the updates too
-    with contextlib.closing(sqlite3.connect(tmp_path / "gradmon.sqlite")) as db:
-        plain = db.execute("SELECT SUM(LENGTH(data)) FROM rows WHERE step = 21").fetchone()[0]
-    assert 6000 < plain < 8500
 
 
 # --- segments ----------------------------------------------------------------------------------------------------------------------
@@ -344,19 +341,33 @@ def test_a_value_that_came_late_is_in_the_run_once(tmp_path: Path) -> None:
 # --- what is no run ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["empty", "text", "another database", "cut off"])
+@pytest.mark.parametrize("kind", ["text", "short text", "another log", "another format", "directory", "pipe"])
 def test_what_is_no_run_is_refused(kind: str, tmp_path: Path) -> None:
-    file = tmp_path / "gradmon.sqlite"
-    if kind == "another database":
-        with contextlib.closing(sqlite3.connect(file)) as db:
-            db.execute("CREATE TABLE meta (something INTEGER)")
-            db.commit()
-    elif kind == "cut off":
-        _log(tmp_path, range(50), 0)
-        file.write_bytes(file.read_bytes()[:5000])
+    file = tmp_path / "gradmon.000001.values"
+    if kind == "another log":
+        LogWriter(file).append(b"x" * 300)
+    elif kind == "another format":
+        LogWriter(file).append(b'J{"is":"head","format":2}')
+    elif kind == "directory":
+        file.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(file)
     else:
-        file.write_bytes(b"" if kind == "empty" else b"hello " * 1000)
-    with pytest.raises(ValueError, match=r"gradmon\.sqlite.* is not a run of torch_gradmon"):
+        file.write_bytes(b"hello " * (10_000 if kind == "text" else 10))
+    with pytest.raises(ValueError, match=r"gradmon\.000001\.values"):
+        load_run(tmp_path)
+
+
+@pytest.mark.parametrize("data", [b"", bytes(10), bytes(50_000)])
+def test_a_run_of_which_nothing_can_be_seen_yet_is_empty(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "gradmon.000001.values").write_bytes(data)
+    assert load_run(tmp_path).steps == []
+    assert run_card(tmp_path).state == "empty"
+
+
+def test_a_run_of_an_older_version_is_called_so(tmp_path: Path) -> None:
+    (tmp_path / "gradmon.sqlite").write_bytes(b"SQLite format 3")
+    with pytest.raises(ValueError, match="is of an older version"):
         load_run(tmp_path)
 
 
@@ -367,12 +378,12 @@ def test_a_late_value_is_written_without_what_the_file_has(tmp_path: Path) -> No
     monitor.add_gradient_metric("norm")
     model(torch.ones(2, 3)).sum().backward()
     optimizer.step()
-    statements: list[str] = []
-    monitor._runtime.pipeline.directory._writer._db.set_trace_callback(statements.append)
+    values, rows = tmp_path / "gradmon.000001.values", tmp_path / "gradmon.000001.rows"
+    before = values.stat().st_size, rows.stat().st_size
     monitor.log_scalar("loss", 1.5)
     monitor.get_step_metrics()
-    written = [statement for statement in statements if statement.startswith("INSERT OR REPLACE")]
-    assert [statement.split()[4] for statement in written] == ["scalars"]
+    assert 0 < values.stat().st_size - before[0] < 200  # the key, and a step without rows and facts
+    assert rows.stat().st_size == before[1]
     monitor.log_scalar("loss", 2.5)
     monitor.detach()
     run = gradmon.load_run(tmp_path)

@@ -7,7 +7,6 @@ import http.client
 import json
 import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
 import threading
@@ -23,6 +22,7 @@ from urllib.parse import quote, urlsplit
 import pytest
 
 from tests.live_training import LAYER, train
+from tests.stored_runs import NO_RECORD, VALUES, rewritten
 from torch_gradmon.analysis.diagnosis.diagnose import diagnose
 from torch_gradmon.analysis.many_runs.card import differing, run_card
 from torch_gradmon.analysis.many_runs.find import find_runs
@@ -153,7 +153,7 @@ def test_names_are_escaped(server: Server) -> None:
         "/../../etc/passwd",
         "/%2e%2e/%2e%2e/etc/passwd",
         "//etc/passwd",
-        "/first/gradmon.sqlite",
+        "/first/gradmon.000001.values",
         "/static/page.js",
     ],
 )
@@ -279,7 +279,7 @@ def test_a_run_without_a_step_has_a_page_that_waits(root: Path, tmp_path: Path) 
 
 def test_a_file_that_is_no_run_is_left_out(root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "gradmon.sqlite").write_text("no database, but long enough to be read as one" * 100)
+    (tmp_path / "a" / VALUES).write_bytes(NO_RECORD)
     with serving(tmp_path) as server:
         assert json.loads(get(server, "/runs.json")[1]) == []
         assert get(server, "/run?name=a")[0] == 503
@@ -292,12 +292,9 @@ def test_a_file_that_is_no_run_is_left_out(root: Path, tmp_path: Path, caplog: p
 def test_a_run_of_a_later_version_hides_no_other(root: Path, tmp_path: Path) -> None:
     for name in ("a", "b"):
         shutil.copytree(root / "first", tmp_path / name)
-    database = sqlite3.connect(tmp_path / "a" / "gradmon.sqlite")
-    with database:
-        database.execute("INSERT OR REPLACE INTO meta VALUES ('setup', '[{}]')")  # findings without what we know of them
-    database.close()
+    rewritten(tmp_path / "a", facts=lambda facts: {**facts, "setup": [{}]})  # findings without what we know of them
     with serving(tmp_path) as server:
-        assert [run["name"] for run in json.loads(get(server, "/runs.json")[1])] == ["b"]
+        assert {run["name"] for run in json.loads(get(server, "/runs.json")[1])} == {"a", "b"}
 
 
 def test_a_run_in_the_place_of_another_has_findings_of_its_own(root: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,15 @@ class Browser:
         ActionChains(self.driver).send_keys(*keys).perform()
 
 
+@contextmanager
+def serving(root: Path | str) -> Iterator[Server]:
+    """A server in a thread."""
+    with Server(root, port=0) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("runs")
@@ -65,11 +75,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def page(root: Path, driver: Any) -> Iterator[Browser]:
-    with Server(root, port=0) as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+    with serving(root) as server:
         yield Browser(driver, server)
         driver.get("about:blank")
-        server.shutdown()
 
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
@@ -126,6 +134,25 @@ def test_list_says_info_scale_and_which_mark_is_gone(page: Browser, root: Path) 
     assert marked == 2
 
 
+def test_list_shows_all_columns_on_a_small_screen(page: Browser) -> None:
+    page.open("", 1024, 768)
+    wait_for(lambda: not [text for text in page.texts("#runs td.note:nth-child(8)") if not text])  # diagnosed
+    widths = page.js(
+        "for (const row of document.querySelectorAll('#runs tbody tr')) if (!row.dataset.run.startsWith('sweep/')) row.remove();"
+        "const box = document.querySelector('#runs').parentElement; return [box.scrollWidth, box.clientWidth]"
+    )
+    assert widths[0] <= widths[1]
+
+
+def test_telephone_has_neither_keys_nor_what_a_finding_says(page: Browser) -> None:
+    odd = "run?name=" + ODD.replace(" ", "%20").replace("=", "%3D")
+    for path, what in (("", "Arrows move"), (odd, "the largest: step 40")):
+        for width, is_shown in ((1280, True), (390, False)):
+            page.open(path, width, 844)
+            wait_for(lambda path=path: not path or "1 spike" in page.texts("#live")[0])
+            assert (what in page.texts("body")[0]) is is_shown, (path, width)
+
+
 def test_map_of_the_live_page_keeps_its_height_when_resized(page: Browser) -> None:
     page.open("run?name=sweep/lr-0.001")
     height = (
@@ -133,8 +160,7 @@ def test_map_of_the_live_page_keeps_its_height_when_resized(page: Browser) -> No
     )
     first = wait_for(lambda: page.js(height))
     for width in (900, 390, 1280):
-        size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False}
-        page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        resize(page.driver, width, 800)
         wait_for(
             lambda: page.js(
                 "return document.querySelector('#heat .main-svg').clientWidth === document.getElementById('heat').clientWidth"
@@ -222,11 +248,9 @@ def test_tabs_out_of_sight_leave_connections_to_others(page: Browser, root: Path
 
 
 def test_a_page_outlives_its_server(root: Path, driver: Any) -> None:
-    with Server(root, port=0) as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+    with serving(root) as server:
         page = Browser(driver, server)
         page.open()
-        server.shutdown()
     wait_for(lambda: page.texts("#live") == ["the server does not answer; this page shows what it had"])
     assert len(page.texts("#runs tbody tr")) >= len(RATES) + 1
 
@@ -245,8 +269,7 @@ if __name__ == "__main__":
             train(runs / "sweep" / f"lr-{rate:g}", 150, 100 if rate == RATES[-1] else None, lr=rate)
         command = [sys.executable, "-m", "tests.live_training", str(runs / "now"), "4000", "300", "0.02"]
         os.chdir(folder)  # so that no path of this machine is in the picture
-        with Server("runs", port=0) as server, subprocess.Popen(command, cwd=ROOT) as training:
-            threading.Thread(target=server.serve_forever, daemon=True).start()
+        with serving("runs") as server, subprocess.Popen(command, cwd=ROOT) as training:
             page = Browser(driver, server)
             for path, name in (("", "serve"), ("run?name=now", "serve-run")):
                 time.sleep(10)
@@ -256,4 +279,3 @@ if __name__ == "__main__":
                     picture(driver, target / f"{name}-{width}.png", width)
             training.terminate()
             driver.get("about:blank")
-            server.shutdown()

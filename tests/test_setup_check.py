@@ -570,10 +570,11 @@ def test_a_copy_that_is_trained_instead_is_named(kind: Callable[..., torch.optim
     watched, trained = net(nn.Tanh()), net(nn.Tanh())
     optimizer = kind(watched.parameters(), lr=0.01)
     monitor = gradmon.watch(watched, optimizer, on_spike=None)
-    with pytest.warns(GradmonWarning, match="does the loop train another copy of it|no parameter had a gradient") as caught:
+    with pytest.warns(GradmonWarning, match="as where the loop trains another copy of it|no parameter had a gradient") as caught:
         loop(monitor, trained, [optimizer], 12)
     assert len(caught) == 2
     assert rules(monitor)[0] == "another-model-trained"
+    assert "trains another copy of it. [" in " ".join(str(monitor.diagnose()).split())
     assert not [reason for reason in monitor.missing().values() if "clip" in reason and "call monitor" in reason]
     loop(monitor, watched, [optimizer], 3)  # it was something else
     assert "another-model-trained" not in rules(monitor)

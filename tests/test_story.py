@@ -11,7 +11,7 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor, SpikeDetector, load_run
-from torch_gradmon.analysis.spike_report.text import explain
+from torch_gradmon.analysis.spike_report.text import _row, explain
 from torch_gradmon.cli.main import main
 
 
@@ -160,3 +160,8 @@ def test_a_watched_model_draws_the_numbers_that_it_draws_without_a_monitor() -> 
             optimizer.step()
         drawn.append(torch.get_rng_state())
     assert torch.equal(*drawn)
+
+
+def test_values_of_a_row_are_apart_however_long_they_are() -> None:
+    cells = ["0.00068617", "0.000680851", "0.0006755321"]
+    assert _row("lr", cells).split() == ["lr", *cells]

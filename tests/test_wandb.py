@@ -596,20 +596,15 @@ for _ in range(5):
 # --- a run ---------------------------------------------------------------------------------------------------------------------------
 
 
-def _train(monitor: ModuleMonitor, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> dict[int, dict[str, float]]:
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.randn(4, 3)).square().mean().backward()
-        optimizer.step()
-    return {step: dict(values) for step, values in monitor.get_all_metrics().items()}
-
-
 def test_a_watched_run_reads_back_with_its_values(run: Any, tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monitor = gradmon.watch(model, optimizer, layers="all")
     monitor.add_sink(WandbSink())  # the active run
-    expected = _train(monitor, model, optimizer, 12)
+    for _ in range(12):
+        optimizer.zero_grad()
+        model(torch.randn(4, 3)).square().mean().backward()
+        optimizer.step()
     monitor.detach()
     expected = {step: dict(values) for step, values in monitor.get_all_metrics().items()}
     run.finish()

@@ -22,7 +22,9 @@ from torch_gradmon import GradmonWarning, ModuleMonitor, SpikeDetector, watch
 from torch_gradmon.core.records import StepRecord
 from torch_gradmon.integrations.common import AdapterMonitor
 from torch_gradmon.monitor.options import MonitorOptions, WatchOptions
+from torch_gradmon.runs import format as f
 from torch_gradmon.runs.liveness import run_status
+from torch_gradmon.runs.log import LogReader
 from torch_gradmon.runs.writer import RunWriter, Superseded
 from torch_gradmon.step.presets import PresetName
 
@@ -454,11 +456,16 @@ def test_a_monitor_that_is_given_to_the_adapter_of_a_new_trainer_goes_on_there()
 # --- the run directory -----------------------------------------------------------------------------------------------------------
 
 
-def _segments(path: Path) -> list[tuple[int, int]]:
-    run = gradmon.load_run(path)
-    found = run._db.execute("SELECT segment, step FROM steps ORDER BY segment, step").fetchall()
-    run.close()
-    return [tuple(each) for each in found]
+def _written(path: Path) -> list[tuple[int, int]]:
+    """The number of the writer, and the step, of all that was written, also of what was replaced."""
+    records = [(number, LogReader(path / f.name_of(number, f.VALUES)).follow()) for number in f.pairs_in(path)]
+    return [(number, f.head_of(record.data).step) for number, found in records for record in found if record.data[:1] == f.STEP]
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writers look at each step, not once a second, who else writes."""
+    monkeypatch.setattr("torch_gradmon.runs.writer._LOOKS", 0.0)
 
 
 def test_the_same_run_directory_twice_begins_anew_and_keeps_what_was_there(tmp_path: Path) -> None:
@@ -477,7 +484,7 @@ def test_the_same_run_directory_twice_begins_anew_and_keeps_what_was_there(tmp_p
         "that of the first monitor has, and it did not write over the facts of the second"
     )
     monitor.detach()
-    assert _segments(tmp_path / "run") == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
+    assert _written(tmp_path / "run") == [(1, 0), (1, 1), (1, 2), (2, 0), (2, 1)]
     run = gradmon.load_run(tmp_path / "run")
     assert run.steps == [0, 1]
     assert list(run.series("gradmon/grad_norm").values()) == pytest.approx(norms, rel=1e-6)
@@ -523,7 +530,7 @@ def test_a_cell_that_makes_everything_anew_keeps_the_facts_of_the_new_run(tmp_pa
     assert monitor.complaints() == {"replaced": 1}
 
 
-def test_two_monitors_do_not_write_into_one_run_directory(tmp_path: Path) -> None:
+def test_two_monitors_do_not_write_into_one_run_directory(tmp_path: Path, impatient: None) -> None:
     models = [_model(), _model()]
     optimizers = [_sgd(model) for model in models]
     first, second = (watch(m, o, run_dir=tmp_path / "run") for m, o in zip(models, optimizers, strict=True))
@@ -542,7 +549,7 @@ def test_two_monitors_do_not_write_into_one_run_directory(tmp_path: Path) -> Non
     assert second.complaints() == {}
 
 
-def test_a_run_directory_that_another_monitor_has_taken_is_not_taken_back_after_detach(tmp_path: Path) -> None:
+def test_a_run_directory_that_another_monitor_has_taken_is_not_taken_back_after_detach(tmp_path: Path, impatient: None) -> None:
     models = [_model(), _model()]
     optimizers = [_sgd(model) for model in models]
     first = watch(models[0], optimizers[0], run_dir=tmp_path / "run")
@@ -574,8 +581,8 @@ def test_a_monitor_that_goes_on_after_detach_takes_its_run_directory_again(tmp_p
     assert gradmon.load_run(tmp_path / "run").steps == [0, 1]
 
 
-def test_a_store_finds_out_that_another_one_writes(tmp_path: Path) -> None:
-    one, other = RunWriter(tmp_path, {"who": 1}, "one"), RunWriter(tmp_path, {"who": 2}, "other")
+def test_a_store_finds_out_that_another_one_writes(tmp_path: Path, impatient: None) -> None:
+    one, other = RunWriter(tmp_path, {"who": 1}), RunWriter(tmp_path, {"who": 2})
     one.claim({"who": 1})
     record = StepRecord(0, 0.0, True, {})
     one.log(record)
@@ -592,4 +599,4 @@ def test_a_store_finds_out_that_another_one_writes(tmp_path: Path) -> None:
     assert run_status(tmp_path).meta["who"] == 2
     one.close()
     other.close()
-    assert _segments(tmp_path) == [(0, 0), (0, 1)]
+    assert _written(tmp_path) == [(3, 0), (4, 1)]

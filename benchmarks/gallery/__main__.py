@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,11 +15,16 @@ import torch_gradmon as gradmon
 from ..faults import FAULTS, Training
 from ..faults.judging import diagnosed
 from .healthy import FAMILIES, table
-from .pictures import layers, signals
+from .pictures import OVER_DEPTH, layers, signals
 from .texts import WHY
 
 ROOT = Path(__file__).parent.parent.parent
 GALLERY = ROOT / "docs" / "gallery"
+#: Characters that a page of the site has room for.
+_COLUMNS = 80
+#: What a map of layers shows.
+_RELATIVE = "each gradient norm relative to the median of its row, as the report first shows it"
+_SENTENCE = re.compile(r".*?\.(?= [A-Z]|$)")
 
 
 def examples() -> dict[str, Training]:
@@ -43,10 +49,11 @@ def page(training: Training, directory: Path, out: Path) -> str:
     signals(out / "pictures" / f"{rule}.png", {"faulty": faulty, "cured": cured})
     map_of_layers = "No step ended in this run, so nothing else is recorded."
     if faulty.steps:
-        layers(out / "pictures" / f"{rule}-layers.png", faulty)
+        is_relative = rule not in OVER_DEPTH
+        layers(out / "pictures" / f"{rule}-layers.png", faulty, is_relative)
+        what = _RELATIVE if is_relative else "the norm of each gradient"
         map_of_layers = (
-            f"![The layers of the faulty run over its steps: the norm of each gradient](pictures/{rule}-layers.png)\n\n"
-            "_Made by `make gallery`._"
+            f"![The layers of the faulty run over its steps: {what}](pictures/{rule}-layers.png)\n\n_Made by `make gallery`._"
         )
     rest = [finding for finding in after.findings if finding.severity != "info"]
     verdict = "finds nothing to warn about" if not rest else f"still warns: {', '.join(each.rule for each in rest)}"
@@ -61,7 +68,7 @@ _Made by `make gallery`, like all of this page, from `{training.name}` of `bench
 ## The finding
 
 ```text
-{found}
+{found.text(_COLUMNS)}
 ```
 
 {map_of_layers}
@@ -81,7 +88,7 @@ def healthy_page(name: str, directory: Path, out: Path) -> str:
     title, training, text = FAMILIES[name]
     run, diagnosis = recorded(training, False, directory / name)
     signals(out / "pictures" / f"{name}.png", {"healthy": run})
-    layers(out / "pictures" / f"{name}-layers.png", run)
+    layers(out / "pictures" / f"{name}-layers.png", run, relative=True)
     found = ", ".join(f"`{finding.rule}`" for finding in diagnosis.findings if finding.severity == "info")
     return f"""# {title}, healthy
 
@@ -95,10 +102,18 @@ _Made by `make gallery`, like all of this page, from a small training that is as
 
 {table(run)} The diagnosis warns of nothing{f", and has for information: {found}" if found else ""}.
 
-![The layers over the steps: the norm of each gradient](pictures/{name}-layers.png)
+![The layers over the steps: {_RELATIVE}](pictures/{name}-layers.png)
 
 _Made by `make gallery`._
 """
+
+
+def _row(out: Path, name: str, title: str) -> str:
+    """The line of a page in the list: its first picture, small, and its first sentence."""
+    about = (out / f"{name}.md").read_text(encoding="utf-8").split("\n\n")[1]
+    sentence = _SENTENCE.match(about)
+    assert sentence is not None, about
+    return f'| <img src="pictures/{name}.png" alt="" width="300"> | [{title}]({name}.md): {sentence[0]} |'
 
 
 def write(names: Iterable[str], out: Path) -> None:
@@ -112,8 +127,8 @@ def write(names: Iterable[str], out: Path) -> None:
             (out / f"{name}.md").write_text(text, encoding="utf-8")
             print(name, flush=True)
     healthy, faults = "\n".join(FAMILIES), "\n".join(sorted(known))
-    families = "\n".join(f"- [{family.title}]({name}.md)" for name, family in FAMILIES.items())
-    rules = "\n".join(f"- [{rule}]({rule}.md)" for rule in sorted(known))
+    families = "\n".join(_row(out, name, family.title) for name, family in FAMILIES.items())
+    rules = "\n".join(_row(out, rule, rule) for rule in sorted(known))
     (out / "index.md").write_text(
         f"""# Gallery of runs
 
@@ -122,10 +137,14 @@ same run cured. All of them are small trainings on a CPU, made by `make gallery`
 
 ## Healthy runs
 
+| loss, gradient norm, update ratio | run |
+| --- | --- |
 {families}
 
 ## Faults
 
+| faulty and cured | finding |
+| --- | --- |
 {rules}
 
 ```{{toctree}}

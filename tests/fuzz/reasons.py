@@ -171,7 +171,9 @@ def _bases(c: Case) -> dict[str, oracle.Tensor]:
 
 def _of_row(c: Case) -> list[oracle.Tensor]:
     """The parameters of the row of layers before the update."""
-    return [t for n, t in c.truth.base.items() if c.key.name in (n, block_of(n)) or c.key.name.startswith("group_")]
+    return [
+        t for n, t in c.truth.base.items() if c.key.name in (n, block_of(n, c.record.names)) or c.key.name.startswith("group_")
+    ]
 
 
 def _has_norm(tensor: oracle.Tensor) -> bool:

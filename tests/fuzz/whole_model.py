@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 
@@ -172,14 +172,23 @@ def rows(p: Program, record: Record) -> Iterator[tuple[str, list[str]]]:
     if p.layers != "blocks":
         yield from ((name, [name]) for name in record.names if p.layers == "all" or re.search(p.layers, p.name(name)))
         return
-    for block in dict.fromkeys(map(block_of, record.names)):
-        yield block, [name for name in record.names if block_of(name) == block]
+    blocks = {name: block_of(name, record.names) for name in record.names}
+    for block in dict.fromkeys(blocks.values()):
+        yield block, [name for name in record.names if blocks[name] == block]
     for number, owned in enumerate(record.owners if p.attached else ()):
         yield f"group_{number}", [name for name in record.names if name in owned]
 
 
-def block_of(name: str) -> str:
-    """The path up to its first number, or its first part."""
-    parts = name.split(".")
-    number = next((i for i, part in enumerate(parts[:-1]) if part.isdigit()), 0)
-    return ".".join(parts[: number + 1])
+def block_of(name: str, names: Collection[str]) -> str:
+    """The path up to its first number; without one, the first start of it that is a module, and neither one of all nor of one with a
+    number below it.
+    """
+    if numbered := re.match(r"((?:[^.]+\.)*?\d+)\.", name):
+        return numbered[1]
+    of_one_module = len({each.rpartition(".")[0] for each in names}) == 1
+    for start in (name[: dot.start()] for dot in re.finditer(r"\.", name)):
+        within = [each for each in names if each.startswith(f"{start}.")]
+        is_wrapper = len(within) == len(names) and not (of_one_module and start == name.rpartition(".")[0])
+        if not is_wrapper and not any(re.match(r"(?:[^.]+\.)*?\d+\.", each[len(start) + 1 :]) for each in within):
+            return start
+    return name

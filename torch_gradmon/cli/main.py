@@ -7,7 +7,6 @@ import contextlib
 import io
 import os
 import re
-import sqlite3
 import sys
 from collections.abc import Iterator, Sequence
 from importlib import import_module
@@ -40,7 +39,7 @@ class CommandModule(Protocol):
     def run(self, options: argparse.Namespace) -> int:
         """Run the command and return its exit code: 0, or 1 for a bad result.
 
-        A :class:`UsageError` is printed on one line with the exit code 2; an OSError, ValueError or sqlite3.Error with 1.
+        A :class:`UsageError` is printed on one line with the exit code 2; an OSError or ValueError with 1.
         """
 
 
@@ -93,7 +92,7 @@ def _run_command(arguments: Sequence[str] | None) -> int:
         return _fail(str(error), 2)
     except BrokenPipeError:
         raise
-    except (OSError, ValueError, sqlite3.Error) as error:
+    except (OSError, ValueError) as error:
         return _fail(str(error), 1)
 
 

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 from functools import cache
+from itertools import takewhile
 from typing import NamedTuple
 
 from .errors import display
@@ -131,17 +132,28 @@ def canonical_names(names: Iterable[str]) -> dict[str, str]:
     return {name: short if taken[short] == 1 else name or ROOT for name, short in mapping.items()}
 
 
-def block_of(name: str) -> str:
-    """The block of a parameter: its path up to the first number, else its first component.
+def blocks_of(names: Iterable[str], of_modules: bool = False) -> dict[str, str]:
+    """The block of each of a model's parameters, or modules: its path up to the first number, else up to the first module that
+    neither holds numbered blocks nor wraps all of the model.
 
-    >>> block_of("transformer.h.3.attn.weight"), block_of("lm_head.weight")
-    ('transformer.h.3', 'lm_head')
+    >>> blocks_of(["m.wte.weight", "m.h.0.attn.weight", "m.norm.weight", "lm_head.weight"])
+    {'m.wte.weight': 'm.wte', 'm.h.0.attn.weight': 'm.h.0', 'm.norm.weight': 'm.norm', 'lm_head.weight': 'lm_head'}
     """
-    parts = name.split(".")
-    for position, part in enumerate(parts[:-1]):
-        if part.isdigit():
-            return ".".join(parts[: position + 1])
-    return parts[0]
+    paths = {name: name.split(".") for name in names}
+    modules = {name: path if of_modules else path[:-1] for name, path in paths.items()}
+    numbers = {name: next((at for at, part in enumerate(path) if part.isdecimal()), -1) for name, path in modules.items()}
+    opened = {tuple(modules[name][:depth]) for name, at in numbers.items() for depth in range(1, at + 1)}
+    shared = [alike[0] for alike in takewhile(lambda parts: len(set(parts)) == 1, zip(*modules.values(), strict=False))]
+    is_one = all(path == shared for path in modules.values())  # a module, not a wrapper
+    opened.update(tuple(shared[:depth]) for depth in range(1, len(shared) + 1 - is_one))
+
+    def depth_of(name: str) -> int:
+        path = modules[name]
+        if (number := numbers[name]) >= 0:
+            return number + 1
+        return next((depth for depth in range(1, len(path) + 1) if tuple(path[:depth]) not in opened), len(paths[name]))
+
+    return {name: ".".join(path[: depth_of(name)]) for name, path in paths.items()}
 
 
 def format_key(key: Key, style: str = "seed", prefix: str = "") -> str:

@@ -35,8 +35,8 @@ SETUP_MISTAKES: dict[str, Mistake] = {
     ),
     "another-model-trained": Mistake(
         "error",
-        "The optimizer steps, but the watched model is not called, and none of its parameters has ever had a gradient: does the loop train "
-        "another copy of it?",
+        "The optimizer steps, but the watched model is not called, and none of its parameters has ever had a gradient, as where the loop "
+        "trains another copy of it",
         "Watch the model that the loop calls, with an optimizer that was made of its parameters",
         repeats=1,
         weight=130.0,
@@ -127,6 +127,39 @@ SETUP_MISTAKES: dict[str, Mistake] = {
         repeats=1,
         warns=False,  # the spike warns, and its text is about this step
         weight=120.0,
+    ),
+    "attention-mask": Mistake(
+        "warning",
+        "The attention_mask hides all of the text: it is 0 everywhere, or 1 for the padding alone",
+        "Pass 1 for what is to be attended to and 0 for padding, as the tokenizer returns it",
+        repeats=2,
+        warns=False,
+        weight=121.0,
+    ),
+    "labels-ignored": Mistake(
+        "error",
+        "All labels are -100, which the loss leaves out, so it is NaN or 0 and nothing is learnt",
+        "Look at what makes the labels: a text that is cut before its answer, a template that is not found, a mask that is inverted",
+        repeats=2,
+        warns=False,
+        weight=121.0,
+    ),
+    "loss-on-padding": Mistake(
+        "warning",
+        "The loss counts the padding: what the attention_mask hides has labels",
+        "Set the labels to -100 where attention_mask is 0, as DataCollatorForLanguageModeling and DataCollatorForTokenClassification do; "
+        "else the loss is mostly that of the padding",
+        repeats=2,
+        warns=False,
+        weight=113.0,
+    ),
+    "labels-shifted-twice": Mistake(
+        "warning",
+        "Each label is the next token, and the model shifts the labels once more, so it learns to skip a token",
+        "Pass labels that are input_ids, with -100 where there is no loss: the model compares each output with the token that follows",
+        repeats=2,
+        warns=False,
+        weight=121.0,
     ),
     "repeated-batch": Mistake(
         "info",

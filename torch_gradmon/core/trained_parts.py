@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .formatting import listed, percent
-from .keys import ROOT, block_of
+from .keys import ROOT, blocks_of
 
 #: Blocks, and kinds of modules, that are named.
 _NAMED, _KINDS = 3, 6
@@ -80,12 +80,13 @@ def trained_parts(
     """
     sizes = {name: math.prod(about["shape"]) for name, about in parameters.items()}
     whole = max(sum(sizes.values()), 1)
+    block_of = blocks_of(sizes)
 
     def part(what: str, names: Sequence[str], settings: Mapping[str, Any]) -> TrainedPart:
         shown = {"lr": settings.get("lr"), "weight decay": settings.get("weight_decay") or None}
         known = {name: float(value) for name, value in shown.items() if value is not None}
         elements = sum(sizes[name] for name in names)
-        blocks = list(dict.fromkeys(block_of(name) for name in names))
+        blocks = list(dict.fromkeys(block_of[name] for name in names))
         return TrainedPart(what, len(names), elements, elements / whole, known, blocks)
 
     owned: set[str] = set()

@@ -77,6 +77,7 @@ TRAINERS: dict[str, TrainerAdvice] = {
             "Raise the learning rate of this": "Give the Trainer optimizers=(optimizer, scheduler), with a higher learning rate for this",
             "Lower the learning rate of this": "Give the Trainer optimizers=(optimizer, scheduler), with a lower learning rate for this",
             "add a warm-up": "add a warm-up (warmup_steps)",
+            "shorten the warm-up": "shorten the warm-up (warmup_steps)",
             "DataLoader(..., shuffle=True)": "which the Trainer does unless _get_train_sampler or get_train_dataloader is overridden",
             "before the optimizer is made": "before the Trainer is made",
             "Make the optimizer after the last change of the model": "Change the model before the Trainer is made, or give it "

@@ -186,9 +186,6 @@ class FollowedLoop(LoopDriver):
         if self.fence.is_captured:
             self.fence.left_graph()
         self.hooks.stretch.forward_followed()
-        if self.hooks.backward.awaited:
-            self.hooks.backward.awaited.clear()
-            self._lifecycle.captures.modules.backward_interrupted()
         if counts:
             self._lifecycle.plugins.call("on_forward")
         self.machine.forward_began(in_eval, in_closure)

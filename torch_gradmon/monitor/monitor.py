@@ -164,7 +164,7 @@ class ModuleMonitor:
 
     Raises:
         TypeError, ValueError: an argument has a wrong type or value; the message has the value and the remedy.
-        OSError, sqlite3.Error: ``run_dir`` cannot be written.
+        OSError: ``run_dir`` cannot be written.
     """
 
     def __init__(

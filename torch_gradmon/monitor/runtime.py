@@ -176,7 +176,7 @@ class Runtime:
     def close(self) -> None:
         """Let go of the model and close everything that is open; what comes later opens it again."""
         self.lifecycle.plugins.call("close")
-        self.pipeline.close()
+        self.pipeline.close(self.captures.modules.ending())
 
 
 def at_exit(runtime: Callable[[], Runtime | None], *_keep_alive: object) -> None:

@@ -53,7 +53,7 @@ def watch(
 
     Raises:
         TypeError, ValueError: an argument has a wrong type or value, see :class:`ModuleMonitor`. Nothing has changed then.
-        OSError, sqlite3.Error: ``run_dir`` cannot be written.
+        OSError: ``run_dir`` cannot be written.
     """
     check_names(options, ("scaler", "start_step", "preset", "on_spike"), "watch() has")
     named: Sequence[Any] = optimizers

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sqlite3
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from ..core.process import is_gone
-from .file import open_to_read
+from .index import RunIndex, open_run
 
 #: A run looks alive if its last record is younger than this, in seconds, or than this multiple of the usual interval, or of the pauses that
 #: it makes, for evaluations for instance.
@@ -80,23 +79,21 @@ def run_status(path: str | os.PathLike[str]) -> RunStatus:
         FileNotFoundError: there is no run in it.
         ValueError: its file is not one of this package, or cannot be read.
     """
-    db, meta = open_to_read(path)
-    with contextlib.closing(db):
-        last = db.execute(f"SELECT step, time FROM steps ORDER BY segment DESC, step DESC LIMIT {_LOOKED_AT}").fetchall()
-        if not last:
-            return RunStatus(meta)
-        status = RunStatus(meta, last[0][0], max(0.0, time.time() - last[0][1]), _usual(meta, last))
-        if status.has_ended:
-            return status
-        return replace(status, pause=_pause(db) if status.age > _FRESH else 0.0, is_gone=is_gone(meta.get("process", {})))
+    with contextlib.closing(open_run(path)) as index:
+        return status_in(index)
 
 
-def _pause(db: sqlite3.Connection) -> float:
-    gaps = db.execute(
-        "SELECT time - lag(time) OVER (ORDER BY segment, step) AS gap FROM "
-        f"(SELECT segment, step, time FROM steps ORDER BY segment DESC, step DESC LIMIT {_RECENT}) ORDER BY gap DESC LIMIT 2"
-    ).fetchall()
-    return float(gaps[-1][0] or 0.0)
+def status_in(index: RunIndex) -> RunStatus:
+    """The liveness of a run that is open."""
+    meta = index.meta
+    recent = [(step, index.time(step)) for step in reversed(index.steps[-_RECENT:])]
+    if not recent:
+        return RunStatus(meta)
+    status = RunStatus(meta, recent[0][0], max(0.0, time.time() - recent[0][1]), _usual(meta, recent[:_LOOKED_AT]))
+    if status.has_ended:
+        return status
+    gaps = sorted(later - earlier for (_, later), (_, earlier) in pairwise(recent)) if status.age > _FRESH else []
+    return replace(status, pause=gaps[-2] if len(gaps) > 1 else 0.0, is_gone=is_gone(meta.get("process", {})))
 
 
 def _usual(meta: Mapping[str, Any], last: Sequence[tuple[int, float]]) -> float | None:

@@ -7,108 +7,167 @@ of raw sums it would lose the spread.
 
 from __future__ import annotations
 
-import ctypes
-import math
-import sys
-from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ..core.keys import PARAMETER_SOURCES
-from ..core.moments import ALWAYS, WIDTH, Column, identity
+from ..core.moments import ALWAYS, SUMMED, WIDTH, Column
 from ..core.records import StatsTable
+from .format import LONGEST_NAME, Unreadable
 
-#: The columns that are stored as means.
-_TOTALS = slice(Column.SUM, Column.SQUARE_SUM + 1)
+_COLUMNS = {column.name.lower(): column for column in Column}
 
 
-def fixed_counts(source: str, table: StatsTable) -> bytes:
-    """The counts of a source whose tensors keep their size, as little-endian int64, to be stored once; empty for other sources."""
-    return _integers(tuple(table.rows[:, Column.COUNT].tolist())) if source in PARAMETER_SOURCES else b""
+class TableLayout(NamedTuple):
+    """The tensors and columns of packed statistics.
+
+    Attributes:
+        source: of the statistics.
+        names: of the tensors.
+        columns: the measured ones.
+        counts: numbers of elements that never change; empty if they are among the statistics.
+        same_as: another source of the same step that stores them; empty if they are stored.
+    """
+
+    source: str
+    names: tuple[str, ...]
+    columns: frozenset[Column]
+    counts: tuple[int, ...]
+    same_as: str
+
+    @property
+    def width(self) -> int:
+        """Bytes of a tensor."""
+        return 4 * len(_index(self.columns, bool(self.counts)))
+
+    @property
+    def size(self) -> int:
+        """Bytes of a step."""
+        return 0 if self.same_as else self.width * len(self.names)
+
+    def definition(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "is": "layout",
+            "source": self.source,
+            "measured": [column.name.lower() for column in sorted(self.columns)],
+            "stored": [column.name.lower() for column in _stored(self.columns, bool(self.counts))],
+            "tensors": self.names,
+            "counts": self.counts,
+            "same_as": self.same_as,
+        }
+
+    def rows(self, blobs: Sequence[bytes]) -> torch.Tensor:
+        """The statistics of several steps, float64 ``[steps, tensors, 8]``."""
+        return unpack_steps(b"".join(blobs), len(blobs), self)
+
+    def table(self, blob: bytes) -> StatsTable:
+        """The statistics of one step."""
+        return StatsTable(self.names, self.rows([blob])[0], self.columns)
+
+    def part(self, data: bytes, names: Sequence[str]) -> tuple[TableLayout, bytes]:
+        """The layout and data of those of its tensors that are among ``names``."""
+        kept = set(names)
+        if kept.issuperset(self.names):
+            return self, data
+        rows = [row for row, name in enumerate(self.names) if name in kept]
+        counts = tuple(self.counts[row] for row in rows) if self.counts else ()
+        part = self._replace(names=tuple(self.names[row] for row in rows), counts=counts)
+        return part, b"".join(data[self.width * row : self.width * (row + 1)] for row in rows)
+
+
+def layout_of(facts: Mapping[str, Any]) -> TableLayout:
+    """The layout that was defined so.
+
+    Raises:
+        Unreadable: it is none.
+    """
+    source, same_as = facts.get("source"), facts.get("same_as")
+    names, measured, stored, counts = (_listed(facts, name) for name in ("tensors", "measured", "stored", "counts"))
+    if (
+        not isinstance(source, str)
+        or not isinstance(same_as, str)
+        or not all(isinstance(name, str) and len(name) <= LONGEST_NAME for name in (source, *names))
+    ):
+        raise Unreadable("a layout has names that are none")
+    if len(counts) not in (0, len(names)) or not all(type(count) is int and 0 <= count < 2**62 for count in counts):
+        raise Unreadable("a layout has counts that are none")
+    columns = frozenset(_COLUMNS[column] for column in measured if isinstance(column, str) and column in _COLUMNS)
+    if stored != [column.name.lower() for column in _stored(columns, bool(counts))] or len(set(names)) != len(names):
+        raise Unreadable("a layout has other columns, or names twice")
+    return TableLayout(source, tuple(names), columns, tuple(counts), same_as)
+
+
+def _listed(facts: Mapping[str, Any], name: str) -> list[Any]:
+    found = facts.get(name)
+    if not isinstance(found, list):
+        raise Unreadable(f"a layout has no list of {name}")
+    return found
+
+
+def fixed_counts(source: str, table: StatsTable) -> tuple[int, ...]:
+    """The counts of a source whose tensors keep their size, to be stored once; empty for other sources."""
+    return _integers(table.rows.numpy()[:, Column.COUNT].tobytes()) if source in PARAMETER_SOURCES else ()
 
 
 @lru_cache(maxsize=8)  # in most steps they are those of the last one
-def _integers(numbers: tuple[float, ...]) -> bytes:
-    packed = array("q", map(int, numbers))
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
+def _integers(numbers: bytes) -> tuple[int, ...]:
+    return tuple(map(int, np.frombuffer(numbers, np.float64)))
 
 
 def _stored(columns: frozenset[Column], counted: bool) -> list[Column]:
     return sorted((columns | ALWAYS) - ({Column.COUNT} if counted else set()))
 
 
-def pack(tables: Mapping[str, tuple[StatsTable, bool]]) -> dict[str, bytes]:
+@cache
+def _index(columns: frozenset[Column], counted: bool) -> np.ndarray:
+    return np.array(_stored(columns, counted))
+
+
+def pack(tables: Sequence[tuple[StatsTable, bool]]) -> list[bytes]:
     """Each table, with its rows, as little-endian float32, tensor after tensor, measured columns in the order of :class:`Column`.
 
-    All tables are packed together, since each operation on small tensors costs the same. Each comes with whether to leave out its counts,
+    All tables are packed together, since each operation on small arrays costs the same. Each comes with whether to leave out its counts,
     which are then stored with the layout.
     """
     if not tables:
-        return {}
-    rows = torch.cat([table.rows for table, _ in tables.values()])
-    sizes = [len(table.names) for table, _ in tables.values()]
-    for part, (table, _) in zip(torch.split(rows, sizes), tables.values(), strict=True):
+        return []
+    rows = np.concatenate([table.rows.numpy() for table, _ in tables])
+    ends = np.cumsum([len(table.names) for table, _ in tables]).tolist()
+    parts = list(zip([0, *ends], ends, tables, strict=False))
+    for begin, end, (table, _) in parts:
         if Column.SUM not in table.columns:
-            part[:, Column.SUM] = 0.0  # which makes the spread the rms
-    rows[:, _TOTALS].div_(rows[:, : Column.COUNT + 1])
-    columns = rows.unbind(1)
-    count, mean, square = (columns[column] for column in (Column.COUNT, Column.SUM, Column.SQUARE_SUM))
-    variance = (square - mean.square()).clamp_(min=0)
-    if not all(math.isfinite(table.sums[Column.SQUARE_SUM]) for table, _ in tables.values()):
+            rows[begin:end, Column.SUM] = 0.0  # which makes the spread the rms
+    with np.errstate(all="ignore"):
+        rows[:, Column.SUM : Column.SQUARE_SUM + 1] /= rows[:, : Column.COUNT + 1]
+        mean, square = rows[:, Column.SUM], rows[:, Column.SQUARE_SUM]
+        variance = np.maximum(square - mean * mean, 0.0)
         # if the spread is not finite, store the mean square, which keeps NaN and infinity apart
-        variance = torch.where(square.isfinite(), variance, square)
-    torch.sqrt(variance, out=square)
-    rows.masked_fill_((count <= 0).unsqueeze(1), 0.0)
-    parts = torch.split(rows.to(torch.float32), sizes)
-    return {
-        source: _bytes_of(part.index_select(1, _index(table.columns, counted)))
-        for part, (source, (table, counted)) in zip(parts, tables.items(), strict=True)
-    }
+        rows[:, Column.SQUARE_SUM] = np.sqrt(np.where(np.isfinite(square), variance, square))
+        rows[rows[:, Column.COUNT] <= 0] = 0.0
+        packed = rows.astype("<f4")
+    return [packed[begin:end, _index(table.columns, counted)].tobytes() for begin, end, (table, counted) in parts]
 
 
-@cache
-def _index(columns: frozenset[Column], counted: bool) -> torch.Tensor:
-    """The columns that are stored, as an index."""
-    return torch.tensor(_stored(columns, counted), device="cpu")
-
-
-def _bytes_of(numbers: torch.Tensor) -> bytes:
-    """float32 in order, little-endian."""
-    if sys.byteorder == "big":
-        found = array("f", numbers.flatten().tolist())
-        found.byteswap()
-        return found.tobytes()
-    return ctypes.string_at(numbers.data_ptr(), 4 * numbers.numel()) if numbers.numel() else b""
-
-
-def unpack_steps(data: bytes, steps: int, tensors: int, columns: frozenset[Column], counts: bytes) -> torch.Tensor:
+def unpack_steps(data: bytes, steps: int, layout: TableLayout) -> torch.Tensor:
     """The inverse of :func:`pack` for the concatenated blobs of ``steps`` steps: rows ``[steps, tensors, 8]``, float64."""
-    present = _stored(columns, bool(counts))
-    rows = identity(steps * tensors).reshape(steps, tensors, WIDTH)
-    if not rows.numel():
-        return rows
-    stored = _numbers("f", data, torch.float32).reshape(steps, tensors, len(present))
-    rows[..., present] = stored.to(torch.float64)
-    if counts:
-        rows[..., Column.COUNT] = _numbers("q", counts, torch.int64).to(torch.float64)
-    count, spread = rows[..., Column.COUNT].clone(), rows[..., Column.SQUARE_SUM].clone()
-    mean = rows[..., Column.SUM].clone() if Column.SUM in columns else torch.zeros_like(count)
-    rows[..., Column.SUM] *= count
-    rows[..., Column.ABS_SUM] *= count
-    rows[..., Column.SQUARE_SUM] = count * torch.where(spread.isfinite(), mean.square() + spread.square(), spread)
-    empty = count == 0
-    rows[empty] = identity(int(empty.sum()))
-    return rows
-
-
-def _numbers(code: str, data: bytes, dtype: torch.dtype) -> torch.Tensor:
-    """Decode little-endian numbers, at least one."""
-    numbers = array(code)
-    numbers.frombytes(data)
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return torch.frombuffer(numbers, dtype=dtype)
+    tensors, columns = len(layout.names), layout.columns
+    rows = np.zeros((steps, tensors, WIDTH))
+    rows[..., Column.MIN], rows[..., Column.MAX] = np.inf, -np.inf
+    if not rows.size:
+        return torch.from_numpy(rows)
+    rows[..., _index(columns, bool(layout.counts))] = np.frombuffer(data, "<f4").reshape(steps, tensors, -1)
+    if layout.counts:
+        rows[..., Column.COUNT] = layout.counts
+    count, spread = rows[..., Column.COUNT], rows[..., Column.SQUARE_SUM].copy()
+    mean = rows[..., Column.SUM].copy() if Column.SUM in columns else 0.0
+    with np.errstate(all="ignore"):
+        rows[..., Column.SUM] *= count
+        rows[..., Column.ABS_SUM] *= count
+        rows[..., Column.SQUARE_SUM] = count * np.where(np.isfinite(spread), mean * mean + spread * spread, spread)
+    rows[count == 0] = [0.0] * SUMMED + [np.inf, -np.inf]
+    return torch.from_numpy(rows)

@@ -1,11 +1,9 @@
-"""Read some steps of a run at once, with values as matrices of steps by keys."""
+"""Some steps of a run, with values as matrices of steps by keys."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -15,10 +13,9 @@ from torch import Tensor
 from ..core import validation as check
 from ..core.keys import ATTENTION_SOURCES, TENSOR_SOURCES, Key
 from ..core.moments import ALWAYS, VIEWS, WIDTH, Column
-from ..core.records import StatsTable
-from .layouts import Layouts, TableLayout
-from .scan import stored_keys
-from .step_index import StepIndex
+from ..core.records import SpikeEvent, StatsTable
+from .index import RunIndex
+from .packing import TableLayout
 from .value_matrix import ValueMatrix, empty_matrix
 
 #: Sources whose keys name a tensor, or an attention module and its heads.
@@ -50,77 +47,43 @@ def between(steps: Sequence[int], first: int | None, last: int | None) -> list[i
     return [step for step in steps if (first is None or step >= first) and (last is None or step <= last)]
 
 
-class WindowReader:
-    """Reads windows of steps that an index knows.
-
-    Args:
-        db: the file.
-        index: its steps.
-        layouts: of its statistics.
-    """
-
-    def __init__(self, db: sqlite3.Connection, index: StepIndex, layouts: Layouts) -> None:
-        self._db, self._index, self._layouts = db, index, layouts
-
-    def read(self, steps: Iterable[int]) -> Window:
-        """See :meth:`torch_gradmon.runs.reader.RunReader.window`."""
-        of_segment: dict[int, list[int]] = {}
-        for step in sorted(self._index.segment_of.keys() & set(steps)):
-            of_segment.setdefault(self._index.segment_of[step], []).append(step)
-        found = Window(sorted(step for some in of_segment.values() for step in some), stored_keys(self._db))
-        for segment, some in of_segment.items():
-            where = f"WHERE segment = {segment} AND step IN ({', '.join(map(str, some))})"
-            found.take_facts(self._db.execute(f"SELECT step, time, applied, context, events FROM steps {where}").fetchall())
-            found.take_scalars(self._db.execute(f"SELECT step, key, value FROM scalars {where}").fetchall())
-            rows = self._db.execute(f"SELECT step, layout, data FROM rows {where}").fetchall()
-            found.take_rows([(step, *self._layouts.of(number), data) for step, number, data in rows])
-        return found
-
-
 class Window:
     """All values of some steps.
 
     Args:
-        steps: ascending.
-        keys: of stored values, by their ids.
+        index: of the run.
+        steps: some that it knows, ascending.
 
     Attributes:
-        facts: by step what :meth:`torch_gradmon.runs.reader.RunReader.context` returns, and the stored events.
+        facts: by step what :meth:`torch_gradmon.runs.reader.RunReader.context` returns.
+        spikes: likewise its spikes.
     """
 
-    def __init__(self, steps: Sequence[int], keys: Mapping[int, Key]) -> None:
+    def __init__(self, index: RunIndex, steps: Sequence[int]) -> None:
         self.steps = tuple(steps)
-        self.facts: dict[int, dict[str, Any]] = {}
-        self._keys = keys
+        self._keys = list(index.keys)
         self._row = {step: row for row, step in enumerate(self.steps)}
-        self._scalars: list[tuple[int, int, float | str]] = []
-        self._of_step: dict[int, dict[Key, float]] = {step: {} for step in self.steps}
+        self.facts: dict[int, dict[str, Any]] = {}
+        self.spikes: dict[int, tuple[SpikeEvent, ...]] = {}
+        self._numbers: dict[int, dict[int, float]] = {}  # by step and number of the key
         self._packed: dict[str, dict[int, tuple[TableLayout, bytes]]] = {}
-
-    def take_facts(self, rows: Iterable[tuple[int, float, int, str, str]]) -> None:
-        """Add stored rows of step, time, whether it was applied, context and events."""
-        for step, time, applied, context, events in rows:
-            self.facts[step] = {"time": time, "applied": bool(applied), **json.loads(context), "events": events}
-
-    def take_scalars(self, rows: Iterable[tuple[int, int, float | str]]) -> None:
-        """Add stored rows of step, id of the key, and value."""
-        for step, key, value in rows:
-            self._scalars.append((step, key, value))
-            self._of_step[step][self._keys[key]] = float(value)
-
-    def take_rows(self, rows: Iterable[tuple[int, str, TableLayout, bytes]]) -> None:
-        """Add stored rows of step, source, layout and packed statistics; all rows of a step at once."""
-        found: dict[str, dict[int, tuple[TableLayout, bytes]]] = {}
-        for step, source, layout, data in rows:
-            found.setdefault(source, {})[step] = (layout, data)
-        for source, of_steps in found.items():
-            known = self._packed.setdefault(source, {})
-            for step, (layout, data) in of_steps.items():
-                known[step] = _part_of(*found[layout.same_as][step], layout.names) if layout.same_as else (layout, data)
+        for step in self.steps:
+            found = index.read(step)
+            self.facts[step] = found.facts()
+            self.spikes[step] = found.spikes()
+            self._numbers[step] = found.values
+            rows = index.rows(step)
+            for source, (layout, data) in rows.items():
+                if layout.same_as:
+                    if layout.same_as not in rows:
+                        continue
+                    stored, data = rows[layout.same_as]
+                    layout, data = stored.part(data, layout.names)
+                self._packed.setdefault(source, {})[step] = layout, data
 
     def scalars(self, step: int) -> dict[Key, float]:
         """The stored values of one step."""
-        return self._of_step.get(step, {})
+        return {self._keys[number]: value for number, value in self._numbers.get(step, {}).items()}
 
     def table(self, source: str, step: int) -> StatsTable | None:
         """The statistics of a source in one step, or None."""
@@ -153,14 +116,14 @@ class Window:
 
     @cached_property
     def _scalar_sheet(self) -> ValueMatrix:
-        numbers = sorted({key for _, key, _ in self._scalars})
-        place = {key: column for column, key in enumerate(numbers)}
+        numbers = sorted({number for values in self._numbers.values() for number in values})
+        place = {number: column for column, number in enumerate(numbers)}
         values, there = empty_matrix(len(self.steps), len(numbers))
-        if self._scalars:
-            steps, keys, found = zip(*self._scalars, strict=True)
-            at = torch.tensor([[self._row[s] for s in steps], [place[k] for k in keys]], dtype=torch.int64, device="cpu")
-            values[at[0], at[1]] = torch.tensor(list(map(float, found)), dtype=torch.float64, device="cpu")
-            there[at[0], at[1]] = True
+        for step, found in self._numbers.items():
+            if found:
+                at = torch.tensor([place[number] for number in found], device="cpu")
+                values[self._row[step], at] = torch.tensor(list(found.values()), dtype=torch.float64, device="cpu")
+                there[self._row[step], at] = True
         return ValueMatrix(tuple(self._keys[number] for number in numbers), values, there)
 
     def _statistics(self, source: str) -> ValueMatrix:
@@ -200,15 +163,3 @@ def is_of_layer(key: Key) -> bool:
 def _unpacked(layout: TableLayout, blobs: Sequence[bytes]) -> Tensor:
     """The rows of several steps, concatenated; stored column by column, since views read columns."""
     return layout.rows(blobs).reshape(-1, WIDTH).t().contiguous().t()
-
-
-def _part_of(layout: TableLayout, data: bytes, names: Sequence[str]) -> tuple[TableLayout, bytes]:
-    """Reduce packed statistics to the tensors ``names``."""
-    kept = set(names)
-    if kept.issuperset(layout.names):
-        return layout, data
-    rows = [row for row, name in enumerate(layout.names) if name in kept]
-    width = len(data) // len(layout.names)
-    counts = b"".join(layout.counts[8 * row : 8 * row + 8] for row in rows)
-    part = layout._replace(names=tuple(layout.names[row] for row in rows), counts=counts)
-    return part, b"".join(data[width * row : width * (row + 1)] for row in rows)

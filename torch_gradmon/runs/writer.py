@@ -1,7 +1,7 @@
-"""Write a run directory: one SQLite file that takes every step as it ends and stays readable if the process is killed.
+"""Write a run directory: every step is appended as it ends, one record of values and one of rows.
 
-Statistics are stored as rows of sufficient statistics, one blob for each source and step, see :mod:`torch_gradmon.runs.packing`. Every
-built-in metric of every layer can be computed from them, requested during the run or not.
+Statistics are stored as rows of sufficient statistics, see :mod:`torch_gradmon.runs.packing`. Every built-in metric of every layer can be
+computed from them, requested during the run or not.
 """
 
 from __future__ import annotations
@@ -10,23 +10,36 @@ import contextlib
 import json
 import math
 import os
-import sqlite3
-from array import array
-from collections.abc import Iterable, Mapping
+import secrets
+import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+import torch
+
 from ..core.errors import display
+from ..core.keys import Key
 from ..core.process import HomeProcess
 from ..core.records import StatsTable, StepRecord
 from ..core.step_values import StepValues
-from .file import FILE_NAME, FORMAT, open_to_read, open_to_write
-from .packing import fixed_counts, pack
+from . import format as f
+from .index import RunIndex, is_claimed_after
+from .log import LogReader, LogWriter
+from .packing import TableLayout, fixed_counts, pack
 
 #: Steps with NaN or Inf in a row whose states of random generators are stored, 5 kB each: after these a run is NaN for good.
 _SPOILED = 8
-_WRITER = "writer"  #: the fact with the name of the writer that has claimed the run
+#: A pair of files is left for another one beyond this size, so that copies of a running run copy finished files once.
+_LARGEST = 256 << 20
+#: Sets of keys that are remembered.
+_SETS = 256
+#: Seconds between looks at who else writes to the directory.
+_LOOKS = 1.0
+#: Seconds between syncs, and the largest share of the time that they may take.
+_SYNCS, _SHARE = 2.0, 0.001
 
 
 class Superseded(Exception):
@@ -34,234 +47,307 @@ class Superseded(Exception):
 
 
 class RunWriter:
-    """Writes records into a run directory.
+    """Writes records into a run directory, into files of its own.
 
     Args:
-        path: the directory, created if missing. An existing run is continued: steps that it already has open a new segment.
-        meta: facts about the run, stored as JSON unless another writer has claimed the run.
-        writer: a name for :meth:`claim`. A writer without a name ignores claims.
+        path: the directory, created if missing. An existing run is continued: steps that it already has are replaced.
+        meta: facts about the run, stored as JSON. They count until another writer claims the run.
 
     Raises:
         TypeError: ``path`` is not a path.
         NotADirectoryError: ``path`` is a file.
-        OSError, sqlite3.Error: the directory cannot be written.
+        OSError: the directory cannot be written.
+        ValueError: the run in it cannot be read.
     """
 
-    def __init__(self, path: str | os.PathLike[str], meta: Mapping[str, Any] | None = None, writer: str = "") -> None:
+    def __init__(self, path: str | os.PathLike[str], meta: Mapping[str, Any] | None = None) -> None:
         if not isinstance(path, (str, os.PathLike)):
             raise TypeError(f"run_dir must be a directory path, got {display(path)}")
         self.path = Path(path)
         if self.path.exists() and not self.path.is_dir():
             raise NotADirectoryError(f"run_dir={str(path)!r} is a file; give a directory, such as 'runs/first'")
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._db = open_to_write(self.path / FILE_NAME)
-            self._file = _identity(self.path / FILE_NAME)
-        except (OSError, sqlite3.Error) as error:
-            raise type(error)(f"run_dir={str(path)!r} cannot be written: {error}; give another directory") from error
         self._process = HomeProcess()
-        self._ids: dict[tuple[str, tuple[Any, ...]], int] = {}
-        self._writer, self._version = writer, -1
+        self._meta = dict(meta or {})
+        self._name = secrets.token_hex(8)
+        self._has_claimed = self._is_done = False  # whether it, or a later one, is the writer of the run
         self._written: StepRecord | None = None  # the last one, as the file has it
         self._spoiled = 0  # steps in a row before this one with a spike of NaN or Inf
-        self.annotate({"format": FORMAT, **(meta or {})})
-        self._segment, self._last = self._end()
+        self._looked = self._synced = time.monotonic()
+        self._sync_takes = 0.0
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            there = f.pairs_in(self.path)
+            self._before = RunIndex(self.path) if there else None  # what earlier writers wrote, until the first step
+            self._last = self._before.steps[-1] if self._before is not None and self._before.steps else None
+            self._begin_pair(f.next_number(self.path))
+        except OSError as error:
+            raise type(error)(f"run_dir={str(path)!r} cannot be written: {error}; give another directory") from error
 
-    def _end(self) -> tuple[int, int | None]:
-        """The last segment, and the last step written to it."""
-        segment, last = self._db.execute(
-            "SELECT segment, step FROM steps ORDER BY segment DESC, step DESC LIMIT 1"
-        ).fetchone() or (0, None)
-        begun = self._db.execute("SELECT MAX(segment) FROM segments").fetchone()[0] or 0
-        return (begun, None) if begun > segment else (segment, last)  # the segment has begun, but has no step
+    # --- the files ------------------------------------------------------------------------------------------------------------------
+
+    def _begin_pair(self, number: int) -> None:
+        """Begin a pair of files with the next free number from ``number`` on, which no other writer can have."""
+        while True:
+            try:
+                values = LogWriter(self.path / f.name_of(number, f.VALUES))
+                break
+            except FileExistsError:
+                number += 1
+        try:
+            head = {"is": "head", "format": f.FORMAT, "writer": self._name, "claims": self._has_claimed, "facts": self._meta}
+            begin, _ = values.append(f.of_json(head))
+        except OSError:
+            os.unlink(values.path)
+            raise
+        self._close_files()
+        self._number, self._values = number, values
+        self._rows: LogWriter | None = None
+        self._begin_index()
+        self._entries.append((begin, 0, 0.0, 0, 0, 0, 0, f.IS_JSON))
+        self._ids: dict[Key, int] = {}
+        self._id_sets: dict[tuple[Key, ...], np.ndarray] = {}
+        self._layouts: dict[TableLayout | str, int] = {}  # where each is defined
+        self._layout_sets: dict[tuple[int, ...], int] = {(): 0}
+
+    def _close_files(self) -> None:
+        for file in getattr(self, "_files", []):
+            with contextlib.suppress(OSError):
+                file.sync()
+            with contextlib.suppress(OSError):
+                file.close()
+
+    def _put(self, facts: Mapping[str, Any]) -> None:
+        begin, _ = self._values.append(f.of_json(facts))
+        self._entries.append((begin, 0, 0.0, 0, 0, 0, 0, f.IS_JSON))
+
+    def _begin_index(self, before: tuple[int, int] = (0, 0)) -> None:
+        self._before_index = before
+        self._entries: list[tuple[Any, ...]] = []  # of an index of the records since the last one
+        self._sets: dict[bytes, int] = {b"": 0}
+        self._indexed: list[tuple[int, np.ndarray, np.ndarray]] = []  # by number of the record: keys and values
+
+    def _put_index(self) -> None:
+        """Write an index of the records since the last one, and their values by key, so that a reader need not read all of them."""
+        columns: dict[int, tuple[list[int], list[float]]] = {}
+        for number, ids, values in self._indexed:
+            for key, value in zip(ids.tolist(), values.tolist(), strict=True):
+                places, numbers = columns.setdefault(key, ([], []))
+                places.append(number)
+                numbers.append(value)
+        begins = {
+            key: self._values.append(f.of_column(key, np.array(places), np.array(numbers)))[0]
+            for key, (places, numbers) in columns.items()
+        }
+        index = f.Index(self._before_index, f.entries_of(self._entries), list(self._sets), begins)
+        self._begin_index(self._values.append(index.packed()))
+
+    def _row_file(self) -> LogWriter:
+        if self._rows is None:
+            self._rows = LogWriter(self.path / f.name_of(self._number, f.ROWS))
+        return self._rows
+
+    @property
+    def _files(self) -> list[LogWriter]:
+        return [self._values] if self._rows is None else [self._rows, self._values]  # values are read once their rows are there
 
     def presence(self) -> Literal["there", "deleted", "replaced"]:
-        """Whether the path still leads to the file that is written. SQLite goes on with a deleted file, which nobody can read."""
+        """Whether the path still leads to the file that is written. A process goes on with a deleted file, which nobody can read.
+
+        Asks the file system about the path once a second, and about the file at each call.
+        """
         try:
-            found = _identity(self.path / FILE_NAME)
-        except FileNotFoundError:
+            if not self._values.is_deleted and time.monotonic() - self._looked < _LOOKS:
+                return "there"
+            found = os.lstat(self._values.path)
+        except (FileNotFoundError, NotADirectoryError):
             return "deleted"
         except OSError:  # as where a server does not answer
             return "there"
-        if found != self._file:
-            if not self._is_written_at(self.path):
-                return "replaced"
-            self._file = found  # some network file systems number their files anew
-        return "there"
+        is_ours = (found.st_dev, found.st_ino) == self._values.identity or self._is_head_at(Path(self._values.path))
+        return "there" if is_ours else "replaced"
 
-    def _is_written_at(self, path: Path) -> bool:
-        """Whether the file there was claimed by this writer."""
+    def _is_head_at(self, path: Path) -> bool:
+        """Whether the file there begins as ours: some network file systems number their files anew."""
         try:
-            database, meta = open_to_read(path)
-        except (OSError, ValueError, sqlite3.Error):
+            with contextlib.closing(LogReader(path)) as file:
+                return f.json_of(file.at(0) or b"").get("writer") == self._name
+        except (OSError, ValueError):
             return False
-        database.close()
-        return bool(self._writer) and meta.get(_WRITER) == self._writer
+
+    def _is_superseded(self) -> bool:
+        """Whether a later writer has claimed the run. Looks once a second."""
+        now = time.monotonic()
+        if not self._is_done and now - self._looked >= _LOOKS:
+            self._looked = now
+            self._is_done = is_claimed_after(self.path, self._number)
+        return self._is_done
+
+    def _sync(self) -> None:
+        """Make what was written visible on other hosts, every few seconds."""
+        begin = time.monotonic()
+        if begin - self._synced >= max(_SYNCS, self._sync_takes / _SHARE):
+            for file in self._files:
+                file.sync()
+            self._synced = time.monotonic()
+            self._sync_takes = self._synced - begin
+
+    # --- facts ----------------------------------------------------------------------------------------------------------------------
 
     def claim(self, facts: Mapping[str, Any]) -> None:
-        """Become the writer of this run, with these facts. A writer of another name stops at its next record.
+        """Become the writer of this run, with these facts. An earlier writer stops within a second.
 
         Raises:
-            sqlite3.Error: it could not be written.
+            OSError: it could not be written.
         """
-        self._version = -1
-        self._put_facts({"format": FORMAT, **facts, _WRITER: self._writer})
-        (self._segment, self._last), self._written = self._end(), None
-
-    def _is_writer(self) -> bool:
-        """Whether no other writer has claimed the run. Reads the file only after another connection wrote to it."""
-        if not self._writer:
-            return True
-        (version,) = self._db.execute("PRAGMA data_version").fetchone()
-        if version != self._version:
-            found = self._db.execute("SELECT value FROM meta WHERE name = ?", (_WRITER,)).fetchone()
-            if found is not None and json.loads(found[0]) != self._writer:
-                return False
-            self._version = version
-        return True
+        self._meta, self._is_done = dict(facts), False
+        if self._before is not None:  # the last look at what earlier writers wrote
+            self._before.look()
+            self._last = self._before.steps[-1] if self._before.steps else None
+            self._before.close()
+            self._before = None
+        free = f.next_number(self.path)
+        self._has_claimed = True
+        if free > self._number + 1:
+            self._begin_pair(free)
+        else:
+            self._put({"is": "claim", "claims": True, "facts": self._meta})
 
     def annotate(self, facts: Mapping[str, Any]) -> None:
         """Store facts about the run, as JSON, unless another writer has claimed it.
 
         Raises:
-            sqlite3.Error: they could not be written.
+            OSError: they could not be written.
         """
-        if self._is_writer():
-            self._put_facts(facts)
+        self._meta.update(facts)
+        self._looked = -math.inf  # facts are few, so that each looks
+        if not self._is_superseded():
+            self._put({"is": "facts", "facts": dict(facts)})
 
-    def _put_facts(self, facts: Mapping[str, Any]) -> None:
-        rows = [(name, json.dumps(value, default=str)) for name, value in facts.items()]
-        with self._db:
-            self._db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", rows)
-
-    def replaces_all(self, step: int) -> bool:
-        """Whether the run has steps, and a rewind to ``step`` replaces all of them.
-
-        Raises:
-            sqlite3.Error: the run could not be read.
-        """
-        if self._last is None:
-            return False
-        (first,) = self._db.execute("SELECT MIN(step) FROM steps").fetchone()
-        return first is not None and step <= int(first)
+    # --- steps ----------------------------------------------------------------------------------------------------------------------
 
     @property
     def last(self) -> int | None:
         """The last step that was written."""
         return self._last
 
+    def replaces_all(self, step: int) -> bool:
+        """Whether the run has steps of earlier writers, and a rewind to ``step`` replaces all of them."""
+        return self._before is not None and bool(self._before.steps) and step <= self._before.steps[0]
+
     def rewind(self, step: int) -> None:
-        """Replace the steps from ``step`` on: the next record opens a new segment.
+        """Replace the steps from ``step`` on.
 
         Raises:
-            sqlite3.Error: it could not be written.
+            OSError: it could not be written.
         """
-        if self._last is not None and step <= self._last and self._is_writer():
-            with self._db:
-                self._db.execute("INSERT OR REPLACE INTO segments VALUES (?, ?)", (self._segment + 1, step))
-            self._segment, self._last, self._written = self._segment + 1, None, None
+        if self._last is not None and step <= self._last and not self._is_superseded():
+            self._put({"is": "rewind", "step": step})
+            self._last = self._written = None
 
     def log(self, record: StepRecord, update: bool = False, backfill: bool = False) -> None:
-        """Write one step in one transaction. ``update`` replaces the last step, ``backfill`` adds an earlier one.
+        """Write one step. ``update`` replaces the last step, ``backfill`` adds an earlier one.
 
         Raises:
-            sqlite3.Error: it could not be written; the transaction was rolled back.
+            OSError: it could not be written; what was written of it was cut off.
             Superseded: another writer has claimed the run.
         """
-        if not self._is_writer():
+        if self._is_superseded():
             raise Superseded
-        if self._last is not None and record.step <= self._last and not (update or backfill):
-            self._segment += 1
         if not (update or backfill):
             self._spoiled = self._spoiled + 1 if self._written is not None and _is_spoiled(self._written) else 0
-        where = (self._segment, record.step)
-        try:
-            with self._db:
-                self._write(where, record, self._written if update else None)
-        except sqlite3.Error:
-            self._ids.clear()  # ids from the rolled-back transaction do not exist
-            self._written = None
-            raise
+            if len(self._entries) >= f.INDEXED:
+                with contextlib.suppress(OSError):  # the step says so; a later step tries it again
+                    self._put_index()
+            if sum(file.size for file in self._files) > _LARGEST:
+                self._begin_pair(self._number + 1)
+        known, self._written = self._written if update else None, None
+        self._write(record, known, f.AMENDS if update else f.BACKFILLS if backfill else 0)
         self._written = None if backfill else record
         self._last = record.step if self._last is None or not backfill else max(record.step, self._last)
+        self._sync()
 
-    def _write(self, where: tuple[int, int], record: StepRecord, known: StepRecord | None) -> None:
+    def _write(self, record: StepRecord, known: StepRecord | None, flags: int) -> None:
         if known is None or known.step != record.step:
-            tables, values = record.tables, record.values
+            tables, values, rng, is_news = record.tables, record.values, record.rng, True
         else:  # a value that came late: what the file has is not written again
             tables = {source: table for source, table in record.tables.items() if known.tables.get(source) is not table}
             values = StepValues.of(record.values).since(StepValues.of(known.values))
-        if tables is record.tables or known is None or _facts(record) != _facts(known):
-            events = json.dumps([asdict(event) for event in record.events])
-            self._db.execute(
-                "INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?, ?, ?)",
-                (*where, record.time, record.applied, json.dumps(record.context, default=str, skipkeys=True), events),
-            )
+            rng, is_news = {} if known.events else record.rng, _facts(record) != _facts(known)
+        parts = self._parts(tables, rng if record.events and self._spoiled < _SPOILED else {})
+        layouts = self._layout_set(tuple([place for place, _ in parts]))
+        rows = self._row_file().append(f.of_tables(record.step, parts)) if parts else (0, 0)
+        by_key = record.values_beside_views(values).by_key
+        frame = f.StepFrame(
+            record.step,
+            record.time,
+            flags | (f.APPLIED if record.applied else 0) | (f.HAS_EVENTS if record.events else 0),
+            rows,
+            layouts,
+            self._ids_of(tuple(by_key)),
+            np.array(list(by_key.values()), np.float64),
+            json.dumps(record.context, default=str, skipkeys=True).encode() if is_news else b"",
+            json.dumps([asdict(event) for event in record.events]).encode() if is_news and record.events else b"",
+        )
+        begin, _ = self._values.append(frame.packed())
+        self._indexed.append((len(self._entries), frame.ids, frame.values))
+        keys = self._sets.setdefault(frame.ids.tobytes(), len(self._sets))
+        self._entries.append((begin, frame.step, frame.time, *rows, layouts, keys, frame.flags))
+
+    def _parts(self, tables: Mapping[str, StatsTable], rng: Mapping[str, torch.Tensor]) -> list[tuple[int, bytes]]:
         counts = {source: fixed_counts(source, table) for source, table in tables.items()}
-        blobs = pack({source: (table, bool(counts[source])) for source, table in tables.items() if not table.same_as})
-        self._db.executemany(
-            "INSERT OR REPLACE INTO rows VALUES (?, ?, ?, ?)",
-            [(*where, self._layout(source, table, counts[source]), blobs.get(source, b"")) for source, table in tables.items()],
-        )
-        if record.events and self._spoiled < _SPOILED:
-            states = [(*where, device, bytes(state.tolist())) for device, state in record.rng.items()]
-            self._db.executemany("INSERT OR REPLACE INTO rng VALUES (?, ?, ?, ?)", states)
-        self._db.executemany(
-            "INSERT OR REPLACE INTO scalars VALUES (?, ?, ?, ?)",
-            [
-                # without a call for a key that is known
-                (*where, self._ids.get(("keys", key)) or self._id("keys", ("source", "name", "metric"), key), _storable(value))
-                for key, value in record.values_beside_views(values).by_key.items()
-            ],
-        )
-
-    def _layout(self, source: str, table: StatsTable, counts: bytes) -> int:
-        known = "known layouts", (source, *table.names, table.columns, counts, table.same_as)
-        if known in self._ids:
-            return self._ids[known]
-        tensors = array("I", [self._id("tensors", ("name",), (name,)) for name in table.names]).tobytes()
-        mask = sum(1 << column for column in table.columns)
-        columns = ("source", "columns", "tensors", "counts", "same_as")
-        found = self._ids[known] = self._id("layouts", columns, (source, mask, tensors, counts, table.same_as))
-        return found
-
-    def _id(self, table: str, columns: tuple[str, ...], values: Iterable[Any]) -> int:
-        values = tuple(values)
-        found = self._ids.get((table, values))
-        if found is None:
-            self._db.execute(
-                f"INSERT OR IGNORE INTO {table} ({', '.join(columns)}) VALUES ({', '.join('?' * len(columns))})", values
+        stored = [source for source, table in tables.items() if not table.same_as]
+        blobs = dict(zip(stored, pack([(tables[source], bool(counts[source])) for source in stored]), strict=True))
+        parts = [
+            (
+                self._defined(TableLayout(source, table.names, table.columns, counts[source], table.same_as)),
+                blobs.get(source, b""),
             )
-            condition = " AND ".join(f"{column} = ?" for column in columns)
-            found = int(self._db.execute(f"SELECT id FROM {table} WHERE {condition}", values).fetchone()[0])
-            self._ids[table, values] = found
-        return found
+            for source, table in tables.items()
+        ]
+        return parts + [(self._defined(device), bytes(state.tolist())) for device, state in rng.items()]
+
+    def _defined(self, layout: TableLayout | str) -> int:
+        """Where a layout, or the device of a random state, is defined in the file with rows."""
+        place = self._layouts.get(layout)
+        if place is None:
+            facts = {"is": "rng", "device": layout} if isinstance(layout, str) else layout.definition()
+            place = self._layouts[layout] = self._row_file().append(f.of_json(facts))[0]
+        return place
+
+    def _layout_set(self, places: tuple[int, ...]) -> int:
+        number = self._layout_sets.get(places)
+        if number is None:
+            number = len(self._layout_sets)
+            self._put({"is": "layouts", "number": number, "at": places})
+            self._layout_sets[places] = number
+        return number
+
+    def _ids_of(self, keys: tuple[Key, ...]) -> np.ndarray:
+        ids = self._id_sets.get(keys)
+        if ids is None:
+            new = [key for key in keys if key not in self._ids]
+            if new:
+                self._put({"is": "keys", "first": len(self._ids), "keys": new})
+                self._ids.update(zip(new, range(len(self._ids), len(self._ids) + len(new)), strict=True))
+            if len(self._id_sets) >= _SETS:
+                self._id_sets.clear()
+            ids = self._id_sets[keys] = np.array([self._ids[key] for key in keys], np.uint32)
+        return ids
 
     def close(self) -> None:
-        """Close the file. In a forked child, where the file belongs to the parent, do nothing."""
-        if not self._process.is_forked:
-            # SQLite checkpoints on close only if no reader has the file open
-            with contextlib.suppress(sqlite3.Error):
-                self._db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
-            self._db.close()
+        """Close the files. In a forked child, where they belong to the parent, do nothing."""
+        if self._process.is_forked:
+            return
+        self._close_files()
+        if self._before is not None:
+            self._before.close()
 
 
 def _facts(record: StepRecord) -> tuple[object, ...]:
-    """What the table of steps has of a record."""
+    """What is stored of a record beside values and rows."""
     return record.time, record.applied, record.context, record.events
-
-
-def _identity(file: Path) -> tuple[int, int]:
-    """What distinguishes this file from a later one of its name."""
-    found = os.stat(file)
-    return found.st_dev, found.st_ino
 
 
 def _is_spoiled(record: StepRecord) -> bool:
     """Whether NaN or Inf is a spike of this step."""
     return any(not math.isfinite(event.value) for event in record.events)
-
-
-def _storable(value: float) -> float | str:
-    # SQLite would store NaN as NULL, which means that there is no value
-    return "NaN" if value != value else value

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import sqlite3
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -66,7 +65,7 @@ def _explained(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **options)
         except KeyError as error:
             raise ToolError(str(error.args[0])) from error
-        except (OSError, ValueError, sqlite3.Error) as error:
+        except (OSError, ValueError) as error:
             raise ToolError(str(error)) from error
 
     return tool
@@ -93,7 +92,7 @@ class RunTools:
         """All runs: name, state (running, silent, ended), last step, loss, spikes, findings that the training made itself, settings."""
         found = []
         for name, path in find_runs(self._root).items():
-            with contextlib.suppress(OSError, ValueError, sqlite3.Error):  # it is being made or removed
+            with contextlib.suppress(OSError, ValueError):  # it is being made or removed
                 found.append(run_card(path, name, points=2).to_dict())
         return [{key: value for key, value in card.items() if key not in ("losses", "is_diagnosed")} for card in found]
 

@@ -17,7 +17,7 @@
       const isNew = known !== null && card.spikes > known;
       const link = make("a", `${card.spikes} spike${card.spikes > 1 ? "s" : ""}`, isNew ? "new" : "");
       link.href = `#step=${card.spike_step}`;
-      words.push(", ", link, `, the largest: ${card.worst_spike}`);
+      words.push(", ", link, make("span", `, the largest: ${card.worst_spike}`, "desk"));  // a finding says it too
     }
     document.getElementById("live").replaceChildren(...words);
     known = known ?? card.spikes;

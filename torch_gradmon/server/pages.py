@@ -14,7 +14,7 @@ from ..analysis.report import comparison_content
 from ..analysis.report.content import content
 from ..analysis.report.page import LivePage, html, template
 from ..analysis.run import load_run
-from .watched_run import version
+from ..runs.format import version
 
 
 def _text(name: str) -> str:

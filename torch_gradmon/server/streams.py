@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..analysis.many_runs.card import RunCard
+from ..runs.format import version
 from .board import RunBoard
-from .watched_run import version
 
 #: Seconds between two looks at a file, and after which a row is sent again: its age has changed, and sending it shows whether the page is
 #: still open.

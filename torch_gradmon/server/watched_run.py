@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import threading
 import time
 from pathlib import Path
@@ -13,25 +11,14 @@ from ..analysis.diagnosis.diagnose import diagnose
 from ..analysis.diagnosis.findings import Diagnosis
 from ..analysis.many_runs.card import RunCard, run_card
 from ..core.errors import error_text
-from ..runs.file import file_in
+from ..runs.format import version
 
 _LOG = logging.getLogger(__name__)
-#: Shares of the time that reading the row of a run, and its diagnosis, may take while it is written: both take longer as a run grows, and
-#: while a run is read, SQLite cannot begin its log anew.
+#: Shares of the time that reading the row of a run, and its diagnosis, may take while it is written: both take longer as a run
+#: grows.
 _OF_ROWS, _OF_DIAGNOSES = 0.1, 0.05
 #: Seconds after which a row is read again although its file is the same: a run that has become silent does not write.
 _AGES = 5.0
-
-
-def version(path: Path) -> str:
-    """Changes with each write to the run in ``path``, and with another run in its place; empty if there is none."""
-    file = file_in(path)
-    found: list[int] = []
-    for each in (file, Path(f"{file}-wal")):
-        with contextlib.suppress(OSError):
-            status = os.stat(each)
-            found += [status.st_ino, status.st_size, status.st_mtime_ns]
-    return "-".join(map(str, found))
 
 
 class WatchedRun:

@@ -201,7 +201,7 @@ class Agreement:
         """As :meth:`end` for a monitor that nobody detached, on a thread that nobody waits for: a collection may come at any moment."""
         if self._store is not None and not (self.is_met or self._has_ended or self._process.is_forked):
             with contextlib.suppress(RuntimeError):  # no thread starts while the interpreter ends
-                _thread.start_new_thread(_mark_ended, (self._store, self._number))
+                _thread.start_new_thread(_mark_ended_quietly, (self._store, self._number))
 
     def _begin(self, card: Mapping[str, str]) -> None:
         prefix = f"torch_gradmon/{self._what}-{digest_of(self._ranks.members)}"
@@ -321,6 +321,11 @@ class Agreement:
 def _mark_ended(store: BoundedStore, number: int) -> None:
     with contextlib.suppress(RuntimeError, TimeoutError):
         store.call("add", f"{number}/ended", 1)
+
+
+def _mark_ended_quietly(store: BoundedStore, number: int) -> None:
+    with contextlib.suppress(Exception):  # nobody is there to hear of it
+        _mark_ended(store, number)
 
 
 #: Number of agreements by name and ranks, in this process.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..core import keys as n
 from ..core.errors import nearest, warn_user
-from ..core.keys import block_of, compile_pattern, shared_key
+from ..core.keys import blocks_of, compile_pattern, shared_key
 from ..core.moments import Column, merge_by_group
 from ..core.records import StatsTable
 from ..core.step_values import Block
@@ -32,6 +32,8 @@ class LayerSelection:
     def __init__(self, choice: str | re.Pattern[str] | None) -> None:
         self.choice = choice
         self._pattern = compile_pattern(choice, "layers") if choice not in (None, "all", "blocks", "top") else None
+        self._names: Sequence[str] = ()
+        self._blocks: dict[str, str] = {}
 
     def warn_of_idle(self, names: Iterable[str]) -> None:
         """Warn if the pattern matches none of the parameters."""
@@ -53,17 +55,28 @@ class LayerSelection:
     def members(self, names: Sequence[str]) -> dict[str, list[str]]:
         """The parameters of each value that is always requested: single parameters, those of a pattern, or blocks."""
         found: dict[str, list[str]] = {}
+        if self.choice == "blocks":
+            for name, block in self._blocks_of(names).items():
+                found.setdefault(block, []).append(name)
+            return found
         for name in names if self.choice not in (None, "top") else ():
-            if self.choice == "blocks":
-                found.setdefault(block_of(name), []).append(name)
-            elif self._pattern is None or self._pattern.search(name):
+            if self._pattern is None or self._pattern.search(name):
                 found[name] = [name]
         return found
 
+    def _blocks_of(self, names: Sequence[str]) -> dict[str, str]:
+        if names is not self._names:  # the same until the model changes
+            self._names, self._blocks = names, blocks_of(names)
+        return self._blocks
+
     def values(
-        self, tables: Mapping[str, StatsTable], base: StatsTable | None, groups: Sequence[tuple[str, frozenset[str]]]
+        self,
+        tables: Mapping[str, StatsTable],
+        base: StatsTable | None,
+        groups: Sequence[tuple[str, frozenset[str]]],
+        names: Sequence[str],
     ) -> list[Block]:
-        """The chosen values of one step; ``groups`` are the optimizers' parameter groups by name."""
+        """The chosen values of one step; ``groups`` are the optimizers' parameter groups by name, ``names`` all parameters."""
         if self.choice is None:
             return []
         squares = {source: table for source, table in tables.items() if table.has("norm")}
@@ -72,12 +85,12 @@ class LayerSelection:
             return [_block(n.GRADIENT_BEFORE_CLIP, SHARE, top_shares(gradients, TOP))]
         found = []
         if gradients is not None:
-            norms = [(name, float(row[Column.SQUARE_SUM].sqrt())) for name, row in self._rows(gradients, groups)]
+            norms = [(name, float(row[Column.SQUARE_SUM].sqrt())) for name, row in self._rows(gradients, groups, names)]
             tensors = frozenset(gradients.names)  # a block may be a single one
             views, sums = [one for one in norms if one[0] in tensors], [one for one in norms if one[0] not in tensors]
             found += [_block(n.GRADIENT_BEFORE_CLIP, "norm", views, are_views=True), _block(n.GRADIENT_BEFORE_CLIP, "norm", sums)]
         if updates is not None and base is not None:
-            pairs = zip(self._rows(updates, groups), self._rows(base, groups), strict=True)
+            pairs = zip(self._rows(updates, groups, names), self._rows(base, groups, names), strict=True)
             ratios = [
                 (name, float((row[Column.SQUARE_SUM] / before[Column.SQUARE_SUM]).sqrt()))
                 for (name, row), (_, before) in pairs
@@ -86,9 +99,11 @@ class LayerSelection:
             found.append(_block(n.UPDATE, "ratio", ratios))
         return [block for block in found if block.keys]
 
-    def _rows(self, table: StatsTable, groups: Sequence[tuple[str, frozenset[str]]]) -> list[tuple[str, Tensor]]:
+    def _rows(
+        self, table: StatsTable, groups: Sequence[tuple[str, frozenset[str]]], names: Sequence[str]
+    ) -> list[tuple[str, Tensor]]:
         if self.choice == "blocks":
-            return sums_over_blocks(table) + sums_over_groups(table, groups)
+            return sums_over_blocks(table, self._blocks_of(names)) + sums_over_groups(table, groups)
         return [
             (name, row)
             for name, row in zip(table.names, table.rows, strict=True)
@@ -101,11 +116,11 @@ def _block(source: str, metric: str, values: Sequence[tuple[str, float]], are_vi
     return Block(keys, array("d", [value for _, value in values]), source if are_views else "")
 
 
-def sums_over_blocks(table: StatsTable) -> list[tuple[str, Tensor]]:
+def sums_over_blocks(table: StatsTable, block_of: Mapping[str, str]) -> list[tuple[str, Tensor]]:
     """One merged row per block, in model order. Exact, since rows are additive."""
-    blocks = list(dict.fromkeys(block_of(name) for name in table.names))
+    blocks = list(dict.fromkeys(block_of[name] for name in table.names))
     position = {block: index for index, block in enumerate(blocks)}
-    merged = merge_by_group(table.rows, [position[block_of(name)] for name in table.names], len(blocks))
+    merged = merge_by_group(table.rows, [position[block_of[name]] for name in table.names], len(blocks))
     return list(zip(blocks, merged, strict=True))
 
 

@@ -127,6 +127,7 @@ class PendingStep:
             heads,
             summary,
             layers,
+            self.inventory.names,
             buffer.absent,
         )
         return replace(record, rng=buffer.rng, extras=self.readback.extras), signals

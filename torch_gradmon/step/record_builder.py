@@ -44,12 +44,13 @@ def assemble(
     heads: frozenset[Key],
     summary: Summary,
     layers: LayerSelection,
+    names: Sequence[str],
     absent: dict[tuple[str, str], str],
 ) -> tuple[StepRecord, dict[str, float]]:
     """The record of one step, and all whole-model values by name.
 
     ``modules`` are values of modules' inputs and outputs, ``heads`` those of their keys that no dashboard gets, and ``absent`` gets
-    reasons for missing values.
+    reasons for missing values; ``names`` are all parameters.
     """
     base = tables.pop(n.UPDATE_BASE, None)
     batches = tables.pop(n.BATCH_GRADIENT, None)
@@ -74,7 +75,7 @@ def assemble(
     absent.update({(n.SUMMARY, name): reason for name, reason in reasons.items()})
     first = {summary_key(name): summarised[name] for name in summary.choice.shown if name in summarised}
     first.update({key: value for key, value in custom.items() if key.source == n.SUMMARY})
-    of_layers = layers.values(whole if layers.takes_sums else tables, base, facts.groups)
+    of_layers = layers.values(whole if layers.takes_sums else tables, base, facts.groups, names)
     last = {key: value for key, value in custom.items() if key not in undefined}
     blocks = [block for source, plan in plans.items() if source in tables for block in plan.evaluate(tables[source], base)]
     values = StepValues(Block(tuple(first), tuple(first.values())), *modules, *blocks, *of_layers).updated(last)

@@ -15,6 +15,8 @@ _RATES = frozenset({"learning-rate-high", "update-ratio-high"})
 CONSEQUENCES: Mapping[str, frozenset[str]] = {
     "softmax-before-loss": _STANDSTILL | _UNITS | _DEPTH | {"learning-rate-low", "always-clipped"},
     "relu-before-loss": _STANDSTILL | _UNITS | {"gradient-dropped-to-zero", "no-gradient"},
+    "attention-mask": _STANDSTILL | _DEPTH | {"no-gradient"},
+    "labels-ignored": _STANDSTILL | {"no-gradient", "non-finite-activation", "non-finite-loss", "non-finite-gradient"},
     "non-finite-input": _DISORDER | {"spike", "steps-skipped"},
     "labels-not-mixed": _DISORDER | {"spike"},
     "labels-constant": frozenset({"loss-at-chance"}),

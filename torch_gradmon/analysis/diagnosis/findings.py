@@ -170,7 +170,12 @@ class Diagnosis(ShownAsText):
 
 
 def _may_cause(cause: Finding, effect: Finding) -> bool:
-    """Whether one may be a consequence of the other; what was over by the time that the cause began has another one."""
+    """Whether one may be a consequence of the other.
+
+    What was over by the time that the cause began has another one, and where no step was one for a clip to stop, its absence does nothing.
+    """
+    if cause.rule == "never-clipped" and not cause.evidence.get("outliers", 1.0):
+        return False
     return effect.rule in CONSEQUENCES.get(cause.rule, ()) and effect.steps[1] >= cause.steps[0]
 
 

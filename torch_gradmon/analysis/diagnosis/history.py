@@ -414,6 +414,14 @@ class History:
         values[:, places] = values[:, places].where(grown[rows], math.nan)
         return replace(ratios, values=values)
 
+    @cached_property
+    def returned_numbers(self) -> frozenset[str]:
+        """The outputs of the whole model that are one number, such as the loss that it computes itself. Empty if a module inside returns
+        one number too, as the last one does of a model with one output that is given one example.
+        """
+        numbers = frozenset(name for name, size in self.sizes(n.ACTIVATION).items() if size == 1)
+        return numbers if all(name.startswith(n.ROOT) for name in numbers) else frozenset()
+
     def matrix(self, source: str, metric: str) -> Matrix | None:
         """A built-in metric of all tensors of a source, of the steps that have it; None without any."""
         if (source, metric) not in self._matrices:
@@ -468,13 +476,8 @@ def _branch(name: str, names: Sequence[str]) -> list[int]:
 def _returned_loss(history: History) -> Series:
     """The only number that the model returns."""
     outputs = history.matrix(n.ACTIVATION, "mean")
-    sizes = history.sizes(n.ACTIVATION)
-    numbers = {name for name, size in sizes.items() if size == 1}
-    found = next((name for name in _OWN_LOSS if name in numbers), None)
-    # a model with one output, given one example, also returns one number, as does its last module
-    if outputs is None or found is None or any(n.ROOT not in name for name in numbers):
-        return Series()
-    return outputs.column(found)
+    found = next((name for name in _OWN_LOSS if name in history.returned_numbers), None)
+    return Series() if outputs is None or found is None else outputs.column(found)
 
 
 def _is_nonfinite(parameters: StatsTable | None) -> bool:

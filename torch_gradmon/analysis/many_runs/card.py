@@ -15,7 +15,7 @@ from ...core.json_numbers import strict
 from ...core.keys import Key
 from ...core.loop_findings import LoopFinding
 from ...core.loss_keys import loss_among
-from ...runs.liveness import RunStatus, run_status
+from ...runs.liveness import RunStatus
 from ...spikes.episodes import Episode, episodes, largest
 from ..diagnosis.findings import Diagnosis
 from ..diagnosis.history import loop_findings
@@ -39,6 +39,8 @@ class RunCard:
         state: ``running``, or ``silent`` if its process is gone, or its last step is older than five usual intervals and a minute;
             ``ended`` if its monitor was detached; ``empty`` without a step; ``unknown`` if there is only one, which shows no interval.
         status: the same as a sentence.
+        raised: the exception with which the run ended, as text; empty without one, or if it is unknown.
+        unwritten: number of steps that could not be written to the run directory, as on a full disk.
         step: the last one; None without any.
         steps: how many were recorded.
         age: seconds since the last one.
@@ -65,6 +67,8 @@ class RunCard:
     name: str
     state: State
     status: str
+    raised: str
+    unwritten: int
     step: int | None
     steps: int
     age: float
@@ -110,8 +114,10 @@ def run_card(
         FileNotFoundError: there is no run in it.
         ValueError: its file is not one of this package.
     """
-    status = run_status(path)
     with closing(load_run(path)) as run:
+        status = run.status
+        raised = str(status.meta.get("raised") or "") if status.has_ended else ""
+        unwritten = int(status.meta.get("unwritten") or 0) if status.has_ended else 0
         steps = run.steps
         loss = _series(run, loss_among(run.scalars))
         times = [float(run.context(step)["time"]) for step in (steps[:1] + steps[-1:])]
@@ -121,7 +127,9 @@ def run_card(
         return RunCard(
             name=os.fspath(path) if name is None else name,
             state=_state(status),
-            status=str(status),
+            status=_sentence(status, raised, unwritten),
+            raised=raised,
+            unwritten=unwritten,
             step=status.step,
             steps=len(steps),
             age=status.age,
@@ -145,9 +153,10 @@ def run_card(
 
 
 def differing(cards: Sequence[RunCard]) -> list[str]:
-    """The settings that are not the same in all runs."""
+    """The settings that are not the same in all runs, those with most values first, which tell the runs apart."""
     names = dict.fromkeys(name for card in cards for name in card.settings)
-    return [name for name in names if len({card.settings.get(name) for card in cards}) > 1]
+    values = {name: len({card.settings.get(name) for card in cards}) for name in names}
+    return sorted((name for name in names if values[name] > 1), key=lambda name: -values[name])
 
 
 def _state(status: RunStatus) -> State:
@@ -156,6 +165,13 @@ def _state(status: RunStatus) -> State:
     if status.step is None:
         return "empty"
     return {True: "running", False: "silent", None: "unknown"}[status.looks_alive]  # type: ignore[return-value]
+
+
+def _sentence(status: RunStatus, raised: str, unwritten: int) -> str:
+    said = "no step was recorded: the run has ended" if status.step is None and status.has_ended else str(status)
+    ended = f"{said}, with {raised}" if raised else said
+    lost = f"{unwritten} step{'s' * (unwritten != 1)}"
+    return f"{ended}; {lost} could not be written, and what is said is about the others" if unwritten else ended
 
 
 def _described(spike: Episode | None, sentence: str, place: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from ...core.formatting import listed, printable
-from ...runs.file import FILE_NAME
+from ...runs.format import is_run
 
 #: Directories below each other that are looked into.
 _DEPTH = 4
@@ -32,7 +32,7 @@ def find_runs(root: str | os.PathLike[str]) -> dict[str, Path]:
         if len(below.parts) >= _DEPTH:
             directories.clear()
         directories[:] = sorted(name for name in directories if not name.startswith("."))
-        if FILE_NAME in files:
+        if is_run(files):
             name = below.as_posix() if below.parts else top.resolve().name
             if name.isprintable():  # else it is no text, which JSON and addresses could not have
                 found[name] = Path(place)

@@ -39,6 +39,9 @@ def next_action(card: RunCard, diagnosis: Diagnosis) -> str:
     first = _first(diagnosis)
     if first is not None and first.severity != "info":
         return first.advice
+    if card.raised:
+        name = card.raised.partition(":")[0]
+        return f"Look at the traceback of {name}, unless it was raised to end the run, as for a trial that is pruned."
     rest = "Let it train." if card.state != "ended" else "Nothing."
     if first is None:
         return rest
@@ -57,6 +60,8 @@ def status_dict(card: RunCard, diagnosis: Diagnosis) -> dict[str, Any]:
         "run": card.name,
         "state": card.state,
         "status": card.status,
+        "raised": card.raised,
+        "unwritten": card.unwritten,
         "healthy": card.state in _FINE and not has_stalled(card) and diagnosis.healthy,
         **{name: rest[name] for name in _NUMBERS},
         "worst_spike": worst if card.spikes else None,

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from ...core.keys import blocks_of
 from .downsampling import Downsampled
 from .views import Panel
 
@@ -19,20 +20,22 @@ _SCROLLED = 4
 def blocks(names: Sequence[str], most: int = ROWS) -> dict[str, list[int]]:
     """The places of ``names`` by block, in order. Each name is a block of its own if there are at most ``most``.
 
-    A block is the start of a name up to its first number (``blocks.3``), or its first part. Too many blocks are merged with
-    their neighbours (``blocks.0 to blocks.3``).
+    Blocks are those of :func:`~torch_gradmon.core.keys.blocks_of`. Too many are merged with their neighbours
+    (``blocks.0 to blocks.3``).
     """
     if len(names) <= most:
         return {name: [place] for place, name in enumerate(names)}
     found: dict[str, list[int]] = {}
+    block_of = blocks_of(names, of_modules=True)
     for place, name in enumerate(names):
-        found.setdefault(_block(name), []).append(place)
+        found.setdefault(block_of[name], []).append(place)
     if len(found) == 1:  # a single block: split it further
         prefix = next(iter(found))
+        rests = [name[len(prefix) :].lstrip(".") for name in names]
+        block_of = blocks_of(rests, of_modules=True)
         found = {}
-        for place, name in enumerate(names):
-            rest = name[len(prefix) :].lstrip(".")
-            found.setdefault(f"{prefix}.{_block(rest)}" if rest else name, []).append(place)
+        for place, rest in enumerate(rests):
+            found.setdefault(f"{prefix}.{block_of[rest]}" if rest else names[place], []).append(place)
     return found if len(found) <= _SCROLLED * most else _neighbours(found, most)
 
 
@@ -43,14 +46,6 @@ def _neighbours(found: Mapping[str, list[int]], most: int) -> dict[str, list[int
         some[0] if len(some) == 1 else f"{some[0]} to {some[-1]}": [place for name in some for place in found[name]]
         for some in runs
     }
-
-
-def _block(name: str) -> str:
-    parts = name.split(".")
-    at = next((place for place, part in enumerate(parts) if part.isdecimal()), None)
-    if at is None:
-        return parts[0]
-    return ".".join(parts[: at + 1])
 
 
 def by_block(panel: Panel, cells: Downsampled, groups: Mapping[str, Sequence[int]]) -> torch.Tensor:

@@ -52,7 +52,8 @@ def _heatmap(heat: Heatmap) -> Figure:
         top = [-0.75] * len(heat.marks)
         axes.plot(list(heat.marks), top, "v", color=colours.VERMILION, markersize=6, clip_on=False, label="spike")
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.01), ncols=2, frameon=False, fontsize=8)
+        above = 1.4 if heat.marks else 0.5  # the triangles
+        axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.01), borderaxespad=above, ncols=3, frameon=False, fontsize=8)
     axes.set_ylim(len(heat.rows) - 0.5, -0.5)
     axes.set_xlabel("step")
     axes.set_title(heat.title, loc="left", fontsize=11, pad=14)  # above the triangles

@@ -245,7 +245,7 @@
       entries.push(entry);
     };
     paintAll({ "NaN or infinite": LOUD }, PINK);
-    paintAll({ "no gradient": BARE, ...(log ? { "exactly 0": ZERO } : {}) }, BROWN);
+    paintAll({ "no gradient": BARE, ...(log && side !== "apart" ? { "exactly 0": ZERO } : {}) }, BROWN);  // runs that agree are blank
     if (side === "apart") paintAll({ "one of the runs has no value": NONE }, GREY, 0.35);
     $("legend").replaceChildren(...entries);
     if (data.marks.length) {

@@ -81,7 +81,7 @@ def _fact(value: Any) -> str:
 
 
 def _row(name: str, cells: Sequence[str]) -> str:
-    return f"{cut_start(name, _NAME_WIDTH - 1):<{_NAME_WIDTH}}" + "".join(f"{cell:>{_WIDTH}}" for cell in cells)
+    return f"{cut_start(name, _NAME_WIDTH - 1):<{_NAME_WIDTH}}" + "".join(f"{f' {cell}':>{_WIDTH}}" for cell in cells)
 
 
 def _signals(report: SpikeReport) -> Iterator[str]:

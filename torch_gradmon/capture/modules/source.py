@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import sys
-import types
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from ...core import keys as n
 from ...core.compat import TELLS_EXPORT
 from ...core.fence import Fence
+from ...core.last_exception import ending
 from ...core.metric import Metric
 from ...step.buffer import StepBuffer
 from ...step.model_index import ModelIndex
@@ -40,13 +40,6 @@ _NOT_SEEN = (
 )
 
 
-_INTERRUPTED = (
-    "one of the step's forward or backward passes was interrupted, as by an exception, and its values cannot be told from those of "
-    "the others"
-)
-_OF_PASSES = (*n.MODULE_SOURCES, *n.RCC_SOURCES, *n.ATTENTION_SOURCES.values())
-
-
 class ModuleSource:
     """Forward hooks on the modules that a metric matches; no other module has one.
 
@@ -62,7 +55,11 @@ class ModuleSource:
         hooks: those on modules.
     """
 
+    _last_called: ClassVar[object] = None  # the sign of the source whose root was called last, in any thread
+
     def __init__(self, measurer: Measurer, fence: Fence) -> None:
+        self._handled = id(sys.exc_info()[1])  # the exception that the script handled when it called the root
+        self._sign = ModuleSource._last_called = object()
         self._measurer, self._passes = measurer, PassTracker()
         self.values = ModuleValues(measurer)
         self._scope = ForwardScope(measurer, fence, self._passes, self.values)
@@ -71,9 +68,7 @@ class ModuleSource:
         self._opening: Callable[[nn.Module], object] = lambda _: None
         self.was_trained = False
         self._buffer: StepBuffer | None = None
-        self._due = self._is_incomplete = False
-        self._has_forward = self._has_backward = False  # of this step, which were not interrupted
-        self._handled = id(None)  # the id of the exception that the script handled when it called the root
+        self._due = False
 
     def connect(
         self,
@@ -96,7 +91,6 @@ class ModuleSource:
     def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: ModelIndex, by_hand: bool) -> None:
         """Start a step with the metrics due in it; ``by_hand``: the loop has begun it explicitly."""
         self._buffer, self.was_trained = buffer, False
-        self._is_incomplete = self._has_forward = self._has_backward = False
         self._passes.use_training_mode(by_hand)
         self._scope.begin_step(buffer, metrics, inventory, by_hand)
         self._due = any(metric.source in n.MODULE_SOURCES for metric in metrics)
@@ -126,9 +120,6 @@ class ModuleSource:
             return
         self._collect(self._buffer)
         self._scope.end_step(self.hooks.has_compiled_parts, self.hooks.graphs.has_graphs)
-        if self._is_incomplete:
-            for source in _OF_PASSES:
-                self._buffer.refuse_all(source, _INTERRUPTED)
         self.hooks.explain(self._buffer.absent)
         self._buffer, self.was_trained = None, False
         self._passes.forget_forward()  # also if a forward was interrupted
@@ -167,7 +158,6 @@ class ModuleSource:
 
     def capture(self, name: str, output: Any) -> None:
         """Measure ``output``, a tensor or a container of tensors, under the name of its module."""
-        self._has_forward |= self._passes.root_trains is None
         self._calls.capture(name, output)
 
     def set_recording(self, is_open: bool) -> None:
@@ -189,24 +179,7 @@ class ModuleSource:
 
     def backward_ended(self) -> None:
         """A backward pass has ended in this step."""
-        self.was_trained = self._has_backward = True
-
-    def backward_interrupted(self) -> None:
-        """The last backward pass was not seen to end, and a forward follows: neither that pass nor its forward counts."""
-        self._discard(is_alone=not self._has_backward)
-
-    def _discard(self, is_alone: bool) -> None:
-        """Drop what an interrupted pass gave; where it is not ``is_alone`` in the step, all of the step."""
-        if self._buffer is None:
-            return
-        if not is_alone:
-            self._is_incomplete = True
-            return
-        self.hooks.graphs.discard()
-        self.values.discard()
-        for source in _OF_PASSES:
-            self._buffer.clear(source)
-        self._calls.seen = self._scope.check.seen = self._has_forward = False
+        self.was_trained = True
 
     # --- hooks -----------------------------------------------------------------------------------------------------------------
 
@@ -238,8 +211,6 @@ class ModuleSource:
 
     def root_began(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         """The root is called; ``kwargs`` is None after its hook was removed."""
-        if self._passes.root_trains is not None and not _is_running(module):
-            self._root_interrupted()
         # before the reference runs, since it has copies of the model's own hooks; so the step may have to be opened here
         self._opening(module)
         # a hook that is removed while earlier hooks run is called once more, without kwargs; if the opening of an unmonitored
@@ -250,53 +221,31 @@ class ModuleSource:
             self.attention.set_compiled(True)
         trains = self._passes.root_began(module)
         self.was_trained |= trains
+        self._handled, ModuleSource._last_called = id(sys.exc_info()[1]), self._sign
         self._calls.forward_began()
-        self._handled = id(sys.exc_info()[1])
-        self._has_forward |= self._calls.seen
         if self._buffer is None or self._passes.paused or not trains:
             return
         self._scope.start(module, args, kwargs)
 
     def root_ended(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """The root has returned or raised."""
-        trains = self._passes.root_trains
         if self._passes.root_ended():
             self._scope.leave()
             self.reference.forget()
-            if trains and id(sys.exc_info()[1]) != self._handled:
-                self._discard(is_alone=not self._has_forward)
-            else:
-                self._has_forward |= trains is True
 
-    def _root_interrupted(self) -> None:
-        """The last forward was interrupted by what is no ``Exception``, and its end was not seen."""
-        trains = self._passes.root_trains
-        self._passes.forget_forward()
-        self._scope.leave()
-        self.reference.forget()
-        if trains:
-            self._discard(is_alone=not self._has_forward)
+    def ending(self) -> str:
+        """The exception that ends the training now, as text; empty without one."""
+        return ending(self._handled, is_last=ModuleSource._last_called is self._sign)
 
     def training_began(self) -> None:
         """The root's training forward began; its own hook may have been installed too late to see it."""
-        self._handled = id(sys.exc_info()[1])
+        self._handled, ModuleSource._last_called = id(sys.exc_info()[1]), self._sign
         self._passes.training_began(end_is_seen=self.hooks.on_root)
 
     @property
     def in_training(self) -> bool:
         """False inside an evaluation pass and inside a recomputation, which happens while a backward pass runs."""
         return self._passes.in_training
-
-
-def _is_running(module: nn.Module) -> bool:
-    """Whether a call of ``module`` runs that is not the one which has just begun, in any thread. Slow."""
-    calls = 0
-    for frame in sys._current_frames().values():
-        here: types.FrameType | None = frame
-        while here is not None:
-            calls += here.f_code is nn.Module._call_impl.__code__ and here.f_locals.get("self") is module
-            here = here.f_back
-    return calls > 1 or torch._C._current_graph_task_id() != -1
 
 
 def _stays(reference: ReferencePass, metrics: Iterable[Metric]) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sqlite3
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -70,7 +69,7 @@ def _cards(places: Sequence[str], diagnosed: bool) -> Iterator[RunCard]:
     for name, path in paths.items():
         try:
             yield run_card(path, name, diagnose(path) if diagnosed else None)
-        except (OSError, ValueError, sqlite3.Error) as error:  # it is being made or removed, or belongs to another user
+        except (OSError, ValueError) as error:  # it is being made or removed, or belongs to another user
             print(f"gradmon: {name} is left out: {' '.join(str(error).split())}", file=sys.stderr)
 
 

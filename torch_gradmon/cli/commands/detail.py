@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ...runs import detail_request
 from ...runs.detail_request import DetailRequest, request_text
-from ...runs.file import file_in
+from ...runs.format import directory_of, has_run
 from ...runs.liveness import RunStatus, run_status
 from ...step.presets import PRESETS
 from ..terminal.detail_state import change_text, current_text, result_of, state_of, status_lines, warnings
@@ -106,9 +106,9 @@ def _change(options: argparse.Namespace) -> DetailRequest:
 
 
 def _directory(path: str) -> Path:
-    directory = file_in(path).parent
+    directory = directory_of(path)
     first = directory / "rank0"
-    if not file_in(directory).is_file() and file_in(first).is_file():
+    if not has_run(directory) and has_run(first):
         raise UsageError(f"in {path!r} each rank has its own run directory, and the first rank decides: name {str(first)!r}")
     return directory
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sqlite3
 from collections.abc import Sequence
 
 from ...analysis.comparison.diff import diff
@@ -78,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
             last=options.last,
             strict=options.strict,
         )
-    except (OSError, ValueError, sqlite3.Error) as error:  # runs that cannot be compared do not diverge
+    except (OSError, ValueError) as error:  # runs that cannot be compared do not diverge
         raise UsageError(str(error)) from error
     print(found.to_json() if options.json else found)
     if to is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sqlite3
 
 from ...analysis.diagnosis.diagnose import diagnose
 from ...analysis.many_runs.card import run_card
@@ -34,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
         card = run_card(options.run, options.run, diagnosis)
     except FileNotFoundError as error:
         raise UsageError(no_run(options.run, error)) from error
-    except (ValueError, sqlite3.Error) as error:
+    except ValueError as error:
         raise UsageError(str(error)) from error
     found = status_dict(card, diagnosis)
     if options.json:

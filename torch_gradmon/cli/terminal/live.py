@@ -85,7 +85,7 @@ class LiveRun:
         """Read what is new, if anything.
 
         Raises:
-            sqlite3.Error: the run cannot be read.
+            OSError: the run cannot be read.
         """
         since = self.run.refresh()
         if since is not None:

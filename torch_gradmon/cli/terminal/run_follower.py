@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import sqlite3
 
 from ...analysis.run import load_run
-from ...runs.file import file_in
+from ...runs.format import identity
 from .live import LiveRun
 
 
@@ -33,17 +32,17 @@ class RunFollower:
     def refresh(self) -> None:
         """Read what is new. An error is stored in ``problem``, and the next call tries again."""
         try:
-            status = os.stat(file_in(self._path))
-            if self.live is None or (status.st_dev, status.st_ino) != self._file:
+            first = identity(self._path)
+            if self.live is None or first != self._file:
                 fresh = LiveRun(load_run(self._path), self._window)
                 self.close()
-                self.live, self._file = fresh, (status.st_dev, status.st_ino)
+                self.live, self._file = fresh, first
             else:
                 self.live.refresh()
             self.problem = ""
         except FileNotFoundError:
             self.problem = f"there is no run in {os.fspath(self._path)!r}" + (" any more" if self.live is not None else " yet")
-        except (OSError, ValueError, sqlite3.Error) as error:
+        except (OSError, ValueError) as error:
             self.problem = " ".join(str(error).split())
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ def show(console: Console, cards: Sequence[RunCard]) -> None:
     """Print a row for each run. Columns without a value in any run are left out."""
     some = differing(cards)
     columns: dict[str, Callable[[RunCard], Text]] = {
-        "state": lambda card: Text(card.state, style=_STYLES.get(card.state, "")),
+        "state": _state,
         "step": lambda card: Text("" if card.step is None else str(card.step)),
         "loss": lambda card: Text("" if card.loss is None else number(card.loss)),
         "findings": _findings,
@@ -38,7 +38,7 @@ def show(console: Console, cards: Sequence[RunCard]) -> None:
     cells = {title: [cell(card) for card in cards] for title, cell in columns.items()}
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     names = [printable(card.name) for card in cards]
-    longest = min(max(map(len, names)), max(_NAME, console.width // 3))
+    longest = min(max(map(len, [*names, "run"])), max(_NAME, console.width // 3))
     table.add_column("run", overflow="fold", width=longest)
     shown = [title for title, texts in cells.items() if any(texts) and (title != "cost" or console.width >= _WIDE)]
     settings = [title for title in shown if title in some]
@@ -58,6 +58,14 @@ def show(console: Console, cards: Sequence[RunCard]) -> None:
     console.print(table)
     if left := [name for name in some if name not in settings]:
         console.print(Text(f"They also differ in {', '.join(left)}.", style="dim"))
+    if not any(card.findings or card.is_diagnosed for card in cards):
+        console.print(Text("The trainings found no mistake themselves; --diagnose applies all rules.", style="dim"))
+
+
+def _state(card: RunCard) -> Text:
+    if card.raised:
+        return Text(printable(f"{card.state}, {card.raised.partition(':')[0]}"), "yellow")
+    return Text(card.state, _STYLES.get(card.state, ""))
 
 
 def _setting(name: str) -> Callable[[RunCard], Text]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -69,7 +68,6 @@ class BackwardHooks:
         self._tensors: list[int | None] = []  # the tensor in each place when hooks were registered
         self._completing: set[int] = set()  # places with hooks after the accumulation
         self._tasks: set[int] = set()
-        self.awaited: set[int] = set()  # passes that are to report their ends; between passes, those that were interrupted
         self._is_over = False  # the engine reports the end of a backward pass right now
         self._stepped_within: set[int] = set()  # ids of the parameters of optimizers that have stepped within a backward pass
 
@@ -106,7 +104,6 @@ class BackwardHooks:
         """Remove the hooks."""
         self._handles.remove()
         self._tasks.clear()
-        self.awaited.clear()
 
     def revive(self, optimizer: Optimizer) -> bool:
         """Register hooks again that no longer fire although their parameters exist. Returns whether there were any.
@@ -187,16 +184,14 @@ class BackwardHooks:
             self._remember(task)
             engine = Variable._execution_engine
             # DDP copies the reduced gradients back in a callback of its own; one queued from within a callback comes after it
-            self.awaited.add(task)
-            engine.queue_callback(lambda: engine.queue_callback(functools.partial(self._ended, task)))
+            engine.queue_callback(lambda: engine.queue_callback(self._ended))
 
     def _remember(self, task: int) -> None:
         if len(self._tasks) > 10_000:
             self._tasks.clear()
         self._tasks.add(task)
 
-    def _ended(self, task: int) -> None:
-        self.awaited.discard(task)
+    def _ended(self) -> None:
         if not self._optimizers.in_closure:
             self._optimizers.heal()
         self._is_over = True

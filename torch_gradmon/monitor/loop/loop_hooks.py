@@ -65,5 +65,7 @@ class LoopHooks:
 
 def _is_container(module: nn.Module) -> bool:
     """Whether only its modules are called, so that perhaps nothing else refers to it, as to one of the two networks of a GAN."""
+    if isinstance(module, torch.jit.ScriptModule):  # which is no container, and has its forward elsewhere
+        return False
     has_forward = "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
     return not (has_forward or module._parameters or module._buffers)

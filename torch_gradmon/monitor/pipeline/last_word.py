@@ -19,7 +19,7 @@ def last_word(path: str | os.PathLike[str]) -> str:
     """The errors and warnings of the run in ``path`` on one line, consequences left out; empty if there are none.
 
     Raises:
-        OSError, ValueError, sqlite3.Error: the run cannot be read.
+        OSError, ValueError: the run cannot be read.
     """
     from ...analysis.diagnosis.diagnose import diagnose
     from ...analysis.diagnosis.findings import SEVERITIES

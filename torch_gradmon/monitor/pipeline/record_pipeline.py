@@ -122,11 +122,14 @@ class RecordPipeline:
         """The step of the last record is no longer the one that ended last."""
         self.last = None
 
-    def close(self) -> None:
-        """Send the waiting record, close the sinks and the run directory; another record opens them again."""
+    def close(self, raised: str = "") -> None:
+        """Send the waiting record, close the sinks and the run directory; another record opens them again.
+
+        ``raised`` is the exception that ends the training, as text.
+        """
         self.publisher.close()
         self.directory.is_gone()
-        self.directory.close()
+        self.directory.close(raised)
 
     # --- other steps ---------------------------------------------------------------------------------------------------------
 

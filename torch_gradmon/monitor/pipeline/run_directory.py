@@ -5,8 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import secrets
-import sqlite3
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from ...core.errors import WarningLog
 from ...core.process import HomeProcess, process_facts
 from ...core.records import StepRecord
-from ...sinks.delivery import PATIENCE
 
 if TYPE_CHECKING:
     from ...runs.writer import RunWriter
@@ -57,9 +54,9 @@ class RunDirectory:
         self.keep_alive: list[object] = []
         self._path, self._complaints, self._is_muted = path, complaints, is_muted
         self._meta = dict(meta) if path is None else {**meta, "process": process_facts()}
-        self._name = secrets.token_hex(8)  # under which the directory is claimed
-        self._failures = 0
+        self._is_taken = False  # the directory, by another writer
         self._has_lost = False  # a step
+        self._unwritten = 0  # steps
         self._is_lost = False  # the directory, which is made anew as soon as there is a place for it
         self._has_claimed = False  # the directory, with its first step
         self._tells, self._has_news = tells, False  # since the end was told last
@@ -104,7 +101,7 @@ class RunDirectory:
         if self._writer is not None and not self._process.is_forked:
             try:
                 self._writer.annotate(facts)
-            except sqlite3.Error as error:
+            except (OSError, ValueError) as error:
                 self._complaints.add("store", f"the run directory {self._path} could not be written", error)
 
     def rewind(self, step: int) -> None:
@@ -118,18 +115,20 @@ class RunDirectory:
                     self._complaints.add("replaced", _REPLACED.format(self._path, self._writer.last, step))
                 self._claim(self._writer)
                 self._writer.rewind(step)
-            except sqlite3.Error as error:
+            except (OSError, ValueError) as error:
                 self._complaints.add("store", f"the run directory {self._path} could not be written", error)
 
     def write(self, record: StepRecord, amends: bool = False, backfills: bool = False) -> None:
         """Store ``record``: of a new step, in place of the last one, or of an earlier step."""
         if self._path is None or self._process.is_forked or self._is_muted():
             return
-        if self._failures >= PATIENCE:
+        if self._is_taken:
             self._complaints.counts["store"] += 1
+            self._unwritten += not amends
             return
         if self._is_lost and (amends or self._obstacle(self._path)):  # what would be amended is lost
             self._complaints.counts["gone"] += not amends
+            self._unwritten += not amends
             return
         self._is_lost = False
         from ...runs.writer import Superseded
@@ -140,19 +139,20 @@ class RunDirectory:
             writer = self._opened(self._path)
             self._claim(writer)
             writer.log(record, update=amends, backfill=backfills)
-            self._failures, self._has_news = 0, True
+            self._has_news = True
         except Superseded:
-            self._failures, self._has_lost = PATIENCE, True
+            self._is_taken = self._has_lost = True
             message = (
                 f"another monitor writes to the run directory {self._path} by now, so that this one, with step {record.step}, writes "
                 "there no more; give each a run_dir of its own"
             )
             self._complaints.add("store", message)
-        except (sqlite3.Error, OSError) as error:
-            self._failures, self._has_lost = self._failures + 1, True
+        except (OSError, ValueError) as error:
+            self._has_lost = True
+            self._unwritten += not amends
             message = (
-                f"step {record.step} could not be written to the run directory {self._path}; training continues, "
-                f"and after {PATIENCE} failures in a row nothing more is written"
+                f"step {record.step} could not be written to the run directory {self._path}; training continues, and later steps are "
+                "written as soon as that succeeds again"
             )
             self._complaints.add("store", message, error)
 
@@ -169,7 +169,7 @@ class RunDirectory:
         span = "" if writer.last is None else f" up to {writer.last}"
         self._close()
         if found == "replaced":
-            self._failures = PATIENCE
+            self._is_taken = True
             self._complaints.add("gone", _TAKEN.format(path, span))
             return True
         self._has_claimed, gone = False, _GONE.format(path, span)
@@ -203,7 +203,7 @@ class RunDirectory:
         from ...runs.writer import RunWriter
 
         if self._writer is None:
-            self._writer = RunWriter(path, self._meta, self._name)
+            self._writer = RunWriter(path, self._meta)
             self.keep_alive.append(self._writer)
         return self._writer
 
@@ -212,13 +212,16 @@ class RunDirectory:
 
         Nothing changes if this monitor no longer writes there, as after another monitor has claimed the directory.
         """
-        if self._path is not None and self._failures < PATIENCE and not self._is_muted() and not self._process.is_forked:
-            with contextlib.suppress(sqlite3.Error, OSError):  # the first record reports the failure
+        if self._path is not None and not self._is_taken and not self._is_muted() and not self._process.is_forked:
+            with contextlib.suppress(OSError, ValueError):  # the first record reports the failure
                 self._opened(self._path).claim(self._meta)
 
-    def close(self) -> None:
-        """Close the file; another record opens it again. What is wrong with the run is told, unless nobody wants to know."""
-        self._end()
+    def close(self, raised: str = "") -> None:
+        """Close the file; another record opens it again. What is wrong with the run is told, unless nobody wants to know.
+
+        ``raised`` is the exception that ends the training, as text.
+        """
+        self._end(raised)
         if self._path is not None and self._is_to_tell():
             from .last_word import say
 
@@ -229,13 +232,16 @@ class RunDirectory:
         told, self._has_news = not self._has_news, False
         return self._tells and not told and not self._process.is_forked
 
-    def _end(self) -> None:
+    def _end(self, raised: str = "") -> None:
         """Close the file. Of a monitor that nobody detached no plugin has noted that the run ended."""
         writer, tune = self._writer, self._meta.get("tune", {})
-        if writer is not None and not self._process.is_forked and not tune.get("ended"):
-            left = {name: fact for name, fact in tune.items() if name not in ("listens", "waits")}
-            with contextlib.suppress(sqlite3.Error, OSError):
-                writer.annotate({"tune": {**left, "ended": True}})
+        if writer is not None and not self._process.is_forked:
+            end: dict[str, Any] = {"raised": raised, "unwritten": self._unwritten}
+            if not tune.get("ended"):
+                left = {name: fact for name, fact in tune.items() if name not in ("listens", "waits")}
+                end["tune"] = {**left, "ended": True}
+            with contextlib.suppress(OSError, ValueError):
+                writer.annotate(end)
         self._close()
 
     def _close(self) -> None:

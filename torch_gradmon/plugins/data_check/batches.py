@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 import torch
@@ -23,15 +24,18 @@ _COPIES = 0.3
 _LARGE, _OFF, _SMALL, _FAR_OFF = 10.0, 5.0, 1.0, 50.0
 #: Numbers this small drown in the biases.
 _TINY = 0.02
+#: The names of arguments that are no input: what the loss compares with, and what selects.
+_NO_INPUT = re.compile(r"label|target|mask(?!ed)", re.IGNORECASE)
 
 
-def batch_tensors(args: Sequence[object], kwargs: dict[str, object]) -> list[Tensor]:
-    """The plain tensors among the arguments of a model, of more than one element."""
-    found = (tensor for _, tensor in tensors_of([*args, *kwargs.values()], ""))
+def batch_tensors(args: Sequence[object], kwargs: dict[str, object], inputs_alone: bool = False) -> list[Tensor]:
+    """The plain tensors among the arguments of a model, of more than one element; ``inputs_alone``: without labels and masks, by name."""
+    found = [*tensors_of(args, ""), *tensors_of(kwargs, "")]
     return [
         each
-        for each in found
-        if type(each) is Tensor
+        for path, each in found
+        if not (inputs_alone and _NO_INPUT.search(path))
+        and type(each) is Tensor
         and each.layout is torch.strided
         and not each.is_nested
         and each.device.type != "meta"

@@ -26,6 +26,7 @@ from ..setup_check.expectations import Expectations
 from ..setup_check.hidden_parameters import MadeInForward
 from ..tallies import Tallies
 from .acting import Acting
+from .arguments import judge, shares_of
 from .batches import Batches, batch_tensors, look_of, sampled, sums_of
 from .head import Origin, facts_of, is_linear, origin_of, output_of, recognised, sample_of
 from .passes import Passes
@@ -72,14 +73,14 @@ class _Look:
         passes = self.passes.get(self._module)
         return 1 if passes is None else passes.micro_batches
 
-    def take_batch(self, tensors: Sequence[Tensor]) -> None:
-        """Look at the inputs of the first forward."""
+    def take_batch(self, tensors: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        """Look at the arguments of the first forward, and at those that are ``inputs``."""
         if not tensors or len({tensor.device for tensor in tensors}) > 1:
             return
         if (sums := sums_of(tensors)) is not None:
             self.found["sums"] = sums
         self.found["fingerprint"] = packed(fingerprints(list(map(sampled, tensors))))
-        if self.has_head and (look := look_of(tensors)) is not None:
+        if self.has_head and (look := look_of(inputs)) is not None:
             self.found["look"] = look
 
     def takes_sample(self, module: int) -> bool:
@@ -210,11 +211,13 @@ class DataCheck(Plugin):
         if tensors and tensors[0].grad_fn is not None and self._acting.pass_through(tensors[0]):
             self._look = None
             return
-        self._look.take_batch(tensors)
+        self._look.take_batch(tensors, batch_tensors(args, kwargs, inputs_alone=True))
         if (rows := self._acting.trained(tensors)) is not None:
             self._look.found["rows"] = rows
         if self._look.has_head:
             self._new_layers.begin(module)
+            if (shares := shares_of(module, kwargs)) is not None:
+                self._look.found["arguments"] = shares
 
     def _acted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._acting.called(batch_tensors(args, kwargs))
@@ -271,9 +274,12 @@ class DataCheck(Plugin):
         seen = self._open.pop(record.step, None)
         if seen is None:
             return
-        fingerprint, look, rows, facts, loss, sums = (
-            record.extras.get(f"{self.name}/{name}") for name in ("fingerprint", "look", "rows", "head", "loss", "sums")
+        fingerprint, look, rows, facts, loss, sums, arguments = (
+            record.extras.get(f"{self.name}/{name}")
+            for name in ("fingerprint", "look", "rows", "head", "loss", "sums", "arguments")
         )
+        if arguments is not None:
+            judge(arguments.tolist(), self._tallies)
         # a NaN may stand for a value that is missing, and a mask may be infinite: what the model makes of it decides
         if sums is not None and not bool(sums.isfinite().all()) and _is_spoiled(record):
             self._tallies.seen(NON_FINITE_INPUT, step=record.step)

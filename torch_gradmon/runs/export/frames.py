@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
@@ -168,7 +168,7 @@ class StepFrame:
             columns.append(_real([fact.pop("amp_scale", None) for fact in facts]))
         others = self._spread(window.others)
         columns += [ColumnValues(others.values[:, column], others.there[:, column]) for column in range(len(self._keys))]
-        events = [_text(json.loads(fact.pop("events"))) for fact in facts]
+        events = [_text([asdict(event) for event in window.spikes[step]]) for step in window.steps]
         tags = [_text(fact.pop("tags", None)) for fact in facts]
         return [*columns, ColumnValues(tags), ColumnValues(events), ColumnValues([_text(fact) for fact in facts])]
 

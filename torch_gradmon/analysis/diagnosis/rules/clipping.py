@@ -106,10 +106,10 @@ def _never(history: History, norms: Series) -> list[Finding]:
         + (f", though {len(far)} steps had more than ten times the norm of those around them." if spiky else "."),
         f"Clip the norm of all gradients to {bound}; a clip that is there has a bound above all norms, or an infinite one."
         if spiky
-        else "Nothing has to be done: an infinite bound only measures the norm, and no step has an outlier for a bound to stop."
+        else "Nothing has to be done: no step has an outlier for a bound to stop, and one above all norms only measures them."
         if not far
-        else f"Nothing has to be done: an infinite bound only measures the norm. One that is to stop outliers is {bound}.",
-        77.5 if spiky else 5.0,
+        else f"Nothing has to be done: a bound above all norms only measures them. One that is to stop outliers is {bound}.",
+        77.5 if spiky else 0.5,  # below all that it might be taken for a cause of
         severity="warning" if spiky and not history.learning.has_fallen else "info",
         steps=(far[0], far[-1]) if spiky else (norms.steps[0], norms.steps[-1]),
     )

@@ -101,7 +101,8 @@ def _gains(history: History) -> dict[str, float]:
 def _loud(history: History) -> list[Finding]:
     """Initial outputs that are so large that the loss first has to fall because of them."""
     outputs, loss = history.matrix(n.ACTIVATION, "rms"), history.loss.finite
-    names = [] if outputs is None else [name for name in outputs.names if name.startswith(n.ROOT)]
+    returned = [] if outputs is None else [name for name in outputs.names if name.startswith(n.ROOT)]
+    names = [name for name in returned if name not in history.returned_numbers]  # a loss that the model computes itself
     at = None if outputs is None else history.beginning(outputs.steps)
     if outputs is None or at is None or not names:
         return []
@@ -113,7 +114,7 @@ def _loud(history: History) -> list[Finding]:
         return []
     return history.finding(
         "initialisation-scale",
-        outputs.names[-2] if len(outputs.names) > 1 else "",
+        next((name for name in reversed(outputs.names) if not name.startswith(n.ROOT)), ""),
         {"root mean square of the first outputs": largest, "first loss": history.first_loss, "loss now": history.learning.last},
         "The first outputs of the model are far too large, and the loss has to fall from there first.",
         "Draw the last layer, or the embedding that it is tied to, with a standard deviation of 0.02 or 1 / sqrt(its width).",
@@ -207,7 +208,8 @@ def _growth_of_outputs(history: History) -> float:
     if outputs is None or at is None:
         return 1.0
     # infinity is a mask, or the subject of another rule
-    found = [value for value in outputs.values[at].tolist() if math.isfinite(value)]
+    sizes = zip(outputs.names, outputs.values[at].tolist(), strict=True)
+    found = [value for name, value in sizes if math.isfinite(value) and name not in history.returned_numbers]
     largest, first = max(found, default=0.0), next(iter(found), 0.0)
     return largest / first if first > 0 and largest > _SIZE else 1.0
 
@@ -262,4 +264,7 @@ def _drop(history: History, ratios: Matrix) -> tuple[dict[str, float], float]:
     # where one is as large, the gradient has arrived: those of queries and keys are small at any depth as long as attention is even
     largest = max(values[:third])
     first = largest if last < _EVEN * largest else lower_median(values[:third])
+    # what fades over the depth has faded in part in the middle; small gradients of all but the last layers are not made by the depth
+    if lower_median(values[third:-third]) < first:
+        return usual, 0.0
     return usual, last / first if first > 0 else math.inf

@@ -46,6 +46,10 @@ _LEFT, _FAR, _FIRST = 1.5, 3.0, 5
 _SPENT, _TOO_EARLY = 1e-3, 0.3
 #: Below this share it moves too little for a loss that has not fallen by a third, and hardly falls any more: by less than this share.
 _LITTLE_LEFT, _LITTLE = 0.02, 0.05
+#: Of a rate that is low because it is still on its way.
+_WARMS_UP = (
+    "The rate still rises at the end: shorten the warm-up, to a tenth of the training at most. If that is not enough, raise"
+)
 
 
 def check_learning_rate(history: History) -> list[Finding]:
@@ -187,8 +191,8 @@ def _low(history: History, ratios: Matrix) -> list[Finding]:
             "",
             {"update / weight": largest, "learning rate": _largest_rate(history)},
             "No weight moves by more than a tiny part of itself in a step, and the loss does not fall.",
-            f"{'It still rises, which may not be enough: raise' if Precautions.of(history).raises else 'Raise'} the learning rate, "
-            "by ten at a time, until updates are about a thousandth of the weights.",
+            f"{_WARMS_UP if Precautions.of(history).raises else 'Raise'} the learning rate, by ten at a time, until updates are about a "
+            "thousandth of the weights.",
             60.0,
         )
     return []

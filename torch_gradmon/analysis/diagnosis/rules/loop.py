@@ -49,7 +49,7 @@ def _finding(fact: LoopFinding, history: History) -> Finding:
         severity=severity,
         where=fact.where[0] if fact.where else "",
         steps=(fact.first, fact.last),
-        evidence={"times": float(fact.count), **fact.evidence},
+        evidence={"times seen": float(fact.count), **fact.evidence},
         cause=f"{cause}.",
         advice=f"{advice}.",
         weight=mistake.weight,

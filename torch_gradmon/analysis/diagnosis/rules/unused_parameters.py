@@ -11,7 +11,7 @@ import torch
 
 from ....core import keys as n
 from ....core.formatting import also_in, listed, percent
-from ....core.keys import block_of
+from ....core.keys import blocks_of
 from ....core.records import Severity
 from ..findings import Finding, NotMeasured
 from ..history import History
@@ -47,18 +47,52 @@ def check_frozen(history: History) -> list[Finding]:
         return []
     sizes = {name: math.prod(about["shape"]) for name, about in parameters.items()}
     share = sum(sizes[name] for name in frozen) / max(sum(sizes.values()), 1)
-    blocks = list(dict.fromkeys(map(block_of, frozen)))
-    lacks = share > _MOST_OF_MODEL and history.learning.is_at_chance
+    block_of = blocks_of(parameters)
+    blocks = list(dict.fromkeys(block_of[name] for name in frozen))
+    last = [name for name, about in parameters.items() if len(about["shape"]) == 2][-1:]
+    adapts = _has_adapters(history, frozen)
+    # adapters leave the rest frozen on purpose, unless the last layer is new
+    meant = adapts and not set(frozen).issuperset(last)
+    lacks = share > _MOST_OF_MODEL and history.learning.is_at_chance and not meant
+    if adapts and lacks:
+        advice = (
+            f"Adapters train, and the last layer, {last[0].rpartition('.')[0]}, is frozen: if it is new, as a classifier is, train it too, "
+            "in PEFT with task_type= or modules_to_save= in the config of the adapters."
+        )
+    else:
+        advice = (
+            f"{'The rest has learnt nothing: c' if lacks else 'Nothing has to be done if that is meant. Otherwise c'}all "
+            "requires_grad_(True) before the optimizer is made; monitor.expect(trains=...) tells when it is forgotten."
+        )
     return history.finding(
         "frozen",
-        blocks[0],
+        last[0] if adapts and lacks else blocks[0],
         {"parameters": float(len(frozen)), "share of all elements": share},
         f"{percent(share)} of all elements are frozen, by requires_grad=False: {listed(blocks, _NAMED)}.",
-        f"{'The rest has learnt nothing: c' if lacks else 'Nothing has to be done if that is meant. Otherwise c'}all requires_grad_(True) "
-        "before the optimizer is made; monitor.expect(trains=...) tells when it is forgotten.",
+        advice,
         1.0,
         severity="warning" if lacks else "info",
     )
+
+
+def _has_adapters(history: History, frozen: list[str]) -> bool:
+    """Whether a frozen matrix ``[out, in]`` has two that train ``[rank, in]`` and ``[out, rank]`` beside it, in its module or the one
+    around it.
+    """
+    shapes = {name: tuple(about["shape"]) for name, about in history.parameters.items() if len(about["shape"]) == 2}
+    trained: dict[str, list[tuple[int, ...]]] = {}
+    for name, shape in shapes.items():
+        if name not in history.frozen:
+            for depth in range(1, name.count(".") + 1):
+                trained.setdefault(name.rsplit(".", depth)[0], []).append(shape)
+    for name in frozen:
+        rows, columns = shapes.get(name, (0, 0))
+        for parent in {name.rsplit(".", depth)[0] for depth in (1, 2)} if rows else ():
+            pairs = trained.get(parent, ())
+            ranks = {shape[0] for shape in pairs if shape[1] == columns and shape[0] < min(rows, columns)}
+            if any(shape[0] == rows and shape[1] in ranks for shape in pairs):
+                return True
+    return False
 
 
 def check_unused_parameters(history: History) -> list[Finding]:
@@ -89,14 +123,30 @@ def _never(history: History, norms: Matrix) -> list[Finding]:
         return _all_zero(history, norms)
     found: list[Finding] = []
     if left := [name for name in missed if history.is_unowned(name)]:
-        found = _left_alone(history, norms, left)
+        found = _harmless(
+            history,
+            norms,
+            left,
+            "parameters without gradient and optimizer",
+            "No gradient reaches this parameter, and no optimizer has it, as of a target network or a teacher, which are copied, or of "
+            "a reference model.",
+            "If it should train, give it to the optimizer; if not, nothing has to be done, and requires_grad_(False) says so.",
+        )
         missed = [name for name in missed if not history.is_unowned(name)]
     return [*_not_reached(history, norms, missed, seen), *found] if missed else found
 
 
 def _not_reached(history: History, norms: Matrix, missed: list[str], seen: Mapping[str, float]) -> list[Finding]:
     if all(_is_taken_out(name, norms, seen) for name in missed) and not (history.learning.is_stuck or history.learning.is_worse):
-        return _taken_out(history, norms, missed)
+        return _harmless(
+            history,
+            norms,
+            missed,
+            "biases with a gradient of exactly 0",
+            "The gradient of this bias is exactly 0 in every step, while the weight of its layer has one: what follows takes the bias "
+            "out again, as the difference of two outputs of the layer does.",
+            "Nothing has to be done, and bias=False would give the same model; unless a backward() of your own returns zeros.",
+        )
     sizes = {name: size for name, size in history.sizes(n.PARAMETER).items() if not history.is_gone(name)}
     share = sum(sizes[name] for name in missed) / max(sum(sizes.values()), 1)
     zero = history.always_reached.intersection(missed)  # a gradient that came
@@ -111,20 +161,6 @@ def _not_reached(history: History, norms: Matrix, missed: list[str], seen: Mappi
         advice,
         75.0,
         severity="warning" if matters else "info",
-        steps=(norms.steps[0], norms.steps[-1]),
-    )
-
-
-def _left_alone(history: History, norms: Matrix, names: list[str]) -> list[Finding]:
-    return history.finding(
-        "no-gradient",
-        names[0],
-        {"parameters without gradient and optimizer": float(len(names))},
-        "No gradient reaches this parameter, and no optimizer has it, as of a target network or a teacher, which are copied, or of a "
-        f"reference model.{also_in(names)}",
-        "If it should train, give it to the optimizer; if not, nothing has to be done, and requires_grad_(False) says so.",
-        20.0,
-        severity="info",
         steps=(norms.steps[0], norms.steps[-1]),
     )
 
@@ -156,14 +192,14 @@ def _is_taken_out(name: str, norms: Matrix, seen: Mapping[str, float]) -> bool:
     return kind == "bias" and has_gradients and bool(seen.get(f"{layer}weight"))
 
 
-def _taken_out(history: History, norms: Matrix, names: list[str]) -> list[Finding]:
+def _harmless(history: History, norms: Matrix, names: list[str], what: str, cause: str, advice: str) -> list[Finding]:
+    """Information about ``names``, of which ``what`` says what was counted."""
     return history.finding(
         "no-gradient",
         names[0],
-        {"biases with a gradient of exactly 0": float(len(names))},
-        "The gradient of this bias is exactly 0 in every step, while the weight of its layer has one: what follows takes the bias out "
-        f"again, as the difference of two outputs of the layer does.{also_in(names)}",
-        "Nothing has to be done, and bias=False would give the same model; unless a backward() of your own returns zeros.",
+        {what: float(len(names))},
+        cause + also_in(names),
+        advice,
         20.0,
         severity="info",
         steps=(norms.steps[0], norms.steps[-1]),

@@ -1,0 +1,342 @@
+"""Whatever part of a run is in sight: a prefix of its steps, with the values that were written."""
+
+from __future__ import annotations
+
+import os
+import random
+import textwrap
+import time
+from contextlib import closing
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import torch_gradmon as gradmon
+from torch_gradmon import load_run
+from torch_gradmon.analysis.many_runs.card import run_card
+from torch_gradmon.analysis.run import Run
+from torch_gradmon.core.keys import TENSOR_SOURCES, Key
+from torch_gradmon.core.moments import ALL_COLUMNS
+from torch_gradmon.core.records import StatsTable, StepRecord
+from torch_gradmon.runs.writer import RunWriter, Superseded
+
+from . import forked
+from .hostile_runs import made
+from .stored_runs import ROWS, VALUES, bytes_read
+from .test_run_bulk import _record
+
+PAGE = 4096
+
+
+def _losses(run: Run) -> dict[int, float]:
+    return run.series("x") if run.steps else {}
+
+
+# --- what is in sight ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, bytes], Run]:
+    path = tmp_path_factory.mktemp("whole")
+    return made(path), load_run(path)
+
+
+def _view(files: dict[str, bytes], there: dict[str, set[int]], ends: dict[str, int]) -> dict[str, bytes]:
+    """The files up to ``ends``, with zeros for pages that are not there."""
+    return {
+        name: b"".join(
+            data[page : page + PAGE] if page in there[name] else bytes(len(data[page : page + PAGE]))
+            for page in range(0, len(data), PAGE)
+        )[: ends[name]]
+        for name, data in files.items()
+    }
+
+
+def _assert_part(run: Run, whole: Run) -> None:
+    """Each step has what the whole run has, or less where it is not in sight; no step is left out before another."""
+    assert run.steps == whole.steps[: len(run.steps)]
+    for step in run.steps:
+        expected = whole.metrics(step)
+        found = run.metrics(step)
+        assert {name: repr(value) for name, value in found.items()}.items() <= {
+            name: repr(value) for name, value in expected.items()
+        }.items()
+        for source in TENSOR_SOURCES:
+            table, other = run.table(source, step), whole.table(source, step)
+            if table is not None:
+                assert other is not None
+                assert table.names == other.names
+                assert torch.equal(table.rows, other.rows)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_any_view_is_a_prefix_of_the_steps(seed: int, whole: tuple[dict[str, bytes], Run], tmp_path: Path) -> None:
+    files, complete = whole
+    chance = random.Random(seed)
+    ends = {name: chance.choice([len(data), chance.randrange(len(data) + 1)]) for name, data in files.items()}
+    missing = chance.choice([0, 0.02, 0.2])
+    there = {name: {page for page in range(0, len(data), PAGE) if chance.random() >= missing} for name, data in files.items()}
+    for name, data in _view(files, there, ends).items():
+        (tmp_path / name).write_bytes(data)
+    with closing(load_run(tmp_path)) as run:
+        _assert_part(run, complete)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_follower_of_growing_views_never_goes_back(seed: int, whole: tuple[dict[str, bytes], Run], tmp_path: Path) -> None:
+    files, complete = whole
+    chance = random.Random(seed)
+    there: dict[str, set[int]] = {name: set() for name in files}
+    ends = dict.fromkeys(files, 0)
+    for name in files:
+        (tmp_path / name).write_bytes(b"")
+    with closing(load_run(tmp_path)) as run:
+        known: list[int] = []
+        while sum(map(len, there.values())) < sum(-(-len(data) // PAGE) for data in files.values()):
+            for name, data in files.items():
+                ends[name] = min(len(data), ends[name] + chance.choice([50, PAGE, 4 * PAGE]))
+                pages = [page for page in range(0, ends[name], PAGE) if page not in there[name]]
+                there[name].update(chance.sample(pages, chance.randint(0, len(pages))))
+            ends = {name: len(data) if len(there[name]) * PAGE >= len(data) else ends[name] for name, data in files.items()}
+            for name, data in _view(files, there, ends).items():
+                with open(tmp_path / name, "r+b") as file:
+                    file.write(data)
+            run.refresh()
+            assert run.steps[: len(known)] == known
+            known = run.steps
+            assert known == complete.steps[: len(known)]
+        for name, data in files.items():
+            (tmp_path / name).write_bytes(data)
+        run.refresh()
+        assert run.steps == complete.steps
+        assert run.damage == []
+        _assert_part(run, complete)
+        assert run.meta == complete.meta
+
+
+def test_damage_of_names_costs_their_values_and_no_others(tmp_path: Path) -> None:
+    store = RunWriter(tmp_path)
+    for step in range(30):
+        values = {Key("", name, ""): float(step + shift) for shift, name in enumerate(("a", "b", "c")[: 1 + step // 10])}
+        store.log(StepRecord(step, float(step), True, values))
+    store.close()
+    data = (tmp_path / VALUES).read_bytes()
+    at = data.index(b'[["","b",""]]')
+    (tmp_path / VALUES).write_bytes(data[:at] + b"?" + data[at + 1 :])
+    os.utime(tmp_path / VALUES, (1e9, 1e9))
+    with closing(load_run(tmp_path)) as run:
+        assert run.steps == list(range(30))
+        assert run.series("a") == {step: float(step) for step in range(30)}
+        assert run.series("c") == {step: step + 2.0 for step in range(20, 30)}
+        assert run.keys() == ["a", "c"]
+        assert len(run.damage) >= 1
+
+
+# --- two writers -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_resume_while_the_old_job_lives_takes_the_run(tmp_path: Path) -> None:
+    old = RunWriter(tmp_path)
+    old.claim({"who": "old"})
+    for step in range(10):
+        old.log(_record(step, 1.0))
+    new = RunWriter(tmp_path)
+    new.claim({"who": "new"})
+    follower = load_run(tmp_path)
+    written, begin, stopped = 10, time.monotonic(), 0.0
+    while not stopped and time.monotonic() < begin + 5:
+        try:
+            old.log(_record(written, 1.0))
+        except Superseded:
+            stopped = time.monotonic() - begin
+        new.log(_record(written - 5, 2.0))
+        written += 1
+        follower.refresh()
+        assert follower.steps == list(range(written - 5))
+        time.sleep(0.05)
+    assert 0 < stopped < 2.0
+    old.close()
+    new.close()
+    follower.refresh()
+    for run in (follower, load_run(tmp_path)):
+        assert run.meta == {"who": "new"}
+        assert _losses(run) == {step: 1.0 if step < 5 else 2.0 for step in range(written - 5)}
+        assert run.segments == [(0, 4), (5, written - 6)]
+        assert run.damage == []
+        run.close()
+
+
+_TRAINING = """
+    import sys, time, torch, warnings
+    from torch import nn
+    import torch_gradmon as gradmon
+    torch.set_num_threads(1)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    monitor = gradmon.watch(model, optimizer, run_dir=sys.argv[1], on_spike=None)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for step in range(int(sys.argv[2]), int(sys.argv[3])):
+            monitor.begin_step(step)
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+            monitor.log_scalar("who", float(sys.argv[4]))
+            print(step, flush=True)
+            time.sleep(0.01)
+        monitor.detach()
+    print("warnings", len(seen), *[" ".join(str(each.message).split()) for each in seen], flush=True)
+"""
+
+
+@pytest.mark.thorough
+def test_two_processes_that_write_one_run_do_not_mix(tmp_path: Path) -> None:
+    with forked.start(textwrap.dedent(_TRAINING), tmp_path, 0, 250, 1) as old:
+        lines = [old.stdout.readline() for _ in range(30)]
+        assert lines[-1] == "29\n"
+        with forked.start(textwrap.dedent(_TRAINING), tmp_path, 20, 60, 2) as new:
+            told = new.stdout.read().splitlines()[-1]
+            assert new.wait() == 0
+        last = old.stdout.read().splitlines()[-1]
+        assert old.wait() == 0
+    assert told == "warnings 0"
+    assert last.startswith("warnings 1 "), last
+    with closing(load_run(tmp_path)) as run:
+        assert run.series("who") == {step: 1.0 if step < 20 else 2.0 for step in range(60)}
+        assert run.segments == [(0, 19), (20, 59)]
+        assert run.damage == []
+
+
+# --- any stop --------------------------------------------------------------------------------------------------------------------------
+
+_STEPS = """
+    import sys
+    from pathlib import Path
+    from torch_gradmon.runs import format as f
+    from torch_gradmon.runs.writer import RunWriter
+    from tests.test_run_bulk import _record
+    f.INDEXED = 40
+    store = RunWriter(sys.argv[1])
+    first = 0 if store.last is None else store.last + 1
+    store.claim({})
+    for step in range(first, 10_000_000):
+        store.log(_record(step, float(step)))
+        print(step, flush=True)
+"""
+
+
+def _killed_at_random(times: int, path: Path) -> None:
+    chance, known = random.Random(times), -1
+    for _ in range(times):
+        with forked.start(textwrap.dedent(_STEPS), path) as child:
+            child.stdout.readline()
+            time.sleep(chance.uniform(0, 0.05))
+            child.kill()
+            lines = child.stdout.read().splitlines(keepends=True)
+        printed = [int(line) for line in lines if line.endswith("\n")]
+        with closing(load_run(path)) as run:
+            assert run.steps == list(range(len(run.steps)))
+            assert (printed or [known])[-1] <= run.steps[-1] <= (printed or [known + 1])[-1] + 1
+            known = run.steps[-1]
+            assert run.series("x") == {step: float(step) for step in run.steps}
+            assert run.table("gradient_before_clip", known).rows[0, 6] == -known
+            assert run.damage == []
+
+
+def test_a_killed_writer_loses_at_most_its_last_step(tmp_path: Path) -> None:
+    _killed_at_random(5, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_writer_that_is_killed_again_and_again_loses_no_step(tmp_path: Path) -> None:
+    for number in range(20):
+        _killed_at_random(10, tmp_path / str(number))
+
+
+# --- clocks, and what it costs ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_clock_that_is_set_back_moves_no_step(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    clock = iter([*[1e9 + step for step in range(10)], *[1e9 - 1e7 + step for step in range(10_000)]])
+    monitor = gradmon.watch(model, optimizer, run_dir=tmp_path, on_spike=None)
+    with mock.patch.object(time, "time", side_effect=clock):
+        for step in range(40):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            monitor.log_scalar("x", float(step))
+    monitor.detach()
+    with closing(load_run(tmp_path)) as run:
+        assert _losses(run) == {step: float(step) for step in range(40)}
+        assert run.segments == [(0, 39)]
+        times = [run.context(step)["time"] for step in run.steps]
+        assert min(times) < times[0]
+    run_card(tmp_path)
+
+
+def _large(step: int, names: tuple[str, ...]) -> StepRecord:
+    rows = torch.rand(len(names), 8, dtype=torch.float64) + step
+    rows[:, 0] = 1000
+    values = {Key("gradmon", "", name): float(step) for name in ("grad_norm", "grad_max", "update_ratio")}
+    return StepRecord(step, float(step), True, values, {"gradient": StatsTable(names, rows, ALL_COLUMNS)}, {"lr": [0.1]})
+
+
+def test_a_step_is_two_writes_and_a_late_value_one(tmp_path: Path) -> None:
+    names = tuple(f"layer.{number}.weight" for number in range(200))
+    store = RunWriter(tmp_path)
+    store.claim({})
+    late = {Key("", "loss", ""): 1.0}
+    for step in range(3):
+        record = _large(step, names)
+        store.log(record)
+        store.log(StepRecord(step, record.time, True, {**record.values, **late}, record.tables, record.context), update=True)
+    sizes = [(tmp_path / name).stat().st_size for name in (VALUES, ROWS)]
+    writes: list[int] = []
+    write = os.write
+
+    def counted(file: int, data: bytes) -> int:
+        writes.append(len(data))
+        return write(file, data)
+
+    with mock.patch.object(os, "write", counted):
+        for step in range(3, 103):
+            record = _large(step, names)
+            store.log(record)
+            assert len(writes) == 2
+            store.log(StepRecord(step, record.time, True, {**record.values, **late}, record.tables, record.context), update=True)
+            assert len(writes) == 3
+            writes.clear()
+    store.close()
+    grown = sum((tmp_path / name).stat().st_size for name in (VALUES, ROWS)) - sum(sizes)
+    assert grown / 100 < 8500
+
+
+def test_what_is_not_asked_for_is_not_read(tmp_path: Path) -> None:
+    names = tuple(f"layer.{number}.weight" for number in range(200))
+    store = RunWriter(tmp_path)
+    for step in range(1100):
+        store.log(_large(step, names))
+    with bytes_read() as count:
+        with closing(load_run(tmp_path)) as run:
+            size = (tmp_path / VALUES).stat().st_size
+            assert count == {VALUES: count[VALUES], ROWS: 0} or count == {VALUES: count[VALUES]}
+            count.clear()
+            for step in range(1100, 1120):
+                store.log(_large(step, names))
+            assert run.refresh() == 1100
+            grown = (tmp_path / VALUES).stat().st_size - size
+            assert count[VALUES] <= grown + 32768
+            assert count[ROWS] == 0
+        store.close()
+        for name in (VALUES, ROWS):
+            os.utime(tmp_path / name, (1e9, 1e9))
+        count.clear()
+        run_card(tmp_path)
+        assert ROWS not in count
+        assert count[VALUES] < 2 * (tmp_path / VALUES).stat().st_size

@@ -1,0 +1,620 @@
+"""Which steps a run directory has, kept up to date by reading only what is new."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..core.keys import Key
+from ..core.records import SpikeEvent
+from . import format as f
+from .forms import context_of, facts_of, is_event
+from .log import Damage, LogReader, Record
+from .packing import TableLayout, layout_of
+
+#: Seconds after the last write from which rows that are not there are lost, not on their way.
+_SETTLED = 600.0
+_NEVER = float("inf")
+#: The same where the records before it are asked for: of an index that has been written back with them.
+_SOON = 60.0
+#: The last index is looked for in so many blocks at the end of a file.
+_LOOKED_THROUGH = 64
+#: A run has no more keys.
+_MOST_KEYS = 1 << 20
+#: Stands for keys whose names are damaged.
+_UNKNOWN = -1
+#: What the state of a random generator is named by among rows.
+RNG = "rng:"
+_EVENT = frozenset(field.name for field in fields(SpikeEvent))
+_REQUIRED = frozenset(field.name for field in fields(SpikeEvent) if field.default is MISSING)
+
+
+class Pair:
+    """A pair of files, of one writer.
+
+    Attributes:
+        number: in the order of the writers.
+        begins: the first step that it replaces or adds; infinite before its first one.
+    """
+
+    def __init__(self, directory: Path, number: int) -> None:
+        self.number, self._directory = number, directory
+        self.values = LogReader(directory / f.name_of(number, f.VALUES))
+        self.place = 0  # among the pairs of the run
+        self.facts: dict[str, Any] = {}
+        self.has_head = self.has_claimed = False
+        self.begins = _NEVER
+        self.ids: dict[int, int] = {}  # of the run, by those of the file
+        self.layouts: dict[int, tuple[int, ...]] = {0: ()}  # where each set of them is defined
+        self.columns: list[tuple[int, dict[int, int]]] = []  # of each index its first frame, and where it has the values of a key
+        self._rows: LogReader | None = None
+        self._known: dict[int, TableLayout] = {}
+
+    @property
+    def rows(self) -> LogReader:
+        """The file with rows. Raises OSError where it is missing."""
+        if self._rows is None:
+            self._rows = LogReader(self._directory / f.name_of(self.number, f.ROWS))
+        return self._rows
+
+    def layout(self, place: int) -> TableLayout | str:
+        """What is defined at this place of the file with rows: a layout, or the device of a random state.
+
+        Raises:
+            Unreadable: nothing.
+        """
+        found = self._known.get(place)
+        if found is None:
+            record = self.rows.at(place)
+            if record is None:
+                raise f.Unreadable(f"the definition of rows at {place} is damaged")
+            facts = f.json_of(record)
+            if facts.get("is") == "rng" and isinstance(facts.get("device"), str):
+                return str(facts["device"])
+            found = self._known[place] = layout_of(facts)
+        return found
+
+    def close(self) -> None:
+        """Close the files."""
+        self.values.close()
+        if self._rows is not None:
+            self._rows.close()
+
+
+@dataclass
+class StoredStep:
+    """All that is stored of a step but its rows; ``values`` by the numbers of their keys."""
+
+    step: int
+    time: float
+    applied: bool
+    context: bytes = b"{}"
+    events: bytes = b"[]"
+    values: dict[int, float] = field(default_factory=dict)
+
+    def parsed_context(self) -> dict[str, Any]:
+        """Learning rates, loss scale and tags."""
+        found = _parsed(self.context)
+        return context_of(found) if isinstance(found, dict) else {}
+
+    def facts(self) -> dict[str, Any]:
+        """The same with the time, and whether the step was applied."""
+        return {"time": self.time, "applied": self.applied, **self.parsed_context()}
+
+    def spikes(self) -> tuple[SpikeEvent, ...]:
+        """The spikes. Fields that only a later version knows are ignored."""
+        found = _parsed(self.events)
+        events = (
+            [{name: value for name, value in event.items() if name in _EVENT} for event in found if is_event(event)]
+            if isinstance(found, list)
+            else []
+        )
+        return tuple(SpikeEvent(**event) for event in events if event.keys() >= _REQUIRED)
+
+
+def _parsed(text: bytes) -> Any:
+    try:
+        return f.parsed(text or b"null")
+    except f.Unreadable:
+        return None
+
+
+class RunIndex:
+    """The steps of a run, in the files of its writers. Steps of a writer replace those of earlier ones from its own first step on.
+
+    Args:
+        directory: of the run.
+
+    Attributes:
+        meta: facts about the run.
+        steps: ascending.
+        begins: the first steps of parts that follow a resumption or a rollback.
+        keys: of all values, by their numbers.
+        unreadable: records that are of no known form: file and place.
+
+    Raises:
+        FileNotFoundError: there is no run in it.
+        OSError, ValueError: it cannot be read.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._why = ""  # a pair could not be read
+        self._uses_indices = True
+        self._changed: int | None = None  # since the last look that was no error, as of :meth:`_earlier`
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._pairs: list[Pair] = []
+        self.meta: dict[str, Any] = {}
+        self.steps: list[int] = []
+        self.begins: list[int] = []
+        self.keys: dict[Key, int] = {}
+        self.unreadable: list[tuple[str, int]] = []
+        self._first: dict[int, int] = {}  # the frame of each step
+        self._more: dict[int, list[int]] = {}  # those that amend it
+        # of each frame: its pair, where it begins, its time, set of keys, set of layouts, and whether it has events
+        self._pair, self._begin, self._time = array("I"), array("Q"), array("d")
+        self._set, self._layouts, self._flags = array("I"), array("I"), array("B")
+        self._rows, self._rows_end = array("Q"), array("Q")
+        self._sets: dict[tuple[int, bytes], int] = {}
+        self._members: list[tuple[int, ...]] = []  # numbers of the keys of a set
+        for number in f.pairs_in(self._directory):
+            self._open(number)
+        if not self._pairs:
+            if self.unreadable:
+                raise ValueError(self._why)
+            raise FileNotFoundError(f"there is no run in {str(self._directory)!r}")
+        self.look()
+        if not self.steps and not any(pair.has_head for pair in self._pairs):
+            for pair in self._pairs:
+                if pair.values.offset or pair.values.begins_otherwise():
+                    raise ValueError(f"{str(self._directory / pair.values.name)!r} is not a run of torch_gradmon")
+
+    def _open(self, number: int) -> Pair | None:
+        """The pair of this number, if it can be read."""
+        try:
+            pair = Pair(self._directory, number)
+        except FileNotFoundError:
+            raise
+        except (OSError, ValueError) as error:
+            what = "this user has no permission" if isinstance(error, PermissionError) else error
+            self._why = f"{str(self._directory / f.name_of(number, f.VALUES))!r} could not be read: {what}"
+            self.unreadable.append((f.name_of(number, f.VALUES), 0))
+            return None
+        pair.place = len(self._pairs)
+        self._pairs.append(pair)
+        return pair
+
+    # --- what is new ----------------------------------------------------------------------------------------------------------------
+
+    def look(self) -> int | None:
+        """Read what was written since the last look.
+
+        Returns:
+            The first step that may be new or changed; None if nothing was written.
+        """
+        try:
+            self._take_new()
+        except f.Unreadable:  # an index is not of its file
+            self.close()
+            self._uses_indices = False
+            self._begin_anew()
+            return self.steps[0] if self.steps else None
+        changed, self._changed = self._changed, None
+        if changed is None:
+            return None
+        self.meta = self._facts()
+        return changed if changed >= 0 else self.steps[-1] if self.steps else None
+
+    def _take_new(self) -> None:
+        for pair in self._pairs:
+            self._take_from(pair)
+        with contextlib.suppress(FileNotFoundError):
+            while (begun := self._open(self._pairs[-1].number + 1)) is not None:
+                self._take_from(begun)
+
+    def _facts(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for pair in [pair for pair in self._pairs if pair.has_claimed] or self._pairs[-1:]:
+            found.update(pair.facts)
+        return found
+
+    def _take_from(self, pair: Pair) -> None:
+        limit = min((each.begins for each in self._pairs[pair.place + 1 :]), default=_NEVER)
+        if not pair.values.offset:
+            self._changed = _earlier(self._changed, self._take_indexed(pair, limit))
+        available = -1.0
+        for record in pair.values.follow():
+            kind = record.data[:1]
+            try:
+                if kind == f.STEP:
+                    head = f.head_of(record.data)
+                    if head.rows[1] > available:
+                        available = self._rows_there(pair)
+                        if head.rows[1] > available:
+                            pair.values.offset = record.begin  # it is there with its rows
+                            break
+                    self._add_frame(pair, record.begin, head, self._set_of(pair, f.ids_of(record.data, head)))
+                    touched = self._take_step(pair, len(self._begin) - 1, head.step, head.flags, limit)
+                elif kind in (f.INDEX, f.COLUMN):
+                    continue
+                else:
+                    touched = self._take_facts(pair, f.json_of(record.data), limit)
+            except f.Unreadable:
+                self.unreadable.append((pair.values.name, record.begin))
+                if not pair.has_head:  # it is a log of something else
+                    break
+                continue
+            self._changed = _earlier(self._changed, touched)
+
+    def _take_indexed(self, pair: Pair, limit: float) -> int | None:
+        """Read what indices know of a file, instead of the file; nothing where these records may still be on their way."""
+        first: int | None = None
+        for record in reversed(self._indices(pair) if self._uses_indices else []):
+            index = f.index_of(record.data)
+            entries = index.entries
+            if not len(entries) or not self._are_there(pair, entries):
+                break
+            base = len(self._begin)
+            for name, column in (
+                ("begin", self._begin),
+                ("time", self._time),
+                ("layouts", self._layouts),
+                ("rows", self._rows),
+                ("end", self._rows_end),
+                ("flags", self._flags),
+            ):
+                column.frombytes(np.ascontiguousarray(entries[name]).tobytes())
+            self._pair.extend([pair.place] * len(entries))
+            for frame, (step, flags) in enumerate(zip(entries["step"].tolist(), entries["flags"].tolist(), strict=True), base):
+                if not flags & f.IS_JSON:
+                    touched = self._take_step(pair, frame, step, flags, limit)
+                else:
+                    touched = self._take_facts(pair, f.json_of(pair.values.at(self._begin[frame]) or b""), limit)
+                first = _earlier(first, touched)
+            if not (pair.ids.keys() >= index.columns.keys() and pair.layouts.keys() >= set(entries["layouts"].tolist())):
+                raise f.Unreadable
+            sets = np.array([self._set_of(pair, ids) for ids in index.sets], "<u4")
+            self._set.frombytes(sets[entries["keys"]].tobytes())
+            pair.columns.append((base, {pair.ids[key]: begin for key, begin in index.columns.items()}))
+            pair.values.offset = record.end
+        return first
+
+    @staticmethod
+    def _indices(pair: Pair) -> list[Record]:
+        """The indices of a file, the last one first."""
+        last = pair.values.found_backwards(f.INDEX, _LOOKED_THROUGH)
+        found = []
+        while last is not None:
+            found.append(last)
+            begin, end = f.index_of(last.data).before
+            if not end:
+                break
+            data = pair.values.at(begin, end)
+            if data is None or end > last.begin:
+                raise f.Unreadable
+            last = Record(begin, end, data)
+        return found
+
+    def _are_there(self, pair: Pair, entries: np.ndarray) -> bool:
+        """Whether what an index knows can be read too, and is not on its way."""
+        now = time.time()
+        if now - pair.values.modified <= _SOON and now - float(entries["time"].max()) <= _SETTLED:
+            return False
+        return bool(entries["end"].max() <= self._rows_there(pair))
+
+    @staticmethod
+    def _rows_there(pair: Pair) -> float:
+        try:
+            return _NEVER if time.time() - pair.values.modified > _SETTLED else pair.rows.size
+        except OSError:
+            return 0
+
+    def _take_facts(self, pair: Pair, record: Mapping[str, Any], limit: float) -> int | None:
+        what = record.get("is")
+        is_sound = True
+        if isinstance(facts := record.get("facts"), dict):
+            sound = facts_of(facts)
+            pair.facts.update(sound)
+            is_sound = len(sound) == len(facts)
+        pair.has_claimed |= record.get("claims") is True
+        if what == "head":
+            if record.get("format") != f.FORMAT:
+                raise ValueError(f"{pair.values.name!r} is of format {record.get('format')!r}, which this version does not know")
+            pair.has_head = True
+        if what == "keys":
+            first, keys = _natural(record.get("first")), record.get("keys")
+            if not isinstance(keys, list) or len(self.keys) + len(keys) > _MOST_KEYS:
+                raise f.Unreadable
+            pair.ids.update(
+                (number, self.keys.setdefault(Key(*each), len(self.keys)))
+                for number, each in enumerate(keys, first)
+                if _is_key(each)
+            )
+            if not all(map(_is_key, keys)):
+                raise f.Unreadable
+            return None
+        if what == "layouts":
+            number, places = _natural(record.get("number")), record.get("at")
+            if not isinstance(places, list):
+                raise f.Unreadable
+            pair.layouts[number] = tuple(map(_natural, places))
+            return None
+        if what == "rewind" and type(step := record.get("step")) is int:
+            return self._cut(pair, step) if limit == _NEVER else None
+        if not is_sound:
+            raise f.Unreadable
+        return -1
+
+    def _take_step(self, pair: Pair, frame: int, step: int, flags: int, limit: float) -> int | None:
+        known = self._first.get(step)
+        if flags & f.AMENDS:
+            if known is None or self._pair[known] != pair.place:
+                return None
+            self._more.setdefault(step, []).append(frame)
+            return step
+        if step >= limit:  # of a writer that had been replaced
+            return None
+        if limit == _NEVER and not flags & f.BACKFILLS:
+            pair.begins = min(pair.begins, step)
+            if self.steps and step <= self.steps[-1]:
+                self._cut(pair, step)
+            self.steps.append(step)
+        elif known is None:
+            self.steps.insert(bisect_left(self.steps, step), step)
+        self._first[step] = frame
+        self._more.pop(step, None)
+        return step
+
+    def _add_frame(self, pair: Pair, begin: int, head: f.StepHead, members: int) -> None:
+        self._pair.append(pair.place)
+        self._begin.append(begin)
+        self._time.append(head.time)
+        self._set.append(members)
+        self._layouts.append(head.layouts)
+        self._rows.append(head.rows[0])
+        self._rows_end.append(head.rows[1])
+        self._flags.append(head.flags)
+
+    def _set_of(self, pair: Pair, ids: bytes) -> int:
+        found = self._sets.get((pair.number, ids))
+        if found is None:
+            found = self._sets[pair.number, ids] = len(self._members)
+            self._members.append(tuple(pair.ids.get(each, _UNKNOWN) for each in np.frombuffer(ids, "<u4").tolist()))
+        return found
+
+    def _cut(self, pair: Pair, step: int) -> int:
+        """Drop the steps from ``step`` on; returns ``step``."""
+        pair.begins = min(pair.begins, step)
+        cut = bisect_left(self.steps, step)
+        for each in self.steps[cut:]:
+            del self._first[each]
+            self._more.pop(each, None)
+        if cut < len(self.steps):
+            self.begins = [begin for begin in self.begins if begin < step] + [step]
+            del self.steps[cut:]
+        return step
+
+    # --- what is there --------------------------------------------------------------------------------------------------------------
+
+    @property
+    def damage(self) -> list[tuple[str, Damage]]:
+        """The damaged parts of the files with values, by their names."""
+        return [(pair.values.name, each) for pair in self._pairs for each in pair.values.damage]
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """Changes with what is read."""
+        return tuple(pair.values.offset for pair in self._pairs)
+
+    def _frames_of(self, step: int) -> tuple[int, ...]:
+        more = self._more.get(step)
+        return (self._first[step],) if more is None else (self._first[step], *more)
+
+    def __contains__(self, step: int) -> bool:
+        return step in self._first
+
+    def time(self, step: int) -> float:
+        """When a step ended, in seconds since the epoch."""
+        return self._time[self._first[step]]
+
+    def with_events(self) -> list[int]:
+        """The steps with spikes."""
+        flags = self._flags
+        return [step for step in self.steps if any(flags[frame] & f.HAS_EVENTS for frame in self._frames_of(step))]
+
+    def stored_keys(self) -> list[Key]:
+        """The keys that any step has a stored value of, in the order of their first one."""
+        members = {self._set[frame] for frame in [*self._first.values(), *chain.from_iterable(self._more.values())]}
+        there = {number for each in members for number in self._members[each]}
+        return [key for key, number in self.keys.items() if number in there]
+
+    def layouts(self) -> list[TableLayout]:
+        """The layouts of the steps, in the order of their first use."""
+        used: dict[tuple[int, int], int] = {}
+        for step in self.steps:
+            for frame in self._frames_of(step):
+                used.setdefault((self._pair[frame], self._layouts[frame]), frame)
+        places = dict.fromkeys(
+            (pair, place) for (pair, number), frame in used.items() for place in self._places(pair, number, frame)
+        )
+        found = []
+        for pair, place in places:
+            try:
+                found.append(self._pairs[pair].layout(place))
+            except (f.Unreadable, OSError):
+                self.unreadable.append((self._pairs[pair].values.name, place))
+        return [layout for layout in found if isinstance(layout, TableLayout)]
+
+    def _places(self, place: int, number: int, frame: int) -> Sequence[int]:
+        """Where the layouts of a set are defined, which the rows of each of its steps know too; ``frame`` is of one of these."""
+        pair = self._pairs[place]
+        if number not in pair.layouts:
+            with contextlib.suppress(f.Unreadable, OSError):
+                record = pair.rows.at(self._rows[frame], self._rows_end[frame]) or b""
+                pair.layouts[number] = tuple(each for each, _ in f.tables_of(record))
+        return pair.layouts.get(number, ())
+
+    def read(self, step: int) -> StoredStep:
+        """A step without its rows."""
+        found: StoredStep | None = None
+        for pair, frame in self._frames(step):
+            if found is None:
+                found = StoredStep(step, frame.time, bool(frame.flags & f.APPLIED))
+            if frame.context:
+                found.time, found.applied, found.context, found.events = (
+                    frame.time,
+                    bool(frame.flags & f.APPLIED),
+                    frame.context,
+                    frame.events,
+                )
+            keys = [pair.ids.get(each, _UNKNOWN) for each in frame.ids.tolist()]
+            found.values.update(zip(keys, frame.values.tolist(), strict=True))
+            found.values.pop(_UNKNOWN, None)
+        return found if found is not None else StoredStep(step, self.time(step), True)
+
+    def rows(self, step: int) -> dict[str, tuple[TableLayout, bytes]]:
+        """The packed rows of a step by source, and by ``"rng:<device>"`` the states of random generators."""
+        found: dict[str, tuple[TableLayout, bytes]] = {}
+        for frame in self._frames_of(step):
+            pair, begin, end = self._pairs[self._pair[frame]], self._rows[frame], self._rows_end[frame]
+            if not end:
+                continue
+            try:
+                parts = [(pair.layout(place), data) for place, data in f.tables_of(pair.rows.at(begin, end) or b"", step)]
+                if not all(isinstance(layout, str) or len(data) == layout.size for layout, data in parts):
+                    raise f.Unreadable
+            except (f.Unreadable, OSError):
+                self.unreadable.append((f.name_of(pair.number, f.ROWS), begin))
+                continue
+            for layout, data in parts:
+                if isinstance(layout, str):
+                    found[f"{RNG}{layout}"] = (_NO_LAYOUT, data)
+                else:
+                    found[layout.source] = (layout, data)
+        for source, (layout, _) in list(found.items()):
+            if layout.same_as and (layout.same_as not in found or found[layout.same_as][0].same_as):
+                del found[source]
+        return found
+
+    def values(self, key: Key) -> dict[int, float]:
+        """The stored value of a key by step."""
+        number = self.keys.get(key)
+        if number is None:
+            return {}
+        known = self._indexed_values(number)
+        places = {each: members.index(number) for each, members in enumerate(self._members) if number in members}
+        found: dict[int, float] = {}
+        for step in self.steps:
+            for frame in self._frames_of(step):
+                place = places.get(self._set[frame])
+                if place is None:
+                    continue
+                if frame in known:
+                    found[step] = known[frame]
+                    continue
+                pair = self._pairs[self._pair[frame]]
+                try:
+                    found[step] = f.value_at(pair.values.at(self._begin[frame]) or b"", place)
+                except f.Unreadable:
+                    self.unreadable.append((pair.values.name, self._begin[frame]))
+        return found
+
+    def _indexed_values(self, key: int) -> dict[int, float]:
+        """By frame, the values of a key that indices know."""
+        found: dict[int, float] = {}
+        for pair in self._pairs:
+            for base, columns in pair.columns:
+                record = pair.values.at(columns[key]) if key in columns else None
+                if record is not None:
+                    with contextlib.suppress(f.Unreadable):
+                        places, values = f.column_of(record, next(own for own, number in pair.ids.items() if number == key))
+                        found.update(zip((places + base).tolist(), values.tolist(), strict=True))
+        return found
+
+    def _frames(self, step: int) -> Iterator[tuple[Pair, f.StepFrame]]:
+        for number in self._frames_of(step):
+            pair = self._pairs[self._pair[number]]
+            record = pair.values.at(self._begin[number])
+            try:
+                frame = f.frame_of(record or b"")
+                if frame.step != step:
+                    raise f.Unreadable
+            except f.Unreadable:  # it was there when the index was made
+                self.unreadable.append((pair.values.name, self._begin[number]))
+                continue
+            yield pair, frame
+
+    def close(self) -> None:
+        """Close the files."""
+        for pair in self._pairs:
+            pair.close()
+
+
+def open_run(path: str | os.PathLike[str]) -> RunIndex:
+    """The steps of the run in ``path``, a run directory or one of its files. Nothing is ever written there.
+
+    Raises:
+        FileNotFoundError: there is no run in it.
+        ValueError: it cannot be read.
+    """
+    directory = f.directory_of(path)
+    try:
+        return RunIndex(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        if directory.is_file():
+            raise ValueError(f"{str(path)!r} is not a run of torch_gradmon") from None
+        if not directory.exists():
+            raise FileNotFoundError(f"there is no run in {str(path)!r}, which does not exist") from None
+        if (directory / f.OLD_NAME).exists():
+            raise ValueError(f"the run in {str(path)!r} is of an older version, which this one does not read") from None
+        raise FileNotFoundError(f"there is no run in {str(path)!r}") from None
+    except PermissionError as error:
+        raise ValueError(f"{str(error.filename or path)!r} could not be read: this user has no permission") from error
+    except OSError as error:
+        raise ValueError(f"{str(path)!r} could not be read: {error}") from error
+
+
+def is_claimed_after(directory: Path, number: int) -> bool:
+    """Whether a pair of files after this one was begun by a writer that has claimed the run."""
+    while True:
+        number += 1
+        try:
+            with contextlib.closing(LogReader(directory / f.name_of(number, f.VALUES))) as file:
+                if any(record.data[:1] == f.STEP or f.json_of(record.data).get("claims") is True for record in file.follow()):
+                    return True
+        except FileNotFoundError:
+            return False
+        except (OSError, ValueError):  # a file of something else
+            continue
+
+
+def _natural(number: object) -> int:
+    if type(number) is not int or not 0 <= number < 1 << 62:
+        raise f.Unreadable("a number is none")
+    return number
+
+
+def _is_key(found: Any) -> bool:
+    return type(found) is list and len(found) == 3 and all(type(part) is str and len(part) <= f.LONGEST_NAME for part in found)
+
+
+def _earlier(first: int | None, other: int | None) -> int | None:
+    """The earlier of two first steps; -1 stands for none, None for nothing at all."""
+    if first is None or other is None:
+        return first if other is None else other
+    return max(first, other) if min(first, other) < 0 else min(first, other)
+
+
+_NO_LAYOUT = TableLayout("", (), frozenset(), (), "")

@@ -1,0 +1,305 @@
+"""Append-only log files, framed as in LevelDB: written by one process, read by everybody, at the same time and on other hosts.
+
+A file is a row of blocks of 32 KiB. A record is one frame, or several where it crosses blocks: 4 bytes of CRC32 (zlib) over kind and data,
+2 bytes length, 1 byte kind (whole 1, first 2, middle 3, last 4), data; all little-endian. Fewer than 7 bytes at the end of a block are
+filler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import struct
+import time
+import zlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+BLOCK = 32768
+_HEADER = struct.Struct("<IHB")
+_WHOLE, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
+_SEEDS = [zlib.crc32(bytes([kind])) for kind in range(5)]
+#: Operating systems make appended bytes visible elsewhere by pages, in any order.
+_PAGE = 4096
+#: Seconds after the last write from which zeros are no page on its way any more, whatever clocks and caches differ by.
+_SETTLED = 600.0
+_AT_ONCE = 32 * BLOCK
+
+
+def framed(record: bytes, at: int) -> bytes:
+    """``record`` in frames, to be appended to a file of ``at`` bytes."""
+    room = BLOCK - at % BLOCK
+    if room >= len(record) + _HEADER.size:
+        return _HEADER.pack(zlib.crc32(record, _SEEDS[_WHOLE]), len(record), _WHOLE) + record
+    parts, begin, kind = [], 0, _FIRST
+    if room < _HEADER.size:
+        parts.append(b"\xff" * room)  # not zero, which would look like bytes on their way
+        room = BLOCK
+    while True:
+        data = record[begin : begin + room - _HEADER.size]
+        begin += len(data)
+        if begin == len(record):
+            kind = _WHOLE if kind == _FIRST else _LAST
+        parts += [_HEADER.pack(zlib.crc32(data, _SEEDS[kind]), len(data), kind), data]
+        if begin == len(record):
+            return b"".join(parts)
+        kind, room = _MIDDLE, BLOCK
+
+
+class LogWriter:
+    """Appends records to a file of its own, each with one write.
+
+    Args:
+        path: of the file, which must not exist.
+
+    Raises:
+        FileExistsError: it exists.
+        OSError: it cannot be made.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | getattr(os, "O_BINARY", 0)
+        self.path = path
+        self.size = 0  # up to the end of the last record
+        self._file = os.open(path, flags, 0o644)
+        self._is_torn = False  # what a failed write left behind could not be cut off
+
+    def append(self, record: bytes) -> tuple[int, int]:
+        """Append ``record``; returns where it begins and ends.
+
+        Raises:
+            OSError: it could not be written. What was written of it is cut off again.
+        """
+        filler = b"\xff" * (-self.size % BLOCK) if self._is_torn else b""  # readers look for the next frame at the next block
+        at = self.size + len(filler)
+        data = filler + framed(record, at)
+        written = 0
+        try:
+            while written < len(data):
+                written += os.write(self._file, data[written:] if written else data)
+        except OSError:
+            self._cut_off(written)
+            raise
+        self.size, self._is_torn = self.size + len(data), False
+        return at + (BLOCK - at % BLOCK if BLOCK - at % BLOCK < _HEADER.size else 0), self.size
+
+    def _cut_off(self, written: int) -> None:
+        if written:
+            try:
+                os.ftruncate(self._file, self.size)
+            except OSError:
+                self.size += written
+                self._is_torn = True
+
+    @property
+    def is_deleted(self) -> bool:
+        """Whether nothing leads to the file any more."""
+        return os.fstat(self._file).st_nlink == 0
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """What distinguishes the file from another of its name."""
+        found = os.fstat(self._file)
+        return found.st_dev, found.st_ino
+
+    def sync(self) -> None:
+        """Have the file written back, which makes it visible on other hosts and outlasts a crash of this one. Raises OSError."""
+        getattr(os, "fdatasync", os.fsync)(self._file)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError, OSError):
+            self.close()
+
+    def close(self) -> None:
+        """Close the file. Raises OSError, as where a server reports a failed write only now."""
+        if self._file >= 0:
+            file, self._file = self._file, -1
+            os.close(file)
+
+
+class Record(NamedTuple):
+    """A record of a file, which takes the bytes from ``begin`` to ``end``."""
+
+    begin: int
+    end: int
+    data: bytes
+
+
+class Damage(NamedTuple):
+    """Bytes of a file that are no record, though records follow."""
+
+    begin: int
+    end: int
+
+
+class _Frame(NamedTuple):
+    begin: int
+    end: int  # 0 if it is unknown
+    kind: int
+    data: bytes | None  # None where it is damaged
+
+
+class LogReader:
+    """Reads a file while it is written, without changing anything.
+
+    Args:
+        path: of the file.
+
+    Attributes:
+        offset: up to where :meth:`follow` has read.
+        damage: what was found damaged up to there.
+        bytes_read: from the file.
+
+    Raises:
+        FileNotFoundError: there is none.
+        OSError: it cannot be read, or is no file, but a link or a device.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        if os.path.islink(path):
+            raise OSError(f"{os.fspath(path)!r} is a link, which is not followed")
+        self._file = open(path, "rb", buffering=0, opener=_opened)  # noqa: SIM115 (closed by close)
+        if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+            self.close()
+            raise OSError(f"{os.fspath(path)!r} is not a regular file")
+        self.name = os.path.basename(path)
+        self.offset = 0
+        self.damage: list[Damage] = []
+        self.bytes_read = 0
+        self._kept = 0, b""  # a part of the file, and where it begins
+        self._ahead = BLOCK  # more where it is read in order
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):
+            self.close()
+
+    @property
+    def size(self) -> int:
+        """The size of the file now, in bytes."""
+        return os.fstat(self._file.fileno()).st_size
+
+    def found_backwards(self, kind: bytes, most: int) -> Record | None:
+        """The last record that begins with ``kind``, among those that begin in the last ``most`` blocks."""
+        size = self.size
+        last = (size - 1) // BLOCK
+        for block in range(last, max(-1, last - most), -1):
+            begins = []
+            frame = self._frame(block * BLOCK, size)
+            while frame is not None and frame.data is not None and frame.begin // BLOCK == block:
+                if frame.kind in (_WHOLE, _FIRST) and frame.data[:1] == kind:
+                    begins.append(frame.begin)
+                frame = self._frame(frame.end, size)
+            for begin in reversed(begins):
+                if isinstance(record := self._next(begin, size, True), Record):
+                    return record
+        return None
+
+    def follow(self) -> Iterator[Record]:
+        """The records that are new since the last call, up to the first byte that may still be on its way."""
+        found = os.fstat(self._file.fileno())
+        is_settled = time.time() - found.st_mtime > _SETTLED
+        self._kept = 0, b""
+        while self.offset < found.st_size:
+            record = self._next(self.offset, found.st_size, is_settled)
+            if record is None:
+                return
+            self.offset = record.end
+            if isinstance(record, Damage):
+                self.damage.append(record)
+            else:
+                yield record
+
+    @property
+    def modified(self) -> float:
+        """When the file was written last, in seconds since the epoch."""
+        return os.fstat(self._file.fileno()).st_mtime
+
+    def begins_otherwise(self) -> bool:
+        """Whether the file does not begin with a record, nor with bytes on their way."""
+        frame = self._frame(0, self.size)
+        return frame is not None and frame.end == 0 and any(self._bytes(0, self.size)[0][: _HEADER.size])
+
+    def at(self, begin: int, end: int = 0) -> bytes | None:
+        """The record that begins at ``begin``, and ends at ``end`` unless that is 0; None if it is damaged or not there yet."""
+        for _ in range(2):  # first in what was read before, which may be older than the record
+            size = self.size
+            record = self._next(begin, min(end, size) or size, True) if begin < size else None
+            if isinstance(record, Record) and record.begin == begin and end in (0, record.end):
+                return record.data
+            self._kept = 0, b""
+        return None
+
+    def _next(self, at: int, size: int, is_settled: bool) -> Record | Damage | None:
+        """The record that begins at ``at``, or what is there in its place; None if that is not decided yet."""
+        begin, parts = at, list[bytes]()
+        while True:
+            frame = self._frame(at, size)
+            if frame is None or frame.data is None:
+                return None if frame is None else self._skipped(begin, frame, size, is_settled)
+            if not parts:
+                begin = frame.begin
+                if frame.kind == _WHOLE:
+                    return Record(begin, frame.end, frame.data)
+                if frame.kind != _FIRST:  # the rest of a record whose beginning is damaged
+                    return Damage(begin, frame.end)
+            elif frame.kind in (_WHOLE, _FIRST):  # of another record: the end of this one is missing
+                return Damage(begin, frame.begin)
+            parts.append(frame.data)
+            if frame.kind == _LAST:
+                return Record(begin, frame.end, b"".join(parts))
+            at = frame.end
+
+    def _frame(self, at: int, size: int) -> _Frame | None:
+        """The frame at ``at``, with data None where it is none; None where the file ends before it does."""
+        room = BLOCK - at % BLOCK
+        if room < _HEADER.size:
+            at, room = at + room, BLOCK
+        buffer, place = self._bytes(at, size)
+        if len(buffer) - place < _HEADER.size or at + _HEADER.size > size:
+            return None
+        code, length, kind = _HEADER.unpack_from(buffer, place)
+        if not _WHOLE <= kind <= _LAST or length > room - _HEADER.size:
+            return _Frame(at, 0, 0, None)
+        place += _HEADER.size
+        data = buffer[place : place + length]
+        if len(data) < length or at + _HEADER.size + length > size:
+            return None
+        return _Frame(at, at + _HEADER.size + length, kind, data if zlib.crc32(data, _SEEDS[kind]) == code else None)
+
+    def _skipped(self, begin: int, frame: _Frame, size: int, is_settled: bool) -> Damage | None:
+        """What to skip from ``begin`` on, where ``frame`` is none; None if it may become one."""
+        if frame.end:
+            following = self._frame(frame.end, size)
+            if following is not None and following.data is not None:
+                return Damage(begin, frame.end) if is_settled or self._is_there(frame.begin, following.begin) else None
+        block = frame.begin - frame.begin % BLOCK + BLOCK
+        return Damage(begin, block) if block <= size and (is_settled or self._is_there(frame.begin, block)) else None
+
+    def _is_there(self, begin: int, end: int) -> bool:
+        """Whether each page from ``begin`` to ``end`` was seen to its end: one that is on its way, in whole or in part, ends with zeros."""
+        pages = range(begin - begin % _PAGE + _PAGE, end + 1, _PAGE)
+        return all(buffer[place : place + 1] not in (b"\0", b"") for buffer, place in (self._bytes(at - 1, at) for at in pages))
+
+    def _bytes(self, at: int, size: int) -> tuple[bytes, int]:
+        """Bytes of the file up to the end of a block at least, or up to ``size``, and where among them ``at`` is."""
+        base, kept = self._kept
+        if not base <= at <= min(at - at % BLOCK + BLOCK, size) <= base + len(kept):
+            begin = at - at % BLOCK
+            is_next = kept and base <= begin <= base + len(kept)
+            self._ahead = min(2 * self._ahead, _AT_ONCE) if is_next else BLOCK
+            base = begin
+            self._file.seek(base)
+            kept = self._file.read(self._ahead)
+            self.bytes_read += len(kept)
+            self._kept = base, kept
+        return kept, at - base
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _opened(path: str, flags: int) -> int:
+    """Open a file without following a link, and without waiting, as for the writer of a pipe."""
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
