@@ -197,7 +197,7 @@ def test_it_is_said_that_ranks_are_not_compared_and_nothing_warns(options: dict[
     first, _ = on_ranks(2, runs.train_beside_none, options)
     ((rule, severity, evidence),) = first["findings"]
     assert (rule, severity) == ("ranks-not-compared", "info")
-    assert evidence == {"times": 1.0, "ranks without an answer": 1.0, "the first of them": 1.0, "ranks": 2.0}
+    assert evidence == {"times seen": 1.0, "ranks without an answer": 1.0, "the first of them": 1.0, "ranks": 2.0}
     assert not [text for text in first["warnings"] if "gradmon" in text]
 
 
