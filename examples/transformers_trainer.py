@@ -74,7 +74,7 @@ def main() -> None:
 
     monitor = callback.monitor
     assert monitor is not None
-    names = ("bert", "bert.encoder.layer.0", "bert.encoder.layer.1", "classifier")
+    names = ("bert.embeddings", "bert.encoder.layer.0", "bert.encoder.layer.1", "classifier")
     print("\nnorm of the gradient of each block, before the clip\n")
     print("step" + "".join(f"{name:>23}" for name in names))
     for step, values in monitor.get_all_metrics().items():
