@@ -110,7 +110,9 @@ def test_a_run_is_read_on_another_host_while_it_trains(hosts: Hosts, is_killed: 
                     assert len(fresh.series("loss")) == len(fresh.steps)
                     assert len(fresh.series("gradient_before_clip/4.weight/norm")) == len(fresh.steps)
                     status, text, _ = get(server, "/runs.json")
-                    (card,) = json.loads(text)
+                    if not (cards := json.loads(text)):  # the server looks for new runs only now and then
+                        continue
+                    (card,) = cards
                     assert status == 200
                     reads.add("card", list(range(1 + (-1 if card["step"] is None else card["step"]))))
                     if reads.count % 5 == 0:  # the whole report
