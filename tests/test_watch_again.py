@@ -23,6 +23,7 @@ from torch_gradmon.core.records import StepRecord
 from torch_gradmon.integrations.common import AdapterMonitor
 from torch_gradmon.monitor.options import MonitorOptions, WatchOptions
 from torch_gradmon.runs import format as f
+from torch_gradmon.runs.index import is_claimed_after
 from torch_gradmon.runs.liveness import run_status
 from torch_gradmon.runs.log import LogReader
 from torch_gradmon.runs.writer import RunWriter, Superseded
@@ -600,3 +601,16 @@ def test_a_store_finds_out_that_another_one_writes(tmp_path: Path, impatient: No
     one.close()
     other.close()
     assert _written(tmp_path) == [(3, 0), (4, 1)]
+
+
+def test_a_directory_that_cannot_be_asked_does_not_hold_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Path] = []
+
+    def refused(path: Path) -> None:
+        asked.append(path)
+        assert len(asked) < 5  # not for ever
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("torch_gradmon.runs.index.LogReader", refused)
+    assert not is_claimed_after(tmp_path, 1)
+    assert len(asked) == 1

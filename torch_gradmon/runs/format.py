@@ -1,7 +1,8 @@
 """What the records of a run directory hold, see docs/reference/run-format.md.
 
 A run directory has pairs of log files, ``gradmon.000001.values`` and ``gradmon.000001.rows``, one pair for each writer, or more for a large
-run. The first byte of a record is its kind: ``J`` for a JSON object, ``S`` for a step, ``R`` for the rows of a step.
+run. The first byte of a record is its kind: ``J`` for a JSON object, ``S`` for a step, ``R`` for the rows of a step,
+``I`` for an index of the records before it, ``C`` for a column of their values.
 """
 
 from __future__ import annotations
@@ -61,12 +62,16 @@ def pairs_in(directory: str | os.PathLike[str]) -> list[int]:
     Raises:
         OSError: there is no such directory, or it cannot be read.
     """
-    return sorted(int(found[1]) for name in os.listdir(directory) if (found := _NAME.fullmatch(name)))
+    return sorted(_numbers(directory, _NAME))
 
 
 def next_number(directory: str | os.PathLike[str]) -> int:
     """The number after those of all files in a directory. Raises OSError as :func:`pairs_in`."""
-    return 1 + max((int(found[1]) for name in os.listdir(directory) if (found := _ANY.fullmatch(name))), default=0)
+    return 1 + max(_numbers(directory, _ANY), default=0)
+
+
+def _numbers(directory: str | os.PathLike[str], pattern: re.Pattern[str]) -> list[int]:
+    return [int(found[1]) for name in os.listdir(directory) if (found := pattern.fullmatch(name))]
 
 
 def is_run(names: Iterable[str]) -> bool:

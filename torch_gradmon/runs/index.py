@@ -19,13 +19,11 @@ from ..core.keys import Key
 from ..core.records import SpikeEvent
 from . import format as f
 from .forms import context_of, facts_of, is_event
-from .log import Damage, LogReader, Record
+from .log import SETTLED, Damage, LogReader, Record
 from .packing import TableLayout, layout_of
 
-#: Seconds after the last write from which rows that are not there are lost, not on their way.
-_SETTLED = 600.0
 _NEVER = float("inf")
-#: The same where the records before it are asked for: of an index that has been written back with them.
+#: Seconds after the last write from which the records before an index can be asked for, since they were written back with it.
 _SOON = 60.0
 #: The last index is looked for in so many blocks at the end of a file.
 _LOOKED_THROUGH = 64
@@ -309,15 +307,14 @@ class RunIndex:
 
     def _are_there(self, pair: Pair, entries: np.ndarray) -> bool:
         """Whether what an index knows can be read too, and is not on its way."""
-        now = time.time()
-        if now - pair.values.modified <= _SOON and now - float(entries["time"].max()) <= _SETTLED:
+        if pair.values.age <= _SOON and time.time() - float(entries["time"].max()) <= SETTLED:
             return False
         return bool(entries["end"].max() <= self._rows_there(pair))
 
     @staticmethod
     def _rows_there(pair: Pair) -> float:
         try:
-            return _NEVER if time.time() - pair.values.modified > _SETTLED else pair.rows.size
+            return _NEVER if pair.values.age > SETTLED else pair.rows.size
         except OSError:
             return 0
 
@@ -412,11 +409,6 @@ class RunIndex:
     def damage(self) -> list[tuple[str, Damage]]:
         """The damaged parts of the files with values, by their names."""
         return [(pair.values.name, each) for pair in self._pairs for each in pair.values.damage]
-
-    @property
-    def version(self) -> tuple[int, ...]:
-        """Changes with what is read."""
-        return tuple(pair.values.offset for pair in self._pairs)
 
     def _frames_of(self, step: int) -> tuple[int, ...]:
         more = self._more.get(step)
@@ -594,9 +586,9 @@ def is_claimed_after(directory: Path, number: int) -> bool:
             with contextlib.closing(LogReader(directory / f.name_of(number, f.VALUES))) as file:
                 if any(record.data[:1] == f.STEP or f.json_of(record.data).get("claims") is True for record in file.follow()):
                     return True
-        except FileNotFoundError:
+        except OSError:  # there is none, or it cannot be asked for now, which must not keep the training waiting
             return False
-        except (OSError, ValueError):  # a file of something else
+        except ValueError:  # a file of something else
             continue
 
 

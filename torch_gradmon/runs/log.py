@@ -22,8 +22,8 @@ _WHOLE, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 _SEEDS = [zlib.crc32(bytes([kind])) for kind in range(5)]
 #: Operating systems make appended bytes visible elsewhere by pages, in any order.
 _PAGE = 4096
-#: Seconds after the last write from which zeros are no page on its way any more, whatever clocks and caches differ by.
-_SETTLED = 600.0
+#: Seconds after the last write from which zeros are no page on its way, and what is missing is lost, whatever clocks and caches differ by.
+SETTLED = 600.0
 _AT_ONCE = 32 * BLOCK
 
 
@@ -197,11 +197,10 @@ class LogReader:
 
     def follow(self) -> Iterator[Record]:
         """The records that are new since the last call, up to the first byte that may still be on its way."""
-        found = os.fstat(self._file.fileno())
-        is_settled = time.time() - found.st_mtime > _SETTLED
+        size, is_settled = self.size, self.age > SETTLED
         self._kept = 0, b""
-        while self.offset < found.st_size:
-            record = self._next(self.offset, found.st_size, is_settled)
+        while self.offset < size:
+            record = self._next(self.offset, size, is_settled)
             if record is None:
                 return
             self.offset = record.end
@@ -211,9 +210,9 @@ class LogReader:
                 yield record
 
     @property
-    def modified(self) -> float:
-        """When the file was written last, in seconds since the epoch."""
-        return os.fstat(self._file.fileno()).st_mtime
+    def age(self) -> float:
+        """Seconds since the file was written last."""
+        return time.time() - os.fstat(self._file.fileno()).st_mtime
 
     def begins_otherwise(self) -> bool:
         """Whether the file does not begin with a record, nor with bytes on their way."""
