@@ -19,7 +19,6 @@ from torch import nn
 import torch_gradmon as gradmon
 from torch_gradmon.analysis.diagnosis.diagnose import diagnose
 from torch_gradmon.analysis.many_runs.card import run_card
-from torch_gradmon.analysis.report.page import write
 from torch_gradmon.analysis.run import load_run
 from torch_gradmon.runs import format as f
 from torch_gradmon.runs.log import LogReader, framed
@@ -223,12 +222,8 @@ def _nodes(found: Any) -> Iterator[tuple[Any, Any]]:
         yield from _nodes(value)
 
 
-def read_all(path: Path, report: Path | None) -> str:
-    """Read a run in every way; returns by what it was refused, if it was."""
-    from torch_gradmon.cli.terminal.console import QuietConsole
-    from torch_gradmon.cli.terminal.run_facts import summarize
-    from torch_gradmon.cli.terminal.summary_view import show
-
+def read_all(path: Path) -> str:
+    """Read a run in every way that needs torch alone; returns by what it was refused, if it was."""
     try:
         run = load_run(path)
     except (ValueError, FileNotFoundError) as error:
@@ -249,13 +244,24 @@ def read_all(path: Path, report: Path | None) -> str:
         assert all("\n" not in line for line in [*run.damage, repr(run), run.model_text])
         list(map(str, run.trained_parts))
         run.refresh()
-        if run.steps:
-            summary = summarize(run, str(path))
-            json.dumps(summary.to_dict(), allow_nan=False)
-            with redirect_stdout(io.StringIO()):
-                show(QuietConsole(), summary)
     run_card(path)
     str(diagnose(path))
-    if report is not None and run.steps:
-        write(path, report, progress=False)
     return ""
+
+
+def show_all(path: Path, report: Path | None) -> None:
+    """Print what a run that can be read has, and draw it into `report`. Needs rich and plotly."""
+    from torch_gradmon.analysis.report.page import write
+    from torch_gradmon.cli.terminal.console import QuietConsole
+    from torch_gradmon.cli.terminal.run_facts import summarize
+    from torch_gradmon.cli.terminal.summary_view import show
+
+    with closing(load_run(path)) as run:
+        if not run.steps:
+            return
+        summary = summarize(run, str(path))
+        json.dumps(summary.to_dict(), allow_nan=False)
+        with redirect_stdout(io.StringIO()):
+            show(QuietConsole(), summary)
+    if report is not None:
+        write(path, report, progress=False)

@@ -262,4 +262,4 @@ def test_a_run_has_the_name_of_the_model_inside_of_wrappers(
     optimizer.step()
     monitor.detach()
     assert run_card(tmp_path / "run").settings["model"] == "Net"
-    assert "OptimizedModule" not in output(capsys, "compare", str(tmp_path))
+    assert "OptimizedModule" not in output(capsys, "compare", str(tmp_path), "--json")
