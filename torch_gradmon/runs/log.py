@@ -168,7 +168,7 @@ class LogReader:
         self.damage: list[Damage] = []
         self.bytes_read = 0
         self._kept = 0, b""  # a part of the file, and where it begins
-        self._ahead = BLOCK  # more where it is read in order
+        self._ahead = _PAGE  # bytes that are read at least
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError):
@@ -217,7 +217,7 @@ class LogReader:
     def begins_otherwise(self) -> bool:
         """Whether the file does not begin with a record, nor with bytes on their way."""
         frame = self._frame(0, self.size)
-        return frame is not None and frame.end == 0 and any(self._bytes(0, self.size)[0][: _HEADER.size])
+        return frame is not None and frame.end == 0 and any(self._bytes(0, _HEADER.size)[0][: _HEADER.size])
 
     def at(self, begin: int, end: int = 0) -> bytes | None:
         """The record that begins at ``begin``, and ends at ``end`` unless that is 0; None if it is damaged or not there yet."""
@@ -254,13 +254,13 @@ class LogReader:
         room = BLOCK - at % BLOCK
         if room < _HEADER.size:
             at, room = at + room, BLOCK
-        buffer, place = self._bytes(at, size)
+        buffer, place = self._bytes(at, _HEADER.size)
         if len(buffer) - place < _HEADER.size or at + _HEADER.size > size:
             return None
         code, length, kind = _HEADER.unpack_from(buffer, place)
         if not _WHOLE <= kind <= _LAST or length > room - _HEADER.size:
             return _Frame(at, 0, 0, None)
-        place += _HEADER.size
+        buffer, place = self._bytes(at + _HEADER.size, length)
         data = buffer[place : place + length]
         if len(data) < length or at + _HEADER.size + length > size:
             return None
@@ -278,20 +278,19 @@ class LogReader:
     def _is_there(self, begin: int, end: int) -> bool:
         """Whether each page from ``begin`` to ``end`` was seen to its end: one that is on its way, in whole or in part, ends with zeros."""
         pages = range(begin - begin % _PAGE + _PAGE, end + 1, _PAGE)
-        return all(buffer[place : place + 1] not in (b"\0", b"") for buffer, place in (self._bytes(at - 1, at) for at in pages))
+        return all(buffer[place : place + 1] not in (b"\0", b"") for buffer, place in (self._bytes(at - 1, 1) for at in pages))
 
-    def _bytes(self, at: int, size: int) -> tuple[bytes, int]:
-        """Bytes of the file up to the end of a block at least, or up to ``size``, and where among them ``at`` is."""
+    def _bytes(self, at: int, count: int) -> tuple[bytes, int]:
+        """A part of the file with ``count`` bytes from ``at`` on, fewer only at its end, and where among its bytes ``at`` is."""
         base, kept = self._kept
-        if not base <= at <= min(at - at % BLOCK + BLOCK, size) <= base + len(kept):
-            begin = at - at % BLOCK
-            is_next = kept and base <= begin <= base + len(kept)
-            self._ahead = min(2 * self._ahead, _AT_ONCE) if is_next else BLOCK
-            base = begin
-            self._file.seek(base)
-            kept = self._file.read(self._ahead)
-            self.bytes_read += len(kept)
-            self._kept = base, kept
+        if not base <= at <= at + count <= base + len(kept):
+            begun = kept[at - base :] if at >= base else b""
+            if not begun:  # more at a time where the file is read in order
+                self._ahead = min(2 * self._ahead, _AT_ONCE) if kept and at == base + len(kept) else _PAGE
+            self._file.seek(at + len(begun))
+            read = self._file.read(max(count - len(begun), 0 if begun else self._ahead))
+            self.bytes_read += len(read)
+            base, kept = self._kept = at, begun + read
         return kept, at - base
 
     def close(self) -> None:

@@ -152,13 +152,13 @@ class RunReader:
         """
         keys = list(self._index.keys)
         chosen = {number: key for number, key in enumerate(keys) if wanted is None or wanted(key)}
-        for step in self._since(since):
+        for step in self._since(since, self._index.steps):
             found = self._index.read(step)
             values = {chosen[number]: value for number, value in found.values.items() if number in chosen}
             yield StepRecord(step, found.time, found.applied, values, {}, found.parsed_context(), found.spikes())
 
-    def _since(self, since: int | None) -> list[int]:
-        steps = self._index.steps
+    @staticmethod
+    def _since(since: int | None, steps: list[int]) -> list[int]:
         return steps[0 if since is None else bisect_left(steps, since) :]
 
     def stacks(self, source: str, since: int | None = None) -> Iterator[StatsSeries]:
@@ -180,7 +180,7 @@ class RunReader:
 
     def _packed(self, source: str, since: int | None) -> Iterator[tuple[int, TableLayout, bytes]]:
         """The packed statistics of ``source``."""
-        for step in self._since(since):
+        for step in self._since(since, self._index.steps_with(source)):
             rows = self._index.rows(step)
             if source in rows:
                 layout, data = rows[source]
