@@ -46,7 +46,7 @@ class Pair:
 
     def __init__(self, directory: Path, number: int) -> None:
         self.number, self._directory = number, directory
-        self.values = LogReader(directory / f.name_of(number, f.VALUES))
+        self.values = LogReader(directory / f.name_of(number, f.VALUES), f.time_of)
         self.place = 0  # among the pairs of the run
         self.facts: dict[str, Any] = {}
         self.has_head = self.has_claimed = False
@@ -246,7 +246,7 @@ class RunIndex:
                             break
                     self._add_frame(pair, record.begin, head, self._set_of(pair, f.ids_of(record.data, head)))
                     touched = self._take_step(pair, len(self._begin) - 1, head.step, head.flags, limit)
-                elif kind in (f.INDEX, f.COLUMN):
+                elif kind != f.JSON and pair.has_head:  # an index, or what only a later version knows
                     continue
                 else:
                     touched = self._take_facts(pair, f.json_of(record.data), limit)
@@ -327,7 +327,8 @@ class RunIndex:
         pair.has_claimed |= record.get("claims") is True
         if what == "head":
             if record.get("format") != f.FORMAT:
-                raise ValueError(f"{pair.values.name!r} is of format {record.get('format')!r}, which this version does not know")
+                found = f"{record.get('format')!r:.40}"
+                raise ValueError(f"{pair.values.name!r} is of format {found}, which this version does not know")
             pair.has_head = True
         if what == "keys":
             first, keys = _natural(record.get("first")), record.get("keys")
@@ -634,8 +635,10 @@ def is_claimed_after(directory: Path, number: int) -> bool:
         number += 1
         try:
             with contextlib.closing(LogReader(directory / f.name_of(number, f.VALUES))) as file:
-                if any(record.data[:1] == f.STEP or f.json_of(record.data).get("claims") is True for record in file.follow()):
-                    return True
+                for record in file.follow():
+                    kind = record.data[:1]
+                    if kind == f.STEP or (kind == f.JSON and f.json_of(record.data).get("claims") is True):
+                        return True
         except OSError:  # there is none, or it cannot be asked for now, which must not keep the training waiting
             return False
         except ValueError:  # a file of something else

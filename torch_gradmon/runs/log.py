@@ -13,7 +13,7 @@ import stat
 import struct
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 BLOCK = 32768
@@ -145,6 +145,7 @@ class LogReader:
 
     Args:
         path: of the file.
+        written: from a record, or the first part of one, when it was written, in seconds since the epoch; None if that is not in it.
 
     Attributes:
         offset: up to where :meth:`follow` has read.
@@ -156,7 +157,7 @@ class LogReader:
         OSError: it cannot be read, or is no file, but a link or a device.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], written: Callable[[bytes], float | None] = lambda data: None) -> None:
         if os.path.islink(path):
             raise OSError(f"{os.fspath(path)!r} is a link, which is not followed")
         self._file = open(path, "rb", buffering=0, opener=_opened)  # noqa: SIM115 (closed by close)
@@ -167,6 +168,7 @@ class LogReader:
         self.offset = 0
         self.damage: list[Damage] = []
         self.bytes_read = 0
+        self._written = written
         self._kept = 0, b""  # a part of the file, and where it begins
         self._ahead = _PAGE  # bytes that are read at least
 
@@ -271,14 +273,30 @@ class LogReader:
         if frame.end:
             following = self._frame(frame.end, size)
             if following is not None and following.data is not None:
-                return Damage(begin, frame.end) if is_settled or self._is_there(frame.begin, following.begin) else None
+                return Damage(begin, frame.end) if is_settled or self._is_there(frame.begin, following.begin, size) else None
         block = frame.begin - frame.begin % BLOCK + BLOCK
-        return Damage(begin, block) if block <= size and (is_settled or self._is_there(frame.begin, block)) else None
+        return Damage(begin, block) if block <= size and (is_settled or self._is_there(frame.begin, block, size)) else None
 
-    def _is_there(self, begin: int, end: int) -> bool:
-        """Whether each page from ``begin`` to ``end`` was seen to its end: one that is on its way, in whole or in part, ends with zeros."""
+    def _is_there(self, begin: int, end: int, size: int) -> bool:
+        """Whether each page from ``begin`` to ``end`` was seen to its end: one that is on its way, in whole or in part, ends with zeros.
+
+        None is on its way if what was written next was written long ago.
+        """
         pages = range(begin - begin % _PAGE + _PAGE, end + 1, _PAGE)
-        return all(buffer[place : place + 1] not in (b"\0", b"") for buffer, place in (self._bytes(at - 1, 1) for at in pages))
+        return self._is_old(end, size) or all(buffer[place : place + 1] not in (b"\0", b"") for buffer, place in (self._bytes(at - 1, 1) for at in pages))
+
+    def _is_old(self, at: int, size: int) -> bool:
+        """Whether the first record behind ``at`` that says when it was written was written long ago."""
+        while at < size:
+            frame = self._frame(at, size)
+            if frame is None or frame.data is None:
+                at += BLOCK - at % BLOCK
+                continue
+            written = self._written(frame.data) if frame.kind in (_WHOLE, _FIRST) else None
+            if written is not None:
+                return time.time() - written > SETTLED
+            at = frame.end
+        return False
 
     def _bytes(self, at: int, count: int) -> tuple[bytes, int]:
         """A part of the file with ``count`` bytes from ``at`` on, fewer only at its end, and where among its bytes ``at`` is."""
