@@ -83,6 +83,15 @@ def test_what_is_read_at_once_is_what_is_read_step_by_step(family: str, clip: fl
         _assert_records_are_steps(run, since)
 
 
+def test_what_is_present_in_some_steps_is_what_they_have(tmp_path: Path) -> None:
+    _trained(tmp_path, "frozen_unused", preset="full")
+    run = load_run(tmp_path)
+    for steps in (run.steps, [5], [0, 9, 11, 99], []):
+        there = [step for step in steps if step in run.steps]
+        found = {Key(source, name, "") for source in run.sources for step in there for name in (run.table(source, step) or _NONE).names}
+        assert run.present(steps) == found.union(*(record.values for record in run.records() if record.step in steps))
+
+
 def test_wanted_chooses_values(tmp_path: Path) -> None:
     _trained(tmp_path, "mlp")
     run = load_run(tmp_path)
@@ -137,6 +146,9 @@ def _record(step: int, value: float, events: bool = False) -> StepRecord:
     tables = {"gradient_before_clip": StatsTable(("a", "b"), rows, ALL_COLUMNS)}
     found = (SpikeEvent(step, "x", value, 9.0, 5.0, "much"),) if events else ()
     return StepRecord(step, float(step), True, {Key("", "x", ""): value}, tables, {"lr": [value]}, found)
+
+
+_NONE = StatsTable((), torch.empty(0, 8), frozenset())
 
 
 class _Follower:

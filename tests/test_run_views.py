@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import re
+import shutil
+import subprocess
 import textwrap
 import time
 from contextlib import closing
@@ -152,9 +155,9 @@ def test_damage_to_a_live_run_is_told_once_it_is_old(tmp_path: Path) -> None:
         known = run.steps
         assert known == steps[: len(known)]
         assert (0 < len(known) < 100, run.damage) == (True, [])
-        with mock.patch.object(time, "time", lambda: now + 590):
+        with mock.patch.object(time, "time", return_value=now + 590):
             assert run.refresh() is None
-        with mock.patch.object(time, "time", lambda: now + 610):
+        with mock.patch.object(time, "time", return_value=now + 610):
             os.utime(tmp_path / VALUES, (now + 600, now + 600))  # it is still written
             assert run.refresh() > known[-1]
         later = run.steps[len(known) :]
@@ -178,6 +181,29 @@ def test_records_that_only_a_later_version_knows_are_skipped(tmp_path: Path) -> 
         assert run.series("x") == dict.fromkeys(range(5), 1.0)
         assert run.damage == []
     assert is_claimed_after(tmp_path, 0)
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(shutil.which("rsync") is None, reason="needs rsync")
+def test_a_copy_of_a_live_run_goes_along_and_is_sent_only_what_is_new(tmp_path: Path) -> None:
+    def copied() -> int:
+        command = ["rsync", "-a", "--append", "--stats", f"{tmp_path}/run/", f"{tmp_path}/copy/"]
+        told = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "LC_ALL": "C"}).stdout
+        return int(re.search(r"Literal data: ([\d,.]+)", told)[1].replace(",", ""))
+
+    store = RunWriter(tmp_path / "run")
+    for step in range(1000):
+        store.log(_record(step, float(step)))
+    first = copied()
+    with closing(load_run(tmp_path / "copy")) as run:
+        assert len(run.steps) == 1000
+        for step in range(1000, 1010):
+            store.log(_record(step, float(step)))
+        assert copied() < first / 20
+        assert run.refresh() == 1000
+        assert run.series("x") == {step: float(step) for step in range(1010)}
+        assert run.damage == []
+    store.close()
 
 
 # --- two writers -----------------------------------------------------------------------------------------------------------------------

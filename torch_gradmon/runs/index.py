@@ -7,7 +7,7 @@ import os
 import time
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -440,15 +440,17 @@ class RunIndex:
         """When a step ended, in seconds since the epoch."""
         return self._time[self._first[step]]
 
-    def _in_order(self) -> tuple[np.ndarray, np.ndarray]:
-        """The frames of all steps, and the step of each, ascending."""
+    def _in_order(self, among: Iterable[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """The frames of steps, by default of all, and the step of each, ascending."""
         if self._ordered is None:
             frames = np.array([self._first[step] for step in self.steps], np.int64)
             late = np.array([(frame, step) for step, added in self._more.items() for frame in added], np.int64).reshape(-1, 2)
             steps = np.concatenate([np.array(self.steps, np.int64), late[:, 1]])
             order = np.argsort(steps, kind="stable")
             self._ordered = np.concatenate([frames, late[:, 0]])[order], steps[order]
-        return self._ordered
+        frames, steps = self._ordered
+        chosen = slice(None) if among is None else np.isin(steps, np.array(list(among), np.int64))
+        return frames[chosen], steps[chosen]
 
     def with_events(self) -> list[int]:
         """The steps with spikes."""
@@ -456,17 +458,16 @@ class RunIndex:
         found: list[int] = np.unique(steps[np.array(self._flags)[frames] & f.HAS_EVENTS > 0]).tolist()
         return found
 
-    def stored_keys(self) -> list[Key]:
-        """The keys that any step has a stored value of, in the order of their first one."""
-        members = np.unique(np.array(self._set)[self._in_order()[0]]).tolist()
+    def stored_keys(self, among: Iterable[int] | None = None) -> list[Key]:
+        """The keys that any step, or any of some, has a stored value of, in the order of their first one."""
+        members = np.unique(np.array(self._set)[self._in_order(among)[0]]).tolist()
         there = {number for each in members for number in self._members[each]}
         return [key for key, number in self.keys.items() if number in there]
 
-    def layouts(self) -> list[TableLayout]:
-        """The layouts of the steps, in the order of their first use."""
-        places = dict.fromkeys(
-            (self._pair[frame], place) for frame in self._of_sets()[0] for place in self._places(frame)
-        )
+    def layouts(self, among: Iterable[int] | None = None) -> list[TableLayout]:
+        """The layouts of the steps, or of some, in the order of their first use."""
+        firsts = self._of_sets(among)[0]
+        places = dict.fromkeys((self._pair[frame], place) for frame in firsts for place in self._places(frame))
         found = []
         for pair, place in places:
             try:
@@ -491,9 +492,9 @@ class RunIndex:
         is_unknown = not places and self._rows_end[frame] > 0
         return is_unknown or any(isinstance(layout, TableLayout) and layout.source == source for layout in found)
 
-    def _of_sets(self) -> tuple[list[int], np.ndarray]:
+    def _of_sets(self, among: Iterable[int] | None = None) -> tuple[list[int], np.ndarray]:
         """The first frame with each set of layouts, in the order of the steps, and for each frame which of them has its set."""
-        frames = self._in_order()[0]
+        frames = self._in_order(among)[0]
         sets = np.array(self._pair, np.int64)[frames] << 32 | np.array(self._layouts)[frames]
         _, firsts, which = np.unique(sets, return_index=True, return_inverse=True)
         order = np.argsort(firsts)

@@ -283,7 +283,8 @@ class LogReader:
         None is on its way if what was written next was written long ago.
         """
         pages = range(begin - begin % _PAGE + _PAGE, end + 1, _PAGE)
-        return self._is_old(end, size) or all(buffer[place : place + 1] not in (b"\0", b"") for buffer, place in (self._bytes(at - 1, 1) for at in pages))
+        ends = (self._bytes(at - 1, 1) for at in pages)
+        return self._is_old(end, size) or all(buffer[place : place + 1] not in (b"\0", b"") for buffer, place in ends)
 
     def _is_old(self, at: int, size: int) -> bool:
         """Whether the first record behind ``at`` that says when it was written was written long ago."""

@@ -194,6 +194,12 @@ class RunReader:
         """All values of some steps, as matrices; steps that the run does not have are left out."""
         return Window(self._index, sorted(step for step in set(steps) if step in self._index))
 
+    def present(self, steps: Iterable[int]) -> set[Key]:
+        """The tensors with statistics in any of these steps, as keys without a metric, and the keys of other values; reads no step."""
+        steps = list(steps)
+        tensors = {Key(layout.source, name, "") for layout in self._index.layouts(steps) for name in layout.names}
+        return tensors.union(self._index.stored_keys(steps))
+
     def _check_step(self, step: int) -> None:
         if step not in self._index:
             raise KeyError(f"step {step} is not in the run; its {len(self._index.steps)} monitored steps are {self._span()}")
