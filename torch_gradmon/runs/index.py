@@ -158,8 +158,8 @@ class RunIndex:
         self.begins: list[int] = []
         self.keys: dict[Key, int] = {}
         self.unreadable: list[tuple[str, int]] = []
-        self._first: dict[int, int] = {}  # the frame of each step
-        self._more: dict[int, list[int]] = {}  # those that amend it
+        self._last: dict[int, int] = {}  # the frame of each step, or the last one that amends it
+        self._before = array("q")  # of each frame the one of its step that it amends; -1 of one that begins a step
         # of each frame: its pair, where it begins, its time, set of keys, set of layouts, and whether it has events
         self._pair, self._begin, self._time = array("I"), array("Q"), array("d")
         self._set, self._layouts, self._flags = array("I"), array("I"), array("B")
@@ -275,6 +275,7 @@ class RunIndex:
             ):
                 column.frombytes(np.ascontiguousarray(entries[name]).tobytes())
             self._pair.extend([pair.place] * len(entries))
+            self._before.extend([-1] * len(entries))
             at = 0
             for fact in [*np.flatnonzero(entries["flags"] & f.IS_JSON).tolist(), len(entries)]:
                 first = _earlier(first, self._take_steps(pair, base + at, entries[at:fact], limit))
@@ -362,10 +363,10 @@ class RunIndex:
         first, last = int(steps[0]), self.steps[-1] if self.steps else -1
         is_in_order = bool((np.sign(np.diff(steps)) == ~is_late[1:]).all()) and not (is_late[0] or (flags & f.BACKFILLS).any())
         if limit == _NEVER and first > last and is_in_order:  # each a new step, or adds to the one before it: all at once
+            frames = range(frame, frame + len(steps))
             self.steps += steps[~is_late].tolist()
-            self._first.update(zip(steps[~is_late].tolist(), (frame + np.flatnonzero(~is_late)).tolist(), strict=True))
-            for place in np.flatnonzero(is_late).tolist():
-                self._more.setdefault(int(steps[place]), []).append(frame + place)
+            self._last.update(zip(steps.tolist(), frames, strict=True))
+            self._before[frame : frame + len(steps)] = array("q", np.where(is_late, np.array(frames) - 1, -1).tobytes())
             pair.begins = min(pair.begins, first)
             return first
         touched: int | None = None
@@ -374,11 +375,11 @@ class RunIndex:
         return touched
 
     def _take_step(self, pair: Pair, frame: int, step: int, flags: int, limit: float) -> int | None:
-        known = self._first.get(step)
+        known = self._last.get(step)
         if flags & f.AMENDS:
             if known is None or self._pair[known] != pair.place:
                 return None
-            self._more.setdefault(step, []).append(frame)
+            self._before[frame], self._last[step] = known, frame
             return step
         if step >= limit:  # of a writer that had been replaced
             return None
@@ -389,12 +390,12 @@ class RunIndex:
             self.steps.append(step)
         elif known is None:
             self.steps.insert(bisect_left(self.steps, step), step)
-        self._first[step] = frame
-        self._more.pop(step, None)
+        self._last[step] = frame
         return step
 
     def _add_frame(self, pair: Pair, begin: int, head: f.StepHead, members: int) -> None:
         self._pair.append(pair.place)
+        self._before.append(-1)
         self._begin.append(begin)
         self._time.append(head.time)
         self._set.append(members)
@@ -415,8 +416,7 @@ class RunIndex:
         pair.begins = min(pair.begins, step)
         cut = bisect_left(self.steps, step)
         for each in self.steps[cut:]:
-            del self._first[each]
-            self._more.pop(each, None)
+            del self._last[each]
         if cut < len(self.steps):
             self.begins = [begin for begin in self.begins if begin < step] + [step]
             del self.steps[cut:]
@@ -429,25 +429,32 @@ class RunIndex:
         """The damaged parts of the files with values, by their names."""
         return [(pair.values.name, each) for pair in self._pairs for each in pair.values.damage]
 
-    def _frames_of(self, step: int) -> tuple[int, ...]:
-        more = self._more.get(step)
-        return (self._first[step],) if more is None else (self._first[step], *more)
+    def _frames_of(self, step: int) -> list[int]:
+        found = [self._last[step]]
+        while (before := self._before[found[-1]]) >= 0:
+            found.append(before)
+        return found[::-1]
 
     def __contains__(self, step: int) -> bool:
-        return step in self._first
+        return step in self._last
 
     def time(self, step: int) -> float:
         """When a step ended, in seconds since the epoch."""
-        return self._time[self._first[step]]
+        return self._time[self._frames_of(step)[0]]
 
     def _in_order(self, among: Iterable[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
         """The frames of steps, by default of all, and the step of each, ascending."""
         if self._ordered is None:
-            frames = np.array([self._first[step] for step in self.steps], np.int64)
-            late = np.array([(frame, step) for step, added in self._more.items() for frame in added], np.int64).reshape(-1, 2)
-            steps = np.concatenate([np.array(self.steps, np.int64), late[:, 1]])
+            before, steps = np.array(self._before, np.int64), np.array(self.steps, np.int64)
+            frames = np.array([*map(self._last.__getitem__, self.steps)], np.int64)
+            parts = [(frames, steps)]
+            while len(frames):
+                frames = before[frames]
+                frames, steps = frames[frames >= 0], steps[frames >= 0]
+                parts.append((frames, steps))
+            frames, steps = map(np.concatenate, zip(*reversed(parts), strict=True))
             order = np.argsort(steps, kind="stable")
-            self._ordered = np.concatenate([frames, late[:, 0]])[order], steps[order]
+            self._ordered = frames[order], steps[order]
         frames, steps = self._ordered
         chosen = slice(None) if among is None else np.isin(steps, np.array(list(among), np.int64))
         return frames[chosen], steps[chosen]
