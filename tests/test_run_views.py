@@ -20,6 +20,8 @@ from torch import nn
 import torch_gradmon as gradmon
 from torch_gradmon import load_run
 from torch_gradmon.analysis.many_runs.card import run_card
+from torch_gradmon.analysis.plots.panel_set import PanelSet
+from torch_gradmon.analysis.plots.sources import ValueSource
 from torch_gradmon.analysis.run import Run
 from torch_gradmon.core.keys import TENSOR_SOURCES, Key
 from torch_gradmon.core.moments import ALL_COLUMNS
@@ -414,4 +416,7 @@ def test_what_is_not_asked_for_is_not_read(tmp_path: Path) -> None:
         count.clear()
         with closing(load_run(tmp_path)) as run:
             assert list(run.stacks("update")) == []
-        assert count[ROWS] < 20_000  # what the rows are, and none of them
+            assert count[ROWS] < 20_000  # what the rows are, and none of them
+            count.clear()
+            assert [name for name, _ in PanelSet(ValueSource.of_run(run)).panels()] == ["gradient", "sparsity"]
+        assert count[ROWS] < 1.1 * (tmp_path / ROWS).stat().st_size

@@ -264,6 +264,8 @@ class RunIndex:
             entries = index.entries
             if not len(entries) or not self._are_there(pair, entries):
                 break
+            is_json = np.flatnonzero(entries["flags"] & f.IS_JSON).tolist()
+            facts = [f.json_of(pair.values.at(begin) or b"") for begin in entries["begin"][is_json].tolist()]
             base = len(self._begin)
             for name, column in (
                 ("begin", self._begin),
@@ -277,12 +279,11 @@ class RunIndex:
             self._pair.extend([pair.place] * len(entries))
             self._before.extend([-1] * len(entries))
             at = 0
-            for fact in [*np.flatnonzero(entries["flags"] & f.IS_JSON).tolist(), len(entries)]:
-                first = _earlier(first, self._take_steps(pair, base + at, entries[at:fact], limit))
-                if fact < len(entries):
-                    facts = f.json_of(pair.values.at(self._begin[base + fact]) or b"")
-                    first = _earlier(first, self._take_facts(pair, facts, limit))
-                at = fact + 1
+            for place, record in zip([*is_json, len(entries)], [*facts, None], strict=True):
+                first = _earlier(first, self._take_steps(pair, base + at, entries[at:place], limit))
+                if record is not None:
+                    first = _earlier(first, self._take_facts(pair, record, limit))
+                at = place + 1
             if not (pair.ids.keys() >= index.columns.keys() and pair.layouts.keys() >= set(entries["layouts"].tolist())):
                 raise f.Unreadable
             sets = np.array([self._set_of(pair, ids) for ids in index.sets], "<u4")

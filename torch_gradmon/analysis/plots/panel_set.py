@@ -12,10 +12,14 @@ from ...core import keys as n
 from ...core.keys import Key
 from ...core.loss_keys import loss_among
 from ...core.moments import Column
+from ...runs.stats_series import StatsSeries
 from ..diagnosis.series import Series
 from .gaps import Gap, RecordedSteps
 from .sources import ValueSource
 from .views import LAYER_VIEWS, Panel, PlotView
+
+#: Steps, tensors, and by metric values ``[steps, tensors]``.
+_Part = tuple[tuple[int, ...], tuple[str, ...], dict[str, torch.Tensor]]
 
 
 class PanelSet:
@@ -34,6 +38,7 @@ class PanelSet:
         self.steps, self.events, self.not_applied = source.steps, source.events, source.not_applied
         self._recorded = RecordedSteps(tuple(source.steps), source.is_whole)
         self._panels: dict[str, Panel | None] = {}
+        self._known: dict[str, list[_Part]] = {}
 
     def gaps(self, steps: Sequence[int]) -> tuple[Gap, ...]:
         """Where a value that is known in ``steps``, ascending, is missing; empty for a value without steps."""
@@ -79,11 +84,7 @@ class PanelSet:
         return None
 
     def _of(self, view: PlotView, source: str) -> Panel | None:
-        parts = [  # all rows would be eight times as large
-            (stack.steps, stack.names, torch.where(stack.rows[..., Column.NONFINITE] > 0, math.inf, stack.values(view.metric)))
-            for stack in self._source.stacks(source)
-            if stack.has(view.metric) and stack.names
-        ]
+        parts = [(steps, names, values[view.metric]) for steps, names, values in self._parts(source) if view.metric in values]
         if not parts:
             return None
         due = self._with_gradients_due(source)
@@ -98,10 +99,25 @@ class PanelSet:
         run = self.steps
         return Panel(view, steps, names, values, source, self.gaps(steps), (run[0], run[-1]), frozenset(due))
 
+    def _parts(self, source: str) -> list[_Part]:
+        """All that is drawn of a source, read once; all of its rows would be several times as large."""
+        if source not in self._known:
+            metrics = {view.metric for view in LAYER_VIEWS.values() if source in (*view.sources, view.base)}
+            self._known[source] = [
+                (stack.steps, stack.names, {metric: _values(stack, metric) for metric in metrics if stack.has(metric)})
+                for stack in self._source.stacks(source)
+                if stack.names
+            ]
+        return self._known[source]
+
     def _with_gradients_due(self, source: str) -> tuple[str, ...]:
         """The parameters whose gradient is measured in each step of ``source`` if there is one, as the norm of all needs them all."""
         is_of_all = source == n.GRADIENT_BEFORE_CLIP and len(self.line("grad_norm")) > 0
         return tuple(self._source.names(n.PARAMETER)) if is_of_all else ()
+
+
+def _values(stack: StatsSeries, metric: str) -> torch.Tensor:
+    return torch.where(stack.rows[..., Column.NONFINITE] > 0, math.inf, stack.values(metric))
 
 
 def _ratio(panel: Panel, base: Panel | None) -> Panel | None:
