@@ -157,10 +157,12 @@ def placed(what: str, where: str) -> str:
 def printable(text: str) -> str:
     """``text`` on one line, without characters that would control a terminal.
 
-    >>> printable("layer" + chr(27) + "[31m")
-    'layer?[31m'
+    >>> printable("layer" + chr(27) + "[31m" + chr(10) + "is well")
+    'layer?[31m is well'
     """
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() else " " if letter.isspace() else "?" for letter in text)
 
 
 def printable_lines(text: str) -> str:

@@ -16,6 +16,8 @@ import zlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from ..core.files import created
+
 BLOCK = 32768
 _HEADER = struct.Struct("<IHB")
 _WHOLE, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
@@ -59,10 +61,9 @@ class LogWriter:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | getattr(os, "O_BINARY", 0)
         self.path = path
         self.size = 0  # up to the end of the last record
-        self._file = os.open(path, flags, 0o644)
+        self._file = created(path, os.O_APPEND)
         self._is_torn = False  # what a failed write left behind could not be cut off
 
     def append(self, record: bytes) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ...core import keys as n
+from ...core.formatting import printable
 from ...core.json_numbers import strict
 from ...core.keys import Key
 from ...core.loop_findings import LoopFinding
@@ -125,7 +126,7 @@ def run_card(
         worst, last = next(iter(largest(spikes, 1)), None), spikes[-1] if spikes else None
         found = [] if diagnosis is not None else loop_findings(run.meta)
         return RunCard(
-            name=os.fspath(path) if name is None else name,
+            name=printable(os.fspath(path) if name is None else name),
             state=_state(status),
             status=_sentence(status, raised, unwritten),
             raised=raised,

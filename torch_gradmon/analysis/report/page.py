@@ -18,6 +18,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from plotly.offline import get_plotlyjs
 from plotly.utils import PlotlyJSONEncoder
 
+from ...core.files import replacing
 from ...core.progress import ProgressBar
 from ..comparison.result import ComparisonResult
 from ..comparison.rules import renamer
@@ -116,12 +117,8 @@ def _checked(target: Path) -> Path:
 def _written(data: dict[str, Any], target: Path) -> Path:
     text = html(data)
     target.parent.mkdir(parents=True, exist_ok=True)
-    half = target.with_name(f"{target.name}.part")  # a browser may show the old one
-    try:
-        half.write_text(text, encoding="utf-8")
-        half.replace(target)
-    finally:
-        half.unlink(missing_ok=True)
+    with replacing(target) as file:  # a browser may show the old one
+        file.write(text.encode())
     return target
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from ...analysis.diagnosis.diagnose import diagnose
 from ...analysis.many_runs.card import RunCard, differing, run_card
 from ...analysis.many_runs.find import find_runs
+from ...core.formatting import printable
 from .common import JSON, Command, UsageError, argument, flag, requires_extra, value
 
 _DIRECTORIES = argument(
@@ -70,7 +71,7 @@ def _cards(places: Sequence[str], diagnosed: bool) -> Iterator[RunCard]:
         try:
             yield run_card(path, name, diagnose(path) if diagnosed else None)
         except (OSError, ValueError) as error:  # it is being made or removed, or belongs to another user
-            print(f"gradmon: {name} is left out: {' '.join(str(error).split())}", file=sys.stderr)
+            print(f"gradmon: {printable(f'{name} is left out: {error}')}", file=sys.stderr)
 
 
 def _paths(places: Sequence[str]) -> Iterator[tuple[str, Path]]:

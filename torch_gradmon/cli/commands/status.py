@@ -9,7 +9,6 @@ from ...analysis.diagnosis.diagnose import diagnose
 from ...analysis.many_runs.card import run_card
 from ...analysis.many_runs.find import no_run
 from ...analysis.many_runs.status import status_dict, status_text
-from ...core.formatting import printable
 from .common import JSON, RUN, Command, UsageError
 
 COMMAND = Command(
@@ -39,5 +38,5 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(found, indent=1, allow_nan=False))
     else:
-        print("\n".join(map(printable, status_text(card, diagnosis))))
+        print("\n".join(status_text(card, diagnosis)))
     return 0 if found["healthy"] else 1

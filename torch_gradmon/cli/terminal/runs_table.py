@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...analysis.many_runs.card import RunCard, differing
-from ...core.formatting import number, printable
+from ...core.formatting import number
 
 #: Settings in which the runs differ that have a column; the others are in the JSON and on the page of gradmon serve.
 _MOST = 4
@@ -37,7 +37,7 @@ def show(console: Console, cards: Sequence[RunCard]) -> None:
     }
     cells = {title: [cell(card) for card in cards] for title, cell in columns.items()}
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    names = [printable(card.name) for card in cards]
+    names = [card.name for card in cards]
     longest = min(max(map(len, [*names, "run"])), max(_NAME, console.width // 3))
     table.add_column("run", overflow="fold", width=longest)
     shown = [title for title, texts in cells.items() if any(texts) and (title != "cost" or console.width >= _WIDE)]
@@ -64,12 +64,12 @@ def show(console: Console, cards: Sequence[RunCard]) -> None:
 
 def _state(card: RunCard) -> Text:
     if card.raised:
-        return Text(printable(f"{card.state}, {card.raised.partition(':')[0]}"), "yellow")
+        return Text(f"{card.state}, {card.raised.partition(':')[0]}", "yellow")
     return Text(card.state, _STYLES.get(card.state, ""))
 
 
 def _setting(name: str) -> Callable[[RunCard], Text]:
-    return lambda card: Text(printable(card.settings.get(name, "")))
+    return lambda card: Text(card.settings.get(name, ""))
 
 
 def _findings(card: RunCard) -> Text:
@@ -80,8 +80,8 @@ def _findings(card: RunCard) -> Text:
         return Text("none" if card.is_diagnosed else "")
     level, rule, where = found[0]
     more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-    return Text.assemble((rule, _LEVELS.get(level, "")), printable(f" in {where}" if where else ""), more)
+    return Text.assemble((rule, _LEVELS.get(level, "")), f" in {where}" if where else "", more)
 
 
 def _spikes(card: RunCard) -> Text:
-    return Text(f"{card.spikes}: step {card.spike_step} {printable(card.spike_where)}".rstrip() if card.spikes else "")
+    return Text(f"{card.spikes}: step {card.spike_step} {card.spike_where}".rstrip() if card.spikes else "")

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ...core.files import replacing
 from ...step.ranks import is_dtensor
 from .buffers import is_fixed
 from .policy import Rollback
@@ -79,13 +80,12 @@ class Snapshots:
             self._directory = tempfile.mkdtemp(prefix=f"rank{self._rank}-", dir=self._parent)
             self._remove = weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
         file = Path(self._directory) / f"step{step}.pt"
-        partial = file.with_suffix(".part")
-        try:
-            torch.save(taken, partial)
-            os.replace(partial, file)  # a killed run leaves no half of one
-        finally:
-            partial.unlink(missing_ok=True)
-        return lambda: torch.load(file, map_location="cpu", weights_only=False), file  # our own, written by this process
+        leaves, shape = tree_flatten(taken)
+        # what is no tensor stays in memory: loading it could run what somebody else has put there
+        rest = [None if type(leaf) is Tensor else (leaf,) for leaf in leaves]
+        with replacing(file) as target:  # a killed run leaves no half of one
+            torch.save([leaf for leaf in leaves if type(leaf) is Tensor], target)
+        return lambda: tree_unflatten(_filled(rest, torch.load(file, map_location="cpu", weights_only=True)), shape), file
 
     def _drop(self, place: int) -> None:
         dropped = self._kept.pop(place)
@@ -167,6 +167,12 @@ class Snapshots:
             self._directory = ""
             self._remove()
         self._used = self._since = None
+
+
+def _filled(rest: Sequence[tuple[Any] | None], tensors: Iterable[Tensor]) -> list[Any]:
+    """The leaves of a snapshot, with ``tensors`` where ``rest`` has none."""
+    following = iter(tensors)
+    return [next(following) if leaf is None else leaf[0] for leaf in rest]
 
 
 def _tensors(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Tensor]:
