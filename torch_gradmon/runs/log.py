@@ -14,6 +14,7 @@ import struct
 import time
 import zlib
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import NamedTuple
 
 from ..core.files import created
@@ -27,6 +28,27 @@ _PAGE = 4096
 #: Seconds after the last write from which zeros are no page on its way, and what is missing is lost, whatever clocks and caches differ by.
 SETTLED = 600.0
 _AT_ONCE = 32 * BLOCK
+
+
+class Overspent(ValueError):
+    """Reading a run takes longer than it may."""
+
+
+_UNTIL: ContextVar[tuple[float, float] | None] = ContextVar("until", default=None)
+
+
+@contextlib.contextmanager
+def reading_within(seconds: float) -> Iterator[None]:
+    """Give all reading in the block so much time, so that one run of a stranger does not hold up those of others.
+
+    Raises:
+        Overspent: it takes longer.
+    """
+    token = _UNTIL.set((time.monotonic() + seconds, seconds))
+    try:
+        yield
+    finally:
+        _UNTIL.reset(token)
 
 
 def framed(record: bytes, at: int) -> bytes:
@@ -289,6 +311,8 @@ class LogReader:
             is_next = kept and base <= begin <= base + len(kept)
             self._ahead = min(2 * self._ahead, _AT_ONCE) if is_next else BLOCK
             base = begin
+            if (until := _UNTIL.get()) is not None and time.monotonic() > until[0]:
+                raise Overspent(f"reading it takes more than {until[1]:g} s")
             self._file.seek(base)
             kept = self._file.read(self._ahead)
             self.bytes_read += len(kept)

@@ -24,6 +24,8 @@ from ..analysis.spike_report.text import explain
 from ..core.errors import nearest
 from ..core.formatting import placed, printable_lines
 from ..core.json_numbers import strict
+from ..runs.log import reading_within
+from .watched_run import ROW_SECONDS
 
 #: The most points of a series, and keys, that one answer has.
 _POINTS, _KEYS = 200, 300
@@ -93,7 +95,7 @@ class RunTools:
         """All runs: name, state (running, silent, ended), last step, loss, spikes, findings that the training made itself, settings."""
         found = []
         for name, path in find_runs(self._root).items():
-            with contextlib.suppress(OSError, ValueError):  # it is being made or removed
+            with contextlib.suppress(OSError, ValueError), reading_within(ROW_SECONDS):  # it may be made or removed just now
                 found.append(run_card(path, name, points=2).to_dict())
         return [{key: value for key, value in card.items() if key not in ("losses", "is_diagnosed")} for card in found]
 

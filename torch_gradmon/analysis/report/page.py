@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import gzip
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -133,6 +134,7 @@ def html(data: dict[str, Any], live: LivePage | None = None) -> str:
         style=here.joinpath("page.css").read_text(encoding="utf-8"),
         script=here.joinpath("page.js").read_text(encoding="utf-8"),
         plotly=_plotly(),
+        plotly_script=get_plotlyjs(),
         data=embedded(data),
         live=live,
     )
@@ -157,7 +159,14 @@ def template(folder: str, name: str) -> Template:
     """A page in a folder of the package; names in it are escaped."""
     loader = PackageLoader("torch_gradmon", folder)
     options: dict[str, Any] = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
-    return Environment(loader=loader, **options).get_template(name)
+    environment = Environment(loader=loader, **options)
+    environment.filters["hashed"] = _hashed
+    return environment.get_template(name)
+
+
+def _hashed(script: str) -> str:
+    """The source of a Content-Security-Policy that allows this script and no other."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 
 
 @functools.cache

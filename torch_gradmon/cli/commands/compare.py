@@ -14,8 +14,11 @@ from ...analysis.diagnosis.diagnose import diagnose
 from ...analysis.many_runs.card import RunCard, differing, run_card
 from ...analysis.many_runs.find import find_runs
 from ...core.formatting import printable
+from ...runs.log import reading_within
 from .common import JSON, Command, UsageError, argument, flag, requires_extra, value
 
+#: Seconds that reading a run may take: one of a stranger must not keep the others from being compared.
+_SECONDS = 60.0
 _DIRECTORIES = argument(
     "runs", metavar="DIRECTORY", nargs="+", help="runs, or directories with runs in them; they may still go on"
 )
@@ -69,7 +72,9 @@ def _cards(places: Sequence[str], diagnosed: bool) -> Iterator[RunCard]:
         raise UsageError(f"there is no run in {' or '.join(map(repr, places))}")
     for name, path in paths.items():
         try:
-            yield run_card(path, name, diagnose(path) if diagnosed else None)
+            with reading_within(_SECONDS):
+                card = run_card(path, name, diagnose(path) if diagnosed else None)
+            yield card
         except (OSError, ValueError) as error:  # it is being made or removed, or belongs to another user
             print(f"gradmon: {printable(f'{name} is left out: {error}')}", file=sys.stderr)
 
