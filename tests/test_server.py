@@ -215,9 +215,10 @@ def test_pages_of_other_sites_read_nothing_but_a_link_with_the_token_opens(root:
 def exchange(server: Server, request: bytes, seconds: float = 10.0) -> bytes:
     """All that a connection answers to these bytes, until it ends or says no more."""
     with socket.create_connection(server.server_address[:2], seconds) as connection:
-        connection.sendall(request)
-        connection.shutdown(socket.SHUT_WR)
         found = b""
+        with contextlib.suppress(OSError):  # the server has ended the connection while the request was sent
+            connection.sendall(request)
+            connection.shutdown(socket.SHUT_WR)
         with contextlib.suppress(OSError):
             while part := connection.recv(1 << 16):
                 found += part
