@@ -149,7 +149,7 @@ def json_of(record: bytes) -> dict[str, Any]:
 
 
 def parsed(text: bytes) -> Any:
-    """What stands there as JSON, within bounds. All texts of a run come through here, each on one line and :func:`printable`.
+    """What stands there as JSON, within bounds. All texts of a run come through here, each made printable, on one line.
 
     Raises:
         Unreadable: nothing.
@@ -171,7 +171,7 @@ def parsed(text: bytes) -> Any:
 
 
 def _shown(found: Any) -> Any:
-    """The same, each text on one line, without characters that would control a terminal or are half of one."""
+    """The same, each text printable."""
     if isinstance(found, str):
         return printable(found)
     if isinstance(found, list):

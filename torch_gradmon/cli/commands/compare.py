@@ -76,7 +76,7 @@ def _cards(places: Sequence[str], diagnosed: bool) -> Iterator[RunCard]:
                 card = run_card(path, name, diagnose(path) if diagnosed else None)
             yield card
         except (OSError, ValueError) as error:  # it is being made or removed, or belongs to another user
-            print(f"gradmon: {printable(f'{name} is left out: {error}')}", file=sys.stderr)
+            print(f"gradmon: {printable(name)} is left out: {' '.join(str(error).split())}", file=sys.stderr)
 
 
 def _paths(places: Sequence[str]) -> Iterator[tuple[str, Path]]:
