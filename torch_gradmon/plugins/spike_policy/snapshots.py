@@ -7,9 +7,10 @@ import copy
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -81,11 +82,9 @@ class Snapshots:
             self._remove = weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
         file = Path(self._directory) / f"step{step}.pt"
         leaves, shape = tree_flatten(taken)
-        # what is no tensor stays in memory: loading it could run what somebody else has put there
-        rest = [None if type(leaf) is Tensor else (leaf,) for leaf in leaves]
         with replacing(file) as target:  # a killed run leaves no half of one
-            torch.save([leaf for leaf in leaves if type(leaf) is Tensor], target)
-        return lambda: tree_unflatten(_filled(rest, torch.load(file, map_location="cpu", weights_only=True)), shape), file
+            leaves = [_written(leaf, target) for leaf in leaves]
+        return lambda: tree_unflatten(_read_back(leaves, file), shape), file
 
     def _drop(self, place: int) -> None:
         dropped = self._kept.pop(place)
@@ -114,7 +113,7 @@ class Snapshots:
 
         Raises:
             ValueError: the model or its optimizers have other tensors now; nothing is changed.
-            OSError: the file no longer exists.
+            OSError: the file no longer exists, or was changed.
         """
         while self._kept[-1].step > to:
             self._drop(-1)
@@ -169,10 +168,34 @@ class Snapshots:
         self._used = self._since = None
 
 
-def _filled(rest: Sequence[tuple[Any] | None], tensors: Iterable[Tensor]) -> list[Any]:
-    """The leaves of a snapshot, with ``tensors`` where ``rest`` has none."""
-    following = iter(tensors)
-    return [next(following) if leaf is None else leaf[0] for leaf in rest]
+class _OnDisk(NamedTuple):
+    """What a file has the bytes of. The file has nothing else: unpickling could run what somebody else has put there."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    size: int
+    checksum: int
+
+
+def _written(leaf: Any, file: IO[bytes]) -> Any:
+    """Write a tensor; anything else stays as it is."""
+    if type(leaf) is not Tensor or leaf.layout is not torch.strided or leaf.is_quantized or not leaf.numel():
+        return leaf
+    data: Any = memoryview(leaf.resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]
+    file.write(data)
+    return _OnDisk(leaf.dtype, leaf.shape, data.nbytes, zlib.crc32(data))
+
+
+def _read_back(leaves: Sequence[Any], file: Path) -> list[Any]:
+    with file.open("rb") as source:
+        return [_tensor_in(source, leaf) if isinstance(leaf, _OnDisk) else leaf for leaf in leaves]
+
+
+def _tensor_in(file: IO[bytes], leaf: _OnDisk) -> Tensor:
+    data = bytearray(file.read(leaf.size))
+    if len(data) != leaf.size or zlib.crc32(data) != leaf.checksum:
+        raise OSError(f"{file.name!r} was changed since it was written")
+    return torch.frombuffer(data, dtype=leaf.dtype).reshape(leaf.shape)
 
 
 def _tensors(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Tensor]:
