@@ -133,6 +133,7 @@ bench: $(BENCH)/.ready
 	$(BENCH)/bin/python -m benchmarks.run
 	$(BENCH)/bin/python -m benchmarks.idle
 	$(BENCH)/bin/python -m benchmarks.sinks
+	$(BENCH)/bin/python -m benchmarks.stored
 	$(BENCH)/bin/python -m benchmarks.activations
 	$(BENCH)/bin/python -m benchmarks.exchange
 	$(BENCH)/bin/python -m benchmarks.acting

@@ -206,7 +206,7 @@ def with_section(text: str, name: str, new: str) -> str:
     return f"{before}{start}\n\n{new}\n\n{end}{rest.partition(end)[2]}"
 
 
-_SECTIONS = ("idle", "sinks", "spikes", "exchange", "acting", "activations")
+_SECTIONS = ("idle", "stored", "sinks", "spikes", "exchange", "acting", "activations")
 
 
 def load() -> list[dict[str, Any]]:
@@ -220,6 +220,7 @@ def main() -> None:
     from .idle import markdown as idle_markdown
     from .plot import draw
     from .spikes.table import markdown as spikes_markdown
+    from .stored import markdown as stored_markdown
 
     results = load()
     if not results:
@@ -229,6 +230,7 @@ def main() -> None:
     sections = {
         "benchmark": markdown(results),
         "idle": idle_markdown(stored["idle"]),
+        "stored": stored_markdown(stored["stored"]),
         "sinks": sinks_markdown(stored["sinks"]),
         "spikes": spikes_markdown(stored["spikes"]),
         "exchange": exchange_markdown(stored["exchange"]),

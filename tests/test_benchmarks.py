@@ -21,6 +21,7 @@ from benchmarks.idle import PARAMETERS, Loop, armed_hooks, idle
 from benchmarks.idle import markdown as idle_markdown
 from benchmarks.models import GPT, Sizes
 from benchmarks.report import markdown, sinks_markdown, with_section
+from benchmarks.stored import markdown as stored_markdown
 from benchmarks.sets import SETS, SMALL_SHAPES, UNSEEN, GradientSet, Tensors, build, gradients
 from benchmarks.targets import judge, verdict
 from benchmarks.timing import Floor, floor_for, interleave, quotients, spread, takes_part
@@ -284,6 +285,18 @@ def test_what_sinks_cost_has_a_row_for_each() -> None:
     text = sinks_markdown(_sinks())
     assert "| Sink (by hand: its own call) | 140 (70.0 to 280) | 10000 (5000 to 20000) | 0.50 (0.25 to 1.00) |" in text
     assert "Abacus (2 cores), Python 3; tracker 1.0; 2026-01-01" in text
+
+
+@pytest.mark.extra
+def test_what_a_run_directory_costs_is_measured_beside_sqlite(tmp_path: Path) -> None:
+    program = "import runpy; runpy.run_module('benchmarks.stored', run_name='__main__', alter_sys=True)"
+    done = forked.run(program, "--quick", "--out", tmp_path / "stored.json", cwd=Path(__file__).parent.parent)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "stored.json").read_text())
+    assert found["writing"]["ratio"]["count"] == 50
+    assert all(each["median"] > 0 for each in found["writing"]["us"].values())
+    assert 0 < found["reading"]["follow"]["megabytes"] < found["reading"]["loss"]["megabytes"] < found["reading"]["row"]["megabytes"]
+    assert "its row in a list of runs" in stored_markdown(found)
 
 
 @pytest.mark.extra

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -181,3 +182,29 @@ def test_links_and_devices_are_no_logs(tmp_path: Path) -> None:
             LogReader(tmp_path / name)
     with pytest.raises(FileExistsError):
         LogWriter(tmp_path / "link")
+
+
+def test_what_precedes_an_old_record_is_not_on_its_way(tmp_path: Path) -> None:
+    records = _records([900] * 200)
+    whole, begins = _laid_out(records)
+    (tmp_path / "log").write_bytes(whole[: 2 * PAGE] + bytes(PAGE) + whole[3 * PAGE :])
+    first = next(number for number, begin in enumerate(begins) if begin + 907 > 2 * PAGE)
+    next_block = next(number for number, begin in enumerate(begins) if begin > BLOCK)
+    for age, lost in ((590, range(first, 200)), (610, range(first, next_block))):
+        with closing(LogReader(tmp_path / "log", lambda data, age=age: time.time() - age)) as file:
+            assert [record.data for record in file.follow()] == [data for at, data in enumerate(records) if at not in lost]
+            assert bool(file.damage) == (age > 600)
+
+
+def test_what_is_read_is_little_more_than_what_is_asked_for(tmp_path: Path) -> None:
+    records = _records([4000] * 1000)
+    whole, begins = _laid_out(records)
+    (tmp_path / "log").write_bytes(whole)
+    with closing(LogReader(tmp_path / "log")) as file:
+        for place in (700, 20, 500):
+            before = file.bytes_read
+            assert file.at(begins[place]) == records[place]
+            assert file.bytes_read - before < 2.1 * PAGE
+        before = file.bytes_read
+        assert [file.at(begin) for begin in begins] == records
+        assert file.bytes_read - before < 1.01 * len(whole) + 2 * PAGE

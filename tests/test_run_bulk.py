@@ -18,6 +18,7 @@ from torch_gradmon.core import keys as n
 from torch_gradmon.core.keys import Key, format_key
 from torch_gradmon.core.moments import ALL_COLUMNS, VIEWS
 from torch_gradmon.core.records import SpikeEvent, StatsTable, StepRecord
+from torch_gradmon.runs import format as f
 from torch_gradmon.runs.log import BLOCK
 from torch_gradmon.runs.reader import _STEPS
 from torch_gradmon.runs.stats_series import StatsSeries
@@ -83,6 +84,17 @@ def test_what_is_read_at_once_is_what_is_read_step_by_step(family: str, clip: fl
         _assert_records_are_steps(run, since)
 
 
+def test_what_is_present_in_some_steps_is_what_they_have(tmp_path: Path) -> None:
+    _trained(tmp_path, "frozen_unused", preset="full")
+    run = load_run(tmp_path)
+    for steps in (run.steps, [5], [0, 9, 11, 99], []):
+        there = [step for step in steps if step in run.steps]
+        found = {
+            Key(source, name, "") for source in run.sources for step in there for name in (run.table(source, step) or _NONE).names
+        }
+        assert run.present(steps) == found.union(*(record.values for record in run.records() if record.step in steps))
+
+
 def test_wanted_chooses_values(tmp_path: Path) -> None:
     _trained(tmp_path, "mlp")
     run = load_run(tmp_path)
@@ -139,6 +151,13 @@ def _record(step: int, value: float, events: bool = False) -> StepRecord:
     return StepRecord(step, float(step), True, {Key("", "x", ""): value}, tables, {"lr": [value]}, found)
 
 
+_NONE = StatsTable((), torch.empty(0, 8), frozenset())
+
+
+#: How often each of these happens.
+_HABITS = ([10, 3, 2, 1, 1, 1], [10, 10, 0, 1, 0, 0], [10, 0, 0, 1, 0, 0])
+
+
 class _Follower:
     """What somebody keeps who reads only what is new."""
 
@@ -154,17 +173,20 @@ class _Follower:
         return since
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_whoever_reads_what_is_new_knows_what_a_fresh_reader_knows(seed: int, tmp_path: Path) -> None:
-    """Steps, late values, steps in between that are filled in, rollbacks, resuming, in any order."""
+@pytest.mark.parametrize("seed", range(30))
+def test_whoever_reads_what_is_new_knows_what_a_fresh_reader_knows(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps, late values, steps in between that are filled in, facts, rollbacks, resuming, in any order."""
     chance = random.Random(seed)
+    monkeypatch.setattr(f, "INDEXED", chance.choice([5, 20, 512]))
     store = RunWriter(tmp_path)
     follower = _Follower(load_run(tmp_path))
     assert follower.records == {}
     step, value = 0, 0.0
     for _ in range(120):
         value += 1
-        what = chance.choices(["step", "amend", "fill", "back", "resume"], [10, 3, 2, 1, 1])[0]
+        what = chance.choices(["step", "amend", "fill", "fact", "back", "resume"], chance.choice(_HABITS))[0]
         if what == "step" or step == 0:
             step += chance.choice([1, 1, 10])
             store.log(_record(step, value))
@@ -173,6 +195,8 @@ def test_whoever_reads_what_is_new_knows_what_a_fresh_reader_knows(seed: int, tm
             store.log(_record(last, value, events=True), update=True)
         elif what == "fill" and last > 3:
             store.log(_record(max(0, last - chance.randrange(1, 25)), value), backfill=True)
+        elif what == "fact":
+            store.annotate({"x": value})
         elif what == "back":
             step = chance.randrange(0, step + 1)
             if chance.random() < 0.5:
@@ -191,6 +215,11 @@ def test_whoever_reads_what_is_new_knows_what_a_fresh_reader_knows(seed: int, tm
             assert follower.run.segments == fresh.segments
             assert list(follower.records.values()) == list(fresh.records())
             assert follower.run.events == fresh.events
+            assert follower.run.stored(Key("", "x", "")) == fresh.stored(Key("", "x", ""))
+            assert {step: record.values[Key("", "x", "")] for step, record in follower.records.items()} == fresh.stored(
+                Key("", "x", "")
+            )
+            assert follower.run.meta == fresh.meta
             fresh.close()
     store.close()
     follower.look()

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -130,6 +131,53 @@ def test_a_failing_file_system_warns_once_and_recovers(
     if call != "fdatasync":  # where the operating system has it all the same
         assert lost == 4
         assert run.steps == [*range(5), *range(9, 20)]
+
+
+@contextlib.contextmanager
+def _small_disk(place: Path) -> Iterator[Callable[[], object]]:
+    """A file system of 4 MB that is nearly full; gives what makes room."""
+    place.mkdir()
+    mount, umount = shutil.which("mount"), shutil.which("umount")
+    if mount is None or umount is None or subprocess.run([mount, "-t", "tmpfs", "-o", "size=4m", "none", place]).returncode:
+        pytest.skip("nothing can be mounted here")
+    try:
+        (place / "others").write_bytes(bytes(3_600_000))
+        yield (place / "others").unlink
+    finally:
+        subprocess.run([umount, "--lazy", place], check=True)
+
+
+@contextlib.contextmanager
+def _small_files(place: Path) -> Iterator[Callable[[], object]]:
+    """No file may be larger than 550 kB; gives what lifts the limit."""
+    resource = pytest.importorskip("resource")
+    place.mkdir()
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (550_000, usual[1]))
+    try:
+        yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+
+
+@pytest.mark.parametrize("limited", [_small_disk, _small_files])
+def test_what_a_full_disk_cost_is_told_and_the_run_goes_on(limited: Callable[..., Any], tmp_path: Path) -> None:
+    plain, _ = _train_plain(20)
+    with limited(tmp_path / "disk") as make_room:
+        with pytest.warns(GradmonWarning, match=r"could not be written to the run directory.*training continues") as caught:
+            model, monitor = _run_with_trouble(
+                tmp_path / "disk" / "run", happens=lambda step: make_room() if step == 10 else None
+            )
+        lost = monitor.complaints()["store"]
+        monitor.detach()
+        assert len(caught) == 1
+        assert 2 < lost < 8
+        with contextlib.closing(load_run(tmp_path / "disk" / "run")) as run:
+            assert run.steps == [*range(10 - lost), *range(10, 20)]
+            assert run.damage == []
+            assert len(run.series("gradient_before_clip/0.weight/norm")) == 20 - lost
+    for ours, other in zip(_parameters(model), _parameters(plain), strict=True):
+        assert torch.equal(ours, other)
 
 
 def _train_plain(steps: int) -> tuple[nn.Module, None]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import re
+import shutil
+import subprocess
 import textwrap
 import time
 from contextlib import closing
@@ -21,10 +24,13 @@ from torch_gradmon.analysis.run import Run
 from torch_gradmon.core.keys import TENSOR_SOURCES, Key
 from torch_gradmon.core.moments import ALL_COLUMNS
 from torch_gradmon.core.records import StatsTable, StepRecord
+from torch_gradmon.runs import format as f
+from torch_gradmon.runs.index import is_claimed_after
+from torch_gradmon.runs.log import framed
 from torch_gradmon.runs.writer import RunWriter, Superseded
 
 from . import forked
-from .hostile_runs import made
+from .hostile_runs import made, records_in
 from .stored_runs import ROWS, VALUES, bytes_read
 from .test_run_bulk import _record
 
@@ -133,6 +139,71 @@ def test_damage_of_names_costs_their_values_and_no_others(tmp_path: Path) -> Non
         assert run.series("c") == {step: step + 2.0 for step in range(20, 30)}
         assert run.keys() == ["a", "c"]
         assert len(run.damage) >= 1
+
+
+def test_damage_to_a_live_run_is_told_once_it_is_old(tmp_path: Path) -> None:
+    now, steps = time.time(), list(range(900))
+    with mock.patch.object(f, "INDEXED", 10_000):
+        store = RunWriter(tmp_path)
+        for step in steps:
+            store.log(StepRecord(step, now, True, {Key("", "x", ""): 1.0}))
+        store.close()
+    with open(tmp_path / VALUES, "r+b") as file:
+        file.seek(PAGE)
+        file.write(bytes(PAGE))  # as before it arrives, or after it was lost
+    with closing(load_run(tmp_path)) as run:
+        known = run.steps
+        assert known == steps[: len(known)]
+        assert (0 < len(known) < 100, run.damage) == (True, [])
+        with mock.patch.object(time, "time", return_value=now + 590):
+            assert run.refresh() is None
+        with mock.patch.object(time, "time", return_value=now + 610):
+            os.utime(tmp_path / VALUES, (now + 600, now + 600))  # it is still written
+            assert run.refresh() > known[-1]
+        later = run.steps[len(known) :]
+        assert later == steps[-len(later) :]
+        assert len(later) > 200
+        assert run.damage[0].startswith(f"{VALUES}: bytes ")
+
+
+def test_records_that_only_a_later_version_knows_are_skipped(tmp_path: Path) -> None:
+    store = RunWriter(tmp_path)
+    store.claim({})
+    for step in range(5):
+        store.log(_record(step, 1.0))
+    store.close()
+    data = bytearray()
+    for number, record in enumerate(records_in(tmp_path / VALUES)):
+        for each in (record, b"Z" + bytes(number), b'J{"is":"later","facts":{},"x":[{}]}'):
+            data += framed(each, len(data))
+    (tmp_path / VALUES).write_bytes(data)
+    with closing(load_run(tmp_path)) as run:
+        assert run.series("x") == dict.fromkeys(range(5), 1.0)
+        assert run.damage == []
+    assert is_claimed_after(tmp_path, 0)
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(shutil.which("rsync") is None, reason="needs rsync")
+def test_a_copy_of_a_live_run_goes_along_and_is_sent_only_what_is_new(tmp_path: Path) -> None:
+    def copied() -> int:
+        command = ["rsync", "-a", "--append", "--stats", f"{tmp_path}/run/", f"{tmp_path}/copy/"]
+        told = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "LC_ALL": "C"}).stdout
+        return int(re.search(r"Literal data: ([\d,.]+)", told)[1].replace(",", ""))
+
+    store = RunWriter(tmp_path / "run")
+    for step in range(1000):
+        store.log(_record(step, float(step)))
+    first = copied()
+    with closing(load_run(tmp_path / "copy")) as run:
+        assert len(run.steps) == 1000
+        for step in range(1000, 1010):
+            store.log(_record(step, float(step)))
+        assert copied() < first / 20
+        assert run.refresh() == 1000
+        assert run.series("x") == {step: float(step) for step in range(1010)}
+        assert run.damage == []
+    store.close()
 
 
 # --- two writers -----------------------------------------------------------------------------------------------------------------------
@@ -339,4 +410,8 @@ def test_what_is_not_asked_for_is_not_read(tmp_path: Path) -> None:
         count.clear()
         run_card(tmp_path)
         assert ROWS not in count
-        assert count[VALUES] < 2 * (tmp_path / VALUES).stat().st_size
+        assert count[VALUES] < (tmp_path / VALUES).stat().st_size * 0.8
+        count.clear()
+        with closing(load_run(tmp_path)) as run:
+            assert list(run.stacks("update")) == []
+        assert count[ROWS] < 20_000  # what the rows are, and none of them

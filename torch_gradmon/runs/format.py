@@ -154,13 +154,14 @@ def parsed(text: bytes) -> Any:
     Raises:
         Unreadable: nothing.
     """
-    if len(text) > _LARGEST_JSON or text.count(b"[") + text.count(b"{") > 1000 + len(text) // 8:
+    deepest = text.count(b"[") + text.count(b"{")
+    if len(text) > _LARGEST_JSON or deepest > 1000 + len(text) // 8:
         raise Unreadable("JSON is too large")
     try:
-        found = json.loads(text.decode(), parse_int=_integer)
+        found = _DECODER.decode(text.decode())
     except (ValueError, RecursionError):
         raise Unreadable("a record that should be JSON is not") from None
-    level: list[Any] = [[found]]
+    level: list[Any] = [[found]] if deepest >= _DEEPEST else []
     depth = 0
     while level:
         if depth > _DEEPEST:
@@ -183,6 +184,9 @@ def _integer(digits: str) -> int:
     if len(digits) > _DIGITS:
         raise ValueError("a number is too long")
     return int(digits)
+
+
+_DECODER = json.JSONDecoder(parse_int=_integer)
 
 
 class StepFrame(NamedTuple):
@@ -263,6 +267,14 @@ def head_of(record: bytes) -> StepHead:
     if _STEP.size + 12 * count + context + events != len(record) or begin > end or not _is_sound(step, time):
         raise Unreadable("the parts of a step are not of its size")
     return StepHead(step, time, flags, (begin, end), layouts, count, context, events)
+
+
+def time_of(record: bytes) -> float | None:
+    """The time of a step, or of the first part of one, that was written when it ended; None of other records."""
+    if record[:1] != STEP or len(record) < _STEP.size or record[1] & (AMENDS | BACKFILLS):
+        return None
+    written: float = _STEP.unpack_from(record)[4]
+    return written
 
 
 def ids_of(record: bytes, head: StepHead) -> bytes:

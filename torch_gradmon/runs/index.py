@@ -7,9 +7,8 @@ import os
 import time
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from ..core.keys import Key
 from ..core.records import SpikeEvent
 from . import format as f
 from .forms import context_of, facts_of, is_event
-from .log import SETTLED, Damage, LogReader, Record
+from .log import SETTLED, Damage, LogReader
 from .packing import TableLayout, layout_of
 
 _NEVER = float("inf")
@@ -47,7 +46,7 @@ class Pair:
 
     def __init__(self, directory: Path, number: int) -> None:
         self.number, self._directory = number, directory
-        self.values = LogReader(directory / f.name_of(number, f.VALUES))
+        self.values = LogReader(directory / f.name_of(number, f.VALUES), f.time_of)
         self.place = 0  # among the pairs of the run
         self.facts: dict[str, Any] = {}
         self.has_head = self.has_claimed = False
@@ -159,12 +158,13 @@ class RunIndex:
         self.begins: list[int] = []
         self.keys: dict[Key, int] = {}
         self.unreadable: list[tuple[str, int]] = []
-        self._first: dict[int, int] = {}  # the frame of each step
-        self._more: dict[int, list[int]] = {}  # those that amend it
+        self._last: dict[int, int] = {}  # the frame of each step, or the last one that amends it
+        self._before = array("q")  # of each frame the one of its step that it amends; -1 of one that begins a step
         # of each frame: its pair, where it begins, its time, set of keys, set of layouts, and whether it has events
         self._pair, self._begin, self._time = array("I"), array("Q"), array("d")
         self._set, self._layouts, self._flags = array("I"), array("I"), array("B")
         self._rows, self._rows_end = array("Q"), array("Q")
+        self._ordered: tuple[np.ndarray, np.ndarray] | None = None
         self._sets: dict[tuple[int, bytes], int] = {}
         self._members: list[tuple[int, ...]] = []  # numbers of the keys of a set
         for number in f.pairs_in(self._directory):
@@ -212,6 +212,7 @@ class RunIndex:
         changed, self._changed = self._changed, None
         if changed is None:
             return None
+        self._ordered = None
         self.meta = self._facts()
         return changed if changed >= 0 else self.steps[-1] if self.steps else None
 
@@ -245,7 +246,7 @@ class RunIndex:
                             break
                     self._add_frame(pair, record.begin, head, self._set_of(pair, f.ids_of(record.data, head)))
                     touched = self._take_step(pair, len(self._begin) - 1, head.step, head.flags, limit)
-                elif kind in (f.INDEX, f.COLUMN):
+                elif kind != f.JSON and pair.has_head:  # an index, or what only a later version knows
                     continue
                 else:
                     touched = self._take_facts(pair, f.json_of(record.data), limit)
@@ -259,8 +260,7 @@ class RunIndex:
     def _take_indexed(self, pair: Pair, limit: float) -> int | None:
         """Read what indices know of a file, instead of the file; nothing where these records may still be on their way."""
         first: int | None = None
-        for record in reversed(self._indices(pair) if self._uses_indices else []):
-            index = f.index_of(record.data)
+        for end, index in reversed(self._indices(pair) if self._uses_indices else []):
             entries = index.entries
             if not len(entries) or not self._are_there(pair, entries):
                 break
@@ -275,34 +275,34 @@ class RunIndex:
             ):
                 column.frombytes(np.ascontiguousarray(entries[name]).tobytes())
             self._pair.extend([pair.place] * len(entries))
-            for frame, (step, flags) in enumerate(zip(entries["step"].tolist(), entries["flags"].tolist(), strict=True), base):
-                if not flags & f.IS_JSON:
-                    touched = self._take_step(pair, frame, step, flags, limit)
-                else:
-                    touched = self._take_facts(pair, f.json_of(pair.values.at(self._begin[frame]) or b""), limit)
-                first = _earlier(first, touched)
+            self._before.extend([-1] * len(entries))
+            at = 0
+            for fact in [*np.flatnonzero(entries["flags"] & f.IS_JSON).tolist(), len(entries)]:
+                first = _earlier(first, self._take_steps(pair, base + at, entries[at:fact], limit))
+                if fact < len(entries):
+                    facts = f.json_of(pair.values.at(self._begin[base + fact]) or b"")
+                    first = _earlier(first, self._take_facts(pair, facts, limit))
+                at = fact + 1
             if not (pair.ids.keys() >= index.columns.keys() and pair.layouts.keys() >= set(entries["layouts"].tolist())):
                 raise f.Unreadable
             sets = np.array([self._set_of(pair, ids) for ids in index.sets], "<u4")
             self._set.frombytes(sets[entries["keys"]].tobytes())
             pair.columns.append((base, {pair.ids[key]: begin for key, begin in index.columns.items()}))
-            pair.values.offset = record.end
+            pair.values.offset = end
         return first
 
     @staticmethod
-    def _indices(pair: Pair) -> list[Record]:
-        """The indices of a file, the last one first."""
+    def _indices(pair: Pair) -> list[tuple[int, f.Index]]:
+        """The indices of a file and where they end, the last one first."""
         last = pair.values.found_backwards(f.INDEX, _LOOKED_THROUGH)
-        found = []
-        while last is not None:
-            found.append(last)
-            begin, end = f.index_of(last.data).before
-            if not end:
-                break
-            data = pair.values.at(begin, end)
-            if data is None or end > last.begin:
+        found = [] if last is None else [(last.end, f.index_of(last.data))]
+        until = 0 if last is None else last.begin
+        while found and (before := found[-1][1].before)[1]:
+            data = pair.values.at(*before)
+            if data is None or before[1] > until:
                 raise f.Unreadable
-            last = Record(begin, end, data)
+            found.append((before[1], f.index_of(data)))
+            until = before[0]
         return found
 
     def _are_there(self, pair: Pair, entries: np.ndarray) -> bool:
@@ -328,7 +328,8 @@ class RunIndex:
         pair.has_claimed |= record.get("claims") is True
         if what == "head":
             if record.get("format") != f.FORMAT:
-                raise ValueError(f"{pair.values.name!r} is of format {record.get('format')!r}, which this version does not know")
+                found = f"{record.get('format')!r:.40}"
+                raise ValueError(f"{pair.values.name!r} is of format {found}, which this version does not know")
             pair.has_head = True
         if what == "keys":
             first, keys = _natural(record.get("first")), record.get("keys")
@@ -354,12 +355,31 @@ class RunIndex:
             raise f.Unreadable
         return -1
 
+    def _take_steps(self, pair: Pair, frame: int, entries: np.ndarray, limit: float) -> int | None:
+        """Several records of steps, the first of which is ``frame``."""
+        if not len(entries):
+            return None
+        steps, flags, is_late = entries["step"], entries["flags"], entries["flags"] & f.AMENDS > 0
+        first, last = int(steps[0]), self.steps[-1] if self.steps else -1
+        is_in_order = bool((np.sign(np.diff(steps)) == ~is_late[1:]).all()) and not (is_late[0] or (flags & f.BACKFILLS).any())
+        if limit == _NEVER and first > last and is_in_order:  # each a new step, or adds to the one before it: all at once
+            frames = range(frame, frame + len(steps))
+            self.steps += steps[~is_late].tolist()
+            self._last.update(zip(steps.tolist(), frames, strict=True))
+            self._before[frame : frame + len(steps)] = array("q", np.where(is_late, np.array(frames) - 1, -1).tobytes())
+            pair.begins = min(pair.begins, first)
+            return first
+        touched: int | None = None
+        for number, (step, flag) in enumerate(zip(steps.tolist(), flags.tolist(), strict=True), frame):
+            touched = _earlier(touched, self._take_step(pair, number, step, flag, limit))
+        return touched
+
     def _take_step(self, pair: Pair, frame: int, step: int, flags: int, limit: float) -> int | None:
-        known = self._first.get(step)
+        known = self._last.get(step)
         if flags & f.AMENDS:
             if known is None or self._pair[known] != pair.place:
                 return None
-            self._more.setdefault(step, []).append(frame)
+            self._before[frame], self._last[step] = known, frame
             return step
         if step >= limit:  # of a writer that had been replaced
             return None
@@ -370,12 +390,12 @@ class RunIndex:
             self.steps.append(step)
         elif known is None:
             self.steps.insert(bisect_left(self.steps, step), step)
-        self._first[step] = frame
-        self._more.pop(step, None)
+        self._last[step] = frame
         return step
 
     def _add_frame(self, pair: Pair, begin: int, head: f.StepHead, members: int) -> None:
         self._pair.append(pair.place)
+        self._before.append(-1)
         self._begin.append(begin)
         self._time.append(head.time)
         self._set.append(members)
@@ -396,8 +416,7 @@ class RunIndex:
         pair.begins = min(pair.begins, step)
         cut = bisect_left(self.steps, step)
         for each in self.steps[cut:]:
-            del self._first[each]
-            self._more.pop(each, None)
+            del self._last[each]
         if cut < len(self.steps):
             self.begins = [begin for begin in self.begins if begin < step] + [step]
             del self.steps[cut:]
@@ -410,37 +429,52 @@ class RunIndex:
         """The damaged parts of the files with values, by their names."""
         return [(pair.values.name, each) for pair in self._pairs for each in pair.values.damage]
 
-    def _frames_of(self, step: int) -> tuple[int, ...]:
-        more = self._more.get(step)
-        return (self._first[step],) if more is None else (self._first[step], *more)
+    def _frames_of(self, step: int) -> list[int]:
+        found = [self._last[step]]
+        while (before := self._before[found[-1]]) >= 0:
+            found.append(before)
+        return found[::-1]
 
     def __contains__(self, step: int) -> bool:
-        return step in self._first
+        return step in self._last
 
     def time(self, step: int) -> float:
         """When a step ended, in seconds since the epoch."""
-        return self._time[self._first[step]]
+        return self._time[self._frames_of(step)[0]]
+
+    def _in_order(self, among: Iterable[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """The frames of steps, by default of all, and the step of each, ascending."""
+        if self._ordered is None:
+            before, steps = np.array(self._before, np.int64), np.array(self.steps, np.int64)
+            frames = np.array([*map(self._last.__getitem__, self.steps)], np.int64)
+            parts = [(frames, steps)]
+            while len(frames):
+                frames = before[frames]
+                frames, steps = frames[frames >= 0], steps[frames >= 0]
+                parts.append((frames, steps))
+            frames, steps = map(np.concatenate, zip(*reversed(parts), strict=True))
+            order = np.argsort(steps, kind="stable")
+            self._ordered = frames[order], steps[order]
+        frames, steps = self._ordered
+        chosen = slice(None) if among is None else np.isin(steps, np.array(list(among), np.int64))
+        return frames[chosen], steps[chosen]
 
     def with_events(self) -> list[int]:
         """The steps with spikes."""
-        flags = self._flags
-        return [step for step in self.steps if any(flags[frame] & f.HAS_EVENTS for frame in self._frames_of(step))]
+        frames, steps = self._in_order()
+        found: list[int] = np.unique(steps[np.array(self._flags)[frames] & f.HAS_EVENTS > 0]).tolist()
+        return found
 
-    def stored_keys(self) -> list[Key]:
-        """The keys that any step has a stored value of, in the order of their first one."""
-        members = {self._set[frame] for frame in [*self._first.values(), *chain.from_iterable(self._more.values())]}
+    def stored_keys(self, among: Iterable[int] | None = None) -> list[Key]:
+        """The keys that any step, or any of some, has a stored value of, in the order of their first one."""
+        members = np.unique(np.array(self._set)[self._in_order(among)[0]]).tolist()
         there = {number for each in members for number in self._members[each]}
         return [key for key, number in self.keys.items() if number in there]
 
-    def layouts(self) -> list[TableLayout]:
-        """The layouts of the steps, in the order of their first use."""
-        used: dict[tuple[int, int], int] = {}
-        for step in self.steps:
-            for frame in self._frames_of(step):
-                used.setdefault((self._pair[frame], self._layouts[frame]), frame)
-        places = dict.fromkeys(
-            (pair, place) for (pair, number), frame in used.items() for place in self._places(pair, number, frame)
-        )
+    def layouts(self, among: Iterable[int] | None = None) -> list[TableLayout]:
+        """The layouts of the steps, or of some, in the order of their first use."""
+        firsts = self._of_sets(among)[0]
+        places = dict.fromkeys((self._pair[frame], place) for frame in firsts for place in self._places(frame))
         found = []
         for pair, place in places:
             try:
@@ -449,9 +483,33 @@ class RunIndex:
                 self.unreadable.append((self._pairs[pair].values.name, place))
         return [layout for layout in found if isinstance(layout, TableLayout)]
 
-    def _places(self, place: int, number: int, frame: int) -> Sequence[int]:
-        """Where the layouts of a set are defined, which the rows of each of its steps know too; ``frame`` is of one of these."""
-        pair = self._pairs[place]
+    def steps_with(self, source: str) -> list[int]:
+        """The steps that have rows of a source, ascending, and those of which that is unknown."""
+        frames, which = self._of_sets()
+        has = np.array([self._may_have(frame, source) for frame in frames], bool)
+        steps: list[int] = np.unique(self._in_order()[1][has[which]]).tolist()
+        return steps
+
+    def _may_have(self, frame: int, source: str) -> bool:
+        pair, places = self._pairs[self._pair[frame]], self._places(frame)
+        try:
+            found = [pair.layout(place) for place in places]
+        except (f.Unreadable, OSError):
+            return True
+        is_unknown = not places and self._rows_end[frame] > 0
+        return is_unknown or any(isinstance(layout, TableLayout) and layout.source == source for layout in found)
+
+    def _of_sets(self, among: Iterable[int] | None = None) -> tuple[list[int], np.ndarray]:
+        """The first frame with each set of layouts, in the order of the steps, and for each frame which of them has its set."""
+        frames = self._in_order(among)[0]
+        sets = np.array(self._pair, np.int64)[frames] << 32 | np.array(self._layouts)[frames]
+        _, firsts, which = np.unique(sets, return_index=True, return_inverse=True)
+        order = np.argsort(firsts)
+        return frames[firsts[order]].tolist(), np.argsort(order)[which]
+
+    def _places(self, frame: int) -> Sequence[int]:
+        """Where the layouts of a step are defined, which its rows know too."""
+        pair, number = self._pairs[self._pair[frame]], self._layouts[frame]
         if number not in pair.layouts:
             with contextlib.suppress(f.Unreadable, OSError):
                 record = pair.rows.at(self._rows[frame], self._rows_end[frame]) or b""
@@ -505,35 +563,36 @@ class RunIndex:
         number = self.keys.get(key)
         if number is None:
             return {}
-        known = self._indexed_values(number)
-        places = {each: members.index(number) for each, members in enumerate(self._members) if number in members}
-        found: dict[int, float] = {}
-        for step in self.steps:
-            for frame in self._frames_of(step):
-                place = places.get(self._set[frame])
-                if place is None:
-                    continue
-                if frame in known:
-                    found[step] = known[frame]
-                    continue
-                pair = self._pairs[self._pair[frame]]
-                try:
-                    found[step] = f.value_at(pair.values.at(self._begin[frame]) or b"", place)
-                except f.Unreadable:
-                    self.unreadable.append((pair.values.name, self._begin[frame]))
-        return found
+        frames, steps = self._in_order()
+        place_in = np.array([members.index(number) if number in members else -1 for members in self._members], np.int64)
+        place_in = place_in[np.array(self._set)[frames]]
+        frames, steps, place_in = (each[place_in >= 0] for each in (frames, steps, place_in))
+        values, is_known = self._indexed_values(number)
+        found, there = values[frames], is_known[frames]
+        for at in np.flatnonzero(~there).tolist():
+            frame = int(frames[at])
+            pair = self._pairs[self._pair[frame]]
+            try:
+                found[at] = f.value_at(pair.values.at(self._begin[frame]) or b"", int(place_in[at]))
+                there[at] = True
+            except f.Unreadable:
+                self.unreadable.append((pair.values.name, self._begin[frame]))
+        return dict(zip(steps[there].tolist(), found[there].tolist(), strict=True))  # of a step the last one
 
-    def _indexed_values(self, key: int) -> dict[int, float]:
-        """By frame, the values of a key that indices know."""
-        found: dict[int, float] = {}
+    def _indexed_values(self, key: int) -> tuple[np.ndarray, np.ndarray]:
+        """By frame, the value of a key, and whether an index knows it."""
+        found, is_known = np.full(len(self._begin), np.nan), np.zeros(len(self._begin), bool)
         for pair in self._pairs:
+            own = next((own for own, number in pair.ids.items() if number == key), None)
             for base, columns in pair.columns:
                 record = pair.values.at(columns[key]) if key in columns else None
-                if record is not None:
+                if record is not None and own is not None:
                     with contextlib.suppress(f.Unreadable):
-                        places, values = f.column_of(record, next(own for own, number in pair.ids.items() if number == key))
-                        found.update(zip((places + base).tolist(), values.tolist(), strict=True))
-        return found
+                        places, values = f.column_of(record, own)
+                        frames = places.astype(np.int64) + base
+                        sound = frames < len(found)
+                        found[frames[sound]], is_known[frames[sound]] = values[sound], True
+        return found, is_known
 
     def _frames(self, step: int) -> Iterator[tuple[Pair, f.StepFrame]]:
         for number in self._frames_of(step):
@@ -584,8 +643,10 @@ def is_claimed_after(directory: Path, number: int) -> bool:
         number += 1
         try:
             with contextlib.closing(LogReader(directory / f.name_of(number, f.VALUES))) as file:
-                if any(record.data[:1] == f.STEP or f.json_of(record.data).get("claims") is True for record in file.follow()):
-                    return True
+                for record in file.follow():
+                    kind = record.data[:1]
+                    if kind == f.STEP or (kind == f.JSON and f.json_of(record.data).get("claims") is True):
+                        return True
         except OSError:  # there is none, or it cannot be asked for now, which must not keep the training waiting
             return False
         except ValueError:  # a file of something else

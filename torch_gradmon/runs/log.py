@@ -13,7 +13,7 @@ import stat
 import struct
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import NamedTuple
 
@@ -168,6 +168,7 @@ class LogReader:
 
     Args:
         path: of the file.
+        written: from a record, or the first part of one, when it was written, in seconds since the epoch; None if that is not in it.
 
     Attributes:
         offset: up to where :meth:`follow` has read.
@@ -179,7 +180,7 @@ class LogReader:
         OSError: it cannot be read, or is no file, but a link or a device.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], written: Callable[[bytes], float | None] = lambda data: None) -> None:
         if os.path.islink(path):
             raise OSError(f"{os.fspath(path)!r} is a link, which is not followed")
         self._file = open(path, "rb", buffering=0, opener=_opened)  # noqa: SIM115 (closed by close)
@@ -190,8 +191,9 @@ class LogReader:
         self.offset = 0
         self.damage: list[Damage] = []
         self.bytes_read = 0
+        self._written = written
         self._kept = 0, b""  # a part of the file, and where it begins
-        self._ahead = BLOCK  # more where it is read in order
+        self._ahead = _PAGE  # bytes that are read at least
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError):
@@ -240,7 +242,7 @@ class LogReader:
     def begins_otherwise(self) -> bool:
         """Whether the file does not begin with a record, nor with bytes on their way."""
         frame = self._frame(0, self.size)
-        return frame is not None and frame.end == 0 and any(self._bytes(0, self.size)[0][: _HEADER.size])
+        return frame is not None and frame.end == 0 and any(self._bytes(0, _HEADER.size)[0][: _HEADER.size])
 
     def at(self, begin: int, end: int = 0) -> bytes | None:
         """The record that begins at ``begin``, and ends at ``end`` unless that is 0; None if it is damaged or not there yet."""
@@ -277,13 +279,13 @@ class LogReader:
         room = BLOCK - at % BLOCK
         if room < _HEADER.size:
             at, room = at + room, BLOCK
-        buffer, place = self._bytes(at, size)
+        buffer, place = self._bytes(at, _HEADER.size)
         if len(buffer) - place < _HEADER.size or at + _HEADER.size > size:
             return None
         code, length, kind = _HEADER.unpack_from(buffer, place)
         if not _WHOLE <= kind <= _LAST or length > room - _HEADER.size:
             return _Frame(at, 0, 0, None)
-        place += _HEADER.size
+        buffer, place = self._bytes(at + _HEADER.size, length)
         data = buffer[place : place + length]
         if len(data) < length or at + _HEADER.size + length > size:
             return None
@@ -294,29 +296,45 @@ class LogReader:
         if frame.end:
             following = self._frame(frame.end, size)
             if following is not None and following.data is not None:
-                return Damage(begin, frame.end) if is_settled or self._is_there(frame.begin, following.begin) else None
+                return Damage(begin, frame.end) if is_settled or self._is_there(frame.begin, following.begin, size) else None
         block = frame.begin - frame.begin % BLOCK + BLOCK
-        return Damage(begin, block) if block <= size and (is_settled or self._is_there(frame.begin, block)) else None
+        return Damage(begin, block) if block <= size and (is_settled or self._is_there(frame.begin, block, size)) else None
 
-    def _is_there(self, begin: int, end: int) -> bool:
-        """Whether each page from ``begin`` to ``end`` was seen to its end: one that is on its way, in whole or in part, ends with zeros."""
+    def _is_there(self, begin: int, end: int, size: int) -> bool:
+        """Whether each page from ``begin`` to ``end`` was seen to its end: one that is on its way, in whole or in part, ends with zeros.
+
+        None is on its way if what was written next was written long ago.
+        """
         pages = range(begin - begin % _PAGE + _PAGE, end + 1, _PAGE)
-        return all(buffer[place : place + 1] not in (b"\0", b"") for buffer, place in (self._bytes(at - 1, at) for at in pages))
+        ends = (self._bytes(at - 1, 1) for at in pages)
+        return self._is_old(end, size) or all(buffer[place : place + 1] not in (b"\0", b"") for buffer, place in ends)
 
-    def _bytes(self, at: int, size: int) -> tuple[bytes, int]:
-        """Bytes of the file up to the end of a block at least, or up to ``size``, and where among them ``at`` is."""
+    def _is_old(self, at: int, size: int) -> bool:
+        """Whether the first record behind ``at`` that says when it was written was written long ago."""
+        while at < size:
+            frame = self._frame(at, size)
+            if frame is None or frame.data is None:
+                at += BLOCK - at % BLOCK
+                continue
+            written = self._written(frame.data) if frame.kind in (_WHOLE, _FIRST) else None
+            if written is not None:
+                return time.time() - written > SETTLED
+            at = frame.end
+        return False
+
+    def _bytes(self, at: int, count: int) -> tuple[bytes, int]:
+        """A part of the file with ``count`` bytes from ``at`` on, fewer only at its end, and where among its bytes ``at`` is."""
         base, kept = self._kept
-        if not base <= at <= min(at - at % BLOCK + BLOCK, size) <= base + len(kept):
-            begin = at - at % BLOCK
-            is_next = kept and base <= begin <= base + len(kept)
-            self._ahead = min(2 * self._ahead, _AT_ONCE) if is_next else BLOCK
-            base = begin
+        if not base <= at <= at + count <= base + len(kept):
+            begun = kept[at - base :] if at >= base else b""
+            if not begun:  # more at a time where the file is read in order
+                self._ahead = min(2 * self._ahead, _AT_ONCE) if kept and at == base + len(kept) else _PAGE
             if (until := _UNTIL.get()) is not None and time.monotonic() > until[0]:
                 raise Overspent(f"reading it takes more than {until[1]:g} s")
-            self._file.seek(base)
-            kept = self._file.read(self._ahead)
-            self.bytes_read += len(kept)
-            self._kept = base, kept
+            self._file.seek(at + len(begun))
+            read = self._file.read(max(count - len(begun), 0 if begun else self._ahead))
+            self.bytes_read += len(read)
+            base, kept = self._kept = at, begun + read
         return kept, at - base
 
     def close(self) -> None:

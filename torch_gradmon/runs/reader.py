@@ -152,13 +152,13 @@ class RunReader:
         """
         keys = list(self._index.keys)
         chosen = {number: key for number, key in enumerate(keys) if wanted is None or wanted(key)}
-        for step in self._since(since):
+        for step in self._since(since, self._index.steps):
             found = self._index.read(step)
             values = {chosen[number]: value for number, value in found.values.items() if number in chosen}
             yield StepRecord(step, found.time, found.applied, values, {}, found.parsed_context(), found.spikes())
 
-    def _since(self, since: int | None) -> list[int]:
-        steps = self._index.steps
+    @staticmethod
+    def _since(since: int | None, steps: list[int]) -> list[int]:
         return steps[0 if since is None else bisect_left(steps, since) :]
 
     def stacks(self, source: str, since: int | None = None) -> Iterator[StatsSeries]:
@@ -180,7 +180,7 @@ class RunReader:
 
     def _packed(self, source: str, since: int | None) -> Iterator[tuple[int, TableLayout, bytes]]:
         """The packed statistics of ``source``."""
-        for step in self._since(since):
+        for step in self._since(since, self._index.steps_with(source)):
             rows = self._index.rows(step)
             if source in rows:
                 layout, data = rows[source]
@@ -193,6 +193,12 @@ class RunReader:
     def window(self, steps: Iterable[int]) -> Window:
         """All values of some steps, as matrices; steps that the run does not have are left out."""
         return Window(self._index, sorted(step for step in set(steps) if step in self._index))
+
+    def present(self, steps: Iterable[int]) -> set[Key]:
+        """The tensors with statistics in any of these steps, as keys without a metric, and the keys of other values; reads no step."""
+        steps = list(steps)
+        tensors = {Key(layout.source, name, "") for layout in self._index.layouts(steps) for name in layout.names}
+        return tensors.union(self._index.stored_keys(steps))
 
     def _check_step(self, step: int) -> None:
         if step not in self._index:

@@ -15,8 +15,6 @@ from .rules import Rules
 
 #: By key or tensor, in how many steps only this run has it, and the first of them.
 Gaps = dict[Key, tuple[int, int]]
-#: Steps that are read at once.
-_AT_ONCE = 128
 
 
 def check_use(left: Run, right: Run, rules: Rules) -> None:
@@ -52,8 +50,8 @@ def find_unmatched(
     others = {key: key for key in compared_items(right)}
     by_name = [{format_key(key): value for key, value in found.items()} for found in gaps]
     return (
-        Unmatched(_less(steps[0], steps[1]), tuple(_lacking(own, others, rules, _present(left, steps[0]))), by_name[0]),
-        Unmatched(_less(steps[1], steps[0]), tuple(_lacking(others, own, rules, _present(right, steps[1]))), by_name[1]),
+        Unmatched(_less(steps[0], steps[1]), tuple(_lacking(own, others, rules, left.present(steps[0]))), by_name[0]),
+        Unmatched(_less(steps[1], steps[0]), tuple(_lacking(others, own, rules, right.present(steps[1]))), by_name[1]),
     )
 
 
@@ -61,19 +59,6 @@ def _lacking(own: Mapping[Key, Key], others: Mapping[Key, Key], rules: Rules, pr
     for other, key in own.items():
         if other not in others and key in present and _is_compared(key, other, rules):
             yield format_key(key)
-
-
-def _present(run: Run, steps: Sequence[int]) -> Container[Key | None]:
-    """Which of :func:`compared_items` a run has in these steps."""
-    if len(steps) == len(run.steps):
-        return set(compared_items(run))
-    found: set[Key | None] = set()
-    for at in range(0, len(steps), _AT_ONCE):
-        window = run.window(steps[at : at + _AT_ONCE])
-        for sheet in (*map(window.sheet, window.sources), window.others):
-            is_there = sheet.there.any(0).tolist()
-            found |= {item_of(key) for key, there in zip(sheet.keys, is_there, strict=True) if there}
-    return found
 
 
 def _less(steps: Sequence[int], others: Sequence[int]) -> tuple[int, ...]:

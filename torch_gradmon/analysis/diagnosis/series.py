@@ -36,8 +36,8 @@ class Series:
     @classmethod
     def of(cls, pairs: Iterable[tuple[int, float]]) -> Series:
         """A series of pairs of a step and its value, ascending by step."""
-        pairs = list(pairs)
-        return cls(tuple(step for step, _ in pairs), tuple(value for _, value in pairs))
+        found = dict(pairs)
+        return cls(tuple(found), tuple(found.values()))
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -45,6 +45,8 @@ class Series:
     @cached_property
     def finite(self) -> Series:
         """Without the values that are NaN or infinite."""
+        if all(map(math.isfinite, self.values)):
+            return self
         return Series.of((step, value) for step, value in zip(self.steps, self.values, strict=True) if math.isfinite(value))
 
     def since(self, step: int) -> Series:

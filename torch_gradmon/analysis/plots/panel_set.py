@@ -79,20 +79,22 @@ class PanelSet:
         return None
 
     def _of(self, view: PlotView, source: str) -> Panel | None:
-        stacks = [stack for stack in self._source.stacks(source) if stack.has(view.metric) and stack.names]
-        if not stacks:
+        parts = [  # all rows would be eight times as large
+            (stack.steps, stack.names, torch.where(stack.rows[..., Column.NONFINITE] > 0, math.inf, stack.values(view.metric)))
+            for stack in self._source.stacks(source)
+            if stack.has(view.metric) and stack.names
+        ]
+        if not parts:
             return None
         due = self._with_gradients_due(source)
-        names = tuple(self._source.in_model_order(source, {**{stack.names: None for stack in stacks}, due: None}))
+        names = tuple(self._source.in_model_order(source, {**{names: None for _, names, _ in parts}, due: None}))
         column = {name: place for place, name in enumerate(names)}
-        steps = tuple(step for stack in stacks for step in stack.steps)
+        steps = tuple(step for some, _, _ in parts for step in some)
         values = torch.full((len(steps), len(names)), math.nan, dtype=torch.float64, device="cpu")
         first = 0
-        for stack in stacks:
-            last = first + len(stack.steps)
-            found = torch.where(stack.rows[..., Column.NONFINITE] > 0, math.inf, stack.values(view.metric))
-            values[first:last, [column[name] for name in stack.names]] = found
-            first = last
+        for some, measured, found in parts:
+            values[first : first + len(some), [column[name] for name in measured]] = found
+            first += len(some)
         run = self.steps
         return Panel(view, steps, names, values, source, self.gaps(steps), (run[0], run[-1]), frozenset(due))
 
