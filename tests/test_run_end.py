@@ -180,9 +180,11 @@ def test_steps_that_could_not_be_written_are_told(tmp_path: Path, monkeypatch: p
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()
         status = run_status(tmp_path)
-        assert "later steps could not be written (No space left on device)" in str(status) and not status.has_ended
+        assert "later steps could not be written (No space left on device)" in str(status)
+        assert not status.has_ended
         found = status_dict(run_card(tmp_path), gradmon.diagnose(tmp_path))
-        assert found["unwritten"] == 1 and not found["healthy"] and "Make room" in found["next"]["action"]
+        assert (found["unwritten"], found["healthy"]) == (1, False)
+        assert "Make room" in found["next"]["action"]
         monitor.detach()
     card = run_card(tmp_path)
     assert card.unwritten >= 5
@@ -241,5 +243,5 @@ def test_a_run_killed_in_its_first_step_is_not_waited_for(tmp_path: Path) -> Non
     process.start()
     process.join(60)
     card = run_card(tmp_path / "run")
-    assert card.state == "silent" and card.status == "nothing was recorded so far, and its process is gone"
+    assert (card.state, card.status) == ("silent", "nothing was recorded so far, and its process is gone")
     assert "Look at the process" in next_action(card, gradmon.diagnose(tmp_path / "run"))

@@ -185,7 +185,9 @@ def _sentence(status: RunStatus, raised: str, unwritten: int) -> str:
     said = "no step was recorded: the run has ended" if status.step is None and status.has_ended else str(status)
     ended = f"{said}, with {raised}" if raised else said
     lost = f"{unwritten} step{'s' * (unwritten != 1)}"
-    return f"{ended}; {lost} could not be written, and what is said is about the others" if unwritten and status.has_ended else ended
+    return (
+        f"{ended}; {lost} could not be written, and what is said is about the others" if unwritten and status.has_ended else ended
+    )
 
 
 def _described(spike: Episode | None, sentence: str, place: str) -> dict[str, Any]:

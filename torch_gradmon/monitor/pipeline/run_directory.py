@@ -159,7 +159,7 @@ class RunDirectory:
             self._complaints.add("store", message, error)
 
     def _note_loss(self, error: Exception) -> None:
-        """Say in the file that steps are lost, where nothing may be said later: a disk without room for a step has often some for a word."""
+        """Say in the file that steps are lost, as nothing may be said later: a disk without room for a step often has some for this."""
         if (writer := self._writer) is not None and not self._is_noted:
             why = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else type(error).__name__
             with contextlib.suppress(OSError, ValueError):
@@ -246,7 +246,9 @@ class RunDirectory:
         """Close the file. Of a monitor that nobody detached no plugin has noted that the run ended."""
         writer, tune = self._writer, self._meta.get("tune", {})
         if writer is not None and not self._process.is_forked:
-            left = {name: fact for name, fact in tune.items() if name not in ("listens", "waits")}  # what a plugin noted may be lost
+            left = {
+                name: fact for name, fact in tune.items() if name not in ("listens", "waits")
+            }  # what a plugin noted may be lost
             with contextlib.suppress(OSError, ValueError):
                 writer.annotate({"raised": raised, "unwritten": self._unwritten, "tune": {**left, "ended": True}})
         self._close()
