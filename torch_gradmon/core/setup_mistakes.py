@@ -161,6 +161,14 @@ SETUP_MISTAKES: dict[str, Mistake] = {
         warns=False,
         weight=121.0,
     ),
+    "labels-not-shifted": Mistake(
+        "warning",
+        "The loss compares the output of each token with that token, which the model sees, and not with the next one, so it learns to copy",
+        "Compare logits[:, :-1] with labels[:, 1:], as the model does itself if it gets labels=",
+        repeats=2,
+        warns=False,
+        weight=121.0,
+    ),
     "repeated-batch": Mistake(
         "info",
         "The model gets the same batch again and again",

@@ -146,12 +146,15 @@ def sample_of(output: Tensor) -> Tensor | None:
     rows = rows_of(output.detach())
     if rows.shape[1] > CLASSES or len(rows) < 2 or rows.device.type in ("meta", "mps"):  # the latter has no float64
         return None
-    return _looked_at(rows).clone()
+    return looked_at(rows).clone()
 
 
-def _looked_at(rows: Tensor) -> Tensor:
-    """Some of many rows, from all over them: the first pixels of an image are its border, and those in one distance may be a column."""
-    most, many = min(ROWS, max(_LEAST, _ELEMENTS // rows.shape[1])), len(rows)
+def looked_at(rows: Tensor, classes: int | None = None) -> Tensor:
+    """Some of many rows, from all over them: the first pixels of an image are its border, and those in one distance may be a column.
+
+    ``classes``: of the output that ``rows`` belong to, if they are not its own.
+    """
+    most, many = min(ROWS, max(_LEAST, _ELEMENTS // (classes or rows.shape[1]))), len(rows)
     if many <= most:
         return rows
     stride = next(step for step in range(int(_GOLDEN * many), many) if math.gcd(step, many) == 1)
@@ -167,7 +170,7 @@ def facts_of(sample: Tensor, gradient: Tensor) -> Tensor | None:
         gradient: of the whole output.
     """
     z, every = sample.double(), rows_of(gradient)
-    g = _looked_at(every).double()
+    g = looked_at(every).double()
     if z.shape != g.shape:
         return None
     used = g.abs().sum(1) > 0
