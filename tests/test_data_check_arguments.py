@@ -104,6 +104,7 @@ def test_arguments_that_are_wrong_are_named_first(make: Any, change: Callable[[B
     if rule:
         assert next(iter(found)) == rule
         assert found[rule] == ("error" if rule == "labels-ignored" else "warning")
+        assert not any(other.startswith("non-finite") for other in found)
 
 
 def test_a_model_of_the_users_own_may_do_what_it_wants_with_a_mask() -> None:

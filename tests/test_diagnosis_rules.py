@@ -1168,6 +1168,28 @@ def test_a_spike_that_undoes_what_was_learnt_comes_first(at: float, after: float
     assert ("It undid what was learnt: the loss, 1.72 at first, was" in found.cause) == leads
 
 
+@pytest.mark.parametrize(("fall", "leads"), [(0.05, True), (0.0, False)], ids=["a small fall", "only noise"])
+def test_a_spike_that_undoes_a_small_but_certain_fall_explains_the_plateau(fall: float, leads: bool) -> None:
+    """As of a pretrained model, whose loss falls by far less than a third."""
+    draw = random.Random(0)
+
+    def loss(step: int) -> float:
+        level = 1.0 - fall * min(step / 40, 1.0) if step < 100 else 1.0
+        return 300.0 if step == 100 else level + 0.01 * draw.gauss(0, 1)
+
+    run = history(
+        200,
+        loss=loss,
+        gradient_before_clip={"a.weight": lambda step: 500.0 if step == 100 else 0.1},
+        parameter={"a.weight": 1.0},
+        update={"a.weight": 0.001},
+        values={"grad_norm": lambda step: 500.0 if step == 100 else 1.0},
+    )
+    run.events = [SpikeEvent(100, "gradmon/grad_norm", 500.0, 40.0, 8.0, "far above", usual=1.0)]
+    first, *rest = diagnose_history(run).grouped()
+    assert (first[0].rule == "spike" and "loss-plateau" in [each.rule for each in first[1]]) == leads
+
+
 def test_words_that_fit_their_numbers() -> None:
     ratios = {"a.weight": 1e20}
     run = history(loss=flat, update=ratios, parameter={"a.weight": 1.0}, gradient_before_clip={"a.weight": 1.0})

@@ -8,6 +8,8 @@ from .loop_mistakes import Mistake
 EXPECTATION = "expectation-broken"
 #: NaN or Inf that comes with the batch.
 NON_FINITE_INPUT = "non-finite-input"
+#: Mistakes of a batch from which NaN follows.
+OF_THE_BATCH = (NON_FINITE_INPUT, "labels-ignored")
 
 SETUP_MISTAKES: dict[str, Mistake] = {
     "eval-mode": Mistake(
