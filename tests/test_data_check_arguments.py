@@ -120,7 +120,9 @@ def test_a_model_of_the_users_own_may_do_what_it_wants_with_a_mask() -> None:
     assert not OURS.intersection(rules(Own(), lambda batch: {**batch, "labels": batch["input_ids"]}))
 
 
-def _loss_outside(model: nn.Module, batch: Batch, targets: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], smoothing: float) -> Tensor:
+def _loss_outside(
+    model: nn.Module, batch: Batch, targets: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], smoothing: float
+) -> Tensor:
     labels = batch.pop("labels")
     logits, labels = targets(model(**batch).logits, labels)
     return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=smoothing)
@@ -135,7 +137,12 @@ def _loss_outside(model: nn.Module, batch: Batch, targets: Callable[[Tensor, Ten
         (lambda z, y: (z[:, :-1], y[:, 1:]), text, 0.0, False),
         (lambda z, y: (z[:, :-1], y[:, :-1]), text, 0.0, True),
         # a text of one token, and one whose neighbours are often alike
-        (lambda z, y: (z[:, :-1], y[:, 1:]), lambda step: {**text(step), "input_ids": 5 * text(step)["attention_mask"]}, 0.0, False),
+        (
+            lambda z, y: (z[:, :-1], y[:, 1:]),
+            lambda step: {**text(step), "input_ids": 5 * text(step)["attention_mask"]},
+            0.0,
+            False,
+        ),
         (lambda z, y: (z[:, :-1], y[:, 1:]), lambda step: {**text(step), "input_ids": text(step)["input_ids"] // 15}, 0.0, False),
         (lambda z, y: (z[:, :-1], y[:, 1:]), text, 0.1, False),
     ],

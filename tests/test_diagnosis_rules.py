@@ -590,6 +590,43 @@ def test_rates_by_updates_and_loss_together(ratio: float, loss: Callable[[int], 
     assert _rules(check_learning_rate(history(loss=loss, **_updates(ratio)))) == expected
 
 
+def _head_alone(rises: float) -> History:
+    """Of a new head of small weights on a frozen body: its first updates are large, and soon small."""
+    draw = random.Random(0)
+
+    def loss(step: int) -> float:
+        return 0.69 + (rises if step == 1 else 0.0) + 0.01 * draw.gauss(0, 1)
+
+    rows = _updates(0.0)
+    rows["update"] = {name: lambda step: 0.1 * (0.3 if step < 10 else 0.01) for name in LAYERS}  # type: ignore[dict-item,misc]
+    return history(200, loss=loss, **rows)
+
+
+@pytest.mark.parametrize(("rises", "found"), [(0.0, False), (0.2, True)])
+def test_a_loss_that_only_has_noise_does_not_suffer_from_the_rate(rises: float, found: bool) -> None:
+    assert bool(check_learning_rate(_head_alone(rises))) == found
+
+
+@pytest.mark.parametrize(
+    ("ratio", "others", "expected"),
+    [
+        (0.15, {}, "learning-rate-high"),
+        (0.05, {"one.weight": 0.5}, "update-ratio-high"),  # the rest is fine
+    ],
+)
+def test_a_rate_that_throws_the_loss_far_is_that_of_all_if_most_move_far(
+    ratio: float, others: dict[str, float], expected: str
+) -> None:
+    first = check_learning_rate(history(loss=leaves, **_updates(ratio, **others)))[0]
+    assert first.rule == expected
+    assert ("in a group of its own" in first.advice) == bool(others)
+
+
+def test_most_parameters_are_no_group_of_their_own() -> None:
+    (finding,) = check_learning_rate(history(loss=falls, **_updates(0.25)))
+    assert (finding.rule, finding.advice) == ("update-ratio-high", "Lower the learning rate.")
+
+
 @pytest.mark.parametrize("rises", [True, False])
 def test_a_low_rate_that_still_rises_has_too_long_a_warm_up(rises: bool) -> None:
     run = history(loss=flat, context=lambda step: {"lr": [1e-8 * (step if rises else 1)]}, **_updates(1e-5))
@@ -1186,8 +1223,8 @@ def test_a_spike_that_undoes_a_small_but_certain_fall_explains_the_plateau(fall:
         values={"grad_norm": lambda step: 500.0 if step == 100 else 1.0},
     )
     run.events = [SpikeEvent(100, "gradmon/grad_norm", 500.0, 40.0, 8.0, "far above", usual=1.0)]
-    first, *rest = diagnose_history(run).grouped()
-    assert (first[0].rule == "spike" and "loss-plateau" in [each.rule for each in first[1]]) == leads
+    first, consequences = next(diagnose_history(run).grouped())
+    assert (first.rule == "spike" and "loss-plateau" in [each.rule for each in consequences]) == leads
 
 
 def test_words_that_fit_their_numbers() -> None:

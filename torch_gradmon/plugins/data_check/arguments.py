@@ -77,12 +77,15 @@ def share_of_own(ids: Tensor, gradient: Tensor) -> Tensor | None:
         ids: ``[N, T]``.
         gradient: of the output, ``[N, T, classes]``.
     """
-    if gradient.ndim != 3 or gradient.shape[:2] != ids.shape or gradient.device != ids.device or ids.device.type in ("meta", "mps"):
+    if (
+        gradient.ndim != 3
+        or gradient.shape[:2] != ids.shape
+        or gradient.device != ids.device
+        or ids.device.type in ("meta", "mps")
+    ):
         return None
     g, classes = looked_at(rows_of(gradient)), gradient.shape[2]
-    own, following = (
-        looked_at(each.reshape(-1, 1), classes)[:, 0] for each in (ids, torch.cat([ids[:, 1:], ids[:, -1:]], 1))
-    )
+    own, following = (looked_at(each.reshape(-1, 1), classes)[:, 0] for each in (ids, torch.cat([ids[:, 1:], ids[:, -1:]], 1)))
     tells = (g < 0).sum(1) == 1
     is_own = (g.argmin(1) == own) & tells
     is_known = (tells.sum() >= _FEWEST) & (is_own & (own != following)).any()
