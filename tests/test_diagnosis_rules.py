@@ -542,6 +542,27 @@ def test_a_clip_that_never_acts_is_a_fault_where_outliers_pass(norm: Callable[[i
     assert _rules(check_clipping(history(loss=falls, values=values))) == [("info", "never-clipped")]
 
 
+@pytest.mark.parametrize(
+    ("bound", "outliers", "cause"),
+    [
+        (None, 0, "The loop writes to gradients"),
+        (40.0, 0, ""),
+        (0.0, 0, ""),
+        (40.0, 1, "No gradient reaches the bound of the clip, 40."),
+        (0.0, 1, ""),
+        (40.0, 2, "No gradient reaches the bound of the clip, 40, though 2 steps"),
+        (0.0, 2, "Gradients are not clipped, though 2 steps"),
+    ],
+)
+def test_the_bound_of_a_trainer_is_known(bound: float | None, outliers: int, cause: str) -> None:
+    values = {name: lambda step: 30.0 if step in (40, 70)[:outliers] else 1.0 for name in ("grad_norm", "grad_norm_clipped")}
+    run = history(loss=flat, values={**values, "clipped_share": lambda step: 0.0})
+    run.clip_bound = bound
+    found = [finding.cause for finding in check_clipping(run)]
+    assert len(found) == bool(cause)
+    assert all(each.startswith(cause) for each in found)
+
+
 def test_where_nothing_clips_nothing_is_said() -> None:
     assert check_clipping(history(values={"grad_norm": lambda step: 30.0 if step in (40, 70) else 1.0})) == []
     with pytest.raises(NotMeasured):

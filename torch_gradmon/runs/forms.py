@@ -66,6 +66,7 @@ _FACTS: dict[str, Form] = {
     ),
     "chance": _by_name(_NUMBER),
     "process": _ANY,
+    "clip_bound": _maybe(_NUMBER),
     "raised": _TEXT,
     "unwritten": _WHOLE,
     "lost_after": _maybe(_WHOLE),
