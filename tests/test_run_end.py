@@ -231,6 +231,16 @@ def test_a_run_that_an_exception_ended_is_not_healthy(tmp_path: Path) -> None:
     assert main(["status", str(tmp_path)]) == 1
 
 
+def test_a_diagnosis_without_a_step_has_the_exception_of_the_first_one(tmp_path: Path) -> None:
+    model, _optimizer, monitor = _trial(tmp_path, steps=0)
+    with contextlib.suppress(RuntimeError), monitor:
+        model(torch.ones(1, 3))
+    found = gradmon.diagnose(tmp_path)
+    assert found.findings == ()
+    assert found.unseen["everything"].startswith("the training ended in its first step, with RuntimeError: mat1 and mat2")
+    assert "RuntimeError" in str(found)
+
+
 def test_a_run_killed_in_its_first_step_is_not_waited_for(tmp_path: Path) -> None:
     def first_step() -> None:
         model = nn.Linear(2, 2)
