@@ -140,7 +140,9 @@ class History:
             return self
         kept = self.records[:last], self.events, self.facts, self.matrices, self.kinds, self.place
         of_setup = self._chance, self.groups, self.frozen, self.acts, self.parameters, self._trainer
-        return History(*kept, self._recorded, self._suspects, *of_setup, is_cut=True, clip_bound=self.clip_bound, raised=self.raised)
+        return History(
+            *kept, self._recorded, self._suspects, *of_setup, is_cut=True, clip_bound=self.clip_bound, raised=self.raised
+        )
 
     @property
     def died(self) -> bool:

@@ -246,9 +246,8 @@ class RunDirectory:
         """Close the file. Of a monitor that nobody detached no plugin has noted that the run ended."""
         writer, tune = self._writer, self._meta.get("tune", {})
         if writer is not None and not self._process.is_forked:
-            left = {
-                name: fact for name, fact in tune.items() if name not in ("listens", "waits")
-            }  # what a plugin noted may be lost
+            # also where a plugin has noted it, which may be lost
+            left = {name: fact for name, fact in tune.items() if name not in ("listens", "waits")}
             with contextlib.suppress(OSError, ValueError):
                 writer.annotate({"raised": raised, "unwritten": self._unwritten, "tune": {**left, "ended": True}})
         self._close()

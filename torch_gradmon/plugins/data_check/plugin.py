@@ -253,7 +253,7 @@ class DataCheck(Plugin):
         self, look: _Look, module: int, output: Origin, sample: Tensor | None, tokens: Tensor | None, gradient: Tensor
     ) -> None:
         """A gradient came back to an output of a step."""
-        if tokens is not None and (share := share_of_own(tokens, gradient)) is not None:
+        if tokens is not None and type(gradient) is Tensor and (share := share_of_own(tokens, gradient)) is not None:
             look.found["own"] = share
         is_summed = look.passes[module].accumulates()
         if is_summed and look.count_pass(module):

@@ -98,10 +98,8 @@ def _never(history: History, norms: Series) -> list[Finding]:
     far = _outliers(norms)
     spiky = 2 <= len(far) < len(norms) / 10
     limit, bound = history.clip_bound, f"two or three times the median norm, {norms.median:.2g}"
-    if limit is not None and not (
-        spiky or (limit and far)
-    ):  # a bound that nothing reached, or a norm that the trainer only measures
-        return []
+    if limit is not None and not spiky and not (limit and far):
+        return []  # a bound that nothing has to reach, or a norm that the trainer only measures
     made = (
         "The loop writes to gradients between backward and the optimizer's step, as a clip does, and never makes them smaller"
         if limit is None

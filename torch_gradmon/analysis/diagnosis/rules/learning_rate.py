@@ -1,10 +1,10 @@
 """Learning rates, judged by the size of updates relative to the weights, and by the loss.
 
-A rate is too high if, at the beginning, the updates of half of all matrices are a fifth or more of the weights and the loss rises, by half
-or, where it does not fall later, beyond its noise; or does not fall while they stay so large. A tenth is enough if the loss rises far. So
-it is if it leaps during the training, and the loss is worse from then on. It is too low if no matrix ever moves by more than
-a fifty-thousandth in a step and the loss does not fall. About a thousandth works for most models (Karpathy, "A recipe for training neural
-networks", 2019), but small models learn well with a hundredth, so the loss has to confirm it.
+A rate is too high if, at the beginning, the updates of half of all matrices are a fifth or more of the weights and the loss rises: by
+half or, where it does not fall later, beyond its noise. Where it does not fall, updates that stay so large are enough, and where it rises
+far, a tenth is. A rate that leaps during the training is too high if the loss is worse from then on. It is too low if no matrix ever
+moves by more than a fifty-thousandth in a step and the loss does not fall. About a thousandth works for most models (Karpathy, "A recipe
+for training neural networks", 2019), but small models learn well with a hundredth, so the loss has to confirm it.
 """
 
 from __future__ import annotations
