@@ -280,6 +280,13 @@ def test_compare_sorts_by_any_logged_value(tmp_path: Path, capsys: pytest.Captur
     assert all(run["metrics"].keys() == {"gradmon/grad_norm"} for run in whole)
 
 
+def test_compare_sorts_by_a_setting(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rates = [run["settings"]["lr"] for run in json.loads(output(capsys, "compare", str(root), "--json", "--sort", "lr"))["runs"]]
+    assert rates == sorted(rates, key=float)
+    found = json.loads(output(capsys, "compare", str(root), "--json", "--sort", "lr", "--largest"))["runs"]
+    assert [run["settings"]["lr"] for run in found] == rates[::-1]
+
+
 def _validated(path: Path, values: Sequence[float]) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

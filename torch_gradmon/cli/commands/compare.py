@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,9 @@ COMMAND = Command(
     ),
     (
         _DIRECTORIES,
-        value("--sort", "COLUMN", f"one of {', '.join(_SORTS)}, or a logged value, which is shown, too", default="loss"),
+        value(
+            "--sort", "COLUMN", f"one of {', '.join(_SORTS)}, a setting, or a logged value, which is shown, too", default="loss"
+        ),
         flag("--largest", "the largest value first"),
         flag("--diagnose", "apply all rules to each run, not only those that the training itself applies"),
         JSON,
@@ -60,11 +63,10 @@ def run(options: argparse.Namespace) -> int:
             from ..terminal.runs_table import show
     metrics = [] if options.sort in _SORTS else [options.sort]
     cards = list(_cards(options.runs, options.diagnose, metrics))
-    for metric in metrics:
-        if not any(metric in card.metrics for card in cards):
-            known = {*_SORTS, *(name for card in cards for name in card.logged)}
-            raise UsageError(f"no run has values for {metric!r}{nearest(metric, known)}")
-    key = _SORTS.get(options.sort, lambda card: card.metrics.get(options.sort))
+    key = _SORTS.get(options.sort, partial(_value, options.sort))
+    if metrics and all(key(card) is None for card in cards):
+        known = {*_SORTS, *differing(cards), *(name for card in cards for name in card.logged)}
+        raise UsageError(f"no run has values for {options.sort!r}{nearest(options.sort, known)}")
     cards = _ordered(cards, key, options.largest)
     if options.json:
         print(json.dumps({"differ": differing(cards), "runs": [card.to_dict() for card in cards]}, indent=1, allow_nan=False))
@@ -93,6 +95,16 @@ def _paths(places: Sequence[str]) -> Iterator[tuple[str, Path]]:
         is_run = len(found) == 1 and next(iter(found.values())) == Path(place)
         for name, path in found.items():
             yield place if is_run else name if len(places) == 1 else str(Path(place) / name), path
+
+
+def _value(name: str, card: RunCard) -> float | None:
+    """The last value of a metric, or a setting that is a number."""
+    if name in card.metrics:
+        return card.metrics[name]
+    try:
+        return float(card.settings.get(name, ""))
+    except ValueError:
+        return None
 
 
 def _ordered(cards: Sequence[RunCard], key: Callable[[RunCard], Any], largest: bool) -> list[RunCard]:
