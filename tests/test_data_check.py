@@ -54,6 +54,20 @@ def test_cross_entropy_is_recognised_with_its_scale_and_its_labels(classes: int,
     assert list(found.labels) == torch.bincount(y, minlength=classes).tolist()
 
 
+def test_answers_that_are_certain_and_right_tell_nothing_of_the_loss() -> None:
+    """Their gradients are 0 or rounding alone; the others are gradients of a mean over all rows."""
+    output, y = 300 * draw(64, 8), labels(64, 8)
+    y[:20] = output[:20].argmax(1)
+    found = head(lambda z: F.cross_entropy(z, y), output)
+    assert found is not None
+    assert (found.kind, found.scale) == ("cross-entropy", pytest.approx(1.0))
+    assert sum(found.labels) < 50
+    twice = head(lambda z: 2 * F.cross_entropy(z, y), output)
+    assert twice is not None
+    assert 1.0 < twice.scale <= 2.0
+    assert head(lambda z: F.cross_entropy(z, y), 1e6 * F.one_hot(y, 8).float()) is None
+
+
 @pytest.mark.parametrize("temperature", [0.01, 0.5, 1000.0])
 def test_a_temperature_between_output_and_loss(temperature: float) -> None:
     found = head(lambda z: F.cross_entropy(z.double() / temperature, labels(32, 8)), draw(32, 8) * min(temperature, 1) * 3)

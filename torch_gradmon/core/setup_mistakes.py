@@ -8,6 +8,8 @@ from .loop_mistakes import Mistake
 EXPECTATION = "expectation-broken"
 #: NaN or Inf that comes with the batch.
 NON_FINITE_INPUT = "non-finite-input"
+#: Mistakes of a batch from which NaN follows.
+OF_THE_BATCH = (NON_FINITE_INPUT, "labels-ignored")
 
 SETUP_MISTAKES: dict[str, Mistake] = {
     "eval-mode": Mistake(
@@ -157,6 +159,14 @@ SETUP_MISTAKES: dict[str, Mistake] = {
         "warning",
         "Each label is the next token, and the model shifts the labels once more, so it learns to skip a token",
         "Pass labels that are input_ids, with -100 where there is no loss: the model compares each output with the token that follows",
+        repeats=2,
+        warns=False,
+        weight=121.0,
+    ),
+    "labels-not-shifted": Mistake(
+        "warning",
+        "The loss compares the output of each token with that token, which the model sees, and not with the next one, so it learns to copy",
+        "Compare logits[:, :-1] with labels[:, 1:], as the model does itself if it gets labels=",
         repeats=2,
         warns=False,
         weight=121.0,

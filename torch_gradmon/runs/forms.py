@@ -66,6 +66,11 @@ _FACTS: dict[str, Form] = {
     ),
     "chance": _by_name(_NUMBER),
     "process": _ANY,
+    "clip_bound": _maybe(_NUMBER),
+    "raised": _TEXT,
+    "unwritten": _WHOLE,
+    "lost_after": _maybe(_WHOLE),
+    "lost_why": _TEXT,
     "tune": _object(
         session=_TEXT, listens=_FLAG, ended=_FLAG, number=_WHOLE, why=_TEXT,
         in_force=_maybe(_CHANGE), waits=_maybe(_CHANGE), last=_maybe(_CHANGE),

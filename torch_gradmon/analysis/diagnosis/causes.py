@@ -51,6 +51,7 @@ CONSEQUENCES: Mapping[str, frozenset[str]] = {
     | _DEPTH
     | {"update-ratio-high", "gradient-dropped-to-zero", "always-clipped", "spike"},
     "exploding-gradients": _DISORDER | _ATTENTION | _RATES | {"always-clipped", "spike"},
+    "spike": _DISORDER,
     "weight-growth": _STANDSTILL | _UNITS | _ATTENTION | {"loss-divergence"},
     "never-clipped": _DISORDER | _UNITS,
     "always-clipped": _STANDSTILL | {"learning-rate-low"},

@@ -20,8 +20,8 @@ COMMAND = Command(
         ("gradmon status runs/first --json", "the same for a program"),
     ),
     (RUN, JSON),
-    "The exit code is 0 if the run is alive or has ended and nothing graver than information was found, 1 otherwise, and 2 if there is no "
-    "such run.",
+    "The exit code is 0 if the run is alive or has ended and nothing graver than information was found, 1 otherwise, as for a run that an "
+    "exception ended or whose steps are lost on a full disk, and 2 if there is no such run.",
 )
 
 

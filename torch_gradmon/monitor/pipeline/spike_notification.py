@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ...core.errors import SpikeError, WarningLog, warn_user
+from ...core.errors import SpikeError, WarningLog
 from ...core.records import SpikeEvent, StepRecord
 from ...plugins.spike_policy.policy import Policy, policy_of
 from ...spikes.detector_set import DetectorSet
@@ -46,7 +46,7 @@ class SpikeNotification:
     def warn(self, messages: Iterable[str]) -> None:
         """Warn with each message, where the script has warnings of spikes."""
         for message in messages if self._warns and not self._is_muted() else ():
-            warn_user(message)
+            self._complaints.warn(message)
 
     def notify(self, record: StepRecord | None, events: Sequence[SpikeEvent], action: str = "") -> None:
         """Report new ``events`` of the last record, and the ``action`` on its step.

@@ -26,7 +26,7 @@ from ..setup_check.expectations import Expectations
 from ..setup_check.hidden_parameters import MadeInForward
 from ..tallies import Tallies
 from .acting import Acting
-from .arguments import judge, shares_of
+from .arguments import judge, share_of_own, shares_of, tokens_of
 from .batches import Batches, batch_tensors, look_of, sampled, sums_of
 from .head import Origin, facts_of, is_linear, origin_of, output_of, recognised, sample_of
 from .passes import Passes
@@ -49,6 +49,7 @@ class _Look:
     Attributes:
         calls: number of forwards of the step by the module's identity.
         passes: backward passes by the same.
+        tokens: that the first forward of a language model got, see :func:`.arguments.tokens_of`.
         output: what the output was made by, from which the first gradient came back that is in the sum of the step.
         found: numbers on their device.
     """
@@ -57,6 +58,7 @@ class _Look:
         self.step, self.has_head = step, has_head
         self.calls: Counter[int] = Counter()
         self.passes: dict[int, Passes] = {}
+        self.tokens: Tensor | None = None
         self.output, self._module = Origin(), 0
         self._is_summed = False  # the gradient that was looked at is in the sum
         self._waiting = 0  # samples whose gradient has not come
@@ -218,6 +220,7 @@ class DataCheck(Plugin):
             self._new_layers.begin(module)
             if (shares := shares_of(module, kwargs)) is not None:
                 self._look.found["arguments"] = shares
+            self._look.tokens = tokens_of(module, args, kwargs)
 
     def _acted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._acting.called(batch_tensors(args, kwargs))
@@ -243,10 +246,15 @@ class DataCheck(Plugin):
         look.passes.setdefault(id(module), Passes(module))
         sample = sample_of(output) if look.takes_sample(id(module)) else None
         origin = Origin() if sample is None else origin_of(output)
-        output.register_hook(_Return(self, look, id(module), origin, sample))  # type: ignore[no-untyped-call]
+        tokens, look.tokens = look.tokens, None
+        output.register_hook(_Return(self, look, id(module), origin, sample, tokens))  # type: ignore[no-untyped-call]
 
-    def came_back(self, look: _Look, module: int, output: Origin, sample: Tensor | None, gradient: Tensor) -> None:
+    def came_back(
+        self, look: _Look, module: int, output: Origin, sample: Tensor | None, tokens: Tensor | None, gradient: Tensor
+    ) -> None:
         """A gradient came back to an output of a step."""
+        if tokens is not None and type(gradient) is Tensor and (share := share_of_own(tokens, gradient)) is not None:
+            look.found["own"] = share
         is_summed = look.passes[module].accumulates()
         if is_summed and look.count_pass(module):
             engine, ended = torch.autograd.Variable._execution_engine, look.passes[module].ended
@@ -274,12 +282,13 @@ class DataCheck(Plugin):
         seen = self._open.pop(record.step, None)
         if seen is None:
             return
-        fingerprint, look, rows, facts, loss, sums, arguments = (
+        fingerprint, look, rows, facts, loss, sums, arguments, own = (
             record.extras.get(f"{self.name}/{name}")
-            for name in ("fingerprint", "look", "rows", "head", "loss", "sums", "arguments")
+            for name in ("fingerprint", "look", "rows", "head", "loss", "sums", "arguments", "own")
         )
-        if arguments is not None:
-            judge(arguments.tolist(), self._tallies)
+        for shares in (arguments, own):
+            if shares is not None:
+                judge(shares.tolist(), self._tallies)
         # a NaN may stand for a value that is missing, and a mask may be infinite: what the model makes of it decides
         if sums is not None and not bool(sums.isfinite().all()) and _is_spoiled(record):
             self._tallies.seen(NON_FINITE_INPUT, step=record.step)
@@ -327,5 +336,7 @@ def _called_modules(module: nn.Module) -> Iterator[nn.Module]:
 class _Return(Hook):
     """Gives the gradient of an output to the check."""
 
-    def __init__(self, check: DataCheck, look: _Look, module: int, output: Origin, sample: Tensor | None) -> None:
-        super().__init__(check.context.call, check.came_back, look, module, output, sample)
+    def __init__(
+        self, check: DataCheck, look: _Look, module: int, output: Origin, sample: Tensor | None, tokens: Tensor | None
+    ) -> None:
+        super().__init__(check.context.call, check.came_back, look, module, output, sample, tokens)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ....core import keys as n
 from ....core.records import StepRecord, nonfinite_names
-from ....core.setup_mistakes import NON_FINITE_INPUT
+from ....core.setup_mistakes import OF_THE_BATCH
 from ....spikes.nonfinite_origin import innermost
 from ..findings import Finding
 from ..history import History
@@ -84,7 +84,7 @@ def check_nonfinite(history: History) -> list[Finding]:
     if not applied:
         return found
     record, (stage, places) = applied[0]
-    if any(fact.rule == NON_FINITE_INPUT and fact.first <= record.step <= fact.last for fact in history.facts):
+    if any(fact.rule in OF_THE_BATCH and fact.first <= record.step <= fact.last for fact in history.facts):
         return found  # the rest follows from the batch
     last = applied[-1][0].step
     evidence = {"steps": float(len(applied))}
