@@ -99,6 +99,8 @@ def _of_ask(p: Program, record: Record, truth: Truth, ask: Ask) -> Iterator[tupl
     if ask.adder == "attention":
         found = attention(truth, ask.metric, p.casts)
         yield from ((key, n._replace(promised=not truth.mixed)) for key, n in found if not _is_excluded(p, key.name))
+        if truth.mixed:
+            yield Key(f"attention_{ask.metric}", ".*", ""), NOTHING
 
 
 def _is_excluded(p: Program, name: str) -> bool:

@@ -18,6 +18,7 @@ from ...core.fence import Fence
 from ...core.last_exception import ending
 from ...core.metric import Metric
 from ...core.running import is_in_backward, running_calls
+from ...core.torch_modes import outside_dispatch_modes
 from ...step.buffer import StepBuffer
 from ...step.model_index import ModelIndex
 from ..hooks import compiled_graphs
@@ -203,7 +204,8 @@ class ModuleSource:
 
     def backward_ended(self) -> None:
         """A backward pass has ended in this step."""
-        self.was_trained = self._has_backward = True
+        self.was_trained = True
+        self._has_backward |= torch._C._current_autograd_node() is None  # not at the end of a nested one
 
     # --- passes that were interrupted ------------------------------------------------------------------------------------------
 
@@ -237,21 +239,22 @@ class ModuleSource:
             for source in sources:
                 buffer.refused[source] = _MIXED
             return
-        if sources is _OF_PASSES:
-            self.hooks.graphs.discard()
-            self.values.discard()
-            self._calls.forward_began()
-            self._calls.seen = self._scope.check.seen = self._has_forward = False
-        else:
-            self.values.flush()
-        for source in sources:
-            buffer.clear(source)
+        with outside_dispatch_modes():
+            if sources is _OF_PASSES:
+                self.hooks.graphs.discard()
+                self.values.discard()
+                self._calls.forward_began()
+                self._calls.seen = self._scope.check.seen = self._has_forward = False
+            else:
+                self.values.flush()
+            for source in sources:
+                buffer.clear(source)
 
     def _explain_lost(self, buffer: StepBuffer, source: str) -> None:
         """Say why values of ``source`` are absent, if passes of this step that were interrupted are the reason."""
         if buffer.refused.get(source) is _MIXED:
             buffer.refuse_all(source, _MIXED)
-        elif not self._has_forward or (source in _GRADIENTS and not self._has_backward):
+        elif not self._has_forward or (source in _GRADIENTS and not self._calls.gradients.has_ended):
             buffer.absent.setdefault((source, ""), _LOST)
 
     # --- hooks -----------------------------------------------------------------------------------------------------------------
