@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from torch_gradmon import ModuleMonitor
 
@@ -223,6 +225,122 @@ def test_dead_units_do_not_wake_by_a_pass_that_was_interrupted() -> None:
         model(torch.tensor([[1.0, -1.0]])).sum().backward()
         optimizer.step()
     assert monitor.get_step_metrics()["activation/1/dead"] == 0.5
+
+
+def test_a_step_whose_only_pass_was_interrupted_says_so() -> None:
+    for fails in FAILURES:
+        model, optimizer = made()
+        monitor = watched(model, optimizer)
+        step_of(model, optimizer, 0)
+        FAILURES[fails](model, batch(1))
+        optimizer.step()
+        values, missing = monitor.get_step_metrics(), monitor.missing()
+        assert not [key for key in values if key.startswith(("activation", "input", "attention"))]
+        for key in ("activation/1/norm", "activation_gradient/1/norm", "attention_entropy/.*", "activation/1/largest"):
+            assert missing[key] == "the forward or backward pass of this step was interrupted, as by an exception"
+
+
+def test_gradients_of_an_interrupted_pass_count_when_used() -> None:
+    model, optimizer = made()
+    monitor = watched(model, optimizer)
+    for goes_on in (False, True):
+        model(batch(0)).square().mean().backward()
+        fails_in_backward(model, batch(1))
+        if goes_on:
+            model(batch(2)).square().mean().backward()
+        used = model[3].weight.grad.double().norm().item()  # type: ignore[index, union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+        values, missing = monitor.get_step_metrics(), monitor.missing()
+        assert values["gradient/3.weight/norm"] == pytest.approx(used, rel=1e-6)
+        assert values.get("gradient_before_clip/3.weight/norm") == (pytest.approx(used, rel=1e-6) if goes_on else None)
+        assert goes_on or "was interrupted" in missing["gradient_before_clip/3.weight/norm"]
+
+
+@pytest.mark.parametrize("attached", [True, False])
+def test_a_backward_that_reached_no_parameter_leaves_its_forward(attached: bool) -> None:
+    model, optimizer = made()
+    monitor = watched(model, optimizer) if attached else ModuleMonitor(model, on_metric_error="raise")
+    if not attached:
+        monitor.add_activation_metric("norm", of=("output", "output_gradient"))
+    for number, fails in enumerate((False, True)):
+        if not attached:
+            monitor.begin_step(number)
+        model.zero_grad()
+        if fails:
+            output = model(batch(7, 1000.0))
+            output.register_hook(lambda _: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                output.square().mean().backward()
+        kept: list[Tensor] = []
+        output = model(batch(number))
+        output.register_hook(kept.append)
+        output.square().mean().backward()
+        optimizer.step()
+        if not attached:
+            monitor.end_step()
+    values = monitor.get_step_metrics()
+    assert values["activation_gradient/[root module]/norm"] == pytest.approx(kept[0].double().norm().item(), rel=1e-6)
+    assert values["activation/[root module]/norm"] > 100 * output.norm().item()
+
+
+def test_an_evaluation_before_an_interrupted_forward_mixes_nothing() -> None:
+    model, optimizer = made()
+    monitor = watched(model, optimizer)
+    with torch.no_grad():
+        model(batch(5))
+    FAILURES["forward"](model, batch(6, 1000.0))
+    with torch.no_grad():
+        model(batch(5))
+    step_of(model, optimizer, 0)
+    assert of_modules(monitor.get_step_metrics()) == trained(None)[0][0]
+
+
+def test_the_end_of_a_nested_pass_is_not_that_of_the_step() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.second, self.first(x), use_reentrant=True)
+
+    model = Checkpointed()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    monitor = ModuleMonitor(model, on_metric_error="raise").attach(optimizer)
+    monitor.add_activation_metric("norm", metric_regex="first")
+    handle = model.first.weight.register_post_accumulate_grad_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(100 * torch.ones(3, 4)).sum().backward()
+    handle.remove()
+    optimizer.zero_grad()
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    true = model.first(torch.ones(3, 4)).double().norm().item()
+    assert monitor.get_step_metrics()["activation/first/norm"] == pytest.approx(true, rel=1e-6)
+
+
+def test_the_dropping_is_hidden_from_modes_of_the_loop() -> None:
+    seen: list[Any] = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    counts = []
+    for is_watched in (False, True):
+        model, optimizer = made()
+        monitor = watched(model, optimizer).add_activation_metric("dead") if is_watched else None
+        with Mode():
+            seen.clear()
+            step_of(model, optimizer, 0)
+            for fails in FAILURES.values():
+                fails(model, batch(6))
+            step_of(model, optimizer, 1)
+            counts.append(len(seen))
+        del monitor
+    assert counts[0] == counts[1]
 
 
 def test_a_forward_in_which_the_hooks_are_installed_counts_within_a_handler() -> None:

@@ -265,7 +265,7 @@ def _raises(*_: Any) -> None:
 
 
 def _raises_back(module: nn.Module, args: Any, output: Any) -> None:
-    for tensor in (output if isinstance(output, tuple) else (output,)):
+    for tensor in output if isinstance(output, tuple) else (output,):
         if isinstance(tensor, Tensor) and tensor.requires_grad:
             tensor.register_hook(_raises)
 

@@ -205,14 +205,19 @@ class ModuleSource:
     def backward_ended(self) -> None:
         """A backward pass has ended in this step."""
         self.was_trained = True
-        self._has_backward |= torch._C._current_autograd_node() is None  # not at the end of a nested one
+        if torch._C._current_autograd_node() is not None:  # a nested one
+            return
+        if self._awaited or self._calls.gradients.is_awaited:  # an earlier one, through the same forward
+            self._drop(_OF_PASSES if self._awaited else _GRADIENTS, is_alone=False)
+            self._forget_awaited()
+        self._has_backward = True
 
     # --- passes that were interrupted ------------------------------------------------------------------------------------------
 
     @property
     def _awaits_end(self) -> bool:
         """Whether a pass has begun whose end was not reported: it is running, or was interrupted."""
-        return bool(self._awaited) or self._passes.root_trains is not None or self._calls.gradients.is_awaited
+        return len(self._awaited) > 0 or self._passes.root_trains is not None or self._calls.gradients.is_awaited
 
     def _drop_interrupted(self, calls: int) -> None:
         """Drop what passes measured that were interrupted; ``calls``: of the root are known to run."""
@@ -227,8 +232,11 @@ class ModuleSource:
             self._drop(_OF_PASSES, is_alone=not self._has_backward)
         else:
             self._drop(_GRADIENTS, is_alone=not gradients.has_ended)
+        self._forget_awaited()
+
+    def _forget_awaited(self) -> None:
         self._awaited.clear()
-        gradients.forget_awaited()
+        self._calls.gradients.forget_awaited()
 
     def _drop(self, sources: tuple[str, ...], is_alone: bool) -> None:
         """Drop what an interrupted pass gave of ``sources``; where it is not ``is_alone`` in the step, all of them."""

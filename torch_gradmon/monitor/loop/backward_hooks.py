@@ -210,4 +210,7 @@ class BackwardHooks:
     def _report_end(self) -> None:
         if (driver := self._driver()) is not None:
             # at the end of a pass a running node belongs to an outer one, as in re-entrant checkpoints
-            driver.backward_ended(is_nested=torch._C._current_autograd_node() is not None)
+            is_nested = torch._C._current_autograd_node() is not None
+            driver.backward_ended(is_nested)
+            if not is_nested:
+                self.awaited.clear()  # also of passes that were interrupted
