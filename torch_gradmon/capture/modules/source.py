@@ -104,7 +104,7 @@ class ModuleSource:
 
     def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: ModelIndex, by_hand: bool) -> None:
         """Start a step with the metrics due in it; ``by_hand``: the loop has begun it explicitly."""
-        if self._awaits_end:
+        if self._awaited:
             self._drop_interrupted(calls=0)
         self._buffer, self.was_trained, self._lost = buffer, False, ()
         self._has_forward = self._has_backward = False
@@ -135,7 +135,7 @@ class ModuleSource:
         """End the step; its values can still be evaluated."""
         if self._buffer is None:
             return
-        if self._awaits_end:
+        if self._awaited or self._passes.root_trains is not None or self._calls.gradients.awaited:
             self._drop_interrupted(calls=0)
         self._collect(self._buffer)
         self._scope.end_step(self.hooks.has_compiled_parts, self.hooks.graphs.has_graphs)
@@ -207,26 +207,24 @@ class ModuleSource:
         self.was_trained = True
         if torch._C._current_autograd_node() is not None:  # a nested one
             return
-        if self._awaited or self._calls.gradients.is_awaited:  # an earlier one, through the same forward
+        if self._awaited or self._calls.gradients.awaited:  # an earlier one, through the same forward
             self._drop(_OF_PASSES if self._awaited else _GRADIENTS, is_alone=False)
             self._forget_awaited()
         self._has_backward = True
 
     # --- passes that were interrupted ------------------------------------------------------------------------------------------
 
-    @property
-    def _awaits_end(self) -> bool:
-        """Whether a pass has begun whose end was not reported: it is running, or was interrupted."""
-        return len(self._awaited) > 0 or self._passes.root_trains is not None or self._calls.gradients.is_awaited
-
     def _drop_interrupted(self, calls: int) -> None:
-        """Drop what passes measured that were interrupted; ``calls``: of the root are known to run."""
+        """Passes have begun whose ends were not reported. Drop what those measured that were interrupted, and are not running.
+
+        ``calls``: of the root are known to run.
+        """
         root, gradients = self.hooks.root, self._calls.gradients
         if (trains := self._passes.root_trains) is not None and (root is None or running_calls(root) <= calls):
             self._leave_root()  # by what is no Exception, so that no hook has seen the end
             if trains:
                 self._drop(_OF_PASSES, is_alone=not self._has_forward)
-        if not (self._awaited or gradients.is_awaited) or is_in_backward():
+        if not (self._awaited or gradients.awaited) or is_in_backward():
             return
         if self._awaited:
             self._drop(_OF_PASSES, is_alone=not self._has_backward)
@@ -236,7 +234,7 @@ class ModuleSource:
 
     def _forget_awaited(self) -> None:
         self._awaited.clear()
-        self._calls.gradients.forget_awaited()
+        self._calls.gradients.awaited.clear()
 
     def _drop(self, sources: tuple[str, ...], is_alone: bool) -> None:
         """Drop what an interrupted pass gave of ``sources``; where it is not ``is_alone`` in the step, all of them."""
@@ -295,7 +293,7 @@ class ModuleSource:
 
     def root_began(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         """The root is called; ``kwargs`` is None after its hook was removed."""
-        if self._awaits_end:
+        if self._awaited or self._passes.root_trains is not None or self._calls.gradients.awaited:
             self._drop_interrupted(calls=1)
         # before the reference runs, since it has copies of the model's own hooks; so the step may have to be opened here
         self._opening(module)

@@ -27,6 +27,7 @@ class TensorGradientHooks:
 
     Attributes:
         inverse_scale: returns the factor for gradients.
+        awaited: backward passes that have reached one of the tensors, and have not ended: they are running, or were interrupted.
         has_ended: a backward pass that accumulates gradients has reached one of the tensors in this step, and ended.
     """
 
@@ -39,7 +40,7 @@ class TensorGradientHooks:
         self._round = 0
         self._probes: Sequence[Any] = ()
         self._task: tuple[int, bool] = (-1, False)
-        self._awaited: set[int] = set()
+        self.awaited: set[int] = set()
         self.has_ended = False
 
     def connect(self, inverse_scale: Callable[[], Tensor | None]) -> None:
@@ -54,7 +55,7 @@ class TensorGradientHooks:
         """Start a step; without ``inventory`` no gradients are due in it."""
         self._round += 1
         self._is_reentrant = self.has_ended = False
-        self._awaited.clear()
+        self.awaited.clear()
         self._probes = () if inventory is None else _accumulators(inventory)
 
     def end(self) -> None:
@@ -99,21 +100,12 @@ class TensorGradientHooks:
             whole = self._is_reentrant and torch.autograd.Variable._execution_engine.is_checkpoint_valid()
             self._task = task, bool(self._probes) and (found or whole)
             if self._task[1]:
-                self._awaited.add(task)
+                self.awaited.add(task)
                 torch.autograd.Variable._execution_engine.queue_callback(Hook(self._ended, task))
         return self._task[1]
 
-    @property
-    def is_awaited(self) -> bool:
-        """Whether a backward pass that has reached one of the tensors was not seen to end."""
-        return len(self._awaited) > 0
-
-    def forget_awaited(self) -> None:
-        """No backward pass is running, though the ends of some were not seen."""
-        self._awaited.clear()
-
     def _ended(self, task: int) -> None:
-        self._awaited.discard(task)
+        self.awaited.discard(task)
         self.has_ended = True
 
 
