@@ -905,7 +905,7 @@ class ModuleMonitor:
 
         A step's values are sent when the next step begins, which waits for the end of the step on the GPU. A row that a sink fails to
         take is sent again with the next one. After three failures in a row, or three rows that took longer than training itself, the
-        sink is dropped with a warning.
+        sink is dropped with a warning. A sink runs with gradients, wherever it is called from, so it may train another model.
 
         Args:
             sink: an object with ``log(dict, step=)`` or ``log_metrics(dict, step=)``, or a function with these arguments.
