@@ -33,7 +33,9 @@ class Key(NamedTuple):
 
 
 class Number(NamedTuple):
-    """A value that is known, and how far from it is right. Without a value it cannot exist; one that is not promised may be absent."""
+    """A value that is known, and how far from it is right: an infinite slack of NaN is any value that is not finite. Without a value it
+    cannot exist; one that is not promised may be absent.
+    """
 
     value: float | None
     slack: float = 0.0
@@ -44,7 +46,7 @@ class Number(NamedTuple):
             return False
         if math.isfinite(self.value):
             return abs(found - self.value) <= self.slack
-        return str(found) == str(self.value)
+        return str(found) == str(self.value) or (self.slack == math.inf and not math.isfinite(found))
 
 
 Expected = dict[Key, Number]

@@ -37,8 +37,9 @@ def copied(tensor: Tensor) -> Tensor:
 
 
 def divided(gradient: Tensor, by: float) -> Tensor:
-    """Scales are powers of two, so that this is exact."""
-    return copied(gradient) if by == 1.0 else gradient.detach() / by
+    """Scales are powers of two, so that this is exact where the exponent has room."""
+    wide = gradient.float() if gradient.dtype == torch.float16 else gradient
+    return copied(gradient) if by == 1.0 else wide.detach() / by
 
 
 class RecordedModules(Observer):
