@@ -58,7 +58,7 @@ TRUE_REASONS: list[tuple[str, Fact]] = [
     (r"no gradient before clipping was seen: no backward pass ran", lambda c: c.key.name not in c.truth.before),
     (
         r"it had no gradient: the loss does not depend on it, or its gradient was removed",
-        lambda c: c.key.name not in c.truth.before,
+        lambda c: c.key.name not in c.truth.before or c.key.name not in c.truth.used,
     ),
     (r"its gradient was gone when", lambda c: c.key.name in c.truth.before and c.key.name not in c.truth.used),
     (
