@@ -7,6 +7,7 @@ from typing import Any
 
 from ...core.errors import SpikeError, WarningLog
 from ...core.records import SpikeEvent, StepRecord
+from ...core.torch_modes import fresh_grad_mode
 from ...plugins.spike_policy.policy import Policy, policy_of
 from ...spikes.detector_set import DetectorSet
 from ..plugin_set import PluginSet
@@ -83,7 +84,8 @@ class SpikeNotification:
     def _call(self, event: SpikeEvent) -> None:
         if callable(self._on_spike):
             try:
-                self._on_spike(event)
+                with fresh_grad_mode():
+                    self._on_spike(event)
             except Exception as error:
                 self._complaints.add("on_spike", "the function on_spike failed; training continues", error)
         elif self._on_spike == "raise":
