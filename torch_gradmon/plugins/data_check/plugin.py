@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,7 @@ from .arguments import judge, shares_of
 from .batches import Batches, batch_tensors, look_of, sampled, sums_of
 from .head import Origin, facts_of, is_linear, origin_of, output_of, recognised, sample_of
 from .passes import Passes
+from .players import ROLES, Answers, Network, Players, Role, are_several, made, of_one_pair, role_of
 from .targets import Targets
 
 #: Monitored steps that are looked at, among this number of steps of any kind; and those of them whose output is, too.
@@ -132,8 +134,10 @@ class DataCheck(Plugin):
         self._every, self._expectations, self._note = every, expectations, note
         self._tallies = Tallies(complaints, lambda: self.context.step or 0, note, SETUP_MISTAKES, "data")
         self._batches, self._targets = Batches(self._tallies), Targets(self._tallies)
-        self._acting, self._new_layers = Acting(note), MadeInForward()
+        self._acting, self._new_layers, self._players = Acting(note), MadeInForward(), Players(self._tallies)
+        self._pushes: dict[Role, Tensor] = {}  # since the last step
         self._handles = Handles()
+        self._networks: list[Network] = []  # that have hooks
         self._first_loss: dict[str, float] = {}
         self._looked = 0
         self._last: int | None = None  # the last step that is looked at
@@ -166,6 +170,7 @@ class DataCheck(Plugin):
             if takes_hooks(called) and not is_compiled:
                 self._handles.of_module(called.register_forward_pre_hook(ModuleHook(self._called), with_kwargs=True))
                 self._handles.of_module(called.register_forward_hook(ModuleHook(self._returned)))
+                self._networks.append(Network())
 
     def on_pause(self, is_paused: bool) -> None:
         """What the model gets meanwhile is no batch of the training."""
@@ -173,10 +178,15 @@ class DataCheck(Plugin):
 
     def on_detach(self) -> None:
         """Take the hooks away."""
-        self._handles.remove()
+        self._remove_hooks()
         self._new_layers.end()
         self._look = None
         self._open.clear()
+
+    def _remove_hooks(self) -> None:
+        self._handles.remove()
+        self._networks.clear()
+        self._pushes = {}
 
     def on_leave(self, last: int | None) -> None:
         """Write the facts to the run directory, if they are new."""
@@ -190,7 +200,7 @@ class DataCheck(Plugin):
         step = self.context.coming_step
         self._last = step + SPAN if self._last is None else self._last
         if step > self._last:
-            self._handles.remove()
+            self._remove_hooks()
         elif not torch.is_grad_enabled():
             if module.training and self._has_root:  # one part of several may be a teacher
                 self.context.call(self._acted, args, kwargs or {})
@@ -228,11 +238,20 @@ class DataCheck(Plugin):
                 self._tallies.seen, "unregistered-parameters", None, (), {"tensors made anew in each forward": made}
             )
         look = self._look
-        if look is None or self._is_paused or not torch.is_grad_enabled():
+        if self._is_paused or torch._C._functorch.peek_interpreter_stack() is not None:  # a transformation within the step
             return
-        if torch._C._functorch.peek_interpreter_stack() is not None:  # a transformation within the step
+        if are_several():
+            self.context.call(self._play, module, args, result)
+        if look is not None and torch.is_grad_enabled():
+            self.context.call(self._follow, look, module, result)
+
+    def _play(self, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+        made(module, result)
+        if (answers := output_of(result)) is None or (role := role_of(module, batch_tensors(args, {}), answers)) is None:
             return
-        self.context.call(self._follow, look, module, result)
+        if role not in self._pushes:  # the first of a step is enough
+            waiting = Answers(answers, functools.partial(self._pushes.setdefault, role))
+            answers.register_hook(_Push(self, waiting))  # type: ignore[no-untyped-call]
 
     def _follow(self, look: _Look, module: nn.Module, result: Any) -> None:
         if (output := output_of(result)) is None:
@@ -260,6 +279,9 @@ class DataCheck(Plugin):
     def on_step_closing(self, step: ActiveStep) -> None:
         """Send what was seen in a monitored step to the host."""
         look, self._look = self._look, None
+        if self._pushes and step.is_monitored and step.buffer is not None:
+            pushes, self._pushes = self._pushes, {}
+            step.buffer.extras.update((f"{self.name}/{role}", push) for role, push in of_one_pair(pushes).items())
         if look is None or look.step != step.number or not step.is_monitored or step.buffer is None:
             return
         step.buffer.extras.update((f"{self.name}/{name}", numbers) for name, numbers in look.found.items())
@@ -267,10 +289,13 @@ class DataCheck(Plugin):
         self._open[step.number] = look
         self._looked += 1
         if self._looked >= STEPS:
-            self._handles.remove()
+            self._remove_hooks()
 
     def on_record(self, record: StepRecord) -> None:
         """Judge a step once its values are on the host."""
+        one, other = (record.extras.get(f"{self.name}/{role}") for role in ROLES)
+        if one is not None and other is not None:
+            self._players.add(one.tolist(), other.tolist(), record.step)
         seen = self._open.pop(record.step, None)
         if seen is None:
             return
@@ -329,3 +354,15 @@ class _Return(Hook):
 
     def __init__(self, check: DataCheck, look: _Look, module: int, output: Origin, sample: Tensor | None) -> None:
         super().__init__(check.context.call, check.came_back, look, module, output, sample)
+
+
+class _Push(Hook):
+    """Gives the gradient of answers to what waits for it, unless it is one of a penalty, which has a graph."""
+
+    def __init__(self, check: DataCheck, waiting: Answers) -> None:
+        super().__init__(check.context.call, _came_back, waiting)
+
+
+def _came_back(waiting: Answers, gradient: Tensor) -> None:
+    if not torch.is_grad_enabled():
+        waiting.came_back(gradient)
