@@ -922,7 +922,8 @@ def test_players_of_a_game_in_each_of_several_threads() -> None:
 def test_outputs_of_players_carry_no_mark_and_are_not_kept() -> None:
     known = len(_makers)
     players = nn.ModuleDict({"maker": nn.Linear(4, 2), "judge": nn.Linear(2, 1)})
-    monitor = gradmon.watch(players, torch.optim.SGD(players.parameters(), 0.1), on_spike=None)
+    optimizer = torch.optim.SGD(players.parameters(), 0.1)
+    monitor = gradmon.watch(players, optimizer, on_spike=None)
     made = players["maker"](draw(8, 4)).detach()
     assert len(_makers) == known + 1
     assert not vars(made.untyped_storage())
@@ -937,7 +938,8 @@ def test_outputs_of_one_network_alone_are_not_noted(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("torch_gradmon.plugins.data_check.players._networks", weakref.WeakSet[Network]())
     known = len(_makers)
     model = nn.Linear(4, 2)
-    monitor = gradmon.watch(model, torch.optim.SGD(model.parameters(), 0.1), on_spike=None)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    monitor = gradmon.watch(model, optimizer, on_spike=None)
     output = model(draw(8, 4))
     assert len(_makers) == known
     assert output.grad_fn is not None

@@ -116,7 +116,9 @@ class Players:
         self._differ = False
 
     def add(self, answers: Sequence[float], makes: Sequence[float], step: int) -> None:
-        """Count a step with a pass of each."""
+        """Count a step with a pass of each that pushes at all: a hinge that is met does not."""
+        if not any(answers[:2]) or not any(makes[:2]):
+            return
         self._both += 1
         one, other = _way(answers), _way(makes)
         if not one or not other or answers[2]:
@@ -132,7 +134,7 @@ class Players:
 def _way(push: Sequence[float]) -> int:
     """1 for a pass that raises the answers, -1 for one that lowers them, and 0 if it does neither clearly."""
     lowered, raised = push[0], push[1]
-    return int(raised >= _ALIKE * (raised + lowered)) - int(lowered >= _ALIKE * (raised + lowered)) if raised + lowered else 0
+    return int(raised >= _ALIKE * (raised + lowered)) - int(lowered >= _ALIKE * (raised + lowered))
 
 
 def _have_one_goal(answers: Sequence[float], makes: Sequence[float]) -> bool:
