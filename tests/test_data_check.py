@@ -944,3 +944,20 @@ def test_outputs_of_one_network_alone_are_not_noted(monkeypatch: pytest.MonkeyPa
     assert len(_makers) == known
     assert output.grad_fn is not None
     monitor.detach()
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1e5])
+def test_a_mean_beside_a_large_penalty_is_no_mean_square(penalty: float) -> None:
+    critic = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(critic.parameters(), 1e-9)
+    monitor = gradmon.watch(critic, optimizer, on_spike=None)
+    for step in range(8):
+        x = draw(32, 2, seed=step).requires_grad_()
+        optimizer.zero_grad()
+        loss = critic(draw(32, 2, seed=100 + step)).mean() - critic(draw(32, 2, seed=200 + step)).mean()
+        (gradient,) = torch.autograd.grad(critic(x).sum(), x, create_graph=True)
+        loss = loss + penalty * (gradient.norm(dim=1) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        monitor.log_scalar("loss", loss.detach())
+    assert "targets-not-normalised" not in rules(monitor)
