@@ -961,3 +961,45 @@ def test_a_mean_beside_a_large_penalty_is_no_mean_square(penalty: float) -> None
         optimizer.step()
         monitor.log_scalar("loss", loss.detach())
     assert "targets-not-normalised" not in rules(monitor)
+
+
+def parts_of_game(fault: str = "") -> dict[str, tuple[str, ...]]:
+    """Which parts of a container without a forward have which findings."""
+    torch.manual_seed(0)
+    maker = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
+    judge = nn.Sequential(nn.Linear(2, 16), nn.LeakyReLU(), nn.Dropout(0.1), nn.Linear(16, 1))
+    other = nn.Sequential(nn.Linear(2, 16), nn.BatchNorm1d(16))  # a feature network that nothing trains
+    of_judge, of_maker = (torch.optim.Adam(part.parameters(), 1e-3, betas=(0.5, 0.999)) for part in (judge, maker))
+    parts = nn.ModuleDict({"maker": maker, "judge": judge, "other": other})
+    monitor = gradmon.watch(parts, of_judge, of_maker, on_spike=None)
+    other.eval()
+    for step in range(40):
+        judge.train(fault != "judge in eval" and (fault != "by turns"))
+        noise = 0 * draw(32, 4) if fault == "noise of 0" else draw(32, 4, seed=1000 + step)
+        real = draw(32, 2, seed=0 if fault == "same batch" else step) * (100 if fault == "pixels" else 1)
+        made = maker(noise)
+        of_judge.zero_grad()
+        (is_zero(judge(made.detach())) + is_one(judge(real))).backward()
+        of_judge.step()
+        of_maker.zero_grad()
+        judge.train(fault != "judge in eval")
+        (is_one(judge(made)) + 0 * other(made).sum()).backward()
+        of_maker.step()
+    known = ("eval-mode", "constant-input", "inputs-not-normalised", "repeated-batch", "non-finite-input")
+    return {fact.rule: fact.where for fact in monitor._runtime.plugin("data_check").facts() if fact.rule in known}
+
+
+@pytest.mark.filterwarnings("ignore::torch_gradmon.GradmonWarning")
+@pytest.mark.parametrize(
+    ("fault", "found"),
+    [
+        ("", {}),
+        ("by turns", {}),  # in evaluation mode in one of its two turns
+        ("judge in eval", {"eval-mode": ("judge",)}),
+        ("noise of 0", {"constant-input": ("maker",), "repeated-batch": ("maker",)}),
+        ("pixels", {"inputs-not-normalised": ("judge",)}),
+        ("same batch", {"repeated-batch": ("judge",)}),
+    ],
+)
+def test_parts_of_a_container_are_looked_at_like_models(fault: str, found: dict[str, tuple[str, ...]]) -> None:
+    assert parts_of_game(fault) == found

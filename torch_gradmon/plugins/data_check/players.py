@@ -51,6 +51,11 @@ def made(maker: nn.Module, result: object) -> None:
         _makers[result.untyped_storage()] = weakref.ref(maker)
 
 
+def is_made(data: Tensor) -> bool:
+    """Whether a followed network has made it."""
+    return data.untyped_storage() in _makers
+
+
 def role_of(called: nn.Module, tensors: Sequence[Tensor], answers: Tensor) -> Role | None:
     """What a pass from these ``answers`` trains, one or a map of them for each row that another network made; else None."""
     if not tensors or not answers.ndim or answers.shape[0] != tensors[0].shape[0] or (answers.ndim > 1 and answers.shape[1] != 1):
