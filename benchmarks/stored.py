@@ -79,7 +79,10 @@ class Database:
         self._base.execute("INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?)", row)
         self._base.executemany(
             "INSERT INTO tables VALUES (?, ?, ?)",
-            [(record.step, source, data) for source, data in zip((s for s, t in tables.items() if not t.same_as), blobs, strict=True)],
+            [
+                (record.step, source, data)
+                for source, data in zip((s for s, t in tables.items() if not t.same_as), blobs, strict=True)
+            ],
         )
         self._base.execute("COMMIT")
 

@@ -295,7 +295,9 @@ def test_what_a_run_directory_costs_is_measured_beside_sqlite(tmp_path: Path) ->
     found = json.loads((tmp_path / "stored.json").read_text())
     assert found["writing"]["ratio"]["count"] == 50
     assert all(each["median"] > 0 for each in found["writing"]["us"].values())
-    assert 0 < found["reading"]["follow"]["megabytes"] < found["reading"]["loss"]["megabytes"] < found["reading"]["row"]["megabytes"]
+    assert (
+        0 < found["reading"]["follow"]["megabytes"] < found["reading"]["loss"]["megabytes"] < found["reading"]["row"]["megabytes"]
+    )
     assert "its row in a list of runs" in stored_markdown(found)
 
 

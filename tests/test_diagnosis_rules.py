@@ -838,6 +838,18 @@ def test_a_spike_is_told_with_the_layer_that_made_it() -> None:
     assert finding.evidence["grad_norm"] == 58.3
 
 
+@pytest.mark.parametrize(("size", "by_turns", "severity"), [(31.0, 1.0, "info"), (31.0, 0.0, "warning"), (310.0, 1.0, "warning")])
+def test_the_spike_of_a_player_is_grave_if_it_is_huge(size: float, by_turns: float, severity: str) -> None:
+    run = history(
+        loss=lambda step: 0.6 if step == 60 else 0.1 + 0.5 * 0.8**step,
+        context=lambda step: {"by_turns": 1.0} if by_turns else {},
+        gradient_before_clip={"a.weight": lambda step: size if step == 60 else 1.0},
+        values={"grad_norm": lambda step: size if step == 60 else 1.0},
+    )
+    run.events = [SpikeEvent(60, "gradmon/grad_norm", size, 40.0, 8.0, "far above", usual=1.0)]
+    assert [finding.severity for finding in check_spikes(run)] == [severity]
+
+
 def test_without_spikes_or_without_gradients_of_them_nothing_is_claimed() -> None:
     run = history(loss=flat, gradient_before_clip={"a.weight": 1.0})
     assert check_spikes(run) == []

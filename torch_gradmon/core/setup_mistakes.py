@@ -43,6 +43,15 @@ SETUP_MISTAKES: dict[str, Mistake] = {
         repeats=1,
         weight=130.0,
     ),
+    "players-agree": Mistake(
+        "warning",
+        "Two networks take turns, one answers to what the other makes, and both losses push these answers the same way: they do not play "
+        "against each other",
+        "Look at the sign and the labels of both losses for what is generated: the discriminator has to lower its answer where the "
+        "generator raises it",
+        repeats=1,
+        weight=119.0,
+    ),
     "betas-swapped": Mistake(
         "warning",
         "The first beta is larger than the second: the mean of the gradient is longer than that of its square, so steps overshoot",

@@ -60,7 +60,7 @@ _FACTS: dict[str, Form] = {
     "matrices": _by_name(_WHOLE),
     "frozen": _NAMES,
     "optimizers": _list_of(
-        _object("optimizer", "settings", "parameters", optimizer=_TEXT, parameters=_NAMES, settings=_object(
+        _object("optimizer", "settings", "parameters", optimizer=_TEXT, number=_WHOLE, parameters=_NAMES, settings=_object(
             lr=_maybe(_NUMBER), initial_lr=_maybe(_NUMBER), weight_decay=_maybe(_NUMBER),
         ))
     ),

@@ -23,6 +23,7 @@ CONSEQUENCES: Mapping[str, frozenset[str]] = {
     "another-model-trained": _STANDSTILL,
     "betas-swapped": _DISORDER | _RATES | {"spike"},
     "unregistered-parameters": _STANDSTILL | {"not-in-optimizer"},
+    "players-agree": _STANDSTILL | _DISORDER | {"weight-growth", "spike"},
     "parameter-in-two-optimizers": _DISORDER | {"spike"},
     "dropout-high": _STANDSTILL,
     "weight-decay-high": _STANDSTILL | _UNITS | _DEPTH,

@@ -267,6 +267,18 @@ class History:
         """Whether no optimizer had the parameter when these were attached."""
         return bool(self._owned) and name not in self._owned
 
+    def first_to_step(self, names: Sequence[str], record: StepRecord) -> list[str]:
+        """Of these parameters those of the optimizer that stepped first, where several take turns in the step; else all of them."""
+        if "by_turns" not in record.context:
+            return [*names]
+        numbers = {
+            name: group.get("number", place)
+            for place, group in reversed([*enumerate(self.groups)])
+            for name in group.get("parameters", ())
+        }
+        turns = [numbers.get(name, math.inf) for name in names]
+        return [name for name, turn in zip(names, turns, strict=True) if turn == min(turns)]
+
     @property
     def is_resumed(self) -> bool:
         """Whether the training began earlier: the first step is not 0, or its optimizers had stepped before."""

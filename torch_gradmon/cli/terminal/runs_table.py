@@ -75,7 +75,7 @@ def show(console: Console, cards: Sequence[RunCard]) -> None:
     if left := [name for name in some if name not in settings]:
         console.print(Text(f"They also differ in {', '.join(left)}.", style="dim"))
     if others := [name for name in _not_shown(cards) if name not in metrics]:
-        console.print(Text(printable(f"Logged: {listed(others, _LOGGED)}; --sort NAME shows one and sorts by it."), style="dim"))
+        console.print(Text(f"Logged: {listed(others, _LOGGED)}; --sort NAME shows one and sorts by it.", style="dim"))
     if not any(card.findings or card.is_diagnosed for card in cards):
         console.print(Text("The trainings found no mistake themselves; --diagnose applies all rules.", style="dim"))
 

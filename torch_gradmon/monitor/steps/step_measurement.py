@@ -168,15 +168,15 @@ class StepMeasurement:
 
     # --- facts ---------------------------------------------------------------------------------------------------------------
 
-    def annotate(self, optimizer: Hashable, *, by_turns: bool, is_first: bool) -> None:
+    def annotate(self, optimizer: Hashable, *, turns: int, is_first: bool) -> None:
         found = self._ownership[optimizer]
         if found is None:
             return
         place, note = self._order.index(optimizer), self._lifecycle.note
         for number, group in enumerate(found.param_groups):
             note(f"lr/{place}/{number}", group.get("lr"))
-        if by_turns:
-            note("by_turns", 1.0)
+        if turns:
+            note("by_turns", float(turns))
         if is_first and _has_stepped(found):
             note("goes_on", 1.0)
 

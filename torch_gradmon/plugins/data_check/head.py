@@ -42,8 +42,9 @@ _VARIES = 0.1
 _ALIKE = 1e-3
 #: How well logarithms of gradients have to follow logits for a temperature to be read off them.
 _LINEAR = 0.995
-#: The fewest outputs that are drawn to one number, and the variance of these numbers over that of the targets.
-_MANY, _ONE = 8, 1e-6
+#: The fewest outputs that are drawn to one number, and the variance of these numbers over that of the targets, and over that of the
+#: outputs: of gradients that are all alike, as those of a mean are, it is all of the latter.
+_MANY, _ONE, _DRAWN = 8, 1e-6, 0.1
 #: An answer that is this near to certain and right has, beside others, a gradient of rounding alone: float32 has no more of ``p - 1``.
 _CERTAIN = 1e-5
 _FACTS = 29
@@ -282,6 +283,8 @@ def recognised(facts: list[float], loss: float | None) -> Head | None:
     if varied > _ALIKE and _is_near(own, loss):
         return Head("mean square", every, 1.0, 1.0, zeros, (), average, square, negative, (below, above), own)
     # all outputs are drawn to one number, from which the targets that the loss is taken of differ
-    if rows == count and elements >= _MANY and square - average**2 < _ONE * (loss - own):
+    variance = square - average**2
+    is_drawn = variance < _ONE * (loss - own) and variance < _DRAWN * (z2 / elements - (z1 / elements) ** 2)
+    if rows == count and elements >= _MANY and is_drawn:
         return Head("mean square", every, 1.0, 1.0, zeros, (), average, average**2 + loss - own)
     return None

@@ -115,9 +115,11 @@ def _severity(history: History, spike: Episode, made: SpikeCause) -> Severity:
 
 
 def _recurs(history: History, spike: Episode) -> bool:
-    """Whether spikes of this size are a habit of the loss: two more are nearly as large, and none is huge."""
+    """Whether spikes of this size are a habit of the loss, and none is huge: two more are nearly as large, or the data change with what is
+    trained, so that a loss which was low comes back, as that of a discriminator does when the generator has moved.
+    """
     like_it = [other for other in history.spikes if other != spike and size(other.worst) > _NEARLY * size(spike.worst)]
-    return size(spike.worst) < _HUGE and len(like_it) > 1
+    return size(spike.worst) < _HUGE and (history.need_not_fall or len(like_it) > 1)
 
 
 def _values(history: History, signal: str) -> Series:
