@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import importlib.util
+import math
 import os
 import sys
 from collections.abc import Generator, Iterator
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from torch_gradmon.core import compat
+from torch_gradmon.monitor.steps import step_closing
 from torch_gradmon.sinks import delivery
 from torch_gradmon.statistics import cpp
 
@@ -47,6 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or what torch picks by itself is the GPU: meshes, devices of DataParallel
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which torch may do in any test
+    step_closing.PATIENCE = math.inf  # the share of the monitor's time is that of the machine too, which may be busy
     cpp.found = _STATISTICS[config.getoption("--statistics")]
 
 

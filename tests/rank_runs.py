@@ -1074,6 +1074,29 @@ def by_functions(rank: int, wrap: str) -> tuple[dict[str, float], dict[str, floa
     return values, {"activation/first/named": whole.abs().max().item()}, missing
 
 
+def logged_again(rank: int) -> tuple[list[dict[str, float]], dict[str, int]]:
+    """Values that are logged before the optimizer's step, and again after it: of each step, and the complaints."""
+    model = wrapped("ddp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    monitor, found = gradmon.watch(model, optimizer, on_spike=None), []
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(4, 5)).square().mean().backward()
+        for value in (1.0 + rank, 10.0 + rank):
+            monitor.log_scalar("sum", value, reduce="sum")
+            monitor.log_scalar("total", value, "sum", reduce="max")
+            if value >= 10.0:
+                monitor.log_scalar("own", value, reduce="sum")
+            elif step < 2:
+                optimizer.step()
+        if step == 2:
+            optimizer.step()
+        found.append({key: value for key, value in monitor.get_step_metrics().items() if "/" not in key})
+    complaints = monitor.complaints()
+    monitor.detach()
+    return found, complaints
+
+
 @impatient(0.5)
 def late(rank: int, wrap: str) -> tuple[list[dict[str, float]], list[dict[str, str]], dict[str, int], list[float]]:
     """The second of two ranks is late before its first optimizer step."""

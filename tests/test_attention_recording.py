@@ -708,7 +708,7 @@ def test_the_mode_is_gone_when_the_forward_raises() -> None:
     assert not altered()
     assert torch.empty(1).device.type == "cpu"
     optimizer.step()
-    check(monitor.get_step_metrics(), {"layer": model.layer.met})
+    check(monitor.get_step_metrics(), {})  # such a forward is no part of the step
 
 
 def test_monitored_models_inside_of_each_other() -> None:

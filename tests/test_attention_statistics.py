@@ -250,6 +250,16 @@ def test_nan_and_infinity_are_counted_where_they_are() -> None:
     assert rows[MAX_LOGIT][:, [Column.MIN, Column.MAX]].isfinite().all()
 
 
+def test_logits_beyond_float32_count_as_torch_has_them() -> None:
+    query, key = torch.randn(1, 2, 4, 8), 1e20 * torch.randn(1, 2, 5, 8)
+    query[0, 0] *= 1e20
+    weights = F.scaled_dot_product_attention(query, key, torch.ones(1, 2, 5, 8))
+    rows = attention_rows(query, key)
+    assert weights.isnan().any(dim=-1).sum(dim=-1).tolist() == [[4, 0]]
+    assert [rows[name][:, Column.NONFINITE].tolist() for name in QUANTITIES] == [[4, 0]] * 4
+    check(attention_rows(query.double(), key), oracle(query.double(), key))
+
+
 @given(
     st.lists(st.integers(0, 3), min_size=1, max_size=4), st.integers(1, 4), st.integers(1, 6), st.booleans(), st.integers(0, 99)
 )

@@ -956,3 +956,39 @@ def test_an_optimizer_that_never_steps_is_told_by_its_module(late: int | None) -
     found = {finding.rule: finding.where for finding in monitor.diagnose().findings}
     assert found.get("optimizer-never-steps") == (None if late else "judge")
     assert "no-gradient" not in found
+
+
+# --- networks of a game
+
+
+@pytest.mark.filterwarnings("ignore::torch_gradmon.GradmonWarning")
+def test_a_probe_that_is_replaced_sees_its_own_gradients_only() -> None:
+    parts = nn.ModuleDict({"maker": nn.Linear(4, 2, bias=False), "judge": nn.Linear(2, 1)})
+    parts["maker"].gain = nn.Parameter(torch.ones(1))  # the smallest, and first of all without a gradient
+    of_judge = torch.optim.SGD([parts["maker"].gain, *parts["judge"].parameters()], 0.01)  # the former by mistake
+    of_maker = sgd(parts["maker"])
+    monitor = watched(parts, of_judge, of_maker)
+    for _ in range(20):
+        of_judge.zero_grad()
+        made = parts["maker"](X) * parts["maker"].gain
+        parts["judge"](made.detach()).square().mean().backward()
+        of_judge.step()
+        of_maker.zero_grad()
+        parts["judge"](made).mean().backward()
+        of_maker.step()
+    assert rules(monitor) == []
+
+
+def test_a_graph_of_another_network_may_have_two_losses() -> None:
+    maker, judge = net(), nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 1))
+    of_maker, of_judge = sgd(maker), sgd(judge)
+    monitor = watched(judge, of_judge)
+    for step in range(20):
+        of_judge.zero_grad()
+        made = maker(X + step)
+        judge(made).square().mean().backward(retain_graph=True)
+        of_judge.step()
+        of_maker.zero_grad()
+        judge(made).mean().backward()
+        of_maker.step()
+    assert rules(monitor) == []

@@ -178,6 +178,7 @@ class _Clock:
 )
 def test_cost_warning_names_share_and_remedy(monkeypatch: pytest.MonkeyPatch, every: int | None, remedy: str) -> None:
     clock = _Clock(training=0.002, own=0.003)
+    monkeypatch.setattr(step_closing, "PATIENCE", 5.0)
     monkeypatch.setattr(step_closing, "perf_counter", lambda: clock.now)
     notice = step_closing.CostNotice(clock, every)  # type: ignore[arg-type]
     with warnings.catch_warnings():
@@ -191,6 +192,7 @@ def test_cost_warning_names_share_and_remedy(monkeypatch: pytest.MonkeyPatch, ev
 
 def test_cost_warning_is_absent_below_a_third(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = _Clock(training=0.0062, own=0.003)
+    monkeypatch.setattr(step_closing, "PATIENCE", 5.0)
     monkeypatch.setattr(step_closing, "perf_counter", lambda: clock.now)
     notice = step_closing.CostNotice(clock, 1)  # type: ignore[arg-type]
     clock.run(notice, 2000)

@@ -48,6 +48,7 @@ OPTIONS: dict[str, tuple[str, str, str]] = {
     "--depth": ("N", "summary", "parts of names that make a group"),
     "--filter": ("REGEX", "summary", "parameters, by name"),
     "--sort": ("COLUMN", "compare summary", "order of rows"),
+    "--largest": (FLAG, "compare", "the largest value first"),
     "--only": ("REGEX", "diff", "keys that are compared"),
     "--ignore": ("REGEX", "diff", "keys that are not"),
     "--rename": ("REGEX=NEW", "diff", "modules of A, as they are in B"),

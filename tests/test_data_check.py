@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import math
+import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +20,7 @@ from torch_gradmon import ModuleMonitor
 from torch_gradmon.plugins.data_check.acting import _identities
 from torch_gradmon.plugins.data_check.batches import sampled
 from torch_gradmon.plugins.data_check.head import CLASSES, ROWS, Head, facts_of, origin_of, output_of, recognised, sample_of
+from torch_gradmon.plugins.data_check.players import Network, _makers
 
 Batch = tuple[Tensor, Tensor]
 
@@ -52,6 +57,20 @@ def test_cross_entropy_is_recognised_with_its_scale_and_its_labels(classes: int,
     assert (found.kind, found.rows, found.temperature) == ("cross-entropy", 32, 1.0)
     assert found.scale == pytest.approx(scale, rel=1e-4)
     assert list(found.labels) == torch.bincount(y, minlength=classes).tolist()
+
+
+def test_answers_that_are_certain_and_right_tell_nothing_of_the_loss() -> None:
+    """Their gradients are 0 or rounding alone; the others are gradients of a mean over all rows."""
+    output, y = 300 * draw(64, 8), labels(64, 8)
+    y[:20] = output[:20].argmax(1)
+    found = head(lambda z: F.cross_entropy(z, y), output)
+    assert found is not None
+    assert (found.kind, found.scale) == ("cross-entropy", pytest.approx(1.0))
+    assert sum(found.labels) < 50
+    twice = head(lambda z: 2 * F.cross_entropy(z, y), output)
+    assert twice is not None
+    assert 1.0 < twice.scale <= 2.0
+    assert head(lambda z: F.cross_entropy(z, y), 1e6 * F.one_hot(y, 8).float()) is None
 
 
 @pytest.mark.parametrize("temperature", [0.01, 0.5, 1000.0])
@@ -810,3 +829,191 @@ def test_real_and_made_examples_that_go_backward_one_by_one_are_terms_of_one_los
         of_maker.step()
         monitor.log_scalar("loss", loss.detach())
     assert "loss-scale" not in rules(monitor)
+
+
+Score = Callable[[Tensor], Tensor]
+
+
+def play(of_real: Score, of_made: Score, of_maker: Score, *, apart: bool = False) -> dict[str, str]:
+    """The rules that are found in a game of a maker of rows and a judge with these losses, watched together or ``apart``."""
+    torch.manual_seed(0)
+    maker = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
+    judge = nn.Sequential(nn.Linear(2, 16), nn.LeakyReLU(), nn.Linear(16, 1))
+    of_judge, of_other = (torch.optim.Adam(part.parameters(), 1e-3, betas=(0.5, 0.999)) for part in (judge, maker))
+    if apart:
+        monitors = [gradmon.watch(judge, of_judge, on_spike=None), gradmon.watch(maker, of_other, on_spike=None)]
+    else:
+        monitors = [gradmon.watch(nn.ModuleDict({"maker": maker, "judge": judge}), of_judge, of_other, on_spike=None)]
+    for step in range(30):
+        with torch.no_grad():
+            made = maker(draw(32, 4, seed=1000 + step))
+        of_judge.zero_grad()
+        (of_real(judge(0.5 * draw(32, 2, seed=step) + 2)) + of_made(judge(made))).backward()
+        of_judge.step()
+        of_other.zero_grad()
+        of_maker(judge(maker(draw(32, 4, seed=2000 + step)))).backward()
+        of_other.step()
+    return {rule: severity for monitor in monitors for rule, severity in rules(monitor).items()}
+
+
+def is_one(answer: Tensor) -> Tensor:
+    """The loss of a judge that is to say yes."""
+    return F.binary_cross_entropy_with_logits(answer, torch.ones_like(answer))
+
+
+def is_zero(answer: Tensor) -> Tensor:
+    """And no."""
+    return F.binary_cross_entropy_with_logits(answer, torch.zeros_like(answer))
+
+
+def near(goal: float) -> Score:
+    """The loss of least squares."""
+    return lambda answer: (answer - goal).square().mean()
+
+
+def down(answer: Tensor) -> Tensor:
+    """The mean, which falls."""
+    return answer.mean()
+
+
+def up(answer: Tensor) -> Tensor:
+    """The mean, which rises."""
+    return -answer.mean()
+
+
+@pytest.mark.filterwarnings("ignore::torch_gradmon.GradmonWarning")
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(
+    ("of_real", "of_made", "of_maker"),
+    [
+        (is_one, is_one, is_one),  # one label for all
+        (is_zero, is_one, is_one),  # labels the other way round
+        (is_one, is_zero, is_zero),  # the maker asks for a no
+        (is_one, is_zero, lambda answer: -is_one(answer)),  # a sign
+        (lambda answer: -is_one(answer), lambda answer: -is_zero(answer), is_one),
+        (down, up, up),
+        (up, down, down),
+        (lambda answer: F.relu(1 + answer).mean(), lambda answer: F.relu(1 - answer).mean(), up),
+        (near(1), near(4), near(4)),
+    ],
+)
+def test_players_that_push_answers_the_same_way(of_real: Score, of_made: Score, of_maker: Score, apart: bool) -> None:
+    assert play(of_real, of_made, of_maker, apart=apart)["players-agree"] == "warning"
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(
+    ("of_real", "of_made", "of_maker"),
+    [
+        (is_one, is_zero, is_one),
+        (is_one, is_zero, lambda answer: -is_zero(answer)),
+        (up, down, up),
+        (lambda answer: F.relu(1 - answer).mean(), lambda answer: F.relu(1 + answer).mean(), up),
+        (near(1), near(0), near(1)),
+        (near(8), near(5), near(8)),  # both begin far above the answers
+        (near(0), lambda answer: (answer - draw(32, 1) - 3).square().mean(), up),  # a goal of each row, as of a value
+    ],
+)
+def test_players_of_a_game_are_no_finding(of_real: Score, of_made: Score, of_maker: Score, apart: bool) -> None:
+    assert "players-agree" not in play(of_real, of_made, of_maker, apart=apart)
+
+
+@pytest.mark.filterwarnings("ignore::torch_gradmon.GradmonWarning")
+def test_players_of_a_game_in_each_of_several_threads() -> None:
+    found: dict[bool, dict[str, str]] = {}
+
+    def playing(is_sound: bool) -> None:
+        found[is_sound] = play(is_one, is_zero, is_one if is_sound else is_zero, apart=True)
+
+    threads = [threading.Thread(target=playing, args=(is_sound,)) for is_sound in (False, True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {is_sound: "players-agree" in rules for is_sound, rules in found.items()} == {False: True, True: False}
+
+
+def test_outputs_of_players_carry_no_mark_and_are_not_kept() -> None:
+    known = len(_makers)
+    players = nn.ModuleDict({"maker": nn.Linear(4, 2), "judge": nn.Linear(2, 1)})
+    optimizer = torch.optim.SGD(players.parameters(), 0.1)
+    monitor = gradmon.watch(players, optimizer, on_spike=None)
+    made = players["maker"](draw(8, 4)).detach()
+    assert len(_makers) == known + 1
+    assert not vars(made.untyped_storage())
+    torch.save(copy.deepcopy(made), saved := io.BytesIO())
+    assert torch.equal(torch.load(io.BytesIO(saved.getvalue())), made)
+    del made
+    assert len(_makers) == known
+    monitor.detach()
+
+
+def test_outputs_of_one_network_alone_are_not_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch_gradmon.plugins.data_check.players._networks", weakref.WeakSet[Network]())
+    known = len(_makers)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    monitor = gradmon.watch(model, optimizer, on_spike=None)
+    output = model(draw(8, 4))
+    assert len(_makers) == known
+    assert output.grad_fn is not None
+    monitor.detach()
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1e5])
+def test_a_mean_beside_a_large_penalty_is_no_mean_square(penalty: float) -> None:
+    critic = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(critic.parameters(), 1e-9)
+    monitor = gradmon.watch(critic, optimizer, on_spike=None)
+    for step in range(8):
+        x = draw(32, 2, seed=step).requires_grad_()
+        optimizer.zero_grad()
+        loss = critic(draw(32, 2, seed=100 + step)).mean() - critic(draw(32, 2, seed=200 + step)).mean()
+        (gradient,) = torch.autograd.grad(critic(x).sum(), x, create_graph=True)
+        loss = loss + penalty * (gradient.norm(dim=1) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        monitor.log_scalar("loss", loss.detach())
+    assert "targets-not-normalised" not in rules(monitor)
+
+
+def parts_of_game(fault: str = "") -> dict[str, tuple[str, ...]]:
+    """Which parts of a container without a forward have which findings."""
+    torch.manual_seed(0)
+    maker = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
+    judge = nn.Sequential(nn.Linear(2, 16), nn.LeakyReLU(), nn.Dropout(0.1), nn.Linear(16, 1))
+    other = nn.Sequential(nn.Linear(2, 16), nn.BatchNorm1d(16))  # a feature network that nothing trains
+    of_judge, of_maker = (torch.optim.Adam(part.parameters(), 1e-3, betas=(0.5, 0.999)) for part in (judge, maker))
+    parts = nn.ModuleDict({"maker": maker, "judge": judge, "other": other})
+    monitor = gradmon.watch(parts, of_judge, of_maker, on_spike=None)
+    other.eval()
+    for step in range(40):
+        judge.train(fault != "judge in eval" and (fault != "by turns"))
+        noise = 0 * draw(32, 4) if fault == "noise of 0" else draw(32, 4, seed=1000 + step)
+        real = draw(32, 2, seed=0 if fault == "same batch" else step) * (100 if fault == "pixels" else 1)
+        made = maker(noise)
+        of_judge.zero_grad()
+        (is_zero(judge(made.detach())) + is_one(judge(real))).backward()
+        of_judge.step()
+        of_maker.zero_grad()
+        judge.train(fault != "judge in eval")
+        (is_one(judge(made)) + 0 * other(made).sum()).backward()
+        of_maker.step()
+    known = ("eval-mode", "constant-input", "inputs-not-normalised", "repeated-batch", "non-finite-input")
+    return {fact.rule: fact.where for fact in monitor._runtime.plugin("data_check").facts() if fact.rule in known}
+
+
+@pytest.mark.filterwarnings("ignore::torch_gradmon.GradmonWarning")
+@pytest.mark.parametrize(
+    ("fault", "found"),
+    [
+        ("", {}),
+        ("by turns", {}),  # in evaluation mode in one of its two turns
+        ("judge in eval", {"eval-mode": ("judge",)}),
+        ("noise of 0", {"constant-input": ("maker",), "repeated-batch": ("maker",)}),
+        ("pixels", {"inputs-not-normalised": ("judge",)}),
+        ("same batch", {"repeated-batch": ("judge",)}),
+    ],
+)
+def test_parts_of_a_container_are_looked_at_like_models(fault: str, found: dict[str, tuple[str, ...]]) -> None:
+    assert parts_of_game(fault) == found

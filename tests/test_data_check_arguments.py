@@ -104,6 +104,7 @@ def test_arguments_that_are_wrong_are_named_first(make: Any, change: Callable[[B
     if rule:
         assert next(iter(found)) == rule
         assert found[rule] == ("error" if rule == "labels-ignored" else "warning")
+        assert not any(other.startswith("non-finite") for other in found)
 
 
 def test_a_model_of_the_users_own_may_do_what_it_wants_with_a_mask() -> None:
@@ -117,3 +118,50 @@ def test_a_model_of_the_users_own_may_do_what_it_wants_with_a_mask() -> None:
             return transformers.modeling_outputs.CausalLMOutput(loss=(loss * attention_mask).sum() / attention_mask.sum())
 
     assert not OURS.intersection(rules(Own(), lambda batch: {**batch, "labels": batch["input_ids"]}))
+
+
+def _loss_outside(
+    model: nn.Module, batch: Batch, targets: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], smoothing: float
+) -> Tensor:
+    labels = batch.pop("labels")
+    logits, labels = targets(model(**batch).logits, labels)
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=smoothing)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("vocabulary", [30, 5000])
+@pytest.mark.parametrize(
+    ("targets", "text_of", "smoothing", "is_so"),
+    [
+        (lambda z, y: (z, y), text, 0.0, True),
+        (lambda z, y: (z[:, :-1], y[:, 1:]), text, 0.0, False),
+        (lambda z, y: (z[:, :-1], y[:, :-1]), text, 0.0, True),
+        # a text of one token, and one whose neighbours are often alike
+        (
+            lambda z, y: (z[:, :-1], y[:, 1:]),
+            lambda step: {**text(step), "input_ids": 5 * text(step)["attention_mask"]},
+            0.0,
+            False,
+        ),
+        (lambda z, y: (z[:, :-1], y[:, 1:]), lambda step: {**text(step), "input_ids": text(step)["input_ids"] // 15}, 0.0, False),
+        (lambda z, y: (z[:, :-1], y[:, 1:]), text, 0.1, False),
+    ],
+)
+def test_labels_that_are_not_shifted_outside_of_the_model(
+    targets: Any, text_of: Any, smoothing: float, is_so: bool, vocabulary: int
+) -> None:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=vocabulary, n_positions=16, n_embd=16, n_layer=1, n_head=2, pad_token_id=PAD)
+    model = transformers.GPT2LMHeadModel(config)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    with gradmon.watch(model, optimizer, on_spike=None) as monitor:
+        for step in range(24):
+            loss = _loss_outside(model, of_text(text_of(step)), targets, smoothing)
+            optimizer.zero_grad()
+            loss.backward()
+            monitor.log_scalar("loss", loss.detach())
+            optimizer.step()
+        found = [finding.rule for finding in monitor.diagnose().findings]
+    assert ("labels-not-shifted" in found) is is_so
+    if is_so:
+        assert found[0] == "labels-not-shifted"

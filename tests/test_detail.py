@@ -108,8 +108,29 @@ def test_a_change_survives_the_numbers_and_the_file_it_travels_in(one: DetailReq
     assert DetailRequest.of_numbers((numbers + torch.zeros(5)).tolist()) == one
     assert any(one.numbers())
     change.write(tmp_path, one, "me")
-    assert change.read(tmp_path / change.FILE_NAME) == (one, "me")
+    assert change.read(tmp_path / change.FILE_NAME, one.number - 1) == (one, "me")
     assert [path.name for path in tmp_path.iterdir()] == [change.FILE_NAME]
+
+
+def test_a_number_that_leaves_none_for_later_requests_is_ignored(tmp_path: Path) -> None:
+    change.write(tmp_path, detail_request(every=1, number=2**53 - 1), "me")
+    with pytest.raises(ValueError, match="far above that of the last one, 7"):
+        change.read(tmp_path / change.FILE_NAME, 7)
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="this system has no users of files")
+def test_a_request_of_another_user_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    change.write(tmp_path, detail_request(every=1, number=1), "me")
+    owner = os.stat(tmp_path / change.FILE_NAME).st_uid
+    found = os.fstat
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 5)
+    monkeypatch.setattr(os, "fstat", lambda handle: _of_user(found(handle), owner + 4))
+    with pytest.raises(ValueError, match=f"user {owner + 4} made it, and the training is of user {owner + 5}"):
+        change.read(tmp_path / change.FILE_NAME)
+
+
+def _of_user(found: os.stat_result, user: int) -> os.stat_result:
+    return os.stat_result((*found[:4], user, *found[5:10]))
 
 
 @pytest.mark.parametrize(
@@ -140,7 +161,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: p
     def full(*_: object) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="no space left"):
         change.write(tmp_path, detail_request(every=2, number=2), "me")
     assert [path.name for path in tmp_path.iterdir()] == [change.FILE_NAME]
@@ -658,8 +679,13 @@ def test_the_file_is_looked_at_once_a_second_and_read_when_it_is_another(tmp_pat
     looks: list[float] = []
     reads: list[Path] = []
     now, stat, read = 0.0, os.stat, change.read
-    monkeypatch.setattr(os, "stat", lambda *args, **kwargs: looks.append(now) or stat(*args, **kwargs))
-    monkeypatch.setattr(change, "read", lambda path: reads.append(path) or read(path))
+
+    def counted(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:
+        looks.extend([now] * str(path).endswith(change.FILE_NAME))
+        return stat(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", counted)
+    monkeypatch.setattr(change, "read", lambda path, last: reads.append(path) or read(path, last))
     box = RequestFile(tmp_path, "me", WarningLog(), clock=lambda: now)
     found = []
     for tick in range(5000):

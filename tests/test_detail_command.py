@@ -206,7 +206,7 @@ def test_a_directory_that_may_not_be_written_is_a_failure(
     def denied(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied", str(tmp_path))
 
-    monkeypatch.setattr(change.tempfile, "mkstemp", denied)
+    monkeypatch.setattr(change, "replacing", denied)
     assert main(["detail", str(tmp_path), "--every", "1"]) == 1
     assert "Permission denied" in capsys.readouterr().err
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -264,3 +265,71 @@ def test_nan_in_the_batch_that_a_model_fills_is_no_fault() -> None:
         net(x).square().mean().backward()
         optimizer.step()
     assert "non-finite-input" not in [finding.rule for finding in monitor.diagnose().findings]
+
+
+def _game(
+    path: Path, spoils: str, preset: str = "standard", turns: int = 1, apart: str = "", on_spike: str | None = None
+) -> Diagnosis:
+    """Of a maker and a judge, whose optimizer steps first, ``turns`` times a step; ``apart``: of the monitor of this one alone."""
+    torch.manual_seed(0)
+    parts = nn.ModuleDict({"maker": nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4)), "judge": Net()})
+    of_judge, of_maker = (torch.optim.Adam(parts[name].parameters(), 1e-3) for name in ("judge", "maker"))
+    options: dict[str, Any] = {"preset": preset, "run_dir": path, "on_spike": on_spike, "check_data": False}
+    if apart:
+        monitor = gradmon.watch(parts[apart], {"judge": of_judge, "maker": of_maker}[apart], **options)
+    else:
+        monitor = gradmon.watch(parts, of_judge, of_maker, **options)
+    for step in range(20):
+        for turn in range(turns):
+            of_judge.zero_grad()
+            parts["judge"].spoils = "gradient" if (step, turn, spoils) == (AT, 0, "judge") else ""
+            made = parts["maker"](torch.randn(4, 3)).detach()
+            loss = (parts["judge"](made) - parts["judge"](torch.randn(4, 4))).mean()
+            loss.backward()
+            of_judge.step()
+            monitor.log_scalar("loss_d", loss.detach())
+            parts["judge"].spoils = ""
+        of_maker.zero_grad()
+        loss = -parts["judge"](parts["maker"](torch.randn(4, 3))).mean()
+        loss = loss * (math.nan if (step, spoils) == (AT, "loss of the maker") else 1.0)
+        loss.backward()
+        of_maker.step()
+        monitor.log_scalar("loss_g", loss.detach())
+    monitor.detach()
+    return diagnose_history(History.of_run(gradmon.load_run(path)))
+
+
+@pytest.mark.filterwarnings("ignore::torch_gradmon.GradmonWarning")
+@pytest.mark.parametrize("preset", ["standard", "full"])
+def test_of_players_the_one_that_steps_first_is_named(preset: str, tmp_path: Path) -> None:
+    finding = _game(tmp_path, "judge", preset).findings[0]
+    assert (finding.rule, finding.where, finding.steps[0]) == ("non-finite-gradient", "judge.second.weight", AT)
+    assert "Loss_d had no NaN" in finding.cause
+
+
+@pytest.mark.filterwarnings("ignore::torch_gradmon.GradmonWarning")
+def test_a_spoiled_player_among_several_turns_may_be_earlier(tmp_path: Path) -> None:
+    finding = _game(tmp_path, "judge", turns=3).findings[0]
+    assert (finding.rule, finding.where, finding.steps[0]) == ("non-finite-loss", "", AT)
+    assert "one of these stepped 3 times" in finding.cause
+
+
+@pytest.mark.filterwarnings("ignore::torch_gradmon.GradmonWarning")
+def test_the_loss_of_the_player_that_is_spoiled_is_named(tmp_path: Path) -> None:
+    finding = _game(tmp_path, "loss of the maker").findings[0]
+    assert (finding.rule, finding.where, finding.steps[0]) == ("non-finite-loss", "", AT)
+    assert "Loss_g came first with NaN" in finding.cause
+
+
+@pytest.mark.filterwarnings("ignore::torch_gradmon.GradmonWarning")
+def test_a_player_watched_alone_may_be_spoiled_by_another(tmp_path: Path) -> None:
+    finding = _game(tmp_path, "judge", apart="maker").findings[0]
+    assert finding.rule == "non-finite-gradient"
+    assert "unlike loss_g" in finding.cause
+
+
+@pytest.mark.filterwarnings("always::torch_gradmon.GradmonWarning")
+def test_a_spike_of_players_names_no_layer_nearest_to_a_loss(tmp_path: Path) -> None:
+    with pytest.warns(gradmon.GradmonWarning, match="optimizers take turns") as seen:
+        _game(tmp_path, "judge", on_spike="warn")
+    assert not any("a derivative between the loss" in str(each.message) for each in seen)

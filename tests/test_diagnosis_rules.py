@@ -542,6 +542,27 @@ def test_a_clip_that_never_acts_is_a_fault_where_outliers_pass(norm: Callable[[i
     assert _rules(check_clipping(history(loss=falls, values=values))) == [("info", "never-clipped")]
 
 
+@pytest.mark.parametrize(
+    ("bound", "outliers", "cause"),
+    [
+        (None, 0, "The loop writes to gradients"),
+        (40.0, 0, ""),
+        (0.0, 0, ""),
+        (40.0, 1, "No gradient reaches the bound of the clip, 40."),
+        (0.0, 1, ""),
+        (40.0, 2, "No gradient reaches the bound of the clip, 40, though 2 steps"),
+        (0.0, 2, "Gradients are not clipped, though 2 steps"),
+    ],
+)
+def test_the_bound_of_a_trainer_is_known(bound: float | None, outliers: int, cause: str) -> None:
+    values = {name: lambda step: 30.0 if step in (40, 70)[:outliers] else 1.0 for name in ("grad_norm", "grad_norm_clipped")}
+    run = history(loss=flat, values={**values, "clipped_share": lambda step: 0.0})
+    run.clip_bound = bound
+    found = [finding.cause for finding in check_clipping(run)]
+    assert len(found) == bool(cause)
+    assert all(each.startswith(cause) for each in found)
+
+
 def test_where_nothing_clips_nothing_is_said() -> None:
     assert check_clipping(history(values={"grad_norm": lambda step: 30.0 if step in (40, 70) else 1.0})) == []
     with pytest.raises(NotMeasured):
@@ -588,6 +609,43 @@ def leaves(step: int) -> float:
 )
 def test_rates_by_updates_and_loss_together(ratio: float, loss: Callable[[int], float], expected: list[tuple[str, str]]) -> None:
     assert _rules(check_learning_rate(history(loss=loss, **_updates(ratio)))) == expected
+
+
+def _head_alone(rises: float) -> History:
+    """Of a new head of small weights on a frozen body: its first updates are large, and soon small."""
+    draw = random.Random(0)
+
+    def loss(step: int) -> float:
+        return 0.69 + (rises if step == 1 else 0.0) + 0.01 * draw.gauss(0, 1)
+
+    rows = _updates(0.0)
+    rows["update"] = {name: lambda step: 0.1 * (0.3 if step < 10 else 0.01) for name in LAYERS}  # type: ignore[dict-item,misc]
+    return history(200, loss=loss, **rows)
+
+
+@pytest.mark.parametrize(("rises", "found"), [(0.0, False), (0.2, True)])
+def test_a_loss_that_only_has_noise_does_not_suffer_from_the_rate(rises: float, found: bool) -> None:
+    assert bool(check_learning_rate(_head_alone(rises))) == found
+
+
+@pytest.mark.parametrize(
+    ("ratio", "others", "expected"),
+    [
+        (0.15, {}, "learning-rate-high"),
+        (0.05, {"one.weight": 0.5}, "update-ratio-high"),  # the rest is fine
+    ],
+)
+def test_a_rate_that_throws_the_loss_far_is_that_of_all_if_most_move_far(
+    ratio: float, others: dict[str, float], expected: str
+) -> None:
+    first = check_learning_rate(history(loss=leaves, **_updates(ratio, **others)))[0]
+    assert first.rule == expected
+    assert ("in a group of its own" in first.advice) == bool(others)
+
+
+def test_most_parameters_are_no_group_of_their_own() -> None:
+    (finding,) = check_learning_rate(history(loss=falls, **_updates(0.25)))
+    assert (finding.rule, finding.advice) == ("update-ratio-high", "Lower the learning rate.")
 
 
 @pytest.mark.parametrize("rises", [True, False])
@@ -778,6 +836,18 @@ def test_a_spike_is_told_with_the_layer_that_made_it() -> None:
     assert "There was 1 other spike, none larger." in finding.cause
     assert "monitor.why(60)" in finding.advice
     assert finding.evidence["grad_norm"] == 58.3
+
+
+@pytest.mark.parametrize(("size", "by_turns", "severity"), [(31.0, 1.0, "info"), (31.0, 0.0, "warning"), (310.0, 1.0, "warning")])
+def test_the_spike_of_a_player_is_grave_if_it_is_huge(size: float, by_turns: float, severity: str) -> None:
+    run = history(
+        loss=lambda step: 0.6 if step == 60 else 0.1 + 0.5 * 0.8**step,
+        context=lambda step: {"by_turns": 1.0} if by_turns else {},
+        gradient_before_clip={"a.weight": lambda step: size if step == 60 else 1.0},
+        values={"grad_norm": lambda step: size if step == 60 else 1.0},
+    )
+    run.events = [SpikeEvent(60, "gradmon/grad_norm", size, 40.0, 8.0, "far above", usual=1.0)]
+    assert [finding.severity for finding in check_spikes(run)] == [severity]
 
 
 def test_without_spikes_or_without_gradients_of_them_nothing_is_claimed() -> None:
@@ -1166,6 +1236,28 @@ def test_a_spike_that_undoes_what_was_learnt_comes_first(at: float, after: float
     assert found.severity == "warning"
     assert (found.weight > 100) == leads
     assert ("It undid what was learnt: the loss, 1.72 at first, was" in found.cause) == leads
+
+
+@pytest.mark.parametrize(("fall", "leads"), [(0.05, True), (0.0, False)], ids=["a small fall", "only noise"])
+def test_a_spike_that_undoes_a_small_but_certain_fall_explains_the_plateau(fall: float, leads: bool) -> None:
+    """As of a pretrained model, whose loss falls by far less than a third."""
+    draw = random.Random(0)
+
+    def loss(step: int) -> float:
+        level = 1.0 - fall * min(step / 40, 1.0) if step < 100 else 1.0
+        return 300.0 if step == 100 else level + 0.01 * draw.gauss(0, 1)
+
+    run = history(
+        200,
+        loss=loss,
+        gradient_before_clip={"a.weight": lambda step: 500.0 if step == 100 else 0.1},
+        parameter={"a.weight": 1.0},
+        update={"a.weight": 0.001},
+        values={"grad_norm": lambda step: 500.0 if step == 100 else 1.0},
+    )
+    run.events = [SpikeEvent(100, "gradmon/grad_norm", 500.0, 40.0, 8.0, "far above", usual=1.0)]
+    first, consequences = next(diagnose_history(run).grouped())
+    assert (first.rule == "spike" and "loss-plateau" in [each.rule for each in consequences]) == leads
 
 
 def test_words_that_fit_their_numbers() -> None:

@@ -208,7 +208,7 @@ def test_a_part_of_a_run(path: Path, tmp_path: Path) -> None:
     assert [row["step"] for row in _of_csv(file)] == [12]
     (file,) = run.export(tmp_path / "none.csv", "tensors", sources="update", first=11)
     assert list(_of_csv(file)) == []
-    assert file.read_text().startswith("step,source,name,norm,")
+    assert file.read_text().startswith('"step","source","name","norm",')
 
 
 def test_one_group_has_one_learning_rate_and_a_scale_has_a_column(tmp_path: Path) -> None:
@@ -221,15 +221,29 @@ def test_one_group_has_one_learning_rate_and_a_scale_has_a_column(tmp_path: Path
         )
     store.close()
     files = load_run(tmp_path).export(tmp_path / "out.csv")
-    assert (
-        files[0].read_text() == "step,source,name,norm,rms,mean,std,max,min_value,max_value,l1,sparsity,zeros,nonfinite,count\n"
-    )
+    columns = "step source name norm rms mean std max min_value max_value l1 sparsity zeros nonfinite count"
+    assert files[0].read_text() == ",".join(f'"{column}"' for column in columns.split()) + "\n"
     assert files[1].read_text().splitlines() == [
-        "step,time,applied,lr,amp_scale,x,tags,events,context",
-        "0,2017-07-14T02:40:00.000000+00:00,true,0.5,,1.0,,,",
-        "1,2017-07-14T02:40:00.125000+00:00,true,0.5,8.0,1.0,,,",
-        "2,2017-07-14T02:40:00.250000+00:00,true,0.5,8.0,1.0,,,",
+        '"step","time","applied","lr","amp_scale","x","tags","events","context"',
+        '0,"2017-07-14T02:40:00.000000+00:00","true",0.5,"",1.0,"","",""',
+        '1,"2017-07-14T02:40:00.125000+00:00","true",0.5,8.0,1.0,"","",""',
+        '2,"2017-07-14T02:40:00.250000+00:00","true",0.5,8.0,1.0,"","",""',
     ]
+
+
+@pytest.mark.parametrize("name", ["=1+1", "+x", "-x", "@x", "\tx", "a\rb", 'a"b', "a,b"])
+def test_names_in_csv_break_no_row_and_are_no_formula(name: str, tmp_path: Path) -> None:
+    table = StatsTable((name,), torch.ones(1, 8, dtype=torch.float64), ALL_COLUMNS)
+    store = RunWriter(tmp_path / "run")
+    store.log(StepRecord(0, 0.0, True, {Key("", name, ""): 1.0}, {"gradient": table}))
+    store.close()
+    for file in load_run(tmp_path / "run").export(tmp_path / "out.csv"):
+        with file.open(newline="") as lines:
+            rows = list(csv.reader(lines))
+        assert len(rows) == 2
+        assert len(rows[0]) == len(rows[1])
+        texts = [cell for row in rows for cell in row if not cell.replace(".", "").isdigit()]
+        assert not any(text.startswith(tuple("=+-@\t\r")) for text in texts)
 
 
 def test_what_comes_late_into_the_last_step_of_a_run_that_goes_on_has_no_column(tmp_path: Path) -> None:

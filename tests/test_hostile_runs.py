@@ -62,9 +62,16 @@ def _read_mutations(mutator: Mutator, seeds: range, tmp_path: Path, shown: bool)
     assert refused < len(seeds) / 10, "too few were read"
 
 
-@pytest.mark.parametrize("shown", [False, pytest.param(True, marks=pytest.mark.extra)])
-def test_mutated_runs_are_read_without_harm(mutator: Mutator, tmp_path: Path, shown: bool) -> None:
-    _read_mutations(mutator, range(100), tmp_path, shown)
+@pytest.mark.parametrize(
+    ("seeds", "shown"),
+    [
+        (range(60), False),
+        pytest.param(range(60, 250), False, marks=pytest.mark.thorough),
+        pytest.param(range(250, 300), True, marks=pytest.mark.extra),
+    ],
+)
+def test_mutated_runs_are_read_without_harm(mutator: Mutator, tmp_path: Path, seeds: range, shown: bool) -> None:
+    _read_mutations(mutator, seeds, tmp_path, shown)
 
 
 @pytest.mark.slow
@@ -72,7 +79,7 @@ def test_mutated_runs_are_read_without_harm(mutator: Mutator, tmp_path: Path, sh
 @pytest.mark.timeout(3600)
 def test_three_thousand_mutated_runs_are_read_without_harm(mutator: Mutator, tmp_path: Path) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    _read_mutations(mutator, range(100, 3100), tmp_path, shown=True)
+    _read_mutations(mutator, range(300, 3300), tmp_path, shown=True)
     if sys.platform == "linux":
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # kB
 

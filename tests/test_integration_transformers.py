@@ -960,3 +960,11 @@ def test_the_run_knows_whether_the_trainer_divides_the_loss(has_function: bool, 
     watched.train()
     assert callback.monitor is not None
     assert callback.monitor._runtime.pipeline.directory.facts["trainer"] == "transformers" + ", compute_loss_func" * has_function
+
+
+@pytest.mark.parametrize("bound", [0.0, 0.5])
+def test_the_run_knows_the_bound_of_the_clip(bound: float, tmp_path: Path) -> None:
+    callback = GradMonCallback()
+    trainer(tmp_path, callback, max_steps=2, max_grad_norm=bound).train()
+    assert callback.monitor is not None
+    assert callback.monitor._runtime.pipeline.directory.facts["clip_bound"] == bound

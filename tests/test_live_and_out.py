@@ -48,7 +48,7 @@ def test_training_is_the_same_with_the_server_alerts_and_both_sinks(tmp_path: Pa
     from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
     reader, pages = InMemoryMetricReader(), list[bytes]()
-    with receiver() as hook, receiver(failures=1000) as broken, Server(tmp_path, port=0) as server:
+    with receiver() as hook, receiver(failures=1000) as broken, Server(tmp_path, port=0, token="") as server:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
         prometheus = PrometheusSink(0)
 

@@ -9,7 +9,7 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -263,3 +263,78 @@ def test_a_run_has_the_name_of_the_model_inside_of_wrappers(
     monitor.detach()
     assert run_card(tmp_path / "run").settings["model"] == "Net"
     assert "OptimizedModule" not in output(capsys, "compare", str(tmp_path), "--json")
+
+
+def test_compare_sorts_by_any_logged_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, values in {"over": (0.3, 2.0), "best": (0.9, 0.4), "nan": (0.5, math.nan), "none": ()}.items():
+        _validated(tmp_path / name, values)
+    found = json.loads(output(capsys, "compare", str(tmp_path), "--json", "--sort", "val/loss"))["runs"]
+    assert [run["name"] for run in found] == ["best", "over", "nan", "none"]
+    assert [run["metrics"] for run in found] == [{"val/loss": 0.4}, {"val/loss": 2.0}, {"val/loss": "NaN"}, {}]
+    assert found[0]["logged"] == ["loss", "val/loss"]
+    found = json.loads(output(capsys, "compare", str(tmp_path), "--json", "--sort", "val/loss", "--largest"))["runs"]
+    assert [run["name"] for run in found] == ["over", "best", "nan", "none"]
+    found = json.loads(output(capsys, "compare", str(tmp_path), "--json", "--sort", "name", "--largest"))["runs"]
+    assert [run["name"] for run in found] == ["over", "none", "nan", "best"]
+    whole = json.loads(output(capsys, "compare", str(tmp_path), "--json", "--sort", "gradmon/grad_norm"))["runs"]
+    assert all(run["metrics"].keys() == {"gradmon/grad_norm"} for run in whole)
+
+
+def test_compare_sorts_by_a_setting(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rates = [run["settings"]["lr"] for run in json.loads(output(capsys, "compare", str(root), "--json", "--sort", "lr"))["runs"]]
+    assert rates == sorted(rates, key=float)
+    found = json.loads(output(capsys, "compare", str(root), "--json", "--sort", "lr", "--largest"))["runs"]
+    assert [run["settings"]["lr"] for run in found] == rates[::-1]
+
+
+def _validated(path: Path, values: Sequence[float]) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with gradmon.watch(model, optimizer, run_dir=path, on_spike=None) as monitor:
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = model(torch.ones(1, 2)).square().sum()
+            loss.backward()
+            optimizer.step()
+            monitor.log_scalar("loss", loss.detach())
+            if step % 2 and values:
+                monitor.log_scalar("val/loss", values[step // 2])
+
+
+def test_compare_refuses_a_value_that_no_run_has(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", str(root), "--json", "--sort", "los"]) == 2
+    assert "no run has values for 'los'; did you mean loss?" in capsys.readouterr().err
+
+
+@pytest.mark.extra
+def test_compare_shows_the_value_it_sorts_by(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _validated(tmp_path / "over", (0.3, 2.0))
+    _validated(tmp_path / "best", (0.9, 0.4))
+    plain = output(capsys, "compare", str(tmp_path)).splitlines()
+    assert plain[0].split() == ["run", "state", "step", "loss"]
+    assert "Logged: val/loss; --sort NAME shows one and sorts by it." in plain
+    head, *lines = output(capsys, "compare", str(tmp_path), "--sort", "val/loss").splitlines()
+    assert head.split() == ["run", "state", "step", "loss", "val/loss"]
+    assert [line.split()[-1] for line in lines[:2]] == ["0.400", "2.00"]
+    assert not any("--sort" in line for line in lines)
+
+
+def test_the_setting_that_varies_most_has_a_column_at_80_columns(root: Path) -> None:
+    cards = [
+        _card(
+            root,
+            name=f"gpt-{rate:g}-with-a-long-name",
+            settings={"optimizer": "AdamW" if rate < 1 else "SGD", "lr": f"{rate}"},
+            findings=[("warning", "update-ratio-high", "blocks.0.attention.weight")],
+            spikes=30,
+            spike_step=100,
+            spike_where="all 3 layers rose together",
+        )
+        for rate in (1e-3, 1e-2, 1.0)
+    ]
+    table = _table(cards, 80)
+    assert {"findings", "spikes", "lr"} <= set(table.splitlines()[0].split())
+    assert all(len(line) <= 80 for line in table.splitlines())
+    assert "They also differ in optimizer." in table
+    assert "rose" not in table
+    assert "rose" in _table(cards, 120)

@@ -287,6 +287,28 @@ def test_a_failing_aggregation_loses_its_keys_with_a_reason_and_nothing_else() -
     assert _untouched(left)
 
 
+def test_a_key_logged_with_two_aggregations_keeps_the_first() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor, values = ModuleMonitor(model).attach(optimizer), []
+    with pytest.warns(GradmonWarning) as told:
+        for turn in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            monitor.log_scalar("other", 1.0)
+            monitor.log_scalar("most", 1.0, "max")
+            for aggregation in [None, "min", lambda v: v.sum()] if turn else [None]:
+                monitor.log_scalar("most" if turn else "plain", 3.0, aggregation)
+            monitor.log_scalar("plain", 5.0)
+            monitor.log_scalar("other", 3.0)
+            optimizer.step()
+            values.append({key: value for key, value in monitor.get_step_metrics().items() if not key.startswith("gradmon/")})
+    assert values == [{"most": 1.0, "plain": 4.0, "other": 2.0}, *([{"most": 1.0, "plain": 5.0, "other": 2.0}] * 2)]
+    assert monitor.missing() == {}
+    assert monitor.complaints() == {"log:most": 6}
+    assert "need one aggregation, and were logged with 'max' and 'mean'" in str(told[0].message)
+
+
 @pytest.mark.parametrize("result", ["text", [1.0], {"a": 1}, torch.empty(0), torch.tensor(1j)], ids=repr)
 def test_what_is_no_number_is_refused_like_an_error(result: Any) -> None:
     with pytest.warns(GradmonWarning, match="parameter/0.weight/mine"):

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
+from torch_gradmon.core.records import SpikeEvent
 from torch_gradmon.sinks import OpenTelemetrySink, PrometheusSink
 from torch_gradmon.sinks.metric_families import families
 
@@ -117,6 +118,19 @@ def test_the_sink_serves_itself_until_it_is_closed() -> None:
     sink.log({"gradmon/grad_norm": 1.0}, step=4)  # attached again
     assert scraped(f"http://127.0.0.1:{sink.port}/metrics")["gradmon_step", ""] == 4
     sink.close()
+
+
+def test_a_name_that_no_protocol_can_send_breaks_no_scrape() -> None:
+    pytest.importorskip("prometheus_client")
+    sink = PrometheusSink(0)
+    sink.log({"gradmon/grad_norm": 1.0, "\ud800": 2.0, "gradient/\udfff/norm": 3.0, "gradient/a/\ud800": 4.0}, step=3)
+    sink.log_spike(SpikeEvent(3, "\ud800", 1.0, 1.0, 1.0, ""), "")
+    found = scraped(f"http://127.0.0.1:{sink.port}/metrics")
+    sink.close()
+    assert found["gradmon_model_grad_norm", ""] == 1.0
+    assert found["gradmon_logged", r"\ud800"] == 2.0
+    assert found["gradmon_gradient_norm", r"\udfff"] == 3.0
+    assert found["gradmon_spikes_total", r"\ud800"] == 1.0
 
 
 def test_keys_of_another_style_and_names_that_clash() -> None:

@@ -37,6 +37,7 @@ from .rank_runs import (
     late,
     left_in_the_middle,
     logged,
+    logged_again,
     logged_between,
     looks_closer,
     merged,
@@ -385,6 +386,13 @@ def test_what_a_function_aggregates_is_never_that_of_one_rank(wrap: str) -> None
         assert {key: values[key] for key in true} == pytest.approx(true, rel=1e-6)
         assert not [key for key in values if "largest" in key or "several" in key or "both" in key]
         assert all("named reducer" in missing[f"activation/first/{name}"] for name in ("largest", "several"))
+
+
+def test_a_value_that_ranks_have_merged_takes_no_late_ones() -> None:
+    for rank, (found, complaints) in enumerate(on_ranks(2, logged_again)):
+        shared = {"sum": 3.0, "total": 2.0}
+        assert found == [{**shared, "own": 10.0 + rank}] * 2 + [{"sum": 12.0, "total": 13.0, "own": 21.0}]
+        assert complaints == {"late:sum": 2, "late:total": 2, "late:own": 2}
 
 
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])

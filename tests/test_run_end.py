@@ -6,6 +6,7 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +18,8 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from torch_gradmon.analysis.many_runs.card import run_card
-from torch_gradmon.analysis.many_runs.status import status_dict
+from torch_gradmon.analysis.many_runs.status import next_action, status_dict
+from torch_gradmon.cli.main import main
 from torch_gradmon.runs.liveness import run_status
 from torch_gradmon.runs.writer import RunWriter
 
@@ -177,7 +179,79 @@ def test_steps_that_could_not_be_written_are_told(tmp_path: Path, monkeypatch: p
             optimizer.zero_grad()
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()
+        status = run_status(tmp_path)
+        assert "later steps could not be written (No space left on device)" in str(status)
+        assert not status.has_ended
+        found = status_dict(run_card(tmp_path), gradmon.diagnose(tmp_path))
+        assert (found["unwritten"], found["healthy"]) == (1, False)
+        assert "Make room" in found["next"]["action"]
         monitor.detach()
     card = run_card(tmp_path)
     assert card.unwritten >= 5
     assert f"{card.unwritten} steps could not be written" in card.status
+
+
+def test_a_run_that_goes_on_after_a_full_disk_has_lost_nothing_lately(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, monitor = _trial(tmp_path)
+    failing = [True] * 2
+    log = RunWriter.log
+
+    def full(self: RunWriter, *args: object, **options: object) -> None:
+        if failing and not options["update"]:
+            failing.pop()
+            raise OSError(28, "No space left on device")
+        log(self, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(RunWriter, "log", full)
+    with pytest.warns(gradmon.GradmonWarning, match="could not be written"):
+        for _ in range(6):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+    assert "could not be written" not in str(run_status(tmp_path))
+    monitor.detach()
+    assert run_card(tmp_path).unwritten == 2
+
+
+def test_a_killed_run_on_a_full_disk_may_have_lost_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = multiprocessing.get_context("fork").Process(target=_killed, args=(tmp_path / "run",))
+    process.start()
+    process.join(60)
+    assert str(run_status(tmp_path / "run")).endswith("its process is gone, so it was killed or crashed")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=4096))
+    assert str(run_status(tmp_path / "run")).endswith("its process is gone; later steps may be lost, since the disk is full")
+
+
+def test_a_run_that_an_exception_ended_is_not_healthy(tmp_path: Path) -> None:
+    _model, _optimizer, monitor = _trial(tmp_path)
+    with contextlib.suppress(ValueError), monitor:
+        raise ValueError("a bad trial")
+    assert not status_dict(run_card(tmp_path), gradmon.diagnose(tmp_path))["healthy"]
+    assert main(["status", str(tmp_path)]) == 1
+
+
+def test_a_diagnosis_without_a_step_has_the_exception_of_the_first_one(tmp_path: Path) -> None:
+    model, _optimizer, monitor = _trial(tmp_path, steps=0)
+    with contextlib.suppress(RuntimeError), monitor:
+        model(torch.ones(1, 3))
+    found = gradmon.diagnose(tmp_path)
+    assert found.findings == ()
+    assert found.unseen["everything"].startswith("the training ended in its first step, with RuntimeError: mat1 and mat2")
+    assert "RuntimeError" in str(found)
+
+
+def test_a_run_killed_in_its_first_step_is_not_waited_for(tmp_path: Path) -> None:
+    def first_step() -> None:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        _kept.extend([optimizer, gradmon.watch(model, optimizer, run_dir=tmp_path / "run")])
+        model(torch.ones(1, 2))
+        os.kill(os.getpid(), 9)
+
+    process = multiprocessing.get_context("fork").Process(target=first_step)
+    process.start()
+    process.join(60)
+    card = run_card(tmp_path / "run")
+    assert (card.state, card.status) == ("silent", "nothing was recorded so far, and its process is gone")
+    assert "Look at the process" in next_action(card, gradmon.diagnose(tmp_path / "run"))

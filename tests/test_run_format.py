@@ -24,6 +24,8 @@ from torch_gradmon.runs.writer import RunWriter
 from .stored_programs import found_in, write_run
 
 ROOT = Path(__file__).parent.parent
+#: What some numbers are called that are stored in place of a sum.
+_DERIVED = {"mean": "SUM", "abs_mean": "ABS_SUM", "std": "SQUARE_SUM"}
 GOLDEN = Path(__file__).parent / "golden" / "run-format-1"
 
 
@@ -83,11 +85,11 @@ def _agree(stored: dict[str, float], row: list[float]) -> None:
     """Whether stored numbers are those of a row of sufficient statistics."""
     count = row[Column.COUNT]
     for column, number in stored.items():
-        at = Column[column.upper()]
+        at = Column[_DERIVED.get(column, column.upper())]
         if at is Column.SQUARE_SUM:
             expected = row[at] / count
             if math.isfinite(number) and math.isfinite(expected):
-                number = number**2 + stored.get("sum", 0.0) ** 2
+                number = number**2 + stored.get("mean", 0.0) ** 2
         else:
             expected = row[at] / count if at in (Column.SUM, Column.ABS_SUM) else row[at]
         assert number == pytest.approx(expected, rel=1e-12, abs=1e-300, nan_ok=True), column

@@ -196,6 +196,29 @@ def test_scalars_events_and_context_read_back(tmp_path: Path) -> None:
         run.metrics(99)
 
 
+def test_a_late_value_after_detach_and_attach_reads_back(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = gradmon.watch(model, optimizer, run_dir=tmp_path)
+    for step in range(4):
+        if step == 2:
+            monitor.detach()
+            monitor.attach(optimizer)
+        monitor.log_scalar("late", float(step))
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    live = monitor.get_all_metrics()
+    monitor.detach()
+    run = load_run(tmp_path)
+    assert (
+        run.series("late")
+        == {step: values["late"] for step, values in live.items() if "late" in values}
+        == {0: 0.5, 1: 2.0, 2: 3.0}
+    )
+    assert run.series("gradmon/grad_norm") == {step: values["gradmon/grad_norm"] for step, values in live.items()}
+
+
 def test_a_step_of_200_parameters_costs_six_to_eight_kilobytes(tmp_path: Path) -> None:
     model = nn.ParameterList(nn.Parameter(torch.randn(3, 3)) for _ in range(200))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

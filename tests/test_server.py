@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import http.client
 import json
+import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -27,10 +30,11 @@ from torch_gradmon.analysis.diagnosis.diagnose import diagnose
 from torch_gradmon.analysis.many_runs.card import differing, run_card
 from torch_gradmon.analysis.many_runs.find import find_runs
 from torch_gradmon.analysis.run import load_run
+from torch_gradmon.runs.log import LogReader
 
 for package in ("plotly", "jinja2"):
     pytest.importorskip(package)
-from torch_gradmon.server import streams, watched_run  # noqa: E402
+from torch_gradmon.server import serve, streams, watched_run  # noqa: E402
 from torch_gradmon.server.access import Access, is_local  # noqa: E402
 from torch_gradmon.server.board import RunBoard  # noqa: E402
 from torch_gradmon.server.serve import Server  # noqa: E402
@@ -51,7 +55,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def serving(root: Path, **options: Any) -> Iterator[Server]:
-    with Server(root, port=0, **options) as server:
+    with Server(root, port=0, **{"token": "", **options}) as server:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
         try:
             yield server
@@ -182,11 +186,116 @@ def test_a_page_of_another_site_whose_name_leads_here_reads_nothing(server: Serv
 def test_addresses_of_this_machine() -> None:
     assert all(is_local(name) for name in ("localhost", "127.0.0.1", "127.3.2.1", "::1", "[::1]"))
     assert not any(is_local(name) for name in ("0.0.0.0", "::", "192.168.0.1", "example.org", "", "localhost.example.org"))
-    assert Access("127.0.0.1").token is None
-    first, second = (Access("0.0.0.0").token for _ in range(2))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "::"])
+def test_a_token_is_made_anew_for_each_server(host: str) -> None:
+    first, second = (Access(host).token for _ in range(2))
     assert first != second
     assert len(first or "") >= 32
-    assert Access("0.0.0.0", "").token  # an empty one would be none
+
+
+def test_only_this_machine_is_served_without_a_token() -> None:
+    assert Access("127.0.0.1", "").token is None
+    with pytest.raises(ValueError, match="everybody could read at"):
+        Access("0.0.0.0", "")
+
+
+def test_pages_of_other_sites_read_nothing_but_a_link_with_the_token_opens(root: Path) -> None:
+    with serving(root, token="secret") as server:
+        cookie = get(server, "/?token=secret")[2]["Set-Cookie"].partition(";")[0]
+        for path in ("/", "/run?name=first", "/runs.json", "/events", "/both?first=a&second=b"):
+            assert get(server, path, Cookie=cookie, **{"Sec-Fetch-Site": "cross-site"})[0] == 403
+            assert get(server, path, Cookie=cookie, **{"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"})[0] == 403
+        assert get(server, "/?token=secret", **{"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"})[0] == 200
+        assert get(server, "/?token=other", **{"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"})[0] == 401
+        assert get(server, "/", Cookie=cookie, **{"Sec-Fetch-Site": "same-origin"})[0] == 200
+
+
+def exchange(server: Server, request: bytes, seconds: float = 10.0) -> bytes:
+    """All that a connection answers to these bytes, until it ends or says no more."""
+    with socket.create_connection(server.server_address[:2], seconds) as connection:
+        found = b""
+        with contextlib.suppress(OSError):  # the server has ended the connection while the request was sent
+            connection.sendall(request)
+            connection.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(OSError):
+            while part := connection.recv(1 << 16):
+                found += part
+    return found
+
+
+@pytest.mark.parametrize("length", [b"Content-Length: %d", b"Transfer-Encoding: chunked\r\nX: %d"])
+def test_the_body_of_a_request_is_not_the_next_request(server: Server, length: bytes) -> None:
+    smuggled = b"GET /runs.json HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    found = exchange(server, b"GET / HTTP/1.1\r\nHost: localhost\r\n" + length % len(smuggled) + b"\r\n\r\n" + smuggled)
+    assert found.startswith(b"HTTP/1.1 400 ")
+    assert found.count(b"HTTP/1.1 ") == 1
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        b"POST / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /%s HTTP/1.1\r\nHost: localhost\r\n\r\n" % (b"a" * 70_000),
+        b"GET / HTTP/9.9\r\nHost: localhost\r\n\r\n",
+        b"GET / HTTP/1.1\r\n" + b"X: 1\r\n" * 200 + b"\r\n",
+        b"nonsense\r\n\r\n",
+        b"\r\n",
+    ],
+)
+def test_what_is_no_request_for_a_page_gets_the_safe_headers_too(server: Server, request_: bytes) -> None:
+    found = exchange(server, request_)
+    if found.startswith(b"HTTP/"):
+        assert b"\r\nX-Content-Type-Options: nosniff\r\n" in found
+        assert b"\r\nConnection: close\r\n" in found
+    assert b"Traceback" not in found
+
+
+def test_a_request_that_comes_slowly_is_ended(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve._Handler, "timeout", 0.5)
+    with serving(root) as server, socket.create_connection(server.server_address[:2], 30) as connection:
+        with contextlib.suppress(OSError):
+            for _ in range(300):
+                connection.sendall(b"G")
+                time.sleep(0.1)
+                if not server.deadlines:
+                    break
+        until(lambda: not server.deadlines)
+        assert connection.recv(1) == b""
+
+
+def test_300_connections_are_answered_and_no_more_than_the_limit(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "_CONNECTIONS", 310)
+    with serving(root) as server, contextlib.ExitStack() as stack:
+        place = server.server_address[:2]
+        kept = [stack.enter_context(socket.create_connection(place, 30)) for _ in range(300)]
+        assert get(server, "/runs.json")[0] == 200
+        more = [stack.enter_context(socket.create_connection(place, 30)) for _ in range(30)]
+        until(lambda: sum(select.select([each], [], [], 0)[0] != [] for each in more) >= 20)  # ended at once
+        for connection in kept:
+            connection.sendall(b"GET /none HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        assert all(connection.recv(12) == b"HTTP/1.1 404" for connection in kept)
+
+
+def test_one_run_that_takes_long_does_not_hold_up_the_others(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("a", "b"):
+        shutil.copytree(root / "first", tmp_path / name)
+    monkeypatch.setattr(watched_run, "ROW_SECONDS", 0.5)
+
+    def endless(path: Path, name: str, *args: Any) -> Any:
+        while name == "a":
+            with closing(LogReader(path / VALUES)) as file:
+                list(file.follow())
+        return run_card(path, name, *args)
+
+    monkeypatch.setattr(watched_run, "run_card", endless)
+    with serving(tmp_path) as server:
+        assert [run["name"] for run in json.loads(get(server, "/runs.json")[1])] == ["b"]
+    assert "the run a cannot be read and is left out" in caplog.text
+    assert "reading it takes more than 0.5 s" in caplog.text
 
 
 def test_elsewhere_a_token_is_needed_and_kept_in_a_cookie(root: Path) -> None:
@@ -393,8 +502,10 @@ def test_the_command_serves_until_ctrl_c(root: Path) -> None:
     command = [sys.executable, "-c", start, "serve", str(root), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
+        place = process.stdout.readline().split()[-1]
         address = process.stdout.readline().removeprefix("open in a browser: ").strip()
-        with urllib.request.urlopen(f"{address}runs.json", timeout=30) as answer:
+        assert address.startswith(f"{place}?token=")
+        with urllib.request.urlopen(address.replace("?", "runs.json?"), timeout=30) as answer:
             assert len(json.load(answer)) == 2
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)

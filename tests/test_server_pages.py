@@ -58,7 +58,7 @@ class Browser:
 @contextmanager
 def serving(root: Path | str) -> Iterator[Server]:
     """A server in a thread."""
-    with Server(root, port=0) as server:
+    with Server(root, port=0, token="") as server:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
         yield server
         server.shutdown()

@@ -630,3 +630,50 @@ for step in range(6):
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [row["step"] for row in rows] == list(range(6))
     assert gradmon.load_run(tmp_path / "run").steps == list(range(6))
+
+
+def _trained_model(count: int, run_dir: Path, sink: Any = None) -> ModuleMonitor:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = gradmon.watch(model, optimizer, run_dir=run_dir)
+    if sink is not None:
+        monitor.add_sink(sink)
+    for _ in range(count):
+        optimizer.zero_grad()
+        model(torch.randn(4, 3)).square().mean().backward()
+        optimizer.step()
+    with torch.inference_mode():
+        monitor.get_step_metrics()
+    monitor.detach()
+    return monitor
+
+
+@pytest.mark.parametrize("at", [2, 4], ids=["in the loop", "at the end"])
+def test_a_training_inside_of_a_sink_is_recorded_like_any_other(at: int, tmp_path: Path) -> None:
+    def probe(values: dict[str, float], step: int) -> None:
+        if step == at:
+            _trained_model(3, tmp_path / "inner")
+
+    alone = _trained_model(5, tmp_path / "alone")
+    outer = _trained_model(5, tmp_path / "outer", probe)
+    assert gradmon.load_run(tmp_path / "inner").steps == [0, 1, 2]
+    assert outer.complaints() == alone.complaints() == {}
+    norms = [gradmon.load_run(tmp_path / name).series("gradmon/grad_norm") for name in ("alone", "inner", "outer")]
+    assert norms[1] == {step: norms[0][step] for step in range(3)}
+    assert norms[2].keys() == norms[0].keys()
+    assert not torch.is_inference_mode_enabled()
+    assert torch.is_grad_enabled()
+
+
+def test_what_is_called_about_a_spike_may_train(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    monitor = ModuleMonitor(model, on_spike=lambda event: _trained_model(3, tmp_path))
+    monitor.add_detector(gradmon.SpikeDetector(signal="loss"))
+    for step in range(40):
+        monitor.begin_step(step)
+        monitor.log_scalar("loss", 1.0 + 0.01 * (step % 5) + 100.0 * (step == 30))
+        monitor.end_step()
+    monitor.detach()
+    assert gradmon.load_run(tmp_path).steps == [0, 1, 2]
+    assert "on_spike" not in monitor.complaints()

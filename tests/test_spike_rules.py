@@ -203,7 +203,7 @@ class NaiveHampel:
     def step(self, value: float) -> float | None:
         y = math.log(value) if value > 0 else -745.0
         near, far = self.near[-9:], self.far[-7:]
-        score = None if self.count < 3 else self.part(y, near, self.residuals[0])
+        score = None if self.count < 8 else self.part(y, near, self.residuals[0])
         if score is not None and self.count >= 40:
             score = max(score, self.part(y, far, self.residuals[1]))
         high = score is not None and score > 5.5
@@ -252,6 +252,14 @@ def test_hampel_takes_what_comes_again_and_again_for_usual(pattern: list[float])
     assert 900 in found
 
 
+@pytest.mark.parametrize("spread", [0.3, 1.0])
+def test_hampel_knows_the_noise_before_it_judges_the_first_steps(spread: float) -> None:
+    """As of the gradient of a single number, whose logarithm has a deviation of one."""
+    signals = [noise(15, seed, spread) for seed in range(300)]
+    found = sum(any((score or 0.0) > 5.5 for score in scores(Hampel(), signal)) for signal in signals)
+    assert found <= 3
+
+
 def test_hampel_judges_a_signal_with_negative_values_by_differences() -> None:
     generator = random.Random(0)
     values = [-3 + 0.1 * generator.gauss(0, 1) for _ in range(200)]
@@ -266,9 +274,9 @@ def test_hampel_goes_over_to_differences_at_the_first_negative_value() -> None:
     before = scores(rule, noise(50))
     assert rule.score(-1.0) is None
     after = scores(rule, [-1.0, *noise(50, spread=0.01)])
-    assert None not in before[3:]
-    assert after[:3] == [None, None, None]
-    assert None not in after[3:]
+    assert None not in before[8:]
+    assert after[:8] == [None] * 8
+    assert None not in after[8:]
     assert (rule.score(30.0) or 0) > 5.5
 
 

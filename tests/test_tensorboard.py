@@ -102,7 +102,7 @@ def test_a_spike_is_a_text(tmp_path: Path) -> None:
     monitor.detach()
     (event,) = _read(tmp_path).Tensors("gradmon/spikes/text_summary")
     assert event.step == 50
-    assert event.tensor_proto.string_val[0].decode().startswith("step 50: loss = 100 is 90.9 times the usual 1.1")
+    assert event.tensor_proto.string_val[0].decode().startswith("    step 50: loss = 100 is 90.9 times the usual 1.1")
 
 
 def test_a_writer_of_the_script_stays_open_and_may_be_closed_by_it(tmp_path: Path) -> None:

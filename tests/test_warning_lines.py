@@ -1,9 +1,12 @@
-"""Warnings name the line of the script that was running, not one of the package or of torch."""
+"""Warnings name the line of the script that was running, not one of the package or of torch, and the run that they are about."""
 
 from __future__ import annotations
 
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -55,3 +58,40 @@ def test_a_pattern_without_a_match_is_reported_at_its_line() -> None:
         warnings.simplefilter("always")
         monitor.add_gradient_metric("mean", metric_regex="no_such_layer")
     assert _where(caught, "no_such_layer") == {__file__}
+
+
+def _never_cleared(run_dir: Path | None) -> None:
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    with gradmon.watch(model, optimizer, run_dir=run_dir):
+        for step in range(31):
+            (model(torch.randn(8, 4)) * (1e8 if step == 30 else 1)).square().mean().backward()
+            optimizer.step()
+
+
+def test_each_run_of_a_process_has_the_warning_with_its_name(tmp_path: Path) -> None:
+    places = [tmp_path / name for name in ("a", "b")]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")  # each text of a line once
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(_never_cleared, places))
+    shown = [str(each.message) for each in caught]
+    for place in places:
+        for text in ("Gradients are not cleared", "step 30: grad_norm"):
+            assert sum(each.startswith(f"torch_gradmon: {place}: {text}") for each in shown) == 1
+
+
+def test_a_warning_of_a_monitor_without_a_run_begins_with_its_text() -> None:
+    with pytest.warns(GradmonWarning) as caught:
+        _never_cleared(None)
+    assert all(str(each.message).startswith(("torch_gradmon: Gradients", "torch_gradmon: step 30: ")) for each in caught)
+
+
+def test_a_warning_that_has_the_run_in_its_text_names_it_once(tmp_path: Path) -> None:
+    place = tmp_path / "run"
+    with pytest.warns(GradmonWarning) as caught:
+        _never_cleared(place)
+        _never_cleared(place)
+    texts = [str(each.message) for each in caught]
+    assert any(text.startswith(f"torch_gradmon: the run directory {place} has a run") for text in texts)
+    assert all(text.count(str(place)) == 1 for text in texts)

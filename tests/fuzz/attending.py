@@ -18,6 +18,7 @@ def attention(truth: Truth, metric: str, autocast: bool) -> Iterator[tuple[Key, 
     """Keys of each head, and over the heads."""
     from .oracle import NOTHING, Key, Number
 
+    beyond = Number(math.nan, math.inf)  # as torch's weights are NaN then
     source = f"attention_{metric}"
     if not truth.attention:
         yield Key(source, ".*", ""), NOTHING
@@ -25,13 +26,21 @@ def attention(truth: Truth, metric: str, autocast: bool) -> Iterator[tuple[Key, 
         found = [_per_query(call, metric, autocast) for call in calls]
         heads = [torch.cat([values[head] for values in found]) for head in range(len(found[0]))]
         means = [float(values.max() if metric == "max_logit" else values.mean()) for values in heads]
+        over = [any(_overflows(call, head, autocast) for call in calls) for head in range(len(heads))]
         slack = 1e-5 * max(1.0, max(map(abs, means)))
         for head, value in enumerate(means):
-            yield Key(source, f"{name}.head_{head}", ""), Number(value, slack)
-        yield Key(source, name, "min"), Number(min(means), slack)
-        yield Key(source, name, "mean"), Number(sum(means) / len(means), slack)
-        if metric == "max_logit":
-            yield Key(source, name, "max"), Number(max(means), slack)
+            yield Key(source, f"{name}.head_{head}", ""), beyond if over[head] else Number(value, slack)
+        whole = {"min": min(means), "mean": sum(means) / len(means), **({"max": max(means)} if metric == "max_logit" else {})}
+        for over_heads, value in whole.items():
+            yield Key(source, name, over_heads), beyond if any(over) else Number(value, slack)
+
+
+def _overflows(call: dict[str, Any], head: int, autocast: bool) -> bool:
+    """Whether a logit is finite, but not in the arithmetic of the call."""
+    query, key = (_cast(call[label], autocast).select(-3, head) for label in ("query", "key"))
+    logits = query.double() @ key.double().transpose(-1, -2) * (call.get("scale") or 1 / math.sqrt(query.size(-1)))
+    largest = torch.finfo(torch.promote_types(query.dtype, torch.float32)).max
+    return bool((logits.isfinite() & (logits.abs() > largest)).any())
 
 
 def parts(truth: Truth, by_head: bool, autocast: bool, call_number: str) -> dict[str, list[Tensor]]:

@@ -80,9 +80,12 @@ class Loop:
         torch.clear_autocast_cache()  # as loops have to that use no context manager
         self.observer.iteration(number)
 
-    def forward(self, batch: int, player: int = 0, share: int = 1, spoil: str = "", fails: bool = False) -> None:
+    def forward(
+        self, batch: int, player: int = 0, share: int = 1, spoil: str = "", fails: bool = False, fails_back: bool = False
+    ) -> None:
         x = models.batch(self.p, batch)
-        handle = next(reversed(list(self.model.modules()))).register_forward_hook(_raises) if fails else None
+        hook = _raises if fails else _raises_back if fails_back else None
+        handle = None if hook is None else next(reversed(list(self.model.modules()))).register_forward_hook(hook)
         try:
             with self.observer.forward(trains=True), self._autocast():
                 loss = self._loss(x, player) / share
@@ -110,10 +113,11 @@ class Loop:
         if by == "graph" and gradient is not None:
             self.loss = self.loss + 0.1 * gradient.square().sum()
 
-    def backward(self, twice: str = "", fails: bool = False) -> None:
+    def backward(self, twice: str = "", fails: str = "") -> None:
         loss = self.loss if self.scaler is None else self.scaler.scale(self.loss)
         first = next(q for q in self.model.parameters() if q.requires_grad)
-        handle = first.register_hook(_raises) if fails else None
+        registers = {"loss": loss.register_hook, "parameter": first.register_post_accumulate_grad_hook}
+        handle = registers[fails](_raises) if fails in registers else None
         try:
             with self.observer.backward():
                 loss.backward(retain_graph=bool(twice))
@@ -258,6 +262,12 @@ class Loop:
 
 def _raises(*_: Any) -> None:
     raise Deliberate
+
+
+def _raises_back(module: nn.Module, args: Any, output: Any) -> None:
+    for tensor in output if isinstance(output, tuple) else (output,):
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            tensor.register_hook(_raises)
 
 
 def _halved(parameter: Tensor) -> None:

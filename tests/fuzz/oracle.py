@@ -33,7 +33,9 @@ class Key(NamedTuple):
 
 
 class Number(NamedTuple):
-    """A value that is known, and how far from it is right. Without a value it cannot exist; one that is not promised may be absent."""
+    """A value that is known, and how far from it is right: an infinite slack of NaN is any value that is not finite. Without a value it
+    cannot exist; one that is not promised may be absent.
+    """
 
     value: float | None
     slack: float = 0.0
@@ -44,7 +46,7 @@ class Number(NamedTuple):
             return False
         if math.isfinite(self.value):
             return abs(found - self.value) <= self.slack
-        return str(found) == str(self.value)
+        return str(found) == str(self.value) or (self.slack == math.inf and not math.isfinite(found))
 
 
 Expected = dict[Key, Number]
@@ -91,13 +93,16 @@ def _of_ask(p: Program, record: Record, truth: Truth, ask: Ask) -> Iterator[tupl
             for path, some in parts.items():
                 number = _number(p, record, truth, source, path, ask, some)
                 # whether a forward in eval mode trains is known only afterwards, and which modules attend when they do
-                unknown = p.trains_in_eval and source in _OF_MODULES
+                unknown = (p.trains_in_eval or truth.mixed) and source in _OF_MODULES
                 unknown = unknown or (ask.metric in ("dead", "saturation") and path not in record.modules)
                 # a live change may begin in a call of the root, too late to see what that takes
                 unknown = unknown or (bool(truth.tuned) and source == "input" and name == "[root module]")
                 yield Key(source, path, ask.metric), number._replace(promised=not unknown)
     if ask.adder == "attention":
-        yield from (found for found in attention(truth, ask.metric, p.casts) if not _is_excluded(p, found[0].name))
+        found = attention(truth, ask.metric, p.casts)
+        yield from ((key, n._replace(promised=not truth.mixed)) for key, n in found if not _is_excluded(p, key.name))
+        if truth.mixed:
+            yield Key(f"attention_{ask.metric}", ".*", ""), NOTHING
 
 
 def _is_excluded(p: Program, name: str) -> bool:

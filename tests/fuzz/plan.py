@@ -78,15 +78,23 @@ def _gradients(p: Program, i: int, index: int, events: Sequence[str]) -> list[Op
     spoil = next((kind for kind in events if kind in ("nan", "inf")), "")
     for micro in range(count):
         number = i * p.micro_batches + micro
-        if "raise_forward" in events and micro == 0:
+        fails = micro == p.seed % count
+        if "raise_forward" in events and fails:
             ops += [op("forward", batch=5_000 + number, player=index, fails=True)]
-        ops += [op("forward", batch=number, player=index, share=p.micro_batches, **({"spoil": spoil} if spoil else {}))]
+        more: dict[str, Any] = {"spoil": spoil} if spoil else {}
+        more |= {"fails_back": True} if fails and "raise_backward" in events and _where(p) == "output" else {}
+        ops += [op("forward", batch=number, player=index, share=p.micro_batches, **more)]
         ops += [op("penalise", by=p.penalty)] * bool(p.penalty) + _logged(p, "forward")
         ops += [op("backward", **({"twice": p.twice} if p.twice else {}))]
         ops += [op("edit", how="clip_norm")] * (p.mistake == "clip_micro")
-        if "raise_backward" in events:
-            return [*ops[:-1], op("backward", fails=True)]
+        if "raise_backward" in events and fails:
+            return [*ops[:-1], op("backward", fails=_where(p))]
     return ops + _logged(p, "backward")
+
+
+def _where(p: Program) -> str:
+    """Where a backward pass raises: at the loss, at the output of the last module, or once the first parameter has its gradient."""
+    return "parameter" if p.penalty or "jit" in p.extras else ("parameter", "loss", "output")[p.seed // 3 % 3]
 
 
 def _edited(p: Program) -> list[Op]:

@@ -58,7 +58,7 @@ TRUE_REASONS: list[tuple[str, Fact]] = [
     (r"no gradient before clipping was seen: no backward pass ran", lambda c: c.key.name not in c.truth.before),
     (
         r"it had no gradient: the loss does not depend on it, or its gradient was removed",
-        lambda c: c.key.name not in c.truth.before,
+        lambda c: c.key.name not in c.truth.before or c.key.name not in c.truth.used,
     ),
     (r"its gradient was gone when", lambda c: c.key.name in c.truth.before and c.key.name not in c.truth.used),
     (
@@ -115,6 +115,8 @@ TRUE_REASONS: list[tuple[str, Fact]] = [
     ),
     (r"it needs no gradient: nothing that it is computed from is trained", lambda c: not _came(c)),
     (r"its module is no .*, whose outputs have bounds", lambda c: c.record.modules.get(c.key.name) != "Tanh"),
+    (r"passes was interrupted, as by an exception, and its values cannot be told", lambda c: c.truth.mixed),
+    (r"the forward or backward pass of this step was interrupted", lambda c: c.truth.lost and not _is_measured(c)),
     (r"no call of scaled_dot_product_attention", lambda c: not c.truth.attention),
     (r"the reference module runs when the whole model is called", lambda c: c.p.players == "gan"),
     (r"no reference module is set", lambda c: "difference" not in c.p.metrics),
@@ -156,6 +158,13 @@ def _is_index(c: Case) -> bool:
 
 def _came(c: Case) -> bool:
     return c.in_any("output_gradients" if c.key.source == "activation_gradient" else "input_gradients")
+
+
+def _is_measured(c: Case) -> bool:
+    """Whether a pass has measured anything of this kind in this step."""
+    if "gradient" in c.key.source:
+        return bool(c.truth.output_gradients)
+    return bool(c.truth.attention if c.key.source.startswith("attention") else c.truth.outputs)
 
 
 def _keeps(c: Case) -> bool:

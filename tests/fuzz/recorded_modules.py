@@ -37,8 +37,9 @@ def copied(tensor: Tensor) -> Tensor:
 
 
 def divided(gradient: Tensor, by: float) -> Tensor:
-    """Scales are powers of two, so that this is exact."""
-    return copied(gradient) if by == 1.0 else gradient.detach() / by
+    """Scales are powers of two, so that this is exact where the exponent has room."""
+    wide = gradient.float() if gradient.dtype == torch.float16 else gradient
+    return copied(gradient) if by == 1.0 else wide.detach() / by
 
 
 class RecordedModules(Observer):
@@ -48,7 +49,7 @@ class RecordedModules(Observer):
 
     def __init__(self) -> None:
         self.open: Truth | None = None
-        self.in_backward = False
+        self.in_backward = self.has_arrived = False
         self._trains = False
         self._stack: list[str] = []
         self._numbers: Counter[str] = Counter()
@@ -71,8 +72,13 @@ class RecordedModules(Observer):
         F.scaled_dot_product_attention = self._attending(real)
         self._trains = True
         self._numbers.clear()
+        before = None if self.open is None else self.open.measured()
         try:
             yield
+        except BaseException:
+            if self.open is not None and before is not None:
+                self.open.drop(before)
+            raise
         finally:
             self._trains = False
             F.scaled_dot_product_attention = real
@@ -94,6 +100,7 @@ class RecordedModules(Observer):
 
     def _arriving(self, name: str) -> Callable[[Tensor], None]:
         def hook(gradient: Tensor | None) -> None:
+            self.has_arrived |= self.in_backward
             if self.in_backward and self.open is not None and gradient is not None:
                 self.open.local.setdefault(name, []).append(divided(gradient, self.scale_of(0)))
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .loop import Loop
 from .optimizers import BY_CLOSURE, inner
 from .recorded_modules import RecordedModules, copied, divided
-from .truth import Record, Tensors, Truth
+from .truth import OF_BACKWARD, Record, Tensors, Truth
 
 #: For how many steps a live change holds.
 TUNED_FOR = 2
@@ -127,12 +127,21 @@ class Recorder(RecordedModules):
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        self.ensure()
-        self.in_backward = True
+        truth = self.ensure()
+        self.in_backward, self.has_arrived = True, False
+        began = {} if truth is None else truth.measured()
         try:
             yield
+        except BaseException:
+            if truth is not None and self.has_arrived and self.loop.p.attached:
+                truth.drop(truth.kept)
+            elif truth is not None:  # its forward is known as one of a loss that is not used
+                truth.drop(began, OF_BACKWARD)
+            raise
         finally:
             self.in_backward = False
+        if truth is not None:
+            truth.kept = truth.measured()
         if self.loop.p.players != "in_backward":
             self._latest = self._gradients(None)
         if self.open is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,10 @@ from torch import Tensor
 
 Tensors = dict[str, Tensor]
 Lists = dict[str, list[Tensor]]
+Counts = dict[tuple[str, str], int]
+#: What passes measure in modules.
+OF_BACKWARD = ("output_gradients",)
+OF_PASSES = ("outputs", "inputs", "calls", "differences", "attention", *OF_BACKWARD)
 
 
 @dataclass
@@ -34,6 +39,9 @@ class Truth:
         stepped: numbers of the optimizers that have stepped.
         tuned: the preset that a live change has put in the place of the program's.
         iteration: of the loop, in which it began.
+        lost: a pass raised, so that what it measured was dropped.
+        mixed: the same, in a step with other passes.
+        kept: see :meth:`measured`, when the last backward pass ended.
     """
 
     number: int
@@ -57,6 +65,24 @@ class Truth:
     stepped: list[int] = field(default_factory=list)
     tuned: str = ""
     iteration: int = 0
+    lost: bool = False
+    mixed: bool = False
+    kept: Counts = field(default_factory=dict)
+
+    def measured(self) -> Counts:
+        """How many tensors passes have measured by now, by kind and path."""
+        return {(kind, path): len(tensors) for kind in OF_PASSES for path, tensors in getattr(self, kind).items()}
+
+    def drop(self, kept: Counts, kinds: Sequence[str] = OF_PASSES) -> None:
+        """A pass raised: of these kinds only what is ``kept`` counts."""
+        for kind in kinds:
+            lists = getattr(self, kind)
+            for path in list(lists):
+                del lists[path][kept.get((kind, path), 0) :]
+                if not lists[path]:
+                    del lists[path]
+        self.lost = True
+        self.mixed |= any(getattr(self, kind) for kind in kinds)
 
 
 @dataclass

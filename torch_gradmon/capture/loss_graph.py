@@ -66,9 +66,23 @@ def nodes_of(losses: Sequence[Tensor], until: str) -> Iterator[Node]:
             inputs[:] = own
 
 
-def all_nodes_of(losses: Sequence[Tensor]) -> list[Node]:
-    """The nodes of losses and of the model before them, the last ones first, without parameters; not all of a large model."""
-    return [node for node, _ in _walk(losses, _MANY) if node.next_functions]
+def nodes_to(losses: Sequence[Tensor], parameters: Container[int]) -> list[Node]:
+    """The nodes of losses and of the model before them through which these ``parameters``, by id, get their gradients, the last ones first
+    and without parameters; not all of a large model.
+    """
+    walked = [*_walk(losses, _MANY)]
+    followers: dict[Node, list[Node]] = {}
+    for node, inputs in walked:
+        for each in inputs:
+            followers.setdefault(each, []).append(node)
+    found: set[Node] = set()
+    waiting = [node for node, _ in walked if id(getattr(node, "variable", None)) in parameters]
+    while waiting:
+        for node in followers.get(waiting.pop(), ()):
+            if node not in found:
+                found.add(node)
+                waiting.append(node)
+    return [node for node, _ in walked if node in found]
 
 
 def reaches_input(losses: Sequence[Tensor]) -> bool:

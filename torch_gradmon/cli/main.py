@@ -14,6 +14,7 @@ from typing import NoReturn, Protocol, cast
 
 from .. import __version__
 from ..core.errors import nearest
+from ..core.formatting import printable
 from .commands.common import Command, UsageError, example_lines
 
 #: The commands, as ``gradmon --help`` groups them; each is a module of its name, see :class:`CommandModule`.
@@ -134,5 +135,5 @@ def _examples(modules: dict[str, CommandModule]) -> Iterator[str]:
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"gradmon: error: {' '.join(message.split())}", file=sys.stderr)
+    print(f"gradmon: error: {printable(' '.join(message.split()))}", file=sys.stderr)
     return code

@@ -30,10 +30,12 @@ class WarningLog:
 
     Args:
         raising: raise instead of warning, for tests (``on_metric_error="raise"``).
+        run: the directory of the run that warnings are about. They begin with it, or else Python would show one that several runs of a
+            process have in common once.
     """
 
-    def __init__(self, raising: bool = False) -> None:
-        self.raising = raising
+    def __init__(self, raising: bool = False, run: str = "") -> None:
+        self.raising, self.run = raising, run
         self.counts: Counter[str] = Counter()
 
     def new_cause(self, cause: str) -> str:
@@ -57,7 +59,8 @@ class WarningLog:
     def warn(self, message: str, error: BaseException | str | None = None) -> None:
         """Warn in any case. An earlier ``error`` is given as its :func:`error_text`."""
         detail = "" if error is None else f" ({error if isinstance(error, str) else error_text(error)})"
-        warn_user(message + detail)
+        about = f"{self.run}: " if self.run and self.run not in message else ""
+        warn_user(about + message + detail)
 
 
 #: Code whose lines no warning names: this package, and torch, whose optimizers and backward passes call its hooks.

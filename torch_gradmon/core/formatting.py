@@ -155,12 +155,14 @@ def placed(what: str, where: str) -> str:
 
 
 def printable(text: str) -> str:
-    """``text`` on one line, without characters that would control a terminal.
+    r"""``text`` on one line, with escapes in place of characters that would control a terminal or are half of one.
 
-    >>> printable("layer" + chr(27) + "[31m")
-    'layer?[31m'
+    >>> print(printable("layer" + chr(27) + "[31m" + chr(10) + "is well"))
+    layer\x1b[31m\nis well
     """
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
 
 
 def printable_lines(text: str) -> str:

@@ -8,6 +8,8 @@ from .loop_mistakes import Mistake
 EXPECTATION = "expectation-broken"
 #: NaN or Inf that comes with the batch.
 NON_FINITE_INPUT = "non-finite-input"
+#: Mistakes of a batch from which NaN follows.
+OF_THE_BATCH = (NON_FINITE_INPUT, "labels-ignored")
 
 SETUP_MISTAKES: dict[str, Mistake] = {
     "eval-mode": Mistake(
@@ -40,6 +42,15 @@ SETUP_MISTAKES: dict[str, Mistake] = {
         "Watch the model that the loop calls, with an optimizer that was made of its parameters",
         repeats=1,
         weight=130.0,
+    ),
+    "players-agree": Mistake(
+        "warning",
+        "Two networks take turns, one answers to what the other makes, and both losses push these answers the same way: they do not play "
+        "against each other",
+        "Look at the sign and the labels of both losses for what is generated: the discriminator has to lower its answer where the "
+        "generator raises it",
+        repeats=1,
+        weight=119.0,
     ),
     "betas-swapped": Mistake(
         "warning",
@@ -157,6 +168,14 @@ SETUP_MISTAKES: dict[str, Mistake] = {
         "warning",
         "Each label is the next token, and the model shifts the labels once more, so it learns to skip a token",
         "Pass labels that are input_ids, with -100 where there is no loss: the model compares each output with the token that follows",
+        repeats=2,
+        warns=False,
+        weight=121.0,
+    ),
+    "labels-not-shifted": Mistake(
+        "warning",
+        "The loss compares the output of each token with that token, which the model sees, and not with the next one, so it learns to copy",
+        "Compare logits[:, :-1] with labels[:, 1:], as the model does itself if it gets labels=",
         repeats=2,
         warns=False,
         weight=121.0,

@@ -42,6 +42,11 @@ def _outside_of_all_modes() -> Iterator[None]:
         yield
 
 
+def fresh_grad_mode() -> AbstractContextManager[object]:
+    """A context with gradients and without inference mode, as in a new thread: for functions of the script, which may train."""
+    return torch.inference_mode(False)
+
+
 @contextlib.contextmanager
 def autocast_cache_kept() -> Iterator[None]:
     """Keep autocast's cache of cast weights unchanged.

@@ -131,6 +131,8 @@ class GradMonCallback(trainer_callback.TrainerCallback, trainer_callback.Exporta
         monitor = self._adapter.begin(
             model, [optimizer], scaler=scaler, start_step=start, state=saved, trainer=control, source=source, trial=_trial(state)
         )
+        bound = float(getattr(args, "max_grad_norm", None) or 0.0)
+        monitor._runtime.pipeline.directory.annotate(clip_bound=bound)
         if getattr(own, "compute_loss_func", None) is not None:
             monitor._runtime.pipeline.directory.annotate(trainer=WITH_LOSS_FUNCTION)
         self._losses = None if own is None else _Losses(own, self._adapter)

@@ -71,11 +71,13 @@ def build(config: MonitorConfig, model: nn.Module | None = None) -> Runtime:
         TypeError, ValueError: the model cannot be monitored, or a plugin belongs to the monitor of another one.
     """
     inert, ranks = is_disabled(), Ranks(config.process_group)
-    complaints = WarningLog(raising=config.on_metric_error == "raise")
+    run_dir = None if inert else _run_dir(config, ranks)
+    complaints = WarningLog(config.on_metric_error == "raise", "" if run_dir is None else os.fspath(run_dir))
     is_muted = partial(ranks.is_muted, config.log_on_all_ranks)
     planner = _planner(config, model)
     _check_free(config.plugins, model)
-    directory = _directory(config, complaints, ranks, inert, is_muted)
+    meta = {"torch": torch.__version__, "eps": config.eps, "every": config.interval}
+    directory = RunDirectory(run_dir, meta, complaints, is_muted, tells=config.on_spike is not None)
     fence = Fence(complaints, inert)
     factory = RecordFactory(planner.registry, LayerSelection(config.layers), directory)
     detection = SpikeDetection(factory.summary, complaints)
@@ -205,14 +207,10 @@ def _planner(config: MonitorConfig, model: nn.Module | None) -> Planner:
     return planner
 
 
-def _directory(
-    config: MonitorConfig, complaints: WarningLog, ranks: Ranks, inert: bool, is_muted: Callable[[], bool]
-) -> RunDirectory:
-    run_dir = config.run_dir
-    if run_dir is not None and config.log_on_all_ranks and ranks.count > 1:
-        run_dir = os.path.join(run_dir, f"rank{ranks.rank}")
-    meta = {"torch": torch.__version__, "eps": config.eps, "every": config.interval}
-    return RunDirectory(None if inert else run_dir, meta, complaints, is_muted, tells=config.on_spike is not None)
+def _run_dir(config: MonitorConfig, ranks: Ranks) -> str | os.PathLike[str] | None:
+    if config.run_dir is not None and config.log_on_all_ranks and ranks.count > 1:
+        return os.path.join(config.run_dir, f"rank{ranks.rank}")
+    return config.run_dir
 
 
 def _on_spike(config: MonitorConfig) -> str | Policy | Callable[[SpikeEvent], Any] | None:

@@ -74,7 +74,9 @@ class LoopConnection:
             lifecycle.plugins.restart()
             lifecycle.plugins.call("on_attach", module, optimizers)
             lifecycle.hooks.mark_stale()
-            lifecycle.captures.modules.connect(loop.measurement.inverse_scale, loop.hooks.model.root_called, loop.part_called)
+            lifecycle.captures.modules.connect(
+                loop.measurement.inverse_scale, loop.hooks.model.root_called, loop.part_called, loop.hooks.backward.awaited
+            )
             # also where the first step is not monitored: a model that will be compiled takes only the hooks that it has then
             lifecycle.hooks.install()
             lifecycle.fence.cost()

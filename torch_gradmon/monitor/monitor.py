@@ -761,10 +761,10 @@ class ModuleMonitor:
         Args:
             key: the key.
             value: the number, or a tensor of one element.
-            aggregation_fn: see the class.
+            aggregation_fn: see the class; the same for all values of a key in one step, since others are lost with a warning.
             reduce: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"`` merges the value over the ranks that log it, in the exchange at
-                the end of the step, so log it before the optimizer steps. By default a value stays on its rank, except a value
-                with a detector, which is averaged.
+                the end of the step, so log it before the optimizer steps: a later one is lost if ranks have merged earlier ones.
+                By default a value stays on its rank, except a value with a detector, which is averaged.
 
         Raises:
             TypeError: ``key`` is no str, or the value no number.
@@ -905,7 +905,7 @@ class ModuleMonitor:
 
         A step's values are sent when the next step begins, which waits for the end of the step on the GPU. A row that a sink fails to
         take is sent again with the next one. After three failures in a row, or three rows that took longer than training itself, the
-        sink is dropped with a warning.
+        sink is dropped with a warning. A sink runs with gradients, wherever it is called from, so it may train another model.
 
         Args:
             sink: an object with ``log(dict, step=)`` or ``log_metrics(dict, step=)``, or a function with these arguments.

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import stat
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 
 from ..core import validation as check
 from ..core.errors import display
+from ..core.files import replacing
 from ..step.presets import PRESETS
 
 #: In the run directory. ``gradmon detail`` writes a temporary file and renames it.
@@ -23,6 +22,8 @@ FORMAT = 1
 _LARGEST_FILE = 4096
 #: Numbers below this are exact in float64, which ranks exchange.
 _LARGEST = 2**53
+#: A number that is higher above the last one would leave none for later requests.
+_AHEAD = 1000
 _PRESETS = tuple(PRESETS)
 
 
@@ -118,31 +119,27 @@ def write(directory: Path, request: DetailRequest, session: str) -> None:
         OSError: it could not be written.
     """
     text = json.dumps({"format": FORMAT, "session": session, **request.facts()}) + "\n"
-    handle, name = tempfile.mkstemp(prefix=f".{FILE_NAME}.", dir=directory)
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o644)  # the training may run under another account
-        os.replace(name, directory / FILE_NAME)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
+    with replacing(directory / FILE_NAME) as file:
+        file.write(text.encode())
 
 
-def read(path: Path) -> tuple[DetailRequest, str]:
+def read(path: Path, last: int = 0) -> tuple[DetailRequest, str]:
     """The request in a file, and the session it is addressed to. Never blocks, whatever the file is.
+
+    Args:
+        path: of the file.
+        last: the number of the last request that the training has read.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is not a file of :func:`write`; the message gives the reason in one line.
+        ValueError: it is not a file of :func:`write`, or another user made it; the message gives the reason in one line.
     """
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # opening a pipe would wait for a writer
     with open(handle, "rb") as file:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise ValueError("it is not a regular file")
+        if (owner := os.fstat(handle).st_uid) not in (0, user := _user(owner)):
+            raise ValueError(f"user {owner} made it, and the training is of user {user}")
         data = file.read(_LARGEST_FILE + 1)
     if len(data) > _LARGEST_FILE:
         raise ValueError(f"it is larger than {_LARGEST_FILE} bytes")
@@ -162,7 +159,14 @@ def read(path: Path) -> tuple[DetailRequest, str]:
     request = detail_request(**{name: value for name, value in found.items() if name not in ("format", "session")})
     if not request.number:
         raise ValueError("it has no number")
+    if request.number > last + _AHEAD:
+        raise ValueError(f"its number {request.number} is far above that of the last one, {last}")
     return request, session
+
+
+def _user(other: int) -> int:
+    """The user of this process; ``other`` where the system has none."""
+    return os.geteuid() if hasattr(os, "geteuid") else other
 
 
 def numbered(request: DetailRequest, number: int) -> DetailRequest:

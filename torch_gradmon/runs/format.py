@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..core.formatting import printable
+
 FORMAT = 1
 VALUES, ROWS = "values", "rows"
 _NAME = re.compile(r"gradmon\.(\d{6,9})\.values")
@@ -147,7 +149,7 @@ def json_of(record: bytes) -> dict[str, Any]:
 
 
 def parsed(text: bytes) -> Any:
-    """What stands there as JSON, within bounds.
+    """What stands there as JSON, within bounds. All texts of a run come through here, each made printable, on one line.
 
     Raises:
         Unreadable: nothing.
@@ -157,8 +159,6 @@ def parsed(text: bytes) -> Any:
         raise Unreadable("JSON is too large")
     try:
         found = _DECODER.decode(text.decode())
-        if b"\\ud" in text.lower():  # half of a character is no text, which could not be shown
-            found = json.loads(json.dumps(found, ensure_ascii=False).encode("utf-8", "replace"))
     except (ValueError, RecursionError):
         raise Unreadable("a record that should be JSON is not") from None
     level: list[Any] = [[found]] if deepest >= _DEEPEST else []
@@ -168,7 +168,16 @@ def parsed(text: bytes) -> Any:
             raise Unreadable("JSON is nested too deeply")
         parts = (part for each in level for part in (each.values() if isinstance(each, dict) else each))
         level, depth = [part for part in parts if isinstance(part, (dict, list))], depth + 1
-    return found
+    return found if b"\\" not in text and text.isascii() else _shown(found)
+
+
+def _shown(found: Any) -> Any:
+    """The same, each text printable."""
+    if isinstance(found, str):
+        return printable(found)
+    if isinstance(found, list):
+        return [_shown(part) for part in found]
+    return {printable(name): _shown(part) for name, part in found.items()} if isinstance(found, dict) else found
 
 
 def _integer(digits: str) -> int:

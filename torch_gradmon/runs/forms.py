@@ -60,12 +60,17 @@ _FACTS: dict[str, Form] = {
     "matrices": _by_name(_WHOLE),
     "frozen": _NAMES,
     "optimizers": _list_of(
-        _object("optimizer", "settings", "parameters", optimizer=_TEXT, parameters=_NAMES, settings=_object(
+        _object("optimizer", "settings", "parameters", optimizer=_TEXT, number=_WHOLE, parameters=_NAMES, settings=_object(
             lr=_maybe(_NUMBER), initial_lr=_maybe(_NUMBER), weight_decay=_maybe(_NUMBER),
         ))
     ),
     "chance": _by_name(_NUMBER),
     "process": _ANY,
+    "clip_bound": _maybe(_NUMBER),
+    "raised": _TEXT,
+    "unwritten": _WHOLE,
+    "lost_after": _maybe(_WHOLE),
+    "lost_why": _TEXT,
     "tune": _object(
         session=_TEXT, listens=_FLAG, ended=_FLAG, number=_WHOLE, why=_TEXT,
         in_force=_maybe(_CHANGE), waits=_maybe(_CHANGE), last=_maybe(_CHANGE),

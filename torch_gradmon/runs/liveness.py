@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,8 @@ _FRESH, _TIMES, PAUSES = 60.0, 5.0, 2.0
 _RECENT = 5000
 #: Number of last records that give the usual interval.
 _LOOKED_AT = 20
+#: Bytes that a file system has room for unless it is full.
+_ROOM = 65_536
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class RunStatus:
         pause: the second-longest time between two of the last 5,000 records, so that a single interruption is none; 0 with fewer than
             three records, and for a run that has ended or has a record from the last minute.
         is_gone: its process no longer exists, as can be seen on the same machine.
+        is_full: the file system of the run directory has no room.
     """
 
     meta: Mapping[str, Any]
@@ -42,11 +46,21 @@ class RunStatus:
     usual: float | None = None
     pause: float = 0.0
     is_gone: bool = False
+    is_full: bool = False
 
     @property
     def has_ended(self) -> bool:
         """Whether its monitor has reported the end; a killed run has not."""
         return bool(self.meta.get("tune", {}).get("ended"))
+
+    @property
+    def lost(self) -> str:
+        """Why steps after the last one could not be written, as far as is known; empty if they were not lost."""
+        if self.has_ended:
+            return ""
+        if "lost_after" in self.meta and self.meta["lost_after"] == self.step:
+            return f"later steps could not be written ({self.meta.get('lost_why', 'OSError')})"
+        return "later steps may be lost, since the disk is full" if self.is_full and not self.looks_alive else ""
 
     @property
     def looks_alive(self) -> bool | None:
@@ -59,16 +73,18 @@ class RunStatus:
 
     def __str__(self) -> str:
         if self.step is None:
-            return "nothing was recorded so far"
+            return "nothing was recorded so far" + (", and its process is gone" if self.is_gone else "")
         often = "" if self.usual is None else f" (one is due every {duration(self.usual)})"
         verdict = {
             True: "the run looks alive",
-            False: "its process is gone, so it was killed or crashed" if self.is_gone else "the run may be dead",
+            False: ("its process is gone" if self.lost else "its process is gone, so it was killed or crashed")
+            if self.is_gone
+            else "the run may be dead",
             None: "whether the run is alive cannot be determined",
         }
         return (
             f"step {self.step} was recorded {duration(self.age)} ago{'' if self.has_ended else often}: "
-            f"{'the run has ended' if self.has_ended else verdict[self.looks_alive]}"
+            f"{'the run has ended' if self.has_ended else verdict[self.looks_alive]}{'; ' * bool(self.lost)}{self.lost}"
         )
 
 
@@ -80,20 +96,28 @@ def run_status(path: str | os.PathLike[str]) -> RunStatus:
         ValueError: its file is not one of this package, or cannot be read.
     """
     with contextlib.closing(open_run(path)) as index:
-        return status_in(index)
+        return status_in(index, path)
 
 
-def status_in(index: RunIndex) -> RunStatus:
-    """The liveness of a run that is open."""
+def status_in(index: RunIndex, path: str | os.PathLike[str]) -> RunStatus:
+    """The liveness of a run in ``path`` that is open."""
     meta = index.meta
     recent = [(step, index.time(step)) for step in reversed(index.steps[-_RECENT:])]
     if not recent:
-        return RunStatus(meta)
+        return RunStatus(meta, is_gone=is_gone(meta.get("process", {})))
     status = RunStatus(meta, recent[0][0], max(0.0, time.time() - recent[0][1]), _usual(meta, recent[:_LOOKED_AT]))
     if status.has_ended:
         return status
     gaps = sorted(later - earlier for (_, later), (_, earlier) in pairwise(recent)) if status.age > _FRESH else []
-    return replace(status, pause=gaps[-2] if len(gaps) > 1 else 0.0, is_gone=is_gone(meta.get("process", {})))
+    pause = gaps[-2] if len(gaps) > 1 else 0.0
+    return replace(status, pause=pause, is_gone=is_gone(meta.get("process", {})), is_full=_is_full(path))
+
+
+def _is_full(path: str | os.PathLike[str]) -> bool:
+    try:
+        return shutil.disk_usage(path).free < _ROOM
+    except OSError:
+        return False
 
 
 def _usual(meta: Mapping[str, Any], last: Sequence[tuple[int, float]]) -> float | None:

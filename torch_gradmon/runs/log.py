@@ -14,7 +14,10 @@ import struct
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import NamedTuple
+
+from ..core.files import created
 
 BLOCK = 32768
 _HEADER = struct.Struct("<IHB")
@@ -25,6 +28,27 @@ _PAGE = 4096
 #: Seconds after the last write from which zeros are no page on its way, and what is missing is lost, whatever clocks and caches differ by.
 SETTLED = 600.0
 _AT_ONCE = 32 * BLOCK
+
+
+class Overspent(ValueError):
+    """Reading a run takes longer than it may."""
+
+
+_UNTIL: ContextVar[tuple[float, float] | None] = ContextVar("until", default=None)
+
+
+@contextlib.contextmanager
+def reading_within(seconds: float) -> Iterator[None]:
+    """Give all reading in the block so much time, so that one run of a stranger does not hold up those of others.
+
+    Raises:
+        Overspent: it takes longer.
+    """
+    token = _UNTIL.set((time.monotonic() + seconds, seconds))
+    try:
+        yield
+    finally:
+        _UNTIL.reset(token)
 
 
 def framed(record: bytes, at: int) -> bytes:
@@ -59,10 +83,9 @@ class LogWriter:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | getattr(os, "O_BINARY", 0)
         self.path = path
         self.size = 0  # up to the end of the last record
-        self._file = os.open(path, flags, 0o644)
+        self._file = created(path, os.O_APPEND)
         self._is_torn = False  # what a failed write left behind could not be cut off
 
     def append(self, record: bytes) -> tuple[int, int]:
@@ -306,6 +329,8 @@ class LogReader:
             begun = kept[at - base :] if at >= base else b""
             if not begun:  # more at a time where the file is read in order
                 self._ahead = min(2 * self._ahead, _AT_ONCE) if kept and at == base + len(kept) else _PAGE
+            if (until := _UNTIL.get()) is not None and time.monotonic() > until[0]:
+                raise Overspent(f"reading it takes more than {until[1]:g} s")
             self._file.seek(at + len(begun))
             read = self._file.read(max(count - len(begun), 0 if begun else self._ahead))
             self.bytes_read += len(read)

@@ -19,7 +19,10 @@ from ..core.moments import ALWAYS, SUMMED, WIDTH, Column
 from ..core.records import StatsTable
 from .format import LONGEST_NAME, Unreadable
 
-_COLUMNS = {column.name.lower(): column for column in Column}
+#: The names of columns where the number stored is not what the column is, but follows from it.
+_DERIVED = {Column.SUM: "mean", Column.ABS_SUM: "abs_mean", Column.SQUARE_SUM: "std"}
+_NAMES = {column: _DERIVED.get(column, column.name.lower()) for column in Column}
+_COLUMNS = {name: column for column, name in _NAMES.items()}
 
 
 class TableLayout(NamedTuple):
@@ -54,8 +57,8 @@ class TableLayout(NamedTuple):
         return {
             "is": "layout",
             "source": self.source,
-            "measured": [column.name.lower() for column in sorted(self.columns)],
-            "stored": [column.name.lower() for column in _stored(self.columns, bool(self.counts))],
+            "measured": [_NAMES[column] for column in sorted(self.columns)],
+            "stored": [_NAMES[column] for column in _stored(self.columns, bool(self.counts))],
             "tensors": self.names,
             "counts": self.counts,
             "same_as": self.same_as,
@@ -97,7 +100,7 @@ def layout_of(facts: Mapping[str, Any]) -> TableLayout:
     if len(counts) not in (0, len(names)) or not all(type(count) is int and 0 <= count < 2**62 for count in counts):
         raise Unreadable("a layout has counts that are none")
     columns = frozenset(_COLUMNS[column] for column in measured if isinstance(column, str) and column in _COLUMNS)
-    if stored != [column.name.lower() for column in _stored(columns, bool(counts))] or len(set(names)) != len(names):
+    if stored != [_NAMES[column] for column in _stored(columns, bool(counts))] or len(set(names)) != len(names):
         raise Unreadable("a layout has other columns, or names twice")
     return TableLayout(source, tuple(names), columns, tuple(counts), same_as)
 

@@ -53,7 +53,7 @@ class RunReader:
     @property
     def status(self) -> RunStatus:
         """Whether the run is still alive."""
-        return status_in(self._index)
+        return status_in(self._index, self.path)
 
     def refresh(self) -> int | None:
         """Read what was written since the last look, at a cost that does not grow with the run.

@@ -261,7 +261,9 @@ class RunWriter:
             if sum(file.size for file in self._files) > _LARGEST:
                 self._begin_pair(self._number + 1)
         known, self._written = self._written if update else None, None
-        self._write(record, known, f.AMENDS if update else f.BACKFILLS if backfill else 0)
+        # what an earlier file has is no longer amended, and its step is written anew
+        backfills = backfill or (update and known is None and self._last is not None and record.step <= self._last)
+        self._write(record, known, f.BACKFILLS if backfills else f.AMENDS if update else 0)
         self._written = None if backfill else record
         self._last = record.step if self._last is None or not backfill else max(record.step, self._last)
         self._sync()

@@ -1,4 +1,4 @@
-"""Who may read: requests of this machine, or with the token."""
+"""Who may read: requests with the token, which other accounts of this machine do not have either."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import ipaddress
 import re
 import secrets
 from collections.abc import Mapping
+from email.message import Message
 
 #: Characters of a token, which is part of addresses and cookies.
 _TOKEN = re.compile(r"[A-Za-z0-9_.~-]+")
@@ -26,20 +27,22 @@ class Access:
 
     Args:
         host: the address that the server is bound to.
-        token: that requests need; by default none on this machine, and a new one for any other address.
+        token: that requests need; by default a new one. Empty: none, which only an address of this machine may have.
 
     Attributes:
         token: that requests need, or None.
 
     Raises:
-        ValueError: the token has signs that an address cannot have.
+        ValueError: the token has signs that an address cannot have, or other machines could read without one.
     """
 
     def __init__(self, host: str, token: str | None = None) -> None:
         if token and not _TOKEN.fullmatch(token):
             raise ValueError(f"a token has letters, digits and the signs _ . ~ - only, got {token!r}")
         self._is_local = is_local(host)
-        self.token = token if token or self._is_local else secrets.token_urlsafe(24)
+        if token == "" and not self._is_local:
+            raise ValueError(f"everybody could read at {host} without a token; leave it out at an address of this machine only")
+        self.token = secrets.token_urlsafe(24) if token is None else token or None
 
     def names_this_machine(self, host: str) -> bool:
         """Whether the ``Host`` of a request is allowed: on this machine only its own names, so that no page of another site that
@@ -47,6 +50,12 @@ class Access:
         """
         name = host.rpartition(":")[0] if host.count(":") == 1 or "]:" in host else host
         return not self._is_local or is_local(name)
+
+    @staticmethod
+    def is_of_another_site(headers: Message, query: Mapping[str, list[str]]) -> bool:
+        """Whether a page of another site has made the request; a link with the token, which that site cannot know, is none of its."""
+        is_link = headers.get("Sec-Fetch-Mode") == "navigate" and "token" in query
+        return headers.get("Sec-Fetch-Site") == "cross-site" and not is_link
 
     def has_token(self, query: Mapping[str, list[str]], cookies: str, cookie: str) -> bool:
         """Whether the token is in the address, or in the cookie of this name."""

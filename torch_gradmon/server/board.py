@@ -14,6 +14,8 @@ from .watched_run import WatchedRun
 
 #: Seconds between two looks for new runs, and seconds after the last request in which the thread still works.
 _LOOK, _ASKED = 2.0, 10.0
+#: Seconds after which rows that were never read before wait for the next request.
+_PATIENCE = 8.0
 #: Looking for runs takes at most this share of the time.
 _SHARE = 0.1
 
@@ -52,7 +54,9 @@ class RunBoard:
     def cards(self) -> list[RunCard]:
         """All rows, the latest run first. Only runs that have changed are read."""
         self._look()
-        found = [card for run in self._runs.values() if (card := run.card()) is not None]
+        until = time.monotonic() + _PATIENCE
+        rows = (run.card() for run in self._runs.values() if run.was_read or time.monotonic() < until)
+        found = [card for card in rows if card is not None]
         self._ask()
         return sorted(found, key=lambda card: (card.began is None, -(card.began or 0.0), card.name))
 

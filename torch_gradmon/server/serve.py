@@ -7,6 +7,8 @@ import gzip
 import json
 import os
 import socket
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,6 +22,10 @@ from .access import Access
 from .board import RunBoard
 
 _HTML, _JSON = "text/html; charset=utf-8", "application/json"
+#: Pages that are made at once, and connections.
+_PAGES, _CONNECTIONS = os.cpu_count() or 1, 500
+#: What a whole run is read for.
+_READING = ("/run", "/both", "/content.json")
 #: Smaller answers are not worth packing.
 _PACKED = 2000
 #: What a browser must not do with any answer.
@@ -66,6 +72,24 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
+    def handle_one_request(self) -> None:
+        """Read a request, in the time that it may take, and answer."""
+        self._gradmon.deadlines[self.connection] = time.monotonic() + self.timeout
+        super().handle_one_request()
+
+    def parse_request(self) -> bool:
+        """The request was read."""
+        try:
+            return super().parse_request()
+        finally:
+            self._gradmon.deadlines.pop(self.connection, None)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Refuse what is no request for a page, in the same form, and end the connection."""
+        self.close_connection = True
+        with contextlib.suppress(OSError):
+            self._refuse(HTTPStatus(code), message or HTTPStatus(code).phrase)
+
     @property
     def _gradmon(self) -> Server:
         return cast(Server, self.server)
@@ -74,21 +98,30 @@ class _Handler(BaseHTTPRequestHandler):
         asked = urlsplit(self.path)
         self._query = parse_qs(asked.query)
         access = self._gradmon.access
+        if self.headers.get("Transfer-Encoding") or self.headers.get("Content-Length", "0").strip() != "0":
+            self.close_connection = True  # or what follows would be taken for the next request
+            raise _Refused(HTTPStatus.BAD_REQUEST, "a request has no body here")
+        if access.is_of_another_site(self.headers, self._query):
+            raise _Refused(HTTPStatus.FORBIDDEN, "pages of other sites cannot read here")
         if not access.names_this_machine(self.headers.get("Host", "")):
             raise _Refused(HTTPStatus.FORBIDDEN, "this server is called localhost or 127.0.0.1")
         if not access.has_token(self._query, self.headers.get("Cookie", ""), self._gradmon.cookie):
             raise _Refused(HTTPStatus.UNAUTHORIZED, "open the address that gradmon serve has printed: it holds the token")
-        routes: dict[str, Callable[[], None]] = {
-            "/": lambda: self._send(pages.all_runs(self._gradmon.root), _HTML),
-            "/run": lambda: self._send(pages.one_run(*self._run("name")), _HTML),
+        routes: dict[str, Callable[[], tuple[str, str]]] = {
+            "/": lambda: (pages.all_runs(self._gradmon.root), _HTML),
+            "/run": lambda: (pages.one_run(*self._run("name")), _HTML),
             "/both": self._both,
             "/content.json": self._content,
-            "/runs.json": lambda: self._send(json.dumps([card.to_dict() for card in self._gradmon.board.cards()]), _JSON),
-            "/events": self._events,
+            "/runs.json": lambda: (json.dumps([card.to_dict() for card in self._gradmon.board.cards()]), _JSON),
         }
-        if asked.path not in routes:
+        if asked.path == "/events":
+            self._events()
+        elif asked.path in routes:
+            with self._gradmon.making if asked.path in _READING else contextlib.nullcontext():
+                made = routes[asked.path]()
+            self._send(*made)
+        else:
             raise _Refused(HTTPStatus.NOT_FOUND, "there is no such page")
-        routes[asked.path]()
 
     def _run(self, key: str) -> tuple[Path, str]:
         name = (self._query.get(key) or [""])[0]
@@ -97,24 +130,23 @@ class _Handler(BaseHTTPRequestHandler):
             raise _Refused(HTTPStatus.NOT_FOUND, "there is no such run")
         return path, name
 
-    def _both(self) -> None:
+    def _both(self) -> tuple[str, str]:
         (first, one), (second, other) = self._run("first"), self._run("second")
         if one == other:
             raise _Refused(HTTPStatus.BAD_REQUEST, "choose two runs")
-        self._send(pages.two_runs((first, second), (one, other)), _HTML)
+        return pages.two_runs((first, second), (one, other)), _HTML
 
-    def _content(self) -> None:
+    def _content(self) -> tuple[str, str]:
         content = pages.content_of(*self._run("run"))
         if content is None:
             raise _Refused(HTTPStatus.NOT_FOUND, "the run has no step yet")
-        self._send(as_json(content), _JSON)
+        return as_json(content), _JSON
 
     def _events(self) -> None:
         board = self._gradmon.board
         events = streams.of_run(board, self._run("run")[1]) if "run" in self._query else streams.of_all(board)
         self.send_response(HTTPStatus.OK)
         self._send_headers("text/event-stream", None)
-        self.close_connection = True
         if self.command != "HEAD":
             self._stream(streams.written(events, lambda data: json.dumps(data, allow_nan=False)))
 
@@ -126,7 +158,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.flush()
 
     def _send(self, text: str, kind: str, status: HTTPStatus = HTTPStatus.OK) -> None:
-        body, packs = text.encode(), "gzip" in self.headers.get("Accept-Encoding", "") and len(text) > _PACKED
+        body, packs = text.encode(), len(text) > _PACKED and "gzip" in self.headers.get("Accept-Encoding", "")
         if packs:
             body = gzip.compress(body, 1)
         self.send_response(status)
@@ -139,9 +171,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _send_headers(self, kind: str, length: int | None) -> None:
         self.send_header("Content-Type", kind)
         if length is None:
-            self.send_header("Connection", "close")
+            self.close_connection = True
         else:
             self.send_header("Content-Length", str(length))
+        if self.close_connection:
+            self.send_header("Connection", "close")
         for name, value in _HEADERS.items():
             self.send_header(name, value)
         token = self._gradmon.access.token
@@ -164,13 +198,15 @@ class Server(ThreadingHTTPServer):
         root: the directory, or one run.
         host: the address to bind to.
         port: 0 for any free one.
-        token: that requests need; by default none on this machine, and a new one elsewhere.
+        token: that requests need; by default a new one, and none if it is empty.
 
     Attributes:
         root: as given.
         board: what is known of the runs.
         access: who may read.
         is_closing: whether streams have to end.
+        making: is held by threads that make pages; no more than there are processors at once.
+        deadlines: when the requests must have been read that are not yet, by connection.
 
     Raises:
         FileNotFoundError: there is no such directory.
@@ -180,9 +216,15 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = True
     allow_reuse_address = True
+    #: Connections that may wait to be accepted.
+    request_queue_size = 128
 
     def __init__(self, root: str | os.PathLike[str], host: str = "127.0.0.1", port: int = PORT, token: str | None = None) -> None:
-        self.root, self.board, self.access, self.is_closing = root, RunBoard(root), Access(host, token), False
+        self.access = Access(host, token)
+        self.root, self.board, self.is_closing = root, RunBoard(root), False
+        self.making = threading.BoundedSemaphore(_PAGES)
+        self.deadlines: dict[Any, float] = {}
+        self._free = threading.BoundedSemaphore(_CONNECTIONS)
         if ":" in host:
             self.address_family = socket.AF_INET6
         super().__init__((host, port), _Handler)
@@ -198,6 +240,35 @@ class Server(ThreadingHTTPServer):
         host, port = self.server_address[:2]
         name = f"[{host!s}]" if self.address_family == socket.AF_INET6 else str(host)
         return f"http://{name}:{port}/" + (f"?token={quote(self.access.token)}" if self.access.token is not None else "")
+
+    def service_actions(self) -> None:
+        """End connections whose request comes too slowly."""
+        now = time.monotonic()
+        for connection, until in list(self.deadlines.items()):
+            if now > until:
+                self.deadlines.pop(connection, None)
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread of its own, unless there are too many."""
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer all requests of a connection."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.deadlines.pop(request, None)
+            self._free.release()
+
+    def has_ended(self, seconds: float) -> bool:
+        """Whether no page is being made any more, after a wait of so many seconds at most."""
+        until = time.monotonic() + seconds
+        return all(self.making.acquire(timeout=max(0.0, until - time.monotonic())) for _ in range(_PAGES))
 
     def server_close(self) -> None:
         """End the streams and the thread of diagnoses too."""

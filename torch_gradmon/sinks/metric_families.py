@@ -48,7 +48,7 @@ def families(
     """
     found: dict[Family, dict[str, float]] = {}
     for text, value in values.items():
-        key = parse_key(text, key_style, prefix)
+        key = parse_key(encodable(text), key_style, prefix)
         if key.source == n.SUMMARY:
             found.setdefault(Family(("model", key.metric), "", _WHOLE.get(key.metric, key.metric), _unit(key.metric)), {})[""] = (
                 value
@@ -68,6 +68,11 @@ def families(
         )
         named[f"{name}_{number + 1}" if number else name] = family, of_label
     return named
+
+
+def encodable(text: str) -> str:
+    """The same with escapes for half characters, which no protocol can send."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _unit(metric: str) -> str:

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from ..core.records import SpikeEvent
-from .metric_families import Family, families
+from .metric_families import Family, encodable, families
 from .optional import require
 
 
@@ -67,7 +67,7 @@ class OpenTelemetrySink:
 
     def log_spike(self, event: SpikeEvent, text: str) -> None:
         """Count it."""
-        self._spikes.add(1, {"signal": event.signal})
+        self._spikes.add(1, {"signal": encodable(event.signal)})
 
     def _add(self, name: str, unit: str, help: str, values: Callable[[], Any], label: str = "") -> None:
         def observed(options: Any) -> Iterator[Any]:

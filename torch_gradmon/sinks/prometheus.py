@@ -10,7 +10,7 @@ from typing import Any
 
 from ..core.errors import display
 from ..core.records import SpikeEvent
-from .metric_families import families
+from .metric_families import encodable, families
 from .optional import require
 
 
@@ -81,7 +81,7 @@ class PrometheusSink:
 
     def log_spike(self, event: SpikeEvent, text: str) -> None:
         """Count it."""
-        self._spikes[event.signal] += 1
+        self._spikes[encodable(event.signal)] += 1
 
     def describe(self) -> list[Any]:
         """The names that are known from the beginning, so that no two sinks share a registry."""

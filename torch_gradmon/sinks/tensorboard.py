@@ -72,8 +72,9 @@ class TensorBoardSink:
         self._last = step
 
     def log_spike(self, event: SpikeEvent, text: str) -> None:
-        """Write the spike as text."""
-        self._open(event.step).add_text(f"{SUMMARY}/spikes", text, event.step)
+        """Write the spike as text: a block of code, since TensorBoard would take names in it for Markdown."""
+        block = "\n".join(f"    {line}" for line in text.splitlines())
+        self._open(event.step).add_text(f"{SUMMARY}/spikes", block, event.step)
 
     def close(self) -> None:
         """Close the file if it is ours, else write what is buffered."""

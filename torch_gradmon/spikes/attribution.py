@@ -40,16 +40,20 @@ class SpikeCause:
 
 
 def spike_cause(
-    suspects: Sequence[ParameterAttribution], step: int, loss: float | None = None, is_open: bool = False
+    suspects: Sequence[ParameterAttribution],
+    step: int,
+    loss: float | None = None,
+    is_open: bool = False,
+    by_turns: bool = False,
 ) -> SpikeCause:
     """The cause of the spike in ``step``, from the parameters of that step in order of suspicion, and its loss if that is known.
 
-    ``is_open``: it may still be logged.
+    ``is_open``: it may still be logged. ``by_turns``: optimizers take turns in the step, so that several losses went backward.
     """
     if any(suspect.is_spoiled_after for suspect in suspects):
         return _spoiled_after(suspects)
     if any(suspect.nonfinite for suspect in suspects):
-        return _spoiled(suspects, loss, is_open)
+        return _spoiled(suspects, loss, is_open, by_turns)
     moved = [suspect for suspect in suspects if suspect.since is not None]
     factors = [suspect.factor for suspect in moved if suspect.factor is not None]
     if factors and begins_at(suspects) is not None:
@@ -107,8 +111,10 @@ def _rise(suspects: Sequence[ParameterAttribution]) -> float:
     return math.log(math.hypot(*(each.norm for each in suspects)) / math.hypot(*(each.usual or 0.0 for each in suspects)))
 
 
-def _where_all(suspects: Sequence[ParameterAttribution], loss: float | None, is_open: bool) -> str:
+def _where_all(suspects: Sequence[ParameterAttribution], loss: float | None, is_open: bool, by_turns: bool) -> str:
     """Where NaN or Inf arose that all gradients have."""
+    if by_turns:
+        return "and optimizers take turns: it came with the one that stepped first, and reached the others through what that one wrote"
     if loss is None:
         told = "the loss, which is not logged yet in this step, tells which" if is_open else "log the loss to distinguish them"
         return f"so it came out of the forward pass, the loss, or the first layers of the backward pass: {told}"
@@ -174,18 +180,18 @@ def _few(names: Sequence[str]) -> str:
     return f"{', '.join(names[:_NAMED])}{more}"
 
 
-def _spoiled(suspects: Sequence[ParameterAttribution], loss: float | None, is_open: bool) -> SpikeCause:
+def _spoiled(suspects: Sequence[ParameterAttribution], loss: float | None, is_open: bool, by_turns: bool) -> SpikeCause:
     """What gradients alone show about the origin of NaN or Inf: backward() goes from the last parameter to the first."""
     spoiled = [suspect for suspect in suspects if suspect.nonfinite]
     names = _few([suspect.name for suspect in spoiled])
     words = f"NaN or Inf in the gradient of {names}"
     if len(spoiled) == len(suspects):
-        out_of = f"; no parameter's is spared, {_where_all(suspects, loss, is_open)}"
+        out_of = f"; no parameter's is spared, {_where_all(suspects, loss, is_open, by_turns)}"
         if len(suspects) > 1:
             return SpikeCause("", f"all {len(suspects)} parameters have NaN or Inf", words + out_of, is_common=True)
         return SpikeCause(names, "has NaN or Inf", words + out_of)
     last = last_of_all(suspects, lambda suspect: suspect.nonfinite > 0)
-    if last is not None:
+    if last is not None and not by_turns:  # else the next network is no nearer to the loss
         finite = min((suspect for suspect in suspects if not suspect.nonfinite), key=lambda suspect: suspect.place)
         words += f"; nearer to the loss, from {finite.name} on, all are finite, so it arose at {last.name}"
     return SpikeCause(spoiled[0].name, "has NaN or Inf", words)

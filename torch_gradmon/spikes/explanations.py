@@ -58,7 +58,7 @@ class Explanations:
         suspects, context = self._history.at_spike(record.step, largest), record.context
         before = self._follow_up.complete
         comes_late = before is not None and loss_in(before.values) is not None
-        cause = spike_cause(suspects, record.step, loss, is_open=comes_late)
+        cause = spike_cause(suspects, record.step, loss, comes_late, "by_turns" in context)
         causes = (cause.words, rank_norms_text(context.get("batch_norms", {})), rows_text(context.get("rows", {})))
         return [replace(event, where="; ".join(filter(None, causes))) for event in events]
 

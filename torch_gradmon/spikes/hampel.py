@@ -16,6 +16,7 @@ from .level import (
     FAR_FROM,
     FEWEST_RESIDUALS,
     FIRST,
+    JUDGES,
     LEAST,
     NEAR,
     RECENT,
@@ -35,6 +36,7 @@ class Hampel:
     is the larger ``(log value - median) / spread``. The spread is 1.4826 times the median absolute deviation of the last ``window`` such
     differences, and at least ``log(least) / threshold``: a factor below ``least`` is no spike, however quiet the signal.
 
+    The first eight values have no score: the spread is that of five differences, and the first difference is that of the fourth value.
     Early limits are higher, since the first steps of a training jump: after ``n`` values the smallest rise is ``log(least) + early / n``
     and the spread is ``1 + 16 / n`` times as large.
 
@@ -108,13 +110,13 @@ class Hampel:
         return self._near.values.median() if self.linear else value_at(self._near.values.median())
 
     def score(self, value: float) -> float | None:
-        """Robust standard deviations above normal, negative below it; None for the first three values."""
+        """Robust standard deviations above normal, negative below it; None for the first eight values."""
         if self._scored is None or self._scored[0] != value:
             self._scored = value, self._compared(value)  # cached for update()
         return self._scored[1]
 
     def _compared(self, value: float) -> float | None:
-        if self._count < FIRST or (value < 0 and not self.linear):
+        if self._count < JUDGES or (value < 0 and not self.linear):
             return None
         position = value if self.linear else log_of(value)
         least = math.log(self.least) + self.early / self._count

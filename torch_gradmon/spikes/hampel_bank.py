@@ -17,6 +17,7 @@ from .level import (
     FAR_FROM,
     FEWEST_RESIDUALS,
     FIRST,
+    JUDGES,
     LOG_OF_ZERO,
     MAD_TO_STD,
     RECENT,
@@ -163,7 +164,7 @@ class HampelBank:
         spreads = MAD_TO_STD * deviations * (1 + EARLY_SPREAD / count)
         near, far = (positions - medians) / torch.maximum(spreads, (self._least + self._early / count) / self.threshold)
         scores = torch.where(self._count >= FAR_FROM, torch.maximum(near, far), near)
-        return torch.where(self._count >= FIRST, scores, torch.nan)
+        return torch.where(self._count >= JUDGES, scores, torch.nan)
 
     def _excuse(self, scores: Tensor, positions: Tensor) -> None:
         """Lower the scores of usual heights to the threshold."""

@@ -13,10 +13,12 @@ MAD_TO_STD = 1.4826
 THRESHOLD, LEAST = 5.5, 1.5
 #: Number of last values, without spikes, in the near median.
 NEAR = 9
-#: Values before the first score.
+#: Values before the first residual.
 FIRST = 3
 #: Residuals before their spread counts.
 FEWEST_RESIDUALS = 5
+#: Values before the first score, which is in units of that spread: without one, nobody knows what is far.
+JUDGES = FIRST + FEWEST_RESIDUALS
 #: After n values the logarithm of the smallest rise is larger by EARLY / n, and the spread is 1 + EARLY_SPREAD / n times as large.
 EARLY, EARLY_SPREAD = 9.0, 16
 #: Values before the far median counts as well: norms of the first steps of a warm-up rise like a ramp.

@@ -123,8 +123,9 @@ def attention_rows(
                                          key 0, or the first one of its document, or behind padding on the left
     ===================================  =============================================================================
 
-    A row holds COUNT, SUM, NONFINITE, MIN and MAX of these values; its other columns are 0. NaN and infinite inputs make the values of
-    their queries NaN or infinite, as they do torch's weights, even where a mask hides such a key. Rows of micro-batches merge with
+    A row holds COUNT, SUM, NONFINITE, MIN and MAX of these values; its other columns are 0. NaN and infinite inputs, and logits beyond
+    the range of the arithmetic, make the values of their queries NaN or infinite, as they do torch's weights, even where a mask hides
+    such a key. Rows of micro-batches merge with
     :func:`torch_gradmon.core.moments.merge`, and the mean is SUM / COUNT.
 
     Works in float32, or in float64 if an input is, with autocast off. Half-precision products are then exact; those of float32 follow

@@ -35,6 +35,7 @@ class ValueStore:
         self._stand_ins: set[Key] = set()  # values of a trainer that the script has not logged
         self._counts: dict[Key, Tensor] = {}  # for values that may not exist: the number of contributing ranks, or a flag
         self._replaced: set[Key] = set()
+        self._shared: set[Key] = set()  # values that are those of all ranks by now
 
     def _note_stream(self, device: torch.device) -> None:
         """A value is computed on the current stream of ``device``."""
@@ -79,6 +80,7 @@ class ValueStore:
         """Store the merged contributions of all ranks; dropped on the host if there were none."""
         self._pending[key] = PendingValue(reducer if reducer in REDUCERS else "sum", [part_from(row, reducer)])
         self._counts[key] = row[Column.COUNT]
+        self._shared.add(key)
 
     def put_where(self, key: Key, value: Tensor, there: Tensor) -> None:
         """Store a value that exists only if ``there``, 0-d on the device, is true; replaces an earlier one."""
@@ -134,6 +136,9 @@ class ValueStore:
             if not part.is_cpu:
                 self._note_stream(part.device)
         pending = self._pending.setdefault(key, PendingValue(aggregation, []))
+        if pending.aggregation != aggregation and isinstance(pending.aggregation, str) | isinstance(aggregation, str):
+            first, second = (repr(each) if isinstance(each, str) else "a function" for each in (pending.aggregation, aggregation))
+            raise ValueError(f"the values of one key in one step need one aggregation, and were logged with {first} and {second}")
         pending.parts += parts
         if len(pending.parts) >= 64 and isinstance(aggregation, str):
             pending.parts[:] = [merged_parts(pending.parts, aggregation)]
@@ -153,9 +158,9 @@ class ValueStore:
                 del self._pending[key]
 
     def absorb_values(self, other: ValueStore) -> None:
-        """Merge the values in ``other``."""
+        """Merge the values in ``other``, unless the value here is that of all ranks."""
         for key, pending in other._pending.items():
-            if key.source or self._takes(key, key in other._stand_ins):
+            if key not in self._shared and (key.source or self._takes(key, key in other._stand_ins)):
                 self._merge(key, pending.parts, pending.aggregation)
         self._vectors += other._vectors
         self._reducers.update(other._reducers)
@@ -164,10 +169,12 @@ class ValueStore:
         """Have all values of ``other``, which begins anew."""
         self._pending, self._vectors, self._counts = other._pending, other._vectors, other._counts
         self._contributions, self._reducers, self._replaced = other._contributions, dict(other._reducers), other._replaced
+        self._shared = other._shared
 
     def begin_values_anew(self) -> None:
         """Another store has all values."""
         self._pending, self._vectors, self._counts, self._contributions, self._replaced = {}, [], {}, {}, set()
+        self._shared = set()
 
     def take_back_values(self, earlier: ValueStore, first: Collection[str], is_dropped: Callable[[str, str], bool]) -> None:
         """Take all values of ``earlier`` that were not replaced since; of the sources ``first``, where the first values count, all."""
@@ -189,6 +196,7 @@ class ValueStore:
         newer = [([None if key in again else key for key in keys], values) for keys, values in self._vectors]
         self._pending, self._vectors = found, [*older, *newer]
         self._replaced |= earlier._replaced
+        self._shared |= earlier._shared
         self._contributions = {**earlier._contributions, **self._contributions}
         self._counts, self._reducers = {**earlier._counts, **self._counts}, {**earlier._reducers, **self._reducers}
 
@@ -201,7 +209,7 @@ class ValueStore:
     def share_logged(self, other: ValueStore, reducers: bool = False) -> None:
         """Start with the logged values of ``other``, and on request how ranks merge them."""
         self._pending = {key: PendingValue(p.aggregation, list(p.parts)) for key, p in other._pending.items() if not key.source}
-        self._stand_ins = set(other._stand_ins)
+        self._stand_ins, self._shared = set(other._stand_ins), set(other._shared)
         if reducers:
             self._reducers = dict(other._reducers)
 

@@ -23,6 +23,7 @@ CONSEQUENCES: Mapping[str, frozenset[str]] = {
     "another-model-trained": _STANDSTILL,
     "betas-swapped": _DISORDER | _RATES | {"spike"},
     "unregistered-parameters": _STANDSTILL | {"not-in-optimizer"},
+    "players-agree": _STANDSTILL | _DISORDER | {"weight-growth", "spike"},
     "parameter-in-two-optimizers": _DISORDER | {"spike"},
     "dropout-high": _STANDSTILL,
     "weight-decay-high": _STANDSTILL | _UNITS | _DEPTH,
@@ -51,6 +52,7 @@ CONSEQUENCES: Mapping[str, frozenset[str]] = {
     | _DEPTH
     | {"update-ratio-high", "gradient-dropped-to-zero", "always-clipped", "spike"},
     "exploding-gradients": _DISORDER | _ATTENTION | _RATES | {"always-clipped", "spike"},
+    "spike": _DISORDER,
     "weight-growth": _STANDSTILL | _UNITS | _ATTENTION | {"loss-divergence"},
     "never-clipped": _DISORDER | _UNITS,
     "always-clipped": _STANDSTILL | {"learning-rate-low"},

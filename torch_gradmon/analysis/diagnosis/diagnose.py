@@ -58,7 +58,8 @@ _OF_WHOLE_RUN = {check_loop, check_nonfinite, check_skipped}
 def diagnose_history(history: History) -> Diagnosis:
     """The findings of all rules. A rule that fails is listed among those that could not judge: a diagnosis never fails."""
     if not history.records:
-        return Diagnosis.of(check_loop(history), None, {})
+        why = {"everything": f"the training ended in its first step, with {history.raised}"} if history.raised else {}
+        return Diagnosis.of(check_loop(history), None, why)
     findings: list[Finding] = []
     unseen: dict[str, str] = {}
     finite = history.before_nonfinite()

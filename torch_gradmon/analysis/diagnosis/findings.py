@@ -16,6 +16,8 @@ from .causes import CONSEQUENCES
 
 #: The gravest first.
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
+#: In the evidence of a spike that undid what was learnt.
+UNDONE = "loss after it"
 _WIDTH = 100
 #: Findings of one rule that the text shows; it counts the rest.
 _MOST_OF_RULE = 3
@@ -172,8 +174,11 @@ class Diagnosis(ShownAsText):
 def _may_cause(cause: Finding, effect: Finding) -> bool:
     """Whether one may be a consequence of the other.
 
-    What was over by the time that the cause began has another one, and where no step was one for a clip to stop, its absence does nothing.
+    What was over by the time that the cause began has another one, where no step was one for a clip to stop, its absence does nothing, and
+    a spike holds up a training if it undid what was learnt.
     """
+    if cause.rule == "spike" and UNDONE not in cause.evidence:
+        return False
     if cause.rule == "never-clipped" and not cause.evidence.get("outliers", 1.0):
         return False
     return effect.rule in CONSEQUENCES.get(cause.rule, ()) and effect.steps[1] >= cause.steps[0]

@@ -65,6 +65,8 @@ class History:
         parameters: all parameters of the model with their ``"shape"`` and ``"dtype"``.
         trainer: name of the trainer that has the loop, see :mod:`torch_gradmon.core.trainers`; empty without.
         is_cut: the rest, whose parameters are NaN or infinite, was left out.
+        clip_bound: the norm to which the trainer clips gradients, 0 if it does not; None if that is unknown.
+        raised: the exception that ended the training, as text; empty without.
     """
 
     def __init__(
@@ -84,6 +86,8 @@ class History:
         parameters: Mapping[str, Mapping[str, Any]] | None = None,
         trainer: object = "",
         is_cut: bool = False,
+        clip_bound: float | None = None,
+        raised: str = "",
     ) -> None:
         self.records = sorted(records, key=lambda record: record.step)
         self.events = list(events) or [event for record in self.records for event in record.events]
@@ -95,7 +99,7 @@ class History:
         self.place = place
         self._recorded, self._suspects = steps, suspects
         self._chance, self.groups, self.frozen, self.acts = dict(chance or {}), list(groups), frozenset(frozen), acts
-        self.is_cut = is_cut
+        self.is_cut, self.clip_bound, self.raised = is_cut, clip_bound, raised
         self.advice, self._trainer = advice_for(trainer), trainer
         self._matrices: dict[tuple[str, str], Matrix | None] = {}
 
@@ -123,6 +127,8 @@ class History:
             bool(meta.get("acts")),
             meta.get("parameters"),
             meta.get("trainer", ""),
+            clip_bound=meta.get("clip_bound"),
+            raised=meta.get("raised", "") if run.status.has_ended else "",
         )
 
     def before_nonfinite(self) -> History:
@@ -134,7 +140,9 @@ class History:
             return self
         kept = self.records[:last], self.events, self.facts, self.matrices, self.kinds, self.place
         of_setup = self._chance, self.groups, self.frozen, self.acts, self.parameters, self._trainer
-        return History(*kept, self._recorded, self._suspects, *of_setup, is_cut=True)
+        return History(
+            *kept, self._recorded, self._suspects, *of_setup, is_cut=True, clip_bound=self.clip_bound, raised=self.raised
+        )
 
     @property
     def died(self) -> bool:
@@ -258,6 +266,18 @@ class History:
     def is_unowned(self, name: str) -> bool:
         """Whether no optimizer had the parameter when these were attached."""
         return bool(self._owned) and name not in self._owned
+
+    def first_to_step(self, names: Sequence[str], record: StepRecord) -> list[str]:
+        """Of these parameters those of the optimizer that stepped first, where several take turns in the step; else all of them."""
+        if "by_turns" not in record.context:
+            return [*names]
+        numbers = {
+            name: group.get("number", place)
+            for place, group in reversed([*enumerate(self.groups)])
+            for name in group.get("parameters", ())
+        }
+        turns = [numbers.get(name, math.inf) for name in names]
+        return [name for name, turn in zip(names, turns, strict=True) if turn == min(turns)]
 
     @property
     def is_resumed(self) -> bool:

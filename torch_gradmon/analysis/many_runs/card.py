@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ...core import keys as n
+from ...core.formatting import printable
 from ...core.json_numbers import strict
-from ...core.keys import Key
+from ...core.keys import Key, parse_key
 from ...core.loop_findings import LoopFinding
 from ...core.loss_keys import loss_among
 from ...runs.liveness import RunStatus
@@ -26,6 +27,7 @@ from ..run_settings import settings_of
 State = Literal["running", "silent", "ended", "empty", "unknown"]
 #: Share of the last losses, and of the last steps' cost, that stands for now.
 _NOW = 0.05
+_NAMES = 30
 #: What follows the name of a layer, or of several, in the words of a spike.
 _SIZES = re.compile(r" \(|, ")
 
@@ -40,7 +42,8 @@ class RunCard:
             ``ended`` if its monitor was detached; ``empty`` without a step; ``unknown`` if there is only one, which shows no interval.
         status: the same as a sentence.
         raised: the exception with which the run ended, as text; empty without one, or if it is unknown.
-        unwritten: number of steps that could not be written to the run directory, as on a full disk.
+        unwritten: number of steps that could not be written to the run directory, as on a full disk; of a run that has not ended 1 or
+            more if the last steps are lost.
         step: the last one; None without any.
         steps: how many were recorded.
         age: seconds since the last one.
@@ -62,6 +65,8 @@ class RunCard:
         findings: severity, rule and place, ranked, if the run was diagnosed; else what was found while it trained, without a severity.
         is_diagnosed: which of both.
         settings: model, optimizer, learning rate and the like, as text.
+        metrics: the last value of each of the metrics that were asked for, if the run has it.
+        logged: names of logged values, the first thirty.
     """
 
     name: str
@@ -92,6 +97,8 @@ class RunCard:
     findings: Sequence[tuple[str, str, str]]
     is_diagnosed: bool
     settings: Mapping[str, str]
+    metrics: Mapping[str, float]
+    logged: Sequence[str]
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: numbers that are not finite are strings."""
@@ -100,7 +107,11 @@ class RunCard:
 
 
 def run_card(
-    path: str | os.PathLike[str], name: str | None = None, diagnosis: Diagnosis | None = None, points: int = 120
+    path: str | os.PathLike[str],
+    name: str | None = None,
+    diagnosis: Diagnosis | None = None,
+    points: int = 120,
+    metrics: Sequence[str] = (),
 ) -> RunCard:
     """Read the row of a run, in about ten milliseconds.
 
@@ -109,6 +120,7 @@ def run_card(
         name: of the run; by default its path.
         diagnosis: of the run, if it is known.
         points: the most losses of the small chart.
+        metrics: keys of logged values, or of values for the whole model.
 
     Raises:
         FileNotFoundError: there is no run in it.
@@ -117,15 +129,16 @@ def run_card(
     with closing(load_run(path)) as run:
         status = run.status
         raised = str(status.meta.get("raised") or "") if status.has_ended else ""
-        unwritten = int(status.meta.get("unwritten") or 0) if status.has_ended else 0
+        unwritten = int(status.meta.get("unwritten", 0)) if status.has_ended or status.lost else 0
         steps = run.steps
-        loss = _series(run, loss_among(run.scalars))
+        scalars = run.scalars
+        loss = _series(run, loss_among(scalars))
         times = [float(run.context(step)["time"]) for step in (steps[:1] + steps[-1:])]
         spikes = episodes(run.events, steps)
         worst, last = next(iter(largest(spikes, 1)), None), spikes[-1] if spikes else None
         found = [] if diagnosis is not None else loop_findings(run.meta)
         return RunCard(
-            name=os.fspath(path) if name is None else name,
+            name=printable(os.fspath(path) if name is None else name),
             state=_state(status),
             status=_sentence(status, raised, unwritten),
             raised=raised,
@@ -149,6 +162,8 @@ def run_card(
             findings=[_named(finding) for finding in found] if diagnosis is None else _ranked(diagnosis),
             is_diagnosed=diagnosis is not None,
             settings=settings_of(run.meta),
+            metrics={metric: values[-1] for metric in metrics if (values := _metric(run, metric).values)},
+            logged=[key.name for key in scalars if not key.source][:_NAMES],
         )
 
 
@@ -163,7 +178,7 @@ def _state(status: RunStatus) -> State:
     if status.has_ended:
         return "ended"
     if status.step is None:
-        return "empty"
+        return "silent" if status.is_gone else "empty"
     return {True: "running", False: "silent", None: "unknown"}[status.looks_alive]  # type: ignore[return-value]
 
 
@@ -171,7 +186,9 @@ def _sentence(status: RunStatus, raised: str, unwritten: int) -> str:
     said = "no step was recorded: the run has ended" if status.step is None and status.has_ended else str(status)
     ended = f"{said}, with {raised}" if raised else said
     lost = f"{unwritten} step{'s' * (unwritten != 1)}"
-    return f"{ended}; {lost} could not be written, and what is said is about the others" if unwritten else ended
+    return (
+        f"{ended}; {lost} could not be written, and what is said is about the others" if unwritten and status.has_ended else ended
+    )
 
 
 def _described(spike: Episode | None, sentence: str, place: str) -> dict[str, Any]:
@@ -187,6 +204,11 @@ def _whole(metric: str) -> Key:
 
 def _series(run: Run, key: Key | None) -> Series:
     return Series() if key is None else Series.of(run.stored(key).items())
+
+
+def _metric(run: Run, name: str) -> Series:
+    logged = _series(run, Key("", name, ""))  # whose name may look like a key
+    return logged if len(logged) else _series(run, parse_key(name))
 
 
 def _now(loss: Series) -> float | None:

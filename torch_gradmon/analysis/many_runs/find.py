@@ -17,7 +17,7 @@ _NAMED = 5
 def find_runs(root: str | os.PathLike[str]) -> dict[str, Path]:
     """The run directories in and below ``root``, at most four levels deep, by their path from there, sorted.
 
-    Names that are no printable text are left out. Links to directories are not followed, so that nothing outside is shown. If ``root`` is a
+    Names that are no printable text are left out. Links are not followed, so that nothing outside is shown. If ``root`` is a
     run itself, its name is that of the directory.
 
     Raises:
@@ -32,7 +32,7 @@ def find_runs(root: str | os.PathLike[str]) -> dict[str, Path]:
         if len(below.parts) >= _DEPTH:
             directories.clear()
         directories[:] = sorted(name for name in directories if not name.startswith("."))
-        if is_run(files):
+        if is_run(file for file in files if not os.path.islink(os.path.join(place, file))):
             name = below.as_posix() if below.parts else top.resolve().name
             if name.isprintable():  # else it is no text, which JSON and addresses could not have
                 found[name] = Path(place)

@@ -30,8 +30,16 @@ def has_stalled(card: RunCard) -> bool:
     return card.age > (_LONELY if card.usual is None else max(_TIMES * card.usual, _LEAST, PAUSES * card.pause))
 
 
+def _is_fine(card: RunCard) -> bool:
+    """Whether nothing is wrong with the process and with what it records."""
+    is_recorded = card.state == "ended" or not card.unwritten
+    return card.state in _FINE and is_recorded and not card.raised and not has_stalled(card)
+
+
 def next_action(card: RunCard, diagnosis: Diagnosis) -> str:
     """What to do next, as a sentence."""
+    if card.unwritten and card.state != "ended":
+        return "Make room on the disk of the run directory: no step is recorded before."
     if card.state == "silent" or has_stalled(card):
         return "Look at the process: no step comes any more, and its monitor was not detached."
     if card.state == "empty":
@@ -62,7 +70,7 @@ def status_dict(card: RunCard, diagnosis: Diagnosis) -> dict[str, Any]:
         "status": card.status,
         "raised": card.raised,
         "unwritten": card.unwritten,
-        "healthy": card.state in _FINE and not has_stalled(card) and diagnosis.healthy,
+        "healthy": _is_fine(card) and diagnosis.healthy,
         **{name: rest[name] for name in _NUMBERS},
         "worst_spike": worst if card.spikes else None,
         "findings": [finding.to_dict() for finding in diagnosis.findings],

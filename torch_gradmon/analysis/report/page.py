@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import gzip
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from plotly.offline import get_plotlyjs
 from plotly.utils import PlotlyJSONEncoder
 
+from ...core.files import replacing
 from ...core.progress import ProgressBar
 from ..comparison.result import ComparisonResult
 from ..comparison.rules import renamer
@@ -116,12 +118,8 @@ def _checked(target: Path) -> Path:
 def _written(data: dict[str, Any], target: Path) -> Path:
     text = html(data)
     target.parent.mkdir(parents=True, exist_ok=True)
-    half = target.with_name(f"{target.name}.part")  # a browser may show the old one
-    try:
-        half.write_text(text, encoding="utf-8")
-        half.replace(target)
-    finally:
-        half.unlink(missing_ok=True)
+    with replacing(target) as file:  # a browser may show the old one
+        file.write(text.encode())
     return target
 
 
@@ -136,6 +134,7 @@ def html(data: dict[str, Any], live: LivePage | None = None) -> str:
         style=here.joinpath("page.css").read_text(encoding="utf-8"),
         script=here.joinpath("page.js").read_text(encoding="utf-8"),
         plotly=_plotly(),
+        plotly_script=get_plotlyjs(),
         data=embedded(data),
         live=live,
     )
@@ -160,7 +159,14 @@ def template(folder: str, name: str) -> Template:
     """A page in a folder of the package; names in it are escaped."""
     loader = PackageLoader("torch_gradmon", folder)
     options: dict[str, Any] = {"autoescape": True, "undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
-    return Environment(loader=loader, **options).get_template(name)
+    environment = Environment(loader=loader, **options)
+    environment.filters["hashed"] = _hashed
+    return environment.get_template(name)
+
+
+def _hashed(script: str) -> str:
+    """The source of a Content-Security-Policy that allows this script and no other."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 
 
 @functools.cache

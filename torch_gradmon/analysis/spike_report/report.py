@@ -14,7 +14,7 @@ from ...core.keys import SUMMARY, parse_key
 from ...core.loss_keys import loss_in
 from ...core.records import SpikeEvent
 from ...spikes import recovery
-from ...spikes.attribution import spike_cause
+from ...spikes.attribution import SpikeCause, spike_cause
 from ...spikes.episodes import Episode, episodes, largest
 from ...spikes.suspects import ParameterAttribution
 from .source import StepSource
@@ -95,9 +95,14 @@ class SpikeReport:
             any(_loss(source, number) is not None for number in around),
         )
 
+    @property
+    def cause(self) -> SpikeCause:
+        """What caused the spike."""
+        return spike_cause(self.suspects, self.step, self.loss, self.is_loss_logged, "by_turns" in self.context)
+
     def to_dict(self) -> dict[str, Any]:
         """For JSON: the step, what spiked in it, its cause, and the values around it."""
-        cause = spike_cause(self.suspects, self.step, self.loss, self.is_loss_logged)
+        cause = self.cause
         spike = self.episode
         found = {
             "step": self.step,

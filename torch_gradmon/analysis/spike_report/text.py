@@ -8,7 +8,6 @@ from typing import Any
 from ...core import keys as n
 from ...core.formatting import ShownText, cut_start, factor_text, significant
 from ...runs.detail_request import request_text
-from ...spikes.attribution import spike_cause
 from ...spikes.episodes import largest
 from ...spikes.suspects import ParameterAttribution
 from .report import SpikeReport, no_spike
@@ -97,7 +96,7 @@ def _parameters(report: SpikeReport) -> Iterator[str]:
         return
     yield _row("parameter, by suspicion", _TITLES)
     yield from (_row(suspect.name, _cells(suspect, step)) for suspect in suspects[:_LAYERS])
-    found = spike_cause(suspects, step, report.loss, report.is_loss_logged)
+    found = report.cause
     calm = sum(each.since is None and not (each.nonfinite or each.is_spoiled_after) for each in suspects)
     known = ""
     if not is_spike or not found.is_common:  # otherwise the last line states it

@@ -79,6 +79,7 @@ class ModuleCalls:
         values: measures the tensors.
 
     Attributes:
+        gradients: those of inputs and outputs.
         seen: whether a module other than the root was called in this step.
         misses_root: the hook on the root's inputs came too late for the first call in this step, so no call counts.
     """
@@ -88,7 +89,7 @@ class ModuleCalls:
     ) -> None:
         self._complaints, self._fence, self._passes = measurer.complaints, fence, passes
         self._differences, self._values = differences, values
-        self._followed = TensorGradientHooks(self._gradient_came)
+        self.gradients = TensorGradientHooks(self._gradient_came)
         self._on_part: Callable[[nn.Module], object] = lambda _: None
         self._lock = threading.RLock()  # hooks may fire on several threads, and share buffers
         self._buffer: StepBuffer | None = None
@@ -102,7 +103,7 @@ class ModuleCalls:
 
     def connect(self, inverse_scale: Callable[[], Tensor | None], part_called: Callable[[nn.Module], object]) -> None:
         """See :meth:`ModuleSource.connect`."""
-        self._followed.connect(inverse_scale)
+        self.gradients.connect(inverse_scale)
         self._on_part = part_called
 
     def miss_root(self) -> None:
@@ -115,12 +116,12 @@ class ModuleCalls:
         self._numbers.clear()
         self._values.begin(buffer, metrics, inventory.modules)
         sources = {metric.source for metric in metrics}
-        self._followed.begin(None if sources.isdisjoint(_GRADIENTS) else inventory)
+        self.gradients.begin(None if sources.isdisjoint(_GRADIENTS) else inventory)
         self._differences.begin(buffer, n.ACTIVATION_DIFFERENCE in sources)
 
     def end(self) -> None:
         """End the step; its values can still be evaluated."""
-        self._followed.end()
+        self.gradients.end()
         self._values.end()
         if self._passes.take_missed() and self._buffer is not None:
             for source in n.MODULE_SOURCES:
@@ -177,10 +178,10 @@ class ModuleCalls:
                 call = -1 if recomputed else self._numbers[source, name]
                 # no gradients within a pass that has them: the first pass of a re-entrant checkpoint
                 if not grad and not recomputed and passes.builds_graph and _is_trained(module):
-                    self._followed.note_reentrant()
+                    self.gradients.note_reentrant()
                 self._numbers[source, name] += not recomputed
                 wanted = grad and self._values.wants(gradient_source, name)
-                if wanted and not self._followed.follow(gradient_source, name, value, call):
+                if wanted and not self.gradients.follow(gradient_source, name, value, call):
                     self._buffer.absent.setdefault((gradient_source, name), _NEEDS_NONE)
                 if not recomputed:
                     torch._C._set_grad_enabled(False)  # the context manager costs as much as a small operation
@@ -207,12 +208,12 @@ class ModuleCalls:
             self._differences.measure(name, value, call)
 
     def _gradient_came(self, source: str, name: str, path: str, call: int, within: bool, gradient: Tensor | None) -> None:
-        if self._buffer is None or self._passes.paused or gradient is None or not (within or self._followed.accumulates()):
+        if self._buffer is None or self._passes.paused or gradient is None or not (within or self.gradients.accumulates()):
             return
         start = time.perf_counter()
         try:
             with self._lock, outside_dispatch_modes(), torch.no_grad():
-                self._values.measure(source, name, gradient, call, path, self._followed.inverse_scale())
+                self._values.measure(source, name, gradient, call, path, self.gradients.inverse_scale())
         except Exception as error:
             self._complaints.add(f"{source}:{name}", f"the {source} of {name} could not be measured", error)
         self._fence.add_time(time.perf_counter() - start)

@@ -305,11 +305,17 @@ class CompiledHooks:
             if found:
                 paths, kept = [slot.path for slot, _ in found], [row for _, row in found]
                 buffer.merge_rows(n.ACTIVATION, paths, kept, self._columns | ALWAYS)
-            torch._foreach_zero_(sums)
-            torch._foreach_copy_(extremes, list(torch.full_like(stacked, -torch.inf).unbind()))
+        self.discard()
         if self._reasons is None:
             self._reasons = self._explained(metrics)
         buffer.absent.update(self._reasons)
+
+    def discard(self) -> None:
+        """Forget what the graphs wrote. Does not synchronise."""
+        for slots in self._slots.values():
+            extremes = [slot.extremes for slot in slots]
+            torch._foreach_zero_([slot.sums for slot in slots])
+            torch._foreach_copy_(extremes, list(torch.full_like(torch.stack(extremes), -torch.inf).unbind()))
 
     def _explained(self, metrics: Sequence[Metric]) -> dict[tuple[str, str], str]:
         """Why hooks in graphs have no values: by source and path, or source, name and metric."""

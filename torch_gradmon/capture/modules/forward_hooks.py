@@ -155,6 +155,11 @@ class ForwardHooks:
         return [name for (_, name), module in hooked if module is not None and id(module) in inside]
 
     @property
+    def root(self) -> nn.Module | None:
+        """The module that hooks were installed for last."""
+        return None if self._root is None else self._root()
+
+    @property
     def on_root(self) -> bool:
         """Whether the root has hooks."""
         return bool(self._before_root)

@@ -117,12 +117,9 @@ class PassTracker:
         if end_is_seen:
             self.root_trains = True
 
-    def root_ended(self) -> bool:
-        """The root has returned. Returns whether that was the end of a forward, not of its recomputation."""
-        if torch._C._current_graph_task_id() != -1:
-            return False
+    def root_ended(self) -> None:
+        """The root has returned or raised."""
         self.root_trains, self.builds_graph = None, True
-        return True
 
     @property
     def in_training(self) -> bool:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableSet, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +17,8 @@ from ...core.compat import TELLS_EXPORT
 from ...core.fence import Fence
 from ...core.last_exception import ending
 from ...core.metric import Metric
+from ...core.running import is_in_backward, running_calls
+from ...core.torch_modes import outside_dispatch_modes
 from ...step.buffer import StepBuffer
 from ...step.model_index import ModelIndex
 from ..hooks import compiled_graphs
@@ -38,6 +40,13 @@ _NOT_SEEN = (
     "calls no hooks; then attach before the first call, or call torch.compiler.reset() and compile again; or "
     f"{SHARES_GRAPH}"
 )
+_MIXED = (
+    "one of the step's forward or backward passes was interrupted, as by an exception, and its values cannot be told from those of "
+    "the others"
+)
+_LOST = "the forward or backward pass of this step was interrupted, as by an exception"
+_GRADIENTS = (n.ACTIVATION_GRADIENT, n.INPUT_GRADIENT)
+_OF_PASSES = (*n.MODULE_SOURCES, *n.RCC_SOURCES, *n.ATTENTION_SOURCES.values())
 
 
 class ModuleSource:
@@ -69,12 +78,16 @@ class ModuleSource:
         self.was_trained = False
         self._buffer: StepBuffer | None = None
         self._due = False
+        self._awaited: MutableSet[int] = set()
+        self._has_forward = self._has_backward = False  # of this step, which was not interrupted
+        self._lost: tuple[str, ...] = ()  # sources of which a pass in this step had values that were dropped
 
     def connect(
         self,
         inverse_scale: Callable[[], Tensor | None],
         opening: Callable[[nn.Module], object] = lambda _: None,
         part_called: Callable[[nn.Module], object] = lambda _: None,
+        awaited: MutableSet[int] | None = None,
     ) -> None:
         """Connect with the loop.
 
@@ -82,15 +95,19 @@ class ModuleSource:
             inverse_scale: returns the factor for gradients.
             opening: called with the root when it is called, before anything else.
             part_called: called with a part of the model that runs while no step is open.
+            awaited: backward passes that have reached a parameter, until they end.
         """
-        self._opening = opening
+        self._opening, self._awaited = opening, set() if awaited is None else awaited
         self._calls.connect(inverse_scale, part_called)
 
     # --- steps -----------------------------------------------------------------------------------------------------------------
 
     def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: ModelIndex, by_hand: bool) -> None:
         """Start a step with the metrics due in it; ``by_hand``: the loop has begun it explicitly."""
-        self._buffer, self.was_trained = buffer, False
+        if self._awaited:
+            self._drop_interrupted(calls=0)
+        self._buffer, self.was_trained, self._lost = buffer, False, ()
+        self._has_forward = self._has_backward = False
         self._passes.use_training_mode(by_hand)
         self._scope.begin_step(buffer, metrics, inventory, by_hand)
         self._due = any(metric.source in n.MODULE_SOURCES for metric in metrics)
@@ -118,8 +135,12 @@ class ModuleSource:
         """End the step; its values can still be evaluated."""
         if self._buffer is None:
             return
+        if self._awaited or self._passes.root_trains is not None or self._calls.gradients.awaited:
+            self._drop_interrupted(calls=0)
         self._collect(self._buffer)
         self._scope.end_step(self.hooks.has_compiled_parts, self.hooks.graphs.has_graphs)
+        for source in self._lost:
+            self._explain_lost(self._buffer, source)
         self.hooks.explain(self._buffer.absent)
         self._buffer, self.was_trained = None, False
         self._passes.forget_forward()  # also if a forward was interrupted
@@ -129,6 +150,9 @@ class ModuleSource:
         if self._buffer is not None:
             self.hooks.collect(self._buffer, self.values)
             self.values.flush()
+            for source in self._lost:
+                self._explain_lost(self._buffer, source)
+            self._has_forward = self._has_backward = False
 
     def _collect(self, buffer: StepBuffer) -> None:
         """Collect what compiled graphs have written, or warn that no graph contains a hook."""
@@ -158,6 +182,7 @@ class ModuleSource:
 
     def capture(self, name: str, output: Any) -> None:
         """Measure ``output``, a tensor or a container of tensors, under the name of its module."""
+        self._has_forward |= self._passes.root_trains is None
         self._calls.capture(name, output)
 
     def set_recording(self, is_open: bool) -> None:
@@ -180,6 +205,63 @@ class ModuleSource:
     def backward_ended(self) -> None:
         """A backward pass has ended in this step."""
         self.was_trained = True
+        if torch._C._current_autograd_node() is not None:  # a nested one
+            return
+        if self._awaited or self._calls.gradients.awaited:  # an earlier one, through the same forward
+            self._drop(_OF_PASSES if self._awaited else _GRADIENTS, is_alone=False)
+            self._forget_awaited()
+        self._has_backward = True
+
+    # --- passes that were interrupted ------------------------------------------------------------------------------------------
+
+    def _drop_interrupted(self, calls: int) -> None:
+        """Passes have begun whose ends were not reported. Drop what those measured that were interrupted, and are not running.
+
+        ``calls``: of the root are known to run.
+        """
+        root, gradients = self.hooks.root, self._calls.gradients
+        if (trains := self._passes.root_trains) is not None and (root is None or running_calls(root) <= calls):
+            self._leave_root()  # by what is no Exception, so that no hook has seen the end
+            if trains:
+                self._drop(_OF_PASSES, is_alone=not self._has_forward)
+        if not (self._awaited or gradients.awaited) or is_in_backward():
+            return
+        if self._awaited:
+            self._drop(_OF_PASSES, is_alone=not self._has_backward)
+        else:
+            self._drop(_GRADIENTS, is_alone=not gradients.has_ended)
+        self._forget_awaited()
+
+    def _forget_awaited(self) -> None:
+        self._awaited.clear()
+        self._calls.gradients.awaited.clear()
+
+    def _drop(self, sources: tuple[str, ...], is_alone: bool) -> None:
+        """Drop what an interrupted pass gave of ``sources``; where it is not ``is_alone`` in the step, all of them."""
+        if (buffer := self._buffer) is None:
+            return
+        self._lost = max(self._lost, sources, key=len)
+        if not is_alone:
+            for source in sources:
+                buffer.refused[source] = _MIXED
+            return
+        with outside_dispatch_modes():
+            if sources is _OF_PASSES:
+                self.hooks.graphs.discard()
+                self.values.discard()
+                self._calls.forward_began()
+                self._calls.seen = self._scope.check.seen = self._has_forward = False
+            else:
+                self.values.flush()
+            for source in sources:
+                buffer.clear(source)
+
+    def _explain_lost(self, buffer: StepBuffer, source: str) -> None:
+        """Say why values of ``source`` are absent, if passes of this step that were interrupted are the reason."""
+        if buffer.refused.get(source) is _MIXED:
+            buffer.refuse_all(source, _MIXED)
+        elif not self._has_forward or (source in _GRADIENTS and not self._calls.gradients.has_ended):
+            buffer.absent.setdefault((source, ""), _LOST)
 
     # --- hooks -----------------------------------------------------------------------------------------------------------------
 
@@ -211,6 +293,8 @@ class ModuleSource:
 
     def root_began(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         """The root is called; ``kwargs`` is None after its hook was removed."""
+        if self._awaited or self._passes.root_trains is not None or self._calls.gradients.awaited:
+            self._drop_interrupted(calls=1)
         # before the reference runs, since it has copies of the model's own hooks; so the step may have to be opened here
         self._opening(module)
         # a hook that is removed while earlier hooks run is called once more, without kwargs; if the opening of an unmonitored
@@ -222,6 +306,7 @@ class ModuleSource:
         trains = self._passes.root_began(module)
         self.was_trained |= trains
         self._handled, ModuleSource._last_called = id(sys.exc_info()[1]), self._sign
+        self._has_forward |= len(self._calls.places) > 0  # of parts that were called directly
         self._calls.forward_began()
         if self._buffer is None or self._passes.paused or not trains:
             return
@@ -229,9 +314,19 @@ class ModuleSource:
 
     def root_ended(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """The root has returned or raised."""
-        if self._passes.root_ended():
-            self._scope.leave()
-            self.reference.forget()
+        trains = self._passes.root_trains
+        if torch._C._current_graph_task_id() != -1:  # a recomputation
+            return
+        self._leave_root()
+        if trains and id(sys.exc_info()[1]) != self._handled:
+            self._drop(_OF_PASSES, is_alone=not self._has_forward)
+        else:
+            self._has_forward |= trains is True
+
+    def _leave_root(self) -> None:
+        self._passes.root_ended()
+        self._scope.leave()
+        self.reference.forget()
 
     def ending(self) -> str:
         """The exception that ends the training now, as text; empty without one."""

@@ -27,6 +27,8 @@ class TensorGradientHooks:
 
     Attributes:
         inverse_scale: returns the factor for gradients.
+        awaited: backward passes that have reached one of the tensors, and have not ended: they are running, or were interrupted.
+        has_ended: a backward pass that accumulates gradients has reached one of the tensors in this step, and ended.
     """
 
     def __init__(self, came: Callable[[str, str, str, int, bool, Tensor | None], None]) -> None:
@@ -38,6 +40,8 @@ class TensorGradientHooks:
         self._round = 0
         self._probes: Sequence[Any] = ()
         self._task: tuple[int, bool] = (-1, False)
+        self.awaited: set[int] = set()
+        self.has_ended = False
 
     def connect(self, inverse_scale: Callable[[], Tensor | None]) -> None:
         """Use this factor for gradients from now on."""
@@ -50,7 +54,8 @@ class TensorGradientHooks:
     def begin(self, inventory: ModelIndex | None) -> None:
         """Start a step; without ``inventory`` no gradients are due in it."""
         self._round += 1
-        self._is_reentrant = False
+        self._is_reentrant = self.has_ended = False
+        self.awaited.clear()
         self._probes = () if inventory is None else _accumulators(inventory)
 
     def end(self) -> None:
@@ -94,7 +99,14 @@ class TensorGradientHooks:
             # parameters in a re-entrant checkpoint are no leaves of the outer graph, and only backward() passes through one
             whole = self._is_reentrant and torch.autograd.Variable._execution_engine.is_checkpoint_valid()
             self._task = task, bool(self._probes) and (found or whole)
+            if self._task[1]:
+                self.awaited.add(task)
+                torch.autograd.Variable._execution_engine.queue_callback(Hook(self._ended, task))
         return self._task[1]
+
+    def _ended(self, task: int) -> None:
+        self.awaited.discard(task)
+        self.has_ended = True
 
 
 def _marks(tensor: Tensor) -> set[tuple[Any, ...]]:

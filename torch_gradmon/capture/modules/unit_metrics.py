@@ -156,6 +156,11 @@ class DeadUnits:
         else:
             self._alive |= alive
 
+    def discard(self) -> None:
+        """Forget the outputs of this step."""
+        if self._alive is not None:
+            self._alive = torch.zeros_like(self._alive)
+
     def end_step(self) -> Tensor | None:
         """The share of dead units, 0-d; None before :data:`WINDOW` steps."""
         if self._alive is None:
@@ -180,6 +185,12 @@ class DeadUnitTracker:
 
     def clear(self) -> None:
         """Discard which outputs were seen in this step."""
+        self._seen.clear()
+
+    def discard(self) -> None:
+        """Forget the outputs of this step."""
+        for path in self._seen:
+            self._units[path].discard()
         self._seen.clear()
 
     def see(self, path: str, module: Callable[[], nn.Module | None] | None, output: Tensor, eps: float) -> None:

@@ -68,6 +68,13 @@ class ModuleValues:
             self._units.end_step(self._buffer)
         self._buffer = None
 
+    def discard(self) -> None:
+        """Drop what was measured in this step and is not stored yet. Allocates nothing large, since memory may have run out."""
+        assert self._buffer is not None
+        self._rows.begin(self._buffer)
+        self._device_rows = None
+        self._units.discard()
+
     def forget(self, sources: tuple[str, ...], reason: str) -> None:
         """Drop what was measured of ``sources`` in this step, for ``reason``."""
         assert self._buffer is not None

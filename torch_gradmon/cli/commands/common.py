@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...analysis.run import Run, load_run
+from ...core.formatting import printable
 
 if TYPE_CHECKING:
     from ...server.board import RunBoard
@@ -144,7 +145,7 @@ def output(path: str, endings: Sequence[str]) -> Path:
 
 def print_written(path: Path, to_stderr: bool = False) -> None:
     """Print the path and size of a written file; ``to_stderr`` if the standard output is for a program."""
-    print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)", file=sys.stderr if to_stderr else sys.stdout)
+    print(f"{printable(str(path))} ({path.stat().st_size / 1e6:.1f} MB)", file=sys.stderr if to_stderr else sys.stdout)
 
 
 def check_alert(url: str) -> None:

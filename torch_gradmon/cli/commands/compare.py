@@ -7,18 +7,24 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ...analysis.diagnosis.diagnose import diagnose
 from ...analysis.many_runs.card import RunCard, differing, run_card
 from ...analysis.many_runs.find import find_runs
+from ...core.errors import nearest
+from ...core.formatting import printable
+from ...runs.log import reading_within
 from .common import JSON, Command, UsageError, argument, flag, requires_extra, value
 
+#: Seconds that reading a run may take: one of a stranger must not keep the others from being compared.
+_SECONDS = 60.0
 _DIRECTORIES = argument(
     "runs", metavar="DIRECTORY", nargs="+", help="runs, or directories with runs in them; they may still go on"
 )
-#: What runs can be sorted by; the best is first, and what has no value is last.
+#: What runs can be sorted by besides their metrics; the smallest is first, and what has no value is last.
 _SORTS: dict[str, Callable[[RunCard], Any]] = {
     "name": lambda card: card.name,
     "loss": lambda card: card.loss,
@@ -35,13 +41,18 @@ COMMAND = Command(
     "For two runs step by step see gradmon diff, and for the same in a browser gradmon serve.",
     (
         ("gradmon compare runs", "all below a directory, the smallest loss first"),
+        ("gradmon compare runs --sort val/loss", "the smallest last value of a metric first"),
+        ("gradmon compare runs --sort val/acc --largest", "the largest one first"),
         ("gradmon compare runs/a runs/b --sort started", "some runs, in the order of their beginnings"),
         ("gradmon compare runs --diagnose", "with all rules, a third of a second for each run"),
         ("gradmon compare runs --json", "the same for a program"),
     ),
     (
         _DIRECTORIES,
-        value("--sort", "COLUMN", f"one of {', '.join(_SORTS)}", choices=list(_SORTS), default="loss"),
+        value(
+            "--sort", "COLUMN", f"one of {', '.join(_SORTS)}, a setting, or a logged value, which is shown, too", default="loss"
+        ),
+        flag("--largest", "the largest value first"),
         flag("--diagnose", "apply all rules to each run, not only those that the training itself applies"),
         JSON,
     ),
@@ -54,7 +65,13 @@ def run(options: argparse.Namespace) -> int:
         with requires_extra("the table, without --json,", "cli", "rich"):
             from ..terminal.console import QuietConsole
             from ..terminal.runs_table import show
-    cards = sorted(_cards(options.runs, options.diagnose), key=_order(_SORTS[options.sort]))
+    metrics = [] if options.sort in _SORTS else [options.sort]
+    cards = list(_cards(options.runs, options.diagnose, metrics))
+    key = _SORTS.get(options.sort, partial(_value, options.sort))
+    if metrics and all(key(card) is None for card in cards):
+        known = {*_SORTS, *differing(cards), *(name for card in cards for name in card.logged)}
+        raise UsageError(f"no run has values for {options.sort!r}{nearest(options.sort, known)}")
+    cards = _ordered(cards, key, options.largest)
     if options.json:
         print(json.dumps({"differ": differing(cards), "runs": [card.to_dict() for card in cards]}, indent=1, allow_nan=False))
     else:
@@ -62,15 +79,17 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _cards(places: Sequence[str], diagnosed: bool) -> Iterator[RunCard]:
+def _cards(places: Sequence[str], diagnosed: bool, metrics: Sequence[str]) -> Iterator[RunCard]:
     paths = dict(_paths(places))
     if not paths:
         raise UsageError(f"there is no run in {' or '.join(map(repr, places))}")
     for name, path in paths.items():
         try:
-            yield run_card(path, name, diagnose(path) if diagnosed else None)
+            with reading_within(_SECONDS):
+                card = run_card(path, name, diagnose(path) if diagnosed else None, metrics=metrics)
+            yield card
         except (OSError, ValueError) as error:  # it is being made or removed, or belongs to another user
-            print(f"gradmon: {name} is left out: {' '.join(str(error).split())}", file=sys.stderr)
+            print(f"gradmon: {printable(name)} is left out: {' '.join(str(error).split())}", file=sys.stderr)
 
 
 def _paths(places: Sequence[str]) -> Iterator[tuple[str, Path]]:
@@ -84,10 +103,19 @@ def _paths(places: Sequence[str]) -> Iterator[tuple[str, Path]]:
             yield place if is_run else name if len(places) == 1 else str(Path(place) / name), path
 
 
-def _order(key: Callable[[RunCard], Any]) -> Callable[[RunCard], tuple[bool, Any, str]]:
-    def order(card: RunCard) -> tuple[bool, Any, str]:
-        found = key(card)
-        is_missing = found is None or (isinstance(found, float) and not math.isfinite(found))
-        return is_missing, 0 if is_missing else found, card.name
+def _value(name: str, card: RunCard) -> float | None:
+    """The last value of a metric, or a setting that is a number."""
+    if name in card.metrics:
+        return card.metrics[name]
+    try:
+        return float(card.settings.get(name, ""))
+    except ValueError:
+        return None
 
-    return order
+
+def _ordered(cards: Sequence[RunCard], key: Callable[[RunCard], Any], largest: bool) -> list[RunCard]:
+    """By ``key``, and then by name; those without a finite value are last."""
+    values = [(key(card), card) for card in sorted(cards, key=lambda card: card.name)]
+    there = [(found, card) for found, card in values if found is not None and (isinstance(found, str) or math.isfinite(found))]
+    ordered = [card for _, card in sorted(there, key=lambda each: each[0], reverse=largest)]
+    return ordered + [card for _, card in values if not any(card is other for other in ordered)]

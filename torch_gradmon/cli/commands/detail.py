@@ -6,6 +6,7 @@ import argparse
 import time
 from pathlib import Path
 
+from ...core.formatting import printable
 from ...runs import detail_request
 from ...runs.detail_request import DetailRequest, request_text
 from ...runs.format import directory_of, has_run
@@ -71,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
         _print_unread(directory, found)
         return 0
     session = _session(found, directory)
-    change = detail_request.numbered(change, 1 + max(_last_number(found), _requested_number(directory)))
+    change = detail_request.numbered(change, 1 + _requested_number(directory, _last_number(found)))
     print(f"until now: {current_text(found)}")
     detail_request.write(directory, change, session)
     print(f"requested, number {change.number}: {request_text(change.facts())}")
@@ -81,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
         print(warning)
     if options.wait:
         return _wait(directory, change, session, options.timeout)
-    print(f"to see whether it was applied: gradmon detail {options.run} --status")
+    print(f"to see whether it was applied: gradmon detail {printable(options.run)} --status")
     return 0
 
 
@@ -137,17 +138,17 @@ def _last_number(found: RunStatus) -> int:
     return int(state_of(found).get("number", 0))
 
 
-def _requested_number(directory: Path) -> int:
+def _requested_number(directory: Path, last: int) -> int:
     try:
-        return detail_request.read(directory / detail_request.FILE_NAME)[0].number
+        return max(last, detail_request.read(directory / detail_request.FILE_NAME, last)[0].number)
     except (OSError, ValueError):  # an unreadable request is overwritten
-        return 0
+        return last
 
 
 def _print_unread(directory: Path, found: RunStatus) -> None:
     """Print a request that the training has not read yet."""
     try:
-        change, session = detail_request.read(directory / detail_request.FILE_NAME)
+        change, session = detail_request.read(directory / detail_request.FILE_NAME, _last_number(found))
     except (OSError, ValueError):
         return
     if session == state_of(found).get("session") and change.number > _last_number(found) and not found.has_ended:

@@ -8,7 +8,6 @@ import sys
 
 from ...analysis.diagnosis.diagnose import diagnose_history
 from ...analysis.diagnosis.history import History
-from ...core.formatting import printable_lines
 from .common import JSON, RUN, Command, open_run
 
 COMMAND = Command(
@@ -36,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
     elif sys.stdout.isatty():
         _print_coloured(diagnosis.text(min(_WIDEST, shutil.get_terminal_size().columns)))
     else:
-        print(printable_lines(diagnosis.text()))
+        print(diagnosis.text())
     return diagnosis.exit_code
 
 
@@ -45,9 +44,9 @@ def _print_coloured(plain: str) -> None:
         from rich.console import Console
         from rich.text import Text
     except ImportError:
-        print(printable_lines(plain))
+        print(plain)
         return
-    text = Text(printable_lines(plain))
+    text = Text(plain)
     for severity, style in _COLOURS.items():
         text.highlight_regex(rf"(?m)^{severity} +\S+", style)
     Console(highlight=False).print(text, soft_wrap=True)

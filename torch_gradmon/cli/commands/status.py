@@ -9,7 +9,6 @@ from ...analysis.diagnosis.diagnose import diagnose
 from ...analysis.many_runs.card import run_card
 from ...analysis.many_runs.find import no_run
 from ...analysis.many_runs.status import status_dict, status_text
-from ...core.formatting import printable
 from .common import JSON, RUN, Command, UsageError
 
 COMMAND = Command(
@@ -21,8 +20,8 @@ COMMAND = Command(
         ("gradmon status runs/first --json", "the same for a program"),
     ),
     (RUN, JSON),
-    "The exit code is 0 if the run is alive or has ended and nothing graver than information was found, 1 otherwise, and 2 if there is no "
-    "such run.",
+    "The exit code is 0 if the run is alive or has ended and nothing graver than information was found, 1 otherwise, as for a run that an "
+    "exception ended or whose steps are lost on a full disk, and 2 if there is no such run.",
 )
 
 
@@ -39,5 +38,5 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(found, indent=1, allow_nan=False))
     else:
-        print("\n".join(map(printable, status_text(card, diagnosis))))
+        print("\n".join(status_text(card, diagnosis)))
     return 0 if found["healthy"] else 1

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from ...core.formatting import printable
 from ..terminal.run_follower import RunFollower
 from .common import RUN, Command, UsageError, alarms, check_alert, flag, open_run, positive, requires_extra, value
 
@@ -86,10 +87,11 @@ def run(options: argparse.Namespace) -> int:
 def _alarms(options: argparse.Namespace) -> Iterator[None]:
     from ...server.board import RunBoard
 
+    shown = printable(options.run)
     if not Path(options.run).is_dir():
-        print(f"waiting for {options.run}; Ctrl-C ends it", flush=True)
+        print(f"waiting for {shown}; Ctrl-C ends it", flush=True)
         while not Path(options.run).is_dir():
             time.sleep(options.interval)
     with contextlib.closing(RunBoard(options.run)) as board, alarms(board, options.alert):
-        print(f"watching {options.run}; Ctrl-C ends it", flush=True)
+        print(f"watching {shown}; Ctrl-C ends it", flush=True)
         yield

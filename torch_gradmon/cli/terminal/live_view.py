@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rich.text import Text
 
 from ...analysis.diagnosis.series import Series
-from ...core.formatting import cut_start, duration, factor_text, number, percent, printable
+from ...core.formatting import cut_start, duration, factor_text, number, percent
 from ...core.keys import SUMMARY, Key
 from .live import LiveRun
 from .overview import rates_in
@@ -64,7 +64,6 @@ class Screen:
 
     def shown(self, text: str) -> str:
         """``text``, which may contain anything, as this terminal can show it on one line."""
-        text = printable(text)
         return text if self.unicode else text.encode("ascii", "replace").decode()
 
     def name(self, name: str, width: int) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from ...analysis.run import Run
 from ...analysis.spike_report.report import SpikeSummary
 from ...core.errors import nearest
+from ...core.formatting import printable
 from ...core.trained_parts import TrainedPart
 from ...spikes.episodes import Episode, episodes, largest
 from . import layer_table
@@ -111,7 +112,7 @@ def summarize(
     hidden = [] if everything else [line for line in lines if line.is_logged][_LOGGED:]
     spiked = episodes(overview.events, [step for step in steps if since is None or step >= since])
     return RunSummary(
-        name,
+        printable(name),
         overview,
         [(max(first, since or first), end) for first, end in run.segments if since is None or end >= since],
         [line for line in lines if line not in hidden],

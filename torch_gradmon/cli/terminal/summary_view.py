@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...analysis.spike_report.report import SpikeSummary
-from ...core.formatting import cut_start, number, percent, printable, time_span
+from ...core.formatting import cut_start, number, percent, time_span
 from ...spikes.episodes import counted, largest
 from .layer_table import LayerRow
 from .overview import ValueSummary
@@ -54,7 +54,7 @@ def show(console: Console, summary: RunSummary) -> None:
 
 def parts(summary: RunSummary, width: int) -> Iterator[RenderableType]:
     """The printed parts, in order."""
-    yield Text(printable(summary.name), style=_TITLE, overflow="fold")
+    yield Text(summary.name, style=_TITLE, overflow="fold")
     yield _facts(summary)
     if summary.lines:
         yield _title("Whole model")
@@ -89,9 +89,9 @@ def _facts(summary: RunSummary) -> Table:
     if overview.rates is not None:
         low, high, now = overview.rates
         table.add_row("lr", f"{now:.3g}" if low == high else f"{low:.3g} to {high:.3g}, {now:.3g} at the end")
-    table.add_row("model", printable(summary.model))
+    table.add_row("model", summary.model)
     for place, part in enumerate(summary.parts):
-        table.add_row("" if place else "trains", printable(str(part)))
+        table.add_row("" if place else "trains", str(part))
     if len(summary.segments) > 1:
         begins = [str(first) for first, _ in summary.segments[1:]]
         shown = f"{'..., ' if len(begins) > 5 else ''}{', '.join(begins[-5:])}"
@@ -172,7 +172,7 @@ def _spikes(summary: RunSummary, width: int) -> Iterator[RenderableType]:
     table.add_column(justify="right", no_wrap=True)
     table.add_column(overflow="fold")
     for spike in summary.spikes:
-        words = Text(printable(spike.words))
+        words = Text(spike.words)
         if spike.moved:
             words.append(f"; {_moved(spike, width)}", style=_DIM)
         row = "" if spike.first == spike.last else f", of {spike.first} to {spike.last}"
@@ -180,11 +180,11 @@ def _spikes(summary: RunSummary, width: int) -> Iterator[RenderableType]:
     yield table
     worst = largest(summary.spiked, 1)[0].worst.step
     what = "it" if len(summary.spiked) == 1 else "the largest"
-    yield Text(f"gradmon why {printable(summary.name)} --step {worst} explains {what}", style=_DIM, overflow="fold")
+    yield Text(f"gradmon why {summary.name} --step {worst} explains {what}", style=_DIM, overflow="fold")
 
 
 def _moved(spike: SpikeSummary, width: int) -> str:
-    return f"{cut_start(printable(spike.layer), max(width // 2, _NAME))} {printable(spike.moved)}".strip()
+    return f"{cut_start(spike.layer, max(width // 2, _NAME))} {spike.moved}".strip()
 
 
 def _table(columns: Mapping[str, Sequence[str]], room: int) -> Table:
@@ -206,7 +206,7 @@ def _room(width: int, widths: Sequence[int], longest: int) -> int:
 
 
 def _name(name: str, room: int) -> Text:
-    return Text(cut_start(printable(name), room), no_wrap=True)
+    return Text(cut_start(name, room), no_wrap=True)
 
 
 def _known(value: float) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -58,6 +59,9 @@ class BackwardHooks:
         fence: guards each report.
         optimizers: hooks on the optimizers.
         in_backward: which optimizers step within the backward pass.
+
+    Attributes:
+        awaited: passes that have reached a parameter, and have not ended: they are running, or were interrupted.
     """
 
     def __init__(self, driver: LoopDriver, fence: Fence, optimizers: OptimizerHooks, in_backward: StepsInBackward) -> None:
@@ -68,6 +72,7 @@ class BackwardHooks:
         self._tensors: list[int | None] = []  # the tensor in each place when hooks were registered
         self._completing: set[int] = set()  # places with hooks after the accumulation
         self._tasks: set[int] = set()
+        self.awaited: set[int] = set()
         self._is_over = False  # the engine reports the end of a backward pass right now
         self._stepped_within: set[int] = set()  # ids of the parameters of optimizers that have stepped within a backward pass
 
@@ -184,14 +189,16 @@ class BackwardHooks:
             self._remember(task)
             engine = Variable._execution_engine
             # DDP copies the reduced gradients back in a callback of its own; one queued from within a callback comes after it
-            engine.queue_callback(lambda: engine.queue_callback(self._ended))
+            self.awaited.add(task)
+            engine.queue_callback(lambda: engine.queue_callback(functools.partial(self._ended, task)))
 
     def _remember(self, task: int) -> None:
         if len(self._tasks) > 10_000:
             self._tasks.clear()
         self._tasks.add(task)
 
-    def _ended(self) -> None:
+    def _ended(self, task: int) -> None:
+        self.awaited.discard(task)
         if not self._optimizers.in_closure:
             self._optimizers.heal()
         self._is_over = True
@@ -203,4 +210,7 @@ class BackwardHooks:
     def _report_end(self) -> None:
         if (driver := self._driver()) is not None:
             # at the end of a pass a running node belongs to an outer one, as in re-entrant checkpoints
-            driver.backward_ended(is_nested=torch._C._current_autograd_node() is not None)
+            is_nested = torch._C._current_autograd_node() is not None
+            driver.backward_ended(is_nested)
+            if not is_nested:
+                self.awaited.clear()  # also of passes that were interrupted

@@ -177,7 +177,8 @@ class OptimizerSteps:
         state.progress.begun.add(optimizer)
         if not cycle.boundaries.has_values:
             return False
-        measures.annotate(optimizer, by_turns=not within and self._takes_turns(), is_first=self.state.patterns.is_first)
+        turns = max(state.progress.times.values(), default=1) if not within and self._takes_turns() else 0
+        measures.annotate(optimizer, turns=turns, is_first=state.patterns.is_first)
         self._explain_missing(optimizer, has_closure or within)
         self._measure_final(optimizer)
         measures.release_gradients(optimizer)
@@ -291,7 +292,7 @@ class OptimizerSteps:
         self._take_turn(optimizer)
         progress = self.state.progress
         progress.optimizer_overflowed(optimizer)
-        self.measures.annotate(optimizer, by_turns=False, is_first=False)
+        self.measures.annotate(optimizer, turns=0, is_first=False)
         self._measure_final(optimizer)
         self._measure_parameters()
         self.measures.measure_after_clip(optimizer, with_unowned=self._machine.is_last(optimizer), is_overflowed=True)

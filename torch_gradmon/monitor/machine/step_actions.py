@@ -107,8 +107,10 @@ class StepMeasurements(Protocol):
     def measure_update(self, optimizer: Hashable) -> None:
         """Measure what the optimizer changed."""
 
-    def annotate(self, optimizer: Hashable, *, by_turns: bool, is_first: bool) -> None:
-        """Note facts about the optimizer that is about to step: learning rates, and whether it resumes."""
+    def annotate(self, optimizer: Hashable, *, turns: int, is_first: bool) -> None:
+        """Note facts about the optimizer that is about to step: learning rates, whether it resumes, and, if optimizers take turns, the
+        most ``turns`` of one before.
+        """
 
     def explain_missing(self, reason: str) -> None:
         """Record why gradients before clipping are missing."""

@@ -11,6 +11,7 @@ from ...core.keys import Key
 from ...core.process import HomeProcess
 from ...core.records import StepRecord
 from ...core.step_values import StepValues
+from ...core.torch_modes import fresh_grad_mode
 
 if TYPE_CHECKING:
     from ...sinks.filtered_sink import FilteredSink
@@ -56,7 +57,8 @@ class Publisher:
         self.sinks.remove(sink)
         if sink.is_of_package:
             self.keep_alive.remove(sink)
-        sink.close()
+        with fresh_grad_mode():
+            sink.close()
 
     def _receivers(self) -> list[FilteredSink]:
         """The sinks of this rank that receive records."""
@@ -102,9 +104,10 @@ class Publisher:
             try:
                 if not values and sink.takes_values:
                     values = self.shown(record)
-                sink.send(values, record.step)
-                for event, text in texts:
-                    sink.send_spike(event, text)
+                with fresh_grad_mode():
+                    sink.send(values, record.step)
+                    for event, text in texts:
+                        sink.send_spike(event, text)
             except GradmonWarning as warning:  # where warnings were made errors; the other sinks come first
                 first = first or warning
         if first is not None:
@@ -116,5 +119,6 @@ class Publisher:
             return
         self._is_closed = True
         self.publish()
-        for sink in self.sinks:
-            sink.close()
+        with fresh_grad_mode():
+            for sink in self.sinks:
+                sink.close()

@@ -57,6 +57,7 @@ class RunDirectory:
         self._is_taken = False  # the directory, by another writer
         self._has_lost = False  # a step
         self._unwritten = 0  # steps
+        self._is_noted = False  # in the file, that the steps after the last one are lost
         self._is_lost = False  # the directory, which is made anew as soon as there is a place for it
         self._has_claimed = False  # the directory, with its first step
         self._tells, self._has_news = tells, False  # since the end was told last
@@ -139,7 +140,7 @@ class RunDirectory:
             writer = self._opened(self._path)
             self._claim(writer)
             writer.log(record, update=amends, backfill=backfills)
-            self._has_news = True
+            self._has_news, self._is_noted = True, False
         except Superseded:
             self._is_taken = self._has_lost = True
             message = (
@@ -154,7 +155,16 @@ class RunDirectory:
                 f"step {record.step} could not be written to the run directory {self._path}; training continues, and later steps are "
                 "written as soon as that succeeds again"
             )
+            self._note_loss(error)
             self._complaints.add("store", message, error)
+
+    def _note_loss(self, error: Exception) -> None:
+        """Say in the file that steps are lost, as nothing may be said later: a disk without room for a step often has some for this."""
+        if (writer := self._writer) is not None and not self._is_noted:
+            why = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else type(error).__name__
+            with contextlib.suppress(OSError, ValueError):
+                writer.annotate({"unwritten": self._unwritten, "lost_after": writer.last, "lost_why": why})
+                self._is_noted = True
 
     def is_gone(self, step: int | None = None) -> bool:
         """Whether nothing can be recorded now because someone else took the file away.
@@ -236,12 +246,10 @@ class RunDirectory:
         """Close the file. Of a monitor that nobody detached no plugin has noted that the run ended."""
         writer, tune = self._writer, self._meta.get("tune", {})
         if writer is not None and not self._process.is_forked:
-            end: dict[str, Any] = {"raised": raised, "unwritten": self._unwritten}
-            if not tune.get("ended"):
-                left = {name: fact for name, fact in tune.items() if name not in ("listens", "waits")}
-                end["tune"] = {**left, "ended": True}
+            # also where a plugin has noted it, which may be lost
+            left = {name: fact for name, fact in tune.items() if name not in ("listens", "waits")}
             with contextlib.suppress(OSError, ValueError):
-                writer.annotate(end)
+                writer.annotate({"raised": raised, "unwritten": self._unwritten, "tune": {**left, "ended": True}})
         self._close()
 
     def _close(self) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ...core.errors import SpikeError, WarningLog, warn_user
+from ...core.errors import SpikeError, WarningLog
 from ...core.records import SpikeEvent, StepRecord
+from ...core.torch_modes import fresh_grad_mode
 from ...plugins.spike_policy.policy import Policy, policy_of
 from ...spikes.detector_set import DetectorSet
 from ..plugin_set import PluginSet
@@ -46,7 +47,7 @@ class SpikeNotification:
     def warn(self, messages: Iterable[str]) -> None:
         """Warn with each message, where the script has warnings of spikes."""
         for message in messages if self._warns and not self._is_muted() else ():
-            warn_user(message)
+            self._complaints.warn(message)
 
     def notify(self, record: StepRecord | None, events: Sequence[SpikeEvent], action: str = "") -> None:
         """Report new ``events`` of the last record, and the ``action`` on its step.
@@ -83,7 +84,8 @@ class SpikeNotification:
     def _call(self, event: SpikeEvent) -> None:
         if callable(self._on_spike):
             try:
-                self._on_spike(event)
+                with fresh_grad_mode():
+                    self._on_spike(event)
             except Exception as error:
                 self._complaints.add("on_spike", "the function on_spike failed; training continues", error)
         elif self._on_spike == "raise":

@@ -45,11 +45,11 @@ class StateService:
             for part in before:
                 if part in state or part not in _OPTIONAL_PARTS:
                     self._load(part, state[part])
-        except (KeyError, TypeError, ValueError) as error:
+        except Exception as error:  # a checkpoint may be of somebody else
             for each, value in before.items():
                 self._load(each, value)
             raise ValueError(
-                f"state[{part!r}] is not what ModuleMonitor.state_dict() gives, got {display(state[part])}; nothing was loaded"
+                f"state[{part!r}] is not what ModuleMonitor.state_dict() gives, got {display(state.get(part))}; nothing was loaded"
             ) from error
 
     def _check(self, state: object) -> None:

@@ -164,6 +164,7 @@ class ValuesService:
             data is not None and data.acts,
             model.parameters,
             pipeline.directory.facts.get("trainer", ""),
+            clip_bound=pipeline.directory.facts.get("clip_bound"),
         )
         with outside_dispatch_modes():
             found = diagnose_history(history)

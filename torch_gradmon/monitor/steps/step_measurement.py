@@ -6,6 +6,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable, Set
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -17,6 +18,7 @@ from ..loop.loop_hooks import LoopHooks
 from .ownership import Ownership
 from .step_lifecycle import StepLifecycle
 
+_UNFINISHED = "the last backward pass was interrupted, as by an exception, so gradients before clipping were not seen"
 _IN_BACKWARD = (
     "an optimizer stepped within the backward pass before this was known of the loop; they are measured from the next step on"
 )
@@ -107,10 +109,18 @@ class StepMeasurement:
         self._captures.gradients.release(optimizer)
 
     def measure_after_clip(self, optimizer: Hashable, *, with_unowned: bool, is_overflowed: bool = False) -> None:
+        if self._hooks.backward.awaited and torch._C._current_graph_task_id() == -1:
+            self._refuse_before_clip(optimizer)
         scale = None if is_overflowed else self._scale(optimizer)
         self._captures.gradients.after_clip(self._ownership.positions(optimizer), scale)
         if with_unowned and self._ownership.unowned:
             self.measure_unowned()
+
+    def _refuse_before_clip(self, optimizer: Hashable) -> None:
+        """A backward pass was interrupted, and neither another one came after it nor a clip by the monitor, which measures."""
+        active, gradients, positions = self._lifecycle.active, self._captures.gradients, self._ownership.positions(optimizer)
+        if active is not None and active.buffer is not None and gradients.there(gradients.not_clipped(positions)):
+            active.buffer.refuse_all(GRADIENT_BEFORE_CLIP, _UNFINISHED)
 
     def measure_unowned(self) -> None:
         # no optimizer unscales these
@@ -158,15 +168,15 @@ class StepMeasurement:
 
     # --- facts ---------------------------------------------------------------------------------------------------------------
 
-    def annotate(self, optimizer: Hashable, *, by_turns: bool, is_first: bool) -> None:
+    def annotate(self, optimizer: Hashable, *, turns: int, is_first: bool) -> None:
         found = self._ownership[optimizer]
         if found is None:
             return
         place, note = self._order.index(optimizer), self._lifecycle.note
         for number, group in enumerate(found.param_groups):
             note(f"lr/{place}/{number}", group.get("lr"))
-        if by_turns:
-            note("by_turns", 1.0)
+        if turns:
+            note("by_turns", float(turns))
         if is_first and _has_stepped(found):
             note("goes_on", 1.0)
 

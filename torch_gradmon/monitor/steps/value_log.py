@@ -135,7 +135,13 @@ class ValueLog:
     def _log_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
         late = StepBuffer(-1, self._fence.complaints)
-        if late in [self._log(key, value, "mean", False, False, late) for key, value in waiting]:
+        are_late = False
+        for key, value in waiting:
+            try:
+                are_late |= self._log(key, value, "mean", False, False, late) is late
+            except ValueError as error:
+                self._lose(key, error)
+        if are_late:
             self.late.add(late)
 
     def is_listening(self, may_be_forward: Callable[[], bool]) -> bool:
@@ -197,17 +203,21 @@ class ValueLog:
         except GradmonWarning:  # where warnings were made errors
             raise
         except Exception as error:  # the value, or the code that gets it, is at fault
-            absent = self.late.absent if self.buffer is None else self.buffer.absent
-            absent[key.source, key.name] = str(error)
-            self._fence.complaints.add(f"log:{text}", f"a value of {text} is lost", error)
+            self._lose(key, error)
+
+    def _lose(self, key: Key, error: Exception) -> None:
+        text = "/".join(filter(None, key))
+        absent = self.late.absent if self.buffer is None else self.buffer.absent
+        absent[key.source, key.name] = str(error)
+        self._fence.complaints.add(f"log:{text}", f"a value of {text} is lost", error)
 
     def _warn_late(self, key: Key, text: str, reducer: str) -> None:
         is_late = self._exchange.exchange.shares_values and not self._state.is_open and not self._is_ahead(key)
         if is_late and (reducer or self.late.is_judged(key)):
             self._fence.complaints.add(
                 f"late:{text}",
-                f"{text} was logged after optimizer.step(), after the ranks had exchanged their values: it stays on this rank, "
-                "and no detector judges it; log it earlier",
+                f"{text} was logged after optimizer.step(), after the ranks had exchanged their values: it stays on this rank, or is "
+                "lost where they have merged earlier ones of this step, and no detector judges it; log it earlier",
             )
 
     def _log(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...capture.modules.structure import tensors_of
-from ...core.setup_mistakes import EXPECTATION
+from ...core.setup_mistakes import EXPECTATION, NON_FINITE_INPUT
 from ..tallies import Tallies
 
 #: Elements of a batch that are looked at.
@@ -75,10 +75,11 @@ class Batches:
 
     Args:
         tallies: receive what is odd.
+        part: the name of the part of the model that gets them; empty for all of it.
     """
 
-    def __init__(self, tallies: Tallies) -> None:
-        self._tallies = tallies
+    def __init__(self, tallies: Tallies, part: str = "") -> None:
+        self._tallies, self._part = tallies, part
         self._seen: list[int] = []
 
     def add(self, fingerprint: int) -> None:
@@ -100,25 +101,31 @@ class Batches:
         """Report what is odd; ``varies``: what the user has declared."""
         if len(self._seen) < FEWEST or varies is False:
             return
-        if self.is_repeated:
-            self._tallies.seen("repeated-batch", evidence={"batches": float(len(self._seen)), "different ones": 1.0})
-        elif self.copies >= _COPIES:
-            evidence = {"batches": float(len(self._seen)), "different ones": float(len(set(self._seen)))}
-            self._tallies.seen("repeated-batch", evidence=evidence)
-        else:
+        if not self.is_repeated and self.copies < _COPIES:
             return
+        evidence = {"batches": float(len(self._seen)), "different ones": float(len(set(self._seen)))}
+        self._count("repeated-batch", True, **evidence)
         if varies:
             self._tallies.seen(EXPECTATION, "batch", ("batches that vary",), {"different ones": float(len(set(self._seen)))})
 
     def looked(self, mean: float, rms: float, apart: float) -> None:
         """Report what the first input of one batch looks like."""
-        if apart == 0:
-            self._tallies.seen("constant-input", evidence={"largest difference between rows": 0.0})
-        elif not self._tallies.is_empty:
-            self._tallies.missed("constant-input")
+        self._count("constant-input", apart == 0, **{"largest difference between rows": 0.0})
         deviation = math.sqrt(max(rms**2 - mean**2, 0.0))
         off = abs(mean) / deviation if deviation else 0.0
-        if rms > _LARGE or 0 < rms < _TINY or off > (_OFF if rms > _SMALL else _FAR_OFF):
-            self._tallies.seen("inputs-not-normalised", evidence={"mean": mean, "standard deviation": deviation})
+        is_far = rms > _LARGE or 0 < rms < _TINY or off > (_OFF if rms > _SMALL else _FAR_OFF)
+        self._count("inputs-not-normalised", is_far, **{"mean": mean, "standard deviation": deviation})
+
+    def spoiled(self, step: int) -> None:
+        """Report NaN or Inf in the batch of a step."""
+        self._tallies.seen(NON_FINITE_INPUT, self._part or None, self._where, step=step)
+
+    def _count(self, rule: str, is_so: bool, **evidence: float) -> None:
+        if is_so:
+            self._tallies.seen(rule, self._part or None, self._where, evidence)
         elif not self._tallies.is_empty:
-            self._tallies.missed("inputs-not-normalised")
+            self._tallies.missed(rule, self._part or None)
+
+    @property
+    def _where(self) -> tuple[str, ...]:
+        return (self._part,) if self._part else ()

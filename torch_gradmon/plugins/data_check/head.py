@@ -42,9 +42,12 @@ _VARIES = 0.1
 _ALIKE = 1e-3
 #: How well logarithms of gradients have to follow logits for a temperature to be read off them.
 _LINEAR = 0.995
-#: The fewest outputs that are drawn to one number, and the variance of these numbers over that of the targets.
-_MANY, _ONE = 8, 1e-6
-_FACTS = 27
+#: The fewest outputs that are drawn to one number, and the variance of these numbers over that of the targets, and over that of the
+#: outputs: of gradients that are all alike, as those of a mean are, it is all of the latter.
+_MANY, _ONE, _DRAWN = 8, 1e-6, 0.1
+#: An answer that is this near to certain and right has, beside others, a gradient of rounding alone: float32 has no more of ``p - 1``.
+_CERTAIN = 1e-5
+_FACTS = 29
 #: Multiples of it are spread evenly over the fractions.
 _GOLDEN = 0.618
 
@@ -144,12 +147,15 @@ def sample_of(output: Tensor) -> Tensor | None:
     rows = rows_of(output.detach())
     if rows.shape[1] > CLASSES or len(rows) < 2 or rows.device.type in ("meta", "mps"):  # the latter has no float64
         return None
-    return _looked_at(rows).clone()
+    return looked_at(rows).clone()
 
 
-def _looked_at(rows: Tensor) -> Tensor:
-    """Some of many rows, from all over them: the first pixels of an image are its border, and those in one distance may be a column."""
-    most, many = min(ROWS, max(_LEAST, _ELEMENTS // rows.shape[1])), len(rows)
+def looked_at(rows: Tensor, classes: int | None = None) -> Tensor:
+    """Some of many rows, from all over them: the first pixels of an image are its border, and those in one distance may be a column.
+
+    ``classes``: of the output that ``rows`` belong to, if they are not its own.
+    """
+    most, many = min(ROWS, max(_LEAST, _ELEMENTS // (classes or rows.shape[1]))), len(rows)
     if many <= most:
         return rows
     stride = next(step for step in range(int(_GOLDEN * many), many) if math.gcd(step, many) == 1)
@@ -165,7 +171,7 @@ def facts_of(sample: Tensor, gradient: Tensor) -> Tensor | None:
         gradient: of the whole output.
     """
     z, every = sample.double(), rows_of(gradient)
-    g = _looked_at(every).double()
+    g = looked_at(every).double()
     if z.shape != g.shape:
         return None
     used = g.abs().sum(1) > 0
@@ -185,9 +191,11 @@ def facts_of(sample: Tensor, gradient: Tensor) -> Tensor | None:
 def _classes(z: Tensor, g: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
     target = g.argmin(1)
     hot = torch.zeros_like(z).scatter_(1, target[:, None], 1.0)
-    weight = used.double()
+    expected = (p := z.softmax(1)) - hot
+    sizes = g.abs().amax(1)
+    weight = (used & (sizes > _CERTAIN * sizes.amax())).double()
+    certain = (p.amax(1) > 1 - _CERTAIN).double() * (1 - weight)
     total = weight.sum().clamp(min=1)
-    expected = z.softmax(1) - hot
     factor = (g * expected).sum(1) / expected.square().sum(1).clamp(min=1e-300)
     mean = (factor * weight).sum() / total
     deviation = ((factor - mean).square() * weight).sum().div(total).sqrt() / mean.abs().clamp(min=1e-300)
@@ -209,7 +217,8 @@ def _classes(z: Tensor, g: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
     binary = _binary(z, g)
     extremes = z.amin(), (z == 0).double().mean()
     loss = -(z.log_softmax(1).gather(1, target[:, None])[:, 0] * weight).sum() / total
-    one = torch.stack([deviation, residual, mean, slope, fit, scale, *extremes, *binary[:3], spread, loss, binary[3]])
+    counts = weight.sum(), certain.sum()
+    one = torch.stack([deviation, residual, mean, slope, fit, scale, *extremes, *binary[:3], spread, loss, binary[3], *counts])
     labels = torch.zeros(min(z.shape[1], COUNTED), dtype=torch.float64, device=z.device)
     inside = target < len(labels)
     labels.scatter_add_(0, target.clamp(max=len(labels) - 1), weight * inside)
@@ -223,7 +232,7 @@ def _single(z: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     ones = ((g < 0) & used).double().sum()
     labels = torch.stack([used.double().sum() - ones, ones])
     *binary, loss = _binary(z, g)
-    return torch.cat([nothing, extremes, torch.stack(binary), nothing[:2], loss.view(1)]), labels
+    return torch.cat([nothing, extremes, torch.stack(binary), nothing[:2], loss.view(1), nothing[:2]]), labels
 
 
 def _binary(z: Tensor, g: Tensor) -> list[Tensor]:
@@ -255,8 +264,11 @@ def recognised(facts: list[float], loss: float | None) -> Head | None:
         return None
     every = count * used / rows  # rows with a gradient, among all of them
     zeros = zeros if low == 0 else 0.0
-    if (classes > 2 or (classes == 2 and is_entropy)) and deviation < _FITS and residual < _FITS:
-        return Head("cross-entropy", every, mean * every, 1.0, zeros, labels)
+    telling, certain = facts[23:25]
+    if (classes > 2 or (classes == 2 and is_entropy)) and deviation < _FITS and residual < _FITS and telling > 1:
+        # a row without a gradient is answered with certainty, or does not count
+        least, most = (mean * count * number / rows for number in (telling, telling + certain))
+        return Head("cross-entropy", count * telling / rows, max(least, min(most, 1.0)), 1.0, zeros, labels)
     if is_binary and b_deviation < _FITS:
         return Head("binary cross-entropy", every * classes, b_mean * every * classes, 1.0, zeros, labels)
     if classes > 2 and fit > _LINEAR and slope > 0 and spread < _FITS:
@@ -271,6 +283,8 @@ def recognised(facts: list[float], loss: float | None) -> Head | None:
     if varied > _ALIKE and _is_near(own, loss):
         return Head("mean square", every, 1.0, 1.0, zeros, (), average, square, negative, (below, above), own)
     # all outputs are drawn to one number, from which the targets that the loss is taken of differ
-    if rows == count and elements >= _MANY and square - average**2 < _ONE * (loss - own):
+    variance = square - average**2
+    is_drawn = variance < _ONE * (loss - own) and variance < _DRAWN * (z2 / elements - (z1 / elements) ** 2)
+    if rows == count and elements >= _MANY and is_drawn:
         return Head("mean square", every, 1.0, 1.0, zeros, (), average, average**2 + loss - own)
     return None

@@ -57,7 +57,7 @@ class RequestFile:
             if seen == self._seen:
                 return None
             self._seen = seen
-            found, session = change.read(self._path)
+            found, session = change.read(self._path, self._last.number)
         except (FileNotFoundError, NotADirectoryError):
             self._seen = None
             return None

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from ...capture.loss_graph import (
     OUTPUT,
-    all_nodes_of,
     inputs_of,
     is_made_by,
     is_move,
     losses_going_backward,
     nodes_of,
+    nodes_to,
     notes_of,
     operation_of,
 )
@@ -76,13 +76,16 @@ class LossChecks:
         self.is_looking = self._steps >= _STEPS and self._looks < _LOOKS and not is_certain
         self.is_idle = self._looks >= _LOOKS and not is_certain
 
-    def accumulated(self, interval: Interval) -> None:
-        """Look at the loss of the running backward pass. Synchronises only for one that gets what it cannot take."""
+    def accumulated(self, interval: Interval, parameters: Container[int]) -> None:
+        """Look at the loss of the running backward pass. Synchronises only for one that gets what it cannot take.
+
+        ``parameters``: the optimizer's, by id; what another network made may have a loss of its own.
+        """
         self._looks += 1
         self.is_looking = self._looks < _LOOKS and self._same < _SAME
         losses = losses_going_backward()
         terms = [node for loss in losses for node in _terms(loss)]
-        nodes = all_nodes_of(losses)
+        nodes = nodes_to(losses, parameters)
         # a loop that clears the gradient in between may well look at it and begin again
         is_again = any(self._mark in notes_of(node) for node in terms) and not (interval.drops or interval.writes)
         is_old = any(notes_of(node).get(self._visited, self._steps) < self._steps for node in nodes if not _is_cast(node))

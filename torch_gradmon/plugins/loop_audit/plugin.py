@@ -175,7 +175,9 @@ class LoopAudit(Plugin):
         self._most_forwards, self._forwards = max(self._most_forwards, self._forwards), 0
         if self._rest.step_ended(is_clean):
             hooks.restart(probed)
-        if not hooks.is_current and probed.checks.needs_values:
+        # nor will a forward register them where the parts of the model are called alone
+        no_forward = not self._most_forwards and probed.stepped_in == -1
+        if not hooks.is_current and (probed.checks.needs_values or no_forward):
             hooks.register(self._rest.is_on)
 
     def on_optimizer_overflowed(self, optimizer: Optimizer) -> None:

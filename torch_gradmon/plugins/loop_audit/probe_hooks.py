@@ -13,6 +13,7 @@ from ...capture.hooks import Handles, Hook
 from ...step.planner import Planner
 from ..tallies import Tallies
 from .gradient_exchange import GradientExchange
+from .probe import Probe
 from .probed_optimizer import ProbedOptimizer
 from .unattached_updates import UnusedGradients
 
@@ -64,9 +65,9 @@ class ProbeHooks:
         self._handles.remove()
         for key, probed in self.optimizers.items():
             if probed.probe is not None and not probed.probe.is_offloaded and not is_resting:
-                self._handles.on_accumulate(probed.probe.place, Hook(self._accumulated_hook, key))
+                self._handles.on_accumulate(probed.probe.place, Hook(self._accumulated_hook, key, probed.probe))
                 if probed.checks.needs_values:
-                    self._handles.on_gradient(probed.probe.place, Hook(self._incoming_hook, key))
+                    self._handles.on_gradient(probed.probe.place, Hook(self._incoming_hook, key, probed.probe))
 
     def remove(self) -> None:
         """Remove all hooks."""
@@ -74,8 +75,9 @@ class ProbeHooks:
 
     # --- backward passes -------------------------------------------------------------------------------------------------------
 
-    def _accumulated_hook(self, key: int, parameter: Tensor) -> None:
-        if not torch.compiler.is_dynamo_compiling():  # as compiled autograd does
+    def _accumulated_hook(self, key: int, probe: Probe, parameter: Tensor) -> None:
+        # as compiled autograd does; or another probe has taken its place, whose hook is yet to come
+        if not torch.compiler.is_dynamo_compiling() and probe is self.optimizers[key].probe:
             self._call(self._accumulated, self.optimizers[key], parameter)
 
     def _accumulated(self, probed: ProbedOptimizer, parameter: Tensor) -> None:
@@ -90,7 +92,7 @@ class ProbeHooks:
             self._backward_ended(probed)
         interval, writes = probe.interval, probed.checks.writes
         if probed.checks.losses.is_looking:
-            probed.checks.losses.accumulated(interval)
+            probed.checks.losses.accumulated(interval, probed.owned)
         if not self._tallies.is_empty:
             probed.checks.accumulated(interval)
         if interval.late >= 0:
@@ -122,8 +124,9 @@ class ProbeHooks:
                 if probed.missed_backward():
                     self._replace(probed)
 
-    def _incoming_hook(self, key: int, gradient: Tensor | None) -> None:
-        self._call(self._incoming, self.optimizers[key], gradient)
+    def _incoming_hook(self, key: int, probe: Probe, gradient: Tensor | None) -> None:
+        if probe is self.optimizers[key].probe:
+            self._call(self._incoming, self.optimizers[key], gradient)
 
     def _incoming(self, probed: ProbedOptimizer, gradient: Tensor | None) -> None:
         probe, writes = probed.probe, probed.checks.writes

@@ -28,6 +28,9 @@ class ProbedOptimizer:
         optimizer: held weakly.
         tallies: receive the findings.
         is_alone: no other one is attached, so that no parameter has to show which one a finding is about.
+
+    Attributes:
+        owned: the ids of its parameters.
     """
 
     def __init__(self, optimizer: Optimizer, tallies: Tallies, is_alone: bool) -> None:
@@ -40,7 +43,7 @@ class ProbedOptimizer:
         self.has_stepped = False  # or a scaler has kept it from that
         self.is_unknown = False  # whether it steps with a closure, or outside training
         self._optimizer = weakref.ref(optimizer)
-        self._owned: frozenset[int] = frozenset()
+        self.owned: frozenset[int] = frozenset()
         self._absent = self._silent = 0
         self._had_gradients = False
 
@@ -50,7 +53,7 @@ class ProbedOptimizer:
         self._absent, self.probe, self._silent = 0, None, 0
         if optimizer is None or inventory is None:
             return
-        self._owned = owned = frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
+        self.owned = owned = frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
         found = [
             (parameter.numel(), number)
             for number, place in enumerate(inventory.references)
@@ -70,7 +73,7 @@ class ProbedOptimizer:
 
     def shares_parameters(self, other: ProbedOptimizer) -> bool:
         """Whether both own some parameter."""
-        return not self._owned.isdisjoint(other._owned)
+        return not self.owned.isdisjoint(other.owned)
 
     def rests(self) -> bool:
         """Whether it has never stepped, though its parameters get gradients."""
@@ -80,7 +83,7 @@ class ProbedOptimizer:
 
     def names(self, inventory: ModelIndex) -> tuple[str, ...]:
         """Its parameters; the module that has them all, if they have one that is not the whole model."""
-        found = [n for n, place in zip(inventory.names, inventory.references, strict=True) if id(place()) in self._owned]
+        found = [n for n, place in zip(inventory.names, inventory.references, strict=True) if id(place()) in self.owned]
         common = "".join(one + "." for one in _common([name.split(".")[:-1] for name in found]))
         return (common.removesuffix("."),) if common else tuple(found)
 

@@ -54,18 +54,19 @@ def _parameters(optimizer: Optimizer) -> set[int]:
 
 
 def card(optimizers: Sequence[Optimizer], names: Mapping[int, Any]) -> list[dict[str, Any]]:
-    """One entry for each group: class of the optimizer, settings, and names of the parameters that the model has.
+    """One entry for each group: class and number of the optimizer, settings, and names of the parameters that the model has.
 
     Args:
         optimizers: in the order of their steps.
         names: of the model's parameters, by id.
     """
     groups = []
-    for optimizer in optimizers:
+    for number, optimizer in enumerate(optimizers):
         for group in optimizer.param_groups:
             settings = {key: found for key, value in group.items() if (found := _plain(value)) is not None}
             parameters = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
-            groups.append({"optimizer": type(optimizer).__name__, "settings": settings, "parameters": parameters})
+            of = {"optimizer": type(optimizer).__name__, "number": number}
+            groups.append({**of, "settings": settings, "parameters": parameters})
     return groups
 
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
 import shutil
 import tempfile
 import weakref
+import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ...core.files import replacing
 from ...step.ranks import is_dtensor
 from .buffers import is_fixed
 from .policy import Rollback
@@ -79,13 +81,10 @@ class Snapshots:
             self._directory = tempfile.mkdtemp(prefix=f"rank{self._rank}-", dir=self._parent)
             self._remove = weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
         file = Path(self._directory) / f"step{step}.pt"
-        partial = file.with_suffix(".part")
-        try:
-            torch.save(taken, partial)
-            os.replace(partial, file)  # a killed run leaves no half of one
-        finally:
-            partial.unlink(missing_ok=True)
-        return lambda: torch.load(file, map_location="cpu", weights_only=False), file  # our own, written by this process
+        leaves, shape = tree_flatten(taken)
+        with replacing(file) as target:  # a killed run leaves no half of one
+            leaves = [_written(leaf, target) for leaf in leaves]
+        return lambda: tree_unflatten(_read_back(leaves, file), shape), file
 
     def _drop(self, place: int) -> None:
         dropped = self._kept.pop(place)
@@ -114,7 +113,7 @@ class Snapshots:
 
         Raises:
             ValueError: the model or its optimizers have other tensors now; nothing is changed.
-            OSError: the file no longer exists.
+            OSError: the file no longer exists, or was changed.
         """
         while self._kept[-1].step > to:
             self._drop(-1)
@@ -167,6 +166,36 @@ class Snapshots:
             self._directory = ""
             self._remove()
         self._used = self._since = None
+
+
+class _OnDisk(NamedTuple):
+    """What a file has the bytes of. The file has nothing else: unpickling could run what somebody else has put there."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    size: int
+    checksum: int
+
+
+def _written(leaf: Any, file: IO[bytes]) -> Any:
+    """Write a tensor; anything else stays as it is."""
+    if type(leaf) is not Tensor or leaf.layout is not torch.strided or leaf.is_quantized or not leaf.numel():
+        return leaf
+    data: Any = memoryview(leaf.resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]
+    file.write(data)
+    return _OnDisk(leaf.dtype, leaf.shape, data.nbytes, zlib.crc32(data))
+
+
+def _read_back(leaves: Sequence[Any], file: Path) -> list[Any]:
+    with file.open("rb") as source:
+        return [_tensor_in(source, leaf) if isinstance(leaf, _OnDisk) else leaf for leaf in leaves]
+
+
+def _tensor_in(file: IO[bytes], leaf: _OnDisk) -> Tensor:
+    data = bytearray(file.read(leaf.size))
+    if len(data) != leaf.size or zlib.crc32(data) != leaf.checksum:
+        raise OSError(f"{file.name!r} was changed since it was written")
+    return torch.frombuffer(data, dtype=leaf.dtype).reshape(leaf.shape)
 
 
 def _tensors(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Tensor]:

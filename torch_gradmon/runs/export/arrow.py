@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from typing import IO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -25,13 +25,13 @@ class ParquetFile:
     """Writes each part as a row group.
 
     Args:
-        path: of the file.
+        file: to write to; it stays open.
         fields: the columns.
     """
 
-    def __init__(self, path: Path, fields: Sequence[Field]) -> None:
+    def __init__(self, file: IO[bytes], fields: Sequence[Field]) -> None:
         self._fields = fields
-        self._writer = pq.ParquetWriter(path, schema(fields), compression="zstd")
+        self._writer = pq.ParquetWriter(file, schema(fields), compression="zstd")
 
     def write(self, columns: Sequence[ColumnValues]) -> None:
         """Add rows."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Protocol
 
+from ...core.files import replacing
 from .frames import ColumnValues, Field, Frame
 from .text import CsvFile, JsonlFile
 
@@ -22,16 +22,16 @@ class File(Protocol):
         """Close the file."""
 
 
-def _parquet(path: Path, fields: Sequence[Field]) -> File:
+def _parquet(file: IO[bytes], fields: Sequence[Field]) -> File:
     try:
         from .arrow import ParquetFile
     except ModuleNotFoundError as error:
         raise ImportError('Parquet needs pyarrow: pip install "torch_gradmon[export]"; .csv and .jsonl need nothing') from error
-    return ParquetFile(path, fields)
+    return ParquetFile(file, fields)
 
 
 #: Writers by file extension.
-FORMATS: Mapping[str, Callable[[Path, Sequence[Field]], File]] = {".parquet": _parquet, ".csv": CsvFile, ".jsonl": JsonlFile}
+FORMATS: Mapping[str, Callable[[IO[bytes], Sequence[Field]], File]] = {".parquet": _parquet, ".csv": CsvFile, ".jsonl": JsonlFile}
 
 
 def write(frames: Mapping[Path, Frame], advance: Callable[[int], None]) -> None:
@@ -49,25 +49,13 @@ def write(frames: Mapping[Path, Frame], advance: Callable[[int], None]) -> None:
     for path in frames:
         check_path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as undo:
-        done = {}
+    with contextlib.ExitStack() as stack:
         for path, frame in frames.items():
-            done[path] = path.with_name(f".{path.name}.{os.getpid()}.partial")
-            undo.callback(done[path].unlink, missing_ok=True)
-            with _open(FORMATS[path.suffix.lower()](done[path], frame.fields)) as file:
+            target = stack.enter_context(replacing(path))
+            with contextlib.closing(FORMATS[path.suffix.lower()](target, frame.fields)) as file:
                 for steps, columns in frame.parts():
                     file.write(columns)
                     advance(steps)
-        for path, partial in done.items():
-            os.replace(partial, path)
-
-
-@contextlib.contextmanager
-def _open(file: File) -> Iterator[File]:
-    try:
-        yield file
-    finally:
-        file.close()
 
 
 def check_path(path: Path) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Sequence
 from datetime import datetime, timedelta, timezone
-from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from torch import Tensor
 
@@ -16,38 +16,43 @@ from .frames import ColumnValues, Field
 
 
 class _TextFile:
-    def __init__(self, path: Path, fields: Sequence[Field]) -> None:
+    def __init__(self, file: IO[bytes], fields: Sequence[Field]) -> None:
         self._fields = fields
-        self._file = path.open("w", encoding="utf-8", newline="")
+        self._file = io.TextIOWrapper(file, encoding="utf-8", newline="")
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Complete the file, which stays open."""
+        self._file.detach()
 
 
 class CsvFile(_TextFile):
     """Writes rows below a header. Absent values are empty; NaN and infinite values are ``nan`` and ``inf``.
 
     Args:
-        path: of the file.
+        file: to write to; it stays open.
         fields: the columns.
     """
 
-    def __init__(self, path: Path, fields: Sequence[Field]) -> None:
-        super().__init__(path, fields)
-        self._writer = csv.writer(self._file, lineterminator="\n")
-        self._writer.writerow(field.name for field in fields)
+    def __init__(self, file: IO[bytes], fields: Sequence[Field]) -> None:
+        super().__init__(file, fields)
+        self._writer = csv.writer(self._file, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
+        self._writer.writerow(_harmless(field.name) for field in fields)
 
     def write(self, columns: Sequence[ColumnValues]) -> None:
         """Add rows."""
-        self._writer.writerows(zip(*_cells(self._fields, columns), strict=True))
+        self._writer.writerows(map(_harmless, row) for row in zip(*_cells(self._fields, columns), strict=True))
+
+
+def _harmless(cell: Any) -> Any:
+    """A text that a spreadsheet does not take for a formula."""
+    return f"'{cell}" if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@", "\t", "\r")) else cell
 
 
 class JsonlFile(_TextFile):
     """Writes one object per row without absent values. NaN and infinite values are strings, as in :class:`JsonlSink`.
 
     Args:
-        path: of the file.
+        file: to write to; it stays open.
         fields: the columns.
     """
 

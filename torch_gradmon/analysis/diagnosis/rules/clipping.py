@@ -97,14 +97,23 @@ def _never(history: History, norms: Series) -> list[Finding]:
         return []
     far = _outliers(norms)
     spiky = 2 <= len(far) < len(norms) / 10
-    bound = f"two or three times the median norm, {norms.median:.2g}"
+    limit, bound = history.clip_bound, f"two or three times the median norm, {norms.median:.2g}"
+    if limit is not None and not spiky and not (limit and far):
+        return []  # a bound that nothing has to reach, or a norm that the trainer only measures
+    made = (
+        "The loop writes to gradients between backward and the optimizer's step, as a clip does, and never makes them smaller"
+        if limit is None
+        else f"No gradient reaches the bound of the clip, {limit:g}"
+        if limit
+        else "Gradients are not clipped"
+    )
     return history.finding(
         "never-clipped",
         "",
         {"median norm": norms.median, "largest": max(norms.values), "outliers": float(len(far))},
-        "The loop writes to gradients between backward and the optimizer's step, as a clip does, and never makes them smaller"
-        + (f", though {len(far)} steps had more than ten times the norm of those around them." if spiky else "."),
-        f"Clip the norm of all gradients to {bound}; a clip that is there has a bound above all norms, or an infinite one."
+        made + (f", though {len(far)} steps had more than ten times the norm of those around them." if spiky else "."),
+        f"Clip the norm of all gradients to {bound}"
+        + ("; a clip that is there has a bound above all norms, or an infinite one." if limit is None else ".")
         if spiky
         else "Nothing has to be done: no step has an outlier for a bound to stop, and one above all norms only measures them."
         if not far

@@ -1,9 +1,10 @@
 """Learning rates, judged by the size of updates relative to the weights, and by the loss.
 
-A rate is too high if, at the beginning, the updates of half of all matrices are a fifth or more of the weights and the loss either rises or
-does not fall; or if it leaps during the training, and the loss is worse from then on. It is too low if no matrix ever moves by more than
-a fifty-thousandth in a step and the loss does not fall. About a thousandth works for most models (Karpathy, "A recipe for training neural
-networks", 2019), but small models learn well with a hundredth, so the loss has to confirm it.
+A rate is too high if, at the beginning, the updates of half of all matrices are a fifth or more of the weights and the loss rises: by
+half or, where it does not fall later, beyond its noise. Where it does not fall, updates that stay so large are enough, and where it rises
+far, a tenth is. A rate that leaps during the training is too high if the loss is worse from then on. It is too low if no matrix ever
+moves by more than a fifty-thousandth in a step and the loss does not fall. About a thousandth works for most models (Karpathy, "A recipe
+for training neural networks", 2019), but small models learn well with a hundredth, so the loss has to confirm it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ....core import keys as n
 from ....core.formatting import also_in, times
 from ..findings import Finding, NotMeasured
 from ..history import History
-from ..learning import rank_shift, trend
+from ..learning import rank_shift, spread, trend
 from ..precautions import Precautions
 from ..series import Matrix, lower_median
 from .precision import rounding_unknown
@@ -40,8 +41,8 @@ _OWN_RATE = 1e-2
 _LEAP, _WINDOW = 5.0, 20
 #: and spoils the loss if that is then this many times what it was, by this many standard deviations of its ranks.
 _WORSE, _RANKS = 1.25, 3.0
-#: The largest early loss over the first one if the loss rises, and if it rises far; the fewest losses looked at.
-_LEFT, _FAR, _FIRST = 1.5, 3.0, 5
+#: The largest early loss over the first one if the loss rises, and if it rises far; the fewest losses looked at; deviations of noise.
+_LEFT, _FAR, _FIRST, _SPREADS = 1.5, 3.0, 5, 6.0
 #: A learning rate below this share of its largest value moves nothing; it is too early if that holds for this share of the run.
 _SPENT, _TOO_EARLY = 1e-3, 0.3
 #: Below this share it moves too little for a loss that has not fallen by a third, and hardly falls any more: by less than this share.
@@ -161,7 +162,10 @@ def _high(history: History, ratios: Matrix) -> list[Finding]:
     early = sorted(ratios.part(0, 0.1).largest().values())
     typical = early[len(early) // 2] if early else 0.0
     worst, fails = _harm(history)
-    is_high = typical > _HIGH and (worst > _LEFT or (history.learning.is_stuck and not history.rests_at_chance))
+    is_stuck = history.learning.is_stuck and not history.rests_at_chance
+    stays = lower_median(ratios.part(0.25, 1).medians().values()) > _PART_HIGH
+    is_high = typical > _HIGH and (worst > _LEFT or (is_stuck and (stays or _rises(history, worst))))
+    is_high |= typical > _PART_HIGH and worst > _FAR
     if is_high or (typical > _KILLS and history.learning.is_stuck and _died(history)):
         is_late = history.misses_beginning(ratios.steps)
         first = f"The first measured updates, from step {ratios.steps[0]} on," if is_late else "The first updates"
@@ -218,6 +222,12 @@ def _harm(history: History) -> tuple[float, bool]:
     return max(early) / loss.values[0], fails
 
 
+def _rises(history: History, worst: float) -> bool:
+    """Whether the early loss is ever above the first one by more than the noise of a loss that rests. Unknown counts as yes."""
+    loss = history.loss.finite
+    return not loss or (worst - 1) * loss.values[0] > _SPREADS * spread(loss.part(0.8, 1)) or not loss.values[0] > 0
+
+
 def _high_parts(history: History, ratios: Matrix, is_alone: bool) -> list[Finding]:
     """``is_alone``: no rate of the whole model is at fault."""
     usual = ratios.part(0.25, 1).medians()
@@ -236,7 +246,7 @@ def _high_parts(history: History, ratios: Matrix, is_alone: bool) -> list[Findin
         f"The first steps change these weights by {_part(usual[high[0]])}, and the loss rises.{also_in(high)}"
         if is_early
         else f"Each step changes these weights by {_part(usual[high[0]])}, so they forget within a few steps.{also_in(high)}",
-        f"Lower the learning rate of {_group(history)}.",
+        "Lower the learning rate." if 2 * len(high) > len(usual) > 1 else f"Lower the learning rate of {_group(history)}.",
         70.0,
         severity="warning" if is_early else "info" if history.rests_at_chance else None,
         steps=(ratios.steps[0], ratios.steps[-1]),

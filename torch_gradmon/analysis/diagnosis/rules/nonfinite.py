@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ....core import keys as n
+from ....core.loss_keys import is_loss_of_network
 from ....core.records import StepRecord, nonfinite_names
-from ....core.setup_mistakes import NON_FINITE_INPUT
+from ....core.setup_mistakes import OF_THE_BATCH
 from ....spikes.nonfinite_origin import innermost
 from ..findings import Finding
 from ..history import History
@@ -37,6 +39,9 @@ class _Stage(NamedTuple):
     advice: str
 
 
+_DERIVATIVES = (
+    "look for functions that are finite but have an infinite derivative (sqrt, norm and pow at 0, torch.where around a division)"
+)
 #: In the order of the step: the first stage with NaN is the cause, and the rest follows from it.
 _STAGES = (
     _Stage(
@@ -63,7 +68,7 @@ _STAGES = (
         "non-finite-gradient",
         n.GRADIENT_BEFORE_CLIP,
         "the loss is finite, and the backward pass produces NaN or Inf",
-        "look for functions that are finite but have an infinite derivative (sqrt, norm and pow at 0, torch.where around a division)",
+        _DERIVATIVES,
     ),
     _Stage(
         "non-finite-gradient",
@@ -79,12 +84,16 @@ def check_nonfinite(history: History) -> list[Finding]:
     """The first applied step with NaN or Inf, by the stage that had it first; and a GradScaler that never applies a step."""
     found = _stuck(history)
     losses = dict(zip(history.loss.steps, history.loss.values, strict=True))
-    bad = [(record, nonfinite) for record in history.records if (nonfinite := _first_nonfinite(record, losses.get(record.step)))]
+    bad = [
+        (record, nonfinite)
+        for record in history.records
+        if (nonfinite := _first_nonfinite(record, losses.get(record.step), history))
+    ]
     applied = [(record, nonfinite) for record, nonfinite in bad if record.applied]
     if not applied:
         return found
     record, (stage, places) = applied[0]
-    if any(fact.rule == NON_FINITE_INPUT and fact.first <= record.step <= fact.last for fact in history.facts):
+    if any(fact.rule in OF_THE_BATCH and fact.first <= record.step <= fact.last for fact in history.facts):
         return found  # the rest follows from the batch
     last = applied[-1][0].step
     evidence = {"steps": float(len(applied))}
@@ -92,7 +101,7 @@ def check_nonfinite(history: History) -> list[Finding]:
         evidence = {"tensors": float(len(places)), **evidence}
     where, (cause, advice) = (
         _origin(stage, places, record, history),
-        _words(stage, places, record, history, losses.get(record.step)),
+        _words_of_networks(stage, record, history) or _words(stage, places, record, history, losses.get(record.step)),
     )
     known = [loss for step, loss in losses.items() if step < record.step and math.isfinite(loss)]
     if len(known) >= _FEWEST and known[-1] > _GREW * known[0] > 0:
@@ -104,6 +113,61 @@ def check_nonfinite(history: History) -> list[Finding]:
         *found,
         Finding(stage.rule, "error", where, (record.step, last), evidence, _sentence(cause), _sentence(advice), 100.0),
     ]
+
+
+class _Networks:
+    """What a step of several networks, each with an optimizer and perhaps a loss of its own, shows besides.
+
+    Attributes:
+        finite, bad: the losses of networks that are finite, and those that are not, by name.
+        take_turns: the step has the steps of several of their optimizers.
+        spread: gradients of several of these have NaN or Inf: the others' went through what the first one wrote.
+    """
+
+    def __init__(self, record: StepRecord, history: History) -> None:
+        losses = {key.name: value for key, value in record.values.items() if is_loss_of_network(key)}
+        self.finite = [name for name, value in losses.items() if math.isfinite(value)]
+        self.bad = [name for name in losses if name not in self.finite]
+        self.take_turns = "by_turns" in record.context
+        names = nonfinite_names(record.tables.get(n.GRADIENT_BEFORE_CLIP, record.tables.get(n.GRADIENT)))
+        self.spread = len(history.first_to_step(names, record)) < len(names)
+
+    def has_finite_loss(self, loss: float | None) -> bool | None:
+        """Whether the loss was finite of the network that had NaN or Inf first; None if that is unknown."""
+        if self.finite and self.bad and self.take_turns:
+            return self.spread
+        return None if loss is None else math.isfinite(loss)
+
+
+def _words_of_networks(stage: _Stage, record: StepRecord, history: History) -> tuple[str, str] | None:
+    """Cause and advice where several networks are trained, each by its loss."""
+    networks = _Networks(record, history)
+    finite, bad, turns = _joined(networks.finite), _joined(networks.bad), record.context.get("by_turns", 0)
+    if stage.rule == "non-finite-loss" and networks.spread and turns > 1:
+        return (
+            f"the loss and the gradients of several optimizers are NaN or infinite; one of these stepped {turns:.0f} times in this step, "
+            "of which the last one alone is known, so that the gradients of an earlier one may have been the first",
+            f"watch each network by a monitor of its own, so that each of its steps has a record; {stage.advice}; and {_DERIVATIVES}",
+        )
+    if stage.rule == "non-finite-loss" and finite and bad and networks.take_turns:
+        return f"{bad} came first with NaN or Inf; parameters and {finite} are finite", stage.advice
+    if stage.source == n.GRADIENT_BEFORE_CLIP and networks.spread:
+        return (
+            f"{finite or 'the loss'} had no NaN or Inf, and the backward pass produces them; the optimizer of this parameter steps before "
+            "the others, whose gradients then went through what it wrote",
+            stage.advice,
+        )
+    if stage.source == n.GRADIENT_BEFORE_CLIP and finite and bad:
+        return (
+            f"gradients are NaN or infinite while parameters and {finite} are finite, unlike {bad}: if this network is trained by "
+            f"{finite}, its backward pass produces them, and if by {bad}, they came with this loss",
+            f"{stage.advice}; or at what went into {bad}",
+        )
+    return None
+
+
+def _joined(names: Sequence[str]) -> str:
+    return " and ".join(names)
 
 
 def _words(stage: _Stage, places: list[str], record: StepRecord, history: History, loss: float | None) -> tuple[str, str]:
@@ -175,25 +239,31 @@ def _origin(stage: _Stage, places: list[str], record: StepRecord, history: Histo
     table = record.tables.get(n.GRADIENT)
     if not places or (stage.source == n.GRADIENT and table is not None and len(places) == len(table.names)):
         return ""
-    if stage.source != n.GRADIENT_BEFORE_CLIP:
+    if stage.source not in (n.GRADIENT_BEFORE_CLIP, n.GRADIENT):
         return places[0]
-    return next((name for name in reversed(places) if name in history.matrices), places[-1])
+    first = history.first_to_step(places, record)
+    if stage.source == n.GRADIENT:
+        return first[0]
+    return next((name for name in reversed(first) if name in history.matrices), first[-1])
 
 
 def _sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
-def _first_nonfinite(record: StepRecord, loss: float | None) -> tuple[_Stage, list[str]] | None:
+def _first_nonfinite(record: StepRecord, loss: float | None, history: History) -> tuple[_Stage, list[str]] | None:
+    networks: _Networks | None = None
     for stage in _STAGES:
-        if stage.source:
-            places = nonfinite_names(record.tables.get(stage.source))
+        if not stage.source:
+            if (networks or _Networks(record, history)).has_finite_loss(loss) is False:
+                return stage, []
+        elif places := nonfinite_names(record.tables.get(stage.source)):
             if stage.source == n.ACTIVATION:
-                places = [] if _is_harmless(record, loss) else innermost(places)
+                networks = _Networks(record, history)
+                comes_after = networks.spread and networks.has_finite_loss(loss)
+                places = [] if comes_after or _is_harmless(record, loss) else innermost(places)
             if places:
                 return stage, places
-        elif loss is not None and not math.isfinite(loss):
-            return stage, []
     return None
 
 

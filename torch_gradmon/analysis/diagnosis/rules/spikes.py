@@ -11,8 +11,9 @@ from ....core.records import Severity
 from ....spikes.attribution import SpikeCause, spike_cause
 from ....spikes.episodes import Episode, largest, size
 from ....spikes.suspects import ParameterAttribution
-from ..findings import Finding
+from ..findings import UNDONE, Finding
 from ..history import History
+from ..learning import rank_shift, trend
 from ..precautions import Precautions
 from ..series import Series, lower_median
 from .depth import RECURRENT
@@ -28,8 +29,8 @@ _ABOVE = 2.0
 _NOTHING = 1e-9
 #: A layer with a larger share of the squared norm is alone in it.
 _ALONE = 0.9
-#: What the first losses fell to before a spike, if something was learnt.
-_FIRST, _LEARNT = 5, 2 / 3
+#: The first losses, and by how many standard deviations of their ranks those after a spike lie above those before.
+_FIRST, _RANKS = 5, 3.0
 #: The loss of a bad batch is this many times that of the next one.
 _LOUD = 2.0
 #: Norms before and after a clip that does not act differ by no more than this part.
@@ -53,11 +54,11 @@ def check_spikes(history: History) -> list[Finding]:
     others = len(found) - 1
     more = "" if not others else f" There {'was 1 other spike' if others == 1 else f'were {others} other spikes'}, none larger."
     words = f"; {made.words}" if made.words else ""
-    undone = _undone(history, spike)
+    undone, evidence = _undone(history, spike) or ("", {})
     return history.finding(
         "spike",
         made.layer,
-        {event.signal: event.value, **({} if event.usual is None else {"usual": event.usual}), "score": event.score},
+        {event.signal: event.value, **({} if event.usual is None else {"usual": event.usual}), "score": event.score, **evidence},
         f"{event.signal} was {event.value:.4g}{when}{far}{words}.{undone}{more}",
         _advice(history, spike, made, suspects),
         128.0 if undone else 15.0,
@@ -66,21 +67,22 @@ def check_spikes(history: History) -> list[Finding]:
     )
 
 
-def _undone(history: History, spike: Episode) -> str:
-    """A sentence, if the steps after the only grave spike have lost half of the progress before it."""
+def _undone(history: History, spike: Episode) -> tuple[str, dict[str, float]] | None:
+    """A sentence and the loss after it, if the steps after the only grave spike have lost half of the progress before it."""
     loss = history.loss.finite
-    earlier = loss.before(spike.first).values
-    until, before, after = len(earlier), earlier[-_AFTER:], loss.since(spike.last + 1).values[:_AFTER]
+    earlier = loss.before(spike.first)
+    until, before, after = len(earlier), earlier.values[-_AFTER:], loss.since(spike.last + 1).values[:_AFTER]
     if min(len(before), len(after)) < _AFTER or not _applied(history, spike.worst.step):
-        return ""
+        return None
     if sum(size(other.worst) >= _GRAVE for other in history.spikes) != 1 or size(spike.worst) < _GRAVE:
-        return ""
+        return None
     first, was, now = (lower_median(values) for values in (loss.values[:_FIRST], before, after))
-    if not (was < _LEARNT * first and now > was + (first - was) / 2):
-        return ""
+    if not (trend(earlier)[0] == "falls" and now > was + (first - was) / 2 and rank_shift(before, after) > _RANKS):
+        return None
     if not loss.values[until] > _LOUD * loss.values[until + 1]:  # other data from here on, as in a curriculum
-        return ""
-    return f" It undid what was learnt: the loss, {first:.3g} at first, was {was:.3g} before it and {now:.3g} after it."
+        return None
+    told = f" It undid what was learnt: the loss, {first:.3g} at first, was {was:.3g} before it and {now:.3g} after it."
+    return told, {UNDONE: now}
 
 
 def _rate_jump(history: History, step: int) -> str:
@@ -113,9 +115,11 @@ def _severity(history: History, spike: Episode, made: SpikeCause) -> Severity:
 
 
 def _recurs(history: History, spike: Episode) -> bool:
-    """Whether spikes of this size are a habit of the loss: two more are nearly as large, and none is huge."""
+    """Whether spikes of this size are a habit of the loss, and none is huge: two more are nearly as large, or the data change with what is
+    trained, so that a loss which was low comes back, as that of a discriminator does when the generator has moved.
+    """
     like_it = [other for other in history.spikes if other != spike and size(other.worst) > _NEARLY * size(spike.worst)]
-    return size(spike.worst) < _HUGE and len(like_it) > 1
+    return size(spike.worst) < _HUGE and (history.need_not_fall or len(like_it) > 1)
 
 
 def _values(history: History, signal: str) -> Series:
