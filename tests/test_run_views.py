@@ -27,6 +27,7 @@ from torch_gradmon.core.keys import TENSOR_SOURCES, Key
 from torch_gradmon.core.moments import ALL_COLUMNS
 from torch_gradmon.core.records import StatsTable, StepRecord
 from torch_gradmon.runs import format as f
+from torch_gradmon.runs import index
 from torch_gradmon.runs.index import is_claimed_after
 from torch_gradmon.runs.log import framed
 from torch_gradmon.runs.writer import RunWriter, Superseded
@@ -166,6 +167,23 @@ def test_damage_to_a_live_run_is_told_once_it_is_old(tmp_path: Path) -> None:
         assert later == steps[-len(later) :]
         assert len(later) > 200
         assert run.damage[0].startswith(f"{VALUES}: bytes ")
+
+
+def test_rows_that_are_not_defined_are_asked_for_once(tmp_path: Path) -> None:
+    store = RunWriter(tmp_path)
+    for step in range(50):
+        store.log(_record(step, 1.0))
+    store.close()
+    data = bytearray()
+    for record in records_in(tmp_path / ROWS):
+        data += framed(record.replace(b'"source"', b'"sauces"'), len(data))
+    (tmp_path / ROWS).write_bytes(data)
+    with closing(load_run(tmp_path)) as run, mock.patch.object(index, "layout_of", wraps=index.layout_of) as asked:
+        assert list(run.stacks("gradient_before_clip")) == []
+        assert all(run.table("gradient_before_clip", step) is None for step in run.steps)
+        assert asked.call_count == 1
+        assert len(run.damage) == 50
+        assert run.series("x") == dict.fromkeys(range(50), 1.0)
 
 
 def test_records_that_only_a_later_version_knows_are_skipped(tmp_path: Path) -> None:

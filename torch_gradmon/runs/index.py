@@ -55,7 +55,7 @@ class Pair:
         self.layouts: dict[int, tuple[int, ...]] = {0: ()}  # where each set of them is defined
         self.columns: list[tuple[int, dict[int, int]]] = []  # of each index its first frame, and where it has the values of a key
         self._rows: LogReader | None = None
-        self._known: dict[int, TableLayout] = {}
+        self._known: dict[int, TableLayout | str | None] = {}  # None where a record is none, which each step would ask for again
 
     @property
     def rows(self) -> LogReader:
@@ -70,15 +70,14 @@ class Pair:
         Raises:
             Unreadable: nothing.
         """
-        found = self._known.get(place)
-        if found is None:
+        if place not in self._known:
             record = self.rows.at(place)
             if record is None:
                 raise f.Unreadable(f"the definition of rows at {place} is damaged")
-            facts = f.json_of(record)
-            if facts.get("is") == "rng" and isinstance(facts.get("device"), str):
-                return str(facts["device"])
-            found = self._known[place] = layout_of(facts)
+            self._known[place] = _defined(record)
+        found = self._known[place]
+        if found is None:
+            raise f.Unreadable(f"the record at {place} defines no rows")
         return found
 
     def close(self) -> None:
@@ -86,6 +85,14 @@ class Pair:
         self.values.close()
         if self._rows is not None:
             self._rows.close()
+
+
+def _defined(record: bytes) -> TableLayout | str | None:
+    try:
+        facts = f.json_of(record)
+        return facts["device"] if facts.get("is") == "rng" and type(facts.get("device")) is str else layout_of(facts)
+    except f.Unreadable:
+        return None
 
 
 @dataclass
