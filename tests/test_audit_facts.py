@@ -143,7 +143,7 @@ def test_no_step_and_nothing_found_is_nothing_to_diagnose() -> None:
     assert str(Diagnosis((finding,), None)).splitlines()[0] == "1 error in a run without a monitored step"
 
 
-@pytest.mark.filterwarnings("ignore:torch_gradmon. Gradients are not cleared")
+@pytest.mark.filterwarnings("ignore:torch_gradmon.*Gradients are not cleared")
 def test_a_run_that_goes_on_with_the_mistake_mended_is_not_told_of_it_for_ever(tmp_path: Path) -> None:
     model = net()
     optimizer = sgd(model)

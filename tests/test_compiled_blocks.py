@@ -211,8 +211,8 @@ def test_pieces_of_some_blocks_never_have_half_a_value() -> None:
     Trained(in_pieces, all_blocks, **cut).assert_as(Trained(in_pieces, **cut), Trained(eager, all_blocks, **cut))
 
 
-@pytest.mark.filterwarnings("ignore:torch_gradmon. this Whole was watched already")
-@pytest.mark.filterwarnings("ignore:torch_gradmon. this OptimizedModule was watched already")
+@pytest.mark.filterwarnings("ignore:torch_gradmon.*this Whole was watched already")
+@pytest.mark.filterwarnings("ignore:torch_gradmon.*this OptimizedModule was watched already")
 @pytest.mark.parametrize(("block", "regex"), [(Block, r"\.up$"), (PairBlock, "attention$")])
 def test_watching_again_compiles_nothing_again(block: Callable[[], nn.Module], regex: str) -> None:
     settings: Any = {"block": block, "steps": BLOCKS, "again": True, "number": 2}

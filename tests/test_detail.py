@@ -609,7 +609,7 @@ _SETTINGS = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:torch_gradmon. something was compiled")
+@pytest.mark.filterwarnings("ignore:torch_gradmon.*something was compiled")
 @pytest.mark.parametrize("setting", _SETTINGS, ids=str)
 def test_training_is_the_same_bit_for_bit(setting: loops.Setting, tmp_path: Path) -> None:
     monitors = []

@@ -110,7 +110,7 @@ def _everywhere(monitor: ModuleMonitor, path: Path, step: int) -> dict[str, _Tol
 RUNS = {
     "short": (30, [20], 20),
     "long": (140, [120], 120),
-    "at the start": (20, [6], 6),
+    "at the start": (20, [12], 12),
     "several": (120, [40, 41, 42, 43, 44, 80, 110], None),
 }
 

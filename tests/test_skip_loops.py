@@ -526,7 +526,7 @@ def test_each_skip_is_said_with_its_reason_and_recorded(tmp_path: Any) -> None:
         _train(model, optimizer, range(40), [30, 31], 1e3)
         monitor.detach()
     skips = [str(w.message) for w in told if "skipped" in str(w.message)]
-    assert [text.split(":")[1].strip() for text in skips] == ["step 30", "step 31"]
+    assert [text.split(": ")[2] for text in skips] == ["step 30", "step 31"]
     assert all("times the usual" in text for text in skips)
     assert "layers rose together" in skips[0]
     run = gradmon.load_run(tmp_path / "run")

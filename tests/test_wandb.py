@@ -23,7 +23,7 @@ from .wandb_files import history, records, summary
 
 wandb = pytest.importorskip("wandb")
 # most loops here are of what is measured, and leave out what the audit of the loop misses
-pytestmark = [pytest.mark.filterwarnings("ignore:torch_gradmon. Gradients are not cleared"), pytest.mark.extra]
+pytestmark = [pytest.mark.filterwarnings("ignore:torch_gradmon.*Gradients are not cleared"), pytest.mark.extra]
 
 #: Enough for scripts that log every hundred steps or so, and for the others.
 STEPS, FEW = 330, 120
