@@ -296,6 +296,26 @@ def test_an_evaluation_before_an_interrupted_forward_mixes_nothing() -> None:
     assert of_modules(monitor.get_step_metrics()) == trained(None)[0][0]
 
 
+@pytest.mark.parametrize("fails", ["forward", "backward"])
+def test_a_pass_without_the_monitor_takes_nothing_from_the_step(fails: str) -> None:
+    model, optimizer = made()
+    monitor = watched(model, optimizer)
+    for paused in (False, True):
+        for part in range(2):
+            model(batch(0)).square().mean().backward()
+            if paused and not part:
+                kept = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+                with monitor.no_monitor():
+                    FAILURES[fails](model, batch(6, 1000.0))
+                for name, p in model.named_parameters():
+                    p.grad = kept[name]
+        optimizer.step()
+        optimizer.zero_grad()
+        values, missing = monitor.get_step_metrics(), monitor.missing()
+        assert {"activation/1/norm", "activation_gradient/1/norm", "attention_entropy/2/mean"} <= values.keys()
+        assert not [reason for reason in missing.values() if "interrupted" in reason]
+
+
 def test_the_end_of_a_nested_pass_is_not_that_of_the_step() -> None:
     class Checkpointed(nn.Module):
         def __init__(self) -> None:

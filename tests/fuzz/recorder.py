@@ -80,9 +80,9 @@ class Recorder(RecordedModules):
         if self.open is not None and (self.open.stepped or self.loop.p.hand):
             if not self.open.stepped:
                 self.open.before = self._latest
-            elif len(self._owned) - 2 not in self.open.stepped:  # cut before the last optimizer, and others, have stepped
-                late = {name for part, owned in enumerate(self._owned) if part not in self.open.stepped for name, _ in owned}
-                self.open.before.update({name: gradient for name, gradient in self._latest.items() if name in late})
+            elif len(self._owned) - 2 not in self.open.stepped:  # cut before the last optimizer has stepped
+                of_nobody = {name for name, _ in self._owned[-1]}
+                self.open.before.update({name: gradient for name, gradient in self._latest.items() if name in of_nobody})
             self.record.steps[self.open.number] = self.open
         elif self.open is not None:  # what no optimizer has stepped is no step
             self.next = self.open.number

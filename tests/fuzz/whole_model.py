@@ -90,8 +90,8 @@ def norms(truth: Truth) -> tuple[float, float]:
 
 
 def is_cut(record: Record, truth: Truth) -> bool:
-    """Whether gradients are there whose optimizer has not stepped in this step, since the monitor was detached before."""
-    return any(owned & truth.before.keys() for index, owned in enumerate(record.owners) if index not in truth.stepped)
+    """Whether gradients of nobody are there, and not every optimizer has stepped, since the monitor was detached before."""
+    return len({*truth.stepped}) < len(record.owners) and not truth.before.keys() <= truth.used.keys()
 
 
 def _of_clips(p: Program, record: Record, truth: Truth, earlier: Sequence[Truth]) -> dict[str, Number]:

@@ -199,6 +199,11 @@ class ModuleSource:
 
     def pause(self, is_paused: bool) -> None:
         """Measure nothing, or go on."""
+        if self._awaited:
+            if is_paused:
+                self._drop_interrupted(calls=0)
+            elif not is_in_backward():
+                self._awaited.clear()  # what was interrupted meanwhile has measured nothing
         self._passes.set_paused(is_paused)
         self.hooks.graphs.gate.set(self._passes.is_open and not is_paused)
 
@@ -314,14 +319,14 @@ class ModuleSource:
 
     def root_ended(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """The root has returned or raised."""
-        trains = self._passes.root_trains
+        trains = self._passes.root_trains is True and not self._passes.paused
         if torch._C._current_graph_task_id() != -1:  # a recomputation
             return
         self._leave_root()
         if trains and id(sys.exc_info()[1]) != self._handled:
             self._drop(_OF_PASSES, is_alone=not self._has_forward)
         else:
-            self._has_forward |= trains is True
+            self._has_forward |= trains
 
     def _leave_root(self) -> None:
         self._passes.root_ended()
