@@ -136,7 +136,9 @@ def test_a_model_that_is_gone_while_its_optimizer_steps_is_named() -> None:
             optimizer.step()
     assert monitor.get_step_metrics() == {}
     (why,) = set(monitor.missing().values())
-    assert why.startswith("the watched model is gone: keep a reference to it, or, if only its parts are called, watch an nn.ModuleDict")
+    assert why.startswith(
+        "the watched model is gone: keep a reference to it, or, if only its parts are called, watch an nn.ModuleDict"
+    )
 
 
 def test_the_monitor_goes_with_the_model_it_watched_by_hand() -> None:
