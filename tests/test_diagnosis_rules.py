@@ -28,6 +28,7 @@ from torch_gradmon.analysis.diagnosis.rules.spikes import check_spikes
 from torch_gradmon.analysis.diagnosis.rules.units import check_units
 from torch_gradmon.analysis.diagnosis.rules.unused_parameters import check_unused_parameters
 from torch_gradmon.analysis.diagnosis.rules.weights import check_weights
+from torch_gradmon.core.keys import Key
 from torch_gradmon.core.loop_findings import LoopFinding
 from torch_gradmon.core.moments import Column
 from torch_gradmon.core.records import SpikeEvent
@@ -778,6 +779,24 @@ def test_a_spike_is_told_with_the_layer_that_made_it() -> None:
     assert "There was 1 other spike, none larger." in finding.cause
     assert "monitor.why(60)" in finding.advice
     assert finding.evidence["grad_norm"] == 58.3
+
+
+@pytest.mark.parametrize(
+    ("name", "start"),
+    [
+        ("loss", "The loss rises"),
+        ("train/loss", "The loss rises"),
+        ("loss_d", "loss_d rises"),
+        ("actor_loss", "actor_loss rises"),
+    ],
+)
+def test_a_loss_that_is_not_the_whole_one_is_named(name: str, start: str) -> None:
+    run = history(loss=None)
+    for step, record in enumerate(run.records):
+        run.records[step] = replace(record, values={Key("", name, ""): 1.0 + step / 20})
+    (finding,) = check_loss(run)
+    assert finding.cause.startswith(start)
+    assert ("Nothing, if this is the loss of one network" in finding.advice) == (name == "loss_d")
 
 
 @pytest.mark.parametrize(("size", "by_turns", "severity"), [(31.0, 1.0, "info"), (31.0, 0.0, "warning"), (310.0, 1.0, "warning")])

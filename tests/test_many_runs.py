@@ -9,7 +9,7 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -263,3 +263,23 @@ def test_a_run_has_the_name_of_the_model_inside_of_wrappers(
     monitor.detach()
     assert run_card(tmp_path / "run").settings["model"] == "Net"
     assert "OptimizedModule" not in output(capsys, "compare", str(tmp_path), "--json")
+
+
+def test_the_loss_of_one_network_is_named_and_ranks_no_runs(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, loss in (("a", 0.9), ("b", 0.1)):
+        shutil.copytree(root / "lr-0.01", tmp_path / name)
+        lost = {Key("", "loss_d", ""): loss}
+        rewritten(tmp_path / name, lambda record, lost=lost: replace(record, values={**without_loss(record.values), **lost}))
+    runs = json.loads(output(capsys, "compare", str(tmp_path), "--json"))["runs"]
+    assert [(run["name"], run["loss"], run["loss_key"]) for run in runs] == [("a", 0.9, "loss_d"), ("b", 0.1, "loss_d")]
+    assert "loss_d: the loss of one network is low where the others lose" in " ".join(
+        output(capsys, "compare", str(tmp_path)).split()
+    )
+    assert main(["status", str(tmp_path / "a")]) in (0, 1)
+    assert "loss_d is that of one network, and low where the others lose" in " ".join(capsys.readouterr().out.split())
+
+
+def without_loss(values: Mapping[Key, float]) -> dict[Key, float]:
+    return {key: value for key, value in values.items() if key != Key("", "loss", "")}

@@ -58,6 +58,9 @@ def show(console: Console, cards: Sequence[RunCard]) -> None:
     console.print(table)
     if left := [name for name in some if name not in settings]:
         console.print(Text(f"They also differ in {', '.join(left)}.", style="dim"))
+    if of_one := dict.fromkeys(card.loss_key for card in cards if card.is_of_network):
+        text = f"{', '.join(of_one)}: the loss of one network is low where the others lose, so it ranks no runs."
+        console.print(Text(printable(text), style="dim"))
     if not any(card.findings or card.is_diagnosed for card in cards):
         console.print(Text("The trainings found no mistake themselves; --diagnose applies all rules.", style="dim"))
 
