@@ -27,7 +27,7 @@ from torch_gradmon.analysis.diagnosis.rules.precision import check_precision
 from torch_gradmon.analysis.diagnosis.rules.spikes import check_spikes
 from torch_gradmon.analysis.diagnosis.rules.units import check_units
 from torch_gradmon.analysis.diagnosis.rules.unused_parameters import check_unused_parameters
-from torch_gradmon.analysis.diagnosis.rules.weights import check_weights
+from torch_gradmon.analysis.diagnosis.rules.weights import check_bounds, check_weights
 from torch_gradmon.core.keys import Key
 from torch_gradmon.core.loop_findings import LoopFinding
 from torch_gradmon.core.moments import Column
@@ -1250,3 +1250,28 @@ def test_a_loss_scale_has_the_remedy_of_its_trainer(trainer: object, words: str)
     of_trainer = History([], facts=[LoopFinding("loss-scale", 0, 3, 4)], trainer=trainer)
     (finding,) = diagnose_history(of_trainer).findings
     assert words in finding.advice
+
+
+@pytest.mark.parametrize(
+    ("weight", "bias", "found"),
+    [
+        (lambda step: 0.97e-4 + 1e-7 * math.sin(step), lambda step: 1e-4, True),
+        (lambda step: 0.6e-4, lambda step: 1e-4, False),  # spread below it
+        (lambda step: 1.1e-4, lambda step: 1e-4, False),  # above it
+        (lambda step: 0.97e-4, lambda step: 1e-4 + 1e-9 * step, False),
+        (lambda step: 0.97e-4, lambda step: 1e-4 if step > 95 else 0.9e-4, False),  # the end is too short
+    ],
+)
+def test_weights_that_sit_on_a_bound(weight: Callable[[int], float], bias: Callable[[int], float], found: bool) -> None:
+    def began(value: Callable[[int], float], first: float, count: int) -> Callable[[int], Mapping[str, float]]:
+        return lambda step: {"rms": value(step) if step >= 10 else first, "count": count}
+
+    rows = {
+        "maker.a.weight": 0.1,
+        "judge.a.weight": began(weight, 0.1, 64),
+        "judge.a.bias": began(bias, 0.03, 8),
+        "judge.b.weight": began(weight, 0.2, 8),
+        "judge.b.bias": began(bias, 0.02, 1),
+    }
+    run = history(loss=flat, parameter=rows)
+    assert [(each.rule, each.where) for each in check_bounds(run)] == [("weights-at-bound", "judge.a.weight")] * found
