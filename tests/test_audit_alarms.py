@@ -992,3 +992,17 @@ def test_a_graph_of_another_network_may_have_two_losses() -> None:
         judge(made).mean().backward()
         of_maker.step()
     assert rules(monitor) == []
+
+
+def test_an_optimizer_of_a_frozen_copy_instead_is_named() -> None:
+    parts = nn.ModuleDict({"net": net(), "copy": net().requires_grad_(False)})
+    optimizer = sgd(parts["copy"])
+    monitor = watched(parts, optimizer)
+    for _ in range(60):
+        optimizer.zero_grad()
+        parts["net"].zero_grad()
+        loss_of(parts["net"]).backward()
+        optimizer.step()
+    (finding,) = [each for each in monitor.diagnose().findings if each.rule == "not-in-optimizer"]
+    assert finding.cause.endswith("; instead an optimizer has only frozen ones, of copy.0, copy.2.")
+    assert finding.advice.startswith("Make that optimizer of the parameters that are to train")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -383,3 +384,37 @@ def test_a_run_that_is_saved_while_the_last_optimizer_rests_goes_on_at_its_step(
         optimizer.step()
     assert again.last_step == 5
     again.detach()
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_the_gradients_of_a_part_that_begins_late_are_no_spike(frozen: bool) -> None:
+    model = _model()
+    optimizers = _optimizers(model)
+    monitor = gradmon.watch(model, *optimizers, on_spike="warn")
+    model["judge"].requires_grad_(not frozen)  # or it has gradients, and nothing steps it
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message=".*(rests while others step|counts so|of the time of this loop)")
+        for step in range(80):
+            if step == 60:
+                model["judge"].requires_grad_(True)
+            made = model["maker"](_batch(step)[:, :4])
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            (made.square().mean() + 100 * model["judge"](made.detach()).mean() * (step >= 60)).backward()
+            for optimizer in optimizers[: 1 + (step >= 60)]:
+                optimizer.step()
+    assert monitor.get_step_metrics()["gradmon/grad_norm"] > 10
+    monitor.detach()
+
+
+def test_a_step_that_waits_for_an_optimizer_is_told() -> None:
+    model = _model()
+    optimizers = _optimizers(model)
+    monitor = gradmon.watch(model, *optimizers, on_spike=None)
+    for step in range(3):
+        model["maker"](_batch(step)[:, :4]).sum().backward()
+        optimizers[0].step()
+    why = monitor.diagnose().unseen["everything"]
+    assert "step 0 is open until all attached optimizers have stepped; one of them has stepped 3 times so far" in why
+    monitor.detach()

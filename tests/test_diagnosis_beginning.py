@@ -442,7 +442,9 @@ def test_gradients_of_exactly_zero_are_told_from_none() -> None:
         return finding.cause, finding.advice
 
     zero, advice = cause(a=0.0, b=0.0, c=1.0)
-    assert zero.startswith("Its gradient was exactly 0 in every step: dead ReLUs behind it, a multiplication by 0, or a mask.")
+    assert zero.startswith(
+        "Its gradient was exactly 0 in every step: dead ReLUs behind it, a multiplication by 0, a mask, or an input of zeros."
+    )
     assert "preset='full' tells" in advice
     assert "detach" not in advice
     none, advice = cause(a=None, b=None, c=1.0)

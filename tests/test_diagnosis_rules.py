@@ -27,7 +27,8 @@ from torch_gradmon.analysis.diagnosis.rules.precision import check_precision
 from torch_gradmon.analysis.diagnosis.rules.spikes import check_spikes
 from torch_gradmon.analysis.diagnosis.rules.units import check_units
 from torch_gradmon.analysis.diagnosis.rules.unused_parameters import check_unused_parameters
-from torch_gradmon.analysis.diagnosis.rules.weights import check_weights
+from torch_gradmon.analysis.diagnosis.rules.weights import check_bounds, check_weights
+from torch_gradmon.core.keys import Key
 from torch_gradmon.core.loop_findings import LoopFinding
 from torch_gradmon.core.moments import Column
 from torch_gradmon.core.records import SpikeEvent
@@ -838,6 +839,24 @@ def test_a_spike_is_told_with_the_layer_that_made_it() -> None:
     assert finding.evidence["grad_norm"] == 58.3
 
 
+@pytest.mark.parametrize(
+    ("name", "start"),
+    [
+        ("loss", "The loss rises"),
+        ("train/loss", "The loss rises"),
+        ("loss_d", "loss_d rises"),
+        ("actor_loss", "actor_loss rises"),
+    ],
+)
+def test_a_loss_that_is_not_the_whole_one_is_named(name: str, start: str) -> None:
+    run = history(loss=None)
+    for step, record in enumerate(run.records):
+        run.records[step] = replace(record, values={Key("", name, ""): 1.0 + step / 20})
+    (finding,) = check_loss(run)
+    assert finding.cause.startswith(start)
+    assert ("Nothing, if this is the loss of one network" in finding.advice) == (name == "loss_d")
+
+
 @pytest.mark.parametrize(("size", "by_turns", "severity"), [(31.0, 1.0, "info"), (31.0, 0.0, "warning"), (310.0, 1.0, "warning")])
 def test_the_spike_of_a_player_is_grave_if_it_is_huge(size: float, by_turns: float, severity: str) -> None:
     run = history(
@@ -1311,3 +1330,28 @@ def test_a_loss_scale_has_the_remedy_of_its_trainer(trainer: object, words: str)
     of_trainer = History([], facts=[LoopFinding("loss-scale", 0, 3, 4)], trainer=trainer)
     (finding,) = diagnose_history(of_trainer).findings
     assert words in finding.advice
+
+
+@pytest.mark.parametrize(
+    ("weight", "bias", "found"),
+    [
+        (lambda step: 0.97e-4 + 1e-7 * math.sin(step), lambda step: 1e-4, True),
+        (lambda step: 0.6e-4, lambda step: 1e-4, False),  # spread below it
+        (lambda step: 1.1e-4, lambda step: 1e-4, False),  # above it
+        (lambda step: 0.97e-4, lambda step: 1e-4 + 1e-9 * step, False),
+        (lambda step: 0.97e-4, lambda step: 1e-4 if step > 95 else 0.9e-4, False),  # the end is too short
+    ],
+)
+def test_weights_that_sit_on_a_bound(weight: Callable[[int], float], bias: Callable[[int], float], found: bool) -> None:
+    def began(value: Callable[[int], float], first: float, count: int) -> Callable[[int], Mapping[str, float]]:
+        return lambda step: {"rms": value(step) if step >= 10 else first, "count": count}
+
+    rows = {
+        "maker.a.weight": 0.1,
+        "judge.a.weight": began(weight, 0.1, 64),
+        "judge.a.bias": began(bias, 0.03, 8),
+        "judge.b.weight": began(weight, 0.2, 8),
+        "judge.b.bias": began(bias, 0.02, 1),
+    }
+    run = history(loss=flat, parameter=rows)
+    assert [(each.rule, each.where) for each in check_bounds(run)] == [("weights-at-bound", "judge.a.weight")] * found

@@ -9,7 +9,7 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -338,3 +338,23 @@ def test_the_setting_that_varies_most_has_a_column_at_80_columns(root: Path) -> 
     assert "They also differ in optimizer." in table
     assert "rose" not in table
     assert "rose" in _table(cards, 120)
+
+
+def test_the_loss_of_one_network_is_named_and_ranks_no_runs(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, loss in (("a", 0.9), ("b", 0.1)):
+        shutil.copytree(root / "lr-0.01", tmp_path / name)
+        lost = {Key("", "loss_d", ""): loss}
+        rewritten(tmp_path / name, lambda record, lost=lost: replace(record, values={**without_loss(record.values), **lost}))
+    runs = json.loads(output(capsys, "compare", str(tmp_path), "--json"))["runs"]
+    assert [(run["name"], run["loss"], run["loss_key"]) for run in runs] == [("a", 0.9, "loss_d"), ("b", 0.1, "loss_d")]
+    assert "loss_d: the loss of one network is low where the others lose" in " ".join(
+        output(capsys, "compare", str(tmp_path)).split()
+    )
+    assert main(["status", str(tmp_path / "a")]) in (0, 1)
+    assert "loss_d is that of one network, and low where the others lose" in " ".join(capsys.readouterr().out.split())
+
+
+def without_loss(values: Mapping[Key, float]) -> dict[Key, float]:
+    return {key: value for key, value in values.items() if key != Key("", "loss", "")}

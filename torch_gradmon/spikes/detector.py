@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import re
@@ -46,6 +47,7 @@ class SpikeDetector:
             )
         self.signal = signal
         self.rule = _rule(rule, text.rstrip("$"))
+        self._fresh = copy.deepcopy(state_of(self.rule))
         self._rules = RulePerSignal(self.rule)
         self._predicted: tuple[int, float, Verdict] | None = None
 
@@ -60,6 +62,11 @@ class SpikeDetector:
             learn(self.rule, value)
             return known[2]
         return judge(self.rule, self.name, step, value)
+
+    def restart(self) -> None:
+        """Forget the values of the signal so far: what comes is another quantity. A rule without a ``state_dict`` goes on."""
+        self._predicted = None
+        load_state(self.rule, self._fresh)
 
     def predict(self, step: int, value: float) -> Verdict:
         """The verdict that :meth:`update` will return for this value. Nothing is learned.

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import replace
 
 from ..core.errors import WarningLog
-from ..core.keys import GRADIENT, PARAMETER_SOURCES, SPIKE_SCORE, SUMMARY, Key, parse_key, shared_key
+from ..core.keys import GRADIENT, GRADIENT_BEFORE_CLIP, PARAMETER_SOURCES, SPIKE_SCORE, SUMMARY, Key, parse_key, shared_key
 from ..core.moments import Column
 from ..core.records import SpikeEvent, StepRecord
 from ..core.step_values import StepValues
@@ -17,6 +17,7 @@ from ..step.summary_keys import DOCUMENTATION
 from .detector import SpikeDetector
 from .explanations import Explanations
 from .follow_up import FollowUp
+from .level import LEAST
 from .signals import MatchingValues, value_of
 from .suspect_history import SuspectHistory
 from .verdicts import Verdict
@@ -58,6 +59,8 @@ class DetectorSet:
         self._waiting: dict[str, tuple[SpikeDetector, set[str]]] = {}  # detectors of this step, and the signals they have had
         self._matches: dict[str, MatchingValues] = {}
         self._steps_without_value: dict[str, float] = {}  # -inf once there was a value
+        self._names: tuple[str, ...] = ()  # of the last gradients
+        self._had_gradients: set[str] = set()
 
     def accept_late_values(self, is_accepted: bool) -> None:
         """Whether to detect in values that come after the end of a step; not if ranks could disagree on them."""
@@ -78,6 +81,7 @@ class DetectorSet:
         """
         if self.detectors:
             self.history.gradients.add(record.step, record.tables)
+            self._compare_like_with_like(record)
         counts = record.applied or bool(record.skipped)  # a step that overflowed is the scaler's affair
         if not record.interrupted:
             self.follow_up.step_ended(applied=counts)
@@ -85,9 +89,28 @@ class DetectorSet:
         if not counts:
             absent[SUMMARY, "spike_score"] = not_applied(record.context)
 
+    def _compare_like_with_like(self, record: StepRecord) -> None:
+        """Let whole-model values begin anew if parameters that never had a gradient before, as those of a network that begins late or of
+        layers that were frozen, make most of it: so much that the norm without them would not be as high as a spike.
+        """
+        table = record.tables.get(GRADIENT_BEFORE_CLIP, record.tables.get(GRADIENT))
+        if table is None or table.names == self._names:
+            return
+        new = [row for row, name in enumerate(table.names) if name not in self._had_gradients]
+        is_first, self._names = not self._had_gradients, table.names
+        self._had_gradients.update(table.names)
+        if is_first or not new or Column.SQUARE_SUM not in table.columns:
+            return
+        squares = table.rows[:, Column.SQUARE_SUM]
+        if float(squares[new].sum()) > (1 - LEAST**-2) * float(squares.sum()):
+            for name, detector in self.detectors.items():
+                if name.removeprefix(f"{SUMMARY}/") in DOCUMENTATION:
+                    detector.restart()
+
     def predict(self, record: StepRecord, whole: Mapping[str, float]) -> list[SpikeEvent]:
         """The events that :meth:`detect` will find in the values known so far. Nothing is learned."""
         events: list[SpikeEvent] = []
+        self._compare_like_with_like(record)
         self.predicted = set()
         for name, detector in list(self.detectors.items()):
             try:

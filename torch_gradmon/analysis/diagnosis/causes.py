@@ -53,6 +53,7 @@ CONSEQUENCES: Mapping[str, frozenset[str]] = {
     | {"update-ratio-high", "gradient-dropped-to-zero", "always-clipped", "spike"},
     "exploding-gradients": _DISORDER | _ATTENTION | _RATES | {"always-clipped", "spike"},
     "spike": _DISORDER,
+    "weights-at-bound": _STANDSTILL | _DEPTH | {"no-gradient", "spike", "learning-rate-low"},
     "weight-growth": _STANDSTILL | _UNITS | _ATTENTION | {"loss-divergence"},
     "never-clipped": _DISORDER | _UNITS,
     "always-clipped": _STANDSTILL | {"learning-rate-low"},

@@ -25,7 +25,7 @@ from .rules.skipped import check_skipped
 from .rules.spikes import check_spikes
 from .rules.units import check_units
 from .rules.unused_parameters import check_frozen, check_unused_parameters
-from .rules.weights import check_weights
+from .rules.weights import check_bounds, check_weights
 
 Rule = Callable[[History], list[Finding]]
 
@@ -44,6 +44,7 @@ RULES: dict[str, Rule] = {
     "rates": check_learning_rate,
     "attention": check_attention,
     "weights": check_weights,
+    "bounds": check_bounds,
     "latent": check_latent,
     "foresight": check_foresight,
     "loss": check_loss,

@@ -16,7 +16,7 @@ import torch
 from ...core import keys as n
 from ...core.keys import Key
 from ...core.loop_findings import LoopFinding
-from ...core.loss_keys import is_loss_of_network, loss_among
+from ...core.loss_keys import is_loss_of_network, is_whole_loss, loss_among
 from ...core.moments import Column
 from ...core.records import Severity, SpikeEvent, StatsTable, StepRecord
 from ...core.subsampling import subsample_steps
@@ -200,6 +200,12 @@ class History:
     @cached_property
     def _loss_key(self) -> Key | None:
         return loss_among({key for record in self.records for key in record.values})
+
+    @property
+    def the_loss(self) -> str:
+        """How a sentence begins about it: by its name, unless it is the whole loss of the training."""
+        key = self._loss_key
+        return "The loss" if key is None or (is_whole_loss(key) and not is_loss_of_network(key)) else key.name
 
     @cached_property
     def chance(self) -> dict[str, float]:

@@ -15,7 +15,7 @@ from ...core.formatting import printable
 from ...core.json_numbers import strict
 from ...core.keys import Key, parse_key
 from ...core.loop_findings import LoopFinding
-from ...core.loss_keys import loss_among
+from ...core.loss_keys import is_loss_of_network, loss_among
 from ...runs.liveness import RunStatus
 from ...spikes.episodes import Episode, episodes, largest
 from ..diagnosis.findings import Diagnosis
@@ -53,6 +53,7 @@ class RunCard:
         seconds: from the first step to the last one.
         loss: the median of the last twentieth; None if none was logged, NaN or infinite if the last one is.
         first_loss: the first one.
+        loss_key: under which it was logged; empty without one.
         losses: step and loss, thinned out, for a small chart.
         spikes: number of spikes.
         worst_spike: the largest one as a sentence; empty without any.
@@ -83,6 +84,7 @@ class RunCard:
     seconds: float
     loss: float | None
     first_loss: float | None
+    loss_key: str
     losses: Sequence[tuple[int, float]]
     spikes: int
     worst_spike: str
@@ -99,6 +101,11 @@ class RunCard:
     settings: Mapping[str, str]
     metrics: Mapping[str, float]
     logged: Sequence[str]
+
+    @property
+    def is_of_network(self) -> bool:
+        """Whether the loss is that of one network of several, such as ``loss_d``: it is low where the others lose, and ranks no runs."""
+        return is_loss_of_network(Key("", self.loss_key, ""))
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: numbers that are not finite are strings."""
@@ -132,7 +139,8 @@ def run_card(
         unwritten = int(status.meta.get("unwritten", 0)) if status.has_ended or status.lost else 0
         steps = run.steps
         scalars = run.scalars
-        loss = _series(run, loss_among(scalars))
+        loss_key = loss_among(scalars)
+        loss = _series(run, loss_key)
         times = [float(run.context(step)["time"]) for step in (steps[:1] + steps[-1:])]
         spikes = episodes(run.events, steps)
         worst, last = next(iter(largest(spikes, 1)), None), spikes[-1] if spikes else None
@@ -152,6 +160,7 @@ def run_card(
             seconds=times[-1] - times[0] if times else 0.0,
             loss=_now(loss),
             first_loss=loss.values[0] if len(loss) else None,
+            loss_key="" if loss_key is None else loss_key.name,
             losses=_thinned(loss, points),
             spikes=len(spikes),
             **_described(worst, "worst_spike", "spike"),

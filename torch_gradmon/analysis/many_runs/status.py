@@ -72,6 +72,7 @@ def status_dict(card: RunCard, diagnosis: Diagnosis) -> dict[str, Any]:
         "unwritten": card.unwritten,
         "healthy": _is_fine(card) and diagnosis.healthy,
         **{name: rest[name] for name in _NUMBERS},
+        "loss_key": card.loss_key,
         "worst_spike": worst if card.spikes else None,
         "findings": [finding.to_dict() for finding in diagnosis.findings],
         "next": {
@@ -92,7 +93,12 @@ def status_text(card: RunCard, diagnosis: Diagnosis) -> Iterator[str]:
     lines = []
     if card.loss is not None:
         what = " (median of the last twentieth of the steps)" if math.isfinite(card.loss) else ""
-        lines.append(("loss", f"{significant(card.loss)}{what}, at first {significant(card.first_loss)}"))
+        of_one = ""
+        if card.is_of_network:
+            of_one = f"; {card.loss_key} is that of one network, and low where the others lose"
+        elif card.loss_key != "loss":
+            what = f" of {card.loss_key}{what}"
+        lines.append(("loss", f"{significant(card.loss)}{what}, at first {significant(card.first_loss)}{of_one}"))
     if card.headroom is not None:
         lines.append(("head-room", f"{card.headroom:.0%} of the critical learning rate is used"))
     if card.spikes:

@@ -27,7 +27,7 @@ _DIRECTORIES = argument(
 #: What runs can be sorted by besides their metrics; the smallest is first, and what has no value is last.
 _SORTS: dict[str, Callable[[RunCard], Any]] = {
     "name": lambda card: card.name,
-    "loss": lambda card: card.loss,
+    "loss": lambda card: None if card.is_of_network else card.loss,
     "step": lambda card: None if card.step is None else -card.step,
     "spikes": lambda card: card.spikes,
     "cost": lambda card: card.cost,

@@ -76,6 +76,9 @@ def show(console: Console, cards: Sequence[RunCard]) -> None:
         console.print(Text(f"They also differ in {', '.join(left)}.", style="dim"))
     if others := [name for name in _not_shown(cards) if name not in metrics]:
         console.print(Text(f"Logged: {listed(others, _LOGGED)}; --sort NAME shows one and sorts by it.", style="dim"))
+    if of_one := dict.fromkeys(card.loss_key for card in cards if card.is_of_network):
+        text = f"{', '.join(of_one)}: the loss of one network is low where the others lose, so it ranks no runs."
+        console.print(Text(text, style="dim"))
     if not any(card.findings or card.is_diagnosed for card in cards):
         console.print(Text("The trainings found no mistake themselves; --diagnose applies all rules.", style="dim"))
 

@@ -116,7 +116,14 @@ class ValuesService:
 
     def _why_nothing(self, record: StepRecord | None) -> str:
         """Why no key has a value in the last step, whose record this is; empty where there are values, or was no step yet."""
-        why, ended = Queries(self.runtime).stale_reason, self.runtime.state.clock.ended
+        why, state = Queries(self.runtime).stale_reason, self.runtime.state
+        ended = state.clock.ended
+        if record is None and not why and ended is None and state.is_open and state.progress.times:
+            steps = max(state.progress.times.values())
+            return (
+                f"step {state.clock.step} is open until all attached optimizers have stepped; one of them has stepped {steps} "
+                f"time{'s' * (steps > 1)} so far, and from its eleventh step on the others are not waited for"
+            )
         if record is not None or why or ended is None:
             return why
         return MODEL_GONE if self.runtime.planner.has_lost_model else f"step {ended} was not monitored"

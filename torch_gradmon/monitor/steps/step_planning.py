@@ -16,7 +16,10 @@ from .cadence import Cadence
 from .captures import Captures
 from .hook_schedule import HookSchedule
 
-MODEL_GONE = "the watched model is gone: keep a reference to it"
+MODEL_GONE = (
+    "the watched model is gone: keep a reference to it, or, if only its parts are called, watch an nn.ModuleDict of them, which the "
+    "optimizers keep"
+)
 
 
 class StepPlanning:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ....core.formatting import listed
 from ....core.loop_findings import LoopFinding
 from ....core.loop_mistakes import MISTAKES
 from ....core.rank_faults import RANK_FAULTS
@@ -14,6 +15,8 @@ from .units import saturated
 
 #: What is at most this many times too large is as large as it should be; counts of tokens differ from batch to batch.
 _ABOUT = 2.0
+#: Modules that are named.
+_NAMED = 3
 _KNOWN = {**MISTAKES, **RANK_FAULTS, **SETUP_MISTAKES}
 
 
@@ -30,6 +33,15 @@ def _is_mended(fact: LoopFinding, history: History) -> bool:
     return bool(history.edit.scales) and 1 / _ABOUT < times < _ABOUT
 
 
+def _only_frozen(history: History) -> list[str]:
+    """The modules of an optimizer that has parameters, and none that requires a gradient."""
+    owned: dict[int, list[str]] = {}
+    for place, group in enumerate(history.groups):
+        owned.setdefault(group.get("number", place), []).extend(group.get("parameters", ()))
+    found = next((names for names in owned.values() if names and history.frozen.issuperset(names)), [])
+    return [*dict.fromkeys(name.rpartition(".")[0] or name for name in found)]
+
+
 def _finding(fact: LoopFinding, history: History) -> Finding:
     mistake = _KNOWN[fact.rule]
     severity: Severity = history.concern if mistake.matters_if_stuck else mistake.severity
@@ -40,6 +52,9 @@ def _finding(fact: LoopFinding, history: History) -> Finding:
         advice = (
             "Make the optimizer after the last change of the model, or call optimizer.add_param_group() with the new parameters"
         )
+    elif fact.rule == "not-in-optimizer" and (frozen := _only_frozen(history)):
+        cause = f"{cause}; instead an optimizer has only frozen ones, of {listed(frozen, _NAMED)}"
+        advice = "Make that optimizer of the parameters that are to train; a copy that follows them belongs in none"
     if fact.rule == NON_FINITE_INPUT and not any(r.applied for r in history.records if r.step in (fact.first, fact.last)):
         severity = "info"  # it has changed no parameter
     if fact.rule == "targets-out-of-range" and saturated(history):

@@ -35,6 +35,10 @@ _LITTLE, _MANY = 0.05, 200
 _RESTS, _FELL = 2 / 3, 0.85
 #: A loss that rises, and ends below this share of chance, has hardly forgotten anything.
 _HARDLY = 0.2
+_NEED_NOT_FALL = (
+    "Nothing, if this is the loss of one network that another one works against, or the data depend on the model: then judge by what the "
+    "model makes. Otherwise: "
+)
 #: The fewest losses in a part that can rank three standard deviations apart.
 _RANKED = 7
 #: The fewest learning rates that show a warm-up.
@@ -66,7 +70,7 @@ def _at_chance(history: History, loss: Series) -> list[Finding]:
         "loss-at-chance",
         "",
         {"loss at the end": tail.median, "of a constant answer": chance, "examples seen": history.chance["examples"]},
-        f"The loss ends where that of a model lies which gives all inputs the same answer, {what}: little "
+        f"{history.the_loss} ends where that of a model lies which gives all inputs the same answer, {what}: little "
         "or nothing is learnt about the targets.",
         "Check that inputs and targets belong together, that no mask or reshape mixes examples, and that the loss depends on the inputs. "
         "Overfit one batch, then try another learning rate. If the targets are mostly noise, this may be all there is to learn.",
@@ -87,7 +91,7 @@ def _unbounded(history: History, loss: Series) -> list[Finding]:
             f"loss {when}": loss.part(at, at + 0.2).median
             for when, at in (("at the beginning", 0.0), ("in the middle", 0.4), ("at the end", 0.8))
         },
-        "The loss falls below 0, and ever faster: nothing bounds it.",
+        f"{history.the_loss} falls below 0, and ever faster: nothing bounds it.",
         "Look at the sign of each term, at a penalty that is subtracted, and at a loss that takes logarithms of probabilities.",
         86.0,
         severity="info" if history.need_not_fall else "warning",
@@ -103,7 +107,7 @@ def _raised(history: History, loss: Series) -> list[Finding]:
         "loss-divergence",
         "",
         {"learning rate": max(history.rates), "loss at its best": best.median, "at the end": loss.part(0.8, 1).median},
-        "The loss has stopped falling, and the learning rate still rises.",
+        f"{history.the_loss} has stopped falling, and the learning rate still rises.",
         "End the warm-up, or end the schedule that raises it, about where the loss was at its best.",
         86.0,
         severity="warning",
@@ -137,11 +141,12 @@ def _divergence(history: History, loss: Series) -> list[Finding]:
         "loss-divergence",
         "",
         {"loss at the beginning": first, "at its best": best.median, "at the end": tail.median},
-        "The loss rises again, and loses a good part of its fall."
+        f"{history.the_loss} rises again, and loses a good part of its fall."
         if is_back
-        else "The loss rises, and ends above where it began.",
-        f"Lower the learning rate{', or end the schedule that raises it' if Precautions.of(history).raises else ''}; look at the sign "
-        "of the loss and of each penalty, and for maximize=True.",
+        else f"{history.the_loss} rises, and ends above where it began.",
+        f"{_NEED_NOT_FALL if history.need_not_fall else ''}Lower the learning rate"
+        f"{', or end the schedule that raises it' if Precautions.of(history).raises else ''}; look at the sign of the loss and of each "
+        "penalty, and for maximize=True.",
         75.5,
         severity="warning" if not history.need_not_fall and is_lost else "info",
         steps=(best.steps[-1], tail.steps[-1]),
@@ -185,7 +190,7 @@ def _plateau(history: History, loss: Series) -> list[Finding]:
         "loss-plateau",
         "",
         {"loss at the beginning": head.median, "at the end": tail.median, "its noise": spread(tail)},
-        _cause(fell, has_rested, is_open, at_rest),
+        _cause(history.the_loss, fell, has_rested, is_open, at_rest),
         "If nothing else is found, check that inputs and targets belong together and that the loss depends on the model. "
         "Overfit one batch, then try another learning rate.",
         20.0,
@@ -201,14 +206,14 @@ def _is_unclear(loss: Series, before: Series, after: Series) -> bool:
     return len(loss) < _MANY and may_fall(before, after, _LITTLE * len(loss) / _MANY * abs(before.median))
 
 
-def _cause(fell: bool, has_rested: bool, is_open: bool, at_rest: bool) -> str:
+def _cause(the_loss: str, fell: bool, has_rested: bool, is_open: bool, at_rest: bool) -> str:
     if has_rested:
-        return "The loss fell at the beginning, and rests since then."
+        return f"{the_loss} fell at the beginning, and rests since then."
     if fell:
-        return "The loss fell by less than a third, and does not fall any more."
+        return f"{the_loss} fell by less than a third, and does not fall any more."
     noise = ", as far as its noise and the few steps show" if is_open else ""
     rest = "; the training began earlier, and may have converged" if at_rest else ""
-    return f"The loss does not fall{noise}{rest}."
+    return f"{the_loss} does not fall{noise}{rest}."
 
 
 def _is_steady(loss: Series) -> bool:

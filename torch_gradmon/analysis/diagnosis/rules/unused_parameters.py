@@ -178,8 +178,8 @@ def _words(history: History, missed: int, zero: int) -> tuple[str, str]:
         return f"{none}.", f"{cut}."
     if zero == missed:
         return (
-            "Its gradient was exactly 0 in every step: dead ReLUs behind it, a multiplication by 0, or a mask.",
-            f"Look at {closed}.",
+            "Its gradient was exactly 0 in every step: dead ReLUs behind it, a multiplication by 0, a mask, or an input of zeros.",
+            f"Look at {closed}; and at what the model gets.",
         )
     others = f"{none}; {zero} of these parameters had one of exactly 0 in every step."
     return others, f"{cut}. For gradients of 0 look at {closed}."

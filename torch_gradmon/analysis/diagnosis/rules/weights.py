@@ -1,9 +1,10 @@
-"""Weights that grow without bound."""
+"""Weights that grow without bound, or sit on one."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import takewhile
 from typing import NamedTuple
 
 from ....core import keys as n
@@ -24,6 +25,9 @@ _USUAL = 2.0
 #: Updates that make weights grow by this part of their own length point along the weights, as a decay with the wrong sign does.
 #: Updates of too high a rate point back and forth, and give a quarter of that or less.
 _OUTWARDS = 0.4
+#: The last steps in which root mean squares are the same, their least number, and the rounding; and their share of the bound where nearly
+#: all elements are on it: it is 0.58 where these are spread evenly below it.
+_END, _FEWEST_AT_END, _ROUNDING, _NEARLY = 0.2, 8, 1e-6, 0.85
 
 
 class _Growth(NamedTuple):
@@ -35,6 +39,48 @@ class _Growth(NamedTuple):
     @property
     def steadiness(self) -> float:
         return self.last / max(self.middle, 1e-9)
+
+
+def check_bounds(history: History) -> list[Finding]:
+    """All weights of a network sit on the bound of a clamp, or nearly all: vectors of different lengths have one root mean square now and
+    keep it, and had others at the beginning; and all matrices beside them have hardly less, and never more.
+    """
+    rms, sizes = history.matrix(n.PARAMETER, "rms"), history.sizes(n.PARAMETER)
+    if rms is None or len(rms.steps) < 2 * _FEWEST_AT_END:
+        return []
+    ends = rms.values[-max(_FEWEST_AT_END, int(_END * len(rms.steps))) :]
+    low, high = (dict(zip(rms.names, found.tolist(), strict=True)) for found in (ends.amin(0), ends.amax(0)))
+    first = dict(zip(rms.names, rms.values[0].tolist(), strict=True))
+    vectors = {name: at for name, at in low.items() if at > 0 and name not in history.matrices}
+    still = [name for name, at in vectors.items() if _is_same(at, high[name]) and not _is_same(at, first[name])]
+    for bound in dict.fromkeys(low[name] for name in still):
+        there = [name for name in still if _is_same(low[name], bound)]
+        if len({sizes.get(name) for name in there}) < 2:
+            continue
+        within = _common([name.split(".")[:-1] for name in there])
+        weights = [name for name in rms.names if name in history.matrices and name.split(".")[: len(within)] == within]
+        if weights and all(_NEARLY * bound < low[name] and high[name] <= (1 + _ROUNDING) * bound for name in weights):
+            return history.finding(
+                "weights-at-bound",
+                weights[0],
+                {"bound": bound, "smallest root mean square of a matrix": min(map(low.__getitem__, weights))},
+                f"All weights are about {bound:.3g} or -{bound:.3g}: they sit on the bound of a clamp.{also_in(weights)}",
+                "Widen the bound, or take a penalty instead, as of the gradient's norm in a Wasserstein GAN; with a smaller learning rate "
+                "they reach it later.",
+                79.0,
+                severity="warning",
+                steps=(rms.steps[-len(ends)], rms.steps[-1]),
+            )
+    return []
+
+
+def _is_same(one: float, other: float) -> bool:
+    return abs(one - other) <= _ROUNDING * one
+
+
+def _common(paths: list[list[str]]) -> list[str]:
+    """The modules that contain all of these."""
+    return [parts[0] for parts in takewhile(lambda parts: len({*parts}) == 1, zip(*paths, strict=False))]
 
 
 def check_weights(history: History) -> list[Finding]:
