@@ -246,10 +246,11 @@ class RunDirectory:
         """Close the file. Of a monitor that nobody detached no plugin has noted that the run ended."""
         writer, tune = self._writer, self._meta.get("tune", {})
         if writer is not None and not self._process.is_forked:
-            # also where a plugin has noted it, which may be lost
-            left = {name: fact for name, fact in tune.items() if name not in ("listens", "waits")}
+            if not tune.get("ended"):
+                tune = {**{name: fact for name, fact in tune.items() if name not in ("listens", "waits")}, "ended": True}
             with contextlib.suppress(OSError, ValueError):
-                writer.annotate({"raised": raised, "unwritten": self._unwritten, "tune": {**left, "ended": True}})
+                # again, where a plugin has noted the end: on a full disk that may be lost
+                writer.annotate({"raised": raised, "unwritten": self._unwritten, "tune": tune})
         self._close()
 
     def _close(self) -> None:
