@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import re
@@ -10,6 +11,7 @@ import subprocess
 import textwrap
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -28,8 +30,8 @@ from torch_gradmon.core.moments import ALL_COLUMNS
 from torch_gradmon.core.records import StatsTable, StepRecord
 from torch_gradmon.runs import format as f
 from torch_gradmon.runs import index
-from torch_gradmon.runs.index import is_claimed_after
-from torch_gradmon.runs.log import framed
+from torch_gradmon.runs.index import Successors
+from torch_gradmon.runs.log import LogReader, framed
 from torch_gradmon.runs.writer import RunWriter, Superseded
 
 from . import forked
@@ -200,7 +202,7 @@ def test_records_that_only_a_later_version_knows_are_skipped(tmp_path: Path) -> 
     with closing(load_run(tmp_path)) as run:
         assert run.series("x") == dict.fromkeys(range(5), 1.0)
         assert run.damage == []
-    assert is_claimed_after(tmp_path, 0)
+    assert Successors(tmp_path, 0).have_claimed()
 
 
 @pytest.mark.thorough
@@ -438,3 +440,35 @@ def test_what_is_not_asked_for_is_not_read(tmp_path: Path) -> None:
             count.clear()
             assert [name for name, _ in PanelSet(ValueSource.of_run(run)).panels()] == ["gradient", "sparsity"]
         assert count[ROWS] < 1.1 * (tmp_path / ROWS).stat().st_size
+
+
+def test_a_later_file_that_takes_long_to_read_holds_no_training_up(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path)
+    writer.claim({})
+    record = StepRecord(0, 1.5e9, True, {Key("", "x", ""): 1.0}, {})
+    for number in range(2, 40):
+        with (tmp_path / f.name_of(number, f.VALUES)).open("wb") as file:
+            file.truncate(1 << 30)
+    reads = [0]
+    read = LogReader._bytes
+
+    def counted(self: LogReader, at: int, count: int) -> tuple[bytes, int]:
+        reads[0] += 1
+        return read(self, at, count)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LogReader, "_bytes", counted)
+        patch.setattr(index, "_LOOK_SECONDS", 0.0)  # each look has time for one read of each file
+        for _ in range(3):
+            writer._looked = -math.inf
+            writer.log(replace(record, step=record.step + 1))
+    assert reads[0] <= 3 * 2 * index._SUCCESSORS
+    writer.close()
+
+
+def test_a_file_with_the_last_number_is_an_error_and_loses_no_run(tmp_path: Path) -> None:
+    (tmp_path / f.name_of(10**9 - 1, f.VALUES)).touch()
+    with pytest.raises(OSError, match="has the last number of a file; give another directory"):
+        RunWriter(tmp_path)
+    (tmp_path / "gradmon.\u0660\u0660\u0660\u0660\u0660\u0662.values").touch()
+    assert f.pairs_in(tmp_path) == [10**9 - 1]

@@ -80,6 +80,24 @@ def page(root: Path, driver: Any) -> Iterator[Browser]:
         driver.get("about:blank")
 
 
+def test_links_streams_and_data_of_a_page_have_the_token(root: Path, driver: Any) -> None:
+    with Server(root, port=0) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        page = Browser(driver, server)
+        page.open()
+        wait_for(lambda: page.texts("tbody tr a"))
+        page.js("document.querySelector('tbody tr a').click()")
+        wait_for(lambda: page.js("return document.body.dataset.ready && location.pathname === '/run'"))
+        assert server.access.token is not None
+        assert page.js("return location.search").endswith(f"token={server.access.token}")
+        page.js("document.querySelector('nav a').click()")
+        wait_for(lambda: page.js("return location.pathname === '/' && document.body.dataset.ready"))
+        wait_for(lambda: page.texts("tbody tr a"))
+        assert not [entry for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]
+        driver.get("about:blank")
+        server.shutdown()
+
+
 @pytest.mark.parametrize(("width", "height"), SIZES)
 def test_the_list_of_runs(page: Browser, width: int, height: int) -> None:
     page.open("", width, height)

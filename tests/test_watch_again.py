@@ -23,7 +23,7 @@ from torch_gradmon.core.records import StepRecord
 from torch_gradmon.integrations.common import AdapterMonitor
 from torch_gradmon.monitor.options import MonitorOptions, WatchOptions
 from torch_gradmon.runs import format as f
-from torch_gradmon.runs.index import is_claimed_after
+from torch_gradmon.runs.index import Successors
 from torch_gradmon.runs.liveness import run_status
 from torch_gradmon.runs.log import LogReader
 from torch_gradmon.runs.writer import RunWriter, Superseded
@@ -612,5 +612,5 @@ def test_a_directory_that_cannot_be_asked_does_not_hold_up(tmp_path: Path, monke
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("torch_gradmon.runs.index.LogReader", refused)
-    assert not is_claimed_after(tmp_path, 1)
+    assert not Successors(tmp_path, 1).have_claimed()
     assert len(asked) == 1

@@ -134,7 +134,8 @@ def read(path: Path, last: int = 0) -> tuple[DetailRequest, str]:
         OSError: it cannot be read.
         ValueError: it is not a file of :func:`write`, or another user made it; the message gives the reason in one line.
     """
-    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # opening a pipe would wait for a writer
+    # opening a pipe would wait for a writer, and a link may lead to what is nobody's business
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0))
     with open(handle, "rb") as file:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise ValueError("it is not a regular file")
@@ -148,14 +149,14 @@ def read(path: Path, last: int = 0) -> tuple[DetailRequest, str]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"it is not JSON: {' '.join(str(error).split())[:80]}") from None
     if not isinstance(found, dict):
-        raise ValueError(f"it holds {display(found)}, not an object")
+        raise ValueError(f"it holds a {type(found).__name__}, not an object")
     if found.get("format") != FORMAT:
-        raise ValueError(f"its format is {display(found.get('format'))}, expected {FORMAT}")
+        raise ValueError(f"its format is not {FORMAT}")
     if not isinstance(session := found.get("session"), str):
-        raise ValueError(f"its session is {display(session)}")
+        raise ValueError("its session is no text")
     unknown = found.keys() - {"format", "session", *vars(DetailRequest())}
     if unknown:
-        raise ValueError(f"it has unknown fields {display(sorted(unknown))}")
+        raise ValueError("it has unknown fields")
     request = detail_request(**{name: value for name, value in found.items() if name not in ("format", "session")})
     if not request.number:
         raise ValueError("it has no number")

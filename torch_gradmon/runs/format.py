@@ -21,8 +21,8 @@ from ..core.formatting import printable
 
 FORMAT = 1
 VALUES, ROWS = "values", "rows"
-_NAME = re.compile(r"gradmon\.(\d{6,9})\.values")
-_ANY = re.compile(r"gradmon\.(\d{6,9})\.(?:values|rows)")
+_NAME = re.compile(r"gradmon\.([0-9]{6,9})\.values")
+_ANY = re.compile(r"gradmon\.([0-9]{6,9})\.(?:values|rows)")
 #: What earlier versions kept a run in.
 OLD_NAME = "gradmon.sqlite"
 
@@ -54,7 +54,13 @@ _TABLES, _PART = struct.Struct("<c3xIq"), struct.Struct("<QQ")
 
 
 def name_of(number: int, kind: str) -> str:
-    """The name of a file."""
+    """The name of a file.
+
+    Raises:
+        FileNotFoundError: there is no such number.
+    """
+    if number >= 10**9:
+        raise FileNotFoundError(f"gradmon.{number - 1}.{kind} has the last number of a file")
     return f"gradmon.{number:06d}.{kind}"
 
 

@@ -18,7 +18,7 @@ from ..core.keys import Key
 from ..core.records import SpikeEvent
 from . import format as f
 from .forms import context_of, facts_of, is_event
-from .log import SETTLED, Damage, LogReader
+from .log import SETTLED, Damage, LogReader, reading_within
 from .packing import TableLayout, layout_of
 
 _NEVER = float("inf")
@@ -26,6 +26,8 @@ _NEVER = float("inf")
 _SOON = 60.0
 #: The last index is looked for in so many blocks at the end of a file.
 _LOOKED_THROUGH = 64
+#: So many later writers of a run are looked at, each for so many seconds a look.
+_SUCCESSORS, _LOOK_SECONDS = 16, 0.02
 #: A run has no more keys.
 _MOST_KEYS = 1 << 20
 #: Stands for keys whose names are damaged.
@@ -175,7 +177,8 @@ class RunIndex:
         self._sets: dict[tuple[int, bytes], int] = {}
         self._members: list[tuple[int, ...]] = []  # numbers of the keys of a set
         for number in f.pairs_in(self._directory):
-            self._open(number)
+            with contextlib.suppress(FileNotFoundError):  # it was removed just now
+                self._open(number)
         if not self._pairs:
             if self.unreadable:
                 raise ValueError(self._why)
@@ -645,20 +648,52 @@ def open_run(path: str | os.PathLike[str]) -> RunIndex:
         raise ValueError(f"{str(path)!r} could not be read: {error}") from error
 
 
-def is_claimed_after(directory: Path, number: int) -> bool:
-    """Whether a pair of files after this one was begun by a writer that has claimed the run."""
-    while True:
-        number += 1
+class Successors:
+    """Later writers of a run. A look reads what is new of the first of their files, for a limited time: the training waits for it.
+
+    Args:
+        directory: of the run.
+        number: of the pair of files before theirs.
+    """
+
+    def __init__(self, directory: Path, number: int) -> None:
+        self._directory, self._number = directory, number
+        self._files: list[LogReader | None] = []  # None for a file of something else
+
+    def have_claimed(self) -> bool:
+        """Whether one of them has claimed the run."""
+        with contextlib.suppress(
+            OSError
+        ):  # there is none, or it cannot be asked for now, which must not keep the training waiting
+            while len(self._files) < _SUCCESSORS:
+                self._files.append(self._opened(self._number + 1 + len(self._files)))
+        return any(self._has_claimed(place) for place in range(len(self._files)))
+
+    def _opened(self, number: int) -> LogReader | None:
         try:
-            with contextlib.closing(LogReader(directory / f.name_of(number, f.VALUES))) as file:
-                for record in file.follow():
+            return LogReader(self._directory / f.name_of(number, f.VALUES))
+        except ValueError:
+            return None
+
+    def _has_claimed(self, place: int) -> bool:
+        file = self._files[place]
+        try:
+            with reading_within(_LOOK_SECONDS):
+                for record in file.follow() if file is not None else ():
                     kind = record.data[:1]
                     if kind == f.STEP or (kind == f.JSON and f.json_of(record.data).get("claims") is True):
                         return True
-        except OSError:  # there is none, or it cannot be asked for now, which must not keep the training waiting
-            return False
-        except ValueError:  # a file of something else
-            continue
+        except ValueError:  # it takes too long, or is of something else
+            self._files[place] = None
+        except OSError:
+            pass
+        return False
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files:
+            if file is not None:
+                file.close()
 
 
 def _natural(number: object) -> int:

@@ -26,7 +26,7 @@ from ..core.process import HomeProcess
 from ..core.records import StatsTable, StepRecord
 from ..core.step_values import StepValues
 from . import format as f
-from .index import RunIndex, is_claimed_after
+from .index import RunIndex, Successors
 from .log import LogReader, LogWriter
 from .packing import TableLayout, fixed_counts, pack
 
@@ -100,7 +100,7 @@ class RunWriter:
             os.unlink(values.path)
             raise
         self._close_files()
-        self._number, self._values = number, values
+        self._number, self._values, self._successors = number, values, Successors(self.path, number)
         self._rows: LogWriter | None = None
         self._begin_index()
         self._entries.append((begin, 0, 0.0, 0, 0, 0, 0, f.IS_JSON))
@@ -115,6 +115,8 @@ class RunWriter:
                 file.sync()
             with contextlib.suppress(OSError):
                 file.close()
+        if (successors := getattr(self, "_successors", None)) is not None:
+            successors.close()
 
     def _put(self, facts: Mapping[str, Any]) -> None:
         begin, _ = self._values.append(f.of_json(facts))
@@ -179,7 +181,7 @@ class RunWriter:
         now = time.monotonic()
         if not self._is_done and now - self._looked >= _LOOKS:
             self._looked = now
-            self._is_done = is_claimed_after(self.path, self._number)
+            self._is_done = self._successors.have_claimed()
         return self._is_done
 
     def _sync(self) -> None:

@@ -95,7 +95,7 @@ class RunTools:
         """All runs: name, state (running, silent, ended), last step, loss, spikes, findings that the training made itself, settings."""
         found = []
         for name, path in find_runs(self._root).items():
-            with contextlib.suppress(OSError, ValueError), reading_within(ROW_SECONDS):  # it may be made or removed just now
+            with contextlib.suppress(Exception), reading_within(ROW_SECONDS):  # it may be made or removed just now
                 found.append(run_card(path, name, points=2).to_dict())
         return [{key: value for key, value in card.items() if key not in ("losses", "is_diagnosed")} for card in found]
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from ..analysis.many_runs.card import RunCard
-from ..analysis.many_runs.find import find_runs
+from ..analysis.many_runs.find import find_runs, is_below
 from .watched_run import WatchedRun
 
 #: Seconds between two looks for new runs, and seconds after the last request in which the thread still works.
@@ -44,7 +44,7 @@ class RunBoard:
     def path(self, name: str) -> Path | None:
         """The directory of a run that was found; None for any other name."""
         run = self._run(name)
-        return None if run is None else run.path
+        return None if run is None or not is_below(run.path, self._root) else run.path
 
     def card(self, name: str) -> RunCard | None:
         """The row of a run; None if there is none of that name that can be read."""

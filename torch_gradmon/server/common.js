@@ -5,12 +5,20 @@ const make = (tag, text, className) => {
   if (className) element.className = className;
   return element;
 };
+// the token of the page's address goes into each other address: a cookie would go to every other port of this machine too
+const token = new URLSearchParams(location.search).get("token");
+const withToken = (address) => {
+  const found = new URL(address, location.href);
+  if (token) found.searchParams.set("token", token);
+  return found.href;
+};
+for (const link of document.querySelectorAll('a[href="./"]')) link.href = withToken("./");
 // a stream of the server while the page is in sight: a browser has six connections for all of its pages together, so hidden ones give theirs back
 const listen = (address, handlers, onLost) => {
   let events = null, again = null;
   const open = () => {
     clearTimeout(again);
-    events = new EventSource(address);
+    events = new EventSource(withToken(address));
     for (const [kind, handle] of Object.entries(handlers)) events.addEventListener(kind, (event) => handle(JSON.parse(event.data)));
     events.addEventListener("error", () => {
       onLost();

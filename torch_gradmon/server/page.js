@@ -27,7 +27,7 @@
     isBusy = true;
     const asked = wanted, begin = performance.now();
     try {
-      const answer = await fetch(`content.json?run=${encodeURIComponent(run)}`);
+      const answer = await fetch(withToken(`content.json?run=${encodeURIComponent(run)}`));
       if (!answer.ok) throw new Error(`${answer.status} ${answer.statusText}`);
       window.gradmon.update(await answer.json());
       shown = asked;

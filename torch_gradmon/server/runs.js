@@ -17,7 +17,7 @@
     for (const [size, unit] of [[86400, "d"], [3600, "h"], [60, "min"]]) if (seconds >= 2 * size) return `${Math.round(seconds / size)} ${unit}`;
     return `${Math.round(seconds)} s`;
   };
-  const address = (name, hash = "") => `run?name=${encodeURIComponent(name)}${hash}`;
+  const address = (name, hash = "") => withToken(`run?name=${encodeURIComponent(name)}${hash}`);
 
   // --- small charts; on a logarithmic scale where all losses are positive
 
@@ -124,7 +124,7 @@
     draw();
   };
   const both = () => {
-    if (marked.size === 2) location.href = `both?${[...marked].map((name, place) => `${["first", "second"][place]}=${encodeURIComponent(name)}`).join("&")}`;
+    if (marked.size === 2) location.href = withToken(`both?${[...marked].map((name, place) => `${["first", "second"][place]}=${encodeURIComponent(name)}`).join("&")}`);
   };
   const row = (card, all) => {
     const line = make("tr");

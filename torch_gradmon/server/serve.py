@@ -54,8 +54,8 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_version = "gradmon"
     sys_version = ""
-    #: Seconds that a connection may be idle, and that a page may not read.
-    timeout = 60
+    #: Seconds that a request may take to come, and that a page may not read.
+    timeout = 10
     _query: Mapping[str, list[str]]
 
     def do_GET(self) -> None:
@@ -105,7 +105,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise _Refused(HTTPStatus.FORBIDDEN, "pages of other sites cannot read here")
         if not access.names_this_machine(self.headers.get("Host", "")):
             raise _Refused(HTTPStatus.FORBIDDEN, "this server is called localhost or 127.0.0.1")
-        if not access.has_token(self._query, self.headers.get("Cookie", ""), self._gradmon.cookie):
+        if not access.has_token(self._query):
             raise _Refused(HTTPStatus.UNAUTHORIZED, "open the address that gradmon serve has printed: it holds the token")
         routes: dict[str, Callable[[], tuple[str, str]]] = {
             "/": lambda: (pages.all_runs(self._gradmon.root), _HTML),
@@ -178,9 +178,6 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Connection", "close")
         for name, value in _HEADERS.items():
             self.send_header(name, value)
-        token = self._gradmon.access.token
-        if token is not None and "token" in self._query:
-            self.send_header("Set-Cookie", f"{self._gradmon.cookie}={token}; HttpOnly; SameSite=Strict; Path=/")
         self.end_headers()
 
     def _refuse(self, status: HTTPStatus, why: str) -> None:
@@ -228,11 +225,6 @@ class Server(ThreadingHTTPServer):
         if ":" in host:
             self.address_family = socket.AF_INET6
         super().__init__((host, port), _Handler)
-
-    @property
-    def cookie(self) -> str:
-        """The name of the cookie with the token; cookies do not differ by port."""
-        return f"gradmon_token_{self.server_address[1]}"
 
     @property
     def address(self) -> str:

@@ -68,7 +68,7 @@ def facts_of(window: Window) -> ValueMatrix:
         facts = window.facts[step]
         rates = facts.get("lr", [])
         row = {Key(CONTEXT, "lr", "" if len(rates) == 1 else str(group)): float(rate) for group, rate in enumerate(rates)}
-        row |= {Key(CONTEXT, name, ""): float(facts[name]) for name in ("amp_scale", "applied") if name in facts}
+        row |= {Key(CONTEXT, name, ""): float(facts[name]) for name in ("amp_scale", "applied") if facts.get(name) is not None}
         rows.append(row)
     keys = tuple(dict.fromkeys(key for row in rows for key in row))
     values = torch.tensor([[row.get(key, math.nan) for key in keys] for row in rows], dtype=torch.float64, device="cpu")

@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal
 
 from ...core import keys as n
@@ -28,6 +29,8 @@ State = Literal["running", "silent", "ended", "empty", "unknown"]
 #: Share of the last losses, and of the last steps' cost, that stands for now.
 _NOW = 0.05
 _NAMES = 30
+#: A run has no more settings in its row.
+_SETTINGS = 50
 #: What follows the name of a layer, or of several, in the words of a spike.
 _SIZES = re.compile(r" \(|, ")
 
@@ -170,7 +173,7 @@ def run_card(
             cost=_cost(_series(run, _whole("overhead_pct"))),
             findings=[_named(finding) for finding in found] if diagnosis is None else _ranked(diagnosis),
             is_diagnosed=diagnosis is not None,
-            settings=settings_of(run.meta),
+            settings=dict(islice(settings_of(run.meta).items(), _SETTINGS)),
             metrics={metric: values[-1] for metric in metrics if (values := _metric(run, metric).values)},
             logged=[key.name for key in scalars if not key.source][:_NAMES],
         )

@@ -39,6 +39,11 @@ def find_runs(root: str | os.PathLike[str]) -> dict[str, Path]:
     return dict(sorted(found.items()))
 
 
+def is_below(path: Path, root: str | os.PathLike[str]) -> bool:
+    """Whether a run that was found still stands where it was found, and nobody has put a link in its way."""
+    return path.resolve() == Path(root).resolve() / path.relative_to(root)
+
+
 def no_run(path: str | os.PathLike[str], error: FileNotFoundError) -> str:
     """What to say of a directory without a run: ``error``, or the names of the runs below it."""
     try:

@@ -88,7 +88,7 @@ def _cards(places: Sequence[str], diagnosed: bool, metrics: Sequence[str]) -> It
             with reading_within(_SECONDS):
                 card = run_card(path, name, diagnose(path) if diagnosed else None, metrics=metrics)
             yield card
-        except (OSError, ValueError) as error:  # it is being made or removed, or belongs to another user
+        except Exception as error:  # it is being made or removed, or belongs to another user, who may have written anything
             print(f"gradmon: {printable(name)} is left out: {' '.join(str(error).split())}", file=sys.stderr)
 
 

@@ -38,7 +38,7 @@ COMMAND = Command(
         value("--token", "TEXT", "that the address has to contain (default: a new one)"),
         flag("--no-token", "let every account of this machine read"),
     ),
-    "Whoever has the printed address can read: it contains a token, which a browser keeps as a cookie. Only this machine is served by "
+    "Whoever has the printed address can read: it contains a token, new for each server. Only this machine is served by "
     "default; at another address nothing is encrypted, and a tunnel such as ssh -L 8642:localhost:8642 HOST is better.",
 )
 #: Seconds that pages which are being made have to end.

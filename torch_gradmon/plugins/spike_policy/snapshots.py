@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import shutil
 import tempfile
 import weakref
@@ -45,7 +46,7 @@ class Snapshots:
     def __init__(self, policy: Rollback, rank: int) -> None:
         self._keep, self._every, self._age, self._rank = policy.keep, policy.every, policy.age, rank
         self._extra_state = [_weakly(each) for each in policy.extra_state]
-        self._parent, self._directory = policy.directory, ""
+        self._parent, self._directory, self._place = policy.directory, "", (0, 0)
         self._kept: list[_Kept] = []  # oldest first
         self._loaded: Mapping[str, Any] = {}
         self._since: int | None = None  # the step after which the last one was taken, or at which it was gone back to one
@@ -79,17 +80,25 @@ class Snapshots:
         if not self._directory:  # one of its own: another run may be given the same path
             Path(self._parent).mkdir(parents=True, exist_ok=True)
             self._directory = tempfile.mkdtemp(prefix=f"rank{self._rank}-", dir=self._parent)
+            self._place = _identity(self._directory)
             self._remove = weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
+        self._check_directory()
         file = Path(self._directory) / f"step{step}.pt"
         leaves, shape = tree_flatten(taken)
         with replacing(file) as target:  # a killed run leaves no half of one
             leaves = [_written(leaf, target) for leaf in leaves]
         return lambda: tree_unflatten(_read_back(leaves, file), shape), file
 
+    def _check_directory(self) -> None:
+        """Raises OSError where others have put something in the place of the directory."""
+        if _identity(self._directory) != self._place:
+            raise OSError(f"{self._directory!r} is no longer the directory that was made for snapshots")
+
     def _drop(self, place: int) -> None:
         dropped = self._kept.pop(place)
         if dropped.file is not None:
             with contextlib.suppress(OSError):
+                self._check_directory()
                 dropped.file.unlink()
 
     def choose(self, step: int, known: Collection[int]) -> int | None:
@@ -166,6 +175,11 @@ class Snapshots:
             self._directory = ""
             self._remove()
         self._used = self._since = None
+
+
+def _identity(directory: str) -> tuple[int, int]:
+    found = os.lstat(directory)
+    return found.st_dev, found.st_ino
 
 
 class _OnDisk(NamedTuple):
