@@ -57,3 +57,23 @@ def test_a_layer_counts_while_it_is_trained(set_to_none: bool, thaw: int | None,
             assert values["gradmon/update_ratio_p10"] == pytest.approx(low, rel=1e-4), step
             assert values["gradmon/update_ratio_p90"] == pytest.approx(high, rel=1e-4), step
     monitor.detach()
+
+
+def test_a_layer_frozen_within_an_open_step_is_no_part_of_it() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    monitor = ModuleMonitor(model, on_metric_error="raise").attach(optimizer)
+    monitor.add_preset("standard")
+    for step in range(4):
+        model(torch.randn(16, 4)).square().mean().backward()
+        optimizer.zero_grad()  # this batch is left out, so that the step goes on
+        model[0].requires_grad_(step % 2 == 1)
+        model(torch.randn(16, 4)).square().mean().backward()
+        trained = [p.detach().double().flatten() for p in model.parameters() if p.requires_grad]
+        norm = torch.cat(trained).norm().item()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert monitor.get_step_metrics()["gradmon/param_norm"] == pytest.approx(norm, rel=1e-6)
+        model[0].requires_grad_(step != 2)
+    assert monitor.step == 3

@@ -40,6 +40,7 @@ class GradientCapture:
         self._scaled = False
         self._held: dict[Hashable, tuple[StepBuffer, _Seen, list[int]]] = {}
         self._doubtful: frozenset[int] = frozenset()
+        self._at_rest: frozenset[int] = frozenset()  # positions that were frozen when the model was seen
         self._clipped: _Seen = {}  # gradients after a clip by the monitor
         self._spent: set[int] = set()  # positions whose gradients an optimizer has used
         self._local = LocalGradients(measurer)
@@ -63,6 +64,9 @@ class GradientCapture:
             by_batch: each micro-batch is measured separately, too.
             source: where gradients are.
         """
+        if parameters is not self._parameters:
+            known = ((position, place()) for position, place in enumerate(parameters))
+            self._at_rest = frozenset(position for position, q in known if q is not None and not q.requires_grad)
         self._buffer, self._plans, self._parameters, self._source = buffer, plans, parameters, source
         self._doubtful = (
             frozenset(p for p, name in enumerate(plans[GRADIENT].names) if name in doubtful) if doubtful else frozenset()
@@ -190,6 +194,8 @@ class GradientCapture:
         is_plain = self._source is PLAIN_GRADIENTS
         self._buffer.clear(GRADIENT, names if is_plain else plan.names_at(sorted(gradients)))
         self._buffer.used.update(names)
+        if len(gradients) < len(positions):
+            self._note_frozen({*positions}.difference(gradients, self._at_rest))
         if self._seen and any(p in self._seen and p not in gradients for p in positions):
             self._buffer.noted["edited"] = True
         elif gradients and self._seen.keys() >= gradients.keys():
@@ -201,6 +207,13 @@ class GradientCapture:
         if narrow := dtypes_of(gradients.values()) & _NARROW:
             self._buffer.noted["rounding"] = max(torch.finfo(dtype).eps / 2 for dtype in narrow)
         self._measurer.measure(Measurement(self._buffer, plan, gradients, inverse_scale))
+
+    def _note_frozen(self, positions: Collection[int]) -> None:
+        """Note which of these, without a gradient, were frozen since the step began."""
+        assert self._buffer is not None
+        found = ((p, self._parameters[p]()) for p in positions)
+        frozen = [p for p, parameter in found if parameter is not None and not parameter.requires_grad]
+        self._buffer.frozen.update(self._plans[GRADIENT].names_at(frozen))
 
     def _note_replacement(self, gradients: Mapping[int, Tensor]) -> None:
         """Note whether these are other tensors than those that were measured before clipping."""

@@ -49,6 +49,7 @@ class StepBuffer(RowStore, ValueStore):
         self.rows: list[tuple[Identities, int]] = []  # logged ones, call by call; their losses are extras
         self._are_rows_over = False  # the next ones are those of another evaluation
         self.thawed: set[str] = set()  # parameters frozen only for a part of the step
+        self.frozen: set[str] = set()  # parameters frozen since the step began
         self.used: set[str] = set()  # parameters of the optimizers that stepped, with or without a gradient
         self.absent: dict[tuple[str, str], str] = {}
         self.refused: dict[str, str] = {}
@@ -153,14 +154,15 @@ class StepBuffer(RowStore, ValueStore):
         self.begin_rows_anew()
         self.begin_values_anew()
         self._streams, self.noted, self.extras, self.rows, self.rng, self._are_rows_over = None, {}, {}, [], {}, False
-        self.thawed, self.used, self.unshown, self.absent, self.refused = set(), set(), set(self.unshown), {}, {}
+        self.thawed, self.frozen, self.used, self.unshown = set(), set(), set(), set(self.unshown)
+        self.absent, self.refused = {}, {}
         return earlier
 
     def _take_all(self, other: StepBuffer) -> None:
         self.take_all_rows(other)
         self.take_all_values(other)
         self._streams, self.noted, self.extras, self.rows = other._streams, other.noted, other.extras, other.rows
-        self.thawed, self.used, self.unshown = other.thawed, other.used, other.unshown
+        self.thawed, self.frozen, self.used, self.unshown = other.thawed, other.frozen, other.used, other.unshown
         self.rng, self.absent, self.refused = other.rng, other.absent, other.refused
 
     def begins(self, rng: dict[str, Tensor]) -> None:
@@ -185,6 +187,7 @@ class StepBuffer(RowStore, ValueStore):
         self.extras = {**earlier.extras, **self.extras, **{f"rows/{call}": each for call, each in enumerate(losses)}}
         self.rows, self.rng = calls, earlier.rng
         self.thawed |= earlier.thawed
+        self.frozen |= earlier.frozen
         self.used |= earlier.used
         self.unshown |= earlier.unshown
         self.absent, self.refused = {**earlier.absent, **self.absent}, {**earlier.refused, **self.refused}

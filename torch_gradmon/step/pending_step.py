@@ -98,7 +98,7 @@ class PendingStep:
             updates_void=found_inf,
             edited=edited,
             used=buffer.used,
-            trainable=self.inventory.trainable.trained(buffer.thawed),
+            trainable=self.inventory.trainable.trained(buffer.thawed) - buffer.frozen,
             matrices=self.inventory.matrices.keys(),
             groups=self.groups,
             refused={**self._unplanned(), **{s: why for (s, name), why in buffer.absent.items() if not name}, **buffer.refused},
