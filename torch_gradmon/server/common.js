@@ -8,9 +8,9 @@ const make = (tag, text, className) => {
 // the token of the page's address goes into each other address: a cookie would go to every other port of this machine too
 const token = new URLSearchParams(location.search).get("token");
 const withToken = (address) => {
-  const found = new URL(address, location.href);
-  if (token) found.searchParams.set("token", token);
-  return found.href;
+  if (!token) return address;
+  const [place, ...mark] = address.split("#");
+  return [`${place}${place.includes("?") ? "&" : "?"}token=${token}`, ...mark].join("#");
 };
 for (const link of document.querySelectorAll('a[href="./"]')) link.href = withToken("./");
 // a stream of the server while the page is in sight: a browser has six connections for all of its pages together, so hidden ones give theirs back
