@@ -146,8 +146,8 @@ def _strided(c: Case) -> list[oracle.Tensor]:
 
 
 def _few(c: Case) -> bool:
-    """Whether a detector has seen few norms that it can learn from."""
-    return sum(all(bool(oracle.reals(g).isfinite().all()) for g in e.before.values()) for e in c.earlier if e.applied) <= 4
+    """Whether a detector has seen few norms that it can learn from: eight before the first score."""
+    return sum(all(bool(oracle.reals(g).isfinite().all()) for g in e.before.values()) for e in c.earlier if e.applied) <= 9
 
 
 def _is_index(c: Case) -> bool:
