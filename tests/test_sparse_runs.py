@@ -13,6 +13,7 @@ from torch_gradmon.analysis.plots.pairing import RunPair
 from torch_gradmon.analysis.plots.panel_set import PanelSet
 from torch_gradmon.analysis.plots.sources import ValueSource
 from torch_gradmon.cli.terminal.live import LiveRun
+from torch_gradmon.cli.terminal.run_facts import summarize
 from torch_gradmon.core.keys import GRADIENT
 from torch_gradmon.core.records import StatsTable, StepRecord
 from torch_gradmon.runs import value_matrix
@@ -89,6 +90,14 @@ def test_a_matrix_of_tables_has_the_tensors_with_most_values(few_cells: None) ->
     assert found is not None
     assert found.values.numel() <= 4 * (MANY + STEPS)
     assert len(found.column("often")) == STEPS - 1
+
+
+def test_a_summary_of_each_layer_asks_for_fewer_where_few_steps_have_most(few_cells: None, tmp_path: Path) -> None:
+    run = load_run(_written(tmp_path))
+    with pytest.raises(ValueError, match=r"301 rows is too large for 100 steps that have 4\.0 layers on average: use --filter"):
+        summarize(run, "", everything=True)
+    assert len(summarize(run, "", everything=True, last=3).rows) > 40
+    assert sum(row.parameters for row in summarize(run, "").rows) == MANY + 1
 
 
 def test_a_live_view_of_a_wide_last_step_leaves_out_early_steps(few_cells: None, tmp_path: Path) -> None:
