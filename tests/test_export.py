@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -197,6 +198,16 @@ def test_many_parts_are_the_same_as_one(path: Path, tmp_path: Path, monkeypatch:
     monkeypatch.setattr(Run, "window", lambda run, steps: read.append(len(list(steps))) or window(run, steps))
     assert [file.read_bytes() for file in run.export(tmp_path / "parts.csv")] == whole
     assert set(read) == {1}
+
+
+def test_tensors_of_one_step_in_parts_are_the_same_as_one(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = load_run(path)
+    whole = [file.read_bytes() for file in run.export(tmp_path / "whole.csv")]
+    monkeypatch.setattr(frames, "_CELLS", 100)
+    with mock.patch.object(frames, "empty_matrix", wraps=frames.empty_matrix) as made:
+        assert [file.read_bytes() for file in run.export(tmp_path / "parts.csv")] == whole
+    shapes = [call.args for call in made.call_args_list]
+    assert max(math.prod(shape) for shape in shapes if len(shape) == 3) <= 100  # steps, tensors, metrics
 
 
 def test_a_part_of_a_run(path: Path, tmp_path: Path) -> None:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
 import signal
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
+from unittest import mock
 
+import numpy as np
 import pytest
+
+from torch_gradmon.core.keys import Key
+from torch_gradmon.runs import format as f
+from torch_gradmon.runs.index import RunIndex
+from torch_gradmon.runs.log import LogReader, LogWriter, Overspent, framed, reading_within
 
 from . import forked
 from .hostile_runs import Mutator, made, read_all, records_in, show_all
@@ -134,3 +142,100 @@ def test_links_in_a_run_directory_are_not_followed(mutator: Mutator, tmp_path: P
     shutil.copy(elsewhere / VALUES, path)
     (path / ROWS).symlink_to(elsewhere / ROWS)
     assert read_all(path) == ""
+
+
+_HEAD = f.of_json({"is": "head", "format": 1, "writer": "", "claims": True, "facts": {}})
+_KEYS = len(framed(_HEAD, 0))  # where the keys begin
+_SET = np.zeros(1, "<u4").tobytes()
+
+
+def _begun(path: Path, name: str = VALUES) -> LogWriter:
+    """The file with values of a run with one key, or its file with rows."""
+    file = LogWriter(path / name)
+    if name == VALUES:
+        file.append(_HEAD)
+        file.append(f.of_json({"is": "keys", "first": 0, "keys": [["", "loss", ""]]}))
+    return file
+
+
+def _step(step: int, rows: tuple[int, int] = (0, 0), layouts: int = 0) -> f.StepFrame:
+    return f.StepFrame(step, 1e9 + step, f.APPLIED, rows, layouts, np.zeros(1, np.uint32), np.ones(1), b"{}", b"")
+
+
+def _indexed(places: list[int], step: int) -> list[tuple[object, ...]]:
+    """Entries of an index: JSON records, and the last one a step."""
+    return [*((place, 0, 0.0, 0, 0, 0, 0, f.IS_JSON) for place in places[:-1]), (places[-1], step, 1e9 + step, 0, 0, 0, 0, 1)]
+
+
+def _settled(path: Path) -> Path:
+    for file in path.iterdir():
+        os.utime(file, (1e9, 1e9))  # nothing is on its way any more
+    return path
+
+
+@pytest.mark.parametrize("what", ["repeated", "backwards", "of the last index", "behind"])
+def test_an_index_names_each_record_since_the_last_one_once(what: str, tmp_path: Path) -> None:
+    file = _begun(tmp_path)
+    one = file.append(f.of_json({"is": "facts", "facts": {"one": 1}}))[0]
+    step = file.append(_step(0).packed())[0]
+    before = file.append(f.Index((0, 0), f.entries_of(_indexed([0, _KEYS, one, step], 0)), [_SET], {}).packed())
+    two = file.append(f.of_json({"is": "facts", "facts": {"two": 2}}))[0]
+    step = file.append(_step(1).packed())[0]
+    places = {
+        "repeated": [two] * 50 + [step],
+        "backwards": [step, two, step],
+        "of the last index": [one, two, step],
+        "behind": [two, step, file.size + 2000],
+    }[what]
+    file.append(f.Index(before, f.entries_of(_indexed(places, 1)), [_SET], {}).packed())
+    file.close()
+    with mock.patch.object(f, "json_of", wraps=f.json_of) as parsed, closing(RunIndex(_settled(tmp_path))) as index:
+        assert index.steps == [0, 1]
+        assert index.meta == {"one": 1, "two": 2}
+        assert parsed.call_count <= 4
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_column_belongs_to_one_index_and_its_records(place: int, tmp_path: Path) -> None:
+    file, before = _begun(tmp_path), (0, 0)
+    column = file.append(f.of_column(0, np.array([2 + place]), np.array([7.0])))[0]  # of the step in the first index, or of none
+    for step in range(3 - 2 * place):
+        places = [0, _KEYS] if not step else []
+        entries = _indexed([*places, file.append(_step(step).packed())[0]], step)
+        before = file.append(f.Index(before, f.entries_of(entries), [_SET], {0: column}).packed())
+    file.close()
+    with closing(RunIndex(_settled(tmp_path))) as index:
+        assert index.values(Key("", "loss", "")) == dict.fromkeys(index.steps, 1.0)  # as the steps themselves say
+
+
+def test_two_steps_do_not_share_their_rows(tmp_path: Path) -> None:
+    rows, file = _begun(tmp_path, ROWS), _begun(tmp_path)
+    found = rows.append(f.of_tables(0, []))
+    for step in range(3):
+        file.append(_step(step, found).packed())
+    rows.close()
+    file.close()
+    with closing(RunIndex(_settled(tmp_path))) as index:
+        assert index.steps == [0]
+        assert len(index.unreadable) == 2
+
+
+def test_a_record_that_was_read_before_takes_time_too(tmp_path: Path) -> None:
+    file = _begun(tmp_path)
+    file.close()
+    with closing(LogReader(tmp_path / VALUES)) as reader:
+        assert reader.at(0)
+        with reading_within(0.0), pytest.raises(Overspent):
+            reader.at(0)
+
+
+def test_records_of_an_index_do_not_lie_within_one_another(tmp_path: Path) -> None:
+    file = _begun(tmp_path)
+    inner = framed(_step(1)._replace(context=b"{}" + b" " * 500).packed(), 0)
+    outer, end = file.append(_step(0)._replace(context=inner).packed())
+    entries = _indexed([0, _KEYS, outer], 0) + _indexed([end - len(inner)], 1)
+    file.append(f.Index((0, 0), f.entries_of(entries), [_SET], {}).packed())
+    file.close()
+    with closing(RunIndex(_settled(tmp_path))) as index:
+        assert index.read(1).values == {0: 1.0}
+        assert index.read(0).values == {}

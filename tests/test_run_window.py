@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch_gradmon import ModuleMonitor, Run, load_run
 from torch_gradmon.core.keys import GRADIENT, GRADIENT_BEFORE_CLIP, TENSOR_SOURCES, Key, format_key
 from torch_gradmon.core.moments import ALL_COLUMNS, ALWAYS, VIEWS, Column
 from torch_gradmon.core.records import StatsTable, StepRecord
+from torch_gradmon.runs import window
 from torch_gradmon.runs.window import COUNT, single_threaded
 from torch_gradmon.runs.writer import RunWriter
 from torch_gradmon.statistics.eager import measure
@@ -166,6 +168,20 @@ def test_a_custom_metric_is_no_reason_to_take_windows_for_alike(tmp_path: Path) 
         monitor.detach()
     one, other = (load_run(tmp_path / name).window([0]) for name in "ab")
     assert not one.is_like(other, "parameter")
+
+
+def test_a_window_has_no_cells_for_keys_of_other_sources(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path)
+    for step in range(50):
+        values = {Key("", "loss", ""): 1.0, Key("gradient", f"w{step}", "own"): 2.0}
+        writer.log(StepRecord(step, float(step), True, values, {}, {}, ()))
+    writer.close()
+    with mock.patch.object(window, "empty_matrix", wraps=window.empty_matrix) as made:
+        found = load_run(tmp_path).window(range(50))
+        assert found.others.keys == (Key("", "loss", ""),)
+        assert found.sources == ["gradient"]
+    assert [call.args for call in made.call_args_list] == [(50, 1)]
+    assert found.sheet("gradient").there.sum() == 50
 
 
 def test_the_number_of_threads_is_as_before() -> None:

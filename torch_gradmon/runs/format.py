@@ -368,11 +368,11 @@ def entries_of(rows: Sequence[tuple[Any, ...]]) -> np.ndarray:
     return np.array(rows, _ENTRY)
 
 
-def index_of(record: bytes) -> Index:
-    """An index.
+def index_of(record: bytes, begin: int) -> Index:
+    """The index that begins at ``begin``.
 
     Raises:
-        Unreadable: it is none.
+        Unreadable: it is none, or names other records than those between the last index and itself, each once.
     """
     if len(record) < _INDEX.size or record[:1] != INDEX:
         raise Unreadable("an index is too short")
@@ -386,6 +386,12 @@ def index_of(record: bytes) -> Index:
         raise Unreadable("the entries of an index are none")
     places = np.frombuffer(record, _COLUMNS, columns, at)
     at += places.nbytes
+    for named in (entries["begin"], np.sort(places["begin"])):
+        if len(named) and not (before[1] <= named[0] and named[-1] < begin and (named[1:] > named[:-1]).all()):
+            raise Unreadable("an index names records of another one, or one twice")
+    has_rows = entries[entries["end"] > 0]
+    if not ((has_rows["rows"] < has_rows["end"]).all() and (has_rows["rows"][1:] >= has_rows["end"][:-1]).all()):
+        raise Unreadable("two steps of an index have the same rows")
     lengths = np.frombuffer(record, "<u4", sets, at)
     ends = (at + 4 * sets + 4 * np.cumsum(lengths, dtype=np.int64)).tolist()
     if (ends or [len(record)])[-1] != len(record) or (count and sets <= int(entries["keys"].max())):
@@ -401,15 +407,18 @@ def of_column(key: int, places: np.ndarray, values: np.ndarray) -> bytes:
     return head + values.astype("<f8", copy=False).tobytes() + places.astype("<u4", copy=False).tobytes()
 
 
-def column_of(record: bytes, key: int) -> tuple[np.ndarray, np.ndarray]:
+def column_of(record: bytes, key: int, count: int) -> tuple[np.ndarray, np.ndarray]:
     """The inverse of :func:`of_column`: places and values.
 
     Raises:
-        Unreadable: it is none of ``key``.
+        Unreadable: it is none of ``key``, or of an index with more records than ``count``.
     """
     if len(record) < _COLUMN.size or record[:1] != COLUMN:
         raise Unreadable("a column is too short")
-    _, count, number = _COLUMN.unpack_from(record)
-    if number != key or len(record) != _COLUMN.size + 12 * count:
+    _, known, number = _COLUMN.unpack_from(record)
+    if number != key or len(record) != _COLUMN.size + 12 * known:
         raise Unreadable("a column is not of its key or size")
-    return np.frombuffer(record, "<u4", count, _COLUMN.size + 8 * count), np.frombuffer(record, "<f8", count, _COLUMN.size)
+    places = np.frombuffer(record, "<u4", known, _COLUMN.size + 8 * known)
+    if known and places.max() >= count:
+        raise Unreadable("a column is of more records than its index")
+    return places, np.frombuffer(record, "<f8", known, _COLUMN.size)

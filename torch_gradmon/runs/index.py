@@ -18,7 +18,7 @@ from ..core.keys import Key
 from ..core.records import SpikeEvent
 from . import format as f
 from .forms import context_of, facts_of, is_event
-from .log import SETTLED, Damage, LogReader, reading_within
+from .log import SETTLED, Damage, LogReader, Record, reading_within
 from .packing import TableLayout, layout_of
 
 _NEVER = float("inf")
@@ -53,9 +53,10 @@ class Pair:
         self.facts: dict[str, Any] = {}
         self.has_head = self.has_claimed = False
         self.begins = _NEVER
+        self.rows_end = 0  # of the last step that has any
         self.ids: dict[int, int] = {}  # of the run, by those of the file
         self.layouts: dict[int, tuple[int, ...]] = {0: ()}  # where each set of them is defined
-        self.columns: list[tuple[int, dict[int, int]]] = []  # of each index its first frame, and where it has the values of a key
+        self.columns: list[tuple[range, int, dict[int, int]]] = []  # of each index: frames, end, where keys are
         self._rows: LogReader | None = None
         self._known: dict[int, TableLayout | str | None] = {}  # None where a record is none, which each step would ask for again
 
@@ -74,9 +75,9 @@ class Pair:
         """
         if place not in self._known:
             record = self.rows.at(place)
-            if record is None:
+            if record is None and self.rows.age <= SETTLED:
                 raise f.Unreadable(f"the definition of rows at {place} is damaged")
-            self._known[place] = _defined(record)
+            self._known[place] = None if record is None else _defined(record)
         found = self._known[place]
         if found is None:
             raise f.Unreadable(f"the record at {place} defines no rows")
@@ -249,11 +250,14 @@ class RunIndex:
             try:
                 if kind == f.STEP:
                     head = f.head_of(record.data)
+                    if head.rows[1] and not pair.rows_end <= head.rows[0] < head.rows[1]:
+                        raise f.Unreadable  # the rows of another step
                     if head.rows[1] > available:
                         available = self._rows_there(pair)
                         if head.rows[1] > available:
                             pair.values.offset = record.begin  # it is there with its rows
                             break
+                    pair.rows_end = max(pair.rows_end, head.rows[1])
                     self._add_frame(pair, record.begin, head, self._set_of(pair, f.ids_of(record.data, head)))
                     touched = self._take_step(pair, len(self._begin) - 1, head.step, head.flags, limit)
                 elif kind != f.JSON and pair.has_head:  # an index, or what only a later version knows
@@ -274,8 +278,13 @@ class RunIndex:
             entries = index.entries
             if not len(entries) or not self._are_there(pair, entries):
                 break
+            has_rows = entries[entries["end"] > 0]
+            if len(has_rows) and has_rows["rows"][0] < pair.rows_end:
+                raise f.Unreadable
+            pair.rows_end = max(pair.rows_end, int(entries["end"].max()))
             is_json = np.flatnonzero(entries["flags"] & f.IS_JSON).tolist()
-            facts = [f.json_of(pair.values.at(begin) or b"") for begin in entries["begin"][is_json].tolist()]
+            begins = [*entries["begin"].tolist(), end]
+            facts = [f.json_of(_up_to(begins[place + 1], pair.values.record(begins[place]))) for place in is_json]
             base = len(self._begin)
             for name, column in (
                 ("begin", self._begin),
@@ -298,7 +307,8 @@ class RunIndex:
                 raise f.Unreadable
             sets = np.array([self._set_of(pair, ids) for ids in index.sets], "<u4")
             self._set.frombytes(sets[entries["keys"]].tobytes())
-            pair.columns.append((base, {pair.ids[key]: begin for key, begin in index.columns.items()}))
+            frames = range(base, base + len(entries))
+            pair.columns.append((frames, end, {pair.ids[key]: begin for key, begin in index.columns.items()}))
             pair.values.offset = end
         return first
 
@@ -306,13 +316,13 @@ class RunIndex:
     def _indices(pair: Pair) -> list[tuple[int, f.Index]]:
         """The indices of a file and where they end, the last one first."""
         last = pair.values.found_backwards(f.INDEX, _LOOKED_THROUGH)
-        found = [] if last is None else [(last.end, f.index_of(last.data))]
+        found = [] if last is None else [(last.end, f.index_of(last.data, last.begin))]
         until = 0 if last is None else last.begin
         while found and (before := found[-1][1].before)[1]:
             data = pair.values.at(*before)
             if data is None or before[1] > until:
                 raise f.Unreadable
-            found.append((before[1], f.index_of(data)))
+            found.append((before[1], f.index_of(data, before[0])))
             until = before[0]
         return found
 
@@ -584,7 +594,7 @@ class RunIndex:
             frame = int(frames[at])
             pair = self._pairs[self._pair[frame]]
             try:
-                found[at] = f.value_at(pair.values.at(self._begin[frame]) or b"", int(place_in[at]))
+                found[at] = f.value_at(self._record(frame), int(place_in[at]))
                 there[at] = True
             except f.Unreadable:
                 self.unreadable.append((pair.values.name, self._begin[frame]))
@@ -595,22 +605,20 @@ class RunIndex:
         found, is_known = np.full(len(self._begin), np.nan), np.zeros(len(self._begin), bool)
         for pair in self._pairs:
             own = next((own for own, number in pair.ids.items() if number == key), None)
-            for base, columns in pair.columns:
-                record = pair.values.at(columns[key]) if key in columns else None
-                if record is not None and own is not None:
+            for frames, end, columns in pair.columns:
+                if key in columns and own is not None:
                     with contextlib.suppress(f.Unreadable):
-                        places, values = f.column_of(record, own)
-                        frames = places.astype(np.int64) + base
-                        sound = frames < len(found)
-                        found[frames[sound]], is_known[frames[sound]] = values[sound], True
+                        record = _up_to(end, pair.values.record(columns[key]))
+                        places, values = f.column_of(record, own, len(frames))
+                        known = places.astype(np.int64) + frames.start
+                        found[known], is_known[known] = values, True
         return found, is_known
 
     def _frames(self, step: int) -> Iterator[tuple[Pair, f.StepFrame]]:
         for number in self._frames_of(step):
             pair = self._pairs[self._pair[number]]
-            record = pair.values.at(self._begin[number])
             try:
-                frame = f.frame_of(record or b"")
+                frame = f.frame_of(self._record(number))
                 if frame.step != step:
                     raise f.Unreadable
             except f.Unreadable:  # it was there when the index was made
@@ -618,10 +626,21 @@ class RunIndex:
                 continue
             yield pair, frame
 
+    def _record(self, frame: int) -> bytes:
+        """The record of a frame; empty if there is none that ends before the next frame begins."""
+        pair = self._pairs[self._pair[frame]]
+        is_followed = self._pair[frame + 1 : frame + 2].tolist() == [pair.place]
+        return _up_to(self._begin[frame + 1] if is_followed else pair.values.size, pair.values.record(self._begin[frame]))
+
     def close(self) -> None:
         """Close the files."""
         for pair in self._pairs:
             pair.close()
+
+
+def _up_to(end: int, record: Record | None) -> bytes:
+    """The data of a record that ends there or before: one could begin within another, and have most of its bytes."""
+    return record.data if record is not None and record.end <= end else b""
 
 
 def open_run(path: str | os.PathLike[str]) -> RunIndex:

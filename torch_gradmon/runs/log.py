@@ -51,6 +51,12 @@ def reading_within(seconds: float) -> Iterator[None]:
         _UNTIL.reset(token)
 
 
+def check_time() -> None:
+    """Ask for the time that :func:`reading_within` gives. Raises Overspent once it is over."""
+    if (until := _UNTIL.get()) is not None and time.monotonic() > until[0]:
+        raise Overspent(f"reading it takes more than {until[1]:g} s")
+
+
 def framed(record: bytes, at: int) -> bytes:
     """``record`` in frames, to be appended to a file of ``at`` bytes."""
     room = BLOCK - at % BLOCK
@@ -245,17 +251,23 @@ class LogReader:
         return frame is not None and frame.end == 0 and any(self._bytes(0, _HEADER.size)[0][: _HEADER.size])
 
     def at(self, begin: int, end: int = 0) -> bytes | None:
+        """The data of :meth:`record`."""
+        found = self.record(begin, end)
+        return None if found is None else found.data
+
+    def record(self, begin: int, end: int = 0) -> Record | None:
         """The record that begins at ``begin``, and ends at ``end`` unless that is 0; None if it is damaged or not there yet."""
         for _ in range(2):  # first in what was read before, which may be older than the record
             size = self.size
             record = self._next(begin, min(end, size) or size, True) if begin < size else None
             if isinstance(record, Record) and record.begin == begin and end in (0, record.end):
-                return record.data
+                return record
             self._kept = 0, b""
         return None
 
     def _next(self, at: int, size: int, is_settled: bool) -> Record | Damage | None:
         """The record that begins at ``at``, or what is there in its place; None if that is not decided yet."""
+        check_time()  # also where all of it was read before
         begin, parts = at, list[bytes]()
         while True:
             frame = self._frame(at, size)
@@ -329,8 +341,7 @@ class LogReader:
             begun = kept[at - base :] if at >= base else b""
             if not begun:  # more at a time where the file is read in order
                 self._ahead = min(2 * self._ahead, _AT_ONCE) if kept and at == base + len(kept) else _PAGE
-            if (until := _UNTIL.get()) is not None and time.monotonic() > until[0]:
-                raise Overspent(f"reading it takes more than {until[1]:g} s")
+            check_time()
             self._file.seek(at + len(begun))
             read = self._file.read(max(count - len(begun), 0 if begun else self._ahead))
             self.bytes_read += len(read)

@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..core.keys import Key
+
+#: A matrix of steps by names may have so many cells, or so many for each value that is stored: a run of a few bytes can have one step with
+#: thousands of tensors, and thousands of steps with another one.
+_CELLS, _PER_VALUE = 1 << 22, 16
+
+
+def most_cells(values: int) -> int:
+    """How many cells a matrix of so many values may have."""
+    return max(_CELLS, _PER_VALUE * values)
+
+
+def fitting(values: Mapping[str, int], steps: int) -> tuple[str, ...]:
+    """The columns of a matrix of so many steps, in the order of ``values``, which has how many values each has.
+
+    These are all, unless nearly all cells were empty and there are more than :func:`most_cells`; then those with the most values.
+    """
+    most = most_cells(sum(values.values())) // max(steps, 1)
+    if len(values) <= most:
+        return tuple(values)
+    kept = set(sorted(values, key=lambda name: -values[name])[:most])
+    return tuple(name for name in values if name in kept)
 
 
 @dataclass(frozen=True)

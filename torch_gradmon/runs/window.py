@@ -20,6 +20,8 @@ from .value_matrix import ValueMatrix, empty_matrix
 
 #: Sources whose keys name a tensor, or an attention module and its heads.
 LAYER_SOURCES = (*TENSOR_SOURCES, *ATTENTION_SOURCES.values())
+#: Stands for all values that are of no layer.
+_OTHERS = ""
 #: The number of elements, next to the built-in metrics of a tensor.
 COUNT = "count"
 
@@ -74,6 +76,8 @@ class Window:
             self._numbers[step] = found.values
             rows = index.rows(step)
             for source, (layout, data) in rows.items():
+                if source not in LAYER_SOURCES:
+                    continue
                 if layout.same_as:
                     if layout.same_as not in rows:
                         continue
@@ -93,33 +97,40 @@ class Window:
     def is_like(self, other: Window, source: str) -> bool:
         """Whether the stored statistics of ``source`` are equal byte for byte."""
         own, theirs = self._packed.get(source, {}), other._packed.get(source, {})
-        return own == theirs and not self._own(source) and not other._own(source)
+        return own == theirs and source not in self._grouped and source not in other._grouped
 
     @property
     def sources(self) -> list[str]:
         """The sources of tensors and attention heads with any value, in the order of :data:`LAYER_SOURCES`."""
-        custom = {key.source for key in self._scalar_sheet.keys if is_of_layer(key)}
-        return [source for source in LAYER_SOURCES if source in self._packed or source in custom]
+        return [source for source in LAYER_SOURCES if source in self._packed or source in self._grouped]
 
     def sheet(self, source: str) -> ValueMatrix:
         """All metrics of a source, as ``RunReader.series`` returns them by key, and the numbers of elements."""
-        own, statistics = self._own(source), self._statistics(source)
-        return statistics.overlaid(self._scalar_sheet.columns(own)) if own else statistics
-
-    def _own(self, source: str) -> list[int]:
-        return [column for column, key in enumerate(self._scalar_sheet.keys) if key.source == source and is_of_layer(key)]
+        statistics = self._statistics(source)
+        return statistics.overlaid(self._scalars(source)) if source in self._grouped else statistics
 
     @cached_property
     def others(self) -> ValueMatrix:
         """Whole-model values and logged values."""
-        return self._scalar_sheet.columns([c for c, key in enumerate(self._scalar_sheet.keys) if not is_of_layer(key)])
+        return self._scalars(_OTHERS)
 
     @cached_property
-    def _scalar_sheet(self) -> ValueMatrix:
-        numbers = sorted({number for values in self._numbers.values() for number in values})
+    def _grouped(self) -> dict[str, dict[int, dict[int, float]]]:
+        """The stored values of each source of layers, and all others: by step and number of the key."""
+        group = [key.source if is_of_layer(key) else _OTHERS for key in self._keys]
+        grouped: dict[str, dict[int, dict[int, float]]] = {}
+        for step, values in self._numbers.items():
+            for number, value in values.items():
+                grouped.setdefault(group[number], {}).setdefault(step, {})[number] = value
+        return grouped
+
+    def _scalars(self, group: str) -> ValueMatrix:
+        """The stored values of one group alone: the steps by the keys of all could be far more than these values."""
+        by_step = self._grouped.get(group, {})
+        numbers = sorted({number for values in by_step.values() for number in values})
         place = {number: column for column, number in enumerate(numbers)}
         values, there = empty_matrix(len(self.steps), len(numbers))
-        for step, found in self._numbers.items():
+        for step, found in by_step.items():
             if found:
                 at = torch.tensor([place[number] for number in found], device="cpu")
                 values[self._row[step], at] = torch.tensor(list(found.values()), dtype=torch.float64, device="cpu")

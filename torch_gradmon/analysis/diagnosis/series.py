@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from ...core.moments import ALWAYS, VIEWS
 from ...core.records import StatsTable
+from ...runs.value_matrix import fitting
 
 
 def lower_median(values: Iterable[float]) -> float:
@@ -193,13 +195,25 @@ class Matrix:
         names: list[str] = []
         for new in dict.fromkeys(table.names for _, table in kept):  # nearly all tables have the same names
             _merge(names, new)
+        counts = Counter(table.names for _, table in kept)
+        known = dict.fromkeys(names, 0)
+        for measured, count in counts.items():
+            for name in measured:
+                known[name] += count
+        names = list(fitting(known, len(kept)))
         place = {name: column for column, name in enumerate(names)}
         values = torch.full((len(kept), len(names)), math.nan, dtype=torch.float64, device="cpu")
-        columns: dict[tuple[str, ...], Tensor] = {}
+        columns: dict[tuple[str, ...], tuple[Tensor, Tensor]] = {}
         for row, (_, table) in enumerate(kept):
             if table.names not in columns:
-                columns[table.names] = torch.tensor([place[name] for name in table.names], device="cpu")
-            values[row, columns[table.names]] = torch.where(view.defined(table.rows), view.compute(table.rows), math.nan)
+                there = [at for at, name in enumerate(table.names) if name in place]
+                columns[table.names] = (
+                    torch.tensor(there, dtype=torch.int64, device="cpu"),
+                    torch.tensor([place[table.names[at]] for at in there], dtype=torch.int64, device="cpu"),
+                )
+            at, column = columns[table.names]
+            found = torch.where(view.defined(table.rows), view.compute(table.rows), math.nan)
+            values[row, column] = found if len(at) == len(found) else found[at]
         return cls(tuple(step for step, _ in kept), tuple(names), values)
 
     def over(self, base: Matrix) -> Matrix | None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...core.model_order import merged
+from ...runs.value_matrix import fitting
 from .gaps import intersection
 from .panel_set import PanelSet
 from .views import Panel, PlotView
@@ -65,7 +66,9 @@ class RunPair:
     def _paired(self, first: Panel, second: Panel) -> PanelPair:
         own = replace(first, names=tuple(map(self._renamed, first.names)))
         steps = tuple(sorted({*own.steps, *second.steps}))
-        names = tuple(merged([own.names, second.names]))
+        known = [dict(zip(each.names, (~each.values.isnan()).sum(0).tolist(), strict=True)) for each in (own, second)]
+        both = merged([own.names, second.names])
+        names = fitting({name: sum(each.get(name, 0) for each in known) for name in both}, len(steps))
         span = min(own.axis[0], second.axis[0]), max(own.axis[1], second.axis[1])
         gaps = intersection(own.gaps, second.gaps)
         a, b = (_aligned(replace(each, gaps=gaps, span=span, due=frozenset()), steps, names) for each in (own, second))
@@ -83,10 +86,11 @@ def relative(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _aligned(panel: Panel, steps: Sequence[int], names: Sequence[str]) -> Panel:
-    """``panel`` with these steps and names; it may lack some of them."""
+    """``panel`` with these steps and names; it may lack some of them, and have more names."""
     row, column = ({key: place for place, key in enumerate(keys)} for keys in (steps, names))
     values = torch.full((len(steps), len(names)), math.nan, dtype=torch.float64, device="cpu")
     rows = torch.tensor([row[step] for step in panel.steps], dtype=torch.int64, device="cpu")
-    columns = torch.tensor([column[name] for name in panel.names], dtype=torch.int64, device="cpu")
-    values[rows[:, None], columns] = panel.values
+    kept = [place for place, name in enumerate(panel.names) if name in column]
+    columns = torch.tensor([column[panel.names[place]] for place in kept], dtype=torch.int64, device="cpu")
+    values[rows[:, None], columns] = panel.values if len(kept) == len(panel.names) else panel.values[:, kept]
     return replace(panel, steps=tuple(steps), names=tuple(names), values=values)

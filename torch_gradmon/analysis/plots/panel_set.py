@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from ...core.keys import Key
 from ...core.loss_keys import loss_among
 from ...core.moments import Column
 from ...runs.stats_series import StatsSeries
+from ...runs.value_matrix import fitting
 from ..diagnosis.series import Series
 from .gaps import Gap, RecordedSteps
 from .sources import ValueSource
@@ -88,13 +90,24 @@ class PanelSet:
         if not parts:
             return None
         due = self._with_gradients_due(source)
-        names = tuple(self._source.in_model_order(source, {**{names: None for _, names, _ in parts}, due: None}))
-        column = {name: place for place, name in enumerate(names)}
+        counts = Counter[tuple[str, ...]]()
+        for some, measured, _ in parts:
+            counts[measured] += len(some)
+        known = Counter[str]()
+        for measured, count in counts.items():
+            known.update(dict.fromkeys(measured, count))
         steps = tuple(step for some, _, _ in parts for step in some)
+        all_names = self._source.in_model_order(source, {**dict.fromkeys(counts), due: None})
+        names = fitting({name: known[name] for name in all_names}, len(steps))
+        if len(names) < len(all_names):
+            view = replace(view, title=f"{view.title}, of the {len(names):,} of {len(all_names):,} layers that have it most")
+        column = {name: place for place, name in enumerate(names)}
         values = torch.full((len(steps), len(names)), math.nan, dtype=torch.float64, device="cpu")
         first = 0
         for some, measured, found in parts:
-            values[first : first + len(some), [column[name] for name in measured]] = found
+            drawn = [place for place, name in enumerate(measured) if name in column]
+            found = found if len(drawn) == len(measured) else found[:, drawn]
+            values[first : first + len(some), [column[measured[place]] for place in drawn]] = found
             first += len(some)
         run = self.steps
         return Panel(view, steps, names, values, source, self.gaps(steps), (run[0], run[-1]), frozenset(due))

@@ -16,9 +16,10 @@ from ...analysis.run import Run
 from ...core import keys as n
 from ...core.moments import Column
 from ...runs.stats_series import StatsSeries, paired
+from ...runs.value_matrix import most_cells
 
-#: More parameters than this are grouped by block.
-MOST = 40
+#: More parameters than this are grouped by block; so many rows are never too many for the steps.
+MOST, _FEW = 40, 160
 
 
 @dataclass(frozen=True)
@@ -135,8 +136,14 @@ class _Merger:
 
 
 def rows(run: Run, grouped: Groups, since: int | None = None) -> list[LayerRow]:
-    """A row for each group, from the statistics of the steps from ``since`` on; empty if no gradient was measured."""
+    """A row for each group, from the statistics of the steps from ``since`` on; empty if no gradient was measured.
+
+    Raises:
+        ValueError: a table of these steps and groups would be far larger than the run, as nearly all of its cells are empty.
+    """
     source = gradient_source(run)
+    if source is not None and len(grouped.titles) > _FEW:
+        _check_size(run, source, grouped, since)
     merged = _Merger(grouped)
     norms, zeros, nonfinite, shares = _Collected(), _Collected(), _Collected(), _Collected()
     for whole in () if source is None else run.stacks(source, since):
@@ -172,6 +179,20 @@ def rows(run: Run, grouped: Groups, since: int | None = None) -> list[LayerRow]:
         strict=True,
     )
     return [LayerRow(*each) for each in columns]
+
+
+def _check_size(run: Run, source: str, grouped: Groups, since: int | None) -> None:
+    if len(grouped.titles) * len(run.steps) <= most_cells(0):
+        return
+    steps = values = 0
+    for stack in run.stacks(source, since):
+        steps += len(stack.steps)
+        values += len(stack.steps) * len(stack.names)
+    if len(grouped.titles) * steps > most_cells(values):
+        raise ValueError(
+            f"a table of {len(grouped.titles):,} rows is too large for {steps:,} steps that have {values / steps:,.1f} layers "
+            "on average: use --filter, --depth or --last"
+        )
 
 
 def gradient_source(run: Run) -> str | None:

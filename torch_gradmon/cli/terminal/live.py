@@ -17,6 +17,7 @@ from ...core.keys import SUMMARY, Key
 from ...core.loss_keys import loss_among
 from ...core.moments import Column
 from ...core.records import SpikeEvent, StepRecord
+from ...runs.value_matrix import most_cells
 from ...spikes.episodes import Episode, episodes, largest
 from ...spikes.suspects import REMEMBERED, ParameterAttribution, ranked
 from ...spikes.usual import Baseline
@@ -211,8 +212,13 @@ def _is_shown(key: Key) -> bool:
 
 
 def _joined(parts: Sequence[_Norms]) -> _Norms:
-    """All steps together, with the parameters of the last one."""
+    """The steps together, with the parameters of the last one; without the earliest if most of these are in few of them."""
     names = parts[-1].names if parts else ()
+    most = most_cells(sum(part.norms.numel() for part in parts)) // max(len(names), 1)
+    skipped = max(sum(len(part.steps) for part in parts) - most, 0)
+    if skipped:
+        first = [step for part in parts for step in part.steps][skipped]
+        parts = [part.between(first) for part in parts if part.steps[-1] >= first]
     empty = torch.empty(0, len(names), dtype=torch.float64, device="cpu")
     return _Norms(
         [step for part in parts for step in part.steps],

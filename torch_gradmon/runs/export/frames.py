@@ -20,8 +20,8 @@ from ..window import COUNT, LAYER_SOURCES, Window, is_of_layer
 
 #: Contents of a column: integers, reals, booleans, microseconds since the epoch, a word of a fixed set, or JSON.
 Kind = Literal["whole", "real", "flag", "time", "word", "json"]
-#: Approximate number of rows in a part.
-_ROWS = 1 << 16
+#: Approximate number of rows in a part, and of cells where there are many metrics.
+_ROWS, _CELLS = 1 << 16, 1 << 22
 #: The name of a metric without a name, as of an attention head.
 _VALUE = "value"
 
@@ -89,11 +89,22 @@ class TensorFrame:
         """The number of steps and the columns of each part; ascending by step, then by source, then in model order."""
         if not self._sources:
             return
-        for window in _windows(self._run, self._steps, max(_ROWS // sum(map(len, self._names.values())), 1)):
-            yield len(window.steps), self._part(window)
+        most = max(_CELLS // len(self._metrics), 1)  # rows of a part, those without a value as well
+        for window in _windows(self._run, self._steps, max(min(_ROWS, most) // sum(map(len, self._names.values())), 1)):
+            blocks: list[tuple[Tensor, ...]] = []
+            size = 0
+            for number, source in enumerate(self._sources):
+                names, sheet = list(self._names[source]), window.sheet(source)
+                for begin in range(0, len(names), most):
+                    some = names[begin : begin + most]
+                    if blocks and size + len(window.steps) * len(some) > most:  # then it is one step
+                        yield 0, self._part(window, blocks)
+                        blocks, size = [], 0
+                    blocks.append(self._block(window, number, some, sheet))
+                    size += len(window.steps) * len(some)
+            yield len(window.steps), self._part(window, blocks)
 
-    def _part(self, window: Window) -> list[ColumnValues]:
-        blocks = [self._block(window, number, source) for number, source in enumerate(self._sources)]
+    def _part(self, window: Window, blocks: Sequence[tuple[Tensor, ...]]) -> list[ColumnValues]:
         rows, sources, names, values, there = (torch.cat(each) for each in zip(*blocks, strict=True))
         order = rows.sort(stable=True).indices
         steps = torch.tensor(window.steps, dtype=torch.int64, device="cpu")
@@ -106,9 +117,9 @@ class TensorFrame:
             )
         return columns
 
-    def _block(self, window: Window, number: int, source: str) -> tuple[Tensor, ...]:
-        """The rows of one source: indices of step, source and name; the values and which of them are present."""
-        names, sheet = self._names[source], window.sheet(source)
+    def _block(self, window: Window, number: int, some: Sequence[str], sheet: ValueMatrix) -> tuple[Tensor, ...]:
+        """The rows of some tensors of one source: indices of step, source and name; the values and which of them are present."""
+        names = _numbered(some)
         # a live run may have added keys to its last step since
         sheet = sheet.columns(
             [at for at, key in enumerate(sheet.keys) if key.name in names and (key.metric or _VALUE) in self._metrics]
