@@ -59,7 +59,7 @@ def test_all_names_fit_unless_nearly_all_cells_are_empty(few_cells: None) -> Non
     assert fitting({}, 0) == ()
 
 
-def test_a_panel_says_which_layers_it_has_where_few_steps_have_most(few_cells: None, tmp_path: Path) -> None:
+def test_a_panel_names_how_many_layers_it_leaves_out(few_cells: None, tmp_path: Path) -> None:
     panel = _panels(_written(tmp_path)).panel("gradient")
     assert panel is not None
     assert panel.values.numel() <= 4 * (MANY + STEPS)
@@ -92,7 +92,7 @@ def test_a_matrix_of_tables_has_the_tensors_with_most_values(few_cells: None) ->
     assert len(found.column("often")) == STEPS - 1
 
 
-def test_a_summary_of_each_layer_asks_for_fewer_where_few_steps_have_most(few_cells: None, tmp_path: Path) -> None:
+def test_a_summary_of_each_layer_refuses_a_nearly_empty_table(few_cells: None, tmp_path: Path) -> None:
     run = load_run(_written(tmp_path))
     with pytest.raises(ValueError, match=r"301 rows is too large for 100 steps that have 4\.0 layers on average: use --filter"):
         summarize(run, "", everything=True)
