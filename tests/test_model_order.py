@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 
 import pytest
@@ -117,8 +118,8 @@ def test_exported_rows_are_in_order(tmp_path: Path) -> None:
     model = Net(late=True)
     train(model, tmp_path / "run").detach()
     gradmon.load_run(tmp_path / "run").export(tmp_path / "out.csv", sources=["gradient", "activation"])
-    lines = [line.split(",") for line in (tmp_path / "out.csv").read_text(encoding="utf-8").splitlines()]
-    head, *rows = lines
+    with (tmp_path / "out.csv").open(encoding="utf-8", newline="") as file:
+        head, *rows = csv.reader(file)
     step, source, name = (head.index(column) for column in ("step", "source", "name"))
     first = [row for row in rows if row[step] == "0"]
     assert [row[name] for row in first if row[source] == "gradient"] == parameters(model)

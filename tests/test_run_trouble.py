@@ -15,6 +15,7 @@ import textwrap
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,9 @@ import torch_gradmon as gradmon
 from torch_gradmon import GradmonWarning, ModuleMonitor, diagnose, load_run
 from torch_gradmon.analysis.many_runs.card import run_card
 from torch_gradmon.core import process
+from torch_gradmon.core.keys import Key
 from torch_gradmon.core.moments import Column
+from torch_gradmon.core.records import StepRecord
 from torch_gradmon.runs.liveness import run_status
 from torch_gradmon.runs.log import LogWriter
 from torch_gradmon.runs.writer import RunWriter
@@ -481,3 +484,25 @@ def test_a_run_that_is_nan_for_good_hardly_grows_faster(tmp_path: Path) -> None:
     assert "cpu" in run.rng_state(50)
     with pytest.raises(KeyError, match="of NaN or Inf the first 8 in a row"):
         run.rng_state(150)
+
+
+def test_after_its_files_are_dead_a_run_goes_on_in_new_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = RunWriter(tmp_path)
+    writer.claim({})
+    record = StepRecord(0, 1.5e9, True, {Key("", "x", ""): 1.0}, {})
+    writer.log(record)
+    dead = writer._values
+
+    def away(self: LogWriter, data: bytes) -> tuple[int, int]:
+        if self is dead:
+            raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+        return append(self, data)
+
+    append = LogWriter.append
+    monkeypatch.setattr(LogWriter, "append", away)
+    with pytest.raises(OSError, match="not connected"):
+        writer.log(replace(record, step=1))
+    for step in range(2, 5):
+        writer.log(replace(record, step=step))
+    writer.close()
+    assert load_run(tmp_path).steps == [0, 2, 3, 4]

@@ -7,6 +7,7 @@ computed from them, requested during the run or not.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -36,6 +37,8 @@ _SPOILED = 8
 _LARGEST = 256 << 20
 #: Sets of keys that are remembered.
 _SETS = 256
+#: What is over as soon as there is room again, for the same file.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 #: Seconds between looks at who else writes to the directory.
 _LOOKS = 1.0
 #: Seconds between syncs, and the largest share of the time that they may take.
@@ -74,6 +77,7 @@ class RunWriter:
         self._spoiled = 0  # steps in a row before this one with a spike of NaN or Inf
         self._looked = self._synced = time.monotonic()
         self._sync_takes = 0.0
+        self._is_cut_off, self._begun_anew = False, -math.inf
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             there = f.pairs_in(self.path)
@@ -260,15 +264,27 @@ class RunWriter:
             if len(self._entries) >= f.INDEXED:
                 with contextlib.suppress(OSError):  # the step says so; a later step tries it again
                     self._put_index()
-            if sum(file.size for file in self._files) > _LARGEST:
+            if sum(file.size for file in self._files) > _LARGEST or self._is_to_begin_anew():
                 self._begin_pair(self._number + 1)
         known, self._written = self._written if update else None, None
         # what an earlier file has is no longer amended, and its step is written anew
         backfills = backfill or (update and known is None and self._last is not None and record.step <= self._last)
-        self._write(record, known, f.BACKFILLS if backfills else f.AMENDS if update else 0)
+        try:
+            self._write(record, known, f.BACKFILLS if backfills else f.AMENDS if update else 0)
+        except OSError as error:
+            self._is_cut_off = error.errno not in _FULL
+            raise
         self._written = None if backfill else record
         self._last = record.step if self._last is None or not backfill else max(record.step, self._last)
         self._sync()
+
+    def _is_to_begin_anew(self) -> bool:
+        """Whether these files cannot be written any more, as after a server was away, though others may be. Once a second."""
+        now = time.monotonic()
+        if not self._is_cut_off or now - self._begun_anew < _LOOKS:
+            return False
+        self._begun_anew, self._is_cut_off = now, False
+        return True
 
     def _write(self, record: StepRecord, known: StepRecord | None, flags: int) -> None:
         if known is None or known.step != record.step:
