@@ -40,6 +40,7 @@ OPTIONS: dict[str, tuple[str, str, str]] = {
     "--host": ("ADDRESS", "serve", "to listen at"),
     "--port": ("PORT", "serve", "to listen at"),
     "--token": ("TEXT", "serve", "that requests need"),
+    "--no-token": ("", "serve", "that requests need"),
     "--run-dir": ("DIR", "demo", "where a run is kept"),
     "--seed": ("N", "demo", "a seed"),
     "--seeds": ("N", "coordcheck", "how many seeds"),

@@ -340,6 +340,7 @@ def test_the_setting_that_varies_most_has_a_column_at_80_columns(root: Path) -> 
     assert "rose" in _table(cards, 120)
 
 
+@pytest.mark.extra
 def test_the_loss_of_one_network_is_named_and_ranks_no_runs(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -612,7 +612,7 @@ def test_a_disk_that_is_full_is_not_tried_in_every_step(tmp_path: Path, monkeypa
         tries.append(args)
         raise OSError("no space left")
 
-    monkeypatch.setattr(torch, "save", full)
+    monkeypatch.setattr("torch_gradmon.plugins.spike_policy.snapshots.replacing", full)
     model = _net()
     optimizer = _sgd(model)
     _watched(model, optimizer, skip=Rollback(every=10, directory=tmp_path))

@@ -72,7 +72,7 @@ def build(config: MonitorConfig, model: nn.Module | None = None) -> Runtime:
     """
     inert, ranks = is_disabled(), Ranks(config.process_group)
     run_dir = None if inert else _run_dir(config, ranks)
-    complaints = WarningLog(config.on_metric_error == "raise", "" if run_dir is None else os.fspath(run_dir))
+    complaints = WarningLog(config.on_metric_error == "raise", "" if run_dir is None else str(run_dir))
     is_muted = partial(ranks.is_muted, config.log_on_all_ranks)
     planner = _planner(config, model)
     _check_free(config.plugins, model)

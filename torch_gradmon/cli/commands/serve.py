@@ -25,7 +25,7 @@ COMMAND = Command(
     "Show the runs below a directory in a browser while they train: a list of all, the report of each with every new step, and two over "
     "each other. Run directories are only read; no training waits.",
     (
-        ("gradmon serve runs", "all runs, on this machine, with a token in the address"),
+        ("gradmon serve runs", "all runs, on this machine"),
         ("gradmon serve runs/first --port 0", "one run, at any free port"),
         ("gradmon serve runs --host 0.0.0.0", "for other machines"),
         ("gradmon serve runs --alert https://example.org/hook", "call a webhook about stalled runs, spikes and findings"),
