@@ -126,10 +126,21 @@ def test_a_run_that_was_killed_takes_nothing_and_neither_does_the_one_that_goes_
 # --- within this process -------------------------------------------------------------------------------------------------------------
 
 
+#: The trainings of a test: one that nobody holds is collected at any moment, and its run has then ended.
+_RUNNING: list[Training] = []
+
+
+@pytest.fixture(autouse=True)
+def _trainings_run_until_the_test_ends() -> Iterator[None]:
+    yield
+    _RUNNING.clear()
+
+
 class Training:
     """Steps on demand."""
 
     def __init__(self, directory: Path, **arguments: Any) -> None:
+        _RUNNING.append(self)
         torch.manual_seed(0)
         self.model = nn.Linear(4, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
