@@ -80,14 +80,20 @@ def pages(root: Path) -> Iterator[list[str]]:
         yield [*(f"file://{root / name}" for name in ("report.html", "both.html")), *here]
 
 
-def test_no_name_runs_or_makes_an_element_in_any_page(pages: list[str], driver: Any) -> None:
-    from selenium.webdriver.common.action_chains import ActionChains
-
+def _opened(pages: list[str], driver: Any) -> Iterator[str]:
+    """The address of each page, once it is drawn."""
     driver.get("about:blank")
     driver.get_log("browser")  # of pages of other tests, whose servers are gone
     for address in pages:
         driver.get(address)
         wait_for(lambda: driver.execute_script("return document.body.dataset.ready"))
+        yield address
+
+
+def test_no_name_runs_or_makes_an_element_in_any_page(pages: list[str], driver: Any) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    for address in _opened(pages, driver):
         shown = driver.execute_script("return [...document.querySelectorAll('text, td, th, h1, h2, a, summary, button')]")
         for element in shown[:: max(1, len(shown) // 12)]:
             try:
@@ -101,11 +107,7 @@ def test_no_name_runs_or_makes_an_element_in_any_page(pages: list[str], driver: 
 
 
 def test_a_script_that_is_not_of_the_page_is_blocked(pages: list[str], driver: Any) -> None:
-    driver.get("about:blank")
-    driver.get_log("browser")  # of pages of other tests, whose servers are gone
-    for address in pages:
-        driver.get(address)
-        wait_for(lambda: driver.execute_script("return document.body.dataset.ready"))
+    for address in _opened(pages, driver):
         driver.execute_script(_ADD)
         driver.execute_async_script("setTimeout(arguments[0], 300)")
         assert driver.execute_script("return window.stranger") is None, address

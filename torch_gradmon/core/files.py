@@ -25,6 +25,11 @@ def created(path: str | os.PathLike[str], flags: int = 0) -> int:
     return os.open(path, flags, 0o666 & os.stat(os.path.dirname(path) or ".").st_mode)
 
 
+def opened(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
+    """A descriptor of a file that is not reached through a link, without waiting, as for the writer of a pipe. Raises OSError."""
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+
+
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """A file that takes the place of the one at ``path`` when the block ends, complete; if it raises, nothing is left of it.

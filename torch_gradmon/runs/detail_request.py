@@ -12,7 +12,7 @@ from typing import Any
 
 from ..core import validation as check
 from ..core.errors import display
-from ..core.files import replacing
+from ..core.files import opened, replacing
 from ..step.presets import PRESETS
 
 #: In the run directory. ``gradmon detail`` writes a temporary file and renames it.
@@ -134,8 +134,7 @@ def read(path: Path, last: int = 0) -> tuple[DetailRequest, str]:
         OSError: it cannot be read.
         ValueError: it is not a file of :func:`write`, or another user made it; the message gives the reason in one line.
     """
-    # opening a pipe would wait for a writer, and a link may lead to what is nobody's business
-    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0))
+    handle = opened(path)  # a link may lead to what is nobody's business
     with open(handle, "rb") as file:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise ValueError("it is not a regular file")

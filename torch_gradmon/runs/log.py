@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import NamedTuple
 
-from ..core.files import created
+from ..core.files import created, opened
 
 BLOCK = 32768
 _HEADER = struct.Struct("<IHB")
@@ -189,7 +189,7 @@ class LogReader:
     def __init__(self, path: str | os.PathLike[str], written: Callable[[bytes], float | None] = lambda data: None) -> None:
         if os.path.islink(path):
             raise OSError(f"{os.fspath(path)!r} is a link, which is not followed")
-        self._file = open(path, "rb", buffering=0, opener=_opened)  # noqa: SIM115 (closed by close)
+        self._file = open(path, "rb", buffering=0, opener=opened)  # noqa: SIM115 (closed by close)
         if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
             self.close()
             raise OSError(f"{os.fspath(path)!r} is not a regular file")
@@ -351,8 +351,3 @@ class LogReader:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-
-def _opened(path: str, flags: int) -> int:
-    """Open a file without following a link, and without waiting, as for the writer of a pipe."""
-    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))

@@ -71,7 +71,7 @@ class RunWriter:
             raise NotADirectoryError(f"run_dir={str(path)!r} is a file; give a directory, such as 'runs/first'")
         self._process = HomeProcess()
         self._meta = dict(meta or {})
-        self._name = secrets.token_hex(8)
+        self._name, self._number = secrets.token_hex(8), 0  # of no files yet
         self._has_claimed = self._is_done = False  # whether it, or a later one, is the writer of the run
         self._written: StepRecord | None = None  # the last one, as the file has it
         self._spoiled = 0  # steps in a row before this one with a spike of NaN or Inf
@@ -103,7 +103,8 @@ class RunWriter:
         except OSError:
             os.unlink(values.path)
             raise
-        self._close_files()
+        if self._number:
+            self._close_files()
         self._number, self._values, self._successors = number, values, Successors(self.path, number)
         self._rows: LogWriter | None = None
         self._begin_index()
@@ -114,13 +115,12 @@ class RunWriter:
         self._layout_sets: dict[tuple[int, ...], int] = {(): 0}
 
     def _close_files(self) -> None:
-        for file in getattr(self, "_files", []):
+        for file in self._files:
             with contextlib.suppress(OSError):
                 file.sync()
             with contextlib.suppress(OSError):
                 file.close()
-        if (successors := getattr(self, "_successors", None)) is not None:
-            successors.close()
+        self._successors.close()
 
     def _put(self, facts: Mapping[str, Any]) -> None:
         begin, _ = self._values.append(f.of_json(facts))

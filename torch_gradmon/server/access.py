@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Mapping
 from email.message import Message
 
-#: Characters of a token, which is part of addresses and cookies.
+#: Characters of a token, which is part of addresses.
 _TOKEN = re.compile(r"[A-Za-z0-9_.~-]+")
 
 

@@ -133,8 +133,8 @@ def html(data: dict[str, Any], live: LivePage | None = None) -> str:
         sides=data["sides"],
         style=here.joinpath("page.css").read_text(encoding="utf-8"),
         script=here.joinpath("page.js").read_text(encoding="utf-8"),
-        plotly=_plotly(),
-        plotly_script=get_plotlyjs(),
+        plotly=_plotly()[0],
+        plotly_source=_plotly()[1],
         data=embedded(data),
         live=live,
     )
@@ -170,9 +170,10 @@ def _hashed(script: str) -> str:
 
 
 @functools.cache
-def _plotly() -> str:
-    """Plotly's script, gzipped to four tenths of its size, as base64."""
-    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
+def _plotly() -> tuple[str, str]:
+    """Plotly's script, gzipped to four tenths of its size, as base64; and its source as :func:`_hashed` gives it."""
+    script = get_plotlyjs()
+    return base64.b64encode(gzip.compress(script.encode(), mtime=0)).decode(), _hashed(script)
 
 
 def embedded(data: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta, timezone
 from typing import IO, Any
 
@@ -40,12 +40,12 @@ class CsvFile(_TextFile):
 
     def write(self, columns: Sequence[ColumnValues]) -> None:
         """Add rows."""
-        self._writer.writerows(map(_harmless, row) for row in zip(*_cells(self._fields, columns), strict=True))
+        self._writer.writerows(zip(*_cells(self._fields, columns), strict=True))
 
 
-def _harmless(cell: Any) -> Any:
+def _harmless(text: str) -> str:
     """A text that a spreadsheet does not take for a formula."""
-    return f"'{cell}" if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@", "\t", "\r")) else cell
+    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
 
 
 class JsonlFile(_TextFile):
@@ -71,10 +71,12 @@ def _cells(fields: Sequence[Field], columns: Sequence[ColumnValues], nested: boo
 
 def _column(field: Field, column: ColumnValues, nested: bool) -> list[Any]:
     if not isinstance(column.values, Tensor):
-        return [json.loads(text) if nested and text is not None else text for text in column.values]
+        decoded: Callable[[str], Any] = json.loads if nested else _harmless
+        return [None if text is None else decoded(text) for text in column.values]
     found: list[Any] = column.values.tolist()
     if field.kind == "word":
-        found = [field.words[number] for number in found]
+        words = field.words if nested else [*map(_harmless, field.words)]
+        found = [words[number] for number in found]
     elif field.kind == "time":
         found = [datetime.fromtimestamp(0, timezone.utc) + timedelta(microseconds=number) for number in found]
         found = [moment.isoformat(timespec="microseconds") for moment in found]
