@@ -93,11 +93,14 @@ def measured(clients: int, pairs: int, seconds: float) -> dict[str, Any]:
                     speeds[number].append((written(run) - before) / (time.perf_counter() - begin))
         begin = time.perf_counter()
         with contextlib.ExitStack() as many:
-            for _ in range(300):
-                many.enter_context(asked(port, "/"))
+            connections = [many.enter_context(asked(port, "/")) for _ in range(300)]
             opening = time.perf_counter() - begin
+            for connection in connections:
+                connection.settimeout(60)
+                assert connection.recv(12) == b"HTTP/1.1 200"
+            answering = time.perf_counter() - begin
     ratios = [with_them / alone for alone, with_them in zip(speeds[0], speeds[clients], strict=True)]
-    return {"clients": clients, "ratios": ratios, "seconds_to_open_300": opening}
+    return {"clients": clients, "ratios": ratios, "seconds_to_open_300": opening, "seconds_to_answer_300": answering}
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -106,7 +109,8 @@ def markdown(result: dict[str, Any]) -> str:
     return (
         f"With {result['clients']} open pages the training makes {statistics.median(ratios):.3f} times as many steps as without "
         f"({ratios[0]:.3f} to {ratios[-1]:.3f} in {len(ratios)} pairs of one run). 300 connections open in "
-        f"{result['seconds_to_open_300']:.2f} s.\n\n{found['processor']} ({found['cores']} cores), the training, the server and the "
+        f"{result['seconds_to_open_300']:.2f} s, and {result['seconds_to_answer_300']:.2f} s after the first all have their answer."
+        f"\n\n{found['processor']} ({found['cores']} cores), the training, the server and the "
         f"clients on the same machine; {result['date']}."
     )
 

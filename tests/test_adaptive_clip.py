@@ -23,6 +23,8 @@ from . import clip_oracle, clip_ranks
 from .ranks import on_ranks
 from .reads import HostReads
 
+pytestmark = pytest.mark.thorough
+
 SIZES = (7, 300, 5000)
 
 

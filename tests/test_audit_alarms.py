@@ -16,6 +16,8 @@ from torch import Tensor, nn
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor
 
+pytestmark = pytest.mark.thorough
+
 STEPS = 40
 X = torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
 

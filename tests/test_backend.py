@@ -27,6 +27,8 @@ from torch_gradmon.statistics.eager import SMALL, EagerStatistics
 from torch_gradmon.statistics.precise import inner_product
 from torch_gradmon.statistics.request import DEFAULT_EPS
 
+pytestmark = pytest.mark.thorough
+
 
 def views(row: Tensor) -> dict[str, float]:
     rows = row.unsqueeze(0)

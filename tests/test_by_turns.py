@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 
+pytestmark = pytest.mark.thorough
+
 
 def _model() -> nn.ModuleDict:
     torch.manual_seed(0)

@@ -16,7 +16,7 @@ from torch_gradmon.cli.main import main
 
 from .pseudo_terminal import terminal
 
-pytestmark = pytest.mark.filterwarnings("ignore::torch_gradmon.GradmonWarning")
+pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore::torch_gradmon.GradmonWarning")]
 
 
 def _trained(path: Path, lr: float, steps: int = 60, name: str = "body") -> Path:

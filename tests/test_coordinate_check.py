@@ -24,7 +24,7 @@ from . import loops
 from .families import BY_NAME
 
 # most loops here are of what is measured, and leave out what the audit of the loop misses
-pytestmark = pytest.mark.filterwarnings("ignore:torch_gradmon.*Gradients are not cleared")
+pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore:torch_gradmon.*Gradients are not cleared")]
 
 UPDATE, PROPAGATED, INPUT, MOVED_INPUT = "RCC (W_t-W_0)x_t", "RCC W_0(x_t-x_0)", "RCC x_t", "RCC (x_t-x_0)"
 

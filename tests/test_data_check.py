@@ -22,6 +22,8 @@ from torch_gradmon.plugins.data_check.batches import sampled
 from torch_gradmon.plugins.data_check.head import CLASSES, ROWS, Head, facts_of, origin_of, output_of, recognised, sample_of
 from torch_gradmon.plugins.data_check.players import Network, _makers
 
+pytestmark = pytest.mark.thorough
+
 Batch = tuple[Tensor, Tensor]
 
 

@@ -30,6 +30,8 @@ from torch_gradmon.runs.writer import RunWriter
 from .stored_runs import emptied
 from .test_run_window import values_of
 
+pytestmark = pytest.mark.thorough
+
 #: What happens in a step, before its forward pass.
 Change = Callable[[int, "Net", torch.optim.Optimizer, Tensor], Tensor]
 

@@ -22,6 +22,8 @@ from torch_gradmon.core import compat
 
 from . import forked
 
+pytestmark = pytest.mark.thorough
+
 SGD = torch.optim.SGD
 X = torch.ones(3, 4)
 

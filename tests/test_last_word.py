@@ -14,6 +14,8 @@ from torch import nn
 import torch_gradmon as gradmon
 from torch_gradmon.analysis.diagnosis.diagnose import diagnose
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parent.parent
 PROGRAM = """
 import sys

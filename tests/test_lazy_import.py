@@ -13,6 +13,8 @@ import torch_gradmon as gradmon
 from torch_gradmon import sinks
 from torch_gradmon.core.lazy_import import importing
 
+pytestmark = pytest.mark.thorough
+
 _LOADED = """
 import sys
 import torch

@@ -22,6 +22,7 @@ from .families import BY_NAME
 STEPS, SCALED_STEPS = 3, 5
 ALL = list(loops.settings())
 CHOSEN = loops.pairwise(ALL)
+QUICK = [pytest.param(setting, marks=pytest.mark.thorough) if setting.compile else setting for setting in CHOSEN]
 SLOW = [pytest.param(setting, marks=pytest.mark.slow) for setting in ALL if setting not in CHOSEN]
 
 
@@ -64,7 +65,7 @@ def heaviest(directory: Path) -> loops.Watch:
     return watch
 
 
-@pytest.mark.parametrize("setting", [*CHOSEN, *SLOW], ids=str)
+@pytest.mark.parametrize("setting", [*QUICK, *SLOW], ids=str)
 def test_training_is_the_same_bit_for_bit(setting: loops.Setting, tmp_path: Path) -> None:
     steps = SCALED_STEPS if setting.scaler else STEPS
     plain = loops.train(**dict(setting.parts()), steps=steps)

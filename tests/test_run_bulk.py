@@ -28,6 +28,8 @@ from torch_gradmon.statistics.eager import measure
 from .families import BY_NAME
 from .stored_runs import ROWS, VALUES, bytes_read
 
+pytestmark = pytest.mark.thorough
+
 
 def _trained(path: Path, family: str, steps: int = 12, clip: float | None = 0.05, **arguments: object) -> None:
     model = BY_NAME[family].model()

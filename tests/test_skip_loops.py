@@ -17,7 +17,7 @@ from torch_gradmon.analysis.spike_report.text import explain
 from torch_gradmon.spikes import Threshold
 from torch_gradmon.step.device_transfer import DeviceToHostCopy
 
-pytestmark = pytest.mark.filterwarnings("ignore::torch_gradmon.GradmonWarning")
+pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore::torch_gradmon.GradmonWarning")]
 #: Gradient norms of good steps are far below it, and of bad ones far above.
 LIMIT = 1e4
 BAD = 1e6

@@ -213,8 +213,8 @@ class Server(ThreadingHTTPServer):
 
     daemon_threads = True
     allow_reuse_address = True
-    #: Connections that may wait to be accepted.
-    request_queue_size = 128
+    #: Connections that may wait to be accepted: one more than fit are tried again by their host, a second later.
+    request_queue_size = _CONNECTIONS
 
     def __init__(self, root: str | os.PathLike[str], host: str = "127.0.0.1", port: int = PORT, token: str | None = None) -> None:
         self.access = Access(host, token)
