@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_gradmon.core.accelerator import has_triton_kernels
+from torch_gradmon.core.torch_modes import has_triton_kernels
 from torch_gradmon.statistics.eager import EagerStatistics
 from torch_gradmon.statistics.request import Backend
 

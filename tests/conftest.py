@@ -15,7 +15,7 @@ import hypothesis  # before a freeze: trio's part of it looks for referrers of a
 import pytest
 import torch
 
-from torch_gradmon.core import compat
+from torch_gradmon.core import torch_modes as compat
 from torch_gradmon.monitor.steps import step_closing
 from torch_gradmon.sinks import delivery
 from torch_gradmon.statistics import cpp

@@ -48,7 +48,7 @@ def on_ranks(count: int, function: Callable[..., Any], *args: Any, limit: float 
 @contextlib.contextmanager
 def impatient(seconds: float = 1.0) -> Iterator[None]:
     """Wait no longer than this for other ranks."""
-    from torch_gradmon.step import consensus
+    from torch_gradmon.step import exchange as consensus
 
     before, consensus.PATIENCE = consensus.PATIENCE, seconds
     try:
@@ -148,7 +148,7 @@ def _work(rank: int, count: int, store: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from torch_gradmon.step import consensus
+    from torch_gradmon.step import exchange as consensus
 
     torch.set_num_threads(1)
     gc.freeze()  # what was imported before the fork stays out of collections, and in pages that are shared

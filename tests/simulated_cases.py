@@ -20,10 +20,10 @@ from torch_gradmon.cli.demo_model import CharacterGPT, Sizes
 from torch_gradmon.core.errors import WarningLog
 from torch_gradmon.core.moments import ALL_COLUMNS
 from torch_gradmon.core.simulated.timeline import Memory
-from torch_gradmon.spikes.nonfinite_origin import nonfinite_origin
+from torch_gradmon.spikes.attribution import nonfinite_origin
 from torch_gradmon.statistics.dispatch import Statistics
 from torch_gradmon.statistics.fingerprint import fingerprints
-from torch_gradmon.step.device_transfer import DeviceToHostCopy
+from torch_gradmon.step.buffer import DeviceToHostCopy
 
 torch.set_num_threads(1)
 case = Programs()

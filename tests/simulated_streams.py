@@ -16,8 +16,7 @@ from torch_gradmon.statistics import on_device
 from torch_gradmon.statistics.on_device import DeviceStatistics
 from torch_gradmon.statistics.precise import measure_precisely
 from torch_gradmon.statistics.request import Batch, Request
-from torch_gradmon.step.buffer import StepBuffer
-from torch_gradmon.step.stream_join import StreamJoin
+from torch_gradmon.step.buffer import StepBuffer, StreamJoin
 
 torch.set_num_threads(1)
 STREAMS = torch.get_device_module(AT)

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
-from torch_gradmon.core import accelerator, compat
-from torch_gradmon.step import stream_join
+from torch_gradmon.core import torch_modes as accelerator
+from torch_gradmon.core import torch_modes as compat
+from torch_gradmon.step import buffer as stream_join
 
 
 class _Functions(SimpleNamespace):

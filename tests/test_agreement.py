@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, PrefixStore
 
-from torch_gradmon.step import consensus
-from torch_gradmon.step.consensus import Agreement, BoundedStore
+from torch_gradmon.step import exchange as consensus
+from torch_gradmon.step.exchange import Agreement, BoundedStore
 
 PATIENCE = 0.2
 EQUAL = {"every=": "1"}

@@ -31,7 +31,7 @@ from tests.stored_runs import timed
 from torch_gradmon.analysis.many_runs.card import run_card
 from torch_gradmon.analysis.many_runs.status import has_stalled
 from torch_gradmon.analysis.run import load_run
-from torch_gradmon.core.loop_findings import LoopFinding
+from torch_gradmon.core.loop_mistakes import LoopFinding
 from torch_gradmon.core.records import SpikeEvent
 from torch_gradmon.server import alarms as alarms_module
 from torch_gradmon.server.alarms import Alarms, RunAlarms

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from torch_gradmon import ModuleMonitor, monitor_scaled_dot_product_attention
-from torch_gradmon.core import compat
+from torch_gradmon.core import torch_modes as compat
 
 modes = torch._C._len_torch_function_stack
 SDPA = [F.scaled_dot_product_attention]

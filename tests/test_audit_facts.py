@@ -23,10 +23,8 @@ from torch_gradmon.analysis.diagnosis.rules.loop import check_loop
 from torch_gradmon.analysis.diagnosis.rules.loss import check_loss
 from torch_gradmon.core.errors import WarningLog
 from torch_gradmon.core.keys import Key
-from torch_gradmon.core.loop_findings import LoopFinding
-from torch_gradmon.core.loop_mistakes import MISTAKES
-from torch_gradmon.core.loss_keys import is_loss, is_loss_of_network, is_whole_loss
-from torch_gradmon.core.records import StepRecord
+from torch_gradmon.core.loop_mistakes import MISTAKES, LoopFinding
+from torch_gradmon.core.records import StepRecord, is_loss, is_loss_of_network, is_whole_loss
 from torch_gradmon.plugins.tallies import Tallies
 
 from . import loops

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import torch_gradmon as gradmon
-from torch_gradmon.step.clip_window import WINDOW, ClipWindow
+from torch_gradmon.step.summary import WINDOW, ClipWindow
 
 Edit = Callable[[Sequence[nn.Parameter], int], object]
 

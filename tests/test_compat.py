@@ -14,7 +14,7 @@ from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 import torch_gradmon as gradmon
 from torch_gradmon.capture.modules import forward_hooks
-from torch_gradmon.core import compat
+from torch_gradmon.core import torch_modes as compat
 
 
 def test_groups_of_fsdp2_by_the_names_of_each_release() -> None:

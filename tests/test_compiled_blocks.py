@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor
-from torch_gradmon.core import compat
+from torch_gradmon.core import torch_modes as compat
 
 # torch hides the first of these warnings, which is the compiler's own, but cannot where warnings are errors
 pytestmark = [

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor
 from torch_gradmon.capture.modules.compiled import RECOMPUTED
-from torch_gradmon.core import compat
+from torch_gradmon.core import torch_modes as compat
 
 METRICS = ("norm", "rms", "mean", "std", "max", "min_value", "max_value", "l1", "sparsity", "zeros", "nonfinite")
 # torch hides this warning of the compiler's own, which it cannot where warnings are errors

@@ -12,7 +12,7 @@ from torch import nn
 import torch_gradmon as gradmon
 from torch_gradmon.sinks import tensorboard_layout, wandb_workspace
 from torch_gradmon.sinks.dashboards import panels
-from torch_gradmon.sinks.wandb_rows import AXIS
+from torch_gradmon.sinks.wandb import AXIS
 
 
 @pytest.fixture(scope="module")

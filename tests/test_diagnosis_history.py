@@ -23,8 +23,8 @@ from torch_gradmon.analysis.diagnosis.series import Series
 from torch_gradmon.core.keys import Key
 from torch_gradmon.core.moments import ALL_COLUMNS
 from torch_gradmon.core.records import Severity, SpikeEvent, StatsTable, StepRecord
-from torch_gradmon.core.subsampling import subsample_steps
-from torch_gradmon.monitor.pipeline.record_history import RecordSample
+from torch_gradmon.core.validation import subsample_steps
+from torch_gradmon.monitor.pipeline.record_pipeline import RecordSample
 
 
 def _finding(rule: str = "always-clipped", severity: str = "warning", weight: float = 0.0, step: int = 3) -> Finding:

@@ -29,7 +29,7 @@ from torch_gradmon.analysis.diagnosis.rules.units import check_units
 from torch_gradmon.analysis.diagnosis.rules.unused_parameters import check_unused_parameters
 from torch_gradmon.analysis.diagnosis.rules.weights import check_bounds, check_weights
 from torch_gradmon.core.keys import Key
-from torch_gradmon.core.loop_findings import LoopFinding
+from torch_gradmon.core.loop_mistakes import LoopFinding
 from torch_gradmon.core.moments import Column
 from torch_gradmon.core.records import SpikeEvent
 

@@ -17,10 +17,10 @@ import torch
 
 import torch_gradmon as gradmon
 from torch_gradmon.sinks.filtered_sink import LARGEST
-from torch_gradmon.sinks.wandb_rows import AXIS
-from torch_gradmon.step import micro_batches as batches
-from torch_gradmon.step import summary_keys
-from torch_gradmon.step.presets import PRESETS
+from torch_gradmon.sinks.wandb import AXIS
+from torch_gradmon.step import summary as batches
+from torch_gradmon.step import summary as summary_keys
+from torch_gradmon.step.planner import PRESETS
 
 from .families import BY_NAME
 from .shown_outputs import Printer, agrees, differences, shown, unchecked, uncommented
@@ -392,15 +392,15 @@ def test_every_documented_whole_model_key_appears(clip: bool) -> None:
     clipping = {"gradmon/grad_norm_clipped", "gradmon/clipped_share"}
     assert seen == {f"gradmon/{name}" for name in summary_keys.STANDARD} - (set() if clip else clipping)
     for preset in PRESETS.values():
-        assert set(preset.keys) <= set(summary_keys.DOCUMENTATION)
+        assert set(preset.keys) <= set(summary_keys.KEY_DOCUMENTATION)
     assert (len(PRESETS["cheap"].keys), len(PRESETS["standard"].keys)) == (9, 14)
-    assert all(text.strip() and "\n" not in text for text in summary_keys.DOCUMENTATION.values())
+    assert all(text.strip() and "\n" not in text for text in summary_keys.KEY_DOCUMENTATION.values())
 
 
 def test_pages_name_no_key_that_does_not_exist() -> None:
     named = set(re.findall(r"\bgradmon/([a-z][a-z0-9_]*)", _all()))
     of_sinks = {AXIS.removeprefix("gradmon/"), f"grad_norm{LARGEST}"}
-    assert named <= set(summary_keys.DOCUMENTATION) | set(summary_keys.ON_REQUEST) | set(batches.DOCUMENTATION) | of_sinks
+    assert named <= set(summary_keys.KEY_DOCUMENTATION) | set(summary_keys.ON_REQUEST) | set(batches.BATCH_DOCUMENTATION) | of_sinks
 
 
 def test_what_is_there_on_request_is_described() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor
-from torch_gradmon.step.device_transfer import DeviceToHostCopy
+from torch_gradmon.step.buffer import DeviceToHostCopy
 
 
 class _Slow:

@@ -13,7 +13,7 @@ from torch import nn
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor, SpikeDetector, load_run
 from torch_gradmon.core.keys import GRADIENT, GRADIENT_BEFORE_CLIP, PARAMETER, Key
-from torch_gradmon.step.device_transfer import DeviceToHostCopy
+from torch_gradmon.step.buffer import DeviceToHostCopy
 
 from .reads import HostReads
 

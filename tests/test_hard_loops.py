@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import torch_gradmon as gradmon
 from torch_gradmon import GradmonWarning, ModuleMonitor, MonitorMixin, SpikeDetector, SpikeError
-from torch_gradmon.core import compat
+from torch_gradmon.core import torch_modes as compat
 
 from . import forked
 

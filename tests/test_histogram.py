@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import JsonlSink, ModuleMonitor
-from torch_gradmon.sinks.histograms import Histogram, without_histograms
+from torch_gradmon.sinks.tensorboard import Histogram, without_histograms
 from torch_gradmon.statistics.histogram import HIGHEST, LOWEST, as_metrics, log2_counts
 
 

@@ -22,8 +22,8 @@ from torch_gradmon.cli.terminal.live import LiveRun
 from torch_gradmon.core.moments import Column, identity
 from torch_gradmon.core.records import StatsTable
 from torch_gradmon.runs.stats_series import StatsSeries
-from torch_gradmon.spikes.suspect_history import GradientNormHistory
-from torch_gradmon.step.layer_values import top_shares
+from torch_gradmon.spikes.attribution import GradientNormHistory
+from torch_gradmon.step.summary import top_shares
 
 Tensors = dict[str, Tensor]
 PATTERN = r"^h\.1\..*weight$"

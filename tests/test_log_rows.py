@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import torch_gradmon as gradmon
-from torch_gradmon.step.worst_rows import KEPT, largest_of, merged, rows_text
+from torch_gradmon.step.buffer import KEPT, largest_of, merged, rows_text
 
 from .ranks import on_ranks
 

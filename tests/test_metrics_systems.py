@@ -18,7 +18,7 @@ from torch import nn
 import torch_gradmon as gradmon
 from torch_gradmon.core.records import SpikeEvent
 from torch_gradmon.sinks import OpenTelemetrySink, PrometheusSink
-from torch_gradmon.sinks.metric_families import families
+from torch_gradmon.sinks.prometheus import families
 
 pytestmark = pytest.mark.extra
 

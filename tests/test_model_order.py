@@ -14,7 +14,7 @@ from torch_gradmon.analysis.plots import charts
 from torch_gradmon.analysis.plots.panel_set import PanelSet
 from torch_gradmon.analysis.plots.sources import ValueSource
 from torch_gradmon.core.keys import parse_key
-from torch_gradmon.core.model_order import ModelOrder, merged
+from torch_gradmon.core.records import ModelOrder, merged
 
 MODULES = ["[root module]", "front", "late", "back", "back.up", "back.down"]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_gradmon.capture.modules import device_rows
+from torch_gradmon.capture.modules import values as device_rows
 from torch_gradmon.core.errors import WarningLog
 from torch_gradmon.core.moments import ALL_COLUMNS, ALWAYS, Column
 from torch_gradmon.statistics import on_device
@@ -121,7 +121,7 @@ class _Counted:
 
 def test_copies_wait_until_they_fill_a_part_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_rows, "spare_memory", lambda device: 4000)
-    monkeypatch.setattr(device_rows, "CAPACITY", 100)
+    monkeypatch.setattr(device_rows, "DEVICE_ROWS_CAPACITY", 100)
     counted, buffer = _Counted(has_kernel=True), StepBuffer(0, WarningLog())
     rows = device_rows.DeviceRows(counted, buffer, WarningLog())  # type: ignore[arg-type]
     tensors = [torch.full((200,), float(number)) for number in range(12)]  # 800 bytes each

@@ -15,7 +15,7 @@ import torch_gradmon as gradmon
 from torch_gradmon import GradmonWarning, ModuleMonitor, SpikeDetector
 from torch_gradmon.analysis.spike_report.text import explain
 from torch_gradmon.core.keys import ACTIVATION, ACTIVATION_GRADIENT
-from torch_gradmon.spikes.nonfinite_origin import nonfinite_origin
+from torch_gradmon.spikes.attribution import nonfinite_origin
 
 BAD = 20
 

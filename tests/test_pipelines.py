@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torch_gradmon.step.whole_model import PartFacts, WholeModel
+from torch_gradmon.step.model_index import PartFacts, WholeModel
 
 from . import pipeline_runs as runs
 from .ranks import on_ranks

@@ -13,7 +13,7 @@ from torch import nn
 
 from benchmarks.exchange import SOURCES, SOURCES_OF_A_TENTH_STEP, predicted
 from torch_gradmon import ModuleMonitor, load_run
-from torch_gradmon.core import compat
+from torch_gradmon.core import torch_modes as compat
 from torch_gradmon.core.moments import ALWAYS, Column
 
 from .rank_runs import (

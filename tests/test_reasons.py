@@ -15,7 +15,7 @@ import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor
 from torch_gradmon.core.records import StepRecord
 from torch_gradmon.step.model_index import ModelIndex
-from torch_gradmon.step.reasons import ReasonContext
+from torch_gradmon.step.summary import ReasonContext
 
 FROZEN = "it is frozen: its requires_grad is False"
 UNUSED = "it had no gradient: the loss does not depend on it, or its gradient was removed"

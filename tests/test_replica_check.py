@@ -19,7 +19,7 @@ import torch_gradmon as gradmon
 from torch_gradmon.plugins.replica_check.board import Board
 from torch_gradmon.plugins.replica_check.local_values import Streak, range_of, ranks_apart
 from torch_gradmon.statistics import cpp
-from torch_gradmon.step import consensus
+from torch_gradmon.step import exchange as consensus
 
 from . import replica_runs as runs
 from . import replica_sound as sound

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
-from torch_gradmon.step.presets import PRESETS, PresetName
+from torch_gradmon.step.planner import PRESETS, PresetName
 
 
 def test_a_monitor_says_what_it_watches_how_far_it_is_and_where_it_writes(tmp_path: Path) -> None:

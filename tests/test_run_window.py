@@ -20,7 +20,7 @@ from torch_gradmon.runs import window
 from torch_gradmon.runs.window import COUNT, single_threaded
 from torch_gradmon.runs.writer import RunWriter
 from torch_gradmon.statistics.eager import measure
-from torch_gradmon.step.view_values import evaluate_view
+from torch_gradmon.step.plan import evaluate_view
 
 from .families import BY_NAME
 

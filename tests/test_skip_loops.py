@@ -15,7 +15,7 @@ import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor, Rollback, Skip, SpikeDetector, SpikeError
 from torch_gradmon.analysis.spike_report.text import explain
 from torch_gradmon.spikes import Threshold
-from torch_gradmon.step.device_transfer import DeviceToHostCopy
+from torch_gradmon.step.buffer import DeviceToHostCopy
 
 pytestmark = [pytest.mark.thorough, pytest.mark.filterwarnings("ignore::torch_gradmon.GradmonWarning")]
 #: Gradient norms of good steps are far below it, and of bad ones far above.

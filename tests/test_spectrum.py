@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import torch_gradmon as gradmon
-from torch_gradmon.statistics import spectrum
-from torch_gradmon.statistics.spectrum import first_left_vector, participation_ratio, spectral_norm, stable_rank
+from torch_gradmon.statistics import histogram as spectrum
+from torch_gradmon.statistics.histogram import first_left_vector, participation_ratio, spectral_norm, stable_rank
 
 
 def draw(*shape: int, seed: int = 1) -> Tensor:

@@ -28,10 +28,8 @@ from torch_gradmon.spikes import (
     SpikeDetector,
     Threshold,
 )
-from torch_gradmon.spikes.hampel_bank import HampelBank
-from torch_gradmon.spikes.level import value_at
-from torch_gradmon.spikes.sorted_window import SortedWindow
-from torch_gradmon.spikes.verdicts import judge
+from torch_gradmon.spikes.detector import judge
+from torch_gradmon.spikes.hampel import HampelBank, SortedWindow, value_at
 
 RULES: dict[str, Callable[[], Rule]] = {
     "threshold": lambda: Threshold(5.0),

@@ -20,10 +20,8 @@ from torch_gradmon.core.keys import Key
 from torch_gradmon.core.moments import ALL_COLUMNS, VIEWS, Column
 from torch_gradmon.statistics.dispatch import Statistics
 from torch_gradmon.statistics.eager import measure
-from torch_gradmon.statistics.request import DEFAULT_EPS
-from torch_gradmon.statistics.tensor_access import threshold_of_squares
-from torch_gradmon.step.buffer import StepBuffer
-from torch_gradmon.step.device_transfer import DeviceToHostCopy
+from torch_gradmon.statistics.request import DEFAULT_EPS, threshold_of_squares
+from torch_gradmon.step.buffer import DeviceToHostCopy, StepBuffer
 
 KEY = Key("gradient", "w", "mine")
 

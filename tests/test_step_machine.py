@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 from torch_gradmon.core.errors import SpikeError
-from torch_gradmon.monitor.machine.step_cycle import StepCycle
-from torch_gradmon.monitor.machine.step_machine import StepMachine
-from torch_gradmon.monitor.machine.step_state import Phase, StepState
+from torch_gradmon.monitor.machine.step_machine import Phase, StepCycle, StepMachine, StepState
 
 #: Actions that say little about the order of things, and happen around every optimizer step.
 _QUIET = {

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from torch_gradmon import ModuleMonitor, load_run, watch
-from torch_gradmon.core.key_formatter import KeyFormatter
 from torch_gradmon.core.keys import KEY_STYLES, Key, format_key
 from torch_gradmon.core.moments import VIEWS
-from torch_gradmon.core.step_values import Block, StepValues
+from torch_gradmon.core.records import Block, KeyFormatter, StepValues
 
 A, B, C = (Key("gradient", name, "norm") for name in "abc")
 

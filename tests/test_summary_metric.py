@@ -11,7 +11,7 @@ from torch import nn
 import torch_gradmon as gradmon
 from torch_gradmon.core.records import SpikeEvent
 from torch_gradmon.spikes import Threshold
-from torch_gradmon.step.gradient_summary import DISTRIBUTION
+from torch_gradmon.step.summary import DISTRIBUTION
 
 
 def _model() -> nn.Sequential:

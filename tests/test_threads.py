@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from torch_gradmon.capture import measurer
-from torch_gradmon.capture.attention.function_patch import ATTENTION_PATCH, CallObserver
+from torch_gradmon.capture.attention.source import ATTENTION_PATCH, CallObserver
 from torch_gradmon.capture.reference import isolated_call
-from torch_gradmon.core.process import SharedContext
+from torch_gradmon.core.torch_modes import SharedContext
 from torch_gradmon.plugins.setup_check.hidden_parameters import MadeInForward
 from torch_gradmon.plugins.setup_check.optimizers import Followed
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
-from torch_gradmon.core.accelerator import capture_check
+from torch_gradmon.core.torch_modes import capture_check
 from torch_gradmon.monitor.loop import idle_stretch
 from torch_gradmon.statistics import cpp
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import GradmonWarning, ModuleMonitor, WandbSink
-from torch_gradmon.sinks.wandb_rows import AXIS, counter_of
+from torch_gradmon.sinks.wandb import AXIS, counter_of
 
 from . import forked
 from .wandb_files import history, records, summary

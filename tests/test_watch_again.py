@@ -27,7 +27,7 @@ from torch_gradmon.runs.index import Successors
 from torch_gradmon.runs.liveness import run_status
 from torch_gradmon.runs.log import LogReader
 from torch_gradmon.runs.writer import RunWriter, Superseded
-from torch_gradmon.step.presets import PresetName
+from torch_gradmon.step.planner import PresetName
 
 AGAIN = "was watched already: the earlier monitor is detached"
 

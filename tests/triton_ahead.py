@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from torch_gradmon.statistics import triton_kernels as kernels
+from torch_gradmon.statistics import triton as kernels
 from torch_gradmon.statistics.triton import _GROUPS, _LANES, CHUNK
 
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))

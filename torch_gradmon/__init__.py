@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .plugins.spike_policy.policy import Counts, Rollback, RolledBack, Skip
     from .sinks import JsonlSink, TensorBoardSink, TrackioSink, WandbSink
     from .spikes import SpikeDetector
-    from .step.gradient_source import GradientSource, MainGradSource
+    from .step.model_index import GradientSource, MainGradSource
 __version__ = "0.1.0"
 
 __all__ = [
@@ -72,11 +72,11 @@ _HOMES = {
     "Difference": "analysis.comparison.difference",
     "Finding": "analysis.diagnosis",
     "Foresight": "plugins.foresight.plugin",
-    "GradientSource": "step.gradient_source",
+    "GradientSource": "step.model_index",
     "GradmonWarning": "core.errors",
     "Headroom": "plugins.headroom.plugin",
     "JsonlSink": "sinks",
-    "MainGradSource": "step.gradient_source",
+    "MainGradSource": "step.model_index",
     "ModuleMonitor": "monitor.monitor",
     "MonitorMixin": "monitor.mixin",
     "RefinedCoordinateCheck": "monitor.coordinate_check",

@@ -9,14 +9,13 @@ from typing import Any
 
 from ..core import keys as n
 from ..core.errors import display
-from ..core.progress import ProgressBar
-from ..core.trained_parts import TrainedPart, before_schedule, model_text, trained_parts
+from ..core.formatting import ProgressBar
+from ..core.records import TrainedPart, before_schedule, model_text, trained_parts
 from ..runs.export import files
 from ..runs.export.tables import TABLES, chosen_steps, frame_of, table_of
 from ..runs.reader import RunReader
 from ..runs.window import single_threaded
-from ..spikes.suspect_history import GradientNormHistory
-from ..spikes.suspects import REMEMBERED, ParameterAttribution
+from ..spikes.attribution import REMEMBERED, GradientNormHistory, ParameterAttribution
 from .many_runs.find import no_run
 
 
@@ -37,7 +36,7 @@ class Run(RunReader):
     """A run on disk. If it was resumed or rolled back, later segments replace the steps that they repeat."""
 
     def suspects(self, step: int) -> list[ParameterAttribution]:
-        """The parameters of a step, ranked by suspicion, see :class:`torch_gradmon.spikes.suspects.ParameterAttribution`.
+        """The parameters of a step, ranked by suspicion, see :class:`torch_gradmon.spikes.attribution.ParameterAttribution`.
 
         Raises:
             KeyError: the step is not in the run.

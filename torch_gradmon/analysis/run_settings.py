@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..core.trained_parts import before_schedule
+from ..core.records import before_schedule
 
 #: Settings of an optimizer that are about how it computes, not what.
 _INTERNAL = frozenset({"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay", "maximize"})

@@ -2,24 +2,198 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from ..core.keys import GRADIENT, GRADIENT_BEFORE_CLIP, GRADIENT_LOCAL
-from ..core.moments import ALWAYS, Column
-from ..statistics.tensor_access import dtypes_of
+from ..core.keys import BATCH_GRADIENT, GRADIENT, GRADIENT_BEFORE_CLIP, GRADIENT_LOCAL
+from ..core.moments import ALWAYS, Column, merge
+from ..statistics.request import accumulator_dtype, dtypes_of
 from ..step.buffer import StepBuffer
-from ..step.gradient_source import PLAIN_GRADIENTS, GradientSource
-from ..step.parameter_refs import Place
+from ..step.model_index import PLAIN_GRADIENTS, GradientSource, Place
 from ..step.plan import SourcePlan
-from .local_gradients import LocalGradients
 from .measurer import Measurement, Measurer
 
-_NARROW = frozenset({torch.float16, torch.bfloat16})
+# --- The gradients of single micro-batches on this rank, before they are accumulated and reduced ---
+
+
 _SQUARES = ALWAYS | {Column.SQUARE_SUM}
+
+
+class LocalGradients:
+    """Measures each backward pass of one step after the other.
+
+    Args:
+        measurer: measures.
+    """
+
+    def __init__(self, measurer: Measurer) -> None:
+        self._measurer = measurer
+        self._by_batch = False
+        self._buffer: StepBuffer | None = None
+        self._plan: SourcePlan | None = None
+        self._parameters: Sequence[Place] = ()
+        self._uncommitted: dict[tuple[int, int], StepBuffer] = {}
+        self._accumulated: dict[int, weakref.ref[Tensor]] = {}
+        self._batches: dict[int, list[Tensor]] = {}  # rows of gradients by backward pass
+
+    def begin(self, buffer: StepBuffer, plan: SourcePlan | None, parameters: Sequence[Place], by_batch: bool) -> None:
+        """Start a step; ``parameters`` are those that positions in the plan refer to. ``by_batch``: each micro-batch gets a row of its
+        own.
+        """
+        self._buffer, self._plan, self._parameters, self._by_batch = buffer, plan, parameters, by_batch
+        self._uncommitted, self._accumulated, self._batches = {}, {}, {}
+
+    def end(self) -> None:
+        """End the step: store the rows of micro-batches."""
+        if self._buffer is not None:
+            rank = self._measurer.ranks.rank
+            for number, rows in enumerate(self._batches.values()):
+                self._buffer.merge_rows(BATCH_GRADIENT, [f"{rank}/{number}"], merge(torch.stack(rows)).unsqueeze(0), _SQUARES)
+        self._buffer, self._uncommitted, self._accumulated, self._batches = None, {}, {}, {}
+
+    def forget_batches(self) -> None:
+        """The rows of micro-batches so far are of several steps, and of no use."""
+        self._batches = {}
+
+    def measure(self, position: int, gradient: Tensor | None, inverse_scale: Tensor | None) -> None:
+        """Measure one parameter's gradient of one backward pass. It counts once :meth:`commit` is called.
+
+        ``torch.autograd.grad``, as in gradient penalties, calls this too, but accumulates nothing and never commits.
+        """
+        if self._buffer is None or self._plan is None or gradient is None:
+            return
+        held = StepBuffer(self._buffer.step, self._measurer.complaints)
+        self._measurer.measure(Measurement(held, self._plan, {position: gradient}, inverse_scale, merging=True))
+        self._uncommitted[torch._C._current_graph_task_id(), position] = held
+
+    def commit(self, position: int) -> None:
+        """The gradient of the running backward pass was accumulated into ``.grad``, so it counts."""
+        held = self._uncommitted.pop((torch._C._current_graph_task_id(), position), None)
+        parameter = self._parameters[position]() if self._parameters else None
+        if held is None or self._buffer is None or self._plan is None or parameter is None or parameter.grad is None:
+            return
+        accumulated, task = self._accumulated.get(position), torch._C._current_graph_task_id()
+        # DDP may have replaced the gradient by a view of its bucket, which is the same gradient
+        if accumulated is not None and accumulated() is not parameter.grad and not parameter.grad._is_view():
+            # the gradient accumulated before was discarded, and so are its micro-batches
+            self._buffer.clear(GRADIENT_LOCAL, [self._plan.names[position]])
+            self._batches = {each: rows for each, rows in self._batches.items() if each == task}
+        self._accumulated[position] = weakref.ref(parameter.grad)
+        if self._by_batch and (rows := held.parts_of(GRADIENT_LOCAL)):
+            self._batches.setdefault(task, []).extend(rows)
+        self._buffer.absorb(held)
+
+
+# --- What a GradScaler has done to the gradients, known without synchronising the device ---
+
+
+_UNSCALED = 1  # torch.amp.grad_scaler.OptState.UNSCALED; READY is 0, STEPPED is 2
+
+
+class GradScale:
+    """Which optimizer's gradients are scaled, as far as it can be known before the optimizer steps.
+
+    Args:
+        around: returns further ids that the scaler may use for an optimizer.
+
+    Attributes:
+        scaler: the one that is known.
+    """
+
+    def __init__(self, around: Callable[[Optimizer], Iterable[int]] = lambda _: ()) -> None:
+        self.scaler: torch.amp.GradScaler | None = None
+        self._around = around
+        self._plain_steps: Counter[int] = Counter()  # consecutive steps without the scaler
+
+    def adopt(self, scaler: torch.amp.GradScaler) -> None:
+        """This scaler scales the gradients."""
+        self.scaler = scaler
+
+    def inverse(self, optimizer: Optimizer | None, stepping: bool) -> Tensor | None:
+        """The factor for the gradients, float32 on their device; None if they are unscaled.
+
+        With None as optimizer: for parameters that no optimizer has. They stay scaled, since ``unscale_`` leaves them out.
+        """
+        scale = getattr(optimizer, "grad_scale", None)  # set while a fused optimizer steps that unscales by itself
+        if scale is None:
+            scale = scale_of(self.scaler)
+            if scale is None or stepping or self._is_plain(optimizer):
+                return None
+            if optimizer is not None and self._is_unscaled(optimizer):
+                return None
+        return reciprocal(scale)
+
+    def mistake(self, optimizer: Optimizer, calling: torch.amp.GradScaler | None) -> str | None:
+        """What was wrong about the assumed scaler, or None. Only at the optimizer's step it is certain which scaler drives it."""
+        if calling is not None and not calling.is_enabled():
+            calling = None  # as in most loops without mixed precision
+        if calling is not None and self.scaler is None:
+            return "a GradScaler was noticed only in this step; pass scaler= to attach() or watch()"
+        if calling is not None and calling is not self.scaler:
+            return "another GradScaler drives this optimizer; one GradScaler for all optimizers is supported"
+        if scale_of(self.scaler) is None:
+            return None
+        plain = calling is None and not self._is_unscaled(optimizer)
+        mistaken = plain != self._is_plain(optimizer)
+        self._plain_steps[id(optimizer)] = self._plain_steps[id(optimizer)] + 1 if plain else 0
+        return f"{type(optimizer).__name__} stepped {'without' if plain else 'again with'} the GradScaler" if mistaken else None
+
+    def _is_unscaled(self, optimizer: Optimizer) -> bool:
+        return is_unscaled(self.scaler, optimizer, self._around(optimizer))
+
+    def _is_plain(self, optimizer: Optimizer | None) -> bool:
+        """Whether this optimizer, or with None any, is assumed to step without the scaler: it did so twice in a row."""
+        counts = self._plain_steps.values() if optimizer is None else [self._plain_steps[id(optimizer)]]
+        return any(count >= 2 for count in counts)
+
+
+def scale_of(scaler: torch.amp.GradScaler | None) -> Tensor | None:
+    """The scaler's scale on the device, or None if nothing was scaled. ``get_scale()`` would synchronise."""
+    return scaler._scale if scaler is not None and scaler.is_enabled() else None
+
+
+def reciprocal(scale: Tensor) -> Tensor:
+    """The reciprocal of the scale, rounded as in ``GradScaler.unscale_``."""
+    return scale.to(accumulator_dtype(scale.device)).reciprocal().float()
+
+
+def inverse(scale: float | Tensor) -> Tensor:
+    """The factor that undoes a scale which an engine keeps as a number or a tensor, float32."""
+    return reciprocal(scale if isinstance(scale, Tensor) else torch.tensor(float(scale), dtype=torch.float64, device="cpu"))
+
+
+def is_unscaled(scaler: torch.amp.GradScaler | None, optimizer: Optimizer | None, around: Iterable[int] = ()) -> bool:
+    """Whether the scaler has unscaled the gradients of ``optimizer``, or with None of any, in this attempt. ``around``: ids of its
+    wrappers.
+    """
+    states = getattr(scaler, "_per_optimizer_states", {})
+    wanted = states.keys() if optimizer is None else (id(optimizer), *around)
+    return any(states[key]["stage"].value >= _UNSCALED for key in wanted if key in states)
+
+
+def calling_scaler() -> torch.amp.GradScaler | None:
+    """The GradScaler whose ``step`` is calling, if any. Without it, scaled gradients would be taken for true ones."""
+    frame = sys._getframe(3)
+    for _ in range(12):
+        if frame.f_code.co_name == "step" and isinstance(owner := frame.f_locals.get("self"), torch.amp.GradScaler):
+            return owner
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return None
+
+
+# --- Gradients at their three stages: of one micro-batch, before clipping, and as used by the optimizer ---
+
+
+_NARROW = frozenset({torch.float16, torch.bfloat16})
+_GRADIENTS_SQUARES = ALWAYS | {Column.SQUARE_SUM}
 _Seen = dict[int, tuple["weakref.ref[Tensor]", int]]
 
 

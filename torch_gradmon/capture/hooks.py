@@ -1,8 +1,8 @@
 """Hooks that leave a model unchanged otherwise.
 
 A hook never keeps its owner alive, so a model can be collected as before: a parameter's hook dict is in C++, where the garbage collector
-cannot follow a cycle. Copies and pickles of a module have none of these hooks (:mod:`torch_gradmon.core.pickling`): EMA copies do not feed
-the monitor, and a saved module loads without torch_gradmon.
+cannot follow a cycle. Copies and pickles of a module have none of these hooks (:mod:`torch_gradmon.core.torch_modes`): EMA copies do not
+feed the monitor, and a saved module loads without torch_gradmon.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ..core import pickling as saving
-from ..core.compat import is_exporting
-from ..core.pickling import BareState
-from ..core.torch_modes import is_batched, is_traced
-from ..step.parameter_refs import Place
+from ..core import torch_modes as saving
+from ..core.torch_modes import BareState, is_batched, is_exporting, is_traced
+from ..step.model_index import Place
 
 
 def compiled_graphs() -> int:

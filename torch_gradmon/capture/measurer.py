@@ -14,13 +14,22 @@ from torch import Tensor
 from ..core.errors import WarningLog
 from ..core.keys import Key
 from ..statistics.dispatch import Statistics
-from ..statistics.spectrum import OF_MATRICES
-from ..statistics.tensor_access import on_one_device, refusal
+from ..statistics.histogram import OF_MATRICES
+from ..statistics.request import on_one_device, refusal
 from ..step.buffer import StepBuffer
 from ..step.plan import SourcePlan
 from ..step.ranks import Ranks
-from .metric_functions import NO_STATE, MetricFunctions, each_tensor, tensors_in, unscaled, untouched_rng
-from .parameter_functions import Products, by_device, values_of
+from .metric_functions import (
+    NO_STATE,
+    MetricFunctions,
+    Products,
+    by_device,
+    each_tensor,
+    tensors_in,
+    unscaled,
+    untouched_rng,
+    values_of,
+)
 
 _SPREAD = (
     "its elements are sharded over ranks, so no rank can compute a function of all of them; shardwise=True declares that "

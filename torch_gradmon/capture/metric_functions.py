@@ -5,19 +5,229 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..core import accelerator
+from ..core import torch_modes as accelerator
 from ..core.errors import WarningLog
 from ..core.keys import PARAMETER_SOURCES, Key
-from ..core.metric import Metric
+from ..core.records import Metric
 from ..core.torch_modes import no_autocast
-from ..statistics.tensor_access import refusal
-from ..step.buffer import StepBuffer
+from ..statistics.precise import inner_product, sum_of_squared_ratios
+from ..statistics.request import accumulator_dtype, on_one_device, refusal
+from ..step.buffer import StepBuffer, cosine, growth, turn
+from ..step.plan import BuiltIn
+
+# --- Metrics of the optimizer's state, and of updates beside their parameters ---
+
+
+State = Mapping[str, Any]
+#: Two tensors of one shape.
+_Pair = tuple[Tensor, Tensor]
+
+
+class OfProducts:
+    """A value that follows from inner products, which add up over ranks.
+
+    Args:
+        reducer: how ranks merge the products.
+        function: of the products, in the order of :meth:`pairs`.
+    """
+
+    def __init__(self, reducer: str, function: Callable[..., Tensor]) -> None:
+        self._reducer, self._function = reducer, function
+
+    def pairs(self, state: State) -> list[tuple[Tensor, Tensor]]:
+        """The tensors whose inner products decide the value; none where there is no value."""
+        raise NotImplementedError
+
+    def value(self, products: Sequence[Tensor]) -> Tensor:
+        """The value from each of the inner products, or the values of several tensors."""
+        return self._function(*products)
+
+    def __call__(self, state: State) -> Tensor | None:
+        """0-d, or None where there is no value."""
+        pairs = self.pairs(state)
+        return self.value(_products(pairs).unbind()) if pairs else None
+
+    def contribution(self, state: State) -> tuple[str, Tensor] | None:
+        """What one rank's part of a tensor contributes, and how contributions merge."""
+        pairs = self.pairs(state)
+        return (self._reducer, _products(pairs)) if pairs else None
+
+
+class StateNorm(OfProducts):
+    """The norm of the first of these state tensors that the optimizer has."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__("norm", torch.sqrt)
+        self._names = names
+
+    def pairs(self, state: State) -> list[tuple[Tensor, Tensor]]:
+        """None without such a state."""
+        found = _first_of(state, self._names)
+        return [] if found is None else [(found, found)]
+
+
+class Cosine(OfProducts):
+    """The cosine between the gradient and the momentum."""
+
+    def __init__(self) -> None:
+        super().__init__("cosine", cosine)
+
+    def pairs(self, state: State) -> list[tuple[Tensor, Tensor]]:
+        """None without momentum."""
+        gradient = state["grad"]
+        momentum = _first_of(state, ("exp_avg", "momentum_buffer"))
+        if gradient is None or momentum is None or momentum.shape != gradient.shape:
+            return []
+        return [(gradient, momentum), (gradient, gradient), (momentum, momentum)]
+
+
+class TurnOf(OfProducts):
+    """What a change does to the direction or length of a parameter."""
+
+    def pairs(self, state: State) -> list[tuple[Tensor, Tensor]]:
+        """The parameter with itself, with its change, and the change with itself."""
+        before, change = state["param"], state["change"]
+        return [(before, before), (before, change), (change, change)]
+
+
+class OutOfStep:
+    """How far the gradient has left Adam's second moment behind: ``sqrt(mean(g^2 / max(v, eps^2)))``, v with Adam's correction for the
+    first steps. StableAdamW divides its rate by this number where it is above 1; its authors saw that spikes of the loss come one to
+    eight steps after it has risen (Wortsman et al. 2023, arXiv 2304.13013, abstract).
+    """
+
+    def _sums(self, state: State) -> Tensor | None:
+        """The sum over the elements and their number, ``[2]``; None without a second moment of Adam."""
+        gradient, moment, step, group = (state.get(name) for name in ("grad", "exp_avg_sq", "step", "group"))
+        if gradient is None or not isinstance(moment, Tensor) or moment.shape != gradient.shape or gradient.is_complex():
+            return None
+        if not group or step is None or not {"betas", "eps"} <= group.keys():
+            return None
+        if isinstance(step, Tensor):  # on the CPU, unless the optimizer is fused or capturable
+            step = step.to(accumulator_dtype(step.device))
+        corrected = 1 - group["betas"][1] ** step
+        sums = sum_of_squared_ratios(gradient, moment, corrected, group["eps"] ** 2)
+        return torch.stack([sums, sums.new_full((), moment.numel())])
+
+    def __call__(self, state: State) -> Tensor | None:
+        """0-d, or None without a second moment of Adam."""
+        sums = self._sums(state)
+        return None if sums is None else (sums[0] / sums[1]).sqrt()
+
+    def contribution(self, state: State) -> tuple[str, Tensor] | None:
+        """What one rank's part of a tensor contributes, and how contributions merge."""
+        sums = self._sums(state)
+        return None if sums is None else ("rms", sums)
+
+
+def _first_of(state: State, names: Iterable[str]) -> Tensor | None:
+    for name in names:
+        if isinstance(found := state.get(name), Tensor):
+            return found
+    return None
+
+
+def _products(pairs: Sequence[_Pair]) -> Tensor:
+    return torch.stack([inner_product(a, b) for a, b in pairs])
+
+
+class Products(NamedTuple):
+    """A metric whose values follow from inner products: the positions of its parameters, and for each as many pairs of tensors."""
+
+    metric: Metric
+    positions: Sequence[int]
+    pairs: Sequence[Sequence[_Pair]]
+
+
+def by_device(wanted: Sequence[Products], own_part: Callable[[Tensor], Tensor]) -> list[list[Products]]:
+    """What can be computed together, of the part of each tensor that this rank has. A parameter is left out if a tensor of its pairs
+    cannot be read, or lies on another device.
+    """
+    tensors = {id(tensor): tensor for _, _, pairs in wanted for of_one in pairs for pair in of_one for tensor in pair}
+    if not tensors or on_one_device(list(tensors.values())) is not None:
+        return [list(wanted)] if tensors else []
+    parts = {number: own_part(tensor) for number, tensor in tensors.items()}  # of a tensor in several pairs there is one
+    groups: dict[torch.device, list[Products]] = {}
+    for metric, positions, pairs in wanted:
+        readable: dict[torch.device, tuple[list[int], list[Sequence[_Pair]]]] = {}
+        for position, of_one in zip(positions, pairs, strict=True):
+            own = [(parts[id(a)], parts[id(b)]) for a, b in of_one]
+            devices = {tensor.device for pair in own for tensor in pair}
+            if len(devices) == 1 and all(refusal(tensor) is None for pair in own for tensor in pair):
+                found = readable.setdefault(devices.pop(), ([], []))
+                found[0].append(position)
+                found[1].append(own)
+        for device, (here, own_pairs) in readable.items():
+            groups.setdefault(device, []).append(Products(metric, here, own_pairs))
+    return list(groups.values())
+
+
+def values_of(wanted: Sequence[Products], inner_products: Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]) -> list[Tensor]:
+    """The values ``[positions]`` of each metric, from one call; all tensors are on one device. A pair that several metrics need is
+    computed once.
+    """
+    once: dict[tuple[int, int], tuple[int, _Pair]] = {}
+    places = [
+        [
+            [once.setdefault((id(pair[0]), id(pair[1])), (len(once), pair))[0] for pair in column]
+            for column in zip(*pairs, strict=True)
+        ]
+        for _, _, pairs in wanted
+    ]
+    products = inner_products([a for _, (a, _) in once.values()], [b for _, (_, b) in once.values()])
+    return [
+        one.metric.function.value([_at(products, column) for column in columns])  # type: ignore[union-attr]
+        for one, columns in zip(wanted, places, strict=True)
+    ]
+
+
+def _at(products: Tensor, places: Sequence[int]) -> Tensor:
+    """The products at these places: slices, since places would be copied to the device, which waits for it."""
+    starts = [i for i, place in enumerate(places) if i == 0 or place != places[i - 1] + 1]
+    runs = [products[places[start] : places[start] + stop - start] for start, stop in pairwise([*starts, len(places)])]
+    return runs[0] if len(runs) == 1 else torch.cat(runs)
+
+
+#: Built-ins of the optimizer's state after the step, which includes this step's gradient. The cosine is MosaicML Composer's
+#: ``cosine/moment_grad``.
+OPTIMIZER_BUILT_INS = {
+    "exp_avg_norm": BuiltIn(frozenset(), "1", "norm of the first moment or momentum", StateNorm("exp_avg", "momentum_buffer")),
+    "exp_avg_sq_norm": BuiltIn(
+        frozenset(), "1", "norm of the second moment of Adam and its kin", StateNorm("exp_avg_sq", "square_avg")
+    ),
+    "grad_momentum_cosine": BuiltIn(frozenset(), "1", "cosine between the gradient and the momentum", Cosine()),
+    "out_of_step": BuiltIn(
+        frozenset(), "1", "root mean square of the gradient over the root of Adam's second moment", OutOfStep()
+    ),
+}
+
+
+#: Built-ins of the change beside the parameter before it.
+UPDATE_BUILT_INS = {
+    "angle": BuiltIn(
+        frozenset(),
+        "rad",
+        "angle between the parameter before and after the step; absent for a zero parameter",
+        TurnOf("angle", turn),
+    ),
+    "growth": BuiltIn(
+        frozenset(),
+        "1",
+        "relative growth of the parameter's norm in the step; absent for a zero parameter",
+        TurnOf("growth", growth),
+    ),
+}
+
+
+# --- Run metric functions on tensors; a function that fails is switched off, and training continues ---
+
 
 #: The reason for a missing value of an optimizer's state.
 NO_STATE = "the optimizer keeps no such state for it"

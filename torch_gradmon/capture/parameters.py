@@ -14,11 +14,10 @@ from ..core.keys import OPTIMIZER, PARAMETER, PARAMETER_DIFFERENCE, UPDATE, UPDA
 from ..core.moments import SQUARES
 from ..statistics.on_device import copies
 from ..step.buffer import StepBuffer
-from ..step.gradient_source import PLAIN_GRADIENTS, GradientSource
-from ..step.parameter_refs import Place
+from ..step.model_index import PLAIN_GRADIENTS, GradientSource, Place
 from ..step.plan import SourcePlan
 from .measurer import Measurement, Measurer
-from .parameter_functions import TurnOf
+from .metric_functions import TurnOf
 
 #: Elements of the updates that functions get at once, unless one tensor has more.
 _TOGETHER = 2**22

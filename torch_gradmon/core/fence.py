@@ -11,9 +11,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from .accelerator import capture_check
 from .errors import GradmonWarning, SpikeError, WarningLog
-from .torch_modes import outside_dispatch_modes
+from .torch_modes import capture_check, outside_dispatch_modes
 
 # asked in every fenced call: without modes the context is not needed
 _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack

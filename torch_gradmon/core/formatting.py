@@ -4,8 +4,67 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from types import TracebackType
+from typing import Any
+
+# --- A progress bar for long operations ---
+
+
+class ProgressBar:
+    """Progress bar; a no-op without tqdm or a terminal.
+
+    Args:
+        total: number of units.
+        what: description.
+        unit: name of the unit.
+        wanted: whether to show it; by default if stderr is a terminal.
+    """
+
+    def __init__(self, total: int, what: str, unit: str, wanted: bool | None) -> None:
+        self._bar: Any = None
+        if wanted or (wanted is None and sys.stderr.isatty()):
+            try:
+                from tqdm import tqdm
+            except ImportError:
+                return
+            self._bar = tqdm(total=total, desc=what, unit=unit, leave=False)
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def advance(self, count: int = 1) -> None:
+        """Mark ``count`` units as done."""
+        if self._bar is not None:
+            self._bar.update(count)
+
+
+# --- Strings for numbers that JSON does not have: NaN and infinities ---
+
+
+def plain(value: float) -> float | str:
+    """The value, or a string if it is not finite: ``"NaN"``, ``"Infinity"`` or ``"-Infinity"``."""
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def strict(value: Any) -> Any:
+    """The same for all numbers in nested dicts and lists."""
+    if isinstance(value, Mapping):
+        return {name: strict(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [strict(item) for item in value]
+    return plain(value) if isinstance(value, float) else value
+
+
+# --- formatting ---
+
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86_400
 

@@ -2,16 +2,454 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Any, Literal
+from itertools import compress, takewhile
+from operator import is_not
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
-from .keys import GRADIENT, GRADIENT_BEFORE_CLIP, Key
+from .formatting import listed, percent
+from .keys import GRADIENT, GRADIENT_BEFORE_CLIP, PARAMETER_SOURCES, ROOT, Key, blocks_of, format_key, owner_of
 from .moments import ALWAYS, VIEWS, Column
-from .step_values import StepValues
+
+# --- The values of one step by key, as the arrays that they come from ---
+
+
+class Block(NamedTuple):
+    """Keys, and a value for each.
+
+    Attributes:
+        keys: the keys.
+        numbers: their values.
+        table: the source whose table of statistics these values are views of; empty if they are no views.
+    """
+
+    keys: Sequence[Key] = ()
+    numbers: Sequence[float] = ()
+    table: str = ""
+
+
+#: A loop that logs more often than this in one step gets what it logged merged.
+_BLOCKS = 16
+
+
+class StepValues(Mapping[Key, float]):
+    """Values in blocks. Most have the keys of the last step, as the same tuple, so they need not be renamed again.
+
+    The dict that a lookup needs is built when one is first asked for, and of views only if one of these is: hashing thousands of keys costs
+    more than computing their values, and a record that is kept keeps its dict, ten times as large as the values.
+
+    Args:
+        blocks: a later value replaces an earlier one of the same key.
+    """
+
+    __slots__ = ("_by_key", "_rest", "blocks")
+
+    def __init__(self, *blocks: Block) -> None:
+        self.blocks = blocks
+        self._by_key: dict[Key, float] | None = None
+        self._rest: StepValues | None = None
+
+    @classmethod
+    def of(cls, values: Mapping[Key, float]) -> StepValues:
+        """These values, as one block if they are none yet."""
+        return values if isinstance(values, cls) else cls(Block(tuple(values), tuple(values.values())))
+
+    def updated(self, more: Mapping[Key, float]) -> StepValues:
+        """These values with ``more``, which replace those of the same keys."""
+        blocks = self.blocks
+        if len(blocks) >= _BLOCKS:
+            late = len(list(takewhile(lambda block: not block.table, reversed(blocks))))
+            if late >= _BLOCKS:
+                blocks = (*blocks[:-late], *StepValues.of(StepValues(*blocks[-late:]).by_key).blocks)
+        return StepValues(*blocks, *StepValues.of(more).blocks)
+
+    def since(self, before: StepValues) -> StepValues:
+        """The values that came after ``before``, which these were made from by :meth:`updated`; else all."""
+        shared = len(before.blocks)
+        is_continued = len(self.blocks) >= shared and all(a is b for a, b in zip(before.blocks, self.blocks, strict=False))
+        return StepValues(*self.blocks[shared if is_continued else 0 :])
+
+    @property
+    def rest(self) -> StepValues:
+        """The values that are no views of tables."""
+        if self._rest is None:
+            self._rest = StepValues(*[block for block in self.blocks if not block.table])
+        return self._rest
+
+    def without(self, keys: Container[Key]) -> StepValues:
+        """The values of all other keys."""
+        left = []
+        for block in self.blocks:
+            some = [key not in keys for key in block.keys]
+            left.append(Block(tuple(compress(block.keys, some)), tuple(compress(block.numbers, some)), block.table))
+        return StepValues(*left)
+
+    @property
+    def by_key(self) -> dict[Key, float]:
+        """All values as a dict."""
+        if self._by_key is None:
+            found: dict[Key, float] = {}
+            for keys, numbers, _ in self.blocks:
+                found.update(zip(keys, numbers, strict=True))
+            self._by_key = found  # complete, since other threads may read it
+        return self._by_key
+
+    def _by_key_with(self, key: object) -> dict[Key, float]:
+        """A dict that has ``key`` if there is a value of it; a plain tuple of its three parts is equal to it."""
+        if self._by_key is not None:
+            return self._by_key
+        for block in self.blocks:
+            if block.table and isinstance(key, tuple) and block.table in key[:1]:
+                return self.by_key
+        return self.rest.by_key
+
+    def __getitem__(self, key: Key) -> float:
+        return self._by_key_with(key)[key]
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self.by_key)
+
+    def __len__(self) -> int:
+        return len(self.by_key)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._by_key_with(key)
+
+    # those of a dict need no call for each value
+    def get(self, key, default=None):  # type: ignore[no-untyped-def]
+        """The value of ``key``, or ``default``."""
+        return self._by_key_with(key).get(key, default)
+
+    def items(self):  # type: ignore[no-untyped-def]
+        """Keys with values."""
+        return self.by_key.items()
+
+    def keys(self):  # type: ignore[no-untyped-def]
+        """The keys."""
+        return self.by_key.keys()
+
+    def values(self):  # type: ignore[no-untyped-def]
+        """The values."""
+        return self.by_key.values()
+
+    def __repr__(self) -> str:
+        return f"StepValues({self.by_key!r})"
+
+
+# --- Metric: what to compute, on which tensors, how often, and how values merge ---
+
+
+#: Named ways to merge the values of micro-batches; ``mean`` is weighted by elements.
+REDUCERS = ("mean", "sum", "min", "max")
+#: The reason for a missing value of a metric that was added during the step.
+ASKED_LATE = "it was asked for after the step had begun"
+
+
+class ForModule(Protocol):
+    """A metric's function that depends on the module whose output it gets."""
+
+    def bind(self, module: Any) -> Callable[..., Any] | str:
+        """The function for ``module`` (None if only its name is known), or the reason why there is none."""
+
+
+@dataclass(frozen=True, eq=False)
+class Metric:
+    """One metric on one source.
+
+    Attributes:
+        name: last part of the key; without a slash.
+        source: first part of the key, see :mod:`torch_gradmon.core.keys`.
+        pattern: searched in the canonical name of a tensor.
+        function: of the tensor, or a :class:`ForModule`; None for a view of the one-pass statistics.
+        aggregation: one of :data:`REDUCERS`, or a callable that gets all values of a step as one flat tensor and returns a
+            scalar or a dict of scalars.
+        columns: the statistics that a built-in needs.
+        unit: of its values.
+        documentation: one line.
+        every: computed on steps divisible by it.
+        shown: in ``get_step_metrics()``; otherwise only in the run directory.
+        split_calls: for modules: the calls of one forward have keys of their own, ``name@0`` and so on.
+        per_head: for attention: the values of single heads are shown too.
+        built_in: its function is one of this package, and is not called for a tensor without elements.
+        shardwise: its function may be called for each rank's part of a sharded tensor, and the values are merged.
+    """
+
+    name: str
+    source: str
+    pattern: re.Pattern[str]
+    function: Callable[..., Any] | ForModule | None = None
+    aggregation: str | Callable[..., Any] = "mean"
+    columns: frozenset[Column] = frozenset()
+    unit: str = "1"
+    documentation: str = ""
+    every: int = 1
+    shown: bool = True
+    split_calls: bool = False
+    per_head: bool = False
+    built_in: bool = False
+    shardwise: bool = False
+
+    def matches(self, name: str) -> bool:
+        """Whether this metric applies to the tensor or module of that canonical name."""
+        return self.pattern.search(name) is not None
+
+    def due(self, step: int) -> bool:
+        """Whether it is computed on ``step``."""
+        return step % self.every == 0
+
+    def why_nothing(self, what: str = "here") -> str:
+        """The reason for a missing value where its function returned None. ``what``: for what it did."""
+        return f"it is not defined {what}: {self.documentation}" if self.built_in else "its function returned nothing"
+
+
+# --- The flat keys of the values of a step ---
+
+
+class KeyFormatter:
+    """Gives values their flat keys, and builds each key once.
+
+    Args:
+        style: of the keys; see :func:`format_key`.
+        prefix: of all keys.
+    """
+
+    def __init__(self, style: str, prefix: str) -> None:
+        self._style, self._prefix = style, prefix
+        self._known: dict[Key, str] = {}
+        self._of_block: list[tuple[Sequence[Key], list[str]]] = []  # of the last step
+        self._layout: dict[str, float] = {}  # its keys; filling a copy is faster than a new dict
+
+    def __call__(self, values: Mapping[Key, float]) -> dict[str, float]:
+        """The values by flat key."""
+        blocks = StepValues.of(values).blocks
+        texts = [self._texts(place, keys) for place, (keys, *_) in enumerate(blocks)]
+        last = [text for _, text in self._of_block]
+        if len(texts) != len(last) or any(map(is_not, texts, last)):
+            self._layout = {text: 0.0 for some in texts for text in some}
+        self._of_block = [(keys, text) for (keys, *_), text in zip(blocks, texts, strict=True)]
+        found = self._layout.copy()
+        for text, (_, numbers, _) in zip(texts, blocks, strict=True):
+            found.update(zip(text, numbers, strict=True))
+        return found
+
+    def _texts(self, place: int, keys: Sequence[Key]) -> list[str]:
+        if place < len(self._of_block):
+            last, texts = self._of_block[place]
+            if last is keys or last == keys:  # as in most steps
+                return texts
+        return [self._known.get(key) or self.text(key) for key in keys]
+
+    def text(self, key: Key) -> str:
+        """The flat key of one value."""
+        if key not in self._known:
+            self._known[key] = format_key(key, self._style, self._prefix)
+        return self._known[key]
+
+
+# --- Which logged value is the loss ---
+
+
+#: The networks of a GAN, which have a loss each.
+_NETWORK = "d|g|dis|disc|discriminator|gen|generator|critic"
+_IS_LOSS = re.compile(rf"(?:^|[/_.\s-])loss(?:[/_.\s-](?:train|training|total|step|batch|{_NETWORK}))*$", re.IGNORECASE)
+_OF_NETWORK = re.compile(rf"loss[/_.\s-](?:.*[/_.\s-])?(?:{_NETWORK})(?:$|[/_.\s-])", re.IGNORECASE)
+_OF_EVALUATION = re.compile(r"(?:^|[/_.\s-])(?:val|valid|validation|eval|evaluation|test)(?:$|[/_.\s-])", re.IGNORECASE)
+#: Other words in the name of a loss that make it a part of the training loss, such as a penalty, are not in this set.
+_WHOLE = frozenset({"train", "training", "total", "step", "batch", "loss", ""})
+#: The source of logged values.
+_LOGGED = ""
+
+
+def is_loss(key: Key) -> bool:
+    """Whether it is a logged value with the name of a training loss, or of a part of one."""
+    return key.source == _LOGGED and bool(_IS_LOSS.search(key.name)) and not _OF_EVALUATION.search(key.name)
+
+
+def is_whole_loss(key: Key) -> bool:
+    """Whether it is a logged value with the name of a whole training loss, such as ``loss`` or ``train/loss``."""
+    return is_loss(key) and not _partial(key)[0]
+
+
+def is_loss_of_network(key: Key) -> bool:
+    """Whether it is the loss of one network of a GAN, such as ``loss_d``, which need not fall."""
+    return is_loss(key) and bool(_OF_NETWORK.search(key.name))
+
+
+def loss_among(keys: Iterable[Key]) -> Key | None:
+    """The shortest key such as ``loss``, ``train/loss`` or ``loss/train``; a partial loss such as ``kl_loss`` only if there is no other."""
+    return min(filter(is_loss, keys), key=_partial, default=None)
+
+
+def loss_in(values: Mapping[Key, float]) -> float | None:
+    """The loss among these values; None if there is none."""
+    key = loss_among(values)
+    return None if key is None else values[key]
+
+
+def _partial(key: Key) -> tuple[bool, int, str]:
+    """Sort key: partial losses last, then by length."""
+    return not _WHOLE.issuperset(re.split(r"[/_.\s-]", key.name.lower())), len(key.name), key.name
+
+
+# --- The order of a model's parameters and modules, for rows of plots, tables and lists of keys ---
+
+
+_DIGITS = re.compile(r"(\d+)")
+
+
+class ModelOrder:
+    """Sorts names of measured tensors.
+
+    Args:
+        parameters: of the model, in its order.
+        modules: likewise.
+    """
+
+    def __init__(self, parameters: Iterable[str] = (), modules: Iterable[str] = ()) -> None:
+        self._parameters, self._modules = ({name: place for place, name in enumerate(names)} for names in (parameters, modules))
+
+    def sorted(self, source: str, measured: Iterable[Sequence[str]]) -> list[str]:
+        """All names in ``measured``, each once.
+
+        A tensor inside a module's output, an output of one of several calls, and an attention head are placed with their module. A name
+        that the model no longer has keeps its place among the names measured with it.
+
+        Args:
+            source: of the names.
+            measured: lists of tensors that were measured together.
+        """
+        orders = sorted(measured, key=len, reverse=True)  # the longest list places unknown names best
+        place = self._parameters if source in PARAMETER_SOURCES else self._modules
+        owners = {name: owner_of(name, place) for order in orders for name in order}
+        known = (name for name, owner in owners.items() if owner in place)
+        return merged([sorted(known, key=lambda name: (place[owners[name]], _natural(name))), *orders])
+
+
+def merged(orders: Iterable[Sequence[str]]) -> list[str]:
+    """Merge several orders; earlier ones take precedence. A name missing in one is placed before its successor in a later one.
+
+    >>> merged([["a", "c"], ["b", "c", "d"], ["a", "aa", "b"]])
+    ['a', 'aa', 'b', 'c', 'd']
+    """
+    found: list[str] = []
+    for order in orders:
+        known, waiting, before = set(found), list[str](), dict[str, list[str]]()
+        for name in dict.fromkeys(order):
+            if name in known:
+                before.setdefault(name, []).extend(waiting)
+                waiting = []
+            else:
+                waiting.append(name)
+        found = [name for old in found for name in (*before.get(old, ()), old)] + waiting
+    return found
+
+
+def _natural(name: str) -> list[tuple[int, int | str]]:
+    """Sort key with numbers compared as numbers: ``head_2`` before ``head_10``."""
+    return [(0, int(part)) if part.isdecimal() else (1, part) for part in _DIGITS.split(name)]
+
+
+# --- What trains: the groups of the optimizers, with what is frozen and what no optimizer has ---
+
+
+#: Blocks, and kinds of modules, that are named.
+_NAMED, _KINDS = 3, 6
+
+
+@dataclass(frozen=True)
+class TrainedPart:
+    """A part of a model's parameters.
+
+    Attributes:
+        what: such as ``"AdamW, group 0"``, ``"frozen"`` or ``"in no optimizer"``.
+        tensors: number of parameters.
+        elements: number of their elements.
+        share: of all elements of the model.
+        settings: learning rate and weight decay of the group, where it has them.
+        blocks: names of the parameters without their last part, each once.
+    """
+
+    what: str
+    tensors: int
+    elements: int
+    share: float
+    settings: Mapping[str, float]
+    blocks: Sequence[str]
+
+    def __str__(self) -> str:
+        settings = "".join(f", {name} {value:g}" for name, value in self.settings.items())
+        where = f": {listed(self.blocks, _NAMED)}" if self.blocks else ""
+        tensors = "1 tensor" if self.tensors == 1 else f"{self.tensors} tensors"
+        return f"{self.what}{settings}, {tensors} of {self.elements:,} elements ({percent(self.share)}){where}"
+
+
+def model_text(model: str, parameters: Mapping[str, Mapping[str, Any]], kinds: Mapping[str, str]) -> str:
+    """A model in one line; its class alone where nothing is known of its parameters.
+
+    Args:
+        model: its class.
+        parameters: all of them, by name, with their ``"shape"`` and ``"dtype"``.
+        kinds: the classes of its modules, by name.
+
+    >>> model_text("Sequential", {"0.weight": {"shape": [2, 3], "dtype": "torch.float32"}}, {"[root module]": "Sequential", "0": "Linear"})
+    'Sequential, 6 elements in 1 tensor, float32; 1 Linear'
+    """
+    if not parameters:
+        return model
+    elements = sum(math.prod(about["shape"]) for about in parameters.values())
+    dtypes = dict.fromkeys(str(about["dtype"]).removeprefix("torch.") for about in parameters.values() if "dtype" in about)
+    tensors = "1 tensor" if len(parameters) == 1 else f"{len(parameters):,} tensors"
+    parts = Counter(kind for name, kind in kinds.items() if name != ROOT).most_common()
+    of = f"; {listed((f'{count:,} {kind}' for kind, count in parts), _KINDS)}" if parts else ""
+    return f"{', '.join([model, f'{elements:,} elements in {tensors}', *dtypes])}{of}"
+
+
+def before_schedule(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings of a group with the learning rate that a schedule multiplies, not that of a first step of a warm-up."""
+    return {**settings, "lr": settings["initial_lr"]} if settings.get("initial_lr") is not None else settings
+
+
+def trained_parts(
+    parameters: Mapping[str, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], frozen: Collection[str]
+) -> Iterator[TrainedPart]:
+    """The parts of a model: groups in their order, then frozen parameters, then the rest.
+
+    Args:
+        parameters: all of them, by name, with their ``"shape"``.
+        groups: of the optimizers, with ``"optimizer"``, ``"settings"`` and ``"parameters"``.
+        frozen: names of those that do not require a gradient.
+    """
+    sizes = {name: math.prod(about["shape"]) for name, about in parameters.items()}
+    whole = max(sum(sizes.values()), 1)
+    block_of = blocks_of(sizes)
+
+    def part(what: str, names: Sequence[str], settings: Mapping[str, Any]) -> TrainedPart:
+        shown = {"lr": settings.get("lr"), "weight decay": settings.get("weight_decay") or None}
+        known = {name: float(value) for name, value in shown.items() if value is not None}
+        elements = sum(sizes[name] for name in names)
+        blocks = list(dict.fromkeys(block_of[name] for name in names))
+        return TrainedPart(what, len(names), elements, elements / whole, known, blocks)
+
+    owned: set[str] = set()
+    for number, group in enumerate(groups):
+        names = [name for name in group["parameters"] if name in sizes and name not in frozen]
+        owned.update(names)
+        yield part(f"{group['optimizer']}, group {number}", names, group["settings"])
+    if still := [name for name in sizes if name in frozen]:
+        yield part("frozen", still, {})
+    if rest := [name for name in sizes if name not in frozen and name not in owned]:
+        yield part("in no optimizer", rest, {})
+
+
+# --- records ---
+
 
 #: Relative difference below which norms of tensors have one factor in common; narrow gradients have as many roundings more.
 _SAME, _ROUNDINGS = 1e-3, 8

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, overload
 
 import torch
@@ -13,6 +14,39 @@ from torch.optim import Optimizer
 
 from .errors import display, nearest
 from .keys import SUMMARY
+
+# --- Choose some of many steps ---
+
+
+_ENDS, _AROUND = 50, 3
+
+
+def subsample_steps(steps: Sequence[int], around: Iterable[int], most: int, liked: Sequence[int] = ()) -> list[int]:
+    """Some of ``steps``, ascending: both ends, the neighbourhood of steps in ``around``, and evenly spaced ones, up to ``most`` in all.
+
+    Each even interval prefers a step in ``liked``, ascending and among ``steps``: a loss logged every hundred steps would rarely be hit by
+    chance. Distances are of step numbers, so a subsample can be subsampled again.
+    """
+    if len(steps) <= most:
+        return list(steps)
+    ends = min(_ENDS, most // 8)
+    chosen = {*steps[:ends], *steps[-ends:]}
+    for step in around:
+        at = bisect_left(steps, step)
+        if len(chosen) + 2 * _AROUND + 1 > most * 3 // 4:
+            break
+        chosen.update(steps[max(at - _AROUND, 0) : at + _AROUND + 1])
+    left = most - len(chosen)
+    distance = (steps[-1] - steps[0]) / (left - 1)
+    for number in range(left):
+        due = steps[0] + number * distance
+        at = bisect_left(liked, due)
+        is_near = at < len(liked) and liked[at] < due + distance
+        chosen.add(liked[at] if is_near else steps[min(bisect_left(steps, due), len(steps) - 1)])
+    return sorted(chosen)
+
+
+# --- Checks of public arguments. Each raises with the value and the remedy, before anything is changed ---
 
 
 def cadence(every: object, monitor_step_fn: Any) -> Callable[[int], bool]:

@@ -25,10 +25,10 @@ from ..monitor.monitor import ModuleMonitor
 from ..monitor.options import check_names
 from ..monitor.watch import prepared
 from ..spikes import SpikeDetector
-from ..step.gradient_source import GradientSource
-from ..step.micro_batches import DOCUMENTATION as BATCHES
+from ..step.model_index import GradientSource
 from ..step.planner import source_for
-from ..step.summary_keys import DOCUMENTATION, ON_REQUEST
+from ..step.summary import BATCH_DOCUMENTATION as BATCHES
+from ..step.summary import KEY_DOCUMENTATION, ON_REQUEST
 
 
 class AdapterMonitor:
@@ -262,7 +262,7 @@ def whole_model_names(argument: str, names: Any) -> tuple[str, ...]:
     if isinstance(names, str) or not isinstance(names, Collection):
         raise TypeError(f"{argument} must be names of whole-model values, such as ('grad_norm',), got {display(names)}")
     for name in names:
-        check.one_of(argument, name, (*DOCUMENTATION, *ON_REQUEST, *BATCHES))
+        check.one_of(argument, name, (*KEY_DOCUMENTATION, *ON_REQUEST, *BATCHES))
     return tuple(names)
 
 

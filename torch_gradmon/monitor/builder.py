@@ -14,14 +14,13 @@ from torch import nn
 
 from ..capture.coordinate_check.terms import RCC_BUILT_INS
 from ..capture.measurer import Measurer
+from ..capture.metric_functions import OPTIMIZER_BUILT_INS, UPDATE_BUILT_INS
 from ..capture.modules.unit_metrics import ACTIVATION_BUILT_INS, INPUT_BUILT_INS
-from ..capture.parameter_functions import OPTIMIZER_BUILT_INS, UPDATE_BUILT_INS
 from ..core import keys as n
 from ..core import validation as check
 from ..core.errors import WarningLog, display
 from ..core.fence import Fence, is_disabled
-from ..core.key_formatter import KeyFormatter
-from ..core.records import SpikeEvent
+from ..core.records import KeyFormatter, SpikeEvent
 from ..plugins.clipping.named import AdaptiveClips
 from ..plugins.data_check.plugin import DataCheck
 from ..plugins.flight_recorder import FlightRecorder
@@ -32,24 +31,24 @@ from ..plugins.setup_check.plugin import SetupCheck
 from ..plugins.spike_policy.policy import Policy, Rollback, policy_of
 from ..spikes.detector_set import DetectorSet
 from ..statistics.dispatch import Statistics
-from ..step.built_ins import VIEW_BUILT_INS
-from ..step.exchange import RankExchange
-from ..step.exchange_policy import ExchangePolicy
-from ..step.layer_values import LayerSelection
+from ..step.exchange import ExchangePolicy, RankExchange
+from ..step.plan import VIEW_BUILT_INS, Registry
 from ..step.planner import Planner
 from ..step.plugin import Plugin
 from ..step.ranks import Ranks
-from ..step.registry import Registry
+from ..step.summary import LayerSelection
 from .config import MonitorConfig, compiled
-from .machine.step_state import StepState
-from .pipeline.pending_queue import PendingQueue
-from .pipeline.publisher import Publisher
-from .pipeline.record_factory import RecordFactory
-from .pipeline.record_history import RecordHistory
-from .pipeline.record_pipeline import RecordPipeline
-from .pipeline.run_directory import RunDirectory
-from .pipeline.spike_detection import SpikeDetection
-from .pipeline.spike_notification import SpikeNotification
+from .machine.step_machine import StepState
+from .pipeline.record_pipeline import (
+    PendingQueue,
+    Publisher,
+    RecordFactory,
+    RecordHistory,
+    RecordPipeline,
+    RunDirectory,
+    SpikeDetection,
+    SpikeNotification,
+)
 from .plugin_context import MonitorContext
 from .plugin_set import PluginSet
 from .runtime import Runtime, at_exit

@@ -16,10 +16,10 @@ from ..core.keys import KEY_STYLES, compile_pattern
 from ..core.records import SpikeEvent
 from ..plugins.spike_policy.policy import Policy, Rollback, Skip
 from ..statistics.request import DEFAULT_EPS
-from ..step.gradient_source import GradientSource
-from ..step.gradient_source import checked as checked_source
-from ..step.layer_values import LayerSelection
+from ..step.model_index import GradientSource
+from ..step.model_index import checked as checked_source
 from ..step.plugin import Plugin
+from ..step.summary import LayerSelection
 
 #: Names of the plugins that a monitor brings.
 BUILT_IN_PLUGINS = frozenset(

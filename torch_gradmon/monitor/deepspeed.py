@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..core import validation as check
 from ..core.errors import display
-from ..step.gradient_source import GradientSource
+from ..step.model_index import GradientSource
 
 
 class DeepSpeedSource(GradientSource):

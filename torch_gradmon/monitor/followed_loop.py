@@ -15,13 +15,12 @@ from ..capture.hooks import Hook, WrappedMethod
 from ..core.fence import fenced
 from ..core.keys import GRADIENT, GRADIENT_BEFORE_CLIP
 from ..step.buffer import StepBuffer
-from ..step.gradient_source import GradientSource
+from ..step.model_index import GradientSource
 from ..step.planner import Planner
 from .loop.idle_stretch import IdleStretch
 from .loop.listener import LoopDriver
 from .loop.loop_hooks import LoopHooks
-from .machine.step_cycle import StepCycle
-from .machine.step_machine import StepMachine
+from .machine.step_machine import StepCycle, StepMachine
 from .steps.decisions import Decisions
 from .steps.ownership import Ownership
 from .steps.step_lifecycle import StepLifecycle

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ..core.pickling import Unsaved, unsaved_of
+from ..core.torch_modes import Unsaved, unsaved_of
 
 
 class Linkable:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..capture.grad_scale import reciprocal, scale_of
+from ..capture.gradients import reciprocal, scale_of
 from ..core.torch_modes import outside_dispatch_modes
 from .followed_loop import FollowedLoop
-from .machine.step_cycle import StepCycle
+from .machine.step_machine import StepCycle
 from .steps.step_lifecycle import StepLifecycle
 from .steps.value_log import OverflowLog
 

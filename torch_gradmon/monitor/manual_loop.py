@@ -7,15 +7,15 @@ from typing import Any
 
 from torch import Tensor
 
-from ..capture.grad_scale import is_unscaled, reciprocal, scale_of
+from ..capture.gradients import is_unscaled, reciprocal, scale_of
 from ..core.fence import fenced
 from ..core.keys import SUMMARY, Key
 from ..core.moments import identity
 from ..core.torch_modes import outside_dispatch_modes
 from ..plugins.clipping.adaptive import DeviceValue
 from ..plugins.clipping.named import AdaptiveClips
-from ..statistics.norm import NORM_COLUMNS, rows_of
-from ..statistics.tensor_access import accumulator_dtype
+from ..statistics.histogram import NORM_COLUMNS, rows_of
+from ..statistics.request import accumulator_dtype
 from ..step.ranks import is_dtensor, is_sharded
 from .runtime import Runtime
 

@@ -21,9 +21,9 @@ from ..plugins.spike_policy.policy import Counts, Policy, RolledBack
 from ..runs.detail_request import DetailRequest
 from ..spikes.detector import SpikeDetector
 from ..statistics.request import DEFAULT_EPS
-from ..step.gradient_source import GradientSource
+from ..step.model_index import GradientSource
+from ..step.planner import PresetName
 from ..step.plugin import Plugin
-from ..step.presets import PresetName
 from .builder import build
 from .config import MonitorConfig
 from .manual_loop import ManualLoop
@@ -443,7 +443,7 @@ class ModuleMonitor:
         """Measure the gradient of each micro-batch on each rank, before accumulation and reduction.
 
         This gives ``gradmon/batch_norm_max`` and the gradient noise scale ``gradmon/noise_scale``
-        (:class:`torch_gradmon.step.micro_batches.Batches` has the formula). The text of a spike then names the rank and the
+        (:class:`torch_gradmon.step.summary.Batches` has the formula). The text of a spike then names the rank and the
         micro-batch that caused it. It costs a hook and a pass for each parameter and micro-batch. Not for gradients that exist only
         in reduced form, as under FSDP2.
 

@@ -12,9 +12,9 @@ import torch
 from ..core.errors import nearest
 from ..core.records import SpikeEvent
 from ..plugins.spike_policy.policy import Policy
-from ..step.gradient_source import GradientSource
+from ..step.model_index import GradientSource
+from ..step.planner import PresetName
 from ..step.plugin import Plugin
-from ..step.presets import PresetName
 
 OnSpike = str | Policy | Callable[[SpikeEvent], Any] | None
 

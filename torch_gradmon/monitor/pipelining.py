@@ -9,9 +9,7 @@ from torch import nn
 
 from ..core import validation as check
 from ..plugins.setup_check.optimizers import card
-from ..step.gradient_source import GradientSource
-from ..step.model_index import ModelIndex
-from ..step.whole_model import PartFacts, WholeModel
+from ..step.model_index import GradientSource, ModelIndex, PartFacts, WholeModel
 from .runtime import Runtime
 
 

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..core.metric import Metric
-from ..core.records import StepRecord
+from ..core.records import Metric, StepRecord
 from ..step.plugin import Plugin
 from .steps.step_lifecycle import StepLifecycle
 

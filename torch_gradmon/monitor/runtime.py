@@ -14,10 +14,8 @@ from ..step.planner import Planner
 from ..step.plugin import Plugin
 from .followed_loop import FollowedLoop
 from .loop_connection import LoopConnection
-from .machine.step_cycle import StepCycle
-from .machine.step_state import StepState
-from .pipeline.record_factory import RecordFactory
-from .pipeline.record_pipeline import RecordPipeline
+from .machine.step_machine import StepCycle, StepState
+from .pipeline.record_pipeline import RecordFactory, RecordPipeline
 from .steps.captures import Captures
 from .steps.step_lifecycle import StepLifecycle
 

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from ..core import validation as check
-from ..step.planner import source_for
-from ..step.presets import PRESETS, PresetName
+from ..step.planner import PRESETS, PresetName, source_for
 from . import replacing
 from .monitor import ModuleMonitor
 from .options import MonitorOptions, OnSpike, check_names

@@ -3,8 +3,7 @@
 from ..core.keys import Key
 from ..core.records import SpikeEvent, StepRecord
 from ..step.active_step import ActiveStep, Mode, RecordedStep
-from ..step.plugin import Plugin
-from ..step.plugin_context import OptimizerContext, PluginContext
+from ..step.plugin import OptimizerContext, Plugin, PluginContext
 
 __all__ = [
     "ActiveStep",

@@ -12,11 +12,10 @@ from typing import Any
 from ..core.records import StepRecord
 from ..step.active_step import RecordedStep
 from ..step.buffer import StepBuffer
-from ..step.layer_values import LayerSelection
-from ..step.pending_step import PendingStep
+from ..step.plan import Registry
 from ..step.plugin import Plugin
-from ..step.registry import Registry
-from ..step.summary import Summary
+from ..step.record_builder import PendingStep
+from ..step.summary import LayerSelection, Summary
 
 
 class FlightRecorder(Plugin):

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..core.errors import WarningLog
-from ..core.loop_findings import LoopFinding
-from ..core.loop_mistakes import MISTAKES, Mistake
+from ..core.loop_mistakes import MISTAKES, LoopFinding, Mistake
 
 #: Counts at which a fact is written to the run directory again.
 _WRITTEN = frozenset(factor * 10**power for power in range(9) for factor in (1, 3))

@@ -13,7 +13,7 @@ from typing import Any
 from ..core import validation as check
 from ..core.errors import display
 from ..core.files import opened, replacing
-from ..step.presets import PRESETS
+from ..step.planner import PRESETS
 
 #: In the run directory. ``gradmon detail`` writes a temporary file and renames it.
 FILE_NAME = "tune.json"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from ..core.process import is_gone
+from ..core.torch_modes import is_gone
 from .index import RunIndex, open_run
 
 #: A run looks alive if its last record is younger than this, in seconds, or than this multiple of the usual interval, or of the pauses that

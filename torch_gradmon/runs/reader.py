@@ -14,10 +14,9 @@ import torch
 from ..core import keys as n
 from ..core.errors import display, nearest
 from ..core.keys import Key, format_key, parse_key
-from ..core.model_order import ModelOrder
 from ..core.moments import ALWAYS, VIEWS
-from ..core.records import SpikeEvent, StatsTable, StepRecord
-from ..step.view_values import evaluate_view, value_in
+from ..core.records import ModelOrder, SpikeEvent, StatsTable, StepRecord
+from ..step.plan import evaluate_view, value_in
 from .index import RNG, StoredStep, open_run
 from .liveness import RunStatus, status_in
 from .packing import TableLayout
@@ -91,7 +90,7 @@ class RunReader:
         return list(dict.fromkeys(name for names in sorted(self._measured(source), key=len, reverse=True) for name in names))
 
     def in_model_order(self, source: str, measured: Iterable[Sequence[str]]) -> list[str]:
-        """All names in ``measured``, which are of ``source``; see :class:`torch_gradmon.core.model_order.ModelOrder`."""
+        """All names in ``measured``, which are of ``source``; see :class:`torch_gradmon.core.records.ModelOrder`."""
         return ModelOrder(self.meta.get("parameters", ()), self.meta.get("kinds", ())).sorted(source, measured)
 
     def _measured(self, source: str) -> list[tuple[str, ...]]:

@@ -23,9 +23,8 @@ import torch
 
 from ..core.errors import display
 from ..core.keys import Key
-from ..core.process import HomeProcess
-from ..core.records import StatsTable, StepRecord
-from ..core.step_values import StepValues
+from ..core.records import StatsTable, StepRecord, StepValues
+from ..core.torch_modes import HomeProcess
 from . import format as f
 from .index import RunIndex, Successors
 from .log import LogReader, LogWriter

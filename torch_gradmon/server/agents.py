@@ -22,8 +22,7 @@ from ..analysis.many_runs.status import next_action, status_dict
 from ..analysis.run import load_run
 from ..analysis.spike_report.text import explain
 from ..core.errors import nearest
-from ..core.formatting import placed, printable_lines
-from ..core.json_numbers import strict
+from ..core.formatting import placed, printable_lines, strict
 from ..runs.log import reading_within
 from .watched_run import ROW_SECONDS
 

@@ -9,11 +9,9 @@ if TYPE_CHECKING:
     from .dashboards import tensorboard_layout, wandb_workspace
     from .filtered_sink import FilteredSink
     from .jsonl import JsonlSink
-    from .mlflow import MlflowSink
-    from .opentelemetry import OpenTelemetrySink
-    from .prometheus import PrometheusSink
+    from .prometheus import OpenTelemetrySink, PrometheusSink
     from .tensorboard import TensorBoardSink
-    from .trackio import TrackioSink
+    from .trackio import MlflowSink, TrackioSink
     from .wandb import WandbSink
 
 __all__ = [
@@ -35,8 +33,8 @@ _HOMES = {
     "Alert": "alerts",
     "FilteredSink": "filtered_sink",
     "JsonlSink": "jsonl",
-    "MlflowSink": "mlflow",
-    "OpenTelemetrySink": "opentelemetry",
+    "MlflowSink": "trackio",
+    "OpenTelemetrySink": "prometheus",
     "PrometheusSink": "prometheus",
     "TensorBoardSink": "tensorboard",
     "TrackioSink": "trackio",

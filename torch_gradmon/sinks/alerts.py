@@ -16,12 +16,9 @@ from urllib.parse import urlsplit
 
 from ..core.errors import display
 from ..core.formatting import placed
-from ..core.loop_findings import LoopFinding
-from ..core.loop_mistakes import MISTAKES
-from ..core.process import HomeProcess
-from ..core.rank_faults import RANK_FAULTS
+from ..core.loop_mistakes import MISTAKES, RANK_FAULTS, SETUP_MISTAKES, LoopFinding
 from ..core.records import SpikeEvent
-from ..core.setup_mistakes import SETUP_MISTAKES
+from ..core.torch_modes import HomeProcess
 
 Kind = Literal["spike", "finding", "stalled"]
 #: Seconds that a receiver has to answer, the attempts, and the seconds before the second one, which double with each.

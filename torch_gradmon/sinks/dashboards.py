@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ..core import keys as n
 from ..core.errors import display
 from ..core.keys import Key, parse_key
-from ..core.loss_keys import is_loss
+from ..core.records import is_loss
 
 #: Whole-model values that stand beside the loss.
 _FIRST = ("grad_norm", "grad_norm_clipped", "update_ratio", "lr_over_critical", "spike_score")

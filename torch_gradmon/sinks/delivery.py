@@ -5,11 +5,60 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from ..core.errors import GradmonWarning, WarningLog, error_text
+
+# --- Optional packages behind sinks ---
+
+
+def require(package: str, sink: object) -> None:
+    """Check that ``package`` is installed for ``sink``.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    if find_spec(package) is None:
+        raise ImportError(f"{type(sink).__name__} needs {package}: pip install {package}")
+
+
+# --- Unique names for trackers that restrict length or characters ---
+
+
+class KeyRewriter:
+    """Gives each key a unique name of limited length.
+
+    Args:
+        longest: maximum number of characters.
+        clean: replaces forbidden characters; may map two keys to one name.
+    """
+
+    def __init__(self, longest: int, clean: Callable[[str], str] = str) -> None:
+        self._longest, self._clean = longest, clean
+        self._names: dict[str, str] = {}
+        self._taken: set[str] = set()
+
+    def __call__(self, key: str) -> str:
+        """The name for ``key``, always the same."""
+        name = self._names.get(key)
+        if name is None:
+            name = self._clean(key)
+            start, number = name, zlib.crc32(key.encode())
+            while len(name) > self._longest or name in self._taken:
+                mark = f"_{number:08x}"
+                name = start[: self._longest - len(mark)] + mark
+                number = (number + 1) % 2**32
+            self._names[key] = name
+            self._taken.add(name)
+        return name
+
+
+# --- delivery ---
+
 
 #: Consecutive failures after which a sink is dropped.
 PATIENCE = 3

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO
 
 from ..core.errors import display
-from ..core.json_numbers import strict
+from ..core.formatting import strict
 
 
 class JsonlSink:

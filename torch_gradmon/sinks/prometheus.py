@@ -2,16 +2,162 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, ItemsView, Iterator, Mapping
+from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
+from ..core import keys as n
 from ..core.errors import display
+from ..core.keys import parse_key
 from ..core.records import SpikeEvent
-from .metric_families import encodable, families
-from .optional import require
+from ..step.plan import VIEW_BUILT_INS
+from ..step.summary import KEY_DOCUMENTATION, ON_REQUEST
+from .delivery import require
+
+# --- Values as families of metrics with labels, as Prometheus and OpenTelemetry know them ---
+
+
+_WHOLE = {**KEY_DOCUMENTATION, **ON_REQUEST}
+_NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_]+")
+
+
+class Family(NamedTuple):
+    """Metrics of one kind.
+
+    Attributes:
+        parts: of the name, such as ``("gradient", "norm")``.
+        label: by which its values differ: ``tensor`` or ``key``; empty for a single value.
+        help: its meaning.
+        unit: ``1`` for a number without one.
+    """
+
+    parts: tuple[str, ...]
+    label: str
+    help: str
+    unit: str
+
+    def name(self, separator: str) -> str:
+        """The whole name, in characters that both systems allow."""
+        return separator.join(("gradmon", *(_NOT_IN_NAMES.sub("_", part).strip("_") for part in self.parts)))
+
+
+def families(
+    values: Mapping[str, float], separator: str, key_style: str = "seed", prefix: str = ""
+) -> dict[str, tuple[Family, dict[str, float]]]:
+    """The values by label, by the name of their family. Logged values are one family, ``logged``, with their keys as labels; a name that
+    two families would have gets a number.
+
+    Args:
+        values: by key.
+        separator: of the parts of a name.
+        key_style, prefix: of the keys, as for the monitor.
+    """
+    found: dict[Family, dict[str, float]] = {}
+    for text, value in values.items():
+        key = parse_key(encodable(text), key_style, prefix)
+        if key.source == n.SUMMARY:
+            found.setdefault(Family(("model", key.metric), "", _WHOLE.get(key.metric, key.metric), _unit(key.metric)), {})[""] = (
+                value
+            )
+        elif key.source and key.metric:
+            built_in = VIEW_BUILT_INS.get(key.source, {}).get(key.metric)
+            meaning = f"{key.metric} of {key.source}" if built_in is None else built_in.documentation
+            family = Family((key.source, key.metric), "tensor", meaning, "1" if built_in is None else built_in.unit)
+            found.setdefault(family, {})[key.name] = value
+        else:
+            found.setdefault(Family(("logged",), "key", "values that the script logged", "1"), {})[key.name] = value
+    named: dict[str, tuple[Family, dict[str, float]]] = {}
+    for family, of_label in sorted(found.items()):
+        name = family.name(separator)
+        number = sum(
+            known == name or (known.rpartition("_")[0] == name and known.rpartition("_")[2].isdigit()) for known in named
+        )
+        named[f"{name}_{number + 1}" if number else name] = family, of_label
+    return named
+
+
+def encodable(text: str) -> str:
+    """The same with escapes for half characters, which no protocol can send."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _unit(metric: str) -> str:
+    return "%" if metric.endswith("_pct") else "1"
+
+
+# --- OpenTelemetry: gauges that its readers collect ---
+
+
+class OpenTelemetrySink:
+    """Gives the last step's values to OpenTelemetry as observable gauges.
+
+    A value such as ``gradient/0.weight/norm`` is ``gradmon.gradient.norm`` with the attribute ``tensor``, one of the whole model
+    ``gradmon.model.grad_norm``, a logged one ``gradmon.logged`` with the attribute ``key``; in addition ``gradmon.step``,
+    ``gradmon.last_step.time`` (Unix time) and the counter ``gradmon.spikes`` with the attribute ``signal``. What exports them, and how
+    often, is up to the provider, such as a ``PeriodicExportingMetricReader`` with an ``OTLPMetricExporter``.
+
+    Args:
+        provider: a meter provider of the SDK; by default the one that ``opentelemetry.metrics.set_meter_provider`` has set.
+        key_style, prefix: those of the monitor, if it has others than the default.
+
+    Raises:
+        ImportError: opentelemetry is not installed.
+    """
+
+    def __init__(self, provider: Any = None, key_style: str = "seed", prefix: str = "") -> None:
+        require("opentelemetry", self)
+        metrics = import_module("opentelemetry.metrics")
+        self._observation = metrics.Observation
+        self._meter = (provider or metrics.get_meter_provider()).get_meter("torch_gradmon")
+        self._values: Mapping[str, float] = {}
+        self._keys = key_style, prefix
+        self._grouped: tuple[Mapping[str, float], dict[str, tuple[Family, dict[str, float]]]] = ({}, {})
+        self._known: set[str] = set()
+        self._last: tuple[int, float] | None = None
+        self._spikes = self._meter.create_counter("gradmon.spikes", unit="1", description="spikes so far")
+        self._add("gradmon.step", "1", "the last monitored step", lambda: () if self._last is None else (("", self._last[0]),))
+        what = "when the values of the last step came, in Unix time"
+        self._add("gradmon.last_step.time", "s", what, lambda: () if self._last is None else (("", self._last[1]),))
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Keep the values until the next ones come; what is new among them becomes a gauge."""
+        before, self._values, self._last = self._values, values, (step, time.time())
+        if values.keys() == before.keys():
+            return
+        for name, (family, _) in self._families().items():
+            if name not in self._known:
+                self._add(name, family.unit, family.help, partial(self._values_of, name), family.label)
+
+    def _values_of(self, name: str) -> ItemsView[str, float]:
+        found = self._families().get(name)
+        return ({} if found is None else found[1]).items()
+
+    def _families(self) -> dict[str, tuple[Family, dict[str, float]]]:
+        """Of the last values, grouped once for all gauges that are collected."""
+        values, (grouped, found) = self._values, self._grouped
+        if grouped is not values:
+            found = families(values, ".", *self._keys)
+            self._grouped = values, found
+        return found
+
+    def log_spike(self, event: SpikeEvent, text: str) -> None:
+        """Count it."""
+        self._spikes.add(1, {"signal": encodable(event.signal)})
+
+    def _add(self, name: str, unit: str, help: str, values: Callable[[], Any], label: str = "") -> None:
+        def observed(options: Any) -> Iterator[Any]:
+            for of, value in list(values()):
+                yield self._observation(value, {label: of} if label else {})
+
+        self._known.add(name)
+        self._meter.create_observable_gauge(name, callbacks=[observed], unit=unit, description=help)
+
+
+# --- Prometheus: the values of the last step, for a server that scrapes them ---
 
 
 class PrometheusSink:

@@ -2,14 +2,108 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
+from itertools import islice
 from typing import Any
 
 from ..core.errors import display
 from ..core.records import SpikeEvent
-from .histograms import without_histograms
-from .optional import require
+from .delivery import KeyRewriter, require
+from .tensorboard import without_histograms
+
+# --- Comet, whose experiment has one step for all loggers ---
+
+
+#: Characters of a name that Comet keeps.
+LONGEST = 100
+
+
+class CometSink:
+    """Logs to a Comet experiment without changing the step that the script has set.
+
+    Comet cuts names at 100 characters; here cut names stay distinct.
+
+    Args:
+        experiment: a ``comet_ml.Experiment``, online or offline.
+    """
+
+    def __init__(self, experiment: Any) -> None:
+        self.experiment = experiment
+        self._name = KeyRewriter(LONGEST)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Log ``values``.
+
+        Raises:
+            RuntimeError: the experiment has ended, which Comet itself would not report.
+        """
+        if not self.experiment.alive:
+            raise RuntimeError("the experiment has ended; detach the monitor before experiment.end()")
+        before = self.experiment.curr_step
+        try:
+            self.experiment.log_metrics({self._name(key): value for key, value in values.items()}, step=step)
+        finally:
+            self.experiment.curr_step = before
+
+
+# --- MLflow, which takes at most a thousand metrics at once and few characters in their names ---
+
+
+#: Metrics in one call of ``log_metrics``, and characters in a name, by MLflow's own limits.
+AT_ONCE, MLFLOW_LONGEST = 1000, 250
+_NOT_ALLOWED = re.compile(r"[^\w/.\- ]")
+
+
+class MlflowSink:
+    """Logs to an MLflow run, or to a logger with ``log_metrics`` in front of MLflow.
+
+    Names that MLflow rejects are changed: brackets become underscores, empty parts of a path are removed, long names are cut. Two names
+    never become one.
+
+    Args:
+        logger: by default MLflow itself with the run that is active now, whichever thread sends the rows, even after the run has ended.
+
+    Raises:
+        ImportError: mlflow is not installed.
+        ValueError: no run is active.
+    """
+
+    def __init__(self, logger: Any = None) -> None:
+        if logger is not None:
+            self._log: Callable[..., Any] = logger.log_metrics
+        else:
+            require("mlflow", self)
+            mlflow = import_module("mlflow")
+            run = mlflow.active_run()
+            if run is None:
+                raise ValueError("no MLflow run is active: call mlflow.start_run() before MlflowSink()")
+            # the active run is thread-local, and without one MLflow starts another
+            self._log = partial(mlflow.log_metrics, run_id=run.info.run_id)
+        self._name = KeyRewriter(MLFLOW_LONGEST, _allowed)
+        #: Step and number of the values of the row that failed half-way.
+        self._done = (-1, 0)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Log ``values``, a thousand at once. A retry of a partly failed row continues where it stopped."""
+        done = self._done[1] if self._done[0] == step else 0
+        pairs = islice(values.items(), done, None)
+        while part := {self._name(key): value for key, value in islice(pairs, AT_ONCE)}:
+            self._log(part, step=step)
+            done += len(part)
+            self._done = step, done
+        self._done = -1, 0
+
+
+def _allowed(key: str) -> str:
+    parts = [part for part in _NOT_ALLOWED.sub("_", key).split("/") if part.strip(".")]
+    name = "/".join(parts) or "_"
+    return f"_{name}" if name.startswith("..") else name
+
+
+# --- Trackio: local first, free, one SQLite file for each project ---
 
 
 class TrackioSink:

@@ -1,10 +1,8 @@
 """Spike detection: rules that score one number after the other, and the detector that turns scores into verdicts."""
 
-from .detector import SpikeDetector
+from .detector import SpikeDetector, Verdict
 from .hampel import Hampel
-from .rules import Cusum, Ratio, Rule, Threshold
-from .verdicts import Verdict
-from .zscores import EmaZScore, MeanStd, MedianMad, RollingZScore
+from .rules import Cusum, EmaZScore, MeanStd, MedianMad, Ratio, RollingZScore, Rule, Threshold
 
 __all__ = [
     "Cusum",

@@ -2,13 +2,424 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from ..core.formatting import factor_text, times
-from .level import LEAST
-from .suspects import ParameterAttribution, are_alike, begins_at, last_of_all, module_of
+from ..core.keys import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, GRADIENT_BEFORE_CLIP, PARAMETER, ROOT, parse_key
+from ..core.moments import Column
+from ..core.records import StatsTable, StepRecord, spoiled_between
+from .detector import Verdict
+from .hampel import EARLY, EARLY_SPREAD, FEWEST_RESIDUALS, FIRST, LEAST, LOG_OF_ZERO, MAD_TO_STD, NEAR, THRESHOLD
+
+# --- The usual gradient norm of each layer, and the distance of a step from it ---
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """The usual norms of some layers. All tensors are ``[layers]``, NaN where too few steps are known.
+
+    Attributes:
+        positions: logarithms of the usual norms.
+        spreads: robust standard deviations of the logarithms, with a floor that keeps rises below a factor of 1.5 from being spikes.
+    """
+
+    positions: Tensor
+    spreads: Tensor
+
+    @classmethod
+    def of(cls, norms: Tensor) -> Baseline:
+        """From the ``norms`` of some steps, float64 ``[steps, layers]``, NaN where a layer has none. Infinite norms are ignored."""
+        if not len(norms):
+            unknown = norms.new_full(norms.shape[1:], torch.nan)
+            return cls(unknown, unknown)
+        logs = _logs(norms)
+        # move NaN to the front of each layer: a step without a gradient, as for a rarely used expert, must not take a place in the window
+        logs = logs.gather(0, logs.isnan().to(torch.uint8).argsort(dim=0, stable=True))
+        count = (~logs.isnan()).sum(dim=0)
+        before = torch.cat([logs.new_full((NEAR, logs.shape[1]), torch.nan), logs]).unfold(0, NEAR, 1)[: len(logs)]
+        is_known = (~before.isnan()).sum(dim=-1) >= FIRST
+        residuals = torch.where(is_known, logs - _median(before, -1), torch.nan)
+        deviations = _median((residuals - _median(residuals, 0)).abs(), 0)
+        deviations = torch.where((~residuals.isnan()).sum(dim=0) >= FEWEST_RESIDUALS, deviations, 0.0)
+        least = (math.log(LEAST) + EARLY / count) / THRESHOLD
+        spreads = torch.maximum(MAD_TO_STD * deviations * (1 + EARLY_SPREAD / count), least)
+        calm = torch.where(residuals > THRESHOLD * spreads, torch.nan, logs)
+        places = (~calm.isnan()).flip(0).cumsum(0).flip(0)  # counted from the last step, which is 1
+        last = torch.where(places <= NEAR, calm, torch.nan)
+        enough = count >= FIRST
+        return cls(torch.where(enough, _median(last, 0), torch.nan), torch.where(enough, spreads, torch.nan))
+
+    @property
+    def norms(self) -> Tensor:
+        """The usual norms."""
+        return torch.where(self.positions <= LOG_OF_ZERO + 1, 0.0, self.positions.exp())
+
+    def scores(self, norms: Tensor) -> Tensor:
+        """Robust standard deviations of ``norms``, ``[..., layers]``, above the baseline; NaN where it is unknown."""
+        return (_logs(norms) - self.positions) / self.spreads
+
+
+def _logs(norms: Tensor) -> Tensor:
+    logs = torch.where(norms > 0, norms.log(), torch.where(norms == 0, LOG_OF_ZERO, torch.nan))
+    return torch.where(norms.isinf(), torch.nan, logs)
+
+
+def _median(values: Tensor, dim: int) -> Tensor:
+    """The median without NaN; for an even count, the mean of the two middle values, as in the rule."""
+    ordered, count = values.sort(dim=dim).values, (~values.isnan()).sum(dim=dim, keepdim=True)  # NaN comes last
+    middle = ordered.gather(dim, (count - 1).clamp(min=0) // 2) + ordered.gather(dim, count // 2)
+    return (middle / 2).squeeze(dim)
+
+
+# --- The parameters at the time of a spike, in order of suspicion: which moved, and which of them first ---
+
+
+#: Steps whose gradients are kept: 13 kB each for 200 parameters.
+REMEMBERED = 64
+#: A parameter with less of the squared norm has not made the spike.
+_SHARE = 0.05
+#: Parameters rose alike if the factors of half of them differ from the median factor by at most this. It is 1.1 to 1.8 for a loss times 100
+#: and for noisy batches, on the model of ``gradmon demo``, in steps 12 to 110.
+_ALIKE = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterAttribution:
+    """A parameter at the time of a spike.
+
+    Attributes:
+        name: of the parameter.
+        norm: of its gradient.
+        usual: its usual norm, see :class:`torch_gradmon.spikes.attribution.Baseline`; None if too few steps are known.
+        score: robust standard deviations of the log norm above usual; infinite for NaN and Inf, None if too few steps are known.
+        share: of the squared norm of the whole gradient; None if unknown, zero or not finite.
+        since: first step of the unbroken run of scores above the threshold. Also this step if the whole norm would be below 1.5 times
+            usual without this parameter. Else None.
+        nonfinite: number of NaN and infinite elements.
+        place: in the order of the model's parameters.
+        is_spoiled_after: its gradient was finite when the backward pass ended, and NaN or infinite when the optimizer used it.
+    """
+
+    name: str
+    norm: float
+    usual: float | None
+    score: float | None
+    share: float | None
+    since: int | None
+    nonfinite: int
+    place: int
+    is_spoiled_after: bool = False
+
+    @property
+    def factor(self) -> float | None:
+        """The ratio to its usual norm; None if that is unknown or zero."""
+        return self.norm / self.usual if self.usual else None
+
+
+def ranked(
+    steps: Sequence[int], names: Sequence[str], norms: Tensor, spoiled: Tensor, *, is_part: bool = False
+) -> list[ParameterAttribution]:
+    """The parameters in the last of ``steps``, in order of suspicion.
+
+    Parameters with NaN or Inf come first, then those that moved, earliest first, then the others. Among those that moved in the same
+    step, parameters with less than a twentieth of the squared norm come last, since they have not made the spike. Then the higher score
+    counts; among scores within a fourth of each other, the larger share; and finally the order of backward(), nearest to the loss first.
+    That order comes before scores if :func:`begins_at` finds one common origin.
+
+    Args:
+        steps: ascending; the last :data:`REMEMBERED` of them count.
+        names: of the parameters.
+        norms: of their gradients, float64 ``[steps, parameters]``, NaN if there is none.
+        spoiled: numbers of NaN and infinite elements, of the same shape.
+        is_part: there are further parameters, so shares of the whole are unknown.
+    """
+    steps, norms, spoiled = steps[-REMEMBERED:], norms[-REMEMBERED:], spoiled[-REMEMBERED:]
+    before = Baseline.of(norms[:-1])
+    scores, usual, squares = before.scores(norms), before.norms.tolist(), norms[-1].square()
+    total = math.nan if is_part else float(squares.sum())
+    alone = [False] * len(names) if is_part else _alone(squares, before.norms.square())
+    found = []
+    for place in reversed(range(len(names))):
+        bad, score = int(spoiled[-1, place]), float(scores[-1, place])
+        since = _since(steps, scores[:, place].tolist(), (spoiled[:, place] > 0).tolist())
+        found.append(
+            ParameterAttribution(
+                names[place],
+                float(norms[-1, place]),
+                None if math.isnan(usual[place]) else usual[place],
+                math.inf if bad else None if math.isnan(score) else score,
+                float(squares[place]) / total if 0 < total < math.inf else None,
+                steps[-1] if since is None and alone[place] else since,
+                bad,
+                place,
+            )
+        )
+    began = begins_at(found)
+    return sorted(found, key=_suspicion if began is None else _nearest_first)
+
+
+def _alone(squares: Tensor, usual: Tensor) -> list[bool]:
+    """For each parameter: whether the whole norm rose to 1.5 times usual or more, and would not have without it. Takes squared norms."""
+    known = torch.where(usual.isnan(), squares, usual)
+    least = LEAST**2 * known.sum()
+    found: list[bool] = ((squares.sum() >= least) & (squares.sum() - squares + known < least) & (squares > usual)).tolist()
+    return found
+
+
+def begins_at(suspects: Sequence[ParameterAttribution]) -> ParameterAttribution | None:
+    """The parameter where the movement began: the moved one nearest to the loss.
+
+    All parameters before it in the model must have moved alike. Those behind it, which backward() reaches first, must not have moved or
+    risen by half. None otherwise, and if only one layer moved.
+    """
+    known = [suspect for suspect in suspects if suspect.score is not None]
+    last = last_of_all(known, lambda suspect: suspect.since is not None)
+    if last is None or last.place == min(suspect.place for suspect in known):
+        return None
+    if not are_alike([math.log(suspect.factor) for suspect in known if suspect.place <= last.place and suspect.factor]):
+        return None
+    behind = [suspect for suspect in known if suspect.place > last.place]
+    is_calm = all(suspect.factor is None or suspect.factor < LEAST for suspect in behind)
+    # a bias has the same gradient of the output as the weight of its module
+    return last if is_calm and any(module_of(suspect.name) != module_of(last.name) for suspect in behind) else None
+
+
+def are_alike(rises: Sequence[float]) -> bool:
+    """Whether half of ``rises``, which are logarithms, are within a factor of :data:`_ALIKE` of the median."""
+    ordered = sorted(rises)
+    off = sorted(abs(rise - ordered[(len(ordered) - 1) // 2]) for rise in ordered)
+    return bool(off) and off[len(off) // 2] <= math.log(_ALIKE)
+
+
+def last_of_all(
+    suspects: Sequence[ParameterAttribution], holds: Callable[[ParameterAttribution], bool]
+) -> ParameterAttribution | None:
+    """The last parameter of the model for which ``holds`` is true, if it is true for all before it and false for all behind it.
+
+    None otherwise, and if it is true for all parameters.
+    """
+    in_order = sorted(suspects, key=lambda suspect: suspect.place)
+    those = list(itertools.takewhile(holds, in_order))
+    return those[-1] if those and len(those) < len(in_order) and not any(map(holds, in_order[len(those) :])) else None
+
+
+def module_of(name: str) -> str:
+    """The module of a parameter; the parameter itself if it is the whole model."""
+    return name.rpartition(".")[0] or name
+
+
+def _since(steps: Sequence[int], scores: Sequence[float], spoiled: Sequence[bool]) -> int | None:
+    """The first step of the last unbroken run of scores above the threshold, or of NaN and Inf.
+
+    Steps without a gradient are skipped. None if the parameter did not move in the last step, or too little is known.
+    """
+    found = None
+    if not spoiled[-1] and math.isnan(scores[-1]):
+        return found
+    for step, score, bad in zip(reversed(steps), reversed(scores), reversed(spoiled), strict=True):
+        if bad or score > THRESHOLD:
+            found = step
+        elif not math.isnan(score):
+            break
+    return found
+
+
+def _suspicion(suspect: ParameterAttribution) -> tuple[bool, float, bool, float, float]:
+    since = math.inf if suspect.since is None else suspect.since
+    score, share = suspect.score or 0.0, suspect.share
+    rank = score if math.isinf(score) else math.floor(math.log(max(score, 1.0), 1.25))
+    return not suspect.nonfinite, since, share is not None and share < _SHARE, -rank, -(share or 0.0)
+
+
+def _nearest_first(suspect: ParameterAttribution) -> tuple[bool, float, int]:
+    return not suspect.nonfinite, math.inf if suspect.since is None else suspect.since, -suspect.place
+
+
+# --- The gradients of the last steps, and who is suspected of the largest spikes ---
+
+
+#: Steps with a spike whose suspects are kept: those with the largest spikes.
+_SPIKES = 100
+
+
+class _Known(NamedTuple):
+    step: int
+    table: StatsTable
+    spoiled: tuple[str, ...] = ()  # the gradients that became NaN or infinite after the backward pass
+
+
+class GradientNormHistory:
+    """The statistics of the gradients of the last steps.
+
+    Gradients before clipping are used if there are any, since a clip makes a step that stands out like all others. From then on steps
+    without them are ignored, so that clipped norms are never compared with unclipped ones. NaN and Inf count at either stage.
+    """
+
+    def __init__(self) -> None:
+        self._steps: deque[_Known] = deque(maxlen=REMEMBERED)
+        self._unclipped = False
+        #: of the step that was added last, the gradients that became NaN or infinite after the backward pass
+        self.spoiled: tuple[str, ...] = ()
+
+    def add(self, step: int, tables: Mapping[str, StatsTable]) -> None:
+        """Add the gradients among ``tables``. A repeated step, as after a rollback, replaces all later ones."""
+        before = tables.get(GRADIENT_BEFORE_CLIP)
+        if before is not None and not self._unclipped:
+            self._unclipped = True
+            self._steps.clear()
+        table = before if self._unclipped else tables.get(GRADIENT)
+        self.rewind(step)
+        self.spoiled = spoiled_between(tables)
+        if table is not None and Column.SQUARE_SUM in table.columns:
+            self._steps.append(_Known(step, table, self.spoiled))
+
+    def rewind(self, step: int) -> None:
+        """Discard ``step`` and later steps."""
+        while self._steps and self._steps[-1].step >= step:
+            self._steps.pop()
+
+    def backfill(self, step: int, tables: Mapping[str, StatsTable]) -> None:
+        """Add an earlier step, unless it is known."""
+        table = tables.get(self.source)
+        if table is None or Column.SQUARE_SUM not in table.columns or self.table(step) is not None:
+            return
+        steps = sorted([*self._steps, _Known(step, table)], key=lambda known: known.step)
+        self._steps = deque(steps[-REMEMBERED:], maxlen=REMEMBERED)
+
+    def table(self, step: int) -> StatsTable | None:
+        """The statistics of one step, or None."""
+        return next((known.table for known in self._steps if known.step == step), None)
+
+    @property
+    def source(self) -> str:
+        """The source of the gradients."""
+        return GRADIENT_BEFORE_CLIP if self._unclipped else GRADIENT
+
+    def suspects(self, step: int) -> list[ParameterAttribution]:
+        """The parameters in order of suspicion, see :func:`ranked`; empty if ``step`` is unknown."""
+        known = [each for each in self._steps if each.step <= step]
+        if not known or known[-1].step != step:
+            return []
+        table, numbers, spoiled_after = known[-1].table, [each.step for each in known], set(known[-1].spoiled)
+        norms, spoiled = (torch.stack(rows) for rows in zip(*(_aligned(each.table, table) for each in known), strict=True))
+        found = ranked(numbers, table.names, norms, spoiled, is_part=table.is_part)
+        if not spoiled_after:
+            return found
+        marked = [replace(each, is_spoiled_after=each.name in spoiled_after) for each in found]
+        return sorted(marked, key=lambda each: not each.is_spoiled_after)
+
+
+class SuspectHistory:
+    """The gradients of the last steps, and the suspects of the steps with the largest spikes.
+
+    Attributes:
+        gradients: of the last steps.
+        suspects: by step, the parameters in order of suspicion.
+    """
+
+    def __init__(self) -> None:
+        self.gradients = GradientNormHistory()
+        self.suspects: dict[int, list[ParameterAttribution]] = {}
+        self._sizes: dict[int, float] = {}
+
+    def at_spike(self, step: int, spike_size: float) -> list[ParameterAttribution]:
+        """The suspects of a step with a spike, which are kept."""
+        if step not in self.suspects:
+            self.suspects[step] = self.gradients.suspects(step)
+        self._sizes[step] = max(spike_size, self._sizes.get(step, 0.0))
+        found = self.suspects[step]
+        while len(self.suspects) > _SPIKES:
+            smallest = min(self.suspects, key=lambda known: self._sizes[known])
+            del self.suspects[smallest], self._sizes[smallest]
+        return found
+
+    def first(self, step: int, spikes: Mapping[str, Verdict]) -> str:
+        """The most suspicious signal: for gradients by suspicion, for others, and before the step has ended, by score."""
+        names = {signal: key.name for signal in spikes if (key := parse_key(signal)).source == self.gradients.source}
+        order = {suspect.name: place for place, suspect in enumerate(self.gradients.suspects(step))} if names else {}
+        return min(spikes, key=lambda signal: (order.get(names.get(signal, ""), math.inf), -(spikes[signal].score or 0.0)))
+
+    def rewind(self, step: int) -> None:
+        """Discard ``step`` and later steps."""
+        self.gradients.rewind(step)
+        self.suspects = {known: found for known, found in self.suspects.items() if known < step}
+        self._sizes = {known: spike_size for known, spike_size in self._sizes.items() if known < step}
+
+
+def _aligned(other: StatsTable, table: StatsTable) -> tuple[Tensor, Tensor]:
+    """Norms in ``other`` of the parameters in ``table``, NaN where missing; and numbers of NaN and infinite elements."""
+    rows = other.rows
+    if other.names != table.names:
+        place = {name: row for row, name in enumerate(other.names)}
+        absent = torch.full((1, rows.shape[1]), torch.nan, dtype=torch.float64, device="cpu")
+        rows = torch.cat([rows, absent])[[place.get(name, -1) for name in table.names]]
+    return rows[:, Column.SQUARE_SUM].sqrt(), rows[:, Column.NONFINITE].nan_to_num(0.0)
+
+
+# --- Find the first tensor of a step that holds NaN or Inf, as far as its statistics show ---
+
+
+def nonfinite_origin(record: StepRecord, forward_only: bool = False) -> str:
+    """Describe where NaN or Inf began in this step; empty if no measured tensor holds any.
+
+    The search follows the computation: parameters, then outputs in forward order, then gradients of outputs in backward order. A module
+    that contains others is skipped if one of these holds NaN or Inf, since their outputs are part of its own.
+
+    Args:
+        forward_only: ignore gradients, as while a gradient scaler searches for its scale.
+    """
+    parameters = _spoiled(record.tables.get(PARAMETER))
+    if parameters:
+        more = f" and {len(parameters) - 3} more" if len(parameters) > 3 else ""
+        names = ", ".join(name for name, _, _ in parameters[:3])
+        return f"parameters hold NaN or Inf, as a step leaves them that is applied with such gradients: {names}{more}"
+    outputs = _innermost(_spoiled(record.tables.get(ACTIVATION)))
+    if outputs:
+        return f"the forward pass has its first NaN or Inf in the output of {_counted(outputs[0])}"
+    gradients = [] if forward_only else _innermost(_spoiled(record.tables.get(ACTIVATION_GRADIENT)))
+    if gradients:
+        name = _counted(gradients[0])
+        return (
+            f"the forward pass is finite, and the backward pass has its first NaN or Inf in the gradient of the output of {name}"
+        )
+    return ""
+
+
+def _spoiled(table: StatsTable | None) -> list[tuple[str, int, int]]:
+    """Name, non-finite elements and all elements of each tensor that has non-finite ones."""
+    if table is None:
+        return []
+    counts = zip(table.names, table.rows[:, Column.NONFINITE].tolist(), table.rows[:, Column.COUNT].tolist(), strict=True)
+    return [(name, int(bad), int(count)) for name, bad, count in counts if bad]
+
+
+def _innermost(spoiled: Sequence[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
+    kept = set(innermost([name for name, _, _ in spoiled]))
+    return [each for each in spoiled if each[0] in kept]
+
+
+def innermost(names: Sequence[str]) -> list[str]:
+    """Drop modules that contain another one of ``names``; the root contains all."""
+    return [
+        name for name in names if not any(other != name and (name == ROOT or other.startswith(f"{name}.")) for other in names)
+    ]
+
+
+def _counted(spoiled: tuple[str, int, int]) -> str:
+    name, bad, count = spoiled
+    return f"{name} ({bad:,} of {count:,} elements)"
+
+
+# --- attribution ---
+
 
 #: Layers rose together if the median layer rose by at least this part of the rise of the whole norm, both as logarithms. The part is above
 #: 0.8 for a loss times 100 and for noisy batches, and below 0.2 if one layer is disturbed. Measured on the model of ``gradmon demo`` with
@@ -53,7 +464,7 @@ def spike_cause(
     if any(suspect.is_spoiled_after for suspect in suspects):
         return _spoiled_after(suspects)
     if any(suspect.nonfinite for suspect in suspects):
-        return _spoiled(suspects, loss, is_open, by_turns)
+        return _attribution_spoiled(suspects, loss, is_open, by_turns)
     moved = [suspect for suspect in suspects if suspect.since is not None]
     factors = [suspect.factor for suspect in moved if suspect.factor is not None]
     if factors and begins_at(suspects) is not None:
@@ -180,7 +591,9 @@ def _few(names: Sequence[str]) -> str:
     return f"{', '.join(names[:_NAMED])}{more}"
 
 
-def _spoiled(suspects: Sequence[ParameterAttribution], loss: float | None, is_open: bool, by_turns: bool) -> SpikeCause:
+def _attribution_spoiled(
+    suspects: Sequence[ParameterAttribution], loss: float | None, is_open: bool, by_turns: bool
+) -> SpikeCause:
     """What gradients alone show about the origin of NaN or Inf: backward() goes from the last parameter to the first."""
     spoiled = [suspect for suspect in suspects if suspect.nonfinite]
     names = _few([suspect.name for suspect in spoiled])

@@ -4,16 +4,203 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from ..core.errors import display
+from ..core.formatting import is_multiple, times
 from ..core.records import SpikeEvent
-from .hampel import Hampel
+from .hampel import Hampel, HampelBank, value_at
 from .rules import FunctionRule, Rule
-from .verdicts import RulePerSignal, Verdict, judge, learn, load_state, state_of, verdict_on
+
+# --- Verdicts on values: of one signal by its rule, and of many signals by one rule each ---
+
+
+#: From this number of signals on, a bank is faster than single rules.
+_TOGETHER = 100
+
+
+class Verdict(NamedTuple):
+    """A detector's verdict on one value.
+
+    Attributes:
+        is_spike: whether the value is a spike.
+        score: infinite for NaN and Inf, None while the rule warms up.
+        threshold: of the score.
+        reason: as text; empty without a spike.
+        usual: the rule's baseline in units of the signal; None without a spike, or if the rule has no baseline.
+    """
+
+    is_spike: bool
+    score: float | None
+    threshold: float
+    reason: str
+    usual: float | None = None
+
+
+def judge(rule: Rule, signal: str, step: int, value: float) -> Verdict:
+    """The verdict on ``value``, which the rule then learns unless it is NaN or infinite.
+
+    Raises:
+        TypeError: ``value`` is not a number.
+    """
+    verdict = verdict_on(rule, signal, step, value)
+    learn(rule, value)
+    return verdict
+
+
+def learn(rule: Rule, value: float) -> None:
+    """Let ``rule`` learn ``value``, which it has scored before."""
+    if math.isfinite(value := float(value)):
+        rule.update(value)
+
+
+def verdict_on(rule: Rule, signal: str, step: int, value: float) -> Verdict:
+    """The verdict on ``value``. Nothing is learned.
+
+    Raises:
+        TypeError: ``value`` is not a number.
+    """
+    try:
+        value = float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeError(f"value must be a number, got {display(value)} in step {step}") from error
+    threshold = float(rule.threshold)
+    if not math.isfinite(value):
+        return Verdict(True, math.inf, threshold, f"{signal} is {value}", getattr(rule, "baseline", None))
+    found = rule.score(value)
+    score = None if found is None else float(found)  # a rule may return any number type
+    if score is None or not score > threshold:
+        score = None if score != score else score
+        return Verdict(False, score, threshold, "")
+    usual = getattr(rule, "baseline", None)  # before it learns the spike
+    return Verdict(True, score, threshold, _words(signal, value, usual, score, threshold), usual)
+
+
+def state_of(rule: Rule) -> dict[str, Any]:
+    """What ``rule`` has learned; empty if it has no ``state_dict``."""
+    state_dict = getattr(rule, "state_dict", None)
+    return state_dict() if callable(state_dict) else {}
+
+
+def load_state(rule: Rule, state: Mapping[str, Any]) -> None:
+    """The inverse of :func:`state_of`."""
+    if callable(getattr(rule, "load_state_dict", None)):
+        rule.load_state_dict(state)
+
+
+class RulePerSignal:
+    """One copy of a rule for each signal, created when the signal first appears. A bank replaces many copies of the default rule.
+
+    Args:
+        rule: the rule to copy.
+    """
+
+    def __init__(self, rule: Rule) -> None:
+        self._rule = rule
+        self._rules: dict[str, Rule] = {}
+        self._bank: HampelBank | None = None
+        self._rows: dict[str, int] = {}
+
+    def update(self, step: int, values: Mapping[str, float]) -> dict[str, Verdict]:
+        """Score ``values`` by signal, then learn them."""
+        row = self._row_or_single_rules(values)
+        if self._bank is None and type(self._rule) is Hampel and len(values) >= _TOGETHER:
+            self._make_bank(values)
+            row = self._row_or_single_rules(values)
+        if self._bank is not None and row is not None:
+            return self._verdicts(self._bank, self._bank.update(row), values)
+        return {signal: judge(self._single(signal), signal, step, value) for signal, value in values.items()}
+
+    def predict(self, step: int, values: Mapping[str, float]) -> dict[str, Verdict]:
+        """The verdicts that :meth:`update` will return. Nothing is learned."""
+        row = self._row_or_single_rules(values)
+        if self._bank is not None and row is not None:
+            return self._verdicts(self._bank, self._bank.predict(row), values)
+        return {signal: verdict_on(self._single(signal), signal, step, value) for signal, value in values.items()}
+
+    def _row_or_single_rules(self, values: Mapping[str, float]) -> Tensor | None:
+        """The bank's input, NaN for signals without a value. None without a bank; one that cannot take ``values`` is dissolved."""
+        if self._bank is None:
+            return None
+        if values.keys() <= self._rows.keys():
+            row = torch.tensor([values.get(signal, math.nan) for signal in self._rows], dtype=torch.float64, device="cpu")
+            if not _has_negative(row):
+                return row
+        self.load_state_dict(self.state_dict())  # into single rules
+        return None
+
+    def _single(self, signal: str) -> Rule:
+        if signal not in self._rules:
+            self._rules[signal] = copy.deepcopy(self._rule)
+        return self._rules[signal]
+
+    def _verdicts(self, bank: HampelBank, judged: tuple[Tensor, ...], values: Mapping[str, float]) -> dict[str, Verdict]:
+        scores, spikes, usual = (found.tolist() for found in judged)
+        found, threshold = dict(zip(self._rows, scores, strict=True)), bank.threshold
+        # a NaN score means that the rule has no score yet
+        verdicts = {
+            signal: Verdict(False, score if (score := found[signal]) == score else None, threshold, "") for signal in values
+        }
+        for signal in itertools.compress(self._rows, spikes):
+            if signal not in values:
+                continue
+            value, score = values[signal], found[signal]
+            reason, before = f"{signal} is {value}", usual[self._rows[signal]]
+            normal = value_at(before) if math.isfinite(before) else None
+            if math.isfinite(value):
+                reason = _words(signal, value, normal, score, threshold)
+            verdicts[signal] = Verdict(True, score, threshold, reason, normal)
+        return verdicts
+
+    def _make_bank(self, signals: Mapping[str, float]) -> None:
+        if any(isinstance(rule, Hampel) and rule.linear for rule in self._rules.values()):
+            return
+        if _has_negative(torch.tensor(list(signals.values()), dtype=torch.float64, device="cpu")):
+            return
+        names = dict.fromkeys([*self._rules, *signals])
+        learned = {name: rule.state_dict() for name, rule in self._rules.items()}
+        assert isinstance(self._rule, Hampel)
+        self._rows = {name: row for row, name in enumerate(names)}
+        with torch.inference_mode(False):  # the bank is written to outside of inference mode later
+            self._bank = HampelBank(self._rule, len(names))
+        new = self._rule.state_dict()
+        self._bank.load([learned.get(name, new) for name in names])
+        self._rules = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of each rule, by signal."""
+        if self._bank is not None:
+            return {signal: self._bank.state(row) for signal, row in self._rows.items()}
+        return {signal: state_of(rule) for signal, rule in self._rules.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`."""
+        self._bank, self._rows, self._rules = None, {}, {}
+        for signal, learned in state.items():
+            load_state(self._single(signal), learned)
+
+
+def _has_negative(row: Tensor) -> bool:
+    """Whether a bank cannot take ``row``, since it compares logarithms. -inf is allowed, because non-finite values are not learned."""
+    return bool(((row < 0) & (row != -math.inf)).any())
+
+
+def _words(signal: str, value: float, usual: float | None, score: float, threshold: float) -> str:
+    how = f"(score {score:.3g}, threshold {threshold:g})"
+    if usual is None or not is_multiple(value, usual):  # it may be above the other of two medians
+        return f"{signal} = {value:.4g} lies above normal {how}"
+    return f"{signal} = {value:.4g} is {times(value / usual)} the usual {usual:.4g} {how}"
+
+
+# --- detector ---
+
 
 _METHODS = ("score", "update")
 

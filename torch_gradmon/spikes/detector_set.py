@@ -4,23 +4,267 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, MutableMapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from ..core.errors import WarningLog
+from ..core.formatting import factor_text, times
 from ..core.keys import GRADIENT, GRADIENT_BEFORE_CLIP, PARAMETER_SOURCES, SPIKE_SCORE, SUMMARY, Key, parse_key, shared_key
 from ..core.moments import Column
-from ..core.records import SpikeEvent, StepRecord
-from ..core.step_values import StepValues
-from ..step.reasons import not_applied
-from ..step.summary_keys import DOCUMENTATION
-from .detector import SpikeDetector
-from .explanations import Explanations
-from .follow_up import FollowUp
-from .level import LEAST
-from .signals import MatchingValues, value_of
-from .suspect_history import SuspectHistory
-from .verdicts import Verdict
+from ..core.records import SpikeEvent, StepRecord, StepValues, loss_in
+from ..step.buffer import rows_text
+from ..step.summary import KEY_DOCUMENTATION, not_applied, rank_norms_text
+from .attribution import SuspectHistory, nonfinite_origin, spike_cause
+from .detector import SpikeDetector, Verdict
+from .hampel import LEAST
+from .signals import MatchingValues, size, value_of
+
+# --- Report, some steps after a spike, whether its signal recovered ---
+
+
+#: Number of steps observed after a spike.
+AFTER = 5
+#: Limits of recovery: the factor above usual, and the share of the way from usual to the spike. The second matters for a loss, for which
+#: a factor of 1.5 is large.
+BACK, SHARE_OF_WAY = 1.5, 0.25
+
+
+@dataclass
+class _Case:
+    events: list[SpikeEvent]
+    values: list[tuple[int, float]] = field(default_factory=list)
+
+
+class RecoveryTracker:
+    """Follows each signal that spiked, from its first spike until its recovery has been reported."""
+
+    def __init__(self) -> None:
+        self._cases: dict[str, _Case] = {}
+
+    def follow(self, event: SpikeEvent) -> None:
+        """Start to follow the signal of ``event``."""
+        self._cases.setdefault(event.signal, _Case([event]))
+
+    def rewind(self, step: int) -> None:
+        """Discard the spikes of ``step`` and later: the run goes back to before ``step``."""
+        for signal, case in list(self._cases.items()):
+            case.events = [event for event in case.events if event.step < step]
+            case.values = [(known, value) for known, value in case.values if known < step]
+            if not case.events:
+                del self._cases[signal]
+
+    def update(self, step: int, spikes: Mapping[str, SpikeEvent], value_of: Callable[[str], float | None]) -> list[str]:
+        """Take the next step, with its ``spikes`` by signal; return reports about earlier spikes that are due.
+
+        A spike that continues in the next step is the same spike, and the steps after its last one count. A spike that lasts longer than
+        :data:`AFTER` steps is reported anyway.
+        """
+        found = []
+        for signal, case in list(self._cases.items()):
+            if step <= case.events[-1].step:
+                continue
+            if signal in spikes and not case.values:
+                case.events.append(spikes[signal])
+            elif (value := value_of(signal)) is not None:
+                case.values.append((step, value))
+            if len(case.values) >= AFTER or len(case.events) > AFTER:
+                del self._cases[signal]
+                found.append(recovery_text(case.events, case.values))
+        return found
+
+
+def recovery_text(events: Sequence[SpikeEvent], values: Sequence[tuple[int, float]]) -> str:
+    """Describe what became of a signal.
+
+    Args:
+        events: its spike, in one step or in consecutive ones.
+        values: ``(step, value)`` of the steps after the last event; empty if the spike has not ended.
+    """
+    first, last = events[0], events[-1]
+    if not values:
+        fate = "" if math.isfinite(last.value) else ": it did not recover"
+        return (
+            f"the spike that began in step {first.step} continues, {first.signal} is {last.value:.4g} in step {last.step}{fate}"
+        )
+    when = f"step {first.step}" if first is last else f"steps {first.step} to {last.step}"
+    return f"after the spike of {when} {first.signal} {_fate(first.usual, max(event.value for event in events), values)}"
+
+
+def _fate(usual: float | None, worst: float, values: Sequence[tuple[int, float]]) -> str:
+    count, end = len(values), f"step {values[-1][0]}"
+    span = f"the {count} steps to {end}" if count > 1 else end
+    finite = [value for _, value in values if math.isfinite(value)]
+    if len(finite) < count and not math.isfinite(values[-1][1]):
+        return f"is NaN or infinite in {count - len(finite)} of {span}: it did not recover"
+    if usual is None or usual <= 0:
+        return f"is {_range(finite)} in {span}"
+    limit = min(BACK * usual, usual + SHARE_OF_WAY * (worst - usual)) if math.isfinite(worst) else BACK * usual
+    high = [place for place, (_, value) in enumerate(values) if not value <= limit]
+    calm = count - len(high)
+    was = f"usual was {usual:.4g}"
+    if 2 * calm >= count and (not high or high == list(range(len(high)))):
+        return f"is back to normal since step {values[len(high)][0]} ({_range(finite[-calm:])} until {end}, {was})"
+    if not calm:
+        lowest, highest = min(finite) / usual, max(finite) / usual
+        alike = factor_text(lowest) == factor_text(highest)
+        factors = times(highest) if alike else f"{factor_text(lowest)} to {times(highest)}"
+        return f"is still {factors} what was usual in {'all of ' if count > 1 else ''}{span} ({was})"
+    top = max(values[place][1] for place in high)
+    others = f"up to {times(top / usual)} what was usual" if math.isfinite(top) else "NaN or infinite"
+    return f"is normal in {calm} of {span}, and {others} in the {'others' if len(high) > 1 else 'other one'} ({was})"
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = f"{min(values):.4g}", f"{max(values):.4g}"
+    return low if low == high else f"{low} to {high}"
+
+
+# --- follow up ---
+
+
+#: Numbers of consecutive steps not applied that call for more detail: fewer are a gradient scaler's search for its scale.
+_REJECTED = (3, 30, 300)
+
+
+class FollowUp:
+    """The state of the current spikes.
+
+    Attributes:
+        rejected: consecutive steps that were not applied.
+        complete: the last record that nothing more can come for.
+    """
+
+    def __init__(self) -> None:
+        self.rejected = 0
+        self._detail_at = 0  # the value of ``rejected`` when detail was requested last
+        self._recovery = RecoveryTracker()
+        self._largest: dict[str, float] = {}  # by signal that spiked in the step before, its largest spike without a break
+        self._origin_reported = False
+        self.complete: StepRecord | None = None
+        self._added: list[str] = []
+
+    def is_new(self, event: SpikeEvent) -> bool:
+        """Whether the signal did not spike in the step before. NaN and Inf pass from one signal to all others."""
+        goes_on = not math.isfinite(event.value) and math.inf in self._largest.values()
+        return event.signal not in self._largest and not goes_on
+
+    def is_largest(self, event: SpikeEvent) -> bool:
+        """Whether the signal had no spike as large in the steps directly before."""
+        return size(event) > self._largest.get(event.signal, 0.0)
+
+    def alerts(self, events: Sequence[SpikeEvent]) -> list[str]:
+        """One warning for all new spikes of a step; empty without any."""
+        fresh = [event for event in events if self.is_new(event)]
+        return [str(replace(fresh[0], reason="; ".join(event.reason for event in fresh)))] if fresh else []
+
+    def step_ended(self, applied: bool) -> None:
+        """Count a step, monitored or not."""
+        self.rejected = 0 if applied else self.rejected + 1
+        self._detail_at = 0 if applied else self._detail_at
+
+    def rejections_need_detail(self) -> bool:
+        """Whether a limit of steps not applied was reached; true once for each limit."""
+        if not self.rejected:
+            return False
+        due = max((limit for limit in _REJECTED if limit <= self.rejected), default=0)
+        is_due, self._detail_at = due > self._detail_at, max(due, self._detail_at)
+        return is_due
+
+    def rewind(self, step: int) -> None:
+        """Discard the spikes of ``step`` and later."""
+        self._recovery.rewind(step)
+
+    def reports(self, record: StepRecord, whole: Mapping[str, float]) -> list[str]:
+        """Take a complete ``record``; return what there is to report on this spike's origin and on earlier ones."""
+        spikes = {event.signal: event for event in record.events}
+        recovered = self._recovery.update(record.step, spikes, lambda signal: value_of(signal, record, whole))
+        for event in record.events:
+            if self.is_new(event):
+                self._recovery.follow(event)
+        self._largest = {signal: max(size(event), self._largest.get(signal, 0.0)) for signal, event in spikes.items()}
+        self.complete, added, self._added = record, self._added, []
+        return [*added, *self._origin(record), *recovered]
+
+    def add_report(self, text: str) -> None:
+        """Something to report with the next record that is complete."""
+        self._added.append(text)
+
+    def _origin(self, record: StepRecord) -> Iterator[str]:
+        """Where NaN or Inf began, once for consecutive steps with any."""
+        rejected = self.rejected > _REJECTED[0]
+        spoiled = rejected or any(not math.isfinite(event.value) for event in record.events)
+        # while the scaler searches for its scale, gradients are infinite although the forward pass is finite
+        text = nonfinite_origin(record, forward_only=rejected) if spoiled and not self._origin_reported else ""
+        if text:
+            since = f"; {self.rejected} steps in a row were not applied" if rejected else ""
+            yield f"step {record.step}: {text}{since}"
+        self._origin_reported = spoiled and (self._origin_reported or bool(text))
+
+
+# --- Where a spike comes from, as the text of its event ---
+
+
+class Explanations:
+    """Adds the suspects to new events.
+
+    Args:
+        history: gradients of the last steps.
+        follow_up: knows which spikes are new.
+    """
+
+    def __init__(self, history: SuspectHistory, follow_up: FollowUp) -> None:
+        self._history, self._follow_up = history, follow_up
+        self._fetch_recorded: Callable[[], Sequence[StepRecord]] = tuple
+        self._fetched: list[StepRecord] = []
+        #: the last spike is NaN or Inf, and was explained before the loss of its step was logged
+        self.awaits_loss = False
+
+    def fetch_from(self, fetch_recorded: Callable[[], Sequence[StepRecord]]) -> None:
+        """Fetch the records of earlier, unmonitored steps there when a spike starts."""
+        self._fetch_recorded = fetch_recorded
+
+    def take_fetched(self) -> list[StepRecord]:
+        """The records fetched since the last call."""
+        taken, self._fetched = self._fetched, []
+        return taken
+
+    def explained(self, events: list[SpikeEvent], record: StepRecord) -> list[SpikeEvent]:
+        """These events of ``record``, with the layers that they come from."""
+        if any(map(self._follow_up.is_new, events)):
+            for earlier in self._fetch_recorded():
+                self._fetched.append(earlier)
+                self._history.gradients.backfill(earlier.step, earlier.tables)
+        if any(map(self._follow_up.is_largest, events)):  # a spike that shrinks is explained already
+            largest, loss = max(map(size, events)), loss_in(record.values)
+            self.awaits_loss = loss is None and largest == math.inf
+            events = self._with_causes(events, record, largest, loss)
+        return [replace(event, action=record.context.get("action", "")) for event in events]
+
+    def _with_causes(
+        self, events: Iterable[SpikeEvent], record: StepRecord, largest: float, loss: float | None
+    ) -> list[SpikeEvent]:
+        suspects, context = self._history.at_spike(record.step, largest), record.context
+        before = self._follow_up.complete
+        comes_late = before is not None and loss_in(before.values) is not None
+        cause = spike_cause(suspects, record.step, loss, comes_late, "by_turns" in context)
+        causes = (cause.words, rank_norms_text(context.get("batch_norms", {})), rows_text(context.get("rows", {})))
+        return [replace(event, where="; ".join(filter(None, causes))) for event in events]
+
+    def revised(self, record: StepRecord) -> StepRecord:
+        """The same record, with what its loss, logged after the end of the step, tells about NaN and Inf in it."""
+        infinite = [event for event in record.events if size(event) == math.inf]
+        if not infinite or (loss := loss_in(record.values)) is None:
+            self.awaits_loss = bool(infinite)
+            return record
+        self.awaits_loss = False
+        events = self._with_causes(record.events, record, math.inf, loss)
+        if any(map(self._follow_up.is_new, infinite)) and events[0].where != record.events[0].where:
+            self._follow_up.add_report(f"step {record.step}: {events[0].where}")
+        return replace(record, events=tuple(events))
+
+
+# --- All detectors of a run. Each gets its signal once a step, as soon as there is a value ---
+
 
 #: The signal whose score is the whole-model value ``gradmon/spike_score``.
 MAIN_SIGNAL = "grad_norm"
@@ -104,7 +348,7 @@ class DetectorSet:
         squares = table.rows[:, Column.SQUARE_SUM]
         if float(squares[new].sum()) > (1 - LEAST**-2) * float(squares.sum()):
             for name, detector in self.detectors.items():
-                if name.removeprefix(f"{SUMMARY}/") in DOCUMENTATION:
+                if name.removeprefix(f"{SUMMARY}/") in KEY_DOCUMENTATION:
                     detector.restart()
 
     def predict(self, record: StepRecord, whole: Mapping[str, float]) -> list[SpikeEvent]:
@@ -243,7 +487,7 @@ class DetectorSet:
         found = []
         for name in waited:
             count = self._steps_without_value[name] = self._steps_without_value.get(name, 0) + 1
-            if count == (_PATIENCE if name.removeprefix(f"{SUMMARY}/") in DOCUMENTATION else _LONG_PATIENCE):
+            if count == (_PATIENCE if name.removeprefix(f"{SUMMARY}/") in KEY_DOCUMENTATION else _LONG_PATIENCE):
                 found.append(name)
         return found
 
@@ -253,7 +497,7 @@ def _is_of_a_batch(signal: str | re.Pattern[str]) -> bool:
     if isinstance(signal, re.Pattern):
         return True
     key = parse_key(signal)
-    return signal not in DOCUMENTATION and key.source != SUMMARY and key.source not in PARAMETER_SOURCES
+    return signal not in KEY_DOCUMENTATION and key.source != SUMMARY and key.source not in PARAMETER_SOURCES
 
 
 def _verdicts(detector: SpikeDetector, step: int, values: Mapping[str, float], learns: bool = True) -> dict[str, Verdict]:

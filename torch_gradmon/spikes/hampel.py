@@ -3,29 +3,167 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ..core.validation import positive
-from .level import (
-    ACCEPT_AT_ONCE,
-    ACCEPT_IN_THE_END,
-    EARLY,
-    EARLY_SPREAD,
-    FAR_FROM,
-    FEWEST_RESIDUALS,
-    FIRST,
-    JUDGES,
-    LEAST,
-    NEAR,
-    RECENT,
-    THRESHOLD,
-    USUAL,
-    Level,
-    log_of,
-    value_at,
-)
+
+# --- The last values of a signal, kept in order of time and of size, which makes medians cheap ---
+
+
+class SortedWindow:
+    """The last ``size`` values. Adding one moves a few hundred bytes at most; medians take no sorting.
+
+    >>> window = SortedWindow(3, [9.0, 1.0, 2.0, 4.0])
+    >>> window.median(), window.median_deviation(2.0)
+    (2.0, 1.0)
+    """
+
+    def __init__(self, size: int, values: Iterable[float] = ()) -> None:
+        self.size = size
+        self._in_time: deque[float] = deque()
+        self._in_order: list[float] = []
+        self.extend(values)
+
+    def __len__(self) -> int:
+        return len(self._in_order)
+
+    def add(self, value: float) -> None:
+        """Take ``value``, which is no NaN, for the oldest one."""
+        if len(self._in_time) == self.size:
+            del self._in_order[bisect_left(self._in_order, self._in_time.popleft())]
+        self._in_time.append(value)
+        insort(self._in_order, value)
+
+    def extend(self, values: Iterable[float]) -> None:
+        """Take all of ``values``."""
+        for value in values:
+            self.add(value)
+
+    def clear(self) -> None:
+        """Forget all values."""
+        self._in_time.clear()
+        self._in_order.clear()
+
+    def values(self) -> list[float]:
+        """The values, oldest first."""
+        return list(self._in_time)
+
+    def median(self) -> float:
+        """The median; of an even number of values the mean of the two in the middle. There must be a value."""
+        ordered, middle = self._in_order, len(self._in_order) // 2
+        return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+    def median_deviation(self, center: float) -> float:
+        """The median of ``|x - center|``. There must be a value."""
+        half = len(self._in_order) // 2
+        upper = self._nearest(center, half + 1)
+        return upper if len(self._in_order) % 2 else (self._nearest(center, half) + upper) / 2
+
+    def _nearest(self, center: float, rank: int) -> float:
+        """The ``rank``-th smallest distance to ``center``, the first being 1.
+
+        Distances grow to both sides of ``center``, so that the nearest ``rank`` values are neighbours: what is sought is how many
+        of them lie below it.
+        """
+        ordered = self._in_order
+        split = bisect_left(ordered, center)
+        fewest, most = max(0, rank - len(ordered) + split), min(rank, split)
+        while fewest < most:
+            below = (fewest + most) // 2
+            above = rank - below
+            if above > 0 and center - ordered[split - below - 1] < ordered[split + above - 1] - center:
+                fewest = below + 1
+            else:
+                most = below
+        lower = center - ordered[split - fewest] if fewest else -math.inf
+        upper = ordered[split + rank - fewest - 1] - center if fewest < rank else -math.inf
+        return max(lower, upper)
+
+
+# --- The level of a signal in the default rule: its settings, and a running median with residuals ---
+
+
+#: Makes the median of absolute deviations a standard deviation for normal data.
+MAD_TO_STD = 1.4826
+#: Score above which a norm is a spike, and the smallest factor above usual of a spike.
+THRESHOLD, LEAST = 5.5, 1.5
+#: Number of last values, without spikes, in the near median.
+NEAR = 9
+#: Values before the first residual.
+FIRST = 3
+#: Residuals before their spread counts.
+FEWEST_RESIDUALS = 5
+#: Values before the first score, which is in units of that spread: without one, nobody knows what is far.
+JUDGES = FIRST + FEWEST_RESIDUALS
+#: After n values the logarithm of the smallest rise is larger by EARLY / n, and the spread is 1 + EARLY_SPREAD / n times as large.
+EARLY, EARLY_SPREAD = 9.0, 16
+#: Values before the far median counts as well: norms of the first steps of a warm-up rise like a ramp.
+FAR_FROM = 40
+#: A new level needs ACCEPT_AT_ONCE spikes among the RECENT last values, or ACCEPT_IN_THE_END if the oldest of these is one.
+ACCEPT_AT_ONCE, ACCEPT_IN_THE_END, RECENT = 5, 3, 9
+#: A value is usual, and no spike, after this number of similarly high ones among the last ``window``.
+USUAL = 16
+#: The logarithm used for a norm of zero: below the logarithm of any positive number.
+LOG_OF_ZERO = -745.0
+
+
+class Level:
+    """A running median, and the residuals of values to it."""
+
+    def __init__(self, size: int, window: int) -> None:
+        self.values, self.residuals = SortedWindow(size), SortedWindow(window)
+
+    def score(self, position: float, linear: bool, least: float, threshold: float, widening: float) -> float:
+        """Robust standard deviations above the median.
+
+        Args:
+            position: the value or its logarithm.
+            linear: it is a value.
+            least, threshold: smallest rise, relative to the median if ``linear``, and its score.
+            widening: factor for the spread of the residuals.
+        """
+        median = self.values.median()
+        # a rise of the logarithm by log(least) is a factor of ``least``
+        spread = (abs(median) if linear else 1.0) * least / threshold
+        if len(self.residuals) >= FEWEST_RESIDUALS:
+            deviation = self.residuals.median_deviation(self.residuals.median())
+            spread = max(spread, MAD_TO_STD * deviation * widening)
+        rise = position - median
+        return rise / spread if spread > 0 else math.copysign(math.inf, rise) if rise else 0.0
+
+    def add_residual(self, position: float) -> None:
+        """Add the distance of ``position`` to the median, once there is one."""
+        if len(self.values) >= FIRST:
+            self.residuals.add(position - self.values.median())
+
+    def restart(self, positions: Iterable[float]) -> None:
+        """Replace the values; the residuals stay."""
+        self.values.clear()
+        self.values.extend(positions)
+
+    def load(self, values: Iterable[float], residuals: Iterable[float]) -> None:
+        """Replace both windows."""
+        self.values = SortedWindow(self.values.size, map(float, values))
+        self.residuals = SortedWindow(self.residuals.size, map(float, residuals))
+
+
+def log_of(value: float) -> float:
+    """The logarithm. A norm of exactly zero is legal: it lies far below normal."""
+    return math.log(value) if value > 0 else LOG_OF_ZERO
+
+
+def value_at(position: float) -> float:
+    """The inverse of :func:`log_of`."""
+    return math.exp(position) if position > LOG_OF_ZERO + 1 else 0.0
+
+
+# --- The default rule: the distance of a value's logarithm to its running medians ---
 
 
 class Hampel:
@@ -209,3 +347,282 @@ class Hampel:
         peaks = (-math.inf if peak is None else float(peak) for peak in state["peaks"])
         self._peaks = deque(peaks, maxlen=self._peaks.maxlen)
         self._count, self.linear = int(state["count"]), bool(state["linear"])
+
+
+# --- Sorted windows of many signals at once ---
+
+
+#: Places of rows, each once, or all rows.
+Rows = Tensor | slice
+_ALL = slice(None)
+
+
+def chosen_rows(chosen: Tensor) -> Rows:
+    """Where ``chosen`` is true. Usually it is true everywhere, and a slice avoids gather and scatter."""
+    return _ALL if bool(chosen.all()) else chosen.nonzero().squeeze(1)
+
+
+class SortedWindowBank:
+    """The last ``size`` values of each of ``rows`` signals, in order of time and of size; float64 on the CPU."""
+
+    def __init__(self, rows: int, size: int) -> None:
+        self.size = size
+        self.count = torch.zeros(rows, dtype=torch.int64, device="cpu")
+        self._next = torch.zeros(rows, dtype=torch.int64, device="cpu")
+        # free places are infinite and therefore last in the order
+        self._in_time = torch.full((rows, size), torch.inf, dtype=torch.float64, device="cpu")
+        self._in_order = self._in_time.clone()
+        self._same_count: int | None = 0  # the count of all rows, if it is known to be equal
+
+    def add(self, rows: Rows, values: Tensor) -> None:
+        """Replace the oldest value of ``rows[i]`` by ``values[i]``; each row at most once."""
+        ordered, slots = self._in_order[rows], self._next[rows].unsqueeze(1)  # views, if all rows are chosen
+        values, in_time = values.unsqueeze(1), self._in_time[rows]
+        oldest = in_time.gather(1, slots)  # infinite, that is free, while the window is not full
+        rest = torch.where(ordered[:, :-1] < oldest, ordered[:, :-1], ordered[:, 1:])
+        # a value is inserted between its two neighbours in the order
+        torch.minimum(rest[:, :1], values, out=ordered[:, :1])
+        torch.minimum(rest[:, 1:], values, out=ordered[:, 1:-1])
+        ordered[:, 1:-1].clamp_(min=rest[:, :-1])
+        torch.maximum(rest[:, -1:], values, out=ordered[:, -1:])
+        in_time.scatter_(1, slots, values)
+        self._next[rows] = (slots.squeeze(1) + 1).remainder_(self.size)
+        self.count[rows] += 1
+        self.count.clamp_(max=self.size)
+        if isinstance(rows, Tensor):
+            self._in_order[rows], self._in_time[rows] = ordered, in_time
+            self._same_count = None
+        elif self._same_count is not None:
+            self._same_count = min(self._same_count + 1, self.size)
+
+    def median(self) -> Tensor:
+        """``[rows]``; not finite where there is no value."""
+        found = torch.empty_like(self._in_order[:, 0])
+        for count, rows in self._by_count():
+            ordered = self._in_order[rows]
+            found[rows] = (ordered[:, max(count - 1, 0) // 2] + ordered[:, count // 2]) / 2
+        return found
+
+    def median_deviation(self, center: Tensor) -> Tensor:
+        """The median of ``|x - center|``: ``[rows]``; zero where there is no value."""
+        found = torch.zeros_like(center)
+        for count, rows in self._by_count():
+            if count:
+                ordered, middle = self._in_order[rows], center[rows].unsqueeze(1)
+                upper = _nearest(ordered, middle, count // 2 + 1, count)
+                found[rows] = upper if count % 2 else (_nearest(ordered, middle, count // 2, count) + upper) / 2
+        return found
+
+    def _by_count(self) -> Iterator[tuple[int, Rows]]:
+        """Groups of rows with equal counts; usually one group, since all windows are full."""
+        if self._same_count is None and int(self.count.min()) == int(self.count.max()):
+            self._same_count = int(self.count[0])
+        if self._same_count is not None:
+            yield self._same_count, _ALL
+            return
+        for count in sorted(set(self.count.tolist())):
+            yield count, chosen_rows(self.count == count)
+
+    def values(self, row: int) -> list[float]:
+        """The values of one row, oldest first."""
+        count, start = int(self.count[row]), int(self._next[row]) if int(self.count[row]) == self.size else 0
+        return self._in_time[row].roll(-start)[:count].tolist()
+
+    def load(self, first: int, rows: Sequence[Sequence[float]]) -> None:
+        """Replace the contents of the rows from ``first`` on by the last ``size`` of these values."""
+        kept = [list(values)[-self.size :] for values in rows]
+        padded = [values + [math.inf] * (self.size - len(values)) for values in kept]
+        there = slice(first, first + len(kept))
+        self._in_time[there] = torch.tensor(padded, dtype=torch.float64, device="cpu")
+        self._in_order[there] = self._in_time[there].sort(dim=1).values
+        self.count[there] = torch.tensor([len(values) for values in kept], device="cpu")
+        self._next[there] = self.count[there] % self.size
+        self._same_count = None
+
+
+def _nearest(ordered: Tensor, center: Tensor, rank: int, count: int) -> Tensor:
+    """The ``rank``-th smallest distance to ``center``: the nearest ``rank`` values are neighbours, so the best such run has it."""
+    starts = count - rank + 1
+    reach = torch.maximum(center - ordered[:, :starts], ordered[:, rank - 1 : rank - 1 + starts] - center)
+    return reach.amin(dim=1)
+
+
+# --- hampel bank ---
+
+
+class _RingBuffers:
+    """The last ``size`` values of each of ``rows`` signals; free places hold ``empty``."""
+
+    def __init__(self, rows: int, size: int, empty: float) -> None:
+        self._empty = empty
+        self.values = torch.full((rows, size), empty, dtype=torch.float64, device="cpu")
+        self._next = torch.zeros(rows, dtype=torch.int64, device="cpu")
+
+    def oldest(self) -> Tensor:
+        """The value that the next one replaces: ``[rows]``."""
+        return self.values.gather(1, self._next.unsqueeze(1)).squeeze(1)
+
+    def add(self, rows: Rows, values: Tensor) -> None:
+        """Replace the oldest value of ``rows[i]`` by ``values[i]``."""
+        places = self._next[rows]
+        if isinstance(rows, Tensor):
+            self.values[rows, places] = values
+            self._next[rows] = (places + 1) % self.values.shape[1]
+        else:  # a view
+            self.values.scatter_(1, places.unsqueeze(1), values.unsqueeze(1))
+            places.add_(1).remainder_(self.values.shape[1])
+
+    def ordered(self, row: int) -> list[float]:
+        """The places of one row, oldest first."""
+        return self.values[row].roll(-int(self._next[row])).tolist()
+
+    def load(self, first: int, rows: Sequence[Sequence[float]]) -> None:
+        """Replace the contents of the rows from ``first`` on; each sequence begins with the oldest value."""
+        size = self.values.shape[1]
+        padded, there = [[*values, *[self._empty] * (size - len(values))] for values in rows], slice(first, first + len(rows))
+        self.values[there] = torch.tensor(padded, dtype=torch.float64, device="cpu")
+        self._next[there] = torch.tensor([len(values) % size for values in rows], device="cpu")
+
+
+class _LevelShifts:
+    """The most recent values of each signal, and which of them were spikes: lasting ones are a new level."""
+
+    def __init__(self, signals: int) -> None:
+        self._values = torch.zeros(signals, RECENT, dtype=torch.float64, device="cpu")
+        self._flags = torch.zeros(signals, RECENT, dtype=torch.bool, device="cpu")
+        self._count = torch.zeros(signals, dtype=torch.int64, device="cpu")
+
+    def add(self, rows: Rows, positions: Tensor, spikes: Tensor) -> list[int]:
+        """Store the last value of ``rows``; return the rows with a new level."""
+        self._values[rows] = torch.cat([self._values[rows, 1:], positions[rows].unsqueeze(1)], dim=1)
+        self._flags[rows] = torch.cat([self._flags[rows, 1:], spikes[rows].unsqueeze(1)], dim=1)
+        self._count[rows] = (self._count[rows] + 1).clamp_(max=RECENT)
+        number = self._flags.sum(dim=1)
+        lasting = (number >= ACCEPT_IN_THE_END) & (self._count == RECENT) & self._flags[:, 0]
+        changed = lasting | (spikes & (number >= ACCEPT_AT_ONCE))
+        touched = torch.zeros_like(changed)
+        touched[rows] = True
+        return (changed & touched).nonzero().squeeze(1).tolist()
+
+    def take(self, row: int) -> list[float]:
+        """The values of the new level of one signal, whose values are then forgotten."""
+        values, flags = zip(*self.values(row), strict=True)
+        self.load(row, [])
+        return list(values[flags.index(True) :])
+
+    def values(self, row: int) -> list[list[Any]]:
+        """The values of one signal with their flags, oldest first."""
+        recent = zip(self._values[row].tolist(), self._flags[row].tolist(), strict=True)
+        return [[position, flag] for position, flag in recent][RECENT - int(self._count[row]) :]
+
+    def load(self, row: int, values: Sequence[Sequence[Any]]) -> None:
+        """The inverse of :meth:`values`."""
+        self._count[row], self._flags[row] = len(values), False
+        for place, (position, flag) in enumerate(reversed(values), start=1):
+            self._values[row, -place], self._flags[row, -place] = position, flag
+
+
+class HampelBank:
+    """:class:`Hampel` for a fixed number of signals that are never negative.
+
+    Args:
+        like: a rule with the settings to use; its state is ignored.
+        signals: number of signals.
+    """
+
+    def __init__(self, like: Hampel, signals: int) -> None:
+        self.threshold, self._least, self._early = like.threshold, math.log(like.least), like.early
+        sizes, self._signals = like.sizes, signals
+        self._sizes = sizes
+        self._near, self._far = SortedWindowBank(signals, sizes["near"]), SortedWindowBank(signals, sizes["far"])
+        self._residuals = SortedWindowBank(2 * signals, sizes["window"])  # to the near medians, then to the far ones
+        self._between = _RingBuffers(signals, sizes["lag"], torch.inf)  # of the near window and the far one
+        self._peaks = _RingBuffers(signals, sizes["window"], -torch.inf)  # values above the threshold, -inf for the others
+        self._shifts = _LevelShifts(signals)
+        self._count = torch.zeros(signals, dtype=torch.int64, device="cpu")
+
+    def update(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Score ``values``, float64 ``[signals]`` on the CPU, then learn them.
+
+        Returns:
+            The scores, infinite for NaN and Inf, NaN if there is none yet; which values are spikes; and the logarithms of the usual
+            values before, infinite if unknown. All ``[signals]``.
+        """
+        finite, positions, medians, scores, spikes = self._judge(values)
+        judged, calm = chosen_rows(finite), finite & ~spikes
+        self._peaks.add(judged, torch.where(scores >= self.threshold, positions, -torch.inf)[judged])
+        known = torch.stack([self._near.count, self._far.count]) >= FIRST
+        rows = chosen_rows((known & calm).view(-1))
+        self._residuals.add(rows, (positions - medians).view(-1)[rows])
+        leaving = self._between.oldest()
+        rows = chosen_rows(calm & (leaving < torch.inf))
+        self._far.add(rows, leaving[rows])
+        rows = chosen_rows(calm)
+        self._near.add(rows, positions[rows])
+        self._between.add(rows, positions[rows])
+        self._count += calm
+        for row in self._shifts.add(judged, positions, spikes):
+            level = self._shifts.take(row)
+            self._near.load(row, [level])
+            self._far.load(row, [level])
+            self._between.load(row, [[]])
+        return torch.where(finite, scores, torch.inf), spikes | ~finite, medians[0]
+
+    def predict(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What :meth:`update` would return. Nothing is learned."""
+        finite, _, medians, scores, spikes = self._judge(values)
+        return torch.where(finite, scores, torch.inf), spikes | ~finite, medians[0]
+
+    def _judge(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        finite = values.isfinite()
+        positions = torch.where(values > 0, values.log(), LOG_OF_ZERO)
+        medians = torch.stack([self._near.median(), self._far.median()])
+        scores = self._scores(positions, medians)
+        self._excuse(scores, positions)
+        return finite, positions, medians, scores, finite & (scores > self.threshold)
+
+    def _scores(self, positions: Tensor, medians: Tensor) -> Tensor:
+        count = self._count.double()
+        deviations = self._residuals.median_deviation(self._residuals.median())
+        deviations = torch.where(self._residuals.count >= FEWEST_RESIDUALS, deviations, 0.0).view(2, -1)
+        spreads = MAD_TO_STD * deviations * (1 + EARLY_SPREAD / count)
+        near, far = (positions - medians) / torch.maximum(spreads, (self._least + self._early / count) / self.threshold)
+        scores = torch.where(self._count >= FAR_FROM, torch.maximum(near, far), near)
+        return torch.where(self._count >= JUDGES, scores, torch.nan)
+
+    def _excuse(self, scores: Tensor, positions: Tensor) -> None:
+        """Lower the scores of usual heights to the threshold."""
+        high = (scores > self.threshold).nonzero().squeeze(1)
+        if len(high):
+            nearly = (positions[high] - self._least).unsqueeze(1)
+            usual = (self._peaks.values[high] >= nearly).sum(dim=1) >= USUAL
+            scores[high[usual]] = self.threshold
+
+    # --- the state of single rules ------------------------------------------------------------------------------------------------
+
+    def state(self, signal: int) -> dict[str, Any]:
+        """The :meth:`Hampel.state_dict` of one signal."""
+        return {
+            "near": self._near.values(signal),
+            "far": self._far.values(signal),
+            "near_residuals": self._residuals.values(signal),
+            "far_residuals": self._residuals.values(signal + self._signals),
+            "between": [value for value in self._between.ordered(signal) if value < math.inf],
+            "recent": self._shifts.values(signal),
+            "peaks": [None if peak == -math.inf else peak for peak in self._peaks.ordered(signal)],
+            "count": int(self._count[signal]),
+            "linear": False,
+            "sizes": self._sizes,
+        }
+
+    def load(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """The inverse of :meth:`state`, for all signals."""
+        self._near.load(0, [state["near"] for state in states])
+        self._far.load(0, [state["far"] for state in states])
+        self._residuals.load(0, [state["near_residuals"] for state in states])
+        self._residuals.load(self._signals, [state["far_residuals"] for state in states])
+        self._between.load(0, [state["between"] for state in states])
+        self._peaks.load(0, [[-math.inf if peak is None else peak for peak in state["peaks"]] for state in states])
+        for signal, state in enumerate(states):
+            self._shifts.load(signal, state["recent"])
+            self._count[signal] = state["count"]

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..core.accelerator import spare_memory
 from ..core.moments import WIDTH, Column, from_columns, identity
-from ..core.torch_modes import no_autocast
-from .tensor_access import accumulator_dtype
+from ..core.torch_modes import no_autocast, spare_memory
+from .request import accumulator_dtype
 
 #: Largest number of logits in a block, 16 MB in float32, or as many as fill the spare memory of an accelerator; a query with more keys is a
 #: block of its own.

@@ -22,8 +22,7 @@ from torch import Tensor
 from ..core.moments import ALL_COLUMNS, WIDTH, Column
 from .eager import EagerStatistics
 from .precise import measure_precisely, needs_precise_pass
-from .request import Batch, Request
-from .tensor_access import are_alike, as_plain, dtype_of, dtypes_of, flat_pair, is_plain, threshold
+from .request import Batch, Request, are_alike, as_plain, dtype_of, dtypes_of, flat_pair, is_plain, threshold
 
 #: The kernel's codes of dtypes.
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

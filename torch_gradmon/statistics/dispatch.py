@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..core.accelerator import has_triton_kernels
 from ..core.errors import WarningLog
 from ..core.moments import Column, identity
+from ..core.torch_modes import has_triton_kernels
 from . import cpp
 from .eager import EagerStatistics
 from .request import DEFAULT_EPS, Backend, Request

@@ -11,20 +11,199 @@ Values are read back to the host only for CPU tensors, where host and device sha
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..core.moments import SUMMED, Column, identity
-from ..core.torch_modes import no_autocast
+from ..core.moments import SUMMED, Column, from_columns, identity
+from ..core.torch_modes import no_autocast, outside_dispatch_modes
 from .on_device import DeviceStatistics
-from .packed import Columns, PackedStatistics, Scratch
 from .precise import inner_product, measure_precisely, needs_precise_pass, row_needs_precise_pass
-from .request import Backend, Batch, Request
-from .tensor_access import NARROW, is_plain, threshold, threshold_of_squares
+from .request import NARROW, Backend, Batch, Request, is_plain, threshold, threshold_of_squares
+
+# --- packing ---
+
+
+#: Elements of the buffer: it fits the second-level cache while a handful of operations pass over it.
+CAPACITY = 1 << 18
+
+
+class Chunk:
+    """Tensors that fit into the buffer together.
+
+    Args:
+        members: their positions in the packed list.
+        shapes: of these tensors.
+        run: length of a row; every tensor starts a new row.
+
+    Attributes:
+        rows: number of rows.
+        padding: positions in the buffer between the end of a tensor and the next row, or None.
+    """
+
+    def __init__(self, members: range, shapes: Sequence[torch.Size], run: int) -> None:
+        self.members = members
+        self._places: list[tuple[int, torch.Size]] = []
+        self._views: dict[int, list[Tensor]] = {}
+        start, gaps = 0, []
+        for shape in shapes:
+            self._places.append((start, shape))
+            end = start + shape.numel()
+            start = -(-end // run) * run
+            if start > end:
+                gaps.append(torch.arange(end, start, device="cpu"))
+        self.rows = start // run
+        self.padding = torch.cat(gaps) if gaps else None
+
+    def fill(self, buffer: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Copy all members, in order, into the flat ``buffer``, in its dtype and zero-padded."""
+        views = self._views.get(id(buffer))
+        if views is None:
+            views = self._views[id(buffer)] = [buffer[p : p + shape.numel()].view(shape) for p, shape in self._places]
+        torch._foreach_copy_(views, list(tensors))
+        self.pad(buffer, 0.0)
+
+    def pad(self, buffer: Tensor, value: float) -> None:
+        """Set the padding to ``value``."""
+        if self.padding is not None:
+            buffer.index_fill_(0, self.padding, value)
+
+
+class PackedLayout:
+    """How tensors of these shapes are packed, in rows of ``run`` elements.
+
+    Attributes:
+        chunks: together they hold all tensors.
+        owners: the tensor of each row, int64, or None if every tensor has exactly one row.
+        counts: number of elements of each tensor, float64.
+        padded: number of padding elements of each tensor, float64.
+    """
+
+    def __init__(self, shapes: Sequence[torch.Size], run: int) -> None:
+        sizes = [shape.numel() for shape in shapes]
+        rows = [-(-size // run) for size in sizes]
+        chunk_of: list[int] = []
+        filled, chunk = 0, 0
+        for count in rows:
+            if filled and filled + count * run > CAPACITY:
+                filled, chunk = 0, chunk + 1
+            filled += count * run
+            chunk_of.append(chunk)
+        self.chunks = []
+        for _, group in groupby(range(len(shapes)), key=chunk_of.__getitem__):
+            members = list(group)
+            span = range(members[0], members[-1] + 1)
+            self.chunks.append(Chunk(span, shapes[span.start : span.stop], run))
+        counts = torch.tensor(rows, dtype=torch.int64, device="cpu")
+        self.owners = None if set(rows) == {1} else torch.arange(len(rows), device="cpu").repeat_interleave(counts)
+        self.counts = torch.tensor(sizes, dtype=torch.float64, device="cpu")
+        self.padded = counts * run - self.counts
+
+
+# --- Statistics of many small CPU tensors at once, in one packed buffer ---
+
+
+#: Tensors in all cached packing layouts.
+_CACHED = 20_000
+
+#: Some columns of a block, or of all rows of a chunk.
+Columns = dict[Column, Tensor]
+
+
+class Scratch:
+    """CPU buffers that are reused between calls."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def get(self, use: str, dtype: torch.dtype, size: int) -> Tensor:
+        """The buffer for ``use``, with ``size`` elements or more."""
+        buffer = self._buffers.get((use, dtype))
+        if buffer is None or buffer.numel() < size:
+            with outside_dispatch_modes(), torch.inference_mode(False):  # the buffer is written to outside of these modes
+                buffer = self._buffers[use, dtype] = torch.empty(size, dtype=dtype, device="cpu")
+        return buffer
+
+
+class PackedStatistics:
+    """Measures batches of small tensors. Caches packing layouts.
+
+    Args:
+        scratch: memory for the packed tensors.
+    """
+
+    def __init__(self, scratch: Scratch) -> None:
+        self._scratch = scratch
+        self._layouts: OrderedDict[tuple[object, ...], PackedLayout] = OrderedDict()
+
+    def rows(self, batch: Batch, request: Request, dtype: torch.dtype, run: int) -> Tensor:
+        """Rows ``[n, 8]`` of a batch of small CPU tensors, measured in ``dtype`` in rows of ``run`` elements."""
+        layout = self._layout([tensor.shape for tensor in batch.values], run)
+        parts = [self._of_rows(self._table(chunk, batch, request, dtype, run), chunk, request) for chunk in layout.chunks]
+        columns = parts[0]
+        if len(parts) > 1:
+            columns = {column: torch.cat([part[column] for part in parts]) for column in columns}
+        rows = from_columns(columns, layout.owners, len(batch.values))
+        rows[:, Column.COUNT] = layout.counts
+        if request.near_zero:
+            rows[:, Column.NEAR_ZERO] -= layout.padded
+        return rows
+
+    def _layout(self, shapes: list[torch.Size], run: int) -> PackedLayout:
+        key = (run, *shapes)
+        layout = self._layouts.get(key)
+        if layout is None:
+            with outside_dispatch_modes():
+                layout = self._layouts[key] = PackedLayout(shapes, run)
+            while sum(map(len, self._layouts)) > _CACHED and len(self._layouts) > 1:
+                self._layouts.popitem(last=False)
+        else:
+            self._layouts.move_to_end(key)
+        return layout
+
+    def _table(self, chunk: Chunk, batch: Batch, request: Request, dtype: torch.dtype, run: int) -> Tensor:
+        """The chunk's tensors in rows of ``run``, zero-padded: ``[chunk.rows, run]``, in scratch memory."""
+        members, size = slice(chunk.members.start, chunk.members.stop), chunk.rows * run
+        buffer = self._scratch.get("packed", dtype, CAPACITY)
+        values = batch.values[members]
+        chunk.fill(buffer, values if request.inverse_scale is None else [request.unscaled(v) for v in values])
+        if batch.minus is not None:
+            other = self._scratch.get("packed minus", dtype, CAPACITY)
+            chunk.fill(other, batch.minus[members])
+            buffer[:size].sub_(other[:size])
+        return buffer[:size].view(-1, run)
+
+    def _of_rows(self, table: Tensor, chunk: Chunk, request: Request) -> Columns:
+        """Columns of the rows of a packed chunk, each ``[chunk.rows]``."""
+        found: Columns = {}
+        dtype = table.dtype
+        scratch = self._scratch.get("rows", dtype, CAPACITY)[: table.numel()].view(table.shape)
+        if request.squares:
+            found[Column.SQUARE_SUM] = torch.mul(table, table, out=scratch).sum(dim=1)
+            if request.zeros_by_squares(dtype):
+                found[Column.NEAR_ZERO] = scratch.le_(threshold_of_squares(request.eps)).sum(dim=1)
+        if request.sums:
+            found[Column.SUM] = table.sum(dim=1)
+        if request.magnitudes and Column.NEAR_ZERO not in found:
+            magnitude = torch.abs(table, out=scratch)
+            found[Column.ABS_SUM] = magnitude.sum(dim=1)
+            if request.near_zero:
+                found[Column.NEAR_ZERO] = magnitude.le_(threshold(request.eps, dtype)).sum(dim=1)
+        if request.extremes:
+            chunk.pad(table.view(-1), torch.inf)
+            found[Column.MIN] = table.amin(dim=1)
+            chunk.pad(table.view(-1), -torch.inf)
+            found[Column.MAX] = table.amax(dim=1)
+        return found
+
+
+# --- eager ---
+
 
 #: Elements per block and thread on CPU: 4 MB of float32 and as much scratch, which fit the third-level cache.
 #: Smaller blocks cost more in calls than they save in cache misses.

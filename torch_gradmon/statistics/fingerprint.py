@@ -14,8 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.accelerator import copied_to_device
-from ..core.torch_modes import outside_dispatch_modes
+from ..core.torch_modes import copied_to_device, outside_dispatch_modes
 
 #: Bytes of a word.
 WORD = 8

@@ -15,11 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core.accelerator import copied_to_device, stream_number
 from ..core.moments import Column, identity
-from ..core.torch_modes import outside_dispatch_modes
-from .request import Batch, Request
-from .tensor_access import accumulator_dtype, flat_pair, threshold
+from ..core.torch_modes import copied_to_device, outside_dispatch_modes, stream_number
+from .request import Batch, Request, accumulator_dtype, flat_pair, threshold
 
 #: Elements of a row of the table. A tensor wastes less than one row.
 RUN = 1 << 10

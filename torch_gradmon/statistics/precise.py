@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ..core.moments import SUMMED, Column, identity, merge
-from .request import Batch, Request
-from .tensor_access import accumulator_dtype, flat_pair
+from .request import Batch, Request, accumulator_dtype, flat_pair
 
 #: Outside of this range of the mean square, squares leave the range of float32.
 _SAFE = (1e-30, 1e30)

@@ -2,25 +2,215 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from operator import attrgetter, eq
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core.errors import NotMeasurable
 from ..core.moments import ALL_COLUMNS, Column
-from .tensor_access import (
-    LARGEST_SQUARED,
-    NARROW,
-    SMALLEST_SQUARED,
-    as_plain,
-    dtypes_of,
-    flat_pair,
-    flat_values,
-    is_plain,
+from ..core.torch_modes import has_float64
+
+# --- Which tensors can be read, and how to flatten them ---
+
+
+#: Floating dtypes whose numbers float32 holds exactly, and which convert to it fast.
+NARROW = frozenset({torch.float32, torch.bfloat16, torch.float16})
+#: Dtypes of real numbers that copy to float64.
+REAL = NARROW | {torch.float64, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+#: float32 numbers in a vector register of the CPU, as torch's kernels use them; at least those of AVX2.
+LANES = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
+#: Types whose memory holds the elements unchanged; nn.Buffer makes plain tensors.
+PLAIN = frozenset({Tensor, nn.Parameter})
+dtype_of, _IS_CPU, _LAYOUT, _IS_NESTED, _DEVICE, _SHAPE = map(
+    attrgetter, ("dtype", "is_cpu", "layout", "is_nested", "device", "shape")
 )
+_STRIDED = frozenset({torch.strided})
+is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def accumulator_dtype(device: torch.device) -> torch.dtype:
+    """float64, or float32 on devices without it."""
+    return torch.float64 if has_float64(device) else torch.float32
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is an ordinary dense CPU tensor of real numbers. Cheap."""
+    return (
+        type(tensor) in PLAIN
+        and tensor.dtype in REAL
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not is_functorch_wrapped(tensor)
+    )
+
+
+class PlainTensors(list[Tensor]):
+    """Tensors that :func:`is_plain` accepts, so they need not be checked again.
+
+    Args:
+        tensors: as found by :func:`as_plain`.
+        dtypes: theirs.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], dtypes: frozenset[torch.dtype]) -> None:
+        super().__init__(tensors)
+        self.dtypes = dtypes
+
+
+def as_plain(tensors: Sequence[Tensor]) -> PlainTensors | None:
+    """The ``tensors`` if :func:`is_plain` holds for all of them, found without one call for each; else None."""
+    if isinstance(tensors, PlainTensors):
+        return tensors
+    dtypes = dtypes_of(tensors)
+    is_plain_all = (
+        PLAIN.issuperset(map(type, tensors))
+        and dtypes <= REAL
+        and all(map(_IS_CPU, tensors))
+        and _STRIDED.issuperset(map(_LAYOUT, tensors))
+        and not any(map(_IS_NESTED, tensors))
+        and not any(map(is_functorch_wrapped, tensors))
+    )
+    return PlainTensors(tensors, dtypes) if is_plain_all else None
+
+
+def dtypes_of(tensors: Iterable[Tensor]) -> frozenset[torch.dtype]:
+    """The dtypes of ``tensors``."""
+    return tensors.dtypes if isinstance(tensors, PlainTensors) else frozenset(map(dtype_of, tensors))
+
+
+def are_unchanged_on(tensors: Sequence[Tensor], device: torch.device) -> bool:
+    """Whether all are ordinary strided tensors on ``device`` that show their memory as it is, found without one call for each."""
+    return (
+        PLAIN.issuperset(map(type, tensors))
+        and {device}.issuperset(map(_DEVICE, tensors))
+        and _STRIDED.issuperset(map(_LAYOUT, tensors))
+        and not any(map(_IS_NESTED, tensors))
+        and not any(map(is_functorch_wrapped, tensors))
+        and not any(map(Tensor.is_neg, tensors))
+    )
+
+
+def on_one_device(tensors: Sequence[Tensor]) -> Sequence[Tensor] | None:
+    """The ``tensors`` if all can be measured and are on one device, found without one call for each; None if each has to be looked at."""
+    plain = as_plain(tensors)
+    if plain is None and not (tensors[0].is_cpu or tensors[0].is_meta) and are_unchanged_on(tensors, tensors[0].device):
+        return tensors
+    return plain
+
+
+def are_alike(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
+    """Whether each tensor has the shape and dtype of the one at its place in ``second``, found without one call for each."""
+    return (
+        len(first) == len(second)
+        and all(map(eq, map(dtype_of, first), map(dtype_of, second)))
+        and all(map(eq, map(_SHAPE, first), map(_SHAPE, second)))
+    )
+
+
+def refusal(tensor: Tensor) -> str | None:
+    """Why ``tensor`` cannot be measured, or None."""
+    if type(tensor) in PLAIN and not (tensor.is_nested or tensor.is_meta or is_functorch_wrapped(tensor)):
+        return None
+    if is_functorch_wrapped(tensor):
+        return "inside a torch.func transform"
+    if hasattr(tensor, "_local_tensor") or hasattr(tensor, "_local_shards"):
+        return "a tensor that is sharded over ranks (DTensor)"
+    if type(tensor).__name__ == "FakeTensor":
+        return "a fake tensor, which has no values"
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.device.type == "meta":
+        return "a tensor on the meta device, which has no values"
+    return None
+
+
+def _coalesced(tensor: Tensor) -> Tensor:
+    """A sparse tensor with one number for each place; sums of narrow numbers are not rounded to their width."""
+    if tensor.dtype in (torch.bfloat16, torch.float16) and not tensor.is_coalesced():
+        tensor = tensor.float()
+    return tensor.coalesce()
+
+
+def flat_values(tensor: Tensor) -> tuple[Tensor, int]:
+    """All stored numbers of ``tensor`` as one dimension, and the number of implicit zeros.
+
+    The order is arbitrary, so any dense layout is a view; only gaps and overlaps need a copy.
+
+    Raises:
+        NotMeasurable: the tensor has no readable local values (meta, nested, sharded, inside a functorch transform).
+    """
+    if (reason := refusal(tensor)) is not None:
+        raise NotMeasurable(reason)
+    tensor, zeros = tensor.detach(), 0
+    if tensor.layout == torch.sparse_coo:
+        tensor = _coalesced(tensor)
+        zeros = tensor.numel() - tensor.values().numel()
+        tensor = tensor.values()
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
+        zeros = tensor.numel() - tensor.values().numel()
+        tensor = tensor.values()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+        zeros *= 2
+    if not tensor.is_contiguous():
+        dense = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+        tensor = dense if dense.is_contiguous() else tensor
+    flat = tensor if tensor.dim() == 1 and tensor.is_contiguous() else tensor.reshape(-1)
+    return flat if type(flat) is Tensor else flat.as_subclass(Tensor), zeros
+
+
+def flat_pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The numbers of two tensors of equal shape as one dimension, in the same order whatever their layouts.
+
+    Raises:
+        NotMeasurable: one of them has no readable local values.
+    """
+    for tensor in (a, b):
+        if (reason := refusal(tensor)) is not None:
+            raise NotMeasurable(reason)
+    if a.layout == b.layout == torch.strided and a.stride() == b.stride():
+        return flat_values(a)[0], flat_values(b)[0]
+    a, b = ((_coalesced(x) if x.layout == torch.sparse_coo else x).detach().to_dense().reshape(-1) for x in (a, b))
+    if a.is_complex():
+        a, b = (torch.view_as_real(x.resolve_conj()).reshape(-1) for x in (a, b))
+    return a, b
+
+
+#: Between these the square of a float32 number is normal, so squares of neighbouring numbers differ.
+SMALLEST_SQUARED, LARGEST_SQUARED = 2.0**-62, 2.0**63
+
+
+@lru_cache(maxsize=64)
+def threshold_of_squares(eps: float) -> float:
+    """A limit for float32 squares that is exceeded exactly if ``|x| > eps``, for ``eps`` from :data:`SMALLEST_SQUARED` to
+    :data:`LARGEST_SQUARED`.
+
+    Neighbours differ by at least 2^-24 of their size, their squares by more than one unit in the last place, which rounding cannot close.
+    """
+    limit = torch.tensor(threshold(eps, torch.float32), dtype=torch.float32, device="cpu")
+    return float(limit * limit)
+
+
+@lru_cache(maxsize=64)
+def threshold(eps: float, dtype: torch.dtype) -> float:
+    """The largest number of ``dtype`` that is at most ``eps``: comparing with it equals comparing in real numbers."""
+    if dtype != torch.float32:
+        return eps
+    if eps >= torch.finfo(dtype).max:
+        return torch.finfo(dtype).max
+    bits = struct.unpack("<I", struct.pack("<f", eps))[0]
+    rounded: float = struct.unpack("<f", struct.pack("<I", bits))[0]
+    return rounded if rounded <= eps else float(struct.unpack("<f", struct.pack("<I", bits - 1))[0])
+
+
+# --- The interface of the backends: the request, the tensors as a batch, and ``measure`` ---
+
 
 DEFAULT_EPS = 1e-8
 

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from ..core.keys import Key
-from ..core.metric import Metric
+from ..core.records import Metric
 from .buffer import StepBuffer
 from .model_index import ModelIndex
 from .plan import SourcePlan

@@ -6,23 +6,888 @@ to the host at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import contextlib
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import accumulate, chain, count, islice, repeat
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..core.errors import WarningLog
-from ..core.keys import MODULE_SOURCES, PARAMETER, PARAMETER_DIFFERENCE, PARAMETER_SOURCES, RCC_SOURCES, Key
-from ..core.moments import merge_by_group
-from ..core.records import StatsTable
-from .device_transfer import DeviceToHostCopy
-from .reduction import finished
-from .row_store import RowStore
-from .stream_join import StreamJoin
-from .value_store import SHARED_SOURCES, ValueStore
-from .worst_rows import Identities, largest_of
+from ..core.formatting import listed, percent
+from ..core.keys import (
+    GRADIENT,
+    GRADIENT_BEFORE_CLIP,
+    MODULE_SOURCES,
+    PARAMETER,
+    PARAMETER_DIFFERENCE,
+    PARAMETER_SOURCES,
+    RCC_SOURCES,
+    UNDEFINED,
+    Key,
+)
+from ..core.moments import Column, identity, merge, merge_by_group
+from ..core.records import REDUCERS, StatsTable, is_whole_loss
+from ..core.torch_modes import copied_to_host, current_stream, keep_for_current_stream, stream_number
+from ..statistics.request import accumulator_dtype, refusal
+
+# --- Where the rows of one source are stored ---
+
+
+class RowPlaces:
+    """Block and row of each tensor of a source.
+
+    In most steps one block has all of them, in order; then no dict of places is built.
+
+    Args:
+        whole: names of the rows of one block, and its number, if that has all rows.
+        by_name: otherwise block and row by name.
+
+    Attributes:
+        whole: the same; None if there are several blocks, or rows that were replaced.
+    """
+
+    def __init__(self, whole: tuple[tuple[str, ...], int] | None, by_name: dict[str, tuple[int, int]] | None = None) -> None:
+        self.whole, self._by_name = whole, by_name
+
+    @property
+    def by_name(self) -> dict[str, tuple[int, int]]:
+        """Block and row by name."""
+        if self._by_name is None:
+            assert self.whole is not None
+            names, block = self.whole
+            self._by_name = dict(zip(names, zip(repeat(block), count()), strict=False))
+        return self._by_name
+
+    def put(self, names: Iterable[str], block: int) -> None:
+        """A new block replaces the rows of these names."""
+        self.add(dict(zip(names, zip(repeat(block), count()), strict=False)))
+
+    def add(self, places: Mapping[str, tuple[int, int]]) -> None:
+        """More places, or others for these names."""
+        self.by_name.update(places)
+        self.whole = None
+
+    def remove(self, names: Collection[str]) -> None:
+        """Forget the rows of these names."""
+        kept = {name: place for name, place in self.by_name.items() if name not in names}
+        if len(kept) < len(self.by_name):
+            self._by_name, self.whole = kept, None
+
+    def renumbered(self, number: dict[int, int]) -> RowPlaces:
+        """The same places with other numbers of blocks."""
+        whole = None if self.whole is None else (self.whole[0], number[self.whole[1]])
+        return RowPlaces(whole, {name: (number[block], row) for name, (block, row) in self.by_name.items()})
+
+
+# --- Rows of statistics of one step, on the device ---
+
+
+#: Columns that show whether two rows are of the same values.
+_WITNESSES = frozenset({Column.COUNT, Column.SUM, Column.SQUARE_SUM})
+
+
+class RowStore:
+    """Rows by source and name: stored ones, where the last one counts, and merged ones of micro-batches and calls."""
+
+    def __init__(self) -> None:
+        self._blocks: list[Tensor] = []
+        self._places: dict[str, RowPlaces] = {}  # by source
+        self._parts: dict[tuple[str, str], list[Tensor]] = {}
+        self._columns: dict[str, frozenset[Column]] = {}
+        self._exchanged: set[tuple[str, str]] = set()  # tensors whose rows are merged over ranks
+        self._versions: Counter[str] = Counter()
+        self._dropped: set[tuple[str, str | None]] | None = (
+            None  # what replaces nothing that was set aside; None where nothing was
+        )
+
+    def _note_stream(self, device: torch.device) -> None:
+        """A row is computed on the current stream of ``device``."""
+
+    def put_rows(self, source: str, names: Sequence[str], rows: Tensor, columns: frozenset[Column]) -> None:
+        """Store statistics ``[len(names), 8]``, replacing those of the same names."""
+        if not rows.is_cpu:
+            self._note_stream(rows.device)
+        if len(self._blocks) >= 64:
+            self._drop_replaced()
+        if len(names) != len(rows):
+            raise ValueError(f"{len(rows)} rows of {source} for {len(names)} names")
+        if (places := self._places.get(source)) is None:
+            self._places[source] = RowPlaces((tuple(names), len(self._blocks)))
+        else:
+            places.put(names, len(self._blocks))
+        self._blocks.append(rows)
+        self._versions[source] += 1
+        self._narrow(source, columns)
+
+    def _narrow(self, source: str, columns: frozenset[Column]) -> None:
+        """Of this source, only columns are known that all its rows have."""
+        known = self._columns.setdefault(source, columns)
+        if known is not columns:
+            self._columns[source] = known & columns
+
+    def repeat_rows(self, source: str, names: Sequence[str], of: str, columns: frozenset[Column]) -> None:
+        """Rows of ``source`` are those of the same names of the source ``of``, which must exist."""
+        there = self._places[of]
+        if source not in self._places and there.whole is not None and there.whole[0] == tuple(names):
+            self._places[source] = RowPlaces(there.whole)
+        else:
+            places = self._places.setdefault(source, RowPlaces(None, {}))
+            places.add({name: there.by_name[name] for name in names})
+        self._narrow(source, columns)
+
+    def version_of(self, source: str) -> int:
+        """How often rows of this source were stored."""
+        return self._versions[source]
+
+    @property
+    def block_count(self) -> int:
+        """Number of stored blocks of rows."""
+        return len(self._blocks)
+
+    def names_of(self, source: str) -> set[str]:
+        """The tensors of ``source`` with stored rows."""
+        return set(self._by_name(source))
+
+    def _by_name(self, source: str) -> Mapping[str, tuple[int, int]]:
+        places = self._places.get(source)
+        return {} if places is None else places.by_name
+
+    def rows_of(self, source: str, names: Iterable[str]) -> Tensor:
+        """The stored rows of these names, which must exist: ``[names, 8]``, on the device."""
+        places = self._by_name(source)
+        return torch.stack([self._blocks[block][row] for block, row in (places[name] for name in names)])
+
+    def _drop_replaced(self) -> None:
+        kept = sorted({block for places in self._places.values() for block, _ in places.by_name.values()})
+        number = {block: index for index, block in enumerate(kept)}
+        self._blocks = [self._blocks[block] for block in kept]
+        self._places = {source: places.renumbered(number) for source, places in self._places.items() if places.by_name}
+
+    def merge_rows(self, source: str, names: Sequence[str], rows: Tensor | Sequence[Tensor], columns: frozenset[Column]) -> None:
+        """Merge statistics of one micro-batch or call with those of the same names."""
+        if len(rows) and not rows[0].is_cpu:
+            self._note_stream(rows[0].device)
+        for name, row in zip(names, rows, strict=True):
+            parts = self._parts.setdefault((source, name), [])
+            parts.append(row)
+            if len(parts) == 64:  # bounds the memory for many micro-batches
+                parts[:] = [merge(torch.stack(parts))]
+        self._narrow(source, columns)
+
+    def expect_row(self, source: str, name: str) -> None:
+        """A row will be merged later, and has its place now: the order of rows is that of the calls."""
+        self._parts.setdefault((source, name), [])
+
+    def drop_parts(self, source: str, name: str) -> None:
+        """Forget what was merged of this name, or was expected."""
+        self._parts.pop((source, name), None)
+
+    def rows_or_none(self, source: str, names: Sequence[str]) -> Tensor:
+        """The stored rows of these names, or the identity for missing ones: ``[names, 8]``."""
+        known = self._by_name(source)
+        places = [(row, known[name]) for row, name in enumerate(names) if name in known]
+        if not places:
+            return identity(len(names))
+        found = torch.stack([self._blocks[block][row] for _, (block, row) in places])
+        rows = identity(len(names), found.device, found.dtype)
+        rows[[row for row, _ in places]] = found
+        return rows
+
+    def put_exchanged(self, source: str, names: Sequence[str], rows: Tensor, columns: frozenset[Column]) -> None:
+        """Store rows merged over all ranks; those without elements on any rank are dropped on the host."""
+        if source in self._places and self._by_name(source).keys() <= set(names):
+            del self._places[source]  # in this order on each rank, whatever it has had itself: sums are then the same
+        self.put_rows(source, names, rows, columns)
+        for name in names:
+            self._parts.pop((source, name), None)
+            self._exchanged.add((source, name))
+
+    def merged_rows_of_calls(self) -> dict[tuple[str, str], Tensor]:
+        """The merged rows of :meth:`merge_rows`, without those of micro-batch gradients: ``[8]`` by source and name."""
+        found = {where: parts for where, parts in self._parts.items() if parts and where[0] not in PARAMETER_SOURCES}
+        return {where: merge(torch.stack(parts)) if len(parts) > 1 else parts[0] for where, parts in found.items()}
+
+    def parts_of(self, source: str) -> list[Tensor]:
+        """The rows of :meth:`merge_rows` of all tensors of a source: ``[8]`` each."""
+        return [row for (of, _), rows in self._parts.items() if of == source for row in rows]
+
+    def collect(self, blocks: list[Tensor], merged: Sequence[tuple[str, str]]) -> dict[str, StatsTable]:
+        """The tables by source, from the stored blocks on the host; the last block has the ``merged`` rows."""
+        if not blocks:
+            return {}
+        edited = {source for source, _ in self._exchanged}.union(source for source, _ in merged)
+        tables: dict[str, StatsTable] = {}
+        collected: dict[str, dict[str, tuple[int, int]]] = {}
+        for source, places in self._places.items():
+            if places.whole is not None and source not in edited:
+                names, block = places.whole
+                if names:
+                    tables[source] = StatsTable(names, blocks[block], self._columns[source])
+            else:
+                collected[source] = dict(places.by_name)
+        for source, name in self._exchanged:
+            place = collected.get(source, {}).get(name)
+            if place is not None and not blocks[place[0]][place[1], Column.COUNT] > 0:  # no rank had any
+                del collected[source][name]
+        for row, (source, name) in enumerate(merged):
+            collected.setdefault(source, {})[name] = len(blocks) - 1, row
+        tables.update(
+            (source, StatsTable(tuple(found), _rows_at(blocks, [*found.values()]), self._columns[source]))
+            for source, found in collected.items()
+            if found
+        )
+        if GRADIENT in tables and GRADIENT_BEFORE_CLIP in tables:
+            tables[GRADIENT] = _shared(tables[GRADIENT], tables[GRADIENT_BEFORE_CLIP])
+        return tables
+
+    def has_rows(self, source: str) -> bool:
+        """Whether there are rows of ``source``."""
+        return source in self._places or any(of == source for (of, _), parts in self._parts.items() if parts)
+
+    def clear_rows(self, source: str, names: Collection[str] | None) -> None:
+        """Remove the rows of ``source``, or of some of its tensors."""
+        if names is None:
+            self._places.pop(source, None)
+        elif (places := self._places.get(source)) is not None:
+            places.remove(names)
+            if not places.by_name:
+                del self._places[source]
+        if self._parts:
+            self._parts = {
+                w: parts for w, parts in self._parts.items() if w[0] != source or (names is not None and w[1] not in names)
+            }
+
+    def absorb_rows(self, other: RowStore) -> None:
+        """Merge the rows of :meth:`merge_rows` in ``other``."""
+        for (source, name), parts in other._parts.items():
+            for row in parts:
+                self.merge_rows(source, [name], row.unsqueeze(0), other._columns[source])
+
+    def take_all_rows(self, other: RowStore) -> None:
+        """Have all rows of ``other``, which begins anew."""
+        self._blocks, self._places, self._parts = other._blocks, other._places, other._parts
+        self._columns, self._dropped = dict(other._columns), other._dropped
+
+    def begin_rows_anew(self) -> None:
+        """Another store has all rows."""
+        self._blocks, self._places, self._parts, self._dropped = [], {}, {}, set()
+
+    def _is_dropped(self, source: str, name: str) -> bool:
+        return bool(self._dropped) and not self._dropped.isdisjoint({(source, name), (source, None)})  # type: ignore[union-attr]
+
+    def take_back_rows(self, earlier: RowStore, first: Collection[str]) -> None:
+        """Take all rows of ``earlier`` that were not replaced since; of the sources ``first``, where the first rows count, all."""
+        for source, places in earlier._places.items():
+            kept = set() if source in first else set(self._by_name(source))
+            names = [name for name in places.by_name if name not in kept and not self._is_dropped(source, name)]
+            self.take_rows(earlier, source, names)
+        parts = {where: list(rows) for where, rows in earlier._parts.items() if not self._is_dropped(*where)}
+        for where, rows in self._parts.items():
+            parts.setdefault(where, []).extend(rows)
+        self._parts = parts
+        self._dropped = None if earlier._dropped is None else earlier._dropped | (self._dropped or set())
+        for source in {source for source, _ in parts} & earlier._columns.keys():
+            self._narrow(source, earlier._columns[source])
+
+    def take_rows(self, other: RowStore, source: str, names: Iterable[str]) -> None:
+        """Store the rows of ``other`` for those of these names that it has."""
+        known = other._by_name(source)
+        found = [name for name in names if name in known]
+        if found:
+            self.put_rows(source, found, other.rows_of(source, found), other._columns[source])
+
+    def share_rows(self, other: RowStore, sources: Iterable[str]) -> None:
+        """Start with the stored rows of ``other`` for ``sources``."""
+        wanted = set(sources)
+        self._blocks = list(other._blocks)
+        self._places = {source: places for source, places in other._places.items() if source in wanted}
+        self._drop_replaced()
+        self._columns = {source: columns for source, columns in other._columns.items() if source in wanted}
+
+
+def _rows_at(blocks: Sequence[Tensor], places: Sequence[tuple[int, int]]) -> Tensor:
+    """The rows at these places, each a block and a row in it."""
+    (block, first), count = places[0], len(places)
+    if places[-1] == (block, first + count - 1) and list(places) == [(block, first + row) for row in range(count)]:
+        return blocks[block][first : first + count]  # as for what was merged
+    starts = [0, *accumulate(len(block) for block in blocks)]
+    return torch.cat(list(blocks))[[starts[block] + row for block, row in places]]
+
+
+def _shared(after: StatsTable, before: StatsTable) -> StatsTable:
+    """``after``, or the rows of ``before`` if both have the same values: a run directory stores those once."""
+    if not _WITNESSES <= after.columns <= before.columns:
+        return after
+    if before.names == after.names and before.sums[Column.SQUARE_SUM] != after.sums[Column.SQUARE_SUM]:
+        return after  # as in most steps that clip; both sums are needed anyway
+    rows = before.rows
+    if before.names != after.names:
+        place = {name: row for row, name in enumerate(before.names)}
+        if not place.keys() >= set(after.names):
+            return after
+        rows = rows[[place[name] for name in after.names]]
+    there, here = rows, after.rows
+    if before.columns != after.columns:
+        columns = sorted(after.columns)
+        there, here = rows[:, columns], after.rows[:, columns]
+    return StatsTable(after.names, rows, before.columns, GRADIENT_BEFORE_CLIP) if there.equal(here) else after
+
+
+# --- Values of one key: what a micro-batch contributes, how contributions merge, and the final number ---
+
+
+Aggregation = str | Callable[..., Any]
+
+
+@dataclass
+class PendingValue:
+    """Values of one key until the end of the step."""
+
+    aggregation: Aggregation
+    parts: list[Tensor]  # per micro-batch: [sum, count], one value, or all values, by aggregation
+
+
+def as_tensor(value: Any, key: Key) -> Tensor:
+    """A number or a tensor as one dimension, in the widest floating dtype of its device.
+
+    Raises:
+        TypeError: it is neither, or not real.
+        ValueError: it has no elements.
+    """
+    if isinstance(value, Tensor):
+        if (reason := refusal(value)) is not None:
+            raise TypeError(f"the value of {'/'.join(filter(None, key))} cannot be read: {reason}")
+        if value.is_complex():
+            raise TypeError(f"the value of {'/'.join(filter(None, key))} is complex; return a real number, such as its abs()")
+        if value.numel() == 0:
+            raise ValueError(f"the value of {'/'.join(filter(None, key))} has no elements")
+        flat: Tensor = value.detach().to(accumulator_dtype(value.device)).reshape(-1)
+        return flat
+    try:
+        return torch.tensor([float(value)], dtype=torch.float64, device="cpu")
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"the value of {'/'.join(filter(None, key))} must be a number or a tensor, got {type(value).__name__}"
+        ) from error
+
+
+def part_of(values: Tensor, aggregation: Aggregation, weight: int = 1) -> Tensor:
+    """The contribution of one micro-batch, reduced immediately, because the tensor may be modified later. In a mean, a single value counts
+    ``weight`` times.
+    """
+    if aggregation == "mean":
+        return torch.stack([values.sum(), torch.full_like(values[0], values.numel())]) * (weight if values.numel() == 1 else 1)
+    if aggregation == "sum":
+        return values.sum().reshape(1)
+    if aggregation == "min":
+        return values.amin().reshape(1)
+    if aggregation == "max":
+        return values.amax().reshape(1)
+    return values.clone()  # it may be a view of its source
+
+
+def merged_parts(parts: list[Tensor], aggregation: str) -> Tensor:
+    """Merge several contributions into one."""
+    stacked = torch.stack(parts)
+    if aggregation in ("mean", "sum"):
+        return stacked.sum(dim=0)
+    return stacked.amin(dim=0) if aggregation == "min" else stacked.amax(dim=0)
+
+
+def cosine(product: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """The cosine of two vectors from their inner products. Infinite if one is zero: that marks an undefined value on the device."""
+    lengths = (first * second).sqrt()
+    return torch.where(lengths == 0, UNDEFINED, product / lengths)
+
+
+def turn(own: Tensor, product: Tensor, change: Tensor) -> Tensor:
+    """The angle in radians between a vector and its sum with a change, from the inner products of the vector with itself, of both, and of
+    the change with itself: exact for small angles too. Infinite if the vector or the sum is zero: that marks an undefined value.
+    """
+    across = (own * change - product.square()).clamp(min=0).sqrt()
+    along = own + product
+    return torch.where((own == 0) | ((across == 0) & (along == 0)), UNDEFINED, torch.atan2(across, along))
+
+
+def growth(own: Tensor, product: Tensor, change: Tensor) -> Tensor:
+    """How much longer a vector's sum with a change is, relative to the vector, from the same products. Infinite for a zero vector."""
+    relative = (2 * product + change) / own
+    return torch.where(own == 0, UNDEFINED, relative / ((1 + relative).clamp(min=0).sqrt() + 1))
+
+
+def row_of_sums(sums: Tensor) -> Tensor:
+    """Up to three sums that add up over ranks, as a row of statistics ``[8]``."""
+    row = identity(1, sums.device, sums.dtype)[0]
+    row[Column.COUNT] = 1
+    row[Column.SUM : Column.SUM + len(sums)] = sums
+    return row
+
+
+def contribution(key: Key, pending: PendingValue, reducer: str) -> Tensor | None:
+    """This rank's contribution to a value that ranks merge by ``reducer``, as a row of statistics ``[8]``; None if the aggregation function
+    returned several values.
+    """
+    if pending.aggregation == reducer == "mean":  # weighted by how many values each rank has
+        total, count = merged_parts(pending.parts, "mean").unbind()
+    else:
+        found = finished(key, pending)
+        if list(found) != [key]:
+            return None
+        total, count = found[key], torch.ones_like(found[key])
+    row = identity(1, total.device, total.dtype)[0]
+    row[Column.COUNT] = count
+    if reducer in _EXTREMES:  # min and max ignore NaN, so it is counted separately
+        row[Column.NONFINITE] = total.isnan()
+        row[_EXTREMES[reducer]] = torch.where(total.isnan(), row[_EXTREMES[reducer]], total)
+    else:
+        row[Column.SUM] = total
+    return row
+
+
+def part_from(row: Tensor, reducer: str) -> Tensor:
+    """The inverse of :func:`contribution`: one part of a pending value, from the merged rows."""
+    if reducer == "mean":
+        return torch.stack([row[Column.SUM], row[Column.COUNT]])
+    if reducer == "norm":
+        return row[Column.SUM].sqrt().reshape(1)
+    if reducer == "rms":
+        return (row[Column.SUM] / row[Column.SUM + 1]).sqrt().reshape(1)
+    if reducer in _OF_PRODUCTS:
+        return _OF_PRODUCTS[reducer](*row[Column.SUM : Column.SUM + 3].unbind()).reshape(1)
+    if reducer in _EXTREMES:
+        return torch.where(row[Column.NONFINITE] > 0, torch.nan, row[_EXTREMES[reducer]]).reshape(1)
+    return row[Column.SUM].reshape(1)
+
+
+_OF_PRODUCTS = {"cosine": cosine, "angle": turn, "growth": growth}
+_EXTREMES = {"min": Column.MIN, "max": Column.MAX}
+
+
+def finished(key: Key, pending: PendingValue) -> dict[Key, Tensor]:
+    """The final scalar of a key, or several if the aggregation function returned a dict."""
+    if isinstance(pending.aggregation, str):
+        merged = merged_parts(pending.parts, pending.aggregation)
+        return {key: merged[0] / merged[1] if pending.aggregation == "mean" else merged[0]}
+    result = pending.aggregation(torch.cat(pending.parts))
+    if not isinstance(result, Mapping):
+        return {key: _scalar(result, key)}
+    field = "metric" if key.metric else "name"
+    return {
+        (sub := key._replace(**{field: f"{getattr(key, field)}.{str(name).replace('/', '.')}"})): _scalar(value, sub)
+        for name, value in result.items()
+    }
+
+
+def _scalar(value: Any, key: Key) -> Tensor:
+    tensor = as_tensor(value, key)
+    if tensor.numel() != 1:
+        raise ValueError(f"{'/'.join(filter(None, key))} must be one number, got {tensor.numel()} of them")
+    return tensor[0]
+
+
+# --- Values of one step that are not statistics: of metric functions, and logged ones ---
+
+
+#: Sources of values of a rank's own batch.
+SHARED_SOURCES = frozenset((*MODULE_SOURCES, *RCC_SOURCES))
+_BY_FUNCTION = (
+    "metric_aggregation_fn= is a function, and ranks merge values of their batches by a named reducer: pass 'mean', 'sum', 'min' or "
+    "'max'"
+)
+_SEVERAL = "ranks merge one value for each key, and its aggregation function returns several"
+
+
+class ValueStore:
+    """Values by key, merged over micro-batches and ranks by named reducers or functions."""
+
+    def __init__(self) -> None:
+        self._pending: dict[Key, PendingValue] = {}
+        self._reducers: dict[Key, str] = {}
+        self._contributions: dict[Key, tuple[str, Tensor]] = {}
+        self._vectors: list[tuple[list[Key | None], Tensor]] = []  # None for a value that was removed
+        self._stand_ins: set[Key] = set()  # values of a trainer that the script has not logged
+        self._counts: dict[Key, Tensor] = {}  # for values that may not exist: the number of contributing ranks, or a flag
+        self._replaced: set[Key] = set()
+        self._shared: set[Key] = set()  # values that are those of all ranks by now
+
+    def _note_stream(self, device: torch.device) -> None:
+        """A value is computed on the current stream of ``device``."""
+
+    def withhold(self, key: Key, reason: str) -> None:
+        """Remove a value that is not that of all ranks."""
+        self._pending.pop(key, None)
+
+    def contribute(self, key: Key, reducer: str, sums: Tensor) -> None:
+        """Add this rank's sums to a value of the whole tensor, a ``"norm"`` or ``"cosine"``."""
+        if not sums.is_cpu:
+            self._note_stream(sums.device)
+        self._contributions[key] = reducer, row_of_sums(sums)
+
+    def share(self, key: Key, reducer: str) -> None:
+        """Merge the value of ``key`` over ranks by ``reducer``."""
+        self._reducers[key] = reducer
+
+    def shared_values(self, watches: Callable[[Key], bool]) -> dict[Key, tuple[str, Tensor]]:
+        """How each value merges over ranks, and this rank's contribution.
+
+        These are values logged to be shared or that a detector ``watches``, and metrics of modules. What has no named reducer is withheld:
+        a function cannot be applied to values of ranks, each of which has applied it to its own.
+        """
+        found = dict(self._contributions)
+        for key, pending in list(self._pending.items()):
+            reducer = self._reducers.get(key) or ("mean" if not key.source and watches(key) else "")
+            if not reducer and key.source in SHARED_SOURCES:
+                if not isinstance(pending.aggregation, str):
+                    self.withhold(key, _BY_FUNCTION)
+                    continue
+                reducer = pending.aggregation
+            if reducer:
+                with contextlib.suppress(Exception):  # of a user's aggregation; reported when the step ends
+                    if (row := contribution(key, pending, reducer)) is not None:
+                        found[key] = reducer, row
+                    else:
+                        self.withhold(key, _SEVERAL)
+        return found
+
+    def put_shared(self, key: Key, reducer: str, row: Tensor) -> None:
+        """Store the merged contributions of all ranks; dropped on the host if there were none."""
+        self._pending[key] = PendingValue(reducer if reducer in REDUCERS else "sum", [part_from(row, reducer)])
+        self._counts[key] = row[Column.COUNT]
+        self._shared.add(key)
+
+    def put_where(self, key: Key, value: Tensor, there: Tensor) -> None:
+        """Store a value that exists only if ``there``, 0-d on the device, is true; replaces an earlier one."""
+        self.put_value(key, value)
+        self._counts[key] = there
+
+    def put_value(self, key: Key, value: Any, aggregation: Aggregation = "mean", weight: int = 1) -> None:
+        """Store a scalar, or a tensor whose elements ``aggregation`` reduces; replaces an earlier value."""
+        self._pending.pop(key, None)
+        self._replaced.add(key)
+        self.merge_value(key, value, aggregation, weight)
+
+    def merge_value(self, key: Key, value: Any, aggregation: Aggregation = "mean", weight: int = 1) -> None:
+        """Merge a scalar or tensor of one micro-batch with the others of this step by ``aggregation``.
+
+        Raises:
+            TypeError: neither a number nor a real tensor.
+            ValueError: a tensor without elements.
+        """
+        self._merge(key, [part_of(as_tensor(value, key), aggregation, weight)], aggregation)
+
+    def merge_logged(self, key: Key, value: Any, aggregation: Aggregation, stands_in: bool) -> bool:
+        """Merge a logged value, as :meth:`merge_value` does; returns whether it was taken.
+
+        A value of a trainer ``stands_in`` for one that the script may log: whichever comes first, the script's value replaces it.
+        """
+        if not self._takes(key, stands_in):
+            return False
+        self.merge_value(key, value, aggregation)
+        return True
+
+    def _takes(self, key: Key, stands_in: bool) -> bool:
+        if stands_in:
+            if any(_stands_for(key, own) for own in self.logged - self._stand_ins):
+                return False
+            self._stand_ins.add(key)
+        elif self._stand_ins:
+            for given in [given for given in self._stand_ins if _stands_for(given, key)]:
+                self._stand_ins.remove(given)
+                self._pending.pop(given, None)
+        return True
+
+    def put_values(self, keys: Sequence[Key], values: Tensor) -> None:
+        """Store final values ``[len(keys)]``, replacing earlier ones that came in this way."""
+        if not values.is_cpu:
+            self._note_stream(values.device)
+        names: list[Key | None] = list(keys)
+        self._vectors = [one for one in self._vectors if one[0] != names]  # an optimizer may step often in a step
+        self._vectors.append((names, values))
+
+    def _merge(self, key: Key, parts: list[Tensor], aggregation: Aggregation) -> None:
+        for part in parts:
+            if not part.is_cpu:
+                self._note_stream(part.device)
+        pending = self._pending.setdefault(key, PendingValue(aggregation, []))
+        if pending.aggregation != aggregation and isinstance(pending.aggregation, str) | isinstance(aggregation, str):
+            first, second = (repr(each) if isinstance(each, str) else "a function" for each in (pending.aggregation, aggregation))
+            raise ValueError(f"the values of one key in one step need one aggregation, and were logged with {first} and {second}")
+        pending.parts += parts
+        if len(pending.parts) >= 64 and isinstance(aggregation, str):
+            pending.parts[:] = [merged_parts(pending.parts, aggregation)]
+
+    @property
+    def logged(self) -> frozenset[Key]:
+        """The keys of logged values."""
+        return frozenset(key for key in self._pending if not key.source)
+
+    def clear_values(self, source: str, names: Collection[str] | None) -> None:
+        """Remove the values of ``source``, or of some of its tensors."""
+        for keys, _ in self._vectors:
+            keys[:] = [None if key and key.source == source and (names is None or key.name in names) else key for key in keys]
+        if self._pending:
+            gone = [key for key in self._pending if key.source == source and (names is None or key.name in names)]
+            for key in gone:
+                del self._pending[key]
+
+    def absorb_values(self, other: ValueStore) -> None:
+        """Merge the values in ``other``, unless the value here is that of all ranks."""
+        for key, pending in other._pending.items():
+            if key not in self._shared and (key.source or self._takes(key, key in other._stand_ins)):
+                self._merge(key, pending.parts, pending.aggregation)
+        self._vectors += other._vectors
+        self._reducers.update(other._reducers)
+
+    def take_all_values(self, other: ValueStore) -> None:
+        """Have all values of ``other``, which begins anew."""
+        self._pending, self._vectors, self._counts = other._pending, other._vectors, other._counts
+        self._contributions, self._reducers, self._replaced = other._contributions, dict(other._reducers), other._replaced
+        self._shared = other._shared
+
+    def begin_values_anew(self) -> None:
+        """Another store has all values."""
+        self._pending, self._vectors, self._counts, self._contributions, self._replaced = {}, [], {}, {}, set()
+        self._shared = set()
+
+    def take_back_values(self, earlier: ValueStore, first: Collection[str], is_dropped: Callable[[str, str], bool]) -> None:
+        """Take all values of ``earlier`` that were not replaced since; of the sources ``first``, where the first values count, all."""
+        found: dict[Key, PendingValue] = {}
+        for key, value in earlier._pending.items():
+            if key.source in first or not (key in self._replaced or is_dropped(key.source, key.name)):
+                found[key] = PendingValue(value.aggregation, list(value.parts))
+        for key, value in self._pending.items():
+            if key in found and key.source not in first:
+                found[key].parts += value.parts
+            else:
+                found.setdefault(key, value)
+        known = {key for keys, _ in self._vectors for key in keys if key is not None and key.source not in first}
+        again = {key for keys, _ in earlier._vectors for key in keys if key is not None and key.source in first}
+        older = [
+            ([None if key is None or key in known or is_dropped(key.source, key.name) else key for key in keys], values)
+            for keys, values in earlier._vectors
+        ]
+        newer = [([None if key in again else key for key in keys], values) for keys, values in self._vectors]
+        self._pending, self._vectors = found, [*older, *newer]
+        self._replaced |= earlier._replaced
+        self._shared |= earlier._shared
+        self._contributions = {**earlier._contributions, **self._contributions}
+        self._counts, self._reducers = {**earlier._counts, **self._counts}, {**earlier._reducers, **self._reducers}
+
+    def take_values(self, other: ValueStore, source: str, names: set[str]) -> None:
+        """Take the values of these tensors from ``other``."""
+        self._pending.update({key: p for key, p in other._pending.items() if key.source == source and key.name in names})
+        for keys, values in other._vectors:
+            self._vectors.append(([key if key and key.source == source and key.name in names else None for key in keys], values))
+
+    def share_logged(self, other: ValueStore, reducers: bool = False) -> None:
+        """Start with the logged values of ``other``, and on request how ranks merge them."""
+        self._pending = {key: PendingValue(p.aggregation, list(p.parts)) for key, p in other._pending.items() if not key.source}
+        self._stand_ins, self._shared = set(other._stand_ins), set(other._shared)
+        if reducers:
+            self._reducers = dict(other._reducers)
+
+
+def _stands_for(given: Key, own: Key) -> bool:
+    """Whether a trainer's value ``given`` tells the same as ``own`` of the script."""
+    return given == own or (is_whole_loss(given) and is_whole_loss(own))
+
+
+# --- stream join ---
+
+
+class StreamJoin:
+    """The streams on which values were computed, such as those of a model whose branches run side by side.
+
+    The current stream waits for them on the device, never the host.
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[tuple[torch.device, int], Any] = {}
+
+    def note(self, device: torch.device) -> None:
+        """A value was computed on the current stream of ``device``."""
+        number = stream_number(device)
+        if number is not None and (device, number) not in self._streams and (stream := current_stream(device)) is not None:
+            self._streams[device, number] = stream
+
+    def join(self, values: Callable[[], Iterable[Tensor]]) -> None:
+        """Let the current streams wait for all others, and keep the memory of ``values`` until the current ones have read it."""
+        streams, self._streams = self._streams, {}
+        here = {device: stream_number(device) for device, _ in streams}
+        others = [(device, stream) for (device, number), stream in streams.items() if here[device] != number]
+        for device, stream in others:
+            current_stream(device).wait_stream(stream)
+        elsewhere = {device for device, _ in others}
+        if elsewhere:
+            for value in values():
+                if value.device in elsewhere:
+                    keep_for_current_stream(value)  # else the next tensor of its own stream may get this memory early
+        for device in here:
+            self.note(device)
+
+
+# --- device transfer ---
+
+
+class _DeviceGroup(NamedTuple):
+    """All values from one device."""
+
+    positions: list[int]
+    packed: Tensor
+    copied: Any  # the event to wait for; None: `packed` is still on its device
+
+
+class DeviceToHostCopy:
+    """An asynchronous copy of tensors to the host, as float64, packed into one copy per device.
+
+    The copy goes to pinned memory, queued behind the device's work; only :meth:`land` waits for it. Devices without streams are read in
+    :meth:`land`.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._host: list[Tensor] = []  # those of other devices are replaced when they land
+        by_device: dict[torch.device, list[int]] = {}
+        for position, tensor in enumerate(tensors):
+            if tensor.is_cpu:  # without packing it
+                tensor = tensor.to(torch.float64, copy=True)
+            else:
+                by_device.setdefault(tensor.device, []).append(position)
+            self._host.append(tensor)
+        self._groups = [_send(device, positions, tensors) for device, positions in by_device.items()]
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all tensors were on the host already."""
+        return not self._groups
+
+    def is_ready(self) -> bool:
+        """Whether :meth:`land` would not wait. Does not synchronise."""
+        return all(group.copied is not None and group.copied.query() for group in self._groups)
+
+    def wait(self) -> None:
+        """Wait for the copies."""
+        for group in self._groups:
+            if group.copied is not None:
+                group.copied.synchronize()
+
+    def land(self) -> list[Tensor]:
+        """The tensors on the host, in order. Waits for the copies, but not for work queued after them."""
+        self.wait()
+        for group in self._groups:
+            values = group.packed.to("cpu", torch.float64)
+            pieces = torch.split(values, [self._host[p].numel() for p in group.positions])
+            for position, piece in zip(group.positions, pieces, strict=True):
+                self._host[position] = piece.reshape(self._host[position].shape)
+        self._groups = []
+        return self._host
+
+
+def _send(device: torch.device, positions: list[int], tensors: Sequence[Tensor]) -> _DeviceGroup:
+    packed = torch.cat([tensors[p].reshape(-1).to(accumulator_dtype(device)) for p in positions])
+    return _DeviceGroup(positions, *copied_to_host(packed))
+
+
+# --- The rows of a batch with the largest losses ---
+
+
+#: Rows that are kept of each step.
+KEPT = 8
+#: A row stands out if it has more than the mean loss, and this many times the mean of the rows with smaller ones.
+_STANDS_OUT = 5.0
+_NAMED = 3
+#: Identities on a device travel in three parts of as many bits, which float32 holds exactly.
+_PARTS, _BITS = 3, 22
+
+#: Identities of the rows of one call: on the host all of them, on a device those of the largest losses, behind the numbers.
+Identities = Sequence[Any] | Tensor
+
+
+@torch.no_grad()
+def largest_of(losses: Tensor, identities: Identities) -> Tensor:
+    """Numbers about the losses of rows, ``[n]``, on their device. Does not synchronise.
+
+    Returns:
+        The sum of finite losses, the numbers of others and of negative ones, the :data:`KEPT` largest losses, those that are not finite
+        first, their places, and the parts of their identities where these are a tensor.
+    """
+    values = losses.detach().to(accumulator_dtype(losses.device))
+    is_finite = values.isfinite()
+    places = torch.where(is_finite, values, math.inf).topk(min(KEPT, len(values))).indices
+    counts = [(~is_finite).sum(), (is_finite & (values < 0)).sum()]
+    numbers = [torch.where(is_finite, values, 0.0).sum().view(1), torch.stack(counts), values[places], places]
+    if isinstance(identities, Tensor):
+        named = identities.detach().to(values.device, torch.int64)[places]
+        numbers += [named >> 2 * _BITS, named >> _BITS & 2**_BITS - 1, named & 2**_BITS - 1]
+    return torch.cat([each.to(values.dtype) for each in numbers])
+
+
+def merged(calls: Sequence[tuple[Identities, int, Tensor]]) -> dict[str, Any]:
+    """The worst rows of a step, for its context: ``ids`` and ``losses``, the largest first, their ``sum``, the ``count`` of all rows,
+    and how many losses are ``nonfinite`` and ``negative``. A row of several calls has the sum of its losses.
+
+    Args:
+        calls: identities, number of rows, and the numbers of :func:`largest_of` on the host, for each call in the step.
+    """
+    found: dict[Any, float] = {}
+    for identities, _, numbers in calls:
+        is_here = not isinstance(identities, Tensor)
+        count = (len(numbers) - 3) // (2 if is_here else 2 + _PARTS)
+        losses, places, *parts = numbers[3:].view(-1, count).tolist()
+        names = [_plain(identities[int(place)]) for place in places] if is_here else list(map(_joined, *parts))
+        for loss, name in zip(losses, names, strict=True):
+            found[name] = found.get(name, 0.0) + loss
+    largest = sorted(found.items(), key=lambda row: -row[1] if math.isfinite(row[1]) else -math.inf)[:KEPT]
+    total, nonfinite, negative = (sum(float(numbers[place]) for *_, numbers in calls) for place in range(3))
+    return {
+        "ids": [name for name, _ in largest],
+        "losses": [loss for _, loss in largest],
+        "sum": total,
+        "nonfinite": int(nonfinite),
+        "negative": int(negative),
+        "count": sum(count for _, count, _ in calls),
+    }
+
+
+def rows_text(rows: Mapping[str, Any]) -> str:
+    """Which rows stand out, as part of a sentence about a spike; empty without any."""
+    if not rows or rows["count"] < 2:
+        return ""
+    ids, losses, count, total = list(map(str, rows["ids"])), rows["losses"], rows["count"], rows["sum"]
+    if rows["nonfinite"]:
+        odd = [name for name, loss in zip(ids, losses, strict=True) if not math.isfinite(loss)][:_NAMED]
+        more = rows["nonfinite"] - len(odd)
+        names = ", ".join(odd) + (f" and {more} more" if more > 0 else "")
+        return f"of {count} rows {rows['nonfinite']} have a loss that is NaN or infinite: {names}"
+    if not total > 0 or rows.get("negative"):
+        return ""
+    far = 0
+    for place, loss in enumerate(losses[: count - 1], 1):
+        others = max(total - sum(losses[:place]), 0.0) / (count - place)
+        far = place if loss > max(_STANDS_OUT * others, total / count) else far
+    shares = [loss / total for loss in losses]
+    if not far:
+        return f"no row of {count} stands out: the largest share of the loss, of row {ids[0]}, is {percent(shares[0])}"
+    named = listed([f"{name} ({percent(share)})" for name, share in zip(ids[:far], shares, strict=False)], _NAMED)
+    return f"of {count} rows the largest shares of the loss are those of {named}"
+
+
+def _joined(high: float, middle: float, low: float) -> int:
+    """An identity of its parts."""
+    return (int(high) << 2 * _BITS) + (int(middle) << _BITS) + int(low)
+
+
+def _plain(name: Any) -> Any:
+    """As JSON has it."""
+    return int(name) if hasattr(name, "__index__") else str(name)
+
+
+# --- The values of the current step, on the device ---
+
 
 #: Sources that are measured before the first optimizer of a step changes anything.
 _FIRST = frozenset({PARAMETER, PARAMETER_DIFFERENCE})

@@ -4,23 +4,505 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter, methodcaller
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.optim import Optimizer
 
+from ..core.errors import display
 from ..core.keys import ROOT, WRAPPERS, canonical_name, canonical_names
-from .gradient_source import PLAIN_GRADIENTS, GradientSource
-from .model_shape import ModelShape
-from .parameter_refs import ParameterRefs, Place
-from .ranks import is_dtensor, is_sharded
+from ..core.torch_modes import fsdp_param_groups
+from .ranks import Ranks, is_dtensor, is_sharded
 
-if TYPE_CHECKING:
-    from .whole_model import WholeModel
+# --- parameter refs ---
+
+
+#: Returns a parameter while it exists.
+Place = Callable[[], "nn.Parameter | None"]
+
+
+class ModuleParameterRef:
+    """The parameter of a module by its name."""
+
+    __slots__ = ("_module", "_name")
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module, self._name = weakref.ref(module), name
+
+    def __call__(self) -> nn.Parameter | None:
+        """The parameter; None if the module is gone or has no such parameter any more."""
+        module = self._module()
+        try:  # parameters of TorchScript have few methods
+            return None if module is None else module._parameters[self._name]
+        except KeyError:
+            return None
+
+
+class FsdpParameterRef:
+    """A sharded parameter of ``fully_shard``. During a forward or backward pass another one, whose storage is freed afterwards, is in its
+    place.
+    """
+
+    __slots__ = ("_held",)
+
+    def __init__(self, held: Any) -> None:
+        self._held = weakref.ref(held)
+
+    def __call__(self) -> nn.Parameter | None:
+        """The parameter; None if the model is gone."""
+        held = self._held()
+        return None if held is None else held.sharded_param
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether it is in host memory."""
+        return bool(getattr(self._held(), "offload_to_cpu", False))
+
+
+def _identity(parameter: nn.Parameter) -> tuple[int, bool]:
+    return id(parameter), parameter.requires_grad
+
+
+class ParameterRefs:
+    """The parameters of modules under ``fully_shard``, as the optimizer has them.
+
+    Args:
+        root: the watched model.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._kept: list[tuple[FsdpParameterRef, tuple[int, bool]]] = []
+        self.places: dict[tuple[int, str], FsdpParameterRef] = {}  # by the id of the module and the parameter's name in it
+        fsdp = sys.modules.get("torch.distributed.fsdp")
+        for module in root.modules() if hasattr(fsdp, "FSDPModule") else ():
+            if isinstance(module, fsdp.FSDPModule):  # type: ignore[union-attr]
+                for group in fsdp_param_groups(module._get_fsdp_state()):
+                    for held in group.fsdp_params:
+                        self._put(held)
+
+    def _put(self, held: Any) -> None:
+        info, place = held._module_info, FsdpParameterRef(held)
+        self._kept.append((place, _identity(held.sharded_param)))
+        owners = zip([info.module, *info.shared_modules], [info.param_name, *info.shared_param_names], strict=True)
+        self.places.update(((id(module), name), place) for module, name in owners)
+
+    def is_current(self) -> bool:
+        """False once one of them was replaced, frozen or thawed."""
+        return all((parameter := place()) is not None and _identity(parameter) == known for place, known in self._kept)
+
+    def parameters(self, root: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter, Place]]:
+        """The parameters of ``root`` with names and references, as ``nn.Module.named_parameters`` returns them between two passes."""
+        seen: set[int] = set()
+        for path, module in root.named_modules(remove_duplicate=remove_duplicate):
+            for name in list(module._parameters.keys()):
+                place: Place = self.places.get((id(module), name)) or ModuleParameterRef(module, name)
+                parameter = place()
+                if parameter is not None and not (remove_duplicate and id(parameter) in seen):
+                    seen.add(id(parameter))
+                    yield f"{path}.{name}" if path else name, parameter, place
+
+
+# --- Whether a model still has the parameters and modules that it had when it was indexed ---
+
+
+_CHILDREN, _PARAMETERS = attrgetter("_modules"), attrgetter("_parameters")
+_KEYS, _VALUES = methodcaller("keys"), methodcaller("values")
+
+
+class ModelShape:
+    """The children and parameters of each module, by identity.
+
+    Args:
+        modules: all modules of the model.
+        refs: its parameters under ``fully_shard``.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], refs: ParameterRefs) -> None:
+        self._refs, places = refs, refs.places.keys()
+        self._modules = [weakref.ref(module) for module in modules]
+        self._slots = [{k: v for k, v in _slots(m) if (id(m), k) not in places} for m in modules]
+        self._known = _identities(modules)
+        # during a pass, plain parameters replace sharded ones that a parent module keeps elsewhere
+        self._replaced_in_pass = {
+            (id(m), name): parameter.shape
+            for m in modules
+            for name, parameter in m._parameters.items()
+            if parameter is not None and (id(m), name) not in places and is_sharded(parameter)
+        }
+        self._sharded_names = {id(m): {name for owner, name in places if owner == id(m)} for m in modules} if places else {}
+
+    def is_current(self) -> bool:
+        """False once a parameter or module was added, removed or replaced, or a parameter was frozen or thawed."""
+        if not self._refs.is_current():
+            return False
+        modules: list[nn.Module] = []
+        for reference in self._modules:
+            if (module := reference()) is None:
+                return False
+            modules.append(module)
+        if self._known == _identities(modules):
+            return True  # as nearly always, and without a call for each module or parameter
+        for module, slots in zip(modules, self._slots, strict=True):
+            sharded = self._sharded_names.get(id(module), ())
+            if len(module._parameters) + len(module._modules) != len(slots) + len(sharded):
+                return False
+            for name, child in module._modules.items():
+                if slots.get(name) != id(child):
+                    return False
+            for name, parameter in module._parameters.items():
+                if name in sharded or (parameter is not None and not isinstance(parameter, nn.Parameter)):
+                    continue  # torch.func.functional_call puts plain tensors there during a call
+                expected = slots.get(name)
+                actual = None if parameter is None else (id(parameter), parameter.requires_grad)
+                if expected != actual and not self._is_replacement(parameter, id(module), name):
+                    return False
+        return True
+
+    def _is_replacement(self, parameter: Tensor | None, owner: int, name: str) -> bool:
+        shape = self._replaced_in_pass.get((owner, name))
+        return parameter is not None and not is_dtensor(parameter) and parameter.shape == shape
+
+
+def _identities(modules: Sequence[nn.Module]) -> tuple[list[object], ...]:
+    """Names and identities of the children and parameters of all ``modules``, how many each has, and which parameters are trained."""
+    children, parameters = [*map(_CHILDREN, modules)], [*map(_PARAMETERS, modules)]
+    values = [*chain.from_iterable(map(_VALUES, parameters))]
+    return (
+        [*map(len, children), *map(len, parameters)],
+        [*chain.from_iterable(map(_KEYS, [*children, *parameters]))],
+        [*map(id, chain.from_iterable(map(_VALUES, children))), *map(id, values)],
+        [value is not None and value.requires_grad for value in values],
+    )
+
+
+def _slots(module: nn.Module) -> Iterator[tuple[str, object]]:
+    for name, child in module._modules.items():
+        yield name, id(child)
+    for name, parameter in module._parameters.items():
+        yield name, None if parameter is None else (id(parameter), parameter.requires_grad)
+
+
+# --- whole model ---
+
+
+class PartFacts(NamedTuple):
+    """A parameter of one part, as its rank describes it to the others.
+
+    Attributes:
+        stage: number of the part among all parts of the model.
+        name: of the parameter within the part.
+        shape: of the whole parameter.
+        dtype: as text.
+        is_trained: it requires a gradient.
+        fan_in: see ``ModelIndex.matrices``; -1 for what is no matrix.
+        group: number of its group among those of the optimizers of its stage; -1 if none of them has it.
+    """
+
+    stage: int
+    name: str
+    shape: Sequence[int]
+    dtype: str
+    is_trained: bool
+    fan_in: int
+    group: int
+
+
+class WholeModel:
+    """The parameters of all parts.
+
+    Args:
+        by_rank: what each rank has, the ranks in ascending order.
+        members: their numbers among all processes.
+        modules: stage, name and class of each module.
+        cards: settings of each group of the optimizers, and stage and name of its parameters.
+
+    Attributes:
+        facts: by name, in the order of the stages.
+        homes: by name, the first rank that has the parameter, among all processes.
+        has_prefix: parts have parameters of equal names, so each name begins with the number of its stage.
+        kinds: the class of each module by name.
+        cards: as given, with names in the whole model, those of copies once.
+    """
+
+    def __init__(
+        self,
+        by_rank: Sequence[Sequence[PartFacts]],
+        members: Sequence[int],
+        modules: Iterable[tuple[int, str, str]] = (),
+        cards: Iterable[dict[str, Any]] = (),
+    ) -> None:
+        stages: dict[str, set[int]] = {}
+        for facts in by_rank:
+            for fact in facts:
+                stages.setdefault(fact.name, set()).add(fact.stage)
+        self.has_prefix = any(len(of) > 1 for of in stages.values())
+        self.facts: dict[str, PartFacts] = {}
+        self.homes: dict[str, int] = {}
+        ordered = [(fact, rank) for facts, rank in zip(by_rank, members, strict=True) for fact in facts]
+        for fact, rank in sorted(ordered, key=lambda each: each[0].stage):  # stable: ranks, then the order in the part
+            name = self.prefix(fact.stage) + fact.name
+            self.facts.setdefault(name, fact)
+            self.homes.setdefault(name, rank)
+        ordered_modules = sorted(modules, key=lambda each: each[0])
+        self.kinds = {self.prefix(at) + name if name != ROOT else f"stage{at}": kind for at, name, kind in ordered_modules}
+        self.cards: list[dict[str, Any]] = []
+        for card in cards:
+            named = {**card, "parameters": [self.prefix(stage) + name for stage, name in card["parameters"]]}
+            if named not in self.cards:
+                self.cards.append(named)
+
+    @classmethod
+    def gathered(
+        cls,
+        ranks: Ranks,
+        own: Sequence[PartFacts],
+        modules: Sequence[tuple[int, str, str]],
+        cards: Sequence[dict[str, Any]],
+    ) -> WholeModel:
+        """From what each rank has. Collective."""
+        found = ranks.gathered([own, modules, cards])
+        by_rank = [[PartFacts(*fact) for fact in facts] for facts, _, _ in found]
+        return cls(by_rank, ranks.members, [each for _, of, _ in found for each in of], [each for *_, of in found for each in of])
+
+    def groups(self) -> list[set[str]]:
+        """The parameters of each group of the optimizers; groups of one number in several stages are one."""
+        count = 1 + max((fact.group for fact in self.facts.values()), default=-1)
+        return [{name for name, fact in self.facts.items() if fact.group == number} for number in range(count)]
+
+    def prefix(self, stage: int) -> str:
+        """What names of this stage begin with."""
+        return f"stage{stage}." if self.has_prefix else ""
+
+    def name_of(self, parts: nn.Module, name: str) -> str:
+        """The name in the whole model of a parameter or module that is called ``name`` among the parts of one rank."""
+        number, dot, rest = name.partition(".")
+        if not number.isdigit() or number not in parts._modules:
+            return name  # the root
+        return f"{self.prefix(int(number))}{rest}" if dot else f"stage{number}"
+
+
+# --- Where the gradients of parameters are: in ``.grad``, or where an engine keeps them ---
+
+
+class GradientSource:
+    """Where the gradient of each parameter is, when it is final, and what the optimizer steps in its place.
+
+    This class describes plain PyTorch. A subclass describes an engine that keeps gradients elsewhere: in buffers of its own
+    (``main_grad``), or in flat tensors that each rank steps a part of (ZeRO). Pass it as ``ModuleMonitor(gradient_source=...)``.
+
+    Every method takes a parameter of the watched model and is called a few times in each step that takes values, so it should only look
+    things up. It must not communicate, since other ranks may not call it, nor wait for a device. One that raises costs the values
+    of the step, with a warning.
+    """
+
+    #: Whether gradients are final only when the outermost optimizer steps, as where it reduces them or an engine does so after the last
+    #: backward pass. Otherwise they are when a backward pass ends.
+    is_final_at_step = False
+    #: The object around all optimizers whose ``step`` steps them, such as an engine; None where the loop calls theirs.
+    outer: Any = None
+    #: An object whose ``step`` runs all passes of a step, after which gradients are final, such as the schedule of a pipeline; None where
+    #: the loop runs them.
+    boundary: Any = None
+    #: Names of its methods that call the model without training it; those that it lacks do not count.
+    trials: Sequence[str] = ()
+    #: Whether a GradScaler leaves accumulated gradients scaled, since it unscales those that the optimizer uses, which are others.
+    stays_scaled = False
+    #: Ranks have other parts of the model, which clip and step together.
+    is_pipeline = False
+
+    def groups_of(self, optimizer: Optimizer) -> Sequence[Sequence[Tensor]]:
+        """What the optimizer steps in each of its groups, whatever these have between two steps."""
+        return [group["params"] for group in optimizer.param_groups]
+
+    def tensors_of(self, optimizer: Optimizer) -> Sequence[Tensor]:
+        """All that the optimizer steps."""
+        return [tensor for group in self.groups_of(optimizer) for tensor in group]
+
+    def stepped(self, parameter: nn.Parameter) -> Tensor:
+        """The tensor in the optimizer's groups that stands for the parameter: itself, a master copy, or a flat tensor of many."""
+        return parameter
+
+    def value(self, parameter: nn.Parameter) -> Tensor:
+        """The elements that the optimizer changes on this rank, of any shape: parameters and updates are measured on them."""
+        return self.stepped(parameter)
+
+    def hook_places(self, places: Sequence[Place]) -> Sequence[Place]:
+        """The tensors that autograd accumulates gradients of, where these are others than the parameters at ``places``."""
+        return places
+
+    def accumulated(self, parameter: nn.Parameter) -> Tensor | None:
+        """The gradient before the clip, of all micro-batches, or this rank's part of it; None if it has none."""
+        return parameter.grad
+
+    def used(self, parameter: nn.Parameter) -> Tensor | None:
+        """The gradient that the optimizer is about to use; None if it has none, or belongs to a group that it does not step now."""
+        return self.stepped(parameter).grad
+
+    def is_part(self, parameter: nn.Parameter) -> bool:
+        """Whether other ranks have other elements of the parameter, so that rows of all ranks are merged."""
+        return False
+
+    def scale(self) -> float | Tensor | None:
+        """By what accumulated gradients are multiplied at this moment, such as a loss scale; None if they are not."""
+        return None
+
+    def is_due(self) -> bool:
+        """Whether :attr:`outer`, whose step begins, steps the optimizers, and does not only count a micro-batch."""
+        return True
+
+    def searches_scale(self) -> bool:
+        """Whether infinite gradients may mean no more than that a loss scale is too large, so that they are no spike."""
+        return True
+
+    def has_overflowed(self) -> bool:
+        """Whether the engine has left out the step that it was just asked for, because gradients were infinite."""
+        return False
+
+    def shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        """The shape of the whole parameter."""
+        return tuple(parameter.shape)
+
+
+#: Plain PyTorch.
+PLAIN_GRADIENTS = GradientSource()
+
+
+class MainGradSource(GradientSource):
+    """Gradients in ``parameter.main_grad``, and the optimizer's copy of each parameter in ``parameter.main_param``, where there is one: the
+    names that Megatron-LM uses. It is chosen by itself for a model whose parameters have a ``main_grad``.
+
+    Ranks may reduce gradients after the last backward pass, so they are read when the optimizer steps.
+    """
+
+    is_final_at_step = stays_scaled = True
+
+    def stepped(self, parameter: nn.Parameter) -> Tensor:
+        """The master copy, or the parameter."""
+        found: Tensor | None = getattr(parameter, "main_param", None)
+        return parameter if found is None else found
+
+    def accumulated(self, parameter: nn.Parameter) -> Tensor | None:
+        """The buffer, or ``.grad`` where there is none; None where the optimizer's gradient is the buffer itself."""
+        found: Tensor | None = getattr(parameter, "main_grad", None)
+        if found is None:
+            return parameter.grad
+        stepped = self.stepped(parameter).grad
+        # one tensor for both: it may be clipped by now
+        return None if stepped is not None and stepped.data_ptr() == found.data_ptr() else found
+
+    def used(self, parameter: nn.Parameter) -> Tensor | None:
+        """The gradient of the stepped tensor; the buffer where an optimizer reads that."""
+        gradient = self.stepped(parameter).grad
+        return getattr(parameter, "main_grad", parameter.grad) if gradient is None else gradient
+
+    def is_part(self, parameter: nn.Parameter) -> bool:
+        """Whether the optimizer has a part of the master copy only."""
+        return self.stepped(parameter).numel() != parameter.numel()
+
+
+def checked(source: object) -> GradientSource | None:
+    """The user's source, or None.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if source is not None and not isinstance(source, GradientSource):
+        raise TypeError(f"gradient_source={display(source)} must be an instance of a subclass of torch_gradmon.GradientSource")
+    return source
+
+
+# --- fsdp1 ---
+
+
+class _FlatPlace:
+    """The flat parameter of a handle of FSDP1."""
+
+    def __init__(self, handle: weakref.ref[Any]) -> None:
+        self._handle = handle
+
+    def __call__(self) -> nn.Parameter | None:
+        """The parameter; None if the model is gone."""
+        handle = self._handle()
+        return None if handle is None else handle.flat_param
+
+
+class Fsdp1Source(GradientSource):
+    """Gradients are in ``.grad``, of the part that this rank has; with ``use_orig_params=False`` parameters are the flat ones.
+
+    Args:
+        model: with FSDP1 modules.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        from torch.distributed.fsdp import FullyShardedDataParallel  # loaded already, since there is one
+
+        self._handles: list[weakref.ref[Any]] = []
+        self._known: set[int] = set()  # flat parameters, and original ones
+        self._shapes: dict[int, tuple[int, ...]] = {}
+        self._lengths: dict[int, int] = {}  # of flat parameters, without the padding behind the last one
+        self._parts: set[int] = set()
+        self._copies: set[int] = set()  # parts that a rank of an earlier group has too
+        for unit in model.modules():
+            handle = unit._handle if isinstance(unit, FullyShardedDataParallel) else None
+            if handle is None:
+                continue
+            flat: Any = handle.flat_param
+            self._handles.append(weakref.ref(handle))
+            self._known.add(id(flat))
+            originals = flat._params or []
+            self._shapes.update((id(p), tuple(shape)) for p, shape in zip(originals, flat._shapes, strict=bool(originals)))
+            there = [info for info in flat._shard_param_infos if info.in_shard] if handle.uses_sharded_strategy else []
+            if handle.uses_sharded_strategy:
+                self._lengths[id(flat)] = max((info.offset_in_shard + info.numel_in_shard for info in there), default=0)
+                self._parts.update(map(id, originals or [flat]))
+                replicas = getattr(unit, "_inter_node_pg", None)
+                if replicas is not None and torch.distributed.get_rank(replicas):
+                    self._copies.update(map(id, originals or [flat]))
+        self._known.update(self._shapes)
+        for name, parameter in model.named_parameters():
+            if getattr(parameter, "_fsdp_flattened", False) and id(parameter) not in self._known:
+                raise ValueError(
+                    f"{name} is a part of a flat parameter of FSDP1 above this module: watch the outermost FullyShardedDataParallel"
+                )
+
+    def hook_places(self, places: Sequence[Place]) -> Sequence[Place]:
+        """The flat parameters, which original ones are views of, and all others."""
+        flat: list[Place] = [_FlatPlace(handle) for handle in self._handles]
+        return [*flat, *(place for place in places if id(place()) not in self._known)]
+
+    def shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        """That of the whole parameter."""
+        return self._shapes.get(id(parameter), tuple(parameter.shape))
+
+    def is_part(self, parameter: nn.Parameter) -> bool:
+        """Where FSDP shards."""
+        return id(parameter) in self._parts
+
+    def value(self, parameter: nn.Parameter) -> Tensor:
+        """This rank's part."""
+        return self._own(parameter, parameter)
+
+    def accumulated(self, parameter: nn.Parameter) -> Tensor | None:
+        """This rank's part of the average."""
+        return None if parameter.grad is None else self._own(parameter, parameter.grad)
+
+    used = accumulated
+
+    def _own(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+        if id(parameter) in self._copies:
+            return tensor.detach().new_empty(0)
+        return tensor.detach().view(-1)[: self._lengths[id(parameter)]] if id(parameter) in self._lengths else tensor
+
+
+# --- model index ---
 
 
 class TrainableNames:

@@ -2,16 +2,425 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+import ctypes
+import re
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import compress
+from typing import Any, NamedTuple
 
-from ..core.keys import Key
-from ..core.metric import Metric
-from ..core.moments import Column
-from ..core.records import StatsTable
-from ..core.step_values import Block
-from .view_values import ViewGroup, blocks_of, view_group
+import torch
+from torch import Tensor
+
+from ..core import keys as n
+from ..core.errors import display, nearest
+from ..core.keys import Key, compile_pattern
+from ..core.moments import NEEDS, VIEWS, Column, StatView, have
+from ..core.records import REDUCERS, Block, ForModule, Metric, StatsTable
+from ..statistics import attention, histogram
+from ..statistics import histogram as kurtosis
+from ..statistics import histogram as spectrum
+
+# --- built ins ---
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """A built-in metric of a source: a view of its statistics (``function`` is None) or a function."""
+
+    columns: frozenset[Column]
+    unit: str
+    documentation: str
+    function: Callable[..., Any] | ForModule | None = None
+    aggregation: Callable[..., Any] | None = None
+
+
+def _of_tensors(subject: str) -> dict[str, BuiltIn]:
+    found = {name: BuiltIn(v.columns, v.unit, f"{v.documentation} of the {subject}") for name, v in VIEWS.items()}
+    words = f"number of elements of the {subject} with that floor(log2 |x|), and of zeros; a class without any is absent"
+    found[histogram.HISTOGRAM_NAME] = BuiltIn(frozenset(), "count", words, histogram.log2_counts, histogram.as_metrics)
+    words = f"Pearson's kurtosis of the {subject}, 3 for a normal distribution; absent if all elements are equal"
+    found[kurtosis.NAME] = BuiltIn(frozenset(), "1", words, kurtosis.central_sums, kurtosis.kurtosis)
+    return found
+
+
+def _of_parameters(subject: str) -> dict[str, BuiltIn]:
+    size = f"largest singular value of the {subject} as a matrix; of a stack of matrices the largest one"
+    rank = (
+        f"square of the norm of the {subject} over that of its largest singular value, 1 for rank 1; of a stack of matrices the smallest "
+        "one; absent if all elements are zero"
+    )
+    return {
+        **_of_tensors(subject),
+        spectrum.SPECTRAL_NORM: BuiltIn(frozenset(), "1", size, spectrum.spectral_norm),
+        spectrum.STABLE_RANK: BuiltIn(frozenset(), "1", rank, spectrum.stable_rank),
+    }
+
+
+def _of_features(subject: str) -> dict[str, BuiltIn]:
+    mean, square = (
+        f"mean{what} over the rows of the {subject}" for what in (" of log(sum(exp(x)))", " square of log(sum(exp(x)))")
+    )
+    return {
+        **_of_tensors(subject),
+        "logsumexp": BuiltIn(frozenset(), "nats", mean, attention.logsumexp),
+        "logsumexp_square": BuiltIn(frozenset(), "nats^2", square, attention.logsumexp_square),
+    }
+
+
+RATIO = BuiltIn(
+    frozenset({Column.SQUARE_SUM}),
+    "1",
+    "norm of the update over the norm of the parameter before it; absent for a zero parameter",
+)
+_ATTENTION = (
+    ("nats", "entropy of the attention weights, mean over queries"),
+    ("share", "the same over the logarithm of how many keys the query sees; queries that see one key do not count"),
+    ("1", "largest logit of any query"),
+    ("share", "weight on the first key that the query sees, mean over queries"),
+)
+#: Built-in metrics by source.
+VIEW_BUILT_INS: dict[str, dict[str, BuiltIn]] = {
+    n.GRADIENT: _of_parameters("gradient that the optimizer uses"),
+    n.GRADIENT_BEFORE_CLIP: _of_parameters("gradient before clipping"),
+    n.GRADIENT_LOCAL: _of_tensors("gradients of the micro-batches, merged"),
+    n.PARAMETER: _of_parameters("parameter"),
+    n.PARAMETER_DIFFERENCE: _of_tensors("difference to the reference parameter"),
+    n.UPDATE: {**_of_parameters("change that the optimizer made"), "ratio": RATIO},
+    n.ACTIVATION: _of_features("module's output"),
+    n.ACTIVATION_GRADIENT: _of_tensors("gradient of the module's output"),
+    n.ACTIVATION_DIFFERENCE: _of_tensors("difference to the output of the reference module"),
+    n.INPUT: _of_features("module's input"),
+    n.INPUT_GRADIENT: _of_tensors("gradient of the module's input"),
+    **{
+        source: {metric: BuiltIn(frozenset(), unit, words)}
+        for (metric, source), (unit, words) in zip(n.ATTENTION_SOURCES.items(), _ATTENTION, strict=True)
+    },
+}
+
+
+# --- The registry of metrics ---
+
+
+@dataclass(frozen=True)
+class Overlay:
+    """Temporary hidden metrics; ``replaces_hidden``: instead of the script's hidden ones."""
+
+    metrics: tuple[Metric, ...]
+    replaces_hidden: bool
+
+
+class Registry:
+    """All requested metrics.
+
+    Args:
+        built_ins: built-in metrics of each source, by name.
+    """
+
+    def __init__(self, built_ins: Mapping[str, Mapping[str, BuiltIn]]) -> None:
+        self.built_ins = built_ins
+        self.metrics: tuple[Metric, ...] = ()
+        self._asked: tuple[Metric, ...] = ()  # metrics of the script, including those of its preset
+        self._overlays: dict[str, Overlay] = {}
+        self._once_overlaid: set[tuple[str, str]] = set()
+
+    def make(
+        self,
+        source: str,
+        name: str,
+        function: Callable[..., Any] | None = None,
+        regex: str | re.Pattern[str] = ".*",
+        aggregation: str | Callable[..., Any] | None = None,
+        *,
+        every: int = 1,
+        shown: bool = True,
+        split_calls: bool = False,
+        per_head: bool = False,
+        shardwise: bool = False,
+    ) -> Metric:
+        """A checked metric, not yet added.
+
+        Raises:
+            TypeError: a name, pattern, function or aggregation of the wrong type.
+            ValueError: an empty name or one with a slash, an unknown built-in, an invalid pattern, an unknown reducer.
+        """
+        _check_name(name, source)
+        pattern = compile_pattern(regex)
+        if function is not None and not callable(function):
+            raise TypeError(
+                f"metric_fn of {name!r} must be callable or None for the built-in of that name, got {display(function)}"
+                f"{_meant_as_pattern(function)}"
+            )
+        if shardwise and (function is None or callable(aggregation)):
+            raise ValueError(
+                f"shardwise=True is for a metric_fn whose values on parts of a tensor merge by 'mean', 'sum', 'min' or 'max'; {name!r} has "
+                f"metric_fn={display(function)} and metric_aggregation_fn={display(aggregation)}"
+            )
+        asked, aggregation = aggregation, checked_aggregation(aggregation, "metric_aggregation_fn")
+        if function is not None:
+            documentation = (getattr(function, "__doc__", None) or "your function").strip().splitlines()[0]
+            return Metric(
+                name,
+                source,
+                pattern,
+                function,
+                aggregation,
+                documentation=documentation,
+                every=every,
+                shown=shown,
+                split_calls=split_calls,
+                shardwise=shardwise,
+            )
+        built_in = self.built_ins.get(source, {}).get(name)
+        if built_in is None:
+            known = self.built_ins.get(source, {})
+            raise ValueError(
+                f"there is no built-in {source} metric {name!r}{nearest(name, known)}; for your own pass a function as metric_fn"
+            )
+        if built_in.aggregation is not None and asked is not None:
+            raise ValueError(f"the built-in {name!r} merges its values itself; leave metric_aggregation_fn={asked!r} out")
+        return Metric(
+            name,
+            source,
+            pattern,
+            built_in.function,
+            built_in.aggregation or aggregation,
+            built_in.columns,
+            built_in.unit,
+            built_in.documentation,
+            every,
+            shown,
+            split_calls,
+            per_head,
+            built_in=True,
+        )
+
+    def add(self, new: Sequence[Metric], tensors: Mapping[str, Sequence[str]] | None = None) -> None:
+        """Add all of ``new`` or nothing. ``tensors``: the known names by source, to find duplicates.
+
+        Raises:
+            ValueError: the same metric twice on the same tensor.
+        """
+        asked_for = {(metric.source, metric.name) for metric in new}
+        # hidden metrics of a preset are replaced by requested ones
+        kept = tuple(metric for metric in self._asked if metric.shown or (metric.source, metric.name) not in asked_for)
+        candidates = kept + tuple(new)
+        _refuse_overlaps(candidates, new, tensors)
+        self._asked = candidates
+        self._compose()
+
+    def replace_hidden(self, new: Sequence[Metric]) -> None:
+        """Replace all hidden metrics by ``new``, except those that exist by name."""
+        shown = tuple(metric for metric in self._asked if metric.shown)
+        self._asked = shown + _unknown(new, shown)
+        self._compose()
+
+    def set_overlay(self, name: str, metrics: Sequence[Metric] | None, replaces_hidden: bool = False) -> None:
+        """Measure ``metrics``, all hidden, in addition to those of the script; None ends it.
+
+        Metrics that exist by source and name stay, and so do those that the script adds meanwhile. With ``replaces_hidden`` they replace
+        all hidden metrics of the script.
+        """
+        self._overlays.pop(name, None)
+        if metrics is not None:
+            first = {(metric.source, metric.name): metric for metric in reversed(metrics)}
+            self._overlays[name] = Overlay(tuple(first.values())[::-1], replaces_hidden)
+        self._compose()
+
+    def _compose(self) -> None:
+        found = self._asked
+        # those that replace come first
+        for overlay in sorted(self._overlays.values(), key=lambda each: not each.replaces_hidden):
+            if overlay.replaces_hidden:
+                found = tuple(metric for metric in found if metric.shown)
+            new = _unknown(overlay.metrics, found)
+            self._once_overlaid |= {
+                (metric.source, metric.name) for metric in (overlay.metrics if overlay.replaces_hidden else new)
+            }
+            found += new
+        self.metrics = found
+
+    @property
+    def unseen(self) -> tuple[Metric, ...]:
+        """The script's hidden metrics."""
+        return tuple(metric for metric in self._asked if not metric.shown)
+
+    @property
+    def own(self) -> tuple[Metric, ...]:
+        """The metrics that every rank has: those of the script, and overlays that replace some of them."""
+        return self._asked + tuple(m for overlay in self._overlays.values() if overlay.replaces_hidden for m in overlay.metrics)
+
+    def hidden(self) -> set[tuple[str, str]]:
+        """Source and name of the metrics that are hidden or were in an overlay: their last values may still be on their way."""
+        hidden = self._once_overlaid.union((metric.source, metric.name) for metric in self.metrics if not metric.shown)
+        return hidden.difference((metric.source, metric.name) for metric in self.metrics if metric.shown)
+
+    def check(self, tensors: Mapping[str, Sequence[str]]) -> None:
+        """Check all metrics once the names are known.
+
+        Raises:
+            ValueError: two metrics of one name match the same tensor.
+        """
+        _refuse_overlaps(self.metrics, self.metrics, tensors)
+
+    def of(self, source: str) -> list[Metric]:
+        """The metrics of ``source``, in the order of addition."""
+        return [metric for metric in self.metrics if metric.source == source]
+
+
+def checked_aggregation(aggregation: str | Callable[..., Any] | None, argument: str) -> str | Callable[..., Any]:
+    """``aggregation``, or the mean for None.
+
+    Raises:
+        TypeError: neither a name nor a callable.
+        ValueError: a name that is not in :data:`REDUCERS`.
+    """
+    if aggregation is None:
+        return "mean"
+    if isinstance(aggregation, str) and aggregation not in REDUCERS:
+        raise ValueError(f"{argument}={aggregation!r} is not a known reducer{nearest(aggregation, REDUCERS)}; or pass a callable")
+    if not isinstance(aggregation, str) and not callable(aggregation):
+        raise TypeError(f"{argument} must be callable or one of {', '.join(REDUCERS)}, got {display(aggregation)}")
+    return aggregation
+
+
+def _unknown(new: Iterable[Metric], known: Iterable[Metric]) -> tuple[Metric, ...]:
+    """Those of ``new`` that are not ``known`` by source and name."""
+    names = {(metric.source, metric.name) for metric in known}
+    return tuple(metric for metric in new if (metric.source, metric.name) not in names)
+
+
+def _refuse_overlaps(metrics: Sequence[Metric], new: Iterable[Metric], tensors: Mapping[str, Sequence[str]] | None) -> None:
+    for metric in new:
+        for other in metrics[: metrics.index(metric)]:
+            if (other.source, other.name, other.split_calls) != (metric.source, metric.name, metric.split_calls):
+                continue
+            both = _first_common(metric, other, None if tensors is None else tensors.get(metric.source, ()))
+            if both is not None:
+                raise ValueError(
+                    f"the {metric.source} metric {metric.name!r} is already registered for {both} "
+                    f"(patterns {other.pattern.pattern!r} and {metric.pattern.pattern!r}); "
+                    "choose another name or patterns that do not overlap"
+                )
+
+
+def _meant_as_pattern(function: object) -> str:
+    """A clause for an error about a function that is a pattern."""
+    is_pattern = isinstance(function, (str, re.Pattern))
+    return f"; to choose tensors by name, pass metric_regex={function!r}" if is_pattern else ""
+
+
+def _check_name(name: object, source: str) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"metric_name must be a str, got {display(name)}")
+    if not name or "/" in name or name != name.strip():
+        raise ValueError(f"metric_name={name!r} must be a non-empty string without slashes and outer spaces, such as 'norm'")
+    for other in (*n.TENSOR_SOURCES, *n.ATTENTION_SOURCES.values()):
+        if other.startswith(f"{source}_") and f"{source}_{name}".startswith(f"{other}_"):
+            raise ValueError(f"metric_name={name!r} of {source!r} reads like a metric of {other!r}; choose another name")
+
+
+def _first_common(a: Metric, b: Metric, tensors: Iterable[str] | None) -> str | None:
+    if tensors is None:
+        return f"the pattern {a.pattern.pattern!r}" if a.pattern.pattern == b.pattern.pattern else None
+    return next((repr(name) for name in tensors if a.matches(name) and b.matches(name)), None)
+
+
+# --- Values of built-in metrics, which are views of measured rows of statistics ---
+
+
+class ViewGroup(NamedTuple):
+    """Metrics of a table whose values are one block.
+
+    Attributes:
+        found: each metric with its keys, and the rows of their tensors; None for all rows.
+        keys: all of them; a table with the same tensors has the same tuple.
+        table: the source whose table the values are views of; empty for ratios, which no table has.
+    """
+
+    found: Sequence[tuple[str, Sequence[Key], Sequence[int] | None]]
+    keys: tuple[Key, ...]
+    table: str
+
+
+def view_group(found: Iterable[tuple[str, Sequence[Key], Sequence[int]]], rows: int, table: str) -> ViewGroup:
+    """The group of metrics that are ``found``, each with keys and rows, in a table with this number of ``rows``."""
+    all_rows = list(range(rows))
+    placed = [(metric, keys, None if places == all_rows else places) for metric, keys, places in found]
+    return ViewGroup(placed, tuple(key for _, keys, _ in placed for key in keys), table)
+
+
+def blocks_of(groups: Sequence[ViewGroup], table: StatsTable, base: StatsTable | None = None) -> list[Block]:
+    """The values of ``groups`` for the rows of ``table``, undefined ones left out; ``base`` holds the denominators of ratios."""
+    if not groups:
+        return []
+    columns = table.rows.unbind(1)
+    finite = have("finite elements", columns)
+    # where all rows have finite elements, as in nearly every step, they have all that a view needs
+    there = dict.fromkeys(NEEDS, finite) if bool(finite.all()) else {"finite elements": finite}
+    return [_block(group, table.rows, columns, there, base) for group in groups]
+
+
+def _block(
+    group: ViewGroup, rows: Tensor, columns: tuple[Tensor, ...], there: dict[str, Tensor], base: StatsTable | None
+) -> Block:
+    """The values of ``group``; ``there`` has for each need of a view the rows that meet it, as far as that is known."""
+    values: list[Tensor] = []
+    defined: list[Tensor] = []
+    for metric, wanted, places in group.found:
+        if metric == "ratio":
+            value, exists = _ratios(rows if places is None else rows[places], base, [key.name for key in wanted])
+        else:
+            view = VIEWS[metric]
+            of, known = (columns, there) if places is None else (rows[places].unbind(1), {})
+            if view.needs not in known:
+                known[view.needs] = have(view.needs, of)
+            value, exists = view.of(of), known[view.needs]
+        values.append(value)
+        defined.append(exists)
+    numbers = _numbers(values[0] if len(values) == 1 else torch.cat(values))
+    if all(exists.all() for exists in set(defined)):  # views with the same needs share one tensor
+        return Block(group.keys, numbers, group.table)
+    chosen = torch.cat(defined).tolist()
+    return Block(tuple(compress(group.keys, chosen)), array("d", compress(numbers, chosen)), group.table)
+
+
+def _numbers(values: Tensor) -> array[float]:
+    """float64, copied: a list of Python's numbers takes four times the memory, which a history of many steps shows."""
+    values = values.contiguous()
+    return array("d", ctypes.string_at(values.data_ptr(), 8 * len(values)))
+
+
+def evaluate_view(view: StatView, rows: Tensor) -> tuple[list[bool], list[float]]:
+    """For each row ``[n, 8]`` whether the value exists, and the value."""
+    return view.defined(rows).tolist(), view.compute(rows).tolist()
+
+
+def _ratios(rows: Tensor, base: StatsTable | None, found: list[str]) -> tuple[Tensor, Tensor]:
+    if base is None:
+        return rows.new_zeros(len(found)), torch.zeros(len(found), dtype=torch.bool, device=rows.device)
+    where = {name: row for row, name in enumerate(base.names)}
+    denominators = base.rows[[where[name] for name in found]][:, Column.SQUARE_SUM].sqrt()
+    ratios = rows[:, Column.SQUARE_SUM].sqrt() / denominators
+    return ratios, denominators > 0
+
+
+def value_in(table: StatsTable | None, key: Key) -> float | None:
+    """The value of ``key`` if it is a built-in metric of a tensor in ``table``, else None."""
+    if table is None or key.name not in table.row_of or not table.has(key.metric):
+        return None
+    return values_in(key.metric, table, [table.row_of[key.name]])[0]
+
+
+def values_in(metric: str, table: StatsTable, rows: list[int]) -> list[float | None]:
+    """The values of a built-in metric in these rows; None if undefined."""
+    there, values = evaluate_view(VIEWS[metric], table.rows[rows])
+    return [value if defined else None for defined, value in zip(there, values, strict=True)]
+
+
+# --- The plan compiled from a registry: which metric applies to which tensor of one source ---
 
 
 @dataclass(frozen=True)

@@ -6,23 +6,59 @@ import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
 
 from ..core import keys as n
 from ..core import validation as check
-from ..core.metric import Metric
+from ..core.records import Metric
 from ..core.torch_modes import outside_dispatch_modes
-from .gradient_source import PLAIN_GRADIENTS, GradientSource, MainGradSource, checked
-from .model_index import ModelIndex
-from .plan import SourcePlan, compile_plan
-from .registry import Registry
-from .summary import Summary
+from .model_index import PLAIN_GRADIENTS, GradientSource, MainGradSource, ModelIndex, checked
+from .plan import Registry, SourcePlan, compile_plan
+from .summary import CHEAP, STANDARD, Summary
 
 if TYPE_CHECKING:
-    from .whole_model import WholeModel
+    from .model_index import WholeModel
+
+
+# --- Predefined selections of metrics ---
+
+
+PresetName = Literal["cheap", "standard", "full"]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Whole-model keys, and per-layer metrics for the run directory: source, name, and interval in steps."""
+
+    keys: tuple[str, ...]
+    layer_metrics: tuple[tuple[str, str, int], ...] = ()
+
+
+#: The entropy needs the attention weights, which fused kernels never store; it costs as much as attention itself.
+_ATTENTION_EVERY = 10
+_LAYER_VIEWS = ("norm", "mean", "std", "max", "sparsity", "nonfinite")
+
+PRESETS: dict[str, Preset] = {
+    "cheap": Preset(CHEAP),
+    "standard": Preset(STANDARD),
+    "full": Preset(
+        STANDARD,
+        (
+            *((n.GRADIENT, name, 1) for name in _LAYER_VIEWS),
+            *((n.ACTIVATION, name, 1) for name in _LAYER_VIEWS),
+            *((n.OPTIMIZER, name, 1) for name in ("exp_avg_norm", "exp_avg_sq_norm", "grad_momentum_cosine")),
+            *((n.ATTENTION_SOURCES[name], name, _ATTENTION_EVERY) for name in ("entropy_normalized", "max_logit")),
+        ),
+    ),
+}
+
+
+# --- What to measure in which step: the registry and the summary's needs, compiled for the current model ---
+
 
 _GRADIENTS = frozenset({n.GRADIENT, n.GRADIENT_BEFORE_CLIP})
 #: Sources of inputs and outputs of modules.
@@ -39,7 +75,7 @@ def source_for(model: nn.Module, named: object = None) -> GradientSource:
         return source
     fsdp1 = sys.modules.get("torch.distributed.fsdp")
     if fsdp1 is not None and any(isinstance(module, fsdp1.FullyShardedDataParallel) for module in model.modules()):
-        from .fsdp1 import Fsdp1Source
+        from .model_index import Fsdp1Source
 
         return Fsdp1Source(model)
     has_buffers = any(hasattr(parameter, "main_grad") for parameter in model.parameters())

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import accelerator
+from ..core import torch_modes as accelerator
 from ..core.moments import ALWAYS, SUMMED, Column, identity
 from ..core.moments import merge as merge_rows
-from ..statistics.tensor_access import PLAIN
+from ..statistics.request import PLAIN
 
 #: Up to this number of bytes of all ranks, one all-gather is used; beyond, two all-reduces move less.
 GATHERED = 1 << 20

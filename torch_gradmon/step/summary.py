@@ -2,20 +2,919 @@
 
 from __future__ import annotations
 
+import math
+import re
+import statistics
+from array import array
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence, Set
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import repeat
+from operator import attrgetter, le, mul, sub
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from ..core import keys as n
-from ..core.metric import ASKED_LATE
-from ..core.records import StatsTable, are_others, brings_others
-from .clip_summary import ClipSummary
-from .gradient_summary import DISTRIBUTION, gradient_values, norm_of
-from .micro_batches import MicroBatchStats
-from .reasons import CLIP_SEEN, SET_BY_HAND, not_applied
-from .summary_choice import SummaryChoice
-from .summary_keys import CHEAP, OF_GRADIENTS, UPDATE_EVERY, UPDATE_KEYS, StepFacts
-from .update_summary import rows_of, update_values
+from ..core.errors import nearest, warn_user
+from ..core.formatting import times
+from ..core.keys import Key, blocks_of, compile_pattern, shared_key
+from ..core.moments import ALL_COLUMNS, VIEWS, Column, merge_by_group
+from ..core.records import ASKED_LATE, Block, Metric, StatsTable, StepRecord, are_others, brings_others
+from .model_index import ModelIndex
+from .plan import SourcePlan
+
+# --- layer values ---
+
+
+TOP = 10
+SHARE = "share"
+
+
+class LayerSelection:
+    """Chooses which per-layer values a dashboard gets in addition to the metrics requested individually.
+
+    Args:
+        choice: None; ``"all"``; ``"blocks"``: norms over blocks (``h.0``) and optimizer parameter groups; ``"top"``: the ten parameters
+            with the largest share of the squared norm; else a pattern for parameter names.
+
+    The values are the norm before clipping, and the update ratio on steps that measure updates for a preset or a metric.
+    """
+
+    def __init__(self, choice: str | re.Pattern[str] | None) -> None:
+        self.choice = choice
+        self._pattern = compile_pattern(choice, "layers") if choice not in (None, "all", "blocks", "top") else None
+        self._names: Sequence[str] = ()
+        self._blocks: dict[str, str] = {}
+
+    def warn_of_idle(self, names: Iterable[str]) -> None:
+        """Warn if the pattern matches none of the parameters."""
+        names = list(names)
+        if self._pattern is not None and not any(self._pattern.search(name) for name in names):
+            pattern = self._pattern.pattern
+            warn_user(f"layers={pattern!r} matches no parameter of the model{nearest(pattern, names)}")
+
+    @property
+    def needs(self) -> dict[str, frozenset[Column]]:
+        """The statistics of all parameters that the values of every step need, by source."""
+        return {} if self.choice is None else {n.GRADIENT_BEFORE_CLIP: frozenset({Column.COUNT, Column.SQUARE_SUM})}
+
+    @property
+    def takes_sums(self) -> bool:
+        """Whether values combine several parameters, so that all of these have to be measured."""
+        return self.choice in ("blocks", "top")
+
+    def members(self, names: Sequence[str]) -> dict[str, list[str]]:
+        """The parameters of each value that is always requested: single parameters, those of a pattern, or blocks."""
+        found: dict[str, list[str]] = {}
+        if self.choice == "blocks":
+            for name, block in self._blocks_of(names).items():
+                found.setdefault(block, []).append(name)
+            return found
+        for name in names if self.choice not in (None, "top") else ():
+            if self._pattern is None or self._pattern.search(name):
+                found[name] = [name]
+        return found
+
+    def _blocks_of(self, names: Sequence[str]) -> dict[str, str]:
+        if names is not self._names:  # the same until the model changes
+            self._names, self._blocks = names, blocks_of(names)
+        return self._blocks
+
+    def values(
+        self,
+        tables: Mapping[str, StatsTable],
+        base: StatsTable | None,
+        groups: Sequence[tuple[str, frozenset[str]]],
+        names: Sequence[str],
+    ) -> list[Block]:
+        """The chosen values of one step; ``groups`` are the optimizers' parameter groups by name, ``names`` all parameters."""
+        if self.choice is None:
+            return []
+        squares = {source: table for source, table in tables.items() if table.has("norm")}
+        gradients, updates = squares.get(n.GRADIENT_BEFORE_CLIP), squares.get(n.UPDATE)
+        if self.choice == "top":
+            return [_block(n.GRADIENT_BEFORE_CLIP, SHARE, top_shares(gradients, TOP))]
+        found = []
+        if gradients is not None:
+            norms = [(name, float(row[Column.SQUARE_SUM].sqrt())) for name, row in self._rows(gradients, groups, names)]
+            tensors = frozenset(gradients.names)  # a block may be a single one
+            views, sums = [one for one in norms if one[0] in tensors], [one for one in norms if one[0] not in tensors]
+            found += [_block(n.GRADIENT_BEFORE_CLIP, "norm", views, are_views=True), _block(n.GRADIENT_BEFORE_CLIP, "norm", sums)]
+        if updates is not None and base is not None:
+            pairs = zip(self._rows(updates, groups, names), self._rows(base, groups, names), strict=True)
+            ratios = [
+                (name, float((row[Column.SQUARE_SUM] / before[Column.SQUARE_SUM]).sqrt()))
+                for (name, row), (_, before) in pairs
+                if before[Column.SQUARE_SUM] > 0
+            ]
+            found.append(_block(n.UPDATE, "ratio", ratios))
+        return [block for block in found if block.keys]
+
+    def _rows(
+        self, table: StatsTable, groups: Sequence[tuple[str, frozenset[str]]], names: Sequence[str]
+    ) -> list[tuple[str, Tensor]]:
+        if self.choice == "blocks":
+            return sums_over_blocks(table, self._blocks_of(names)) + sums_over_groups(table, groups)
+        return [
+            (name, row)
+            for name, row in zip(table.names, table.rows, strict=True)
+            if self._pattern is None or self._pattern.search(name)
+        ]
+
+
+def _block(source: str, metric: str, values: Sequence[tuple[str, float]], are_views: bool = False) -> Block:
+    keys = tuple(shared_key(source, name, metric) for name, _ in values)
+    return Block(keys, array("d", [value for _, value in values]), source if are_views else "")
+
+
+def sums_over_blocks(table: StatsTable, block_of: Mapping[str, str]) -> list[tuple[str, Tensor]]:
+    """One merged row per block, in model order. Exact, since rows are additive."""
+    blocks = list(dict.fromkeys(block_of[name] for name in table.names))
+    position = {block: index for index, block in enumerate(blocks)}
+    merged = merge_by_group(table.rows, [position[block_of[name]] for name in table.names], len(blocks))
+    return list(zip(blocks, merged, strict=True))
+
+
+def sums_over_groups(table: StatsTable, groups: Sequence[tuple[str, frozenset[str]]]) -> list[tuple[str, Tensor]]:
+    """One merged row per parameter group of the optimizers, for the parameters in ``table``."""
+    number = {name: index for index, (_, members) in enumerate(groups) for name in members}
+    rows = [row for row, name in enumerate(table.names) if name in number]
+    merged = merge_by_group(table.rows[rows], [number[table.names[row]] for row in rows], len(groups))
+    return [(label, row) for (label, _), row in zip(groups, merged, strict=True) if row[Column.COUNT] > 0]
+
+
+def top_shares(table: StatsTable | None, count: int) -> list[tuple[str, float]]:
+    """The parameters with the largest share of the model's squared norm, largest first; empty if that is unknown, zero or not finite."""
+    if table is None or table.is_part or not table.has("norm"):
+        return []
+    squares = table.rows[:, Column.SQUARE_SUM]
+    total = float(squares.sum())
+    if not 0 < total < float("inf"):
+        return []
+    best = squares.topk(min(count, len(squares)))
+    return [(table.names[i], s / total) for s, i in zip(best.values.tolist(), best.indices.tolist(), strict=True)]
+
+
+# --- Why a parameter has no value in a step, as text on request ---
+
+
+def not_applied(context: Mapping[str, Any]) -> str:
+    """Why what the optimizer would have changed has no value; ``context`` is that of the record."""
+    why = context.get("interrupted")
+    return f"the step was not applied: {why}" if why else "the step was not applied"
+
+
+FROZEN = "it is frozen: its requires_grad is False"
+#: What makes gradients before clipping known where no hook sees them: those of a backward pass, and those that the optimizer got otherwise.
+CLIP_SEEN = "clip with monitor.clip_grad_norm_, or call monitor.monitor_gradients(before_clip=True) before you clip"
+SET_BY_HAND = (
+    "if the loop sets gradients itself, call monitor.monitor_gradients(before_clip=True) once they are set, before any clip"
+)
+OTHERS = (
+    "the optimizer used other gradients than those of the last backward pass, and no multiple of them: the loop has set them itself; call "
+    "monitor.monitor_gradients(before_clip=True) once they are set, before any clip"
+)
+_OF_GRADIENTS = frozenset({n.GRADIENT, n.GRADIENT_BEFORE_CLIP, n.GRADIENT_LOCAL})
+_OF_OPTIMIZERS = frozenset({n.UPDATE, n.OPTIMIZER})
+_NEEDS_HOOKS = {
+    n.GRADIENT_LOCAL: "gradients of micro-batches are measured by hooks, which attach() installs",
+    n.UPDATE: "updates are measured by hooks on the optimizer, which attach() installs",
+    n.OPTIMIZER: "the optimizer's state is measured by hooks on it, which attach() installs",
+}
+_UNUSED = "it had no gradient: the loss does not depend on it, or its gradient was removed"
+
+
+@dataclass(frozen=True)
+class ReasonContext:
+    """What is known of a step.
+
+    Attributes:
+        inventory: the model as it was.
+        plans: the requested measurements of parameters, by source.
+        due: the metrics of modules that were due.
+        shown: the names of the requested whole-model values; a live change may have requested others since.
+        attached: hooks on optimizers took part.
+        refused: a reason by source if some of its tensors could not be measured.
+    """
+
+    inventory: ModelIndex
+    plans: Mapping[str, SourcePlan]
+    due: tuple[Metric, ...]
+    shown: tuple[str, ...]
+    attached: bool
+    refused: Mapping[str, str]
+
+    def planned(self, metric: Metric) -> bool:
+        """Whether ``metric`` existed when the step began."""
+        plan = self.plans.get(metric.source)
+        if plan is None:
+            return metric in self.due
+        return any(metric is known for known, _ in plan.views) or any(metric in some for some in plan.functions.values())
+
+    def is_frozen(self, source: str, name: str) -> bool:
+        """Whether no gradient of ``name`` could come, since it was frozen when the step began."""
+        return source in _OF_GRADIENTS and self.inventory.trainable.is_frozen(name) and name in self.inventory.parameters
+
+    def reason(self, source: str, name: str, record: StepRecord, owned: Set[str] | None) -> str:
+        """Why nothing was measured of ``name``; empty if unknown. ``owned``: the parameters of attached optimizers."""
+        if name in self.inventory.excluded:
+            return "excluded_modules_regex= leaves it out"
+        if not self.attached and source in _NEEDS_HOOKS:
+            return _NEEDS_HOOKS[source]
+        if source == n.GRADIENT_LOCAL and name in self.inventory.spread:
+            return "ranks have parts of it or of the model, whose gradients are measured only once they are reduced"
+        if source in _OF_OPTIMIZERS and owned is not None:
+            return "its optimizer did not step" if name in owned else self._unowned(name)
+        if self.attached and source == n.GRADIENT_BEFORE_CLIP and _has(record.tables.get(n.GRADIENT), name):
+            return f"no gradient before clipping was seen: no backward pass ran through the parameter's hook; {SET_BY_HAND}"
+        if source == n.GRADIENT_BEFORE_CLIP and _has_others(record.tables.get(source)):
+            return _UNUSED
+        if source == n.GRADIENT and _has_others(record.tables.get(source)):
+            return self._gone(name) if _has(record.tables.get(n.GRADIENT_BEFORE_CLIP), name) else _UNUSED
+        if not self.attached and source == n.GRADIENT:
+            return "no gradient of it was measured: call monitor.monitor_gradients() between backward and the optimizer's step"
+        if not self.attached and source == n.GRADIENT_BEFORE_CLIP:
+            return f"no gradient of it was measured before clipping: {CLIP_SEEN}"
+        return ""
+
+    def _unowned(self, name: str) -> str:
+        frozen = self.inventory.trainable.is_frozen(name)
+        return "it is frozen, and no attached optimizer has it" if frozen else "no attached optimizer has it"
+
+    def _gone(self, name: str) -> str:
+        if self.attached:
+            return "its gradient was gone when the optimizer stepped, or its optimizer did not step"
+        return "its gradient was gone when monitor.monitor_gradients() was called"
+
+
+def _has(table: StatsTable | None, name: str) -> bool:
+    return table is not None and name in table.row_of
+
+
+def _has_others(table: StatsTable | None) -> bool:
+    return table is not None and bool(table.names)
+
+
+_ANY = re.compile("")
+
+
+def of_layers(
+    layers: LayerSelection, situation: ReasonContext, record: StepRecord, why: Callable[[Metric, str], str]
+) -> dict[Key, str]:
+    """The reason for each missing value of ``layers``; ``why`` returns the reason of one parameter."""
+    found: dict[Key, str] = {}
+    for source, name in ((n.GRADIENT_BEFORE_CLIP, "norm"), (n.UPDATE, "ratio")):
+        plan = situation.plans.get(source)
+        if plan is None or Column.SQUARE_SUM not in plan.columns:  # updates are shown in the steps that measure them
+            continue
+        metric, there = Metric(name, source, _ANY, shown=False), record.tables.get(source)
+        for label, members in layers.members(situation.inventory.names).items():
+            reasons = [why(metric, member) for member in members if not _has(there, member)]
+            distinct = dict.fromkeys(filter(None, (situation.refused.get(source), *reasons)))
+            found[Key(source, label, name)] = (
+                "; ".join(distinct) or "the norm of its parameters was zero or NaN before the update"
+            )
+    return found
+
+
+# --- Whole-model values that need only the gradients before clipping ---
+
+
+#: Views of the elements of all gradients together; only on request, since they need more columns.
+DISTRIBUTION = {"grad_mean": "mean", "grad_std": "std", "grad_sparsity": "sparsity"}
+
+
+def gradient_values(before: StatsTable, wanted: Collection[str] = ()) -> dict[str, float]:
+    """The values by name, without undefined ones.
+
+    Args:
+        before: statistics of the gradients before clipping, of all parameters.
+        wanted: names in :data:`DISTRIBUTION` to compute as well.
+    """
+    values = {"grad_norm": norm_of(before), "grad_nonfinite": before.sums[Column.NONFINITE]}
+    if VIEWS["max"].columns <= before.columns:
+        largest = max(before.largest[Column.MAX], -before.rows[:, Column.MIN].amin().item())
+        if largest >= 0:  # else it is that of no element
+            values["grad_max"] = abs(largest)  # 0 for -0
+    if 0 < values["grad_norm"] < float("inf"):
+        values["grad_top_share"] = before.largest[Column.SQUARE_SUM] / values["grad_norm"] ** 2
+    if not DISTRIBUTION.keys().isdisjoint(wanted):
+        values |= _distribution(before, wanted)
+    return values
+
+
+def _distribution(table: StatsTable, wanted: Collection[str]) -> dict[str, float]:
+    """Rows are additive, so the row of all elements is the sum of the layers' rows."""
+    row = merge_by_group(table.rows, [0] * len(table.names), 1)
+    views = {name: VIEWS[view] for name, view in DISTRIBUTION.items() if name in wanted}
+    return {
+        name: view.compute(row).item()
+        for name, view in views.items()
+        if view.columns <= table.columns and bool(view.defined(row).all())
+    }
+
+
+def norm_of(table: StatsTable) -> float:
+    """The L2 norm of all elements."""
+    return math.sqrt(table.sums[Column.SQUARE_SUM])
+
+
+# --- The gradients of single micro-batches: which one stands out, and how noisy they are ---
+
+
+#: What each whole-model value means.
+BATCH_DOCUMENTATION = {
+    "noise_scale": (
+        "gradient noise scale: the batch size, in examples, from which on larger batches bring less than they cost; smoothed over "
+        "some hundred steps"
+    ),
+    "batch_norm_max": "largest L2 norm among the gradients of single micro-batches, of all ranks",
+}
+#: Decay of the running means whose quotient is the noise scale.
+_DECAY = 0.99
+#: Factor above the median of the others from which on a micro-batch stands out.
+_STANDS_OUT = 3.0
+_NOT_SEEN = (
+    "no gradient of a micro-batch was seen: it takes a backward pass, the hooks that attach() installs, and the whole model on "
+    "each rank"
+)
+
+
+class MicroBatchStats:
+    """Compares the gradients of micro-batches with that of the whole batch.
+
+    From the squared gradient norms of a batch of ``b`` examples, as a mean, and of one of ``B``, unbiased estimates are
+    ``G2 = (B norm2(B) - b norm2(b)) / (B - b)`` of the squared norm of the true gradient and
+    ``S = (norm2(b) - norm2(B)) / (1 / b - 1 / B)`` of the trace of the covariance of single examples' gradients. Both are averaged over
+    steps, and ``S / G2`` is the noise scale (McCandlish and others 2018, An Empirical Model of Large-Batch Training, arXiv 1812.06162,
+    appendix A). The small batches are the micro-batches of all ranks, the large one is all of them together.
+
+    Args:
+        batch_size: examples in a micro-batch of one rank.
+    """
+
+    def __init__(self, batch_size: int) -> None:
+        self._size = batch_size
+        self._signal = self._noise = self._weight = 0.0
+
+    def compute(
+        self, norms: Mapping[str, Sequence[float]], whole: float | None, ranks: int, absent: MutableMapping[str, str]
+    ) -> dict[str, float]:
+        """The values of one step by name.
+
+        Args:
+            norms: of the gradients of micro-batches, by rank.
+            whole: norm of the gradient of all of them; None if unknown.
+            ranks: number of ranks.
+            absent: gets a reason for each missing value.
+        """
+        every = [norm for each in norms.values() for norm in each]
+        if ranks == 1 and not every:
+            absent.update(dict.fromkeys(BATCH_DOCUMENTATION, _NOT_SEEN))
+            return {}
+        if len(norms) != ranks or not every:
+            reason = (
+                "not every rank has reported its micro-batches: where ranks have parts of the model, gradients are measured only once they "
+                "are reduced"
+            )
+            absent.update(dict.fromkeys(BATCH_DOCUMENTATION, reason))
+            return {}
+        values = {"batch_norm_max": max(every) if not any(map(math.isnan, every)) else math.nan}
+        if len(every) == 1:
+            absent["noise_scale"] = "there is only one micro-batch, and nothing smaller to compare with"
+        elif whole is None or not math.isfinite(whole) or not all(map(math.isfinite, every)):
+            absent["noise_scale"] = "a gradient is not finite, or was not measured"
+        else:
+            # the whole gradient is the mean over ranks of the sums over micro-batches, whatever the loss is divided by
+            share = len(every) / ranks
+            self._learn(statistics.fmean((share * norm) ** 2 for norm in every), whole**2, len(every))
+            if self._signal > 0:
+                values["noise_scale"] = self._noise / self._signal
+            else:
+                absent["noise_scale"] = "so far the noise of the micro-batches hides the gradient"
+        return values
+
+    def _learn(self, small: float, large: float, count: int) -> None:
+        few, many = self._size, self._size * count
+        signal = (many * large - few * small) / (many - few)
+        noise = (small - large) / (1 / few - 1 / many)
+        self._weight = _DECAY * self._weight + (1 - _DECAY)
+        step = (1 - _DECAY) / self._weight
+        self._signal += step * (signal - self._signal)
+        self._noise += step * (noise - self._noise)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers."""
+        return {"signal": self._signal, "noise": self._noise, "weight": self._weight}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`."""
+        self._signal, self._noise, self._weight = (float(state[name]) for name in ("signal", "noise", "weight"))
+
+
+def norms_by_rank(table: StatsTable) -> dict[str, list[float]]:
+    """The norms of each rank in the order of its micro-batches, from rows named by rank and number, such as ``1/0``."""
+    found: dict[str, dict[int, float]] = {}
+    for name, square in zip(table.names, table.rows[:, Column.SQUARE_SUM].tolist(), strict=True):
+        rank, _, number = name.partition("/")
+        found.setdefault(rank, {})[int(number)] = math.sqrt(square) if square == square else math.nan
+    return {
+        rank: [each[number] for number in sorted(each)] for rank, each in sorted(found.items(), key=lambda item: int(item[0]))
+    }
+
+
+def rank_norms_text(norms: Mapping[str, Sequence[float]]) -> str:
+    """Which micro-batch stands out, as part of a sentence about a spike; empty with fewer than two."""
+    every = [(number, int(rank), norm) for rank, each in norms.items() for number, norm in enumerate(each)]
+    if len(every) < 2:
+        return ""
+    spoiled = sorted((number, rank) for number, rank, norm in every if not math.isfinite(norm))
+    if spoiled:
+        number, rank = spoiled[0]
+        return f"of {len(every)} micro-batches {len(spoiled)} brought NaN or Inf, first number {number} of rank {rank}"
+    number, rank, worst = max(every, key=lambda each: each[2])
+    usual = statistics.median(norm for *where, norm in every if where != [number, rank])
+    if worst < _STANDS_OUT * usual or not usual:
+        return f"all {len(every)} micro-batches are alike"
+    return f"micro-batch {number} of rank {rank} has {times(worst / usual)} the norm of the {len(every) - 1} others"
+
+
+# --- The whole-model keys, and the facts about a step that their values need ---
+
+
+#: The meaning of each key, in the order of display.
+KEY_DOCUMENTATION = {
+    "grad_norm": "L2 norm of all gradients before clipping",
+    "grad_norm_clipped": "L2 norm of the gradients that the optimizer uses; absent where nothing clips or edits what backward brought",
+    "clipped_share": "share of the last 100 steps in which the gradient norm was reduced after backward, as by a clip; absent where the "
+    "loop does not edit gradients, or only scales them by one factor",
+    "grad_max": "largest |x| of the finite gradient elements before clipping",
+    "grad_nonfinite": "number of NaN and infinite gradient elements before clipping",
+    "grad_top_share": "largest share of the squared gradient norm that one parameter holds",
+    "param_norm": "L2 norm of all trainable parameters, before the update",
+    "update_norm": "L2 norm of the change that the optimizer made",
+    "update_ratio": "update_norm over the norm of the same parameters before the update",
+    "update_ratio_p10": "10th percentile of the update ratio over parameters of two or more dimensions",
+    "update_ratio_p90": "90th percentile of the update ratio over parameters of two or more dimensions",
+    "spike_score": "how far grad_norm lies above normal, in robust standard deviations of its logarithm",
+    "steps_not_applied": "steps so far that were not applied (infinite gradients under a GradScaler, skipped after a spike, or "
+    "left by an error)",
+    "grad_mean": "mean of all gradient elements before clipping",
+    "grad_std": "population standard deviation of all gradient elements before clipping",
+    "grad_sparsity": "share of the finite gradient elements before clipping with |x| <= eps",
+    "overhead_pct": "time spent in the monitor's own code, in percent of the time since the last monitored step",
+}
+#: Keys of features that are not part of a preset; present if in use.
+ON_REQUEST = {
+    "steps_skipped": "steps so far that were skipped because of a spike",
+    "lr_over_critical": "learning rate over the smallest one at which this step would raise the loss of its batch",
+    "clip_limit": "norm above which an adaptive clip of the total norm clips this step; absent in its warm-up",
+    "clipped_parameters": "parameters whose gradients an adaptive clip has scaled down in this step",
+}
+STANDARD = tuple(k for k in KEY_DOCUMENTATION if k not in DISTRIBUTION)
+CHEAP = tuple(k for k in STANDARD if not k.startswith(("param_", "update_")))
+#: The update keys need a copy of the parameters, so they are measured on every tenth step.
+UPDATE_EVERY = 10
+OF_GRADIENTS = ("grad_norm", "grad_max", "grad_nonfinite", "grad_top_share", "spike_score", *DISTRIBUTION)
+UPDATE_KEYS = tuple(k for k in KEY_DOCUMENTATION if k.startswith("update_"))
+
+
+@cache
+def key(name: str) -> Key:
+    """The key of a whole-model value."""
+    return Key(n.SUMMARY, "", name)
+
+
+@dataclass
+class StepFacts:
+    """Facts about a step, without its values.
+
+    Attributes:
+        step: its number.
+        applied: the optimizer applied it.
+        updates_void: updates of zero were measured, because a fused optimizer found infinite gradients.
+        edited: the gradients were written to between backward and the optimizer; if not, their values can show it.
+        rounding: relative rounding of the gradients that the optimizer uses, if larger than in float32.
+        rounds: they were rounded once more in between, as a GradScaler does when it unscales them.
+        used: names of the parameters whose gradients an optimizer has used, or would have if they had existed.
+        trainable: names of the trainable parameters.
+        matrices: names of the parameters of two or more dimensions.
+        groups: names of the parameters of each of the optimizers' groups.
+        refused: a reason by source if some of its tensors could not be measured.
+        context: learning rates and the like, for the record.
+        ranks: number of ranks over which values of batches are merged.
+        refusal: a GradScaler did not let the optimizer apply it.
+        is_interrupted: the loop left it by an error before it was applied.
+        nonfinite: a gradient holds NaN or Inf, before clipping or as the optimizer uses it.
+        attached: hooks on optimizers took part.
+    """
+
+    step: int
+    applied: bool
+    edited: bool
+    used: Set[str]
+    trainable: Set[str]
+    matrices: Set[str]
+    groups: Sequence[tuple[str, frozenset[str]]] = ()
+    updates_void: bool = False
+    refused: Mapping[str, str] = field(default_factory=dict)
+    context: Mapping[str, Any] = field(default_factory=dict)
+    ranks: int = 1
+    refusal: bool = False
+    is_interrupted: bool = False
+    nonfinite: bool = False
+    attached: bool = False
+    rounding: float = 0.0
+    rounds: bool = False
+
+
+# --- Which whole-model values are shown or needed, and which statistics of tensors that takes ---
+
+
+class SummaryChoice:
+    """The whole-model values of one monitor: those of a preset, others that were added, and those that detectors need.
+
+    Args:
+        keys: names in :data:`KEY_DOCUMENTATION`.
+        all_columns: measure every statistic of the gradients, and of the rest on every tenth step, for a run directory.
+        of_layers: the needs of per-layer values, see :attr:`LayerSelection.needs`.
+    """
+
+    def __init__(
+        self, keys: Iterable[str] = (), all_columns: bool = False, of_layers: Mapping[str, frozenset[Column]] | None = None
+    ) -> None:
+        self._keys = tuple(keys)
+        self._instead: tuple[str, ...] | None = None
+        self._more: tuple[str, ...] = ()
+        self._signals: set[str] = set()
+        self._all_columns, self._with_batches = all_columns, False
+        self._of_layers = dict(of_layers or {})
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The names of a preset's values: the script's, or those of an override."""
+        return self._keys if self._instead is None else self._instead
+
+    def use(self, keys: Iterable[str]) -> None:
+        """Show the values of a preset."""
+        self._keys = tuple(keys)
+
+    def add(self, name: str) -> None:
+        """Show one more value.
+
+        Raises:
+            ValueError: it was added before.
+        """
+        if name in self._more:
+            raise ValueError(f"the whole-model value {name!r} was added already")
+        self._more = (*self._more, name)
+
+    def add_batches(self) -> None:
+        """Show values of the gradients of micro-batches."""
+        self._with_batches = True
+
+    def require(self, *signals: str) -> None:
+        """Compute these values in any case, because a detector or a decision needs them."""
+        self._signals.update(signals)
+
+    def store_all_columns(self) -> None:
+        """Measure every statistic of the gradients, and of the rest on every tenth step."""
+        self._all_columns = True
+
+    def override_keys(self, keys: Iterable[str] | None) -> None:
+        """Override the names of the script's preset with ``keys``; None restores them."""
+        self._instead = None if keys is None else tuple(keys)
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """The names of all requested values."""
+        asked_for = (*self.keys, *(name for name in self._more if name not in self.keys))
+        return asked_for if not self._with_batches else (*asked_for, *BATCH_DOCUMENTATION)
+
+    @property
+    def wanted(self) -> set[str]:
+        """The names of shown values and those that detectors need."""
+        return self._signals.union(self.keys, self._more).intersection(KEY_DOCUMENTATION)
+
+    @property
+    def update_every(self) -> int:
+        """The interval of steps that measure updates: 1 if a detector needs them."""
+        return 1 if not self._signals.isdisjoint(UPDATE_KEYS) else UPDATE_EVERY
+
+    def needs_of_gradients(self) -> dict[str, frozenset[Column]]:
+        """The statistics of gradients that all values need, by source."""
+        square = frozenset({Column.COUNT, Column.SQUARE_SUM})
+        views = ["max", *(view for name, view in DISTRIBUTION.items() if name in self.wanted)]
+        return {
+            n.GRADIENT_BEFORE_CLIP: ALL_COLUMNS if self._all_columns else square.union(*(VIEWS[view].columns for view in views)),
+            # sums and squares show a run directory that gradients are unchanged, so it stores them once
+            n.GRADIENT: square | {Column.SUM} if self._all_columns else square,
+        }
+
+    def needs(self, step: int) -> dict[str, frozenset[Column]]:
+        """The statistics that the next values need, by source, for all trainable parameters."""
+        wanted, needs = self.wanted, dict(self._of_layers)
+        square = frozenset({Column.COUNT, Column.SQUARE_SUM})
+        if wanted or self._with_batches:
+            needs |= self.needs_of_gradients()
+        if self._with_batches:
+            needs[n.GRADIENT_LOCAL] = square
+        update_step = step % self.update_every == 0
+        if "param_norm" in wanted:
+            needs[n.PARAMETER] = square
+        if update_step and not wanted.isdisjoint(UPDATE_KEYS):
+            needs[n.UPDATE] = square
+        if self._all_columns:
+            stored = (n.PARAMETER, n.UPDATE, n.GRADIENT_BEFORE_CLIP) if update_step else (n.GRADIENT_BEFORE_CLIP,)
+            needs.update({source: ALL_COLUMNS for source in stored if source in needs})
+        return needs
+
+
+# --- Whole-model values of updates, and comparisons of the statistics of two moments ---
+
+
+_TENTHS = torch.tensor([0.1, 0.9], dtype=torch.float64, device="cpu")
+
+
+def update_values(update: StatsTable, base: StatsTable, matrices: Set[str], absent: dict[str, str]) -> dict[str, float]:
+    """The values of updates by name.
+
+    Args:
+        update: statistics of the updates.
+        base: of the updated parameters before the update.
+        matrices: names of the parameters of two or more dimensions.
+        absent: gets a reason for each missing value.
+    """
+    values = {"update_norm": norm_of(update)}
+    if (norm := norm_of(base)) > 0:
+        values["update_ratio"] = values["update_norm"] / norm
+    else:
+        absent["update_ratio"] = f"the norm of the updated parameters was {norm} before the update"
+    changed, there = (table.rows[:, Column.SQUARE_SUM].tolist() for table in (update, base))
+    ratios = [
+        math.sqrt(new / old) for name, new, old in zip(update.names, changed, there, strict=True) if name in matrices and old > 0
+    ]
+    if ratios:
+        low, high = torch.quantile(torch.tensor(ratios, dtype=torch.float64, device="cpu"), _TENTHS).tolist()
+        values["update_ratio_p10"], values["update_ratio_p90"] = low, high
+    else:
+        reason = "no updated parameter of two or more dimensions has a norm above zero"
+        absent.update({"update_ratio_p10": reason, "update_ratio_p90": reason})
+    return values
+
+
+def rows_of(table: StatsTable, names: Set[str]) -> StatsTable:
+    """The rows of ``table`` for ``names``."""
+    if names >= set(table.names):
+        return table
+    kept = [row for row, name in enumerate(table.names) if name in names]
+    return StatsTable(tuple(table.names[row] for row in kept), table.rows[kept], table.columns)
+
+
+def differ(before: StatsTable, after: StatsTable, rounding: float = 0.0) -> bool:
+    """Whether any statistic that both have differs by more than rounding: that of each element by ``rounding``, of its square by twice as
+    much, and that of the sums.
+    """
+    slack = 1e-6 + 2.5 * rounding
+    place = {name: row for row, name in enumerate(before.names)}
+    then, now = before.rows[[place[name] for name in after.names]], after.rows
+    for column in (before.columns & after.columns) - {Column.NEAR_ZERO}:
+        # a sum may cancel; by Cauchy-Schwarz this bounds the sum of its terms
+        scale = (then[:, Column.COUNT] * then[:, Column.SQUARE_SUM]).sqrt() if column is Column.SUM else then[:, column].abs()
+        same = (now[:, column] - then[:, column]).abs() <= slack * scale
+        same |= (now[:, column] == then[:, column]) | (now[:, column].isnan() & then[:, column].isnan())
+        if not bool(same.all()):
+            return True
+    return False
+
+
+# --- clip window ---
+
+
+#: Number of steps over which clipping is counted.
+WINDOW = 100
+#: Relative difference below which factors are equal. Rounding of float32 gradients is far smaller, that of narrow ones larger.
+_SAME = 1e-5
+#: Relative difference above which norms are different, even if a clip has rounded both of them and its factor.
+_DIFFERENT, _ROUNDINGS = 1e-3, 8
+#: A single step's factor is taken for a division by a whole number up to this one, if it is this close to its reciprocal.
+_MOST, _EXACT = 64, 1e-6
+#: Smallest share of the edited steps for a constant factor.
+_OFTEN = 0.1
+
+
+class _Step(NamedTuple):
+    edited: bool  # gradients were written to between backward and the optimizer's step
+    norm: float  # before
+    factor: float  # norm after over norm before
+    slack: float = _SAME  # relative error of the factor
+
+
+_FACTOR, _SLACK = attrgetter("factor"), attrgetter("slack")
+
+
+class ClipWindow:
+    """The last :data:`WINDOW` steps whose gradients were seen before and after clipping.
+
+    A clip by norm scales by ``max_norm / norm``: two steps with equal factors have equal norms. So a factor below 1 that steps of
+    different norms share is not a clip but a scaling, such as a division by the number of micro-batches. A single step shows only the
+    reciprocal of a whole number, which is taken for a division until other factors come. So are steps with narrow gradients, whose
+    rounding makes factors alike.
+    """
+
+    def __init__(self) -> None:
+        self._steps: deque[_Step] = deque(maxlen=WINDOW)
+
+    def add(self, edited: bool, before: float, after: float, rounding: float = 0.0) -> None:
+        """Add a step.
+
+        Args:
+            edited: its gradients were written to between the two measurements.
+            before: norm before clipping.
+            after: norm after clipping.
+            rounding: relative rounding of the gradients in between.
+        """
+        factor = after / before if 0 < before < float("inf") else 1.0
+        self._steps.append(_Step(edited, before, factor, _SAME if _is_one(factor) else max(_SAME, rounding)))
+
+    def extend(self, other: ClipWindow) -> None:
+        """Add the steps of ``other``."""
+        self._steps.extend(other._steps)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def has_edits(self) -> bool:
+        """Whether the gradients of any step were written to."""
+        return any(step.edited for step in self._steps)
+
+    def share(self) -> tuple[float | None, float | None]:
+        """Share of clipped steps. None if gradients were only scaled; then also the largest factor."""
+        edited = [step for step in self._steps if step.edited]
+        factors = _scalings(edited)
+        usual = max(factors, default=1.0)
+        reduced = [step for step in edited if step.factor < usual * (1 - _SAME)]
+        for factor in factors:
+            is_exact = _is_one(factor)
+            # so that a factor of NaN differs from all
+            reduced = [step for step in reduced if not abs(step.factor - factor) <= (_SAME if is_exact else step.slack) * factor]
+        clipped = len(reduced)
+        below = [factor for factor in factors if factor < 1 - _SAME]
+        if below and not clipped:
+            return None, max(below)
+        return clipped / len(self._steps) if self._steps else 0.0, None
+
+    def state(self) -> list[list[float]]:
+        """As plain numbers, for :meth:`load`."""
+        return [[int(step.edited), step.norm, step.factor, step.slack] for step in self._steps]
+
+    def load(self, state: Iterable[Sequence[float]]) -> None:
+        """The inverse of :meth:`state`."""
+        self._steps = deque((_Step(bool(edited), *map(float, rest)) for edited, *rest in state), maxlen=WINDOW)
+
+
+def _is_one(factor: float) -> bool:
+    """Whether multiplying by it rounds nothing."""
+    return abs(factor - 1) <= _SAME
+
+
+def _scalings(steps: Sequence[_Step]) -> list[float]:
+    """Constant factors of gradients, whatever their norm. 1 is one of them if a clip does not always act."""
+    ordered, slack = sorted(steps, key=_FACTOR), max(map(_SLACK, steps), default=_SAME)
+    factors = [step.factor for step in ordered]
+    # the factors of an active clip all differ: then no two are of one run, which is found without making any
+    is_any_run = any(map(le, map(sub, factors[1:], factors), map(mul, factors[1:], repeat(slack))))
+    runs: list[list[_Step]] = []
+    for step in ordered if is_any_run else ():
+        if runs and step.factor - runs[-1][0].factor <= step.slack * step.factor:
+            runs[-1].append(step)
+        else:
+            runs.append([step])
+    fewest = max(2, _OFTEN * len(steps))
+    found = [factor for run in runs if len(run) >= fewest for factor in _scaling(run)]
+    reduced = [step.factor for step in steps if step.factor < 1 - _SAME]
+    return [max(reduced)] if reduced and not found and all(map(_is_reciprocal, reduced)) else found
+
+
+def _is_reciprocal(factor: float, slack: float = _EXACT) -> bool:
+    """Whether it is the reciprocal of a whole number, as for a mean over micro-batches or ranks. One clipped step in 10,000 is by
+    chance.
+    """
+    number = round(1 / factor) if factor > 0 else 0
+    return 2 <= number <= _MOST and abs(factor * number - 1) <= slack
+
+
+def _scaling(run: Sequence[_Step]) -> list[float]:
+    factor, slack = run[len(run) // 2].factor, max(map(_SLACK, run))
+    if not factor > 0 or (slack > _SAME and not _is_reciprocal(factor, slack)):
+        return []
+    norms, different = [step.norm for step in run], max(_DIFFERENT, _ROUNDINGS * slack)
+    return [factor] if max(norms) > min(norms) * (1 + different) else []
+
+
+# --- Whole-model values of clipping: the norm after it, and how often it acts ---
+
+
+_KEYS = ("grad_norm_clipped", "clipped_share")
+
+
+class ClipSummary:
+    """Compares the gradients before and after clipping over the last steps.
+
+    Attributes:
+        window: these steps.
+    """
+
+    def __init__(self) -> None:
+        self.window = ClipWindow()
+
+    def add(self, before: StatsTable, after: StatsTable, facts: StepFacts) -> None:
+        """Add a step whose gradients were all used."""
+        edited = facts.edited or differ(before, after, facts.rounding if facts.rounds else 0.0)
+        # a removed gradient is not clipped
+        self.window.add(edited, norm_of(rows_of(before, set(after.names))), norm_of(after), facts.rounding)
+
+    def values(
+        self, before: StatsTable | None, after: StatsTable | None, facts: StepFacts, absent: MutableMapping[str, str]
+    ) -> dict[str, float]:
+        """The values of a step by name; ``absent`` gets a reason for each missing one."""
+        used_all = facts.used >= set(() if before is None else before.names)
+        if after is None and facts.used and used_all:
+            reason = facts.refused.get(n.GRADIENT, "all gradients were gone when the optimizers stepped")
+        elif after is None and not len(self.window):
+            reason = (
+                "the gradients that the optimizer uses were not measured: attach the optimizer, or call monitor.monitor_gradients() "
+                "after you clip"
+            )
+            reason = facts.refused.get(n.GRADIENT, reason)
+        elif not self.window.has_edits:
+            reason = _nothing_clipped(len(self.window))
+            if after is not None and facts.attached and facts.used >= facts.trainable and brings_others(before, after):
+                absent["clipped_share"] = reason
+                return {"grad_norm_clipped": norm_of(rows_of(after, facts.trainable))}
+        elif after is None or not used_all:
+            reason = not_applied(facts.context) if facts.is_interrupted else "not every attached optimizer stepped"
+        else:
+            share, factor = self.window.share()
+            if share is not None:
+                return {"grad_norm_clipped": norm_of(after), "clipped_share": share}
+            absent["clipped_share"] = (
+                f"gradients are multiplied by {factor:.4g} after backward, whatever their norm, which is no clip"
+            )
+            return {"grad_norm_clipped": norm_of(after)}
+        absent.update(dict.fromkeys(_KEYS, reason))
+        return {}
+
+
+def _nothing_clipped(steps: int) -> str:
+    """Why there is nothing to show of a clip after this many steps whose gradients were seen before and after it."""
+    if not steps:
+        return "no step so far had gradients that were seen before a clip and after it"
+    return f"nothing clipped in {f'the last {WINDOW}' if steps >= WINDOW else steps} step{'s' * (steps > 1)}"
+
+
+# --- Values of attention heads, and their minimum, mean and maximum over each layer ---
+
+
+_HEAD = re.compile(r"\.head_\d+$")
+
+
+def head_values(tables: dict[str, StatsTable], unshown: Set[tuple[str, str]]) -> tuple[dict[Key, float], frozenset[Key]]:
+    """The values of all attention metrics, and the keys of those for the run directory only.
+
+    Args:
+        tables: by source; those of attention are removed, since no metric is a view of them.
+        unshown: source and name of heads whose own values are not for a dashboard.
+    """
+    values: dict[Key, float] = {}
+    layers: dict[tuple[str, str], list[float]] = {}
+    for source in n.ATTENTION_SOURCES.values():
+        table = tables.pop(source, None)
+        if table is None:
+            continue
+        counts = table.rows[:, Column.COUNT]
+        # means are over queries, which weight them when calls merge; the largest logit is the largest finite one
+        some = torch.where(counts > table.rows[:, Column.NONFINITE], table.rows[:, Column.MAX], torch.nan)
+        numbers = some if source == n.ATTENTION_MAX_LOGIT else table.rows[:, Column.SUM] / counts
+        for name, count, number in zip(table.names, counts.tolist(), numbers.tolist(), strict=True):
+            if count:
+                values[Key(source, name, "")] = number
+                layers.setdefault((source, _HEAD.sub("", name)), []).append(number)
+    for (source, layer), heads in layers.items():
+        found = torch.tensor(heads, dtype=torch.float64, device="cpu")
+        values[Key(source, layer, "min")] = found.min().item()
+        values[Key(source, layer, "mean")] = found.mean().item()
+        if source == n.ATTENTION_MAX_LOGIT:
+            values[Key(source, layer, "max")] = found.max().item()
+    return values, frozenset(key for key in values if not key.metric and (key.source, key.name) in unshown)
+
+
+# --- summary ---
+
 
 #: For so many steps whose gradients stayed in their tensors it is known what the loop did to them.
 _REMEMBERED = 8

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 
 from ...core import keys as n
 from ...core.keys import Key
-from ...core.loss_keys import is_loss
 from ...core.moments import VIEWS
+from ...core.records import is_loss
 from ...runs.window import COUNT
 
 #: The source of a step's facts: ``context/lr``, ``context/amp_scale`` and ``context/applied``.

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ...core import keys as n
 from ...core.keys import Key, format_key
-from ...core.loss_keys import loss_among
 from ...core.moments import VIEWS
+from ...core.records import loss_among
 from ...runs.value_matrix import ValueMatrix
 from ...runs.window import is_of_layer
 from ..run import Run

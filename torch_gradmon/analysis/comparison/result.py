@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ...core.json_numbers import strict
+from ...core.formatting import strict
 
 
 @dataclass(frozen=True)

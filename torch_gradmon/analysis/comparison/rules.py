@@ -11,7 +11,7 @@ from typing import Any
 from ...core import keys as n
 from ...core.errors import display
 from ...core.keys import Key, compile_pattern, format_key
-from ...core.loss_keys import is_loss
+from ...core.records import is_loss
 
 #: Words in the names of clocks, speeds and memory, which differ from run to run.
 _CLOCKS = frozenset(

@@ -15,16 +15,14 @@ import torch
 
 from ...core import keys as n
 from ...core.keys import Key
-from ...core.loop_findings import LoopFinding
-from ...core.loss_keys import is_loss_of_network, is_whole_loss, loss_among
+from ...core.loop_mistakes import LoopFinding
 from ...core.moments import Column
-from ...core.records import Severity, SpikeEvent, StatsTable, StepRecord
-from ...core.subsampling import subsample_steps
+from ...core.records import Severity, SpikeEvent, StatsTable, StepRecord, is_loss_of_network, is_whole_loss, loss_among
 from ...core.trainers import advice_for
+from ...core.validation import subsample_steps
 from ...runs.window import Window
-from ...spikes.episodes import Episode, by_size, episodes
-from ...spikes.suspect_history import GradientNormHistory
-from ...spikes.suspects import ParameterAttribution
+from ...spikes.attribution import GradientNormHistory, ParameterAttribution
+from ...spikes.signals import Episode, by_size, episodes
 from ..run import Run
 from .findings import Finding
 from .learning import Learning, learning, spread

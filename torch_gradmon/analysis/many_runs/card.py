@@ -12,13 +12,12 @@ from itertools import islice
 from typing import Any, Literal
 
 from ...core import keys as n
-from ...core.formatting import printable
-from ...core.json_numbers import strict
+from ...core.formatting import printable, strict
 from ...core.keys import Key, parse_key
-from ...core.loop_findings import LoopFinding
-from ...core.loss_keys import is_loss_of_network, loss_among
+from ...core.loop_mistakes import LoopFinding
+from ...core.records import is_loss_of_network, loss_among
 from ...runs.liveness import RunStatus
-from ...spikes.episodes import Episode, episodes, largest
+from ...spikes.signals import Episode, episodes, largest
 from ..diagnosis.findings import Diagnosis
 from ..diagnosis.history import loop_findings
 from ..diagnosis.series import Series, lower_median

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ...core.model_order import merged
+from ...core.records import merged
 from ...runs.value_matrix import fitting
 from .gaps import intersection
 from .panel_set import PanelSet

@@ -11,8 +11,8 @@ import torch
 
 from ...core import keys as n
 from ...core.keys import Key
-from ...core.loss_keys import loss_among
 from ...core.moments import Column
+from ...core.records import loss_among
 from ...runs.stats_series import StatsSeries
 from ...runs.value_matrix import fitting
 from ..diagnosis.series import Series

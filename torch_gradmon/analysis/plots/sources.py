@@ -9,8 +9,7 @@ from itertools import groupby
 import torch
 
 from ...core.keys import Key
-from ...core.model_order import ModelOrder
-from ...core.records import SpikeEvent, StepRecord
+from ...core.records import ModelOrder, SpikeEvent, StepRecord
 from ...runs.reader import RunReader
 from ...runs.stats_series import StatsSeries
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...spikes.episodes import counted, episodes, largest
+from ...spikes.signals import counted, episodes, largest
 from ..diagnosis.diagnose import diagnose_history
 from ..diagnosis.findings import Diagnosis, Finding
 from ..diagnosis.history import History

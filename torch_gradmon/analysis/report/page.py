@@ -20,7 +20,7 @@ from plotly.offline import get_plotlyjs
 from plotly.utils import PlotlyJSONEncoder
 
 from ...core.files import replacing
-from ...core.progress import ProgressBar
+from ...core.formatting import ProgressBar
 from ..comparison.result import ComparisonResult
 from ..comparison.rules import renamer
 from ..run import load_run

@@ -8,15 +8,12 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
-from ...core.formatting import is_multiple, times
-from ...core.json_numbers import strict
+from ...core.formatting import is_multiple, strict, times
 from ...core.keys import SUMMARY, parse_key
-from ...core.loss_keys import loss_in
-from ...core.records import SpikeEvent
-from ...spikes import recovery
-from ...spikes.attribution import SpikeCause, spike_cause
-from ...spikes.episodes import Episode, episodes, largest
-from ...spikes.suspects import ParameterAttribution
+from ...core.records import SpikeEvent, loss_in
+from ...spikes import detector_set as recovery
+from ...spikes.attribution import ParameterAttribution, SpikeCause, spike_cause
+from ...spikes.signals import Episode, episodes, largest
 from .source import StepSource
 
 #: Steps shown before and after the step of the report.

@@ -7,10 +7,9 @@ from typing import Any, Protocol
 
 from ...core.keys import SUMMARY, Key, format_key, parse_key
 from ...core.records import SpikeEvent, StepRecord
+from ...spikes.attribution import GradientNormHistory, ParameterAttribution
 from ...spikes.signals import value_of
-from ...spikes.suspect_history import GradientNormHistory
-from ...spikes.suspects import ParameterAttribution
-from ...step.view_values import value_in
+from ...step.plan import value_in
 
 
 class StepSource(Protocol):

@@ -8,8 +8,8 @@ from typing import Any
 from ...core import keys as n
 from ...core.formatting import ShownText, cut_start, factor_text, significant
 from ...runs.detail_request import request_text
-from ...spikes.episodes import largest
-from ...spikes.suspects import ParameterAttribution
+from ...spikes.attribution import ParameterAttribution
+from ...spikes.signals import largest
 from .report import SpikeReport, no_spike
 from .source import StepSource
 

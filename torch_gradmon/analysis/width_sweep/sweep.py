@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core import accelerator
-from ...core.progress import ProgressBar
+from ...core import torch_modes as accelerator
+from ...core.formatting import ProgressBar
 from .arguments import check_arguments, check_recipe, whole_numbers
 from .preflight import expectations, run_preflight
 from .recipe import Recipe, usual_loss

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from ..modules.pass_tracker import PassTracker
 from ..modules.structure import tensors_of
-from ..reference.replay import ReplayedForward, first_of
-from ..reference.source import ReferencePass
+from ..reference.source import ReferencePass, ReplayedForward, first_of
 from .terms import CheckTerms
 
 

@@ -20,19 +20,18 @@ from torch import nn
 
 from ...core import keys as n
 from ...core.fence import Fence
-from ...core.metric import Metric
+from ...core.records import Metric
 from ...core.torch_modes import outside_dispatch_modes
 from ...step.buffer import StepBuffer
 from ...step.model_index import ModelIndex
-from ..attention.function_patch import COMPILER, is_called_by
+from ..attention.source import COMPILER, is_called_by
 from ..hooks import Handles, ModuleHook, takes_hooks
 from ..measurer import Measurer
 from ..metric_functions import untouched_rng
 from ..modules.compiled import is_compiled
 from ..modules.pass_tracker import PassTracker
 from ..reference.isolated_call import Note
-from ..reference.replay import ReplayedForward
-from ..reference.source import ReferencePass
+from ..reference.source import ReferencePass, ReplayedForward
 from .forward import ForwardCheck
 from .terms import CheckTerms
 

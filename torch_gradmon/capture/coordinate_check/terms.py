@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ...core import keys as n
-from ...core.metric import Metric
-from ...statistics.tensor_access import accumulator_dtype, refusal
+from ...core.records import Metric
+from ...statistics.request import accumulator_dtype, refusal
 from ...step.buffer import StepBuffer
-from ...step.built_ins import BuiltIn
+from ...step.plan import BuiltIn
 from ..measurer import Measurer
 from ..modules.structure import rest_of
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from ...core import keys as n
-from ...core.compat import CHECKPOINTS_WRITE_ONCE
-from ...core.metric import Metric
 from ...core.moments import ALWAYS, Column
-from ...statistics.tensor_access import accumulator_dtype, threshold
+from ...core.records import Metric
+from ...core.torch_modes import CHECKPOINTS_WRITE_ONCE
+from ...statistics.request import accumulator_dtype, threshold
 from ...step.buffer import StepBuffer
 from ...step.model_index import wrapped_in
 from .structure import rest_of, tensors_of

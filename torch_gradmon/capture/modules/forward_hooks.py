@@ -9,9 +9,9 @@ from typing import Any, Protocol
 from torch import nn
 
 from ...core import keys as n
-from ...core.compat import TELLS_EXPORT
 from ...core.keys import canonical_names
-from ...core.metric import Metric
+from ...core.records import Metric
+from ...core.torch_modes import TELLS_EXPORT
 from ...step.buffer import StepBuffer
 from ...step.model_index import ModelIndex
 from ..hooks import Handles, ModuleHook, takes_hooks

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.accelerator import capture_check
-from ..attention.function_patch import TRACER, is_called_by
+from ...core.torch_modes import capture_check
+from ..attention.source import TRACER, is_called_by
 from ..hooks import Hook
 from .structure import tensors_of
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.accelerator import keep_for_current_stream
 from ...core.keys import ACTIVATION, UNDEFINED, Key
-from ...statistics.spectrum import PARTICIPATION_RATIO, first_left_vector, participation_ratio
-from ...statistics.tensor_access import NARROW, accumulator_dtype, refusal, threshold
+from ...core.torch_modes import keep_for_current_stream
+from ...statistics.histogram import PARTICIPATION_RATIO, first_left_vector, participation_ratio
+from ...statistics.request import NARROW, accumulator_dtype, refusal, threshold
 from ...step.buffer import StepBuffer
-from ...step.built_ins import BuiltIn
+from ...step.plan import BuiltIn
 
 #: Consecutive monitored steps without output after which a unit counts as dead.
 WINDOW = 100

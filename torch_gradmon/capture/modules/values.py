@@ -2,25 +2,391 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from itertools import groupby, islice
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ...core import keys as n
-from ...core.metric import Metric
-from ...core.moments import Column
-from ...statistics.tensor_access import is_plain, refusal
+from ...core.errors import WarningLog
+from ...core.keys import Key
+from ...core.moments import ALL_COLUMNS, Column
+from ...core.records import Block, Metric, StatsTable
+from ...core.torch_modes import current_stream, on_stream, spare_memory, stream_number
+from ...statistics.dispatch import Statistics
+from ...statistics.eager import SMALL
+from ...statistics.request import NARROW, is_plain, refusal
 from ...step.buffer import StepBuffer
+from ...step.plan import ViewGroup, blocks_of, view_group
 from ..measurer import Measurer
 from ..metric_functions import unscaled, untouched_rng
-from .device_rows import DeviceRows
-from .host_rows import HostRows
-from .lookup import MetricLookup, RequestedMetrics
 from .structure import rest_of, tensors_of
-from .unit_metrics import DeadUnitTracker
+from .unit_metrics import DEAD, DeadUnitTracker
+
+# --- The metrics requested of each module, and the built-in values of a step's tables ---
+
+
+@dataclass(frozen=True)
+class RequestedMetrics:
+    """The metrics requested of one module and source.
+
+    Attributes:
+        columns: the statistics that the views of the source need, of any module: a record has one set of columns for each source.
+        views: built-ins that are views of them.
+        functions: metrics with a function.
+        dead: the share of dead units is requested.
+        split: each call of a forward has keys of its own.
+        reasons: why a metric does not apply to this module, by name.
+    """
+
+    columns: frozenset[Column]
+    views: tuple[Metric, ...]
+    functions: tuple[Metric, ...]
+    dead: bool
+    split: bool
+    reasons: Mapping[str, str]
+
+    @property
+    def others(self) -> bool:
+        """Whether metrics other than views are requested."""
+        return bool(self.functions or self.dead or self.reasons)
+
+
+class _Calls(NamedTuple):
+    """What is known of the calls of a step: the metrics requested, and attributes of :class:`MetricLookup`."""
+
+    asked: Mapping[tuple[str, str], tuple[RequestedMetrics, ...]]
+    owner: Mapping[tuple[str, str], tuple[str, bool]]
+    traced: Mapping[tuple[str, str], frozenset[Column]]
+
+
+class MetricLookup:
+    """The metrics of modules that are due in a step.
+
+    Attributes:
+        modules: by name.
+        owner: by source and path of a row, the name of the module, and whether its calls have keys of their own.
+        traced: columns of rows that a compiled graph wrote, by source and path; rows without a count were not called.
+    """
+
+    def __init__(self) -> None:
+        self.modules: Mapping[str, Callable[[], nn.Module | None]] = {}
+        self.owner: dict[tuple[str, str], tuple[str, bool]] = {}
+        self.traced: dict[tuple[str, str], frozenset[Column]] = {}
+        self._metrics: tuple[Metric, ...] = ()
+        self._asked: dict[tuple[str, str], tuple[RequestedMetrics, ...]] = {}
+        self._columns: dict[str, frozenset[Column]] = {}
+        self._last: dict[str, tuple[tuple[str, ...], _Calls, list[ViewGroup]]] = {}
+
+    def begin(self, metrics: tuple[Metric, ...], modules: Mapping[str, Callable[[], nn.Module | None]]) -> None:
+        """Start a step with the metrics due in it; ``modules`` by name."""
+        if metrics != self._metrics or modules is not self.modules:
+            self._metrics, self.modules, self._asked, self._columns = metrics, modules, {}, {}
+            for metric in metrics:
+                if metric.function is None:
+                    self._columns[metric.source] = self._columns.get(metric.source, frozenset()) | metric.columns
+
+    def requested(self, source: str, name: str) -> tuple[RequestedMetrics, ...]:
+        """What is requested of a source of a module: for all its calls together, and for each call."""
+        found = self._asked.get((source, name))
+        if found is None:
+            metrics = [metric for metric in self._metrics if metric.source == source and metric.matches(name)]
+            reference = self.modules.get(name)
+            module = None if reference is None else reference()
+            halves = [(split, [m for m in metrics if m.split_calls == split]) for split in (False, True)]
+            columns = self._columns.get(source, frozenset())
+            found = tuple(_asked(some, module, split, columns) for split, some in halves if some)
+            self._asked[source, name] = found
+        return found
+
+    def evaluator(self) -> Callable[[dict[str, StatsTable]], list[Block]]:
+        """A function that computes the built-in values of this step's tables, even after the next step has begun.
+
+        It drops rows of modules that were not called.
+        """
+        calls = _Calls(self._asked, dict(self.owner), dict(self.traced))
+
+        def evaluate(tables: dict[str, StatsTable]) -> list[Block]:
+            blocks = []
+            for source in n.MODULE_SOURCES:
+                if source in tables:
+                    table = tables[source] = _called(source, tables[source], calls.traced)
+                    blocks += blocks_of(self._groups(source, table.names, calls), table)
+            return blocks
+
+        return evaluate
+
+    def _groups(self, source: str, names: tuple[str, ...], calls: _Calls) -> list[ViewGroup]:
+        """The metrics of a table with rows of these ``names``, as in the last step if the same modules were called and asked for."""
+        last_names, last_calls, groups = self._last.get(source) or ((), None, [])
+        # what is asked may not have been looked up for all modules yet, so an equal one is not enough
+        if last_calls is not None and last_names == names and last_calls.asked is calls.asked and last_calls == calls:
+            return groups
+        places: dict[str, list[int]] = {}
+        for place, path in enumerate(names):
+            # if only other ranks have called the module, its path gives its name
+            name, split = calls.owner.get((source, path)) or (n.owner_of(path, self.modules), "@" in path)
+            columns = calls.traced.get((source, path), ALL_COLUMNS)
+            for each in calls.asked.get((source, name)) or self.requested(source, name):
+                for metric in each.views if each.split == split else ():
+                    if metric.columns <= columns:
+                        places.setdefault(metric.name, []).append(place)
+        found = [(metric, [Key(source, names[place], metric) for place in rows], rows) for metric, rows in places.items()]
+        groups = [view_group(found, len(names), source)] if found else []
+        self._last[source] = names, calls, groups
+        return groups
+
+
+def _called(source: str, table: StatsTable, traced: Container[tuple[str, str]]) -> StatsTable:
+    if not traced:
+        return table
+    counts = table.rows[:, Column.COUNT].tolist()
+    kept = [p for p, name in enumerate(table.names) if counts[p] or (source, name) not in traced]
+    return replace(table, names=tuple(table.names[p] for p in kept), rows=table.rows[kept])
+
+
+def _asked(metrics: Iterable[Metric], module: nn.Module | None, split: bool, columns: frozenset[Column]) -> RequestedMetrics:
+    views: list[Metric] = []
+    functions: list[Metric] = []
+    reasons: dict[str, str] = {}
+    dead = False
+    for metric in metrics:
+        function: Any = metric.function
+        if function is None:
+            views.append(metric)
+        elif function is DEAD:
+            dead = True
+        elif hasattr(function, "bind"):
+            bound = function.bind(module)
+            if isinstance(bound, str):
+                reasons[metric.name] = bound
+            else:
+                functions.append(replace(metric, function=bound))
+        else:
+            functions.append(metric)
+    return RequestedMetrics(columns if views else frozenset(), tuple(views), tuple(functions), dead, split, reasons)
+
+
+# --- Batches small tensors, to amortise call overhead ---
+
+
+#: Elements in the buffer: 4 MB of float32, copied while they are in a cache.
+CAPACITY = 1 << 20
+T = TypeVar("T")
+
+
+class SmallTensorBatch(Generic[T]):
+    """A bounded buffer of copies of small CPU tensors, each with an item of data."""
+
+    def __init__(self) -> None:
+        self._pool: Tensor | None = None
+        self._used = 0
+        self._waiting: list[tuple[T, Tensor]] = []
+
+    def takes(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` should be batched: it is on the CPU, small, and exact in float32."""
+        return tensor.numel() <= SMALL and tensor.dtype in NARROW and is_plain(tensor)
+
+    def has_room(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` fits without draining the buffer."""
+        return self._used + tensor.numel() <= CAPACITY
+
+    def put(self, item: T, tensor: Tensor, inverse_scale: Tensor | None = None) -> None:
+        """Copy ``tensor``, for which there must be room, times ``inverse_scale``, in float32 as ``GradScaler.unscale_`` does."""
+        if self._pool is None:
+            with torch.inference_mode(False):  # the buffer is written to outside of that mode
+                self._pool = torch.empty(CAPACITY, dtype=torch.float32, device="cpu")
+        copy = self._pool[self._used : self._used + tensor.numel()].view(tensor.shape).copy_(tensor)
+        if inverse_scale is not None:
+            copy.mul_(inverse_scale)
+        self._used += tensor.numel()
+        self._waiting.append((item, copy))
+
+    def drain(self) -> list[tuple[T, Tensor]]:
+        """All items and copies, in order; the copies are valid until the next :meth:`put`."""
+        waiting, self._waiting, self._used = self._waiting, [], 0
+        return waiting
+
+
+# --- Rows of small and of large CPU tensors, which are kept as numbers and stored all at once ---
+
+
+class _MeasuredCall(NamedTuple):
+    """What was measured in one call: the numbers of one row, rows as a tensor, or None for a row of the batch of small tensors."""
+
+    source: str
+    paths: list[str]
+    columns: frozenset[Column]
+    row: list[float] | Tensor | None
+
+
+class HostRows:
+    """The rows of one step in the order of the calls, until :meth:`flush`.
+
+    Args:
+        statistics: measures.
+    """
+
+    def __init__(self, statistics: Statistics) -> None:
+        self._statistics = statistics
+        self._buffer: StepBuffer | None = None
+        self._rows: list[_MeasuredCall] = []
+        self._small: SmallTensorBatch[frozenset[Column]] = SmallTensorBatch()
+
+    def __bool__(self) -> bool:
+        return len(self._rows) > 0
+
+    def begin(self, buffer: StepBuffer) -> None:
+        """Start a step; an interrupt at the end of the last one may have left rows."""
+        self._buffer, self._rows = buffer, []
+        self._small.drain()
+
+    def append(self, source: str, paths: list[str], columns: frozenset[Column], rows: Tensor) -> None:
+        """Add rows that were measured elsewhere."""
+        self._rows.append(_MeasuredCall(source, paths, columns, rows))
+
+    def measure(
+        self, source: str, path: str, columns: frozenset[Column], tensor: Tensor, inverse_scale: Tensor | None = None
+    ) -> bool:
+        """Measure a CPU tensor into numbers, or add a small one to the batch. Returns False if neither is possible."""
+        if inverse_scale is not None and not inverse_scale.is_cpu:
+            return False
+        row = self._statistics.row_of(tensor, columns, inverse_scale)
+        if row is not None:
+            self._rows.append(_MeasuredCall(source, [path], columns, row))
+            return True
+        if not self._small.takes(tensor):
+            return False
+        if not self._small.has_room(tensor):
+            self.flush()
+        self._small.put(columns, tensor, inverse_scale)
+        self._rows.append(_MeasuredCall(source, [path], columns, None))
+        return True
+
+    def flush(self) -> None:
+        """Store all rows in the buffer, after measuring the batch of small tensors."""
+        assert self._buffer is not None
+        measured, self._rows = self._rows, []
+        if not measured:
+            return
+        waited: Iterator[list[float]] = iter(())
+        together = frozenset[Column]()
+        if waiting := self._small.drain():
+            together = together.union(*{of for of, _ in waiting})
+            waited = iter(self._statistics.measure([tensor for _, tensor in waiting], together).tolist())
+        single = [call.row for call in measured if not isinstance(call.row, Tensor)]
+        rows = [next(waited) if row is None else row for row in single]
+        table = iter(torch.tensor(rows, dtype=torch.float64, device="cpu"))
+
+        def alike(call: _MeasuredCall) -> tuple[str, frozenset[Column], bool]:
+            return call.source, together if call.row is None else call.columns, isinstance(call.row, Tensor)
+
+        for (source, columns, is_table), calls in groupby(measured, alike):
+            if is_table:  # they may lie on several devices
+                for call in calls:
+                    self._buffer.merge_rows(source, call.paths, call.row, columns)  # type: ignore[arg-type]
+            else:
+                paths = [path for call in calls for path in call.paths]
+                self._buffer.merge_rows(source, paths, list(islice(table, len(paths))), columns)
+
+
+# --- Rows of tensors on accelerators, which are copied in one launch each and measured many at once ---
+
+
+#: Bytes of the largest tensor that is copied for stock operations: a larger one keeps a device busy for longer than its launches take.
+LARGEST = 4 << 20
+#: Bytes of all copies that wait for them on one stream.
+DEVICE_ROWS_CAPACITY = 16 << 20
+#: For a kernel of ours, which takes half a millisecond of the host for one tensor or for a hundred (seen on an H200), copies may take all
+#: spare memory, and a single one this part of it.
+_FOURTH = 4
+
+
+@dataclass
+class _Waiting:
+    """Copies that were made on one stream, with what was asked of them."""
+
+    stream: Any
+    nbytes: int = 0
+    copies: list[Tensor] = field(default_factory=list)
+    paths: list[tuple[str, str]] = field(default_factory=list)
+    columns: frozenset[Column] = frozenset()
+
+    def add(self, copy: Tensor, place: tuple[str, str], columns: frozenset[Column]) -> None:
+        """One more copy, by source and path."""
+        self.copies.append(copy)
+        self.paths.append(place)
+        self.columns |= columns
+        self.nbytes += copy.nbytes
+
+
+class DeviceRows:
+    """Copies of tensors until :meth:`flush`, or until they fill the memory that they may take.
+
+    Args:
+        statistics: measures.
+        buffer: takes the rows.
+        complaints: gets failures.
+    """
+
+    def __init__(self, statistics: Statistics, buffer: StepBuffer, complaints: WarningLog) -> None:
+        self._statistics, self._buffer, self._complaints = statistics, buffer, complaints
+        self._failed: set[tuple[str, str]] = set()
+        self._waiting: dict[tuple[torch.device, object], _Waiting] = {}
+
+    def measure(self, source: str, path: str, columns: frozenset[Column], tensor: Tensor, inverse_scale: Tensor | None) -> bool:
+        """Copy a dense tensor of an accelerator, times ``inverse_scale``, to be measured with others. Returns whether it was."""
+        device = tensor.device
+        if tensor.layout is not torch.strided or tensor.is_complex():
+            return False
+        largest, capacity = LARGEST, DEVICE_ROWS_CAPACITY
+        if self._statistics.has_kernel(device):
+            capacity = max(DEVICE_ROWS_CAPACITY, spare_memory(device))
+            largest = capacity // _FOURTH
+        if tensor.nbytes > largest:
+            return False
+        place = device, stream_number(device)
+        if (waiting := self._waiting.get(place)) is not None and waiting.nbytes + tensor.nbytes > capacity:
+            self._flush(self._waiting.pop(place), device)
+            waiting = None
+        if waiting is None:
+            waiting = self._waiting[place] = _Waiting(current_stream(device))
+        self._buffer.expect_row(source, path)
+        waiting.add(tensor.clone() if inverse_scale is None else unscaled(tensor, inverse_scale), (source, path), columns)
+        return True
+
+    def flush(self) -> None:
+        """Measure all copies, and store their rows in the buffer."""
+        waiting, self._waiting = self._waiting, {}
+        for (device, _), copies in waiting.items():
+            self._flush(copies, device)
+
+    def _flush(self, waiting: _Waiting, device: torch.device) -> None:
+        paths = [place for place in waiting.paths if place not in self._failed]
+        try:
+            with on_stream(waiting.stream, device):
+                rows = self._statistics.measure(waiting.copies, waiting.columns)
+                found: dict[str, tuple[list[str], list[Tensor]]] = {}
+                for place, row in zip(waiting.paths, rows.unbind(), strict=True):
+                    if place not in self._failed:
+                        names, own = found.setdefault(place[0], ([], []))
+                        names.append(place[1])
+                        own.append(row)
+                for source, (names, own) in found.items():
+                    self._buffer.merge_rows(source, names, own, waiting.columns)
+        except Exception as error:  # a part of the micro-batches must not be taken for all
+            self._complaints.add("activations", f"the activations of {len(paths)} calls could not be measured", error)
+            for source, path in paths:
+                self._buffer.drop_parts(source, path)
+                self._buffer.absent[source, path] = f"it could not be measured: {type(error).__name__}"
+            self._failed.update(paths)
+
+
+# --- Values of modules' inputs, outputs and their gradients, merged over calls and micro-batches ---
 
 
 class _Item(NamedTuple):

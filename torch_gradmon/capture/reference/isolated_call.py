@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ...core import accelerator
-from ...core.process import SharedContext
-from ...core.torch_modes import autocast_cache_kept, outside_dispatch_modes
-from ...statistics.tensor_access import PLAIN
+from ...core import torch_modes as accelerator
+from ...core.torch_modes import SharedContext, autocast_cache_kept, outside_dispatch_modes
+from ...statistics.request import PLAIN
 from ..metric_functions import untouched_rng
 from ..modules.compiled import is_compiled
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from ...core.fence import Fence
 from ...core.torch_modes import outside_dispatch_modes
-from ...statistics.tensor_access import refusal
+from ...statistics.request import refusal
 from ..hooks import Handles, ModuleHook, takes_hooks
 from ..modules.compiled import is_compiled
 from ..modules.pass_tracker import PassTracker
 from ..modules.structure import tensors_of
-from .replay import ReplayedForward
+from .source import ReplayedForward
 
 
 @dataclass

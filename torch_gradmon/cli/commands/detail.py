@@ -11,7 +11,7 @@ from ...runs import detail_request
 from ...runs.detail_request import DetailRequest, request_text
 from ...runs.format import directory_of, has_run
 from ...runs.liveness import RunStatus, run_status
-from ...step.presets import PRESETS
+from ...step.planner import PRESETS
 from ..terminal.detail_state import change_text, current_text, result_of, state_of, status_lines, warnings
 from .common import Command, UsageError, argument, flag, positive, value
 

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 import torch
 
 from ... import __version__
-from ...core import accelerator
+from ...core import torch_modes as accelerator
 from ...core.errors import WarningLog
 from ...core.fence import is_disabled
 from ...core.moments import ALL_COLUMNS, Column

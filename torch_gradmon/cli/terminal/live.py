@@ -14,13 +14,11 @@ from torch import Tensor
 from ...analysis.diagnosis.series import Series, lower_median
 from ...analysis.run import Run
 from ...core.keys import SUMMARY, Key
-from ...core.loss_keys import loss_among
 from ...core.moments import Column
-from ...core.records import SpikeEvent, StepRecord
+from ...core.records import SpikeEvent, StepRecord, loss_among
 from ...runs.value_matrix import most_cells
-from ...spikes.episodes import Episode, episodes, largest
-from ...spikes.suspects import REMEMBERED, ParameterAttribution, ranked
-from ...spikes.usual import Baseline
+from ...spikes.attribution import REMEMBERED, Baseline, ParameterAttribution, ranked
+from ...spikes.signals import Episode, episodes, largest
 from .layer_table import gradient_source
 
 #: The part of the shown steps that counts as recent, as a divisor.

@@ -10,13 +10,12 @@ from typing import Any
 
 from ...analysis.diagnosis.series import lower_median
 from ...core.keys import SUMMARY, Key
-from ...core.loss_keys import loss_among
-from ...core.records import SpikeEvent, StepRecord
-from ...step.summary_keys import DOCUMENTATION
+from ...core.records import SpikeEvent, StepRecord, loss_among
+from ...step.summary import KEY_DOCUMENTATION
 
 #: Counters, which are shown as numbers of steps.
 _TOTALS = frozenset({"steps_not_applied", "steps_skipped"})
-_ORDER = {name: place for place, name in enumerate(DOCUMENTATION)}
+_ORDER = {name: place for place, name in enumerate(KEY_DOCUMENTATION)}
 
 
 def is_of_whole_model(key: Key) -> bool:

@@ -12,8 +12,8 @@ from ...analysis.run import Run
 from ...analysis.spike_report.report import SpikeSummary
 from ...core.errors import nearest
 from ...core.formatting import printable
-from ...core.trained_parts import TrainedPart
-from ...spikes.episodes import Episode, episodes, largest
+from ...core.records import TrainedPart
+from ...spikes.signals import Episode, episodes, largest
 from . import layer_table
 from .layer_table import LayerRow
 from .overview import Overview, ValueSummary, is_of_whole_model

@@ -13,7 +13,7 @@ from rich.text import Text
 from ...analysis.many_runs.card import RunCard, differing
 from ...core.formatting import listed, number
 from ...core.keys import Key
-from ...core.loss_keys import loss_among
+from ...core.records import loss_among
 
 #: Settings in which the runs differ that have a column; the others are in the JSON and on the page of gradmon serve.
 _MOST = 4

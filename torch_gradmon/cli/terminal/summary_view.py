@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ...analysis.spike_report.report import SpikeSummary
 from ...core.formatting import cut_start, number, percent, time_span
-from ...spikes.episodes import counted, largest
+from ...spikes.signals import counted, largest
 from .layer_table import LayerRow
 from .overview import ValueSummary
 from .run_facts import RunSummary

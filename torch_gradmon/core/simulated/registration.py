@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..accelerator import forget_devices
+from ..torch_modes import forget_devices
 from .device import NAME, SimulatedDevice
 from .tensor import SimulatedTensor, copied_to_device
 from .timeline import Clock, Timeline

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from ...capture.hooks import Handles, Hook
 from ...core.fence import Fence
 from ...core.torch_modes import is_accumulating
-from ...step.parameter_refs import Place
-from ..machine.loop_patterns import StepsInBackward
+from ...step.model_index import Place
+from ..machine.step_machine import StepsInBackward
 from .listener import LoopDriver
 from .optimizer_hooks import OptimizerHooks
 

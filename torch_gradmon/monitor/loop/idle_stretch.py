@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...core.accelerator import capture_check
 from ...core.fence import Fence
-from ..machine.step_state import StepState
+from ...core.torch_modes import capture_check
+from ..machine.step_machine import StepState
 
 _has_grad, _running_task = torch.is_grad_enabled, torch._C._current_graph_task_id
 _interpreter, _tracing_state = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...core.fence import Fence
-from ..machine.loop_patterns import StepsInBackward
+from ..machine.step_machine import StepsInBackward
 from .backward_hooks import BackwardHooks
 from .idle_stretch import IdleStretch
 from .listener import LoopDriver

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...capture.grad_scale import GradScale, calling_scaler, scale_of
+from ...capture.gradients import GradScale, calling_scaler, scale_of
 from ...capture.hooks import WrappedMethod
 from ...core.fence import Fence
 from ...core.validation import inside

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...core import validation as check
 from ...plugins.clipping.adaptive import AdaptiveClip
 from ...plugins.clipping.clip import clip
-from ...step.gradient_source import PLAIN_GRADIENTS
+from ...step.model_index import PLAIN_GRADIENTS
 from ..links import unlink
 from ..manual_loop import ManualLoop
 from ..runtime import Runtime

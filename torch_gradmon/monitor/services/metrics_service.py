@@ -10,13 +10,12 @@ from typing import Any
 from ...core import keys as n
 from ...core import validation as check
 from ...core.errors import display, nearest, warn_user
-from ...core.metric import Metric
+from ...core.records import Metric
 from ...runs.detail_request import DetailRequest, detail_request
 from ...spikes.detector import SpikeDetector
-from ...step.micro_batches import DOCUMENTATION as BATCHES
-from ...step.micro_batches import MicroBatchStats
-from ...step.presets import PRESETS
-from ...step.summary_keys import DOCUMENTATION, ON_REQUEST
+from ...step.planner import PRESETS
+from ...step.summary import BATCH_DOCUMENTATION as BATCHES
+from ...step.summary import KEY_DOCUMENTATION, ON_REQUEST, MicroBatchStats
 from ..links import linkable
 from ..runtime import Runtime
 
@@ -124,7 +123,7 @@ class MetricsService:
 
     def add_summary_metric(self, metric_name: str) -> None:
         """Show one more whole-model value."""
-        check.one_of("metric_name", metric_name, tuple(DOCUMENTATION))
+        check.one_of("metric_name", metric_name, tuple(KEY_DOCUMENTATION))
         self.runtime.factory.summary.choice.add(metric_name)
         self.runtime.planner.changed()
 
@@ -142,7 +141,7 @@ class MetricsService:
 
     def describe(self) -> dict[str, str]:
         """Documentation by key, with patterns in the place of names."""
-        known = {**DOCUMENTATION, **BATCHES, **ON_REQUEST}
+        known = {**KEY_DOCUMENTATION, **BATCHES, **ON_REQUEST}
         record, registry = self.runtime.pipeline.last, self.runtime.planner.registry
         # some whole-model values are switched on by other calls than add_*; the last record shows which
         last = () if record is None else record.values

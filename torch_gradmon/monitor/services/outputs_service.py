@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any
 
 from ...core.errors import display
-from ...core.loop_findings import LoopFinding
+from ...core.loop_mistakes import LoopFinding
 from ...spikes.detector import SpikeDetector
-from ..pipeline.run_directory import RunDirectory
+from ..pipeline.record_pipeline import RunDirectory
 from ..runtime import Runtime, at_exit
 from .queries import Queries
 
@@ -27,8 +27,7 @@ class OutputsService:
         self, sink: Any, keys: str | re.Pattern[str] | None, every: int, deferred: bool, thread: bool, on_all_ranks: bool
     ) -> None:
         """Send the values of each step to ``sink``."""
-        from ...sinks.adapters import adapted, logged_anyhow
-        from ...sinks.filtered_sink import FilteredSink
+        from ...sinks.filtered_sink import FilteredSink, adapted, logged_anyhow
         from ...sinks.wandb import WandbSink
 
         pipeline, complaints = self.runtime.pipeline, self.runtime.fence.complaints

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...core.fence import fenced
-from ...core.loop_findings import LoopFinding
+from ...core.loop_mistakes import LoopFinding
 from ...core.records import StepRecord
 from ...core.torch_modes import outside_dispatch_modes
 from ...plugins.spike_policy.policy import Counts

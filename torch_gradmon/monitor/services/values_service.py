@@ -14,11 +14,10 @@ from ...core import keys as n
 from ...core import validation as check
 from ...core.errors import display
 from ...core.keys import Key
-from ...core.model_order import ModelOrder
-from ...core.records import StepRecord
+from ...core.records import ModelOrder, StepRecord
 from ...core.torch_modes import outside_dispatch_modes
-from ...step.layer_values import top_shares
-from ...step.registry import checked_aggregation
+from ...step.plan import checked_aggregation
+from ...step.summary import top_shares
 from ..runtime import Runtime
 from ..steps.step_planning import MODEL_GONE
 from .queries import Queries

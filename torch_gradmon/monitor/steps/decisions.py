@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence, Set
 from torch import Tensor
 
 from ...step.planner import Planner
-from ...step.plugin_context import OptimizerContext
+from ...step.plugin import OptimizerContext
 from ..loop.gradient_hold import GradientHolds
 from .ownership import Ownership
 

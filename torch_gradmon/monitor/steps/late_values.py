@@ -7,9 +7,8 @@ from typing import Any
 
 from ...core.keys import Key
 from ...step.buffer import StepBuffer
-from ..machine.step_state import StepState
-from ..pipeline.pending_queue import PendingQueue
-from ..pipeline.record_pipeline import RecordPipeline
+from ..machine.step_machine import StepState
+from ..pipeline.record_pipeline import PendingQueue, RecordPipeline
 from ..plugin_set import PluginSet
 
 

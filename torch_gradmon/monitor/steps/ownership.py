@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...step.gradient_source import PLAIN_GRADIENTS
+from ...step.model_index import PLAIN_GRADIENTS
 from ...step.planner import Planner
 from ..loop.scaler_hooks import ScalerHooks
 

@@ -9,8 +9,8 @@ from ...core.fence import Fence
 from ...step.active_step import IDLE, ActiveStep, Mode, RecordedStep
 from ...step.buffer import StepBuffer
 from ...step.model_index import ModelIndex
-from ...step.pending_step import PendingStep
-from ..pipeline.pending_queue import PendingQueue
+from ...step.record_builder import PendingStep
+from ..pipeline.record_pipeline import PendingQueue
 from .step_planning import StepPlanning
 from .value_log import ValueLog
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...step.active_step import IDLE, ActiveStep
 from ...step.planner import OF_MODULES
-from ..pipeline.pending_queue import PendingQueue
+from ..pipeline.record_pipeline import PendingQueue
 from .step_closing import StepClosing
 from .step_planning import StepPlanning
 from .value_log import ValueLog

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...capture.grad_scale import inverse
+from ...capture.gradients import inverse
 from ...core.keys import GRADIENT_BEFORE_CLIP
-from ...statistics.tensor_access import accumulator_dtype
-from ...step.gradient_source import PLAIN_GRADIENTS
+from ...statistics.request import accumulator_dtype
+from ...step.model_index import PLAIN_GRADIENTS
 from ..loop.loop_hooks import LoopHooks
 from .ownership import Ownership
 from .step_lifecycle import StepLifecycle

@@ -8,10 +8,10 @@ from ...core.fence import Fence
 from ...core.torch_modes import outside_dispatch_modes, rng_states
 from ...step.active_step import IDLE, ActiveStep, Mode
 from ...step.buffer import StepBuffer
-from ...step.exchange_policy import ExchangePolicy
+from ...step.exchange import ExchangePolicy
 from ...step.planner import Planner
-from ..machine.step_state import StepState
-from ..pipeline.record_factory import RecordFactory
+from ..machine.step_machine import StepState
+from ..pipeline.record_pipeline import RecordFactory
 from .cadence import Cadence
 from .captures import Captures
 from .hook_schedule import HookSchedule

@@ -16,11 +16,10 @@ from ...core.fence import Fence
 from ...core.keys import Key
 from ...core.torch_modes import outside_dispatch_modes
 from ...plugins.clipping.adaptive import DeviceValue
-from ...statistics.tensor_access import accumulator_dtype
-from ...step.buffer import StepBuffer
-from ...step.exchange_policy import ExchangePolicy
-from ...step.reduction import Aggregation
-from ..machine.step_state import StepState
+from ...statistics.request import accumulator_dtype
+from ...step.buffer import Aggregation, StepBuffer
+from ...step.exchange import ExchangePolicy
+from ..machine.step_machine import StepState
 from .late_values import LateValues
 
 #: Without these a tensor on the CPU is read by ``item()`` as the loop itself would read it.

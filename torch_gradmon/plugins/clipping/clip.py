@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...core.accelerator import capture_check
 from ...core.errors import display
-from ...statistics.norm import NORM_COLUMNS, norm_of_rows
+from ...core.torch_modes import capture_check
+from ...statistics.histogram import NORM_COLUMNS, norm_of_rows
 from ...step.ranks import is_dtensor
 from .adaptive import AdaptiveClip, DeviceValue
 from .named import AdaptiveClips

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...capture.modules.structure import tensors_of
-from ...core.setup_mistakes import EXPECTATION, NON_FINITE_INPUT
+from ...core.loop_mistakes import EXPECTATION, NON_FINITE_INPUT
 from ..tallies import Tallies
 
 #: Elements of a batch that are looked at.

@@ -17,10 +17,8 @@ from ...capture.hooks import Handles, Hook, ModuleHook, takes_hooks
 from ...capture.loss_graph import losses_going_backward
 from ...core.errors import WarningLog
 from ...core.keys import SUMMARY, Key
-from ...core.loop_findings import LoopFinding
-from ...core.loss_keys import loss_in
-from ...core.records import StepRecord
-from ...core.setup_mistakes import SETUP_MISTAKES
+from ...core.loop_mistakes import SETUP_MISTAKES, LoopFinding
+from ...core.records import StepRecord, loss_in
 from ...statistics.fingerprint import fingerprints, packed, unpacked
 from ...step.active_step import ActiveStep
 from ...step.plugin import Plugin

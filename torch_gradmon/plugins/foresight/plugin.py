@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ...core import keys as n
 from ...core.keys import Key
-from ...core.loop_findings import ABOUT_TO_DIVERGE, DIVERGENCE_ADVICE, LoopFinding
+from ...core.loop_mistakes import ABOUT_TO_DIVERGE, DIVERGENCE_ADVICE, LoopFinding
 from ...core.moments import VIEWS, Column
 from ...core.records import StepRecord
 from ...step.plugin import Plugin

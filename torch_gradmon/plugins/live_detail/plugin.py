@@ -11,14 +11,12 @@ import sys
 from collections.abc import Callable
 
 from ...core.errors import GradmonWarning, WarningLog
-from ...core.metric import Metric
+from ...core.records import Metric
 from ...runs.detail_request import DetailRequest
 from ...step.active_step import ActiveStep
-from ...step.exchange_policy import ExchangePolicy
-from ...step.planner import OF_MODULES, Planner
-from ...step.plugin import Plugin
-from ...step.plugin_context import PluginContext
-from ...step.presets import PRESETS
+from ...step.exchange import ExchangePolicy
+from ...step.planner import OF_MODULES, PRESETS, Planner
+from ...step.plugin import Plugin, PluginContext
 from ...step.summary import Summary
 from .requests import Requests, RunNotes
 

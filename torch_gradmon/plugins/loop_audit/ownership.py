@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ...capture.hooks import Hook
-from ...step.model_index import ModelIndex
-from ...step.parameter_refs import Place
+from ...step.model_index import ModelIndex, Place
 from ...step.planner import Planner
 from ...step.ranks import is_dtensor
 from ..tallies import Tallies

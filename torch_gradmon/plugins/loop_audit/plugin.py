@@ -8,10 +8,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...core.errors import WarningLog
-from ...core.loop_findings import LoopFinding
-from ...core.loop_mistakes import MISTAKES
-from ...core.setup_mistakes import SETUP_MISTAKES
-from ...step.gradient_source import PLAIN_GRADIENTS
+from ...core.loop_mistakes import MISTAKES, SETUP_MISTAKES, LoopFinding
+from ...step.model_index import PLAIN_GRADIENTS
 from ...step.planner import Planner
 from ...step.plugin import Plugin
 from ..tallies import Tallies

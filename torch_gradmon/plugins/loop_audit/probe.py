@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...step.parameter_refs import FsdpParameterRef, Place
+from ...step.model_index import FsdpParameterRef, Place
 
 #: The most elements of a gradient that is held between two observations, so that the memory is negligible.
 LARGEST = 2**20

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...step.parameter_refs import Place
+from ...step.model_index import Place
 from ...step.ranks import is_dtensor
 from .probe import Probe
 

@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from ...step.consensus import BoundedStore
+from ...step.exchange import BoundedStore
 
 
 class Board:

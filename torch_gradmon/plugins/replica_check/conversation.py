@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from ...core import keys
-from ...core.loop_findings import LoopFinding
+from ...core.loop_mistakes import LoopFinding
 from ...core.moments import Column
 from ...core.records import StepRecord
 from ...step.ranks import digest_of

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ...capture.grad_scale import scale_of
+from ...capture.gradients import scale_of
 from ...step.ranks import digest_of, is_dtensor
 from .wrapper import Wrappers, broadcast_buffers
 

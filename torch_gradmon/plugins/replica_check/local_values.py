@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ...core.loop_findings import LoopFinding
-from ...core.loss_keys import loss_among
-from ...core.records import StepRecord
+from ...core.loop_mistakes import LoopFinding
+from ...core.records import StepRecord, loss_among
 from ...step.ranks import is_dtensor
 from .wrapper import is_ddp, ranks_of
 

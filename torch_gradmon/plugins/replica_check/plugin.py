@@ -14,8 +14,7 @@ from torch.optim import Optimizer
 
 from ...capture.hooks import Handles, ModuleHook
 from ...core.errors import WarningLog
-from ...core.loop_findings import LoopFinding
-from ...core.rank_faults import RANK_FAULTS
+from ...core.loop_mistakes import RANK_FAULTS, LoopFinding
 from ...core.records import StepRecord
 from ...step.active_step import ActiveStep
 from ...step.planner import Planner

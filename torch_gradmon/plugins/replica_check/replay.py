@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...capture.metric_functions import untouched_rng
 from ...capture.modules.compiled import unwrapped
-from ...core import accelerator
+from ...core import torch_modes as accelerator
 from ...core.errors import display
 from ...core.formatting import ShownAsText
 from ...statistics.fingerprint import fingerprints

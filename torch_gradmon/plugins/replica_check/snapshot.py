@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...statistics.fingerprint import fingerprints, packed, unpacked
-from ...step.device_transfer import DeviceToHostCopy
+from ...step.buffer import DeviceToHostCopy
 from ...step.ranks import digest_of
 from .items import PARAMETER, Item
 

@@ -13,8 +13,8 @@ from ...capture.hooks import Handles, ModuleHook
 from ...capture.modules.structure import tensors_of
 from ...core.errors import display
 from ...core.keys import compile_pattern
+from ...core.loop_mistakes import EXPECTATION
 from ...core.records import StatsTable
-from ...core.setup_mistakes import EXPECTATION
 from ...step.planner import Planner
 from ..tallies import Tallies
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ...core.process import SharedContext
+from ...core.torch_modes import SharedContext
 
 #: Containers within containers that are looked into.
 _DEPTH = 2

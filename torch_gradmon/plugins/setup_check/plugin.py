@@ -11,11 +11,9 @@ from torch.optim import Optimizer
 
 from ...core.errors import WarningLog
 from ...core.keys import GRADIENT
-from ...core.loop_findings import LoopFinding
-from ...core.records import StepRecord
-from ...core.setup_mistakes import SETUP_MISTAKES
-from ...core.trained_parts import TrainedPart, trained_parts
-from ...step.gradient_source import PLAIN_GRADIENTS
+from ...core.loop_mistakes import SETUP_MISTAKES, LoopFinding
+from ...core.records import StepRecord, TrainedPart, trained_parts
+from ...step.model_index import PLAIN_GRADIENTS
 from ...step.planner import Planner
 from ...step.plugin import Plugin
 from ..tallies import Tallies

@@ -13,9 +13,9 @@ from ...core.records import SpikeEvent, StepRecord
 from ...spikes.detector_set import DetectorSet
 from ...step.buffer import StepBuffer
 from ...step.exchange import RankExchange
-from ...step.gradient_summary import gradient_values
 from ...step.plan import SourcePlan
-from ...step.plugin_context import OptimizerContext
+from ...step.plugin import OptimizerContext
+from ...step.summary import gradient_values
 
 #: The sources that have values before the optimizer steps.
 _SOURCES = (n.GRADIENT_BEFORE_CLIP, n.GRADIENT)

@@ -13,8 +13,7 @@ from ...core.keys import SUMMARY, Key
 from ...spikes.detector_set import DetectorSet
 from ...step.active_step import ActiveStep, Mode, RecordedStep
 from ...step.exchange import RankExchange
-from ...step.plugin import Plugin
-from ...step.plugin_context import OptimizerContext
+from ...step.plugin import OptimizerContext, Plugin
 from .buffers import KnownBuffers
 from .decision import CALM, NONFINITE, Votes
 from .policy import Act, Policy, Rollback, RolledBack

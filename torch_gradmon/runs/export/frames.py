@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ...core.json_numbers import strict
+from ...core.formatting import strict
 from ...core.keys import format_key
 from ...core.moments import VIEWS
 from ..reader import RunReader

@@ -11,7 +11,7 @@ from typing import IO, Any
 
 from torch import Tensor
 
-from ...core.json_numbers import plain
+from ...core.formatting import plain
 from .frames import ColumnValues, Field
 
 

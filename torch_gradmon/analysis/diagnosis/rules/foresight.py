@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ....core.loop_findings import ABOUT_TO_DIVERGE, DIVERGENCE_ADVICE, LoopFinding
+from ....core.loop_mistakes import ABOUT_TO_DIVERGE, DIVERGENCE_ADVICE, LoopFinding
 from ..findings import Finding
 from ..history import History
 from ..learning import spread

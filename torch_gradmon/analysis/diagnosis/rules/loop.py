@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from ....core.formatting import listed
-from ....core.loop_findings import LoopFinding
-from ....core.loop_mistakes import MISTAKES
-from ....core.rank_faults import RANK_FAULTS
+from ....core.loop_mistakes import MISTAKES, NON_FINITE_INPUT, RANK_FAULTS, SETUP_MISTAKES, LoopFinding
 from ....core.records import Severity
-from ....core.setup_mistakes import NON_FINITE_INPUT, SETUP_MISTAKES
 from ..findings import Finding
 from ..history import History
 from ..series import lower_median

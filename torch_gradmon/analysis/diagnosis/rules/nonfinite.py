@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ....core import keys as n
-from ....core.loss_keys import is_loss_of_network
-from ....core.records import StepRecord, nonfinite_names
-from ....core.setup_mistakes import OF_THE_BATCH
-from ....spikes.nonfinite_origin import innermost
+from ....core.loop_mistakes import OF_THE_BATCH
+from ....core.records import StepRecord, is_loss_of_network, nonfinite_names
+from ....spikes.attribution import innermost
 from ..findings import Finding
 from ..history import History
 from ..precautions import Precautions

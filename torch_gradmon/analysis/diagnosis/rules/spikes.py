@@ -8,9 +8,8 @@ from ....core.formatting import times
 from ....core.keys import SUMMARY, TENSOR_SOURCES, parse_key
 from ....core.moments import VIEWS
 from ....core.records import Severity
-from ....spikes.attribution import SpikeCause, spike_cause
-from ....spikes.episodes import Episode, largest, size
-from ....spikes.suspects import ParameterAttribution
+from ....spikes.attribution import ParameterAttribution, SpikeCause, spike_cause
+from ....spikes.signals import Episode, largest, size
 from ..findings import UNDONE, Finding
 from ..history import History
 from ..learning import rank_shift, trend
