@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from torch_gradmon.plugins.replica_check.items import items_of
-from torch_gradmon.plugins.replica_check.snapshot import Snapshot
+from torch_gradmon.plugins.replica_check.items import Snapshot, items_of
 
 from .machine import machine
 from .models import GPT, GPT_10M

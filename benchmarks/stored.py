@@ -24,7 +24,7 @@ from unittest import mock
 import numpy as np
 
 from tests.stored_runs import bytes_read
-from torch_gradmon.analysis.many_runs.card import run_card
+from torch_gradmon.analysis.many_runs import run_card
 from torch_gradmon.analysis.run import load_run
 from torch_gradmon.core.records import StepRecord
 from torch_gradmon.runs.packing import pack
@@ -43,7 +43,7 @@ QUICK = 50, 1500, 2
 def records(trained: int = TRAINED) -> list[tuple[StepRecord, StepRecord]]:
     """Of each step of the demo its record as the step ends, and with what is logged after it."""
     from torch_gradmon.cli import demo
-    from torch_gradmon.cli.demo_model import CharacterGPT, Sizes, corpus
+    from torch_gradmon.cli.demo import CharacterGPT, Sizes, corpus
 
     found: list[list[StepRecord]] = []
 

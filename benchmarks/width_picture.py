@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from torch_gradmon.analysis.width_sweep import WidthSweep
-from torch_gradmon.analysis.width_sweep.plots import middle_of
+from torch_gradmon.analysis.width_sweep.result import middle_of
 from torch_gradmon.analysis.width_sweep.verdicts import series
 
 #: Okabe & Ito's colours, which colour-blind people can distinguish.

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from torch_gradmon.core import torch_modes as compat
-from torch_gradmon.monitor.steps import step_closing
+from torch_gradmon.monitor import steps as step_closing
 from torch_gradmon.sinks import delivery
 from torch_gradmon.statistics import cpp
 

@@ -14,7 +14,7 @@ import torch_gradmon as gradmon
 from benchmarks.exchange import Collectives
 from torch_gradmon import ModuleMonitor
 from torch_gradmon.cli.main import main
-from torch_gradmon.plugins.live_detail import request_file as mailbox
+from torch_gradmon.plugins import live_detail as mailbox
 
 from .rank_runs import wrapped
 

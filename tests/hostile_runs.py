@@ -18,7 +18,7 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from torch_gradmon.analysis.diagnosis.diagnose import diagnose
-from torch_gradmon.analysis.many_runs.card import run_card
+from torch_gradmon.analysis.many_runs import run_card
 from torch_gradmon.analysis.run import load_run
 from torch_gradmon.runs import format as f
 from torch_gradmon.runs.log import LogReader, framed
@@ -252,9 +252,7 @@ def read_all(path: Path) -> str:
 def show_all(path: Path, report: Path | None) -> None:
     """Print what a run that can be read has, and draw it into `report`. Needs rich and plotly."""
     from torch_gradmon.analysis.report.page import write
-    from torch_gradmon.cli.terminal.console import QuietConsole
-    from torch_gradmon.cli.terminal.run_facts import summarize
-    from torch_gradmon.cli.terminal.summary_view import show
+    from torch_gradmon.cli.terminal.summary_view import QuietConsole, show, summarize
 
     with closing(load_run(path)) as run:
         if not run.steps:

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import torch_gradmon as gradmon
-from torch_gradmon.monitor.loop.idle_stretch import IdleStretch
-from torch_gradmon.plugins.loop_audit import sampling
+from torch_gradmon.monitor.optimizer_hooks import IdleStretch
+from torch_gradmon.plugins.loop_audit import plugin as sampling
 
 #: The steps after which a loop is trusted here, so that short programs have idle steps that are counted.
 TRUSTED = 2

@@ -34,7 +34,7 @@ from torch_gradmon.core.errors import WarningLog
 from torch_gradmon.core.keys import GRADIENT, Key
 from torch_gradmon.core.moments import ALL_COLUMNS, Column, identity
 from torch_gradmon.monitor.runtime import at_exit
-from torch_gradmon.monitor.services.queries import Queries
+from torch_gradmon.monitor.services import Queries
 from torch_gradmon.step.buffer import StepBuffer
 from torch_gradmon.step.exchange import RankExchange
 from torch_gradmon.step.ranks import Ranks

@@ -11,16 +11,10 @@ import pytest
 from tests.synthetic_run import history
 from torch_gradmon.analysis.diagnosis.diagnose import diagnose_history
 from torch_gradmon.analysis.diagnosis.findings import Finding, NotMeasured
-from torch_gradmon.analysis.diagnosis.history import History
-from torch_gradmon.analysis.diagnosis.precautions import Precautions
-from torch_gradmon.analysis.diagnosis.rules.clipping import check_clipping
-from torch_gradmon.analysis.diagnosis.rules.depth import check_depth
-from torch_gradmon.analysis.diagnosis.rules.learning_rate import check_learning_rate
-from torch_gradmon.analysis.diagnosis.rules.loss import check_loss
-from torch_gradmon.analysis.diagnosis.rules.nonfinite import check_nonfinite
-from torch_gradmon.analysis.diagnosis.rules.precision import check_precision
-from torch_gradmon.analysis.diagnosis.rules.spikes import check_spikes
-from torch_gradmon.analysis.diagnosis.rules.units import check_units
+from torch_gradmon.analysis.diagnosis.history import History, Precautions
+from torch_gradmon.analysis.diagnosis.rules.depth import check_clipping, check_depth, check_spikes
+from torch_gradmon.analysis.diagnosis.rules.loss import check_learning_rate, check_loss, check_units
+from torch_gradmon.analysis.diagnosis.rules.nonfinite import check_nonfinite, check_precision
 from torch_gradmon.core.records import SpikeEvent
 from torch_gradmon.core.trainers import WITH_LOSS_FUNCTION, advice_for
 

@@ -28,8 +28,7 @@ import torch_gradmon as gradmon
 from tests.live_training import LAYER, train
 from tests.receivers import receiver
 from tests.stored_runs import timed
-from torch_gradmon.analysis.many_runs.card import run_card
-from torch_gradmon.analysis.many_runs.status import has_stalled
+from torch_gradmon.analysis.many_runs import has_stalled, run_card
 from torch_gradmon.analysis.run import load_run
 from torch_gradmon.core.loop_mistakes import LoopFinding
 from torch_gradmon.core.records import SpikeEvent

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
-from torch_gradmon.monitor.machine.step_machine import Phase
+from torch_gradmon.monitor.machine import Phase
 
 from .reads import HostReads
 

@@ -140,7 +140,7 @@ def test_after_a_keyboard_interrupt_the_mode_of_somebody_else_stays():
 
 def test_after_a_keyboard_interrupt_evaluation_is_recorded(monkeypatch):
     """As in a notebook, where one goes on after an interrupt."""
-    from torch_gradmon.capture.attention import source as attention
+    from torch_gradmon.capture import attention
 
     seen, rows = [], attention.attention_rows
     monkeypatch.setattr(attention, "attention_rows", lambda **arguments: seen.append(1) or rows(**arguments))
@@ -218,7 +218,7 @@ def test_heads_of_one_metric_show_those_of_all():
 
 def test_the_time_of_recording_is_not_counted(monkeypatch):
     """Neither overhead_pct nor overhead_budget knows of what costs most. A clock that only attention_rows moves."""
-    from torch_gradmon.capture.attention import source as attention
+    from torch_gradmon.capture import attention
     from torch_gradmon.core import fence
 
     now = [0.0]
@@ -364,7 +364,7 @@ def test_a_mode_of_somebody_else_sees_the_stand_in_and_not_the_function():
 
 def test_under_a_device_context_every_call_is_measured_twice(monkeypatch):
     """The mode calls the stand-in that it was handed."""
-    from torch_gradmon.capture.attention import source as attention
+    from torch_gradmon.capture import attention
 
     seen, rows = [], attention.attention_rows
     monkeypatch.setattr(attention, "attention_rows", lambda **arguments: seen.append(1) or rows(**arguments))

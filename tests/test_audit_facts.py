@@ -19,8 +19,7 @@ import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor
 from torch_gradmon.analysis.diagnosis import Diagnosis
 from torch_gradmon.analysis.diagnosis.history import History
-from torch_gradmon.analysis.diagnosis.rules.loop import check_loop
-from torch_gradmon.analysis.diagnosis.rules.loss import check_loss
+from torch_gradmon.analysis.diagnosis.rules.loss import check_loop, check_loss
 from torch_gradmon.core.errors import WarningLog
 from torch_gradmon.core.keys import Key
 from torch_gradmon.core.loop_mistakes import MISTAKES, LoopFinding
@@ -355,7 +354,7 @@ def test_a_failure_of_the_audit_ends_it_with_one_warning(monkeypatch: pytest.Mon
     def fails(*_: Any) -> None:
         raise RuntimeError("no")
 
-    monkeypatch.setattr("torch_gradmon.plugins.loop_audit.probe.Probe.look", fails)
+    monkeypatch.setattr("torch_gradmon.plugins.loop_audit.checks.Probe.look", fails)
     with pytest.warns(gradmon.GradmonWarning, match="the plugin 'loop_audit' failed, it is off") as told:
         for _ in range(4):
             _step(model, optimizer)

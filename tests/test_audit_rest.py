@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
-from torch_gradmon.plugins.loop_audit.sampling import LOOKED, MOST_RESTED, RESTED, TRUSTED, Rest
+from torch_gradmon.plugins.loop_audit.plugin import LOOKED, MOST_RESTED, RESTED, TRUSTED, Rest
 
 from .test_traced_step import Trace
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor, SpikeDetector, load_run
-from torch_gradmon.analysis.spike_report.text import explain
+from torch_gradmon.analysis.spike_report import explain
 from torch_gradmon.step.summary import rank_norms_text
 
 from .rank_runs import FEATURES, MEAN, SPREAD, batches_of, noisy

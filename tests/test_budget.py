@@ -14,7 +14,7 @@ from torch import nn
 
 from torch_gradmon import GradmonWarning, ModuleMonitor, watch
 from torch_gradmon.core.errors import WarningLog
-from torch_gradmon.monitor.steps import step_closing
+from torch_gradmon.monitor import steps as step_closing
 from torch_gradmon.plugins.overhead_budget import OverheadBudget
 
 

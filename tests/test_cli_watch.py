@@ -22,9 +22,8 @@ from torch import nn
 import torch_gradmon as gradmon
 from torch_gradmon import load_run
 from torch_gradmon.cli.main import main
-from torch_gradmon.cli.terminal.live import LiveRun
-from torch_gradmon.cli.terminal.run_follower import RunFollower
-from torch_gradmon.cli.terminal.sparkline import ASCII, BLOCKS, Columns, sparkline
+from torch_gradmon.cli.terminal.live import LiveRun, RunFollower
+from torch_gradmon.cli.terminal.live_loop import ASCII, BLOCKS, Columns, sparkline
 from torch_gradmon.core.keys import GRADIENT_BEFORE_CLIP, SUMMARY, Key
 from torch_gradmon.runs.log import BLOCK, LogReader
 from torch_gradmon.runs.writer import RunWriter
@@ -350,7 +349,7 @@ def test_a_file_that_cannot_be_read_for_a_while_is_told_and_tried_again(tmp_path
 
 
 def _frame(path: Path, columns: int = 80, rows: int | None = None, unicode: bool = True, after: float = 0.0) -> list[Any]:
-    from torch_gradmon.cli.terminal.live_view import Screen, frame
+    from torch_gradmon.cli.terminal.live_loop import Screen, frame
 
     follower = RunFollower(path, 600)
     follower.refresh()

@@ -13,7 +13,7 @@ from torch import distributed, nn
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 import torch_gradmon as gradmon
-from torch_gradmon.capture.modules import forward_hooks
+from torch_gradmon.capture import module_source as forward_hooks
 from torch_gradmon.core import torch_modes as compat
 
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor
-from torch_gradmon.capture.modules.compiled import RECOMPUTED
+from torch_gradmon.capture.compiled import RECOMPUTED
 from torch_gradmon.core import torch_modes as compat
 
 METRICS = ("norm", "rms", "mean", "std", "max", "min_value", "max_value", "l1", "sparsity", "zeros", "nonfinite")

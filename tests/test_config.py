@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from torch_gradmon import ModuleMonitor
-from torch_gradmon.monitor.builder import build
-from torch_gradmon.monitor.config import MonitorConfig
+from torch_gradmon.monitor.builder import MonitorConfig, build
 
 
 def test_the_options_and_their_defaults_are_those_of_the_monitor() -> None:

@@ -20,10 +20,10 @@ from torch._dynamo.utils import counters
 
 import torch_gradmon as gradmon
 from torch_gradmon import GradmonWarning, ModuleMonitor, SpikeDetector, load_run
-from torch_gradmon.analysis.spike_report.text import explain
+from torch_gradmon.analysis.spike_report import explain
 from torch_gradmon.core.errors import WarningLog
-from torch_gradmon.plugins.live_detail import request_file as mailbox
-from torch_gradmon.plugins.live_detail.request_file import RequestFile
+from torch_gradmon.plugins import live_detail as mailbox
+from torch_gradmon.plugins.live_detail import RequestFile
 from torch_gradmon.plugins.overhead_budget import OverheadBudget
 from torch_gradmon.runs import detail_request as change
 from torch_gradmon.runs.detail_request import DetailRequest, detail_request, request_text

@@ -16,7 +16,7 @@ from torch import nn
 import torch_gradmon as gradmon
 from torch_gradmon import load_run
 from torch_gradmon.cli.main import main
-from torch_gradmon.plugins.live_detail import request_file as mailbox
+from torch_gradmon.plugins import live_detail as mailbox
 from torch_gradmon.runs import detail_request as change
 from torch_gradmon.runs import liveness as pulse
 

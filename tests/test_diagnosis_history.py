@@ -17,14 +17,13 @@ from torch import nn
 import torch_gradmon as gradmon
 from torch_gradmon.analysis import diagnosis
 from torch_gradmon.analysis.diagnosis import Diagnosis, Finding
-from torch_gradmon.analysis.diagnosis.causes import CONSEQUENCES
-from torch_gradmon.analysis.diagnosis.history import History
-from torch_gradmon.analysis.diagnosis.series import Series
+from torch_gradmon.analysis.diagnosis.findings import CONSEQUENCES
+from torch_gradmon.analysis.diagnosis.history import History, Series
 from torch_gradmon.core.keys import Key
 from torch_gradmon.core.moments import ALL_COLUMNS
 from torch_gradmon.core.records import Severity, SpikeEvent, StatsTable, StepRecord
 from torch_gradmon.core.validation import subsample_steps
-from torch_gradmon.monitor.pipeline.record_pipeline import RecordSample
+from torch_gradmon.monitor.records import RecordSample
 
 
 def _finding(rule: str = "always-clipped", severity: str = "warning", weight: float = 0.0, step: int = 3) -> Finding:

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_gradmon.analysis.diagnosis.learning import learning, rank_shift, spread
-from torch_gradmon.analysis.diagnosis.series import Series
+from torch_gradmon.analysis.diagnosis.history import Series, learning, rank_shift, spread
 
 pytestmark = pytest.mark.thorough
 

@@ -16,18 +16,15 @@ from torch_gradmon.analysis.diagnosis import Diagnosis, Finding
 from torch_gradmon.analysis.diagnosis.diagnose import diagnose_history
 from torch_gradmon.analysis.diagnosis.findings import NotMeasured
 from torch_gradmon.analysis.diagnosis.history import History
-from torch_gradmon.analysis.diagnosis.rules.attention import check_attention
-from torch_gradmon.analysis.diagnosis.rules.clipping import check_clipping
-from torch_gradmon.analysis.diagnosis.rules.depth import check_depth
-from torch_gradmon.analysis.diagnosis.rules.latent import check_latent
-from torch_gradmon.analysis.diagnosis.rules.learning_rate import check_learning_rate
-from torch_gradmon.analysis.diagnosis.rules.loss import check_loss
-from torch_gradmon.analysis.diagnosis.rules.nonfinite import check_nonfinite
-from torch_gradmon.analysis.diagnosis.rules.precision import check_precision
-from torch_gradmon.analysis.diagnosis.rules.spikes import check_spikes
-from torch_gradmon.analysis.diagnosis.rules.units import check_units
-from torch_gradmon.analysis.diagnosis.rules.unused_parameters import check_unused_parameters
-from torch_gradmon.analysis.diagnosis.rules.weights import check_bounds, check_weights
+from torch_gradmon.analysis.diagnosis.rules.depth import check_attention, check_clipping, check_depth, check_spikes
+from torch_gradmon.analysis.diagnosis.rules.loss import check_learning_rate, check_loss, check_units
+from torch_gradmon.analysis.diagnosis.rules.nonfinite import check_nonfinite, check_precision
+from torch_gradmon.analysis.diagnosis.rules.unused_parameters import (
+    check_bounds,
+    check_latent,
+    check_unused_parameters,
+    check_weights,
+)
 from torch_gradmon.core.keys import Key
 from torch_gradmon.core.loop_mistakes import LoopFinding
 from torch_gradmon.core.moments import Column

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import Difference, ModuleMonitor, Run, diff, load_run
-from torch_gradmon.analysis.comparison.causal_order import STAGES, Order
-from torch_gradmon.analysis.comparison.rules import is_clock
-from torch_gradmon.analysis.run_settings import settings_that_differ
+from torch_gradmon.analysis.comparison import STAGES, Order, is_clock
+from torch_gradmon.analysis.run import settings_that_differ
 from torch_gradmon.cli.main import main
 from torch_gradmon.core.keys import Key, parse_key
 from torch_gradmon.core.moments import ALL_COLUMNS
@@ -254,7 +253,7 @@ def test_no_more_than_needed_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     read = []
     window = Run.window
     monkeypatch.setattr(Run, "window", lambda run, steps: read.append(len(steps)) or window(run, steps))
-    monkeypatch.setattr("torch_gradmon.analysis.comparison.comparison._CELLS", 4000)
+    monkeypatch.setattr("torch_gradmon.analysis.comparison._CELLS", 4000)
     found = diff(one, other)
     assert found.first is not None
     assert (found.first.step, found.first.key) == (5, "x7")
@@ -391,7 +390,7 @@ def test_a_tensor_without_a_gradient_in_one_run_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("steps_at_a_time", [1, 8])
 def test_gaps_are_counted_wherever_they_are(steps_at_a_time: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch_gradmon.analysis.comparison.comparison._CELLS", 1 if steps_at_a_time == 1 else 1 << 20)
+    monkeypatch.setattr("torch_gradmon.analysis.comparison._CELLS", 1 if steps_at_a_time == 1 else 1 << 20)
     table = StatsTable(("old.u", "old.v"), torch.ones(2, 8, dtype=torch.float64), ALL_COLUMNS)
     for name, prefix, every in (("a", "old.", 2), ("b", "new.", 3)):
         store = RunWriter(tmp_path / name)

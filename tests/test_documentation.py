@@ -400,7 +400,9 @@ def test_every_documented_whole_model_key_appears(clip: bool) -> None:
 def test_pages_name_no_key_that_does_not_exist() -> None:
     named = set(re.findall(r"\bgradmon/([a-z][a-z0-9_]*)", _all()))
     of_sinks = {AXIS.removeprefix("gradmon/"), f"grad_norm{LARGEST}"}
-    assert named <= set(summary_keys.KEY_DOCUMENTATION) | set(summary_keys.ON_REQUEST) | set(batches.BATCH_DOCUMENTATION) | of_sinks
+    assert (
+        named <= set(summary_keys.KEY_DOCUMENTATION) | set(summary_keys.ON_REQUEST) | set(batches.BATCH_DOCUMENTATION) | of_sinks
+    )
 
 
 def test_what_is_there_on_request_is_described() -> None:

@@ -15,11 +15,9 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from tests.ranks import on_ranks
-from torch_gradmon.analysis.diagnosis.rules.foresight import _has_risen
-from torch_gradmon.analysis.diagnosis.series import Series
-from torch_gradmon.plugins.foresight.growth import AcceleratedGrowth, Growth, RecordHigh
-from torch_gradmon.plugins.foresight.plugin import _WarmUp
-from torch_gradmon.plugins.foresight.trend import steps_until
+from torch_gradmon.analysis.diagnosis.history import Series
+from torch_gradmon.analysis.diagnosis.rules.unused_parameters import _has_risen
+from torch_gradmon.plugins.foresight import AcceleratedGrowth, Growth, RecordHigh, _WarmUp, steps_until
 
 pytestmark = pytest.mark.thorough
 

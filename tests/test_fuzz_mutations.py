@@ -11,9 +11,8 @@ import torch
 
 from torch_gradmon import GradmonWarning, ModuleMonitor, Run
 from torch_gradmon.capture.gradients import GradientCapture
-from torch_gradmon.monitor.followed_loop import FollowedLoop
-from torch_gradmon.monitor.loop_connection import LoopConnection
-from torch_gradmon.monitor.steps.step_lifecycle import StepLifecycle
+from torch_gradmon.monitor.runtime import FollowedLoop, LoopConnection
+from torch_gradmon.monitor.steps import StepLifecycle
 
 from .fuzz import runner
 from .fuzz.drawing import plainer

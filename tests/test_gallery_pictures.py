@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 from benchmarks.gallery.pictures import drawn
-from torch_gradmon.analysis.plots import colours
+from torch_gradmon.analysis.plots import elements as colours
 
 pytestmark = pytest.mark.extra
 

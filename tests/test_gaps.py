@@ -12,16 +12,15 @@ import pytest
 import torch
 
 from torch_gradmon import load_run
-from torch_gradmon.analysis.diagnosis.series import Series
-from torch_gradmon.analysis.plots import charts, colours, gaps
-from torch_gradmon.analysis.plots.downsampling import downsampled
-from torch_gradmon.analysis.plots.elements import Heatmap, Line, LineChart, Subplot
-from torch_gradmon.analysis.plots.pairing import RunPair
-from torch_gradmon.analysis.plots.panel_set import PanelSet
-from torch_gradmon.analysis.plots.sources import ValueSource
-from torch_gradmon.analysis.plots.views import LAYER_VIEWS, Panel
+from torch_gradmon.analysis.diagnosis.history import Series
+from torch_gradmon.analysis.plots import charts
+from torch_gradmon.analysis.plots import elements as colours
+from torch_gradmon.analysis.plots import elements as gaps
+from torch_gradmon.analysis.plots.charts import RunPair
+from torch_gradmon.analysis.plots.elements import LAYER_VIEWS, Heatmap, Line, LineChart, Panel, Subplot, downsampled
+from torch_gradmon.analysis.plots.sources import PanelSet, ValueSource
 from torch_gradmon.cli.terminal.live import LiveRun
-from torch_gradmon.cli.terminal.sparkline import Columns
+from torch_gradmon.cli.terminal.live_loop import Columns
 from torch_gradmon.core.keys import Key
 from torch_gradmon.core.records import StepRecord
 from torch_gradmon.runs.writer import RunWriter

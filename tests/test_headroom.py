@@ -16,9 +16,8 @@ from torch import Tensor, nn
 import torch_gradmon as gradmon
 from tests.ranks import on_ranks
 from torch_gradmon.analysis.plots import charts
-from torch_gradmon.analysis.plots.panel_set import PanelSet
-from torch_gradmon.analysis.plots.sources import ValueSource
-from torch_gradmon.plugins.headroom.line_search import critical_step
+from torch_gradmon.analysis.plots.sources import PanelSet, ValueSource
+from torch_gradmon.plugins.headroom import critical_step
 
 pytestmark = pytest.mark.thorough
 

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
-from torch_gradmon.monitor.loop.idle_stretch import IdleStretch
+from torch_gradmon.monitor.optimizer_hooks import IdleStretch
 from torch_gradmon.plugins import Plugin
-from torch_gradmon.plugins.loop_audit import sampling
+from torch_gradmon.plugins.loop_audit import plugin as sampling
 
 
 @pytest.fixture(autouse=True)

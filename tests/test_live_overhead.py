@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from torch_gradmon import load_run
-from torch_gradmon.cli.terminal.live import LiveRun
-from torch_gradmon.cli.terminal.run_follower import RunFollower
+from torch_gradmon.cli.terminal.live import LiveRun, RunFollower
 from torch_gradmon.core.keys import Key
 from torch_gradmon.core.records import StepRecord
 from torch_gradmon.runs.writer import RunWriter
@@ -40,7 +39,7 @@ def test_the_overhead_is_the_median_of_what_is_shown(tmp_path: Path, costs: list
 @pytest.mark.extra
 def test_the_live_view_calls_it_a_median(tmp_path: Path) -> None:
     pytest.importorskip("rich")
-    from torch_gradmon.cli.terminal.live_view import Screen, frame
+    from torch_gradmon.cli.terminal.live_loop import Screen, frame
 
     follower = RunFollower(written(tmp_path, [6.6] * 90 + [45.0, 55.0] * 15), 600)
     follower.refresh()

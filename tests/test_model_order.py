@@ -11,8 +11,7 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from torch_gradmon.analysis.plots import charts
-from torch_gradmon.analysis.plots.panel_set import PanelSet
-from torch_gradmon.analysis.plots.sources import ValueSource
+from torch_gradmon.analysis.plots.sources import PanelSet, ValueSource
 from torch_gradmon.core.keys import parse_key
 from torch_gradmon.core.records import ModelOrder, merged
 
@@ -106,7 +105,7 @@ def test_calls_are_still_known_in_their_order(tmp_path: Path) -> None:
 
 
 def test_a_table_of_another_run_with_two_optimizers_is_in_order_in_the_terminal(tmp_path: Path) -> None:
-    from torch_gradmon.cli.terminal.run_facts import summarize
+    from torch_gradmon.cli.terminal.summary_view import summarize
 
     model = Net(late=True)
     train(model, tmp_path).detach()
@@ -148,7 +147,7 @@ def test_names_of_several_orders_are_merged() -> None:
 
 
 def test_two_runs_over_each_other_are_in_order(tmp_path: Path) -> None:
-    from torch_gradmon.analysis.plots.pairing import RunPair
+    from torch_gradmon.analysis.plots.charts import RunPair
 
     train(Net(), tmp_path / "a").detach()
     model = Net(late=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_gradmon.capture.modules import values as device_rows
+from torch_gradmon.capture import module_values as device_rows
 from torch_gradmon.core.errors import WarningLog
 from torch_gradmon.core.moments import ALL_COLUMNS, ALWAYS, Column
 from torch_gradmon.statistics import on_device

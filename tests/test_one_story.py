@@ -17,14 +17,14 @@ from torch import nn
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor, SpikeDetector, load_run
 from torch_gradmon.analysis.diagnosis.history import History
-from torch_gradmon.analysis.spike_report.text import explain
+from torch_gradmon.analysis.spike_report import explain
 from torch_gradmon.cli.main import main
 from torch_gradmon.cli.terminal.live import LiveRun
-from torch_gradmon.cli.terminal.run_facts import summarize
+from torch_gradmon.cli.terminal.summary_view import summarize
 from torch_gradmon.core.keys import GRADIENT_BEFORE_CLIP, SUMMARY, Key
 from torch_gradmon.core.moments import ALL_COLUMNS, Column, identity
 from torch_gradmon.core.records import SpikeEvent, StatsTable, StepRecord
-from torch_gradmon.monitor.services.queries import Queries
+from torch_gradmon.monitor.services import Queries
 from torch_gradmon.runs.writer import RunWriter
 from torch_gradmon.spikes.attribution import Baseline, GradientNormHistory, ParameterAttribution, spike_cause
 from torch_gradmon.spikes.hampel import Hampel

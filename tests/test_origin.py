@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import GradmonWarning, ModuleMonitor, SpikeDetector
-from torch_gradmon.analysis.spike_report.text import explain
+from torch_gradmon.analysis.spike_report import explain
 from torch_gradmon.core.keys import ACTIVATION, ACTIVATION_GRADIENT
 from torch_gradmon.spikes.attribution import nonfinite_origin
 

@@ -16,14 +16,22 @@ from hypothesis import strategies as st
 from torch import nn
 
 import torch_gradmon as gradmon
-from torch_gradmon.analysis.diagnosis.series import Series, clip_bound
-from torch_gradmon.analysis.plots import charts, colours
-from torch_gradmon.analysis.plots.block_rows import blocks, by_block
-from torch_gradmon.analysis.plots.downsampling import downsampled, points
-from torch_gradmon.analysis.plots.elements import Heatmap, Line, LineChart, Subplot, merged_marks
-from torch_gradmon.analysis.plots.panel_set import PanelSet
-from torch_gradmon.analysis.plots.sources import ValueSource
-from torch_gradmon.analysis.plots.views import LAYER_VIEWS, Panel
+from torch_gradmon.analysis.diagnosis.history import Series, clip_bound
+from torch_gradmon.analysis.plots import charts
+from torch_gradmon.analysis.plots import elements as colours
+from torch_gradmon.analysis.plots.charts import blocks, by_block
+from torch_gradmon.analysis.plots.elements import (
+    LAYER_VIEWS,
+    Heatmap,
+    Line,
+    LineChart,
+    Panel,
+    Subplot,
+    downsampled,
+    merged_marks,
+    points,
+)
+from torch_gradmon.analysis.plots.sources import PanelSet, ValueSource
 from torch_gradmon.core.keys import Key
 from torch_gradmon.core.records import StepRecord
 

@@ -16,8 +16,7 @@ import torch
 from torch.distributed import HashStore, PrefixStore, TCPStore, distributed_c10d
 
 import torch_gradmon as gradmon
-from torch_gradmon.plugins.replica_check.board import Board
-from torch_gradmon.plugins.replica_check.local_values import Streak, range_of, ranks_apart
+from torch_gradmon.plugins.replica_check.plugin import Board, Streak, range_of, ranks_apart
 from torch_gradmon.statistics import cpp
 from torch_gradmon.step import exchange as consensus
 

@@ -14,9 +14,8 @@ from torch import nn
 import torch_gradmon as gradmon
 from tests.browser import available, resize, wait_for
 from torch_gradmon.analysis.plots import charts
-from torch_gradmon.analysis.plots.panel_set import PanelSet
-from torch_gradmon.analysis.plots.sources import ValueSource
-from torch_gradmon.analysis.report.packing import LOG_SCALE
+from torch_gradmon.analysis.plots.sources import PanelSet, ValueSource
+from torch_gradmon.analysis.report.content import LOG_SCALE
 
 for package in ("plotly", "jinja2"):
     pytest.importorskip(package)

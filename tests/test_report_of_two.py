@@ -15,12 +15,11 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from tests.browser import available, data_of, open_report, wait_for
-from torch_gradmon.analysis.plots import pair_charts
-from torch_gradmon.analysis.plots.downsampling import downsampled
-from torch_gradmon.analysis.plots.pairing import RunPair, relative
-from torch_gradmon.analysis.plots.panel_set import PanelSet
-from torch_gradmon.analysis.plots.sources import ValueSource
-from torch_gradmon.analysis.report.packing import LOG_SCALE
+from torch_gradmon.analysis.plots import charts
+from torch_gradmon.analysis.plots.charts import RunPair, relative
+from torch_gradmon.analysis.plots.elements import downsampled
+from torch_gradmon.analysis.plots.sources import PanelSet, ValueSource
+from torch_gradmon.analysis.report.content import LOG_SCALE
 from torch_gradmon.cli.main import main
 
 for package in ("plotly", "jinja2"):
@@ -130,13 +129,13 @@ def test_lines_of_both_runs_share_a_strip(runs: tuple[Path, Path]) -> None:
     panel_sets = [PanelSet(ValueSource.of_run(gradmon.load_run(path)), path.name) for path in runs]
     pair = RunPair(panel_sets[0], panel_sets[1])
     for subplot in (
-        *pair_charts.norm(pair).subplots,
-        *pair_charts.update(pair).subplots,
-        *pair_charts.layers(pair, ["layers.0.bias"]).subplots,
+        *charts.pair_norm(pair).subplots,
+        *charts.pair_update(pair).subplots,
+        *charts.pair_layers(pair, ["layers.0.bias"]).subplots,
     ):
         assert [line.name for line in subplot.lines] == ["before", "after"]
         assert [line.is_dashed for line in subplot.lines] == [False, True]
-    (loss, *_) = pair_charts.norm(pair).subplots
+    (loss, *_) = charts.pair_norm(pair).subplots
     for line, path in zip(loss.lines, runs, strict=True):
         assert dict(zip(line.series.steps, line.series.values, strict=True)) == gradmon.load_run(path).series("loss")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_gradmon.capture.reference.source import ReplayedForward
+from torch_gradmon.capture.reference import ReplayedForward
 
 
 class Box:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor, Rollback, RolledBack, SpikeDetector, SpikeError
-from torch_gradmon.plugins.spike_policy.snapshots import Snapshots
+from torch_gradmon.plugins.spike_policy.plugin import Snapshots
 from torch_gradmon.spikes import Threshold
 
 from .test_skip import CLASSES, Task

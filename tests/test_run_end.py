@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
-from torch_gradmon.analysis.many_runs.card import run_card
-from torch_gradmon.analysis.many_runs.status import next_action, status_dict
+from torch_gradmon.analysis.many_runs import next_action, run_card, status_dict
 from torch_gradmon.cli.main import main
 from torch_gradmon.runs.liveness import run_status
 from torch_gradmon.runs.writer import RunWriter

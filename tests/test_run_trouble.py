@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import GradmonWarning, ModuleMonitor, diagnose, load_run
-from torch_gradmon.analysis.many_runs.card import run_card
+from torch_gradmon.analysis.many_runs import run_card
 from torch_gradmon.core import torch_modes as process
 from torch_gradmon.core.keys import Key
 from torch_gradmon.core.moments import Column

@@ -21,9 +21,8 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import load_run
-from torch_gradmon.analysis.many_runs.card import run_card
-from torch_gradmon.analysis.plots.panel_set import PanelSet
-from torch_gradmon.analysis.plots.sources import ValueSource
+from torch_gradmon.analysis.many_runs import run_card
+from torch_gradmon.analysis.plots.sources import PanelSet, ValueSource
 from torch_gradmon.analysis.run import Run
 from torch_gradmon.core.keys import TENSOR_SOURCES, Key
 from torch_gradmon.core.moments import ALL_COLUMNS

@@ -15,7 +15,7 @@ from tests.browser import available, wait_for
 for package in ("plotly", "jinja2"):
     pytest.importorskip(package)
 
-from torch_gradmon.analysis.comparison.diff import diff  # noqa: E402
+from torch_gradmon.analysis.diff import diff  # noqa: E402
 from torch_gradmon.analysis.report.page import write, write_both  # noqa: E402
 
 from .stored_runs import rewritten  # noqa: E402

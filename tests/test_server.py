@@ -27,18 +27,25 @@ import pytest
 from tests.live_training import LAYER, train
 from tests.stored_runs import NO_RECORD, VALUES, rewritten
 from torch_gradmon.analysis.diagnosis.diagnose import diagnose
-from torch_gradmon.analysis.many_runs.card import differing, run_card
-from torch_gradmon.analysis.many_runs.find import find_runs
-from torch_gradmon.analysis.run import load_run
+from torch_gradmon.analysis.many_runs import differing, run_card
+from torch_gradmon.analysis.run import find_runs, load_run
 from torch_gradmon.runs.log import LogReader
 
 for package in ("plotly", "jinja2"):
     pytest.importorskip(package)
-from torch_gradmon.server import serve, streams, watched_run  # noqa: E402
-from torch_gradmon.server.access import Access, is_local  # noqa: E402
-from torch_gradmon.server.board import RunBoard  # noqa: E402
-from torch_gradmon.server.serve import Server  # noqa: E402
-from torch_gradmon.server.watched_run import WatchedRun, version  # noqa: E402
+from torch_gradmon.server import board as watched_run  # noqa: E402
+from torch_gradmon.server import serve  # noqa: E402
+from torch_gradmon.server import serve as streams  # noqa: E402
+from torch_gradmon.server.board import (  # noqa: E402
+    RunBoard,
+    WatchedRun,
+    version,
+)
+from torch_gradmon.server.serve import (  # noqa: E402
+    Access,
+    Server,
+    is_local,
+)
 
 pytestmark = pytest.mark.extra
 ODD = "<b>&'\" ü"

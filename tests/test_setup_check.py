@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import GradmonWarning, ModuleMonitor
-from torch_gradmon.plugins.setup_check.optimizers import Followed
+from torch_gradmon.plugins.setup_check import Followed
 
 
 def rules(monitor: ModuleMonitor) -> list[str]:

@@ -12,12 +12,20 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor, load_run
-from torch_gradmon.analysis.plots import charts, colours
-from torch_gradmon.analysis.plots.elements import Heatmap, cell_text
-from torch_gradmon.analysis.plots.panel_set import PanelSet
-from torch_gradmon.analysis.plots.shading import deviations, medians, recent_ratios, scale_labels, scale_limit
-from torch_gradmon.analysis.plots.sources import ValueSource
-from torch_gradmon.analysis.plots.views import LAYER_VIEWS, Panel
+from torch_gradmon.analysis.plots import charts
+from torch_gradmon.analysis.plots import elements as colours
+from torch_gradmon.analysis.plots.elements import (
+    LAYER_VIEWS,
+    Heatmap,
+    Panel,
+    cell_text,
+    deviations,
+    medians,
+    recent_ratios,
+    scale_labels,
+    scale_limit,
+)
+from torch_gradmon.analysis.plots.sources import PanelSet, ValueSource
 from torch_gradmon.core.records import StepRecord
 from torch_gradmon.runs.writer import RunWriter
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor, Rollback, Skip, SpikeDetector, SpikeError
-from torch_gradmon.analysis.spike_report.text import explain
+from torch_gradmon.analysis.spike_report import explain
 from torch_gradmon.spikes import Threshold
 from torch_gradmon.step.buffer import DeviceToHostCopy
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_gradmon.capture.attention.source import ATTENTION_PATCH, CallObserver
+from torch_gradmon.capture.attention import ATTENTION_PATCH, CallObserver
 
 ORIGINAL = F.scaled_dot_product_attention  # a name of this module, where the replacement will be too
 Q = torch.randn(1, 2, 3, 4)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from torch_gradmon.core.errors import SpikeError
-from torch_gradmon.monitor.machine.step_machine import Phase, StepCycle, StepMachine, StepState
+from torch_gradmon.monitor.machine import Phase, StepCycle, StepMachine, StepState
 
 #: Actions that say little about the order of things, and happen around every optimizer step.
 _QUIET = {
@@ -381,7 +381,7 @@ def test_the_machine_needs_no_torch() -> None:
         "root = pathlib.Path(sys.argv[1]);"
         "package = lambda name, path: sys.modules.setdefault(name, types.ModuleType(name)).__dict__.update(__path__=[str(path)]);"
         "package('torch_gradmon', root); package('torch_gradmon.monitor', root / 'monitor'); package('torch_gradmon.core', root / 'core');"
-        "importlib.import_module('torch_gradmon.monitor.machine.step_machine');"
+        "importlib.import_module('torch_gradmon.monitor.machine');"
         "assert 'torch' not in sys.modules, 'torch was imported'"
     )
     import torch_gradmon

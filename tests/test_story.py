@@ -11,7 +11,7 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor, SpikeDetector, load_run
-from torch_gradmon.analysis.spike_report.text import _row, explain
+from torch_gradmon.analysis.spike_report import _row, explain
 from torch_gradmon.cli.main import main
 
 

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from torch_gradmon.capture import measurer
-from torch_gradmon.capture.attention.source import ATTENTION_PATCH, CallObserver
-from torch_gradmon.capture.reference import isolated_call
+from torch_gradmon.capture import reference as isolated_call
+from torch_gradmon.capture.attention import ATTENTION_PATCH, CallObserver
 from torch_gradmon.core.torch_modes import SharedContext
-from torch_gradmon.plugins.setup_check.hidden_parameters import MadeInForward
-from torch_gradmon.plugins.setup_check.optimizers import Followed
+from torch_gradmon.plugins.setup_check import Followed, MadeInForward
 
 #: In a list, where no replacement of the function reaches.
 ORIGINAL = [F.scaled_dot_product_attention]
@@ -287,6 +286,6 @@ def test_built_in_metrics_leave_generators_alone(monkeypatch: pytest.MonkeyPatch
         raise AssertionError
 
     monkeypatch.setattr(measurer, "untouched_rng", restored)
-    monkeypatch.setattr("torch_gradmon.capture.modules.values.untouched_rng", restored)
+    monkeypatch.setattr("torch_gradmon.capture.module_values.untouched_rng", restored)
     steps, _ = trained(0, preset="full")
     assert {"parameter/0.weight/spectral_norm", "activation/0/kurtosis"} <= steps[-1].keys()

@@ -16,7 +16,7 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from torch_gradmon.core.torch_modes import capture_check
-from torch_gradmon.monitor.loop import idle_stretch
+from torch_gradmon.monitor import optimizer_hooks as idle_stretch
 from torch_gradmon.statistics import cpp
 
 _PACKAGE = "/torch_gradmon/"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import torch_gradmon as gradmon
 from tests import oracle
 from torch_gradmon import ModuleMonitor
-from torch_gradmon.capture.modules.unit_metrics import WINDOW
+from torch_gradmon.capture.module_values import WINDOW
 from torch_gradmon.statistics.histogram import central_sums, kurtosis
 
 SGD = torch.optim.SGD

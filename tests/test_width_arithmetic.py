@@ -15,13 +15,22 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from torch_gradmon.analysis.width_sweep import verdicts as judging
-from torch_gradmon.analysis.width_sweep.expected import Expected, Layer, kind_of, standard, user_expectations
-from torch_gradmon.analysis.width_sweep.plots import middle_of
-from torch_gradmon.analysis.width_sweep.power_law import Slope, fit_slope, student_quantile
-from torch_gradmon.analysis.width_sweep.terms import LayerTerms, TermProbe, terms
-from torch_gradmon.analysis.width_sweep.text import table, words
-from torch_gradmon.analysis.width_sweep.training import SweepRun
-from torch_gradmon.analysis.width_sweep.verdicts import LayerVerdict, judge, outcome, within
+from torch_gradmon.analysis.width_sweep.recipe import LayerTerms, SweepRun, TermProbe, terms
+from torch_gradmon.analysis.width_sweep.result import middle_of, table, words
+from torch_gradmon.analysis.width_sweep.verdicts import (
+    Expected,
+    Layer,
+    LayerVerdict,
+    Slope,
+    fit_slope,
+    judge,
+    kind_of,
+    outcome,
+    standard,
+    student_quantile,
+    user_expectations,
+    within,
+)
 
 # --- the quantile of Student's distribution -------------------------------------------------------------------------------------
 

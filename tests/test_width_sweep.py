@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from benchmarks import width_models as models
 from torch_gradmon.analysis.width_sweep import WidthSweep, width_sweep
-from torch_gradmon.analysis.width_sweep import text as wording
+from torch_gradmon.analysis.width_sweep import result as wording
 from torch_gradmon.analysis.width_sweep import verdicts as judging
 from torch_gradmon.analysis.width_sweep.recipe import usual_loss
 from torch_gradmon.cli.main import main

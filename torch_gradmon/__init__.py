@@ -7,22 +7,18 @@ from typing import TYPE_CHECKING
 from .core.lazy_import import importing
 
 if TYPE_CHECKING:
-    from .analysis.comparison.diff import diff
-    from .analysis.comparison.difference import Difference
     from .analysis.diagnosis import Diagnosis, Finding
     from .analysis.diagnosis.diagnose import diagnose
+    from .analysis.diff import Difference, diff
     from .analysis.run import Run, load_run
     from .core.errors import GradmonWarning, SpikeError
     from .monitor import testing
-    from .monitor.attention import monitor_scaled_dot_product_attention
-    from .monitor.coordinate_check import RefinedCoordinateCheck
-    from .monitor.mixin import MonitorMixin
+    from .monitor.compatibility import MonitorMixin, RefinedCoordinateCheck, monitor_scaled_dot_product_attention
     from .monitor.monitor import ModuleMonitor
     from .monitor.watch import watch
-    from .plugins.clipping.adagc import AdaGC
-    from .plugins.clipping.zclip import ZClip
-    from .plugins.foresight.plugin import Foresight
-    from .plugins.headroom.plugin import Headroom
+    from .plugins.clipping import AdaGC, ZClip
+    from .plugins.foresight import Foresight
+    from .plugins.headroom import Headroom
     from .plugins.replica_check.replay import Replay
     from .plugins.spike_policy.policy import Counts, Rollback, RolledBack, Skip
     from .sinks import JsonlSink, TensorBoardSink, TrackioSink, WandbSink
@@ -66,20 +62,20 @@ __all__ = [
 
 #: The modules of these names.
 _HOMES = {
-    "AdaGC": "plugins.clipping.adagc",
+    "AdaGC": "plugins.clipping",
     "Counts": "plugins.spike_policy.policy",
     "Diagnosis": "analysis.diagnosis",
-    "Difference": "analysis.comparison.difference",
+    "Difference": "analysis.diff",
     "Finding": "analysis.diagnosis",
-    "Foresight": "plugins.foresight.plugin",
+    "Foresight": "plugins.foresight",
     "GradientSource": "step.model_index",
     "GradmonWarning": "core.errors",
-    "Headroom": "plugins.headroom.plugin",
+    "Headroom": "plugins.headroom",
     "JsonlSink": "sinks",
     "MainGradSource": "step.model_index",
     "ModuleMonitor": "monitor.monitor",
-    "MonitorMixin": "monitor.mixin",
-    "RefinedCoordinateCheck": "monitor.coordinate_check",
+    "MonitorMixin": "monitor.compatibility",
+    "RefinedCoordinateCheck": "monitor.compatibility",
     "Replay": "plugins.replica_check.replay",
     "Rollback": "plugins.spike_policy.policy",
     "RolledBack": "plugins.spike_policy.policy",
@@ -90,11 +86,11 @@ _HOMES = {
     "TensorBoardSink": "sinks",
     "TrackioSink": "sinks",
     "WandbSink": "sinks",
-    "ZClip": "plugins.clipping.zclip",
+    "ZClip": "plugins.clipping",
     "diagnose": "analysis.diagnosis.diagnose",
-    "diff": "analysis.comparison.diff",
+    "diff": "analysis.diff",
     "load_run": "analysis.run",
-    "monitor_scaled_dot_product_attention": "monitor.attention",
+    "monitor_scaled_dot_product_attention": "monitor.compatibility",
     "testing": "monitor.testing",
     "watch": "monitor.watch",
 }

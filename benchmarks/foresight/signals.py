@@ -13,7 +13,7 @@ from torch_gradmon.core import keys as n
 from torch_gradmon.core.keys import Key
 from torch_gradmon.core.moments import VIEWS
 from torch_gradmon.core.records import StepRecord
-from torch_gradmon.plugins.foresight.growth import AcceleratedGrowth, Growth, RecordHigh
+from torch_gradmon.plugins.foresight import AcceleratedGrowth, Growth, RecordHigh
 
 #: Steps between two measurements of a signal.
 EVERY = 5

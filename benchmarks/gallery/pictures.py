@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch_gradmon as gradmon
-from torch_gradmon.analysis.plots.colours import BLUE, VERMILION
+from torch_gradmon.analysis.plots.elements import BLUE, VERMILION
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

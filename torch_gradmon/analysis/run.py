@@ -2,21 +2,81 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..core import keys as n
 from ..core.errors import display
-from ..core.formatting import ProgressBar
+from ..core.formatting import ProgressBar, listed, printable
 from ..core.records import TrainedPart, before_schedule, model_text, trained_parts
 from ..runs.export import files
 from ..runs.export.tables import TABLES, chosen_steps, frame_of, table_of
+from ..runs.format import is_run
 from ..runs.reader import RunReader
 from ..runs.window import single_threaded
 from ..spikes.attribution import REMEMBERED, GradientNormHistory, ParameterAttribution
-from .many_runs.find import no_run
+
+# --- What a run was made with: model, optimizers, torch ---
+
+
+#: Settings of an optimizer that are about how it computes, not what.
+_INTERNAL = frozenset({"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay", "maximize"})
+#: The rate that a schedule multiplies, which stands for ``lr`` already.
+_TWICE = "initial_lr"
+
+
+def settings_of(meta: Mapping[str, Any]) -> dict[str, str]:
+    """What a run was made with, as text: different values of several parameter groups stand one after the other."""
+    return {name: _joined(values) for name, values in _values(meta).items() if name not in _INTERNAL}
+
+
+def settings_that_differ(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """The settings by name that two runs with these facts do not share, as text; empty for what one of them lacks."""
+    own, others = _values(first), _values(second)
+    found = {}
+    for name in {**own, **others}:
+        sides = own.get(name, []), others.get(name, [])
+        if sides[0] != sides[1] and (all(sides) or name != "lr"):  # one on a device is not known
+            texts = _joined(sides[0]), _joined(sides[1])
+            found[name] = texts if texts[0] != texts[1] else (" | ".join(sides[0]), " | ".join(sides[1]))
+    return found
+
+
+def optimizer_settings(meta: Mapping[str, Any]) -> frozenset[str]:
+    """The names of the settings of its optimizers."""
+    groups = meta.get("optimizers") or ()
+    return frozenset({"optimizer"}.union(*(group["settings"] for group in groups)))
+
+
+def _values(meta: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The settings by name: those of optimizers for each group."""
+    groups = meta.get("optimizers") or ()
+    found: dict[str, list[str]] = {"model": [str(meta.get("model", ""))], "optimizer": [group["optimizer"] for group in groups]}
+    for group in groups:
+        for name, value in before_schedule(group["settings"]).items():
+            if name != _TWICE:
+                found.setdefault(name, []).append(_text(value))
+    if "parameters" in meta:
+        found["parameters"] = [f"{sum(math.prod(each['shape']) for each in meta['parameters'].values()):,}"]
+    for name in ("preset", "every", "torch"):
+        found[name] = [str(meta.get(name, ""))]
+    return {name: values for name, values in found.items() if any(values)}
+
+
+def _joined(values: Sequence[str]) -> str:
+    return " | ".join(dict.fromkeys(values))
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_text, value))
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+# --- A run on disk, with its plots and exports ---
 
 
 def load_run(path: str | os.PathLike[str]) -> Run:
@@ -68,7 +128,7 @@ class Run(RunReader):
 
     def plot(self, kind: str = "heatmap", engine: str = "plotly", **options: Any) -> Any:
         """A figure of the run; see :meth:`ModuleMonitor.plot <torch_gradmon.ModuleMonitor.plot>`."""
-        from .plots.plot import plot
+        from .plots.charts import plot
         from .plots.sources import ValueSource
 
         return plot(ValueSource.of_run(self), kind, engine, options)
@@ -167,3 +227,52 @@ class Run(RunReader):
         found = table_of(frame_of(self, table, sources, first, last), "to_pandas()", "pyarrow", "pandas")
         with single_threaded():
             return found.to_pandas()
+
+
+# --- The runs below a directory ---
+
+
+#: Directories below each other that are looked into.
+_DEPTH = 4
+#: Runs that the error of a directory without one names.
+_NAMED = 5
+
+
+def find_runs(root: str | os.PathLike[str]) -> dict[str, Path]:
+    """The run directories in and below ``root``, at most four levels deep, by their path from there, sorted.
+
+    Names that are no printable text are left out. Links are not followed, so that nothing outside is shown. If ``root`` is a
+    run itself, its name is that of the directory.
+
+    Raises:
+        FileNotFoundError: there is no such directory.
+    """
+    top = Path(root)
+    if not top.is_dir():
+        raise FileNotFoundError(f"there is no directory {os.fspath(root)!r}")
+    found = {}
+    for place, directories, names in os.walk(top):
+        below = Path(place).relative_to(top)
+        if len(below.parts) >= _DEPTH:
+            directories.clear()
+        directories[:] = sorted(name for name in directories if not name.startswith("."))
+        if is_run(name for name in names if not os.path.islink(os.path.join(place, name))):
+            name = below.as_posix() if below.parts else top.resolve().name
+            if name.isprintable():  # else it is no text, which JSON and addresses could not have
+                found[name] = Path(place)
+    return dict(sorted(found.items()))
+
+
+def is_below(path: Path, root: str | os.PathLike[str]) -> bool:
+    """Whether a run that was found still stands where it was found, and nobody has put a link in its way."""
+    return path.resolve() == Path(root).resolve() / path.relative_to(root)
+
+
+def no_run(path: str | os.PathLike[str], error: FileNotFoundError) -> str:
+    """What to say of a directory without a run: ``error``, or the names of the runs below it."""
+    try:
+        below = list(find_runs(path))
+    except OSError:
+        below = []
+    names = [printable(str(Path(path) / name)) for name in below]
+    return f"there is no run in {os.fspath(path)!r} itself; below it: {listed(names, _NAMED)}" if names else str(error)

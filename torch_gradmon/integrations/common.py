@@ -20,7 +20,7 @@ from ..core import validation as check
 from ..core.errors import WarningLog, display
 from ..core.keys import Key, parse_key
 from ..core.trainers import advice_for
-from ..monitor import replacing
+from ..monitor import watch as replacing
 from ..monitor.monitor import ModuleMonitor
 from ..monitor.options import check_names
 from ..monitor.watch import prepared

@@ -2,21 +2,145 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from ..core.errors import WarningLog
+from ..core import validation as check
+from ..core.errors import WarningLog, display
 from ..monitor.monitor import ModuleMonitor
 from ..monitor.options import WatchOptions
-from .common import AdapterMonitor, SchedulerRollback, is_number
-from .epoch import EpochMeans, with_prefix
-from .lightning_options import EPOCH, SECTION, CallbackOptions
+from .common import AdapterMonitor, SchedulerRollback, is_number, whole_model_names
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+# --- Means over the steps of an epoch ---
+
+
+#: The largest of this whole-model value in an epoch is kept, under its name with ``_max``.
+_LARGEST = "gradmon/grad_norm"
+#: Counters of the whole run; an epoch keeps their last values.
+_COUNTERS = ("gradmon/steps_not_applied", "gradmon/steps_skipped")
+
+
+class EpochMeans:
+    """Collects the values of steps, each step once, and gives the mean of each key over the steps that had it.
+
+    Values that are not finite, as in an overflowed step of a GradScaler, are left out of means.
+
+    Attributes:
+        last: number of the last added step; -1 before the first.
+    """
+
+    def __init__(self) -> None:
+        self.last = -1
+        self._sums: dict[str, float] = {}
+        self._counts: dict[str, int] = {}
+        self._kept: dict[str, float] = {}
+
+    def begin(self) -> None:
+        """Begin an epoch."""
+        self._sums, self._counts, self._kept = {}, {}, {}
+
+    def add(self, values: Mapping[str, float], step: int) -> bool:
+        """Add the values of ``step``; returns False, without effect, if it was added before."""
+        if step <= self.last:
+            return False
+        self.last = step
+        for key, value in values.items():
+            if key.endswith(_COUNTERS):
+                self._kept[key] = value
+            elif math.isfinite(value):
+                self._sums[key] = self._sums.get(key, 0.0) + value
+                self._counts[key] = self._counts.get(key, 0) + 1
+                if key.endswith(_LARGEST):
+                    self._kept[f"{key}_max"] = max(value, self._kept.get(f"{key}_max", value))
+        return True
+
+    def values(self) -> dict[str, float]:
+        """The means by key, the largest gradient norm and the counters; empty without a step."""
+        return {key: total / self._counts[key] for key, total in self._sums.items()} | self._kept
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, as plain numbers."""
+        return {"last": self.last, "sums": dict(self._sums), "counts": dict(self._counts), "kept": dict(self._kept)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`."""
+        self.last = int(state["last"])
+        self._sums, self._counts, self._kept = (dict(state[name]) for name in ("sums", "counts", "kept"))
+
+
+def with_prefix(values: Mapping[str, float], prefix: str, everything: bool = False) -> dict[str, float]:
+    """Whole-model values with ``prefix`` instead of ``gradmon/``; with ``everything``, it is also prepended to other keys."""
+    found = {}
+    for key, value in values.items():
+        before, section, name = key.rpartition("gradmon/")
+        found[before + prefix + name if section else (prefix if everything else "") + key] = value
+    return found
+
+
+# --- The arguments of the callback for Lightning ---
+
+
+#: The default prefixes of the values of a step and of an epoch.
+SECTION, EPOCH = "gradmon/", "gradmon_epoch/"
+
+
+class CallbackOptions(NamedTuple):
+    """The arguments of ``GradMonCallback`` for Lightning, which explains them."""
+
+    log_every: int | None
+    track_epochs: bool
+    summary: Collection[str]
+    prog_bar: Collection[str]
+    threshold: float | None
+    step_prefix: str
+    epoch_prefix: str
+
+    def check(self) -> None:
+        """Refuse wrong arguments.
+
+        Raises:
+            TypeError, ValueError: with the value and the remedy.
+        """
+        if self.log_every is not None:
+            check.step_number("log_every_n_steps", self.log_every)
+        if self.threshold is not None:
+            if not isinstance(self.threshold, (int, float)) or isinstance(self.threshold, bool):
+                raise TypeError(f"explosion_threshold must be a number, such as 1e4, or None, got {display(self.threshold)}")
+            if not self.threshold > 0:
+                raise ValueError(f"explosion_threshold={self.threshold!r} must be positive, such as 1e4, or None")
+        check.flag(track_epochs=self.track_epochs)
+        whole_model_names("summary", self.summary)
+        whole_model_names("prog_bar", self.prog_bar)
+        for name in ("step_prefix", "epoch_prefix"):
+            if not isinstance(getattr(self, name), str):
+                raise TypeError(f"{name} must be a str, such as 'train/', got {display(getattr(self, name))}")
+
+    def state_suffix(self, prefix: str) -> str:
+        """Distinguishes the states of several callbacks in a checkpoint: the prefixes that are not the default."""
+        prefixes = (
+            ("prefix", prefix, ""),
+            ("step_prefix", self.step_prefix, SECTION),
+            ("epoch_prefix", self.epoch_prefix, EPOCH),
+        )
+        return "".join(f" {name}={given!r}" for name, given, default in prefixes if given != default)
+
+    def explosion(self, values: Mapping[str, float], step: int) -> str:
+        """A warning if the gradient norm is above the threshold or not finite; empty otherwise."""
+        norm = next((value for key, value in values.items() if key.endswith(f"{SECTION}grad_norm")), 0.0)
+        if self.threshold is None or norm <= self.threshold:
+            return ""
+        return f"step {step}: the gradient norm before clipping is {norm:.4g}, above explosion_threshold={self.threshold:g}"
+
+
+# --- PyTorch Lightning: ``Trainer(callbacks=[GradMonCallback()])`` ---
 
 
 class GradMonCallback(Callback):

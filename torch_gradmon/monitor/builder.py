@@ -4,42 +4,49 @@ from __future__ import annotations
 
 import multiprocessing.util
 import os
+import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from ..capture.coordinate_check.terms import RCC_BUILT_INS
+from ..capture.coordinate_check import RCC_BUILT_INS
 from ..capture.measurer import Measurer
 from ..capture.metric_functions import OPTIMIZER_BUILT_INS, UPDATE_BUILT_INS
-from ..capture.modules.unit_metrics import ACTIVATION_BUILT_INS, INPUT_BUILT_INS
+from ..capture.module_values import ACTIVATION_BUILT_INS, INPUT_BUILT_INS
 from ..core import keys as n
 from ..core import validation as check
-from ..core.errors import WarningLog, display
+from ..core.errors import WarningLog, display, nearest
 from ..core.fence import Fence, is_disabled
-from ..core.records import KeyFormatter, SpikeEvent
-from ..plugins.clipping.named import AdaptiveClips
+from ..core.keys import KEY_STYLES, compile_pattern
+from ..core.records import KeyFormatter, Metric, SpikeEvent, StepRecord
+from ..plugins.clipping import AdaptiveClips
 from ..plugins.data_check.plugin import DataCheck
 from ..plugins.flight_recorder import FlightRecorder
-from ..plugins.live_detail.plugin import LiveDetail, PresetOverlay
+from ..plugins.live_detail import LiveDetail, PresetOverlay
 from ..plugins.loop_audit.plugin import LoopAudit
 from ..plugins.post_spike_detail import PostSpikeDetail
-from ..plugins.setup_check.plugin import SetupCheck
-from ..plugins.spike_policy.policy import Policy, Rollback, policy_of
+from ..plugins.setup_check import SetupCheck
+from ..plugins.spike_policy.policy import Policy, Rollback, Skip, policy_of
 from ..spikes.detector_set import DetectorSet
 from ..statistics.dispatch import Statistics
+from ..statistics.request import DEFAULT_EPS
 from ..step.exchange import ExchangePolicy, RankExchange
+from ..step.model_index import GradientSource
+from ..step.model_index import checked as checked_source
 from ..step.plan import VIEW_BUILT_INS, Registry
 from ..step.planner import Planner
 from ..step.plugin import Plugin
 from ..step.ranks import Ranks
 from ..step.summary import LayerSelection
-from .config import MonitorConfig, compiled
-from .machine.step_machine import StepState
-from .pipeline.record_pipeline import (
+from .machine import StepState
+from .plugin_set import PluginSet
+from .records import (
     PendingQueue,
     Publisher,
     RecordFactory,
@@ -49,16 +56,253 @@ from .pipeline.record_pipeline import (
     SpikeDetection,
     SpikeNotification,
 )
-from .plugin_context import MonitorContext
-from .plugin_set import PluginSet
 from .runtime import Runtime, at_exit
-from .steps.cadence import Cadence
-from .steps.captures import Captures
-from .steps.hook_schedule import HookSchedule
-from .steps.late_values import LateValues
-from .steps.step_lifecycle import StepLifecycle
-from .steps.step_planning import StepPlanning
-from .steps.value_log import ValueLog
+from .steps import Cadence, Captures, HookSchedule, StepLifecycle, StepPlanning
+from .values import LateValues, ValueLog
+
+# --- The options of a monitor, checked together before anything is built from them ---
+
+
+#: Names of the plugins that a monitor brings.
+BUILT_IN_PLUGINS = frozenset(
+    (
+        "overhead_budget",
+        "flight_recorder",
+        "spike_policy",
+        "live_detail",
+        "post_spike_detail",
+        "clipping",
+        "loop_audit",
+        "replica_check",
+        "setup_check",
+        "data_check",
+    )
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MonitorConfig:
+    """All options of :class:`torch_gradmon.ModuleMonitor` except the model. That class documents each of them.
+
+    Raises:
+        TypeError, ValueError: an option has a wrong type or value; the message has the value and the remedy.
+    """
+
+    every: int | None = None
+    monitor_step_fn: Callable[[int], bool] | None = None
+    scaler: torch.amp.GradScaler | None = None
+    excluded_modules_regex: str | re.Pattern[str] | None = None
+    format_module_name_fn: Callable[[str], str] | None = None
+    on_metric_error: str = "warn"
+    key_style: str = "seed"
+    prefix: str = ""
+    eps: float = DEFAULT_EPS
+    update_sample: int | str | re.Pattern[str] | None = None
+    layers: str | re.Pattern[str] | None = None
+    on_spike: str | Policy | Callable[[SpikeEvent], Any] | None = None
+    history: int = 1000
+    run_dir: str | os.PathLike[str] | None = None
+    compile_statistics: bool | None = None
+    overhead_budget: float | None = None
+    post_spike_steps: int = 3
+    flight_recorder: int = 0
+    process_group: torch.distributed.ProcessGroup | None = None
+    rank_distinct_regex: str | re.Pattern[str] | None = None
+    gradient_source: GradientSource | None = None
+    check_data: bool = True
+    check_replicas: int = 100
+    replicas_sync_every: int = 1
+    log_on_all_ranks: bool = False
+    plugins: Sequence[Plugin] = ()
+
+    def __post_init__(self) -> None:
+        check.cadence(self.every, self.monitor_step_fn)
+        if self.overhead_budget is not None:
+            check.share("overhead_budget", self.overhead_budget)
+        check.one_of("on_metric_error", self.on_metric_error, ("warn", "raise"))
+        check.one_of("key_style", self.key_style, KEY_STYLES)
+        check.reaction(self.on_spike, (Skip, Rollback))
+        check.string("prefix", self.prefix)
+        check.function("format_module_name_fn", self.format_module_name_fn, "a name")
+        check.not_negative("eps", self.eps, "such as 1e-8")
+        check.positive_int("history", self.history)
+        check.positive_int_or_zero("post_spike_steps", self.post_spike_steps)
+        self._check_flight_recorder()
+        if self.compile_statistics is not None:
+            check.flag(compile_statistics=self.compile_statistics)
+        if isinstance(self.update_sample, int):
+            check.positive_int("update_sample", self.update_sample)
+        else:
+            compiled("update_sample", self.update_sample)
+        compiled("excluded_modules_regex", self.excluded_modules_regex)
+        check.grad_scaler(self.scaler)
+        check.process_group(self.process_group)
+        compiled("rank_distinct_regex", self.rank_distinct_regex)
+        checked_source(self.gradient_source)
+        check.flag(check_data=self.check_data)
+        check.positive_int_or_zero("check_replicas", self.check_replicas)
+        check.positive_int("replicas_sync_every", self.replicas_sync_every)
+        LayerSelection(self.layers)
+        self._check_plugins()
+
+    def _check_flight_recorder(self) -> None:
+        check.positive_int_or_zero("flight_recorder", self.flight_recorder)
+        if self.flight_recorder and self.overhead_budget is not None:
+            raise ValueError(
+                f"flight_recorder={self.flight_recorder} measures every step, so overhead_budget={self.overhead_budget!r} could save "
+                "nothing by leaving out steps; give one of the two"
+            )
+
+    def _check_plugins(self) -> None:
+        if isinstance(self.plugins, Plugin) or not isinstance(self.plugins, Sequence):
+            raise TypeError(f"plugins={display(self.plugins)} must be a list of plugins, such as plugins=[MyPlugin()]")
+        names: set[str] = set()
+        for plugin in self.plugins:
+            if not isinstance(plugin, Plugin):
+                raise TypeError(
+                    f"plugins has {display(plugin)}, which is no instance of a subclass of torch_gradmon.plugins.Plugin"
+                )
+            for name in vars(type(plugin)):
+                if name.startswith(("on_", "before_", "after_")) and not hasattr(Plugin, name):
+                    raise ValueError(f"{type(plugin).__name__}.{name} is no hook of a plugin{nearest(name, vars(Plugin))}")
+            if plugin.name in names or plugin.name in BUILT_IN_PLUGINS:
+                raise ValueError(
+                    f"there is a plugin of the name {plugin.name!r} already; give {type(plugin).__name__} another name"
+                )
+            names.add(plugin.name)
+
+    @property
+    def is_step_monitored(self) -> Callable[[int], bool]:
+        """Which steps the user asked for."""
+        return check.cadence(self.every, self.monitor_step_fn)
+
+    @property
+    def interval(self) -> int | None:
+        """Steps from one monitored step to the next; None where ``monitor_step_fn`` decides."""
+        return None if self.monitor_step_fn is not None else self.every or 1
+
+    @property
+    def sampled_updates(self) -> int | re.Pattern[str] | None:
+        """``update_sample``, with a pattern compiled."""
+        sample = self.update_sample
+        return sample if isinstance(sample, int) else compiled("update_sample", sample)
+
+
+def compiled(name: str, pattern: str | re.Pattern[str] | None) -> re.Pattern[str] | None:
+    """The pattern of option ``name``, compiled.
+
+    Raises:
+        ValueError: the pattern does not compile.
+    """
+    return None if pattern is None else compile_pattern(pattern, name)
+
+
+# --- What a monitor offers its plugins ---
+
+
+class MonitorContext:
+    """See :class:`torch_gradmon.step.plugin.PluginContext`.
+
+    Args:
+        lifecycle: opens and closes steps.
+        plugin: that this is for.
+    """
+
+    def __init__(self, lifecycle: StepLifecycle, plugin: Plugin) -> None:
+        self._lifecycle, self._plugin = lifecycle, plugin
+
+    @property
+    def module(self) -> nn.Module | None:
+        return self._lifecycle.planning.planner.module
+
+    @property
+    def matrices(self) -> Set[str]:
+        inventory = self._lifecycle.planning.planner.inventory
+        return frozenset() if inventory is None else inventory.matrices.keys()
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        loop = self._lifecycle.hooks.loop
+        return [] if loop is None else loop.optimizers
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        loop = self._lifecycle.hooks.loop
+        return None if loop is None else loop.scaler
+
+    @property
+    def is_attached(self) -> bool:
+        return self._lifecycle.hooks.loop is not None
+
+    @property
+    def step(self) -> int | None:
+        return self._lifecycle.state.clock.step
+
+    @property
+    def plan_version(self) -> int:
+        return self._lifecycle.planning.planner.version
+
+    @property
+    def is_step_open(self) -> bool:
+        return self._lifecycle.state.is_open
+
+    @property
+    def coming_step(self) -> int:
+        step = self.step
+        return 0 if step is None else step if self.is_step_open else step + 1
+
+    @property
+    def last_step(self) -> int | None:
+        return self._lifecycle.state.clock.ended
+
+    @property
+    def ranks_synchronised(self) -> bool:
+        return self._lifecycle.queue.ranks_synchronised
+
+    @property
+    def seconds_spent(self) -> float:
+        return self._lifecycle.fence.spent()
+
+    def call(self, method: Callable[..., Any], *args: Any) -> Any:
+        return self._lifecycle.fence.run(self._lifecycle.plugins.call_one, self._plugin, method, *args)
+
+    def warn(self, key: str, message: str, error: Exception | None = None) -> None:
+        self._lifecycle.fence.complaints.add(key, message, error)
+
+    def annotate_run(self, **facts: Any) -> None:
+        self._lifecycle.queue.pipeline.directory.annotate(**facts)
+
+    def make_metric(self, source: str, name: str, every: int = 1) -> Metric:
+        return self._lifecycle.planning.planner.registry.make(source, name, every=every, shown=False)
+
+    def set_overlay(self, name: str, metrics: Sequence[Metric] | None, replaces_hidden: bool = False) -> None:
+        self._lifecycle.planning.planner.registry.set_overlay(name, metrics, replaces_hidden)
+        self._lifecycle.planning.planner.changed()
+
+    def request_replan(self, drop_hooks: bool = False) -> None:
+        self._lifecycle.planning.replan(self._lifecycle.active, drop_hooks)
+
+    def ask_cadence_again(self, script_too: bool = False) -> None:
+        self._lifecycle.hooks.wake()
+        if script_too:
+            self._lifecycle.planning.cadence.ask_again()
+        else:
+            self._lifecycle.planning.cadence.plugins_changed()
+
+    def flush_pending(self) -> None:
+        self._lifecycle.flush_pending()
+
+    def detail_changed(self, is_back: bool) -> None:
+        self._lifecycle.plugins.call("on_detail_changed", is_back)
+
+    def backfill(self, records: Sequence[StepRecord]) -> None:
+        self._lifecycle.queue.pipeline.backfill(records)
+
+    def learn(self, record: StepRecord, whole: Mapping[str, float]) -> None:
+        self._lifecycle.queue.pipeline.learn(record, whole)
+
+
+# --- Builds the parts of a monitor from its options and connects them ---
 
 
 def build(config: MonitorConfig, model: nn.Module | None = None) -> Runtime:

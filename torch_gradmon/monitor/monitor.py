@@ -16,7 +16,7 @@ from ..core import validation as check
 from ..core.keys import Key
 from ..core.records import SpikeEvent
 from ..core.torch_modes import is_compiling
-from ..plugins.clipping.adaptive import AdaptiveClip
+from ..plugins.clipping import AdaptiveClip
 from ..plugins.spike_policy.policy import Counts, Policy, RolledBack
 from ..runs.detail_request import DetailRequest
 from ..spikes.detector import SpikeDetector
@@ -24,24 +24,23 @@ from ..statistics.request import DEFAULT_EPS
 from ..step.model_index import GradientSource
 from ..step.planner import PresetName
 from ..step.plugin import Plugin
-from .builder import build
-from .config import MonitorConfig
-from .manual_loop import ManualLoop
-from .services.loop_service import LoopService
-from .services.metrics_service import (
+from .builder import MonitorConfig, build
+from .services import (
     AggregationFunction,
+    LoopService,
+    ManualLoop,
     MetricFunction,
     MetricsService,
+    ModelService,
+    OutputsService,
     Pattern,
+    Queries,
+    StateService,
+    ValuesService,
     attention_source,
     gradient_sources,
     module_sources,
 )
-from .services.model_service import ModelService
-from .services.outputs_service import OutputsService
-from .services.queries import Queries
-from .services.state_service import StateService
-from .services.values_service import ValuesService
 
 if TYPE_CHECKING:
     from ..analysis.diagnosis import Diagnosis

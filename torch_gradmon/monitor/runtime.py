@@ -2,22 +2,410 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from ..capture.gradients import reciprocal, scale_of
+from ..capture.hooks import Hook, WrappedMethod
 from ..core.fence import Fence, fenced
+from ..core.keys import GRADIENT, GRADIENT_BEFORE_CLIP
 from ..core.torch_modes import outside_dispatch_modes
 from ..step.active_step import Mode
+from ..step.buffer import StepBuffer
+from ..step.model_index import GradientSource
 from ..step.planner import Planner
 from ..step.plugin import Plugin
-from .followed_loop import FollowedLoop
-from .loop_connection import LoopConnection
-from .machine.step_machine import StepCycle, StepState
-from .pipeline.record_pipeline import RecordFactory, RecordPipeline
-from .steps.captures import Captures
-from .steps.step_lifecycle import StepLifecycle
+from .loop_hooks import LoopHooks
+from .machine import StepCycle, StepMachine, StepState
+from .optimizer_hooks import IdleStretch, LoopDriver
+from .records import RecordFactory, RecordPipeline
+from .steps import Captures, Decisions, Ownership, StepLifecycle, StepMeasurement
+from .values import OverflowLog
+
+# --- An unmodified training loop: reports the events of its hooks to the step machine ---
+
+
+_GONE = "the attached optimizers are gone, and no step can end any more; call detach(), then attach() the new ones"
+_UNUSED = "its optimizer did not step in this step; its gradient counts in the step that uses it"
+
+
+_Method = weakref.WeakMethod[Callable[[], Any]]
+
+
+def _between(before: _Method, after: _Method) -> Callable[..., Any]:
+    """A function around a method that calls one method before it and another one after it, unless gradients are off."""
+
+    def call(reference: _Method) -> None:
+        if torch.is_grad_enabled() and (method := reference()) is not None:
+            method()
+
+    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        call(before)
+        result = original(*args, **kwargs)
+        call(after)
+        return result
+
+    return around
+
+
+def _without(reference: weakref.ref[StepLifecycle]) -> Callable[..., Any]:
+    """A function around a method, in which nothing is measured."""
+
+    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        lifecycle = reference()
+        if lifecycle is None:
+            return original(*args, **kwargs)
+        with lifecycle.paused():
+            return original(*args, **kwargs)
+
+    return around
+
+
+class FollowedLoop(LoopDriver):
+    """Follows one loop by hooks: torch's events in, the step machine's events out.
+
+    Args:
+        owner: kept alive by the optimizers' hooks, together with this.
+        cycle: opens and closes steps.
+        lifecycle: has the open step.
+        overflows: takes what a fused optimizer found.
+        module: the watched model.
+        optimizers: in the order in which they step.
+        scaler: their GradScaler, if one is known.
+        wrappers: around the optimizers, each with the one inside.
+
+    Attributes:
+        is_orphaned: all optimizers were collected.
+        scaler: a GradScaler that was noticed while the loop ran.
+    """
+
+    def __init__(
+        self,
+        owner: object,
+        cycle: StepCycle,
+        lifecycle: StepLifecycle,
+        overflows: OverflowLog,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        scaler: torch.amp.GradScaler | None,
+        wrappers: Sequence[tuple[Any, Optimizer]] = (),
+    ) -> None:
+        self.owner, self.fence, self._lifecycle, self._overflows = owner, lifecycle.fence, lifecycle, overflows
+        order: list[Hashable] = [id(optimizer) for optimizer in optimizers]
+        self.ownership = Ownership(optimizers)
+        stretch = IdleStretch(cycle.state, lifecycle, lifecycle.values.late.tags, lifecycle.plugins, self.fence)
+        self.hooks = LoopHooks(self, self.fence, module, optimizers, scaler, wrappers, cycle.state.in_backward, stretch)
+        self.measurement = StepMeasurement(lifecycle, self.ownership, self.hooks, order)
+        self.decisions = Decisions(self.ownership, order, self.hooks.optimizers.holds, lifecycle.planning.planner)
+        self.machine = StepMachine(cycle, self.measurement, order)
+        self.is_orphaned, self.scaler, self._is_due = False, scaler, True
+        self.hooks.optimizers.allow_skips(lifecycle.plugins.has("before_optimizer_step"))
+        self._wrapped = self._around(lifecycle.planning.planner.source)
+
+    def _around(self, source: GradientSource) -> list[WrappedMethod]:
+        """Follow the method that shows when gradients are final, and measure nothing in those that do not train."""
+        if (boundary := source.boundary) is None:
+            return []
+        step = _between(weakref.WeakMethod(self.passes_began), weakref.WeakMethod(self.passes_ended))
+        trials = [name for name in source.trials if hasattr(boundary, name)]
+        without = _without(weakref.ref(self._lifecycle))
+        return [WrappedMethod(boundary, "step", step), *(WrappedMethod(boundary, name, without) for name in trials)]
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers that still exist, in the order in which they step."""
+        return self.ownership.alive(self.machine.order)
+
+    # --- hooks on parameters -------------------------------------------------------------------------------------------------
+
+    def leave_unused(self, buffer: StepBuffer) -> None:
+        index, order = self._lifecycle.planning.planner.inventory, self.machine.order
+        if len(order) == 1 or index is None or not self._lifecycle.state.leads:
+            return
+        owned = (self.ownership.positions(each) for each in order)
+        # an optimizer uses all or none; one that shares parameters may have the first ones in common
+        if resting := [own for own in owned if own and not buffer.used.issuperset((index.names[own[0]], index.names[own[-1]]))]:
+            buffer.noted["rests"] = float(len(resting))
+            names = {index.names[position] for own in resting for position in own}
+            if left := buffer.names_of(GRADIENT_BEFORE_CLIP) & names - buffer.used:
+                buffer.clear(GRADIENT_BEFORE_CLIP, left)
+                buffer.absent.update(((source, name), _UNUSED) for source in (GRADIENT_BEFORE_CLIP, GRADIENT) for name in left)
+
+    def groups_changed(self) -> bool:
+        """Whether an optimizer got or lost parameters since hooks were registered."""
+        return self.ownership.has_changed(self.machine.order)
+
+    def install(self, planner: Planner) -> None:
+        """Register the hooks on parameters that a monitored step needs."""
+        assert planner.inventory is not None
+        self.ownership.update(planner, self.machine.order)
+        self._lifecycle.captures.parameters.share(self.ownership.shared)
+        places = planner.inventory.references
+        local = [
+            (places[position], Hook(self.gradient_came, position), Hook(self.gradient_accumulated, position))
+            for position in planner.local_positions()
+        ]
+        self.hooks.backward.install(planner.source.hook_places(places), local)
+
+    def uninstall(self) -> None:
+        """Take them away."""
+        self.hooks.backward.uninstall()
+
+    def by_scale(self, positions: Sequence[int]) -> list[tuple[list[int], Tensor | None]]:
+        """These positions by what their gradients have to be multiplied by at this moment."""
+        return self.ownership.by_scale(positions, self.machine.order, self.hooks.scaler)
+
+    def to_step(self, positions: Sequence[int]) -> list[int]:
+        """Those of ``positions`` whose optimizers have not stepped in this step."""
+        return self.ownership.to_step(positions, self.machine.state.progress.done)
+
+    @fenced
+    def gradient_came(self, position: int, gradient: Tensor | None) -> None:
+        """A backward pass brought a gradient for the parameter at ``position``."""
+        if self.machine.gradient_arrived():
+            self._lifecycle.captures.gradients.local(position, gradient, self.measurement.inverse_scale())
+
+    @fenced
+    def gradient_accumulated(self, position: int, parameter: Tensor) -> None:
+        """That gradient was accumulated."""
+        self._lifecycle.captures.gradients.commit_local(position)
+
+    # --- events --------------------------------------------------------------------------------------------------------------
+
+    def may_train_in_eval(self) -> bool:
+        return self.machine.may_train_in_eval()
+
+    def moves_buffers(self, module: nn.Module) -> None:
+        if self.machine.moves_buffers():
+            self._lifecycle.plugins.call("before_forward", module)
+
+    def forward_began(self, in_eval: bool, in_closure: bool, counts: bool) -> None:
+        if self.fence.is_captured:
+            self.fence.left_graph()
+        self.hooks.stretch.forward_followed()
+        if counts:
+            self._lifecycle.plugins.call("on_forward")
+        self.machine.forward_began(in_eval, in_closure)
+        if self.ownership.is_orphaned:
+            self._optimizers_lost()
+
+    def _optimizers_lost(self) -> None:
+        self.is_orphaned = True
+        self.fence.complaints.add("optimizers", _GONE)
+        self._lifecycle.plugins.call("on_optimizers_lost")
+
+    def part_called(self, module: nn.Module) -> None:
+        """A part of the model is called, by something else than the root."""
+        state = self.machine.state
+        in_eval = state.patterns.trains_in_eval and not module.training  # in a step that a call in training mode has opened
+        if not state.is_open or state.progress.is_tentative or in_eval:
+            self.hooks.model.part_called(module)
+
+    def root_began(self) -> None:
+        self._lifecycle.captures.modules.training_began()
+
+    def gradient_complete(self, position: int) -> None:
+        if self.machine.gradient_arrived():
+            state = self.machine.state
+            self.measurement.measure_one_before_clip(position, state.progress.done, state.in_backward.known)
+
+    def backward_ended(self, is_nested: bool) -> None:
+        self._lifecycle.plugins.call("on_backward_ended")
+        if self.ownership.is_orphaned and not self.machine.state.is_paused:
+            self._optimizers_lost()
+        self.machine.backward_ended(is_nested, self.hooks.scaler.in_step)
+
+    @fenced
+    def passes_began(self) -> None:
+        """All passes of a step are about to come, on all ranks: what they have to agree on, they do before they wait for each other."""
+        self.machine.passes_began()
+
+    @fenced
+    def passes_ended(self) -> None:
+        """All passes of the step are over, and gradients are final."""
+        self.machine.passes_ended()
+
+    def remove_hooks(self) -> None:
+        """Take all hooks away."""
+        self.hooks.remove()
+        for wrapped in self._wrapped:
+            wrapped.remove()
+
+    def wrapper_began(self, optimizer: Optimizer) -> None:
+        source = self._lifecycle.planning.planner.source
+        self._is_due = source.is_due()
+        if not self._is_due:
+            return
+        self.hooks.scaler.wrapper_began(optimizer)
+        self.machine.optimizers.wrapper_began(id(optimizer))
+
+    def wrapper_ended(self, optimizer: Optimizer) -> None:
+        source = self._lifecycle.planning.planner.source
+        if self._is_due and source.has_overflowed():
+            if not source.searches_scale() and (active := self._lifecycle.active) is not None:
+                active.annotations["skipped"] = (
+                    "the engine leaves out steps whose gradients are not finite"  # so that it is judged
+                )
+            self.step_overflowed(optimizer)
+        else:
+            self.machine.optimizers.wrapper_ended(id(optimizer))
+
+    def step_began(self, optimizer: Optimizer, has_closure: bool, within: bool) -> bool:
+        if self.fence.is_captured:
+            self.fence.left_graph()
+        self.hooks.stretch.catch_up()
+        if within:
+            self.hooks.backward.optimizer_steps(optimizer)
+        self.hooks.scaler.step_began(optimizer, takes_values=not self.machine.state.is_open or self._lifecycle.has_values)
+        self._lifecycle.plugins.call("on_optimizer_step", optimizer, has_closure)
+        return self.machine.optimizers.step_began(id(optimizer), has_closure, within)
+
+    def closure_ended(self, optimizer: Optimizer) -> bool:
+        if (active := self._lifecycle.active) is not None and active.buffer is not None:
+            active.buffer.end_rows()
+        return self.machine.optimizers.closure_ended(id(optimizer))
+
+    def closure_raised(self, optimizer: Optimizer, error: str) -> None:
+        self.machine.optimizers.closure_raised(id(optimizer), error)
+
+    def step_ended(self, optimizer: Optimizer, found_inf: Tensor | None, within: bool) -> None:
+        self.hooks.stretch.step_followed()
+        self._lifecycle.plugins.call("on_optimizer_stepped", optimizer)
+        if found_inf is not None and not within:
+            self._overflows.note(found_inf)
+        self.machine.optimizers.step_ended(id(optimizer), within, self.hooks.scaler.in_step)
+
+    def step_overflowed(self, optimizer: Optimizer) -> None:
+        self._lifecycle.plugins.call("on_optimizer_overflowed", optimizer)
+        self.machine.optimizers.step_overflowed(id(optimizer), self.hooks.scaler.in_step)
+
+    def loss_scaled(self) -> None:
+        self._lifecycle.plugins.call("on_loss_scaled")
+
+    def unscaling(self, optimizer: Optimizer) -> None:
+        self._lifecycle.plugins.call("on_unscaling", optimizer)
+
+    def unscaled(self, optimizer: Optimizer) -> None:
+        self._lifecycle.plugins.call("on_unscaled", optimizer)
+
+    def scaler_updated(self) -> None:
+        self._lifecycle.plugins.call("on_scaler_updated")
+        self.machine.scaler_updated()
+
+    def scale_mistaken(self, reason: str, scaler: torch.amp.GradScaler | None) -> None:
+        if self.scaler is None:
+            self.scaler = scaler
+        self.measurement.forget_scaled(reason)
+
+    def holds_scaler(self) -> tuple[bool, bool]:
+        is_held = self._lifecycle.is_skipped
+        return is_held, is_held and any(self._lifecycle.plugins.call("overrules_scaler"))
+
+
+# --- loop connection ---
+
+
+class LoopConnection:
+    """Connects the steps of a monitor with a loop.
+
+    Args:
+        lifecycle: carries out the steps.
+        cycle: opens and closes them.
+
+    Attributes:
+        overflows: takes what a fused optimizer found.
+        loop: the followed loop; None where steps begin and end by hand.
+    """
+
+    def __init__(self, lifecycle: StepLifecycle, cycle: StepCycle) -> None:
+        self._lifecycle, self._cycle = lifecycle, cycle
+        self.overflows = OverflowLog(lifecycle.values)
+        self.loop: FollowedLoop | None = None
+        self._scaler: torch.amp.GradScaler | None = None
+        self._scale_by_hand()
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The GradScaler, if one is known."""
+        return self._scaler if self.loop is None else self.loop.scaler
+
+    def use_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        """The scaler that the script has named."""
+        self._scaler = scaler
+
+    def follow(
+        self,
+        owner: object,
+        module: nn.Module,
+        optimizers: list[Optimizer],
+        scaler: torch.amp.GradScaler | None,
+        wrappers: Sequence[tuple[Any, Optimizer]],
+    ) -> None:
+        """Follow the loop by hooks from now on.
+
+        Args:
+            owner: kept alive by the optimizers.
+            module: the watched model.
+            optimizers: in the order in which they step.
+            scaler: their GradScaler, if one is known.
+            wrappers: around the optimizers, each with the one inside.
+        """
+        lifecycle = self._lifecycle
+        self._scaler = scaler
+        lifecycle.values.follow(True)
+        lifecycle.state.follow()
+        with outside_dispatch_modes():
+            loop = FollowedLoop(owner, self._cycle, lifecycle, self.overflows, module, optimizers, scaler, wrappers)
+            self.loop = loop
+            lifecycle.hooks.follow(loop)
+            lifecycle.plugins.restart()
+            lifecycle.plugins.call("on_attach", module, optimizers)
+            lifecycle.hooks.mark_stale()
+            lifecycle.captures.modules.connect(
+                loop.measurement.inverse_scale, loop.hooks.model.root_called, loop.part_called, loop.hooks.backward.awaited
+            )
+            # also where the first step is not monitored: a model that will be compiled takes only the hooks that it has then
+            lifecycle.hooks.install()
+            lifecycle.fence.cost()
+
+    def continue_at(self, step: int) -> None:
+        """The next step has this number."""
+        self._lifecycle.state.clock.continue_at(step)
+        self._lifecycle.hooks.wake()
+
+    def disconnect(self) -> None:
+        """Take every hook away."""
+        lifecycle = self._lifecycle
+        lifecycle.values.follow(False)
+        lifecycle.hooks.uninstall()
+        lifecycle.captures.modules.remove()
+        lifecycle.captures.modules.reference.forget()
+        if self.loop is not None:
+            self._scaler = self.loop.scaler
+            self.loop.remove_hooks()
+            lifecycle.plugins.call("on_detach")
+            self.loop = None
+            lifecycle.hooks.follow(None)
+            lifecycle.state.unfollow()
+            self._scale_by_hand()
+
+    def _scale_by_hand(self) -> None:
+        """Without a followed loop, what is known of gradients inside of the model is the scaler that was named."""
+        connection = weakref.ref(self)
+
+        def inverse_scale() -> Tensor | None:
+            scaler = None if (alive := connection()) is None else alive.scaler
+            return None if (scale := scale_of(scaler)) is None else reciprocal(scale)
+
+        self._lifecycle.captures.modules.connect(inverse_scale)
+
+
+# --- One monitor at work: the step machine, what carries out its actions, and the life cycle of hooks ---
 
 
 class Runtime:

@@ -13,7 +13,7 @@ from ..core.simulated.device import SimulatedDevice, Work
 from ..core.simulated.graph import SimulatedGraph
 from ..core.simulated.registration import simulated_device
 from .monitor import ModuleMonitor
-from .services.queries import Queries
+from .services import Queries
 
 __all__ = ["RecordingSink", "SimulatedDevice", "SimulatedGraph", "Work", "collect_records", "simulated_device"]
 

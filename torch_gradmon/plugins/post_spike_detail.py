@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from ..capture.compiled import is_compiled
 from ..capture.hooks import compiled_graphs
-from ..capture.modules.compiled import is_compiled
 from ..core import keys as n
 from ..step.active_step import ActiveStep
 from ..step.planner import Planner

@@ -14,17 +14,15 @@ from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 from mcp.types import ToolAnnotations
 
-from ..analysis.comparison.diff import diff
 from ..analysis.diagnosis.diagnose import diagnose
-from ..analysis.many_runs.card import run_card
-from ..analysis.many_runs.find import find_runs
-from ..analysis.many_runs.status import next_action, status_dict
-from ..analysis.run import load_run
-from ..analysis.spike_report.text import explain
+from ..analysis.diff import diff
+from ..analysis.many_runs import next_action, run_card, status_dict
+from ..analysis.run import find_runs, load_run
+from ..analysis.spike_report import explain
 from ..core.errors import nearest
 from ..core.formatting import placed, printable_lines, strict
 from ..runs.log import reading_within
-from .watched_run import ROW_SECONDS
+from .board import ROW_SECONDS
 
 #: The most points of a series, and keys, that one answer has.
 _POINTS, _KEYS = 200, 300

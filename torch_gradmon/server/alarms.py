@@ -6,8 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from ..analysis.many_runs.card import RunCard
-from ..analysis.many_runs.status import has_stalled
+from ..analysis.many_runs import RunCard, has_stalled
 from ..core.formatting import placed
 from ..runs.liveness import duration
 from ..sinks.alerts import Alert, Messenger

@@ -3,14 +3,117 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
 from pathlib import Path
 
-from ..analysis.many_runs.card import RunCard
-from ..analysis.many_runs.find import find_runs, is_below
-from .watched_run import WatchedRun
+from ..analysis.diagnosis.diagnose import diagnose
+from ..analysis.diagnosis.findings import Diagnosis
+from ..analysis.many_runs import RunCard, run_card
+from ..analysis.run import find_runs, is_below
+from ..core.errors import error_text
+from ..runs.format import version
+from ..runs.log import reading_within
+
+# --- One run as the server knows it: its row and its diagnosis ---
+
+
+_LOG = logging.getLogger(__name__)
+#: Shares of the time that reading the row of a run, and its diagnosis, may take while it is written: both take longer as a run
+#: grows.
+_OF_ROWS, _OF_DIAGNOSES = 0.1, 0.05
+#: Seconds that reading a row, and a diagnosis, may take: one run must not keep the others from being shown.
+ROW_SECONDS, DIAGNOSIS_SECONDS = 5.0, 60.0
+#: Seconds after which a row is read again although its file is the same: a run that has become silent does not write.
+_AGES = 5.0
+
+
+class WatchedRun:
+    """Reads a run where its file has changed, one thread at a time. Safe to use from several threads, and raises nothing.
+
+    Args:
+        name: of the run.
+        path: its directory.
+    """
+
+    def __init__(self, name: str, path: Path) -> None:
+        self.name, self.path = name, path
+        self._reading = threading.Lock()
+        self._card: RunCard | None = None
+        self._read_at, self._due = 0.0, 0.0
+        self._shown: tuple[str, str] | None = None  # versions of the file and of the diagnosis that the row has
+        self._diagnosis: tuple[str, float | None, Diagnosis] | None = None  # of a version, and of a run that began then
+        self._diagnosis_due = 0.0
+        self._complained = False
+
+    @property
+    def was_read(self) -> bool:
+        """Whether the row was looked for before."""
+        return self._shown is not None
+
+    def card(self) -> RunCard | None:
+        """The row; an older one while another thread reads, or where the last look took long. None if the run cannot be read."""
+        if not self._reading.acquire(blocking=not self.was_read):
+            return self._card
+        try:
+            return self._look()
+        finally:
+            self._reading.release()
+
+    def _look(self) -> RunCard | None:
+        begin, current = time.monotonic(), version(self.path)
+        shown = current, "" if self._diagnosis is None else self._diagnosis[0]
+        if not current:
+            self._card, self._shown, self._due = None, None, 0.0
+        elif begin >= self._due and (shown != self._shown or self._has_aged(begin)):
+            self._card = self._row()
+            self._shown, self._read_at = shown, time.monotonic()
+            self._due = self._read_at + (self._read_at - begin) / _OF_ROWS
+        return self._card
+
+    def _has_aged(self, now: float) -> bool:
+        return (self._card is None or self._card.state != "ended") and now - self._read_at > _AGES
+
+    def _row(self) -> RunCard | None:
+        try:
+            diagnosed = self._diagnosis
+            with reading_within(ROW_SECONDS):
+                card = run_card(self.path, self.name, None if diagnosed is None else diagnosed[2])
+                if diagnosed is not None and diagnosed[1] != card.began:  # of another run in the same directory
+                    self._diagnosis = None
+                    card = run_card(self.path, self.name)
+                return card
+        except Exception as error:  # it may be made, or removed, just now; or a later version wrote it
+            self._complain(error)
+            return None
+
+    def diagnose(self) -> None:
+        """Apply the rules, if the run has changed and enough time has passed since the last time."""
+        begin, current, card = time.monotonic(), version(self.path), self.card()
+        if card is None or begin < self._diagnosis_due or (self._diagnosis is not None and self._diagnosis[0] == current):
+            return
+        try:
+            with reading_within(DIAGNOSIS_SECONDS):
+                found = diagnose(self.path)
+        except Exception as error:
+            self._complain(error)
+            return
+        finally:
+            end = time.monotonic()
+            self._diagnosis_due = end + (end - begin) / _OF_DIAGNOSES
+        self._diagnosis = current, card.began, found
+
+    def _complain(self, error: Exception) -> None:
+        """Once, unless the run is gone."""
+        if not self._complained and version(self.path):
+            self._complained = True
+            _LOG.warning("gradmon: the run %s cannot be read and is left out: %s", self.name, error_text(error))
+
+
+# --- board ---
+
 
 #: Seconds between two looks for new runs, and seconds after the last request in which the thread still works.
 _LOOK, _ASKED = 2.0, 10.0

@@ -4,22 +4,198 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import hmac
+import ipaddress
 import json
 import os
+import re
+import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from email.message import Message
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import parse_qs, quote, urlsplit
 
-from ..analysis.report.page import as_json
-from . import PORT, pages, streams
-from .access import Access
+from ..analysis.comparison import renamer
+from ..analysis.diff import diff
+from ..analysis.many_runs import RunCard
+from ..analysis.report.content import comparison_content, content
+from ..analysis.report.page import LivePage, as_json, html, template
+from ..analysis.run import load_run
+from ..runs.format import version
+from . import PORT
 from .board import RunBoard
+
+# --- Who may read: requests with the token, which other accounts of this machine do not have either ---
+
+
+#: Characters of a token, which is part of addresses.
+_TOKEN = re.compile(r"[A-Za-z0-9_.~-]+")
+
+
+def is_local(host: str) -> bool:
+    """Whether an address to bind to, or the one in a request, is of this machine alone."""
+    name = host.strip("[]")
+    try:
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+class Access:
+    """Decides about requests.
+
+    Args:
+        host: the address that the server is bound to.
+        token: that requests need; by default a new one. Empty: none, which only an address of this machine may have.
+
+    Attributes:
+        token: that requests need, or None.
+
+    Raises:
+        ValueError: the token has signs that an address cannot have, or other machines could read without one.
+    """
+
+    def __init__(self, host: str, token: str | None = None) -> None:
+        if token and not _TOKEN.fullmatch(token):
+            raise ValueError(f"a token has letters, digits and the signs _ . ~ - only, got {token!r}")
+        self._is_local = is_local(host)
+        if token == "" and not self._is_local:
+            raise ValueError(f"everybody could read at {host} without a token; leave it out at an address of this machine only")
+        self.token = secrets.token_urlsafe(24) if token is None else token or None
+
+    def names_this_machine(self, host: str) -> bool:
+        """Whether the ``Host`` of a request is allowed: on this machine only its own names, so that no page of another site that
+        has its name resolved to this machine can read.
+        """
+        name = host.rpartition(":")[0] if host.count(":") == 1 or "]:" in host else host
+        return not self._is_local or is_local(name)
+
+    @staticmethod
+    def is_of_another_site(headers: Message, query: Mapping[str, list[str]]) -> bool:
+        """Whether a page of another site has made the request; a link with the token, which that site cannot know, is none of its."""
+        is_link = headers.get("Sec-Fetch-Mode") == "navigate" and "token" in query
+        return headers.get("Sec-Fetch-Site") == "cross-site" and not is_link
+
+    def has_token(self, query: Mapping[str, list[str]]) -> bool:
+        """Whether the token is in the address. No cookie has it: browsers send cookies of one port to all ports of a machine."""
+        given = query.get("token", [""])[0]
+        return self.token is None or hmac.compare_digest(given.encode(), self.token.encode())
+
+
+# --- The pages of the server ---
+
+
+def _text(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _script(name: str) -> str:
+    return _text("common.js") + _text(name)
+
+
+def _style() -> str:
+    return files("torch_gradmon.analysis.report").joinpath("page.css").read_text(encoding="utf-8") + _text("runs.css")
+
+
+def all_runs(root: str | os.PathLike[str]) -> str:
+    """The list of all runs."""
+    return template("server", "runs.html.j2").render(root=os.fspath(root), style=_style(), script=_script("runs.js"))
+
+
+def content_of(path: Path, name: str) -> dict[str, Any] | None:
+    """The data of a run's page; None before its first step."""
+    with closing(load_run(path)) as run:
+        return content(run, name, lambda: None) if run.steps else None
+
+
+def one_run(path: Path, name: str) -> str:
+    """The report of a run, which goes along with it."""
+    shown = version(path)  # before it is read: what is written in between comes with the next version
+    found = content_of(path, name)
+    if found is None:
+        return template("server", "waiting.html.j2").render(name=name, style=_style(), script=_script("page.js"))
+    return html(found, LivePage(name, _script("page.js"), shown))
+
+
+def two_runs(paths: tuple[Path, Path], names: tuple[str, str]) -> str:
+    """The report of two runs on top of each other, as they are now."""
+    difference = diff(*paths)
+    with closing(load_run(paths[0])) as first, closing(load_run(paths[1])) as second:
+        title = f"{names[0]} and {names[1]}"
+        found = comparison_content((first, second), names, difference, renamer(None), title, lambda: None)
+    return html(found, LivePage("", _script("page.js")))
+
+
+# --- Server-sent events: what is new, as soon as it is written ---
+
+
+#: Seconds between two looks at a file, and after which a row is sent again: its age has changed, and sending it shows whether the page is
+#: still open.
+LOOK, ALIVE = 0.3, 10.0
+#: A comment, which pages ignore.
+SIGN = ("", None)
+Event = tuple[str, Any]
+
+
+def of_run(board: RunBoard, name: str, look: float = LOOK) -> Iterator[Event]:
+    """The row of a run whenever it changes, until another run takes its place."""
+    path = board.path(name)
+    known: Any = None
+    began: float | None = None  # of another run in the same directory it is another time
+    sent = 0.0
+    while path is not None:
+        card, now = board.card(name), time.monotonic()
+        if card is not None and began is not None and card.began != began:
+            yield "replaced", {}
+            return
+        began = began if card is None else card.began
+        fresh = None if card is None else _state(card)
+        if fresh != known or now - sent > ALIVE:
+            known, sent = fresh, now
+            yield ("gone", {}) if card is None else ("card", {"version": version(path), "card": card.to_dict()})
+        else:
+            time.sleep(look)
+
+
+def of_all(board: RunBoard, look: float = LOOK) -> Iterator[Event]:
+    """The rows that have changed, and the names of runs that are gone; at first all of them, which is marked."""
+    known: dict[str, Any] = {}
+    sent: float | None = None
+    while True:
+        cards = {card.name: card for card in board.cards()}
+        states = {name: _state(card) for name, card in cards.items()}
+        changed = [cards[name].to_dict() for name, state in states.items() if known.get(name) != state]
+        gone = [name for name in known if name not in states]
+        if changed or gone or sent is None:
+            yield "cards", {"cards": changed, "gone": gone, "all": sent is None}
+            known, sent = states, time.monotonic()
+        elif time.monotonic() - sent > ALIVE:
+            sent = time.monotonic()
+            yield SIGN
+        time.sleep(look)
+
+
+def _state(card: RunCard) -> Any:
+    """What a page has to know at once; the age of the last step is not."""
+    return card.step, card.steps, card.state, card.began, card.spikes, card.is_diagnosed, tuple(card.findings), card.loss
+
+
+def written(events: Iterator[Event], as_json: Callable[[Any], str]) -> Iterator[bytes]:
+    """The events as a browser reads them."""
+    for kind, data in events:
+        yield b": alive\n\n" if data is None else f"event: {kind}\ndata: {as_json(data)}\n\n".encode()
+
+
+# --- serve ---
+
 
 _HTML, _JSON = "text/html; charset=utf-8", "application/json"
 #: Pages that are made at once, and connections.
@@ -108,8 +284,8 @@ class _Handler(BaseHTTPRequestHandler):
         if not access.has_token(self._query):
             raise _Refused(HTTPStatus.UNAUTHORIZED, "open the address that gradmon serve has printed: it holds the token")
         routes: dict[str, Callable[[], tuple[str, str]]] = {
-            "/": lambda: (pages.all_runs(self._gradmon.root), _HTML),
-            "/run": lambda: (pages.one_run(*self._run("name")), _HTML),
+            "/": lambda: (all_runs(self._gradmon.root), _HTML),
+            "/run": lambda: (one_run(*self._run("name")), _HTML),
             "/both": self._both,
             "/content.json": self._content,
             "/runs.json": lambda: (json.dumps([card.to_dict() for card in self._gradmon.board.cards()]), _JSON),
@@ -134,21 +310,21 @@ class _Handler(BaseHTTPRequestHandler):
         (first, one), (second, other) = self._run("first"), self._run("second")
         if one == other:
             raise _Refused(HTTPStatus.BAD_REQUEST, "choose two runs")
-        return pages.two_runs((first, second), (one, other)), _HTML
+        return two_runs((first, second), (one, other)), _HTML
 
     def _content(self) -> tuple[str, str]:
-        content = pages.content_of(*self._run("run"))
+        content = content_of(*self._run("run"))
         if content is None:
             raise _Refused(HTTPStatus.NOT_FOUND, "the run has no step yet")
         return as_json(content), _JSON
 
     def _events(self) -> None:
         board = self._gradmon.board
-        events = streams.of_run(board, self._run("run")[1]) if "run" in self._query else streams.of_all(board)
+        events = of_run(board, self._run("run")[1]) if "run" in self._query else of_all(board)
         self.send_response(HTTPStatus.OK)
         self._send_headers("text/event-stream", None)
         if self.command != "HEAD":
-            self._stream(streams.written(events, lambda data: json.dumps(data, allow_nan=False)))
+            self._stream(written(events, lambda data: json.dumps(data, allow_nan=False)))
 
     def _stream(self, lines: Iterator[bytes]) -> None:
         for line in lines:

@@ -10,22 +10,17 @@ from dataclasses import replace
 from ..run import load_run
 from .findings import Diagnosis, Finding, NotMeasured
 from .history import History
-from .rules.attention import check_attention
-from .rules.certain import check_certain
-from .rules.clipping import check_clipping
-from .rules.depth import check_depth
-from .rules.foresight import check_foresight
-from .rules.latent import check_latent
-from .rules.learning_rate import check_learning_rate
-from .rules.loop import check_loop
-from .rules.loss import check_loss
-from .rules.nonfinite import check_nonfinite
-from .rules.precision import check_precision
-from .rules.skipped import check_skipped
-from .rules.spikes import check_spikes
-from .rules.units import check_units
-from .rules.unused_parameters import check_frozen, check_unused_parameters
-from .rules.weights import check_bounds, check_weights
+from .rules.depth import check_attention, check_clipping, check_depth, check_spikes
+from .rules.loss import check_learning_rate, check_loop, check_loss, check_skipped, check_units
+from .rules.nonfinite import check_certain, check_nonfinite, check_precision
+from .rules.unused_parameters import (
+    check_bounds,
+    check_foresight,
+    check_frozen,
+    check_latent,
+    check_unused_parameters,
+    check_weights,
+)
 
 Rule = Callable[[History], list[Finding]]
 

@@ -4,29 +4,455 @@ from __future__ import annotations
 
 import math
 import shlex
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from ...core import keys as n
 from ...core.keys import Key
 from ...core.loop_mistakes import LoopFinding
-from ...core.moments import Column
+from ...core.moments import ALWAYS, VIEWS, Column
 from ...core.records import Severity, SpikeEvent, StatsTable, StepRecord, is_loss_of_network, is_whole_loss, loss_among
 from ...core.trainers import advice_for
 from ...core.validation import subsample_steps
+from ...runs.value_matrix import fitting
 from ...runs.window import Window
 from ...spikes.attribution import GradientNormHistory, ParameterAttribution
 from ...spikes.signals import Episode, by_size, episodes
 from ..run import Run
 from .findings import Finding
-from .learning import Learning, learning, spread
-from .series import GradientEdit, Matrix, Series, lower_median
+
+# --- Values over steps: of one quantity, and of many tensors ---
+
+
+def lower_median(values: Iterable[float]) -> float:
+    """The middle value, or the lower one of two; NaN without any."""
+    ordered = sorted(values)
+    return ordered[(len(ordered) - 1) // 2] if ordered else math.nan
+
+
+@dataclass(frozen=True)
+class Series:
+    """One value over the steps that have it.
+
+    Attributes:
+        steps: ascending.
+        values: of these steps; some may not be finite.
+    """
+
+    steps: tuple[int, ...] = ()
+    values: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[int, float]]) -> Series:
+        """A series of pairs of a step and its value, ascending by step."""
+        found = dict(pairs)
+        return cls(tuple(found), tuple(found.values()))
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @cached_property
+    def finite(self) -> Series:
+        """Without the values that are NaN or infinite."""
+        if all(map(math.isfinite, self.values)):
+            return self
+        return Series.of((step, value) for step, value in zip(self.steps, self.values, strict=True) if math.isfinite(value))
+
+    def since(self, step: int) -> Series:
+        """From ``step`` on."""
+        first = bisect_left(self.steps, step)
+        return Series(self.steps[first:], self.values[first:])
+
+    def before(self, step: int) -> Series:
+        """Up to ``step``, without it."""
+        last = bisect_left(self.steps, step)
+        return Series(self.steps[:last], self.values[:last])
+
+    def part(self, first: float, last: float) -> Series:
+        """From one share of the series to another: ``part(0.75, 1)`` is its last quarter. At least one value, if it has any."""
+        low = min(int(first * len(self)), max(len(self) - 1, 0))
+        high = max(math.ceil(last * len(self)), low + 1)
+        return Series(self.steps[low:high], self.values[low:high])
+
+    def at(self, share: float) -> float:
+        """The value at a share of the way from the first step to the last, or of the next step that has one."""
+        step = self.steps[0] + share * (self.steps[-1] - self.steps[0])
+        return self.values[min(bisect_left(self.steps, step), len(self) - 1)]
+
+    @property
+    def median(self) -> float:
+        """The lower median of the finite values; NaN without any."""
+        return lower_median(self.finite.values)
+
+
+#: Norms or factors that differ by less than this part are the same, as far as rounding goes.
+_SAME = 1e-3
+#: The fewest steps, and the smallest share of them, that have a factor or a bound in common.
+_FEW, _OFTEN = 3, 0.1
+
+
+def clip_bound(before: Series, after: Series) -> float | None:
+    """The norm to which gradients are clipped: most of the clipped steps have it in common, or many have it and none has more."""
+    clipped = dict(zip(after.steps, after.values, strict=True))
+    pairs = [(b, clipped[s]) for s, b in zip(before.steps, before.values, strict=True) if s in clipped]
+    cut = [a for b, a in pairs if math.isfinite(b) and a < (1 - _SAME) * b]
+    if not cut:
+        return None
+    usual, most = lower_median(cut), max(cut)
+    if sum(abs(a - usual) <= _SAME * usual for a in cut) > len(cut) / 2:
+        return usual
+    return most if sum(a >= (1 - _SAME) * most for a in cut) >= max(_FEW, _OFTEN * len(cut)) else None
+
+
+@dataclass(frozen=True)
+class GradientEdit:
+    """What the loop does to the norm of the whole gradient between backward and the optimizer's step: a clip, a scaling, or both.
+
+    Attributes:
+        bound: the norm that a clip leaves at most; None without one.
+        scales: by step, the factor that is no clip, such as one over the number of tokens of a summed loss; 1 in steps that it lacks.
+    """
+
+    bound: float | None = None
+    scales: Mapping[int, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, before: Series, after: Series, kept: Matrix | None) -> GradientEdit:
+        """From the norms of all gradients, and the norms of tensors after over before, if they are known.
+
+        A factor that steps of different norms have in common is a scaling, and a norm that they have in common a bound. Where factors
+        are all different, and no norms alike, the scaling is another one in each step.
+        """
+        used = {step: value for step, value in zip(after.steps, after.values, strict=True) if 0 < value < math.inf}
+        pairs = [(s, b, used[s]) for s, b in zip(before.steps, before.values, strict=True) if s in used and 0 < b < math.inf]
+        if not pairs or not scales_alike(kept):
+            return cls()  # of single parameters or elements, and not of the norm of all gradients together
+        factor = _common_factor([(a / b, b) for _, b, a in pairs])
+        if factor is not None:
+            scaled = Series.of((step, b * factor) for step, b, _ in pairs)
+            return cls(clip_bound(scaled, after), dict.fromkeys(before.steps, factor) if abs(factor - 1) > _SAME else {})
+        bound = clip_bound(before, after)
+        free = {step: a / b for step, b, a in pairs if bound is None or a < (1 - _SAME) * bound}
+        usual = lower_median(free.values()) if free else 1.0
+        return cls(bound, {step: free.get(step, usual) for step in before.steps})
+
+    def before_clip(self, norms: Series) -> Series:
+        """The norms that a clip gets, from those that backward brings."""
+        return Series.of((step, norm * self.scales.get(step, 1.0)) for step, norm in zip(norms.steps, norms.values, strict=True))
+
+
+def _common_factor(factors: Sequence[tuple[float, float]]) -> float | None:
+    """The factor, after over before, that most steps have in common, if their norms before differ; None if it is in too few of them."""
+    best: list[tuple[float, float]] = []
+    ordered = sorted(factors)
+    first = 0
+    for last, (factor, _) in enumerate(ordered):
+        while ordered[first][0] < (1 - _SAME) * factor:
+            first += 1
+        best = max(best, ordered[first : last + 1], key=len) if last - first >= len(best) else best
+    norms = [norm for _, norm in best]
+    is_common = len(best) >= max(min(_FEW, len(ordered)), _OFTEN * len(ordered)) and max(norms) > (1 + 2 * _SAME) * min(norms)
+    return lower_median(factor for factor, _ in best) if is_common else None
+
+
+def scales_alike(kept: Matrix | None) -> bool:
+    """Whether most steps that an edit reduced scaled all tensors by one factor; True if that is unknown. Takes norms after over before."""
+    if kept is None:
+        return True
+    smallest = kept.values.nan_to_num(math.inf, math.inf, -math.inf).amin(1)
+    largest = kept.values.nan_to_num(-math.inf, math.inf, -math.inf).amax(1)
+    reduced = (smallest < 0.999) & (largest > 0)
+    return 2 * int((reduced & (largest > smallest * 1.05)).sum()) <= int(reduced.sum())
+
+
+def _merge(names: list[str], new: Sequence[str]) -> None:
+    """Put each name that ``names`` lacks behind the one that it follows in ``new``: both are in model order."""
+    known, at = set(names), 0
+    if known.issuperset(new):
+        return
+    for name in new:
+        if name in known:
+            at = names.index(name) + 1
+        else:
+            names.insert(at, name)
+            at += 1
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A built-in metric of many tensors over steps.
+
+    Attributes:
+        steps: ascending.
+        names: of the tensors, in model order.
+        values: float64 ``[steps, tensors]``; NaN where a tensor has no value or its value is NaN.
+    """
+
+    steps: tuple[int, ...]
+    names: tuple[str, ...]
+    values: Tensor
+
+    @classmethod
+    def of_tables(cls, tables: Iterable[tuple[int, StatsTable]], metric: str) -> Matrix | None:
+        """A built-in metric from the tables that have it, ascending by step; None without any."""
+        view = VIEWS[metric]
+        kept = [(step, table) for step, table in tables if view.columns <= table.columns | ALWAYS and table.names]
+        if not kept:
+            return None
+        names: list[str] = []
+        for new in dict.fromkeys(table.names for _, table in kept):  # nearly all tables have the same names
+            _merge(names, new)
+        counts = Counter(table.names for _, table in kept)
+        known = dict.fromkeys(names, 0)
+        for measured, count in counts.items():
+            for name in measured:
+                known[name] += count
+        names = list(fitting(known, len(kept)))
+        place = {name: column for column, name in enumerate(names)}
+        values = torch.full((len(kept), len(names)), math.nan, dtype=torch.float64, device="cpu")
+        columns: dict[tuple[str, ...], tuple[Tensor, Tensor]] = {}
+        for row, (_, table) in enumerate(kept):
+            if table.names not in columns:
+                there = [at for at, name in enumerate(table.names) if name in place]
+                columns[table.names] = (
+                    torch.tensor(there, dtype=torch.int64, device="cpu"),
+                    torch.tensor([place[table.names[at]] for at in there], dtype=torch.int64, device="cpu"),
+                )
+            at, column = columns[table.names]
+            found = torch.where(view.defined(table.rows), view.compute(table.rows), math.nan)
+            values[row, column] = found if len(at) == len(found) else found[at]
+        return cls(tuple(step for step, _ in kept), tuple(names), values)
+
+    def over(self, base: Matrix) -> Matrix | None:
+        """This matrix divided by ``base``, on the steps and tensors of both; NaN where ``base`` is not positive, None without any."""
+        steps, names = set(base.steps), set(base.names)
+        both = [step for step in self.steps if step in steps], [name for name in self.names if name in names]
+        if not all(both):
+            return None
+        above, below = self.of(*both), base.of(*both).values
+        return Matrix(above.steps, above.names, torch.where(below > 0, above.values / below, math.nan))
+
+    def column(self, name: str) -> Series:
+        """One tensor over the steps whose value is not NaN."""
+        values = self.values[:, self.names.index(name)].tolist()
+        return Series.of((step, value) for step, value in zip(self.steps, values, strict=True) if not math.isnan(value))
+
+    def of(self, steps: Iterable[int], names: Iterable[str]) -> Matrix:
+        """The part with these steps and tensors; it must have them all."""
+        row = {step: number for number, step in enumerate(self.steps)}
+        column = {name: number for number, name in enumerate(self.names)}
+        steps, names = tuple(steps), tuple(names)
+        values = self.values[[row[step] for step in steps]][:, [column[name] for name in names]]
+        return Matrix(steps, names, values)
+
+    def part(self, first: float, last: float) -> Matrix:
+        """Its steps from one share to another."""
+        rows = Series(self.steps, tuple(range(len(self.steps)))).part(first, last)
+        return Matrix(rows.steps, self.names, self.values[list(rows.values)])
+
+    def largest(self) -> dict[str, float]:
+        """The largest value of each tensor that has one; NaN is no value."""
+        found = self.values.nan_to_num(-math.inf, math.inf, -math.inf).amax(0).tolist() if len(self.steps) else []
+        return {name: value for name, value in zip(self.names, found, strict=bool(found)) if value > -math.inf}
+
+    def medians(self) -> dict[str, float]:
+        """The median value of each tensor that has one."""
+        found = torch.nanmedian(self.values, dim=0).values.tolist() if len(self.steps) else []
+        return {name: value for name, value in zip(self.names, found, strict=bool(found)) if not math.isnan(value)}
+
+
+# --- Whether the model learns, which most rules need before they report a problem ---
+
+
+State = Literal["falls", "flat", "rises", "unknown"]
+#: The fewest losses that have a trend.
+_FEWEST = 20
+#: The last fifth is compared with the first fifth, by ranks, and with the first few losses, for models that learn quickly.
+_HEAD, _TAIL, _LEARNING_FEW = 0.2, 0.2, 5
+#: A shift counts from this many standard deviations of the rank sum; losses of neighbouring steps are not independent.
+_RANKS = 3.0
+#: The first few losses count from this many standard deviations of the last fifth,
+_SPREADS = 6.0
+#: and either comparison from this share of the loss at the beginning.
+_SHARE = 0.01
+#: The standard deviation over the median absolute deviation, for a normal distribution.
+_OF_MAD = 1.4826
+#: A trend that makes the deviation this many times as large is none.
+_NO_TREND = 10.0
+#: The fewest values from which a trend is subtracted, and the expectation of the deviation of fewer ones, over the standard deviation.
+_WITH_TREND, _EXPECTED = 6, {3: 0.673, 4: 0.509, 5: 0.821}
+#: For n of more values it is 1 - 3 / n with a trend and 1 - 2 / n without: the means of 200,000 normal samples, to 0.02 up to n = 100.
+_LOST_WITH_TREND, _LOST_ALONE = 3.0, 2.0
+#: Standard errors within which a difference of medians may lie, and the error of a median over that of a mean, the root of pi / 2.
+_ERRORS, _OF_MEDIAN = 2.0, 1.2533
+#: A loss below 0 has no bound if it falls no slower in the end than in the middle, by this part at least, and ends this many times as far
+#: from 0 as it began; or, however it falls, this many times.
+_NO_SLOWER, _AWAY, _FAR_AWAY = 0.8, 10.0, 1e4
+#: The share that a loss has to fall, and the start of the later part, in which a loss that has not should still fall.
+_THIRD, _LATER = 1 / 3, 0.3
+#: Losses before they are compared with chance; the share of it that counts as learnt, and where another fault has to be.
+_LONG, _LEARNT, _NEAR = 50, 0.03, 1.2
+#: A loss below this share of chance has been learnt, however soon. One that begins above this share began with nothing learnt.
+_KNOWN, _UNKNOWN = 0.1, 0.9
+#: After as many losses a fall that stays as near to chance is far too little.
+_VERY_LONG = 200
+#: A fall of the ranks by this many standard deviations happens by chance in one of twenty cases: the loss may well fall.
+PERHAPS = 1.645
+#: By this many it does so in one of a hundred, which is proof enough for a loss that is below chance already.
+_PROBABLY = 2.33
+
+
+@dataclass(frozen=True)
+class Learning:
+    """The trend of the loss.
+
+    Attributes:
+        state: ``unknown`` without enough losses.
+        first: median loss at the beginning; NaN if unknown.
+        last: median of the last fifth.
+        has_fallen: whether it fell by a third at least, also from its first value if that is below the first few, or is negative, or ends
+            far below chance; a third below it is far if it began there.
+        is_stuck: whether it neither has fallen nor still falls. False if that is unknown, and for a resumed run whose loss was flat all the
+            time: there may be nothing left to learn.
+        is_at_chance: whether it ends where the loss of the best constant answer lies, and does not fall in the second half of a short run.
+        is_worse: whether it ends above that, however far it has fallen, and does not fall any more, or has had long enough.
+    """
+
+    state: State
+    first: float = math.nan
+    last: float = math.nan
+    has_fallen: bool = False
+    is_stuck: bool = False
+    is_at_chance: bool = False
+    is_worse: bool = False
+
+    @property
+    def is_learning(self) -> bool:
+        """Whether the loss falls; False if that is unknown."""
+        return self.state == "falls"
+
+    @property
+    def concern(self) -> Severity:
+        """The severity of a problem that matters only if the model does not learn."""
+        return "warning" if self.is_stuck or self.is_worse else "info"
+
+
+def learning(loss: Series, is_resumed: bool = False, chance: float = 0.0) -> Learning:
+    """The trend of the finite losses.
+
+    Args:
+        loss: of each step.
+        is_resumed: the training began earlier.
+        chance: the loss of the best constant answer; 0 if it is unknown.
+    """
+    finite = loss.finite
+    state, first, last = trend(finite)
+    if state == "unknown":
+        return Learning("unknown")
+    from_ = min(first, finite.values[0])
+    has_fallen = state == "falls" and not 0 < from_ * (1 - _THIRD) < last
+    has_fallen |= state != "rises" and last < (_KNOWN if finite.values[0] < _UNKNOWN * chance else 1 - _THIRD) * chance
+    is_at_rest = is_resumed and state == "flat"
+    is_at_chance = _is_at_chance(finite, chance)
+    has_fallen &= not is_at_chance  # from far above it, perhaps
+    is_stuck = not has_fallen and not is_at_rest and (is_at_chance or trend(finite.part(_LATER, 1.0))[0] != "falls")
+    is_worse = len(finite) >= _LONG and last > _NEAR * chance > 0
+    is_worse &= len(finite) >= _VERY_LONG or trend(finite.part(0.5, 1.0))[0] != "falls"
+    return Learning(state, first, last, has_fallen, is_stuck, is_at_chance, is_worse)
+
+
+def _is_at_chance(finite: Series, chance: float) -> bool:
+    is_near = chance > 0 and len(finite) >= _LONG and 1 - _LEARNT < finite.part(1 - _TAIL, 1).median / chance < _NEAR
+    before, after = finite.part(0.5, 0.75), finite.part(0.75, 1)
+    shift = rank_shift(before.values, after.values)
+    may_fall = shift < -PERHAPS and before.median - after.median > _SHARE * abs(before.median)
+    may_fall |= shift < -_PROBABLY and after.median < chance  # from above it, it would fall by itself
+    return is_near and (len(finite) >= _VERY_LONG or not may_fall)
+
+
+def trend(finite: Series) -> tuple[State, float, float]:
+    """The trend of the losses against their own noise, and the medians of the beginning and the end.
+
+    The first and the last fifth are compared by their ranks (Mann and Whitney 1947, Ann. Math. Stat. 18, 50-60), a test that assumes
+    nothing about the noise.
+    """
+    if len(finite) < _FEWEST:
+        return "unknown", math.nan, math.nan
+    few, head, tail = (
+        Series(finite.steps[:_LEARNING_FEW], finite.values[:_LEARNING_FEW]),
+        finite.part(0.0, _HEAD),
+        finite.part(1 - _TAIL, 1.0),
+    )
+    least = _SHARE * abs(few.median)
+    fell = few.median - tail.median
+    if fell > max(_SPREADS * spread(tail), least):
+        return "falls", few.median, tail.median
+    shift, change = rank_shift(head.values, tail.values), tail.median - head.median
+    state: State = "flat"
+    if abs(shift) > _RANKS and abs(change) > least:
+        state = "falls" if shift < 0 else "rises"
+    return state, head.median, tail.median
+
+
+def falls_without_bound(loss: Series) -> bool:
+    """Whether the losses fall below 0, ever faster or very far."""
+    fifths = [loss.part(at / 5, (at + 1) / 5).median for at in range(5)]
+    falls = [before - after for before, after in pairwise(fifths)]
+    is_slower = min(falls) <= 0 or falls[-1] < _NO_SLOWER * max(falls[:-1])
+    return -fifths[-1] > (_FAR_AWAY if is_slower else _AWAY) * max(abs(fifths[0]), abs(loss.values[0]))
+
+
+def spread(part: Series) -> float:
+    """The standard deviation of a part, from its median absolute deviation after subtracting a straight trend.
+
+    A trend that makes the deviation far larger is none: in a short part a single value may be taken for one. From the shortest parts,
+    whose values it would go through, none is subtracted. The deviation of few values is too small on average, so it is divided by
+    its expectation for a normal distribution.
+    """
+    if len(part) < _WITH_TREND:
+        return _OF_MAD * _deviation(part) / _EXPECTED.get(len(part), 1.0)
+    values = part.values
+    third = max(len(values) // 3, 1)
+    rise = Series(part.steps[-third:], values[-third:]).median - Series(part.steps[:third], values[:third]).median
+    slope = rise / max(len(values) - third, 1)
+    level = _deviation(Series(part.steps, tuple(value - slope * place for place, value in enumerate(values))))
+    as_it_is = _deviation(part)
+    count = len(values)
+    is_none = 0 < _NO_TREND * as_it_is < level
+    return _OF_MAD * (as_it_is / (1 - _LOST_ALONE / count) if is_none else level / (1 - _LOST_WITH_TREND / count))
+
+
+def may_fall(before: Series, after: Series, least: float) -> bool:
+    """Whether the losses are so noisy that the medians of two parts may differ by ``least``, though they do not show it."""
+    noise = max(spread(before), spread(after))
+    return before.median - after.median + _ERRORS * _OF_MEDIAN * noise * math.sqrt(1 / len(before) + 1 / len(after)) > least
+
+
+def _deviation(part: Series) -> float:
+    """The median absolute deviation from the median."""
+    middle = part.median
+    return Series(part.steps, tuple(abs(value - middle) for value in part.values)).median
+
+
+def rank_shift(before: Sequence[float], after: Sequence[float]) -> float:
+    """By how many standard deviations ``after`` ranks above ``before``; positive if it is larger. Ties have the mean of their
+    ranks.
+    """
+    count, other = len(after), len(before)
+    below = sum((a > b) + 0.5 * (a == b) for a in after for b in before)
+    return (below - count * other / 2) / math.sqrt(count * other * (count + other + 1) / 12)
+
+
+# --- The input of the rules: the records of a run, subsampled if there are many, as series and matrices ---
+
 
 #: Steps of a long run that are looked at: the first, the last, those around spikes, and evenly spaced ones.
 MOST = 400
@@ -512,3 +938,71 @@ def _record(window: Window, step: int) -> StepRecord:
     context = {name: value for name, value in window.facts[step].items() if name != "events"}
     tables = {source: table for source in n.TENSOR_SOURCES if (table := window.table(source, step)) is not None}
     return StepRecord(step, context.pop("time"), context.pop("applied"), window.scalars(step), tables, context)
+
+
+# --- precautions ---
+
+
+#: A warm-up starts below this share of the largest learning rate.
+_BEGINS = 0.5
+
+
+@dataclass(frozen=True)
+class Precautions:
+    """What the training already does.
+
+    Attributes:
+        clips: whether a clip has made gradients smaller; one whose bound no norm reaches, or that is infinite, is none.
+        bound: the norm to which they are clipped; None if clipped steps have none in common.
+        adaptive: whether the limit of the clip follows the gradients.
+        scale: last scale of a GradScaler; None without one.
+        warm_up: steps in which the learning rate rises from the start; 0 without a warm-up.
+        raises: whether the learning rate ends above its value in the middle.
+        groups: number of parameter groups according to the learning rates; 1 if unknown.
+        skips: whether steps were skipped because of a spike.
+    """
+
+    clips: bool
+    bound: float | None
+    adaptive: bool
+    scale: float | None
+    warm_up: int
+    raises: bool
+    groups: int
+    skips: bool
+
+    @classmethod
+    def of(cls, history: History) -> Precautions:
+        """Those of a run, from its records."""
+        rates = _rates(history)
+        scales = [scale for record in history.records if (scale := record.context.get("amp_scale")) is not None]
+        adaptive = any(len(history.series(name)) for name in ("clip_limit", "clipped_parameters"))
+        bound = None if adaptive else history.edit.bound
+        shares = history.series("clipped_share")
+        return cls(
+            clips=adaptive or bound is not None or any(share > 0 for share in shares.values),
+            bound=bound,
+            adaptive=adaptive,
+            scale=float(scales[-1]) if scales else None,
+            warm_up=_warm_up(rates, history.is_resumed),
+            raises=bool(rates) and rates.values[-1] > rates.at(0.5),
+            groups=max((len(record.context.get("lr") or [0]) for record in history.records), default=1),
+            skips=any(record.skipped for record in history.records),
+        )
+
+    @property
+    def warm_up_advice(self) -> str:
+        """The end of a sentence that recommends a lower learning rate."""
+        return f"; the warm-up of {self.warm_up} steps is too short" if self.warm_up else "; add a warm-up"
+
+
+def _rates(history: History) -> Series:
+    """The largest learning rate of each step that has one."""
+    return Series.of((record.step, float(max(rates))) for record in history.records if (rates := record.context.get("lr")))
+
+
+def _warm_up(rates: Series, is_resumed: bool) -> int:
+    if not rates:
+        return 0
+    largest, first = max(rates.values), 0 if is_resumed else rates.steps[0]
+    return rates.steps[rates.values.index(largest)] - first if rates.values[0] < _BEGINS * largest else 0

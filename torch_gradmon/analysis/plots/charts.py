@@ -5,20 +5,100 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
 from itertools import groupby
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from ...core import validation as check
 from ...core.errors import display, nearest
-from ..diagnosis.series import Series, clip_bound
-from . import colours
-from .block_rows import ROWS, blocks, by_block
-from .downsampling import downsampled
-from .elements import POINTS, Chart, DepthProfile, Heatmap, Line, LineChart, Subplot
-from .gaps import steps_after
-from .panel_set import PanelSet
-from .shading import is_relative_by_default, medians
-from .views import LAYER_VIEWS, Panel
+from ...core.keys import blocks_of
+from ...core.records import merged
+from ...runs.value_matrix import fitting
+from ..diagnosis.history import Series, clip_bound
+from . import elements as colours
+from .elements import (
+    LAYER_VIEWS,
+    POINTS,
+    Chart,
+    DepthProfile,
+    Downsampled,
+    Heatmap,
+    Line,
+    LineChart,
+    Panel,
+    PlotView,
+    Subplot,
+    downsampled,
+    intersection,
+    is_relative_by_default,
+    medians,
+    steps_after,
+)
+from .sources import PanelSet, ValueSource
+
+# --- Layers grouped by block: a thousand rows are unreadable, a few dozen blocks are not ---
+
+
+#: More rows than this are grouped by block.
+ROWS = 48
+#: Up to this many times as many blocks each have a row of their own.
+_SCROLLED = 4
+
+
+def blocks(names: Sequence[str], most: int = ROWS) -> dict[str, list[int]]:
+    """The places of ``names`` by block, in order. Each name is a block of its own if there are at most ``most``.
+
+    Blocks are those of :func:`~torch_gradmon.core.keys.blocks_of`. Too many are merged with their neighbours
+    (``blocks.0 to blocks.3``).
+    """
+    if len(names) <= most:
+        return {name: [place] for place, name in enumerate(names)}
+    found: dict[str, list[int]] = {}
+    block_of = blocks_of(names, of_modules=True)
+    for place, name in enumerate(names):
+        found.setdefault(block_of[name], []).append(place)
+    if len(found) == 1:  # a single block: split it further
+        prefix = next(iter(found))
+        rests = [name[len(prefix) :].lstrip(".") for name in names]
+        block_of = blocks_of(rests, of_modules=True)
+        found = {}
+        for place, rest in enumerate(rests):
+            found.setdefault(f"{prefix}.{block_of[rest]}" if rest else names[place], []).append(place)
+    return found if len(found) <= _SCROLLED * most else _neighbours(found, most)
+
+
+def _neighbours(found: Mapping[str, list[int]], most: int) -> dict[str, list[int]]:
+    names, size = list(found), -(-len(found) // most)
+    runs = [names[at : at + size] for at in range(0, len(names), size)]
+    return {
+        some[0] if len(some) == 1 else f"{some[0]} to {some[-1]}": [place for name in some for place in found[name]]
+        for some in runs
+    }
+
+
+def by_block(panel: Panel, cells: Downsampled, groups: Mapping[str, Sequence[int]]) -> torch.Tensor:
+    """One column for each block: the root of the sum of squares of its layers, or the largest value. Infinite if one layer is not
+    finite.
+
+    Returns:
+        float64 ``[columns, blocks]``.
+    """
+    found = []
+    for places in groups.values():
+        values = cells.values[:, list(places)]
+        absent = values.isnan().all(1)
+        known = values.nan_to_num(nan=0.0, posinf=math.inf)
+        one = known.square().sum(1).sqrt() if panel.view.adds_up else known.amax(1)
+        found.append(torch.where(absent, math.nan, one))
+    return torch.stack(found, 1)
+
+
+# --- The charts of one run, independent of the drawing library ---
+
 
 #: Columns of a heat map.
 COLUMNS = 1000
@@ -38,7 +118,7 @@ def heatmap(
     """A view of all layers over the steps, by blocks if there are more than ``rows`` layers.
 
     ``relative`` colours show each value relative to the median of its row; None for the default of the view, see
-    :func:`torch_gradmon.analysis.plots.shading.is_relative_by_default`.
+    :func:`torch_gradmon.analysis.plots.elements.is_relative_by_default`.
     """
     panel = _panel(panels, view)
     cells, groups = downsampled(panel, columns), blocks(panel.names, rows)
@@ -198,3 +278,203 @@ def column(panel: Panel, name: str) -> Series:
 
 def _marks(panels: PanelSet) -> tuple[int, ...]:
     return tuple(sorted({event.step for event in panels.events}))
+
+
+# --- Two runs on the same steps and layers, and their differences ---
+
+
+@dataclass(frozen=True)
+class PanelPair:
+    """One view of both runs, on the steps and layers of either.
+
+    Attributes:
+        first, second: the values of the runs.
+        difference: relative to the larger value. 0 where the values are equal or neither is finite; infinity where one of them is not
+            finite; NaN where one is missing.
+    """
+
+    first: Panel
+    second: Panel
+    difference: Panel
+
+
+class RunPair:
+    """The values of two runs.
+
+    Args:
+        first, second: the runs.
+        renamed: maps the name of a layer in the first run to its name in the second.
+    """
+
+    def __init__(self, first: PanelSet, second: PanelSet, renamed: Callable[[str], str] = str) -> None:
+        self.panel_sets = first, second
+        self._renamed = renamed
+        self._pairs: dict[str, PanelPair | None] = {}
+
+    @property
+    def titles(self) -> tuple[str, str]:
+        """The names of the runs."""
+        return self.panel_sets[0].title, self.panel_sets[1].title
+
+    def panels(self, name: str) -> PanelPair | None:
+        """Both panels of one of :data:`torch_gradmon.analysis.plots.elements.LAYER_VIEWS`; None unless both runs have it of one source.
+
+        Raises:
+            KeyError: there is no such view.
+        """
+        if name not in self._pairs:
+            first, second = (panels.panel(name) for panels in self.panel_sets)
+            if first is None or second is None or first.source != second.source:
+                self._pairs[name] = None
+            else:
+                self._pairs[name] = self._paired(first, second)
+        return self._pairs[name]
+
+    def _paired(self, first: Panel, second: Panel) -> PanelPair:
+        own = replace(first, names=tuple(map(self._renamed, first.names)))
+        steps = tuple(sorted({*own.steps, *second.steps}))
+        known = [dict(zip(each.names, (~each.values.isnan()).sum(0).tolist(), strict=True)) for each in (own, second)]
+        both = merged([own.names, second.names])
+        names = fitting({name: sum(each.get(name, 0) for each in known) for name in both}, len(steps))
+        span = min(own.axis[0], second.axis[0]), max(own.axis[1], second.axis[1])
+        gaps = intersection(own.gaps, second.gaps)
+        a, b = (_aligned(replace(each, gaps=gaps, span=span, due=frozenset()), steps, names) for each in (own, second))
+        view = PlotView(f"{first.view.title}, relative difference", first.view.sources, first.view.metric, is_difference=True)
+        return PanelPair(a, b, replace(a, view=view, values=relative(a.values, b.values)))
+
+
+def relative(a: Tensor, b: Tensor) -> Tensor:
+    """The relative difference of two panels' values, float64 as they are; see :class:`PanelPair`."""
+    larger = torch.maximum(a.abs(), b.abs())
+    found = torch.where(larger > 0, (a - b).abs() / larger, 0.0)
+    found = torch.where(a.isinf() != b.isinf(), math.inf, found)
+    found = torch.where(a.isinf() & b.isinf(), 0.0, found)
+    return torch.where(a.isnan() | b.isnan(), math.nan, found)
+
+
+def _aligned(panel: Panel, steps: Sequence[int], names: Sequence[str]) -> Panel:
+    """``panel`` with these steps and names; it may lack some of them, and have more names."""
+    row, column = ({key: place for place, key in enumerate(keys)} for keys in (steps, names))
+    values = torch.full((len(steps), len(names)), math.nan, dtype=torch.float64, device="cpu")
+    rows = torch.tensor([row[step] for step in panel.steps], dtype=torch.int64, device="cpu")
+    kept = [place for place, name in enumerate(panel.names) if name in column]
+    columns = torch.tensor([column[panel.names[place]] for place in kept], dtype=torch.int64, device="cpu")
+    values[rows[:, None], columns] = panel.values if len(kept) == len(panel.names) else panel.values[:, kept]
+    return replace(panel, steps=tuple(steps), names=tuple(names), values=values)
+
+
+# --- pair charts ---
+
+
+def pair_norm(pair: RunPair, marks: Sequence[int] = ()) -> LineChart:
+    """The loss, the norm of all gradients before and after clipping, and the share of clipped steps.
+
+    Raises:
+        ValueError: neither run has any of these.
+    """
+    wide = any(is_wide(panels.loss()) for panels in pair.panel_sets)
+    subplots = (
+        *_subplot(pair, "loss", PanelSet.loss, is_log=wide),
+        *_subplot(pair, "gradient norm", lambda panels: panels.line("grad_norm"), height=1.5),
+        *_subplot(pair, "after clipping", lambda panels: panels.line("grad_norm_clipped")),
+        *_subplot(
+            pair, "clipped share", lambda panels: panels.line("clipped_share"), is_log=False, limits=(0.0, 1.05), height=0.7
+        ),
+    )
+    if not subplots:
+        raise ValueError(NO_NORM)
+    return LineChart("loss and gradient norm", subplots, tuple(marks))
+
+
+def pair_update(pair: RunPair, marks: Sequence[int] = ()) -> LineChart:
+    """The norm of all updates over that of all parameters.
+
+    Raises:
+        ValueError: neither run has it.
+    """
+    subplots = _subplot(pair, "update / parameter", lambda panels: panels.line("update_ratio"), bands=USUAL_UPDATES)
+    if not subplots:
+        raise ValueError(NO_UPDATE)
+    return LineChart("update over parameter", subplots, tuple(marks))
+
+
+def pair_layers(pair: RunPair, names: Sequence[str], marks: Sequence[int] = (), view: str = "gradient") -> LineChart:
+    """Layers side by side, by their names in the second run.
+
+    Raises:
+        ValueError: there are no names, or one of the runs lacks the view.
+    """
+    panels = pair.panels(view)
+    if panels is None or not names:
+        raise ValueError(f"there is no {view} of any layer that both runs have")
+    both, view_of_both = (panels.first, panels.second), panels.first.view
+    subplots = [
+        Subplot(name, _lines(pair, [column(panel, name) for panel in both], POINTS // 4), view_of_both.is_log) for name in names
+    ]
+    return LineChart(view_of_both.title, tuple(subplots), tuple(marks), columns=3)
+
+
+def _subplot(pair: RunPair, title: str, of: Callable[[PanelSet], Series], **options: Any) -> tuple[Subplot, ...]:
+    """A subplot of one value of both runs; empty if neither run has it."""
+    lines = _lines(pair, [of(panels) for panels in pair.panel_sets], POINTS)
+    return (Subplot(title, lines, **options),) if lines else ()
+
+
+def _lines(pair: RunPair, series: Sequence[Series], most: int) -> tuple[Line, ...]:
+    colour = colours.BLUE, colours.ORANGE
+    return tuple(
+        Line.of(title, line, colour[place], panels.gaps(line.steps), most, is_dashed=place == 1)
+        for place, (title, panels, line) in enumerate(zip(pair.titles, pair.panel_sets, series, strict=True))
+        if len(line)
+    )
+
+
+# --- Figures of a run, or of the records in a monitor's memory ---
+
+
+#: The extra that installs each engine.
+_ENGINES = {"plotly": "report", "matplotlib": "plot"}
+
+
+def plot(source: ValueSource, kind: str, engine: str, options: dict[str, Any]) -> Any:
+    """A figure of the engine.
+
+    Args:
+        source: of the values.
+        kind: one of :data:`CHARTS`.
+        engine: ``plotly`` or ``matplotlib``.
+        options: of the chart.
+
+    Raises:
+        ValueError: the kind or engine is unknown, or the value was not measured.
+        TypeError: the chart has no such option, or an option has the wrong type.
+        ImportError: the engine is not installed.
+    """
+    if kind not in CHARTS:
+        raise ValueError(f"kind must be one of {', '.join(CHARTS)}, got {display(kind)}{nearest(str(kind), CHARTS)}")
+    if engine not in _ENGINES:
+        raise ValueError(f"engine must be plotly or matplotlib, got {display(engine)}")
+    if not source.steps:
+        raise ValueError("no step is known yet: nothing was monitored so far")
+    _check(options)
+    chart = CHARTS[kind](PanelSet(source), **options)
+    try:
+        drawing = import_module(f".{engine}", __package__)
+    except ModuleNotFoundError as error:
+        raise ImportError(f'the figure needs {engine}: pip install "torch_gradmon[{_ENGINES[engine]}]"') from error
+    return drawing.figure(chart)
+
+
+def _check(options: dict[str, Any]) -> None:
+    """Check the options that several charts have; each chart refuses unknown ones."""
+    for name in ("rows", "columns"):
+        if name in options:
+            check.positive_int(name, options[name])
+    if options.get("step") is not None:
+        check.step_number("step", options["step"])
+    relative = options.get("relative")
+    if relative is not None and not isinstance(relative, bool):
+        raise TypeError(f"relative must be True, False, or None for the default of the view, got {display(relative)}")
+    names = options.get("names", ())
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"names must be a list of names of layers, such as ['head.weight'], got {display(names)}")

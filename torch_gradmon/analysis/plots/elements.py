@@ -3,21 +3,440 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..diagnosis.series import Series
-from . import colours
-from .downsampling import points
-from .gaps import Gap, Grid, grid, steps_after
-from .shading import deviations, shades
+from ...core import keys as n
+from ..diagnosis.history import Series, lower_median
+
+# --- Colours that are distinct for the colour-blind, on light and on dark pages ---
+
+
+#: Okabe and Ito (2008), "Color universal design": blue, orange, green, vermilion, purple, sky blue.
+BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
+#: NaN or infinite: a colour that no scale has.
+NONFINITE = "#FF00C8"
+#: Exactly 0, or no gradient at all: darker than any scale where that is warm.
+ZERO = "#6B3F12"
+#: The scale of heat maps, whose lightness rises monotonically.
+SCALE = "Viridis"
+#: The scale around a median. Its middle is grey, to differ from white, which means no value.
+DIVERGING = ((0.0, BLUE), (0.5, "#C9CDD3"), (1.0, VERMILION))
+GREY = "#8A8F98"
+
+
+# --- The places of values on a colour scale, as they are or relative to the median of their layer ---
+
+
+#: Measured steps that show what is usual just now; of a run with at least twice as many, maps can be relative to them.
+RECENT = 100
+#: Medians of fewer steps are not compared with.
+_ENOUGH = 10
+#: The scale ends at the first of these factors that covers nearly all cells, so that one spike does not hide the others.
+_FACTORS = (2, 3, 5, 10)
+#: The share of cells that counts as nearly all.
+_NEARLY = 0.99
+#: The smallest end of a linear scale.
+_LEAST = 0.01
+#: Instead of infinity, which JSON lacks: a logarithm beyond each scale.
+_FAR = 30.0
+
+
+def medians(values: Tensor) -> Tensor:
+    """The lower median of the finite values of each layer in ``[steps, layers]``; NaN for a layer without any."""
+    return values.where(values.isfinite(), math.nan).nanmedian(0).values
+
+
+def is_relative_by_default(steps: Sequence[int], is_log: bool) -> bool:
+    """Whether a view is shown relative to medians by default. Shares are not, because most layers may have none."""
+    return is_log and len(steps) >= _ENOUGH
+
+
+def recent_ratios(values: Tensor, begins: Sequence[int], ends: Sequence[int]) -> Tensor:
+    """Values relative to what was usual just before: the ratio to the median of the :data:`RECENT` measured steps before its column.
+
+    The first columns, with fewer than ten steps before them, are compared with the first ten.
+
+    Args:
+        values: of layers in ``[steps, layers]``.
+        begins, ends: the first and the last place of the steps of each column.
+
+    Returns:
+        float64 ``[columns, layers]``: the ratio farthest from one in the column; infinity for values that are not finite, 0 for those that
+        are exactly 0, NaN where there is no value, or none before it.
+    """
+    finite = values.where(values.isfinite(), math.nan)
+    found = []
+    for begin, end in zip(begins, ends, strict=True):
+        usual = finite[max(0, begin - RECENT) : max(begin, _ENOUGH)].nanmedian(0).values
+        part = values[begin : end + 1]
+        ratios = (part / usual).clamp(10**-_FAR, 10**_FAR)
+        ratios = torch.where(part == 0, 0.0, torch.where(part.isinf(), math.inf, ratios))
+        farthest = ratios.log10().abs().nan_to_num(nan=-1.0, posinf=math.inf).argmax(0, keepdim=True)
+        found.append(ratios.gather(0, farthest))
+    return torch.cat(found)
+
+
+def shades(values: Tensor, is_log: bool) -> Tensor:
+    """The places of values on the colour scale; NaN for those that are missing, not finite, or without a logarithm."""
+    found = values.log10() if is_log else values
+    return found.where(found.isfinite(), math.nan)
+
+
+def deviations(values: Tensor, usual: Tensor, is_log: bool) -> Tensor:
+    """The distance of values from the median of their layer: the logarithm of the ratio, or the difference on a linear scale.
+
+    NaN where there is no finite value, or no median, and for the logarithm of a zero: a map has a colour of its own for it. If a layer is
+    mostly zero, its median is zero, and all else deviates most.
+    """
+    if not is_log:
+        return (values - usual).where(values.isfinite(), math.nan)
+    far = (values / usual).log10().clamp(-_FAR, _FAR)
+    return far.where(values.isfinite() & (values != 0) & usual.isfinite(), math.nan)
+
+
+def scale_limit(far: Tensor, is_log: bool) -> float:
+    """The end of the scale of :func:`deviations` on both sides; values beyond it have the colour of the end."""
+    known = far[far.isfinite()].abs().sort().values
+    nearly = float(known[min(int(_NEARLY * len(known)), len(known) - 1)]) if len(known) else 0.0
+    if not is_log:
+        return max(nearly, _LEAST)
+    return next((end for end in map(math.log10, _FACTORS) if end >= nearly), math.log10(_FACTORS[-1]))
+
+
+def scale_labels(most: float, is_log: bool) -> dict[float, str]:
+    """The labels of a diverging scale: at both ends and in the middle."""
+    low, high = (f"1/{10**most:.0f}", f"{10**most:.0f}x") if is_log else (f"-{most:.2g}", f"+{most:.2g}")
+    return {-most: f"\N{LESS-THAN OR EQUAL TO} {low}", 0.0: "median", most: f"\N{GREATER-THAN OR EQUAL TO} {high}"}
+
+
+# --- Ranges of steps in which nothing was measured, over which no cell and no line is drawn ---
+
+
+#: A value is due every n steps if this share of those steps has it, and at least this many steps do.
+_NEARLY_ALL, _FEWEST = 0.9, 3
+#: How many likely distances are tried.
+_TRIED = 3
+#: Recording was interrupted where two steps are more than this many usual distances apart.
+_LONGER = 1.5
+#: The smallest width of a cell, as a part of the axis, so that a single step stays visible.
+_VISIBLE = 1 / 300
+#: First and last place of a gap on the axis of steps; infinite at the ends.
+Gap = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class RecordedSteps:
+    """The steps of a run, from which gaps in a value are found.
+
+    Attributes:
+        steps: ascending.
+        is_whole: whether these are all recorded steps; a monitor keeps only some of many.
+    """
+
+    steps: tuple[int, ...]
+    is_whole: bool = True
+
+    @cached_property
+    def stride(self) -> int:
+        """The usual distance between steps."""
+        return _commonest(self.steps) if self.is_whole else 1
+
+    def gaps(self, measured: Sequence[int]) -> tuple[Gap, ...]:
+        """Where a value was due but is missing, or nothing was recorded, ascending. A step reaches half-way to the next one.
+
+        Args:
+            measured: the steps that have the value, ascending, at least one. The value is due in all steps, or in every n-th step
+                if it
+                has that cadence.
+        """
+        cadence = 1 if len(measured) == len(self.steps) else self._cadence(measured)
+        there, half = set(measured), max(cadence, self.stride) / 2
+        due = sorted(self._due(measured, cadence) | there)
+        found: list[Gap] = [(-math.inf, due[0] - half)]
+        for before, step, after in zip([-math.inf, *due], due, [*due[1:], math.inf], strict=False):
+            if bisect_right(self._breaks, step) > bisect_right(self._breaks, before) and before + half < step - half:
+                found.append((before + half, step - half))
+            if step not in there:
+                found.append(((before + step) / 2, (step + after) / 2))
+        return _joined([*found, (due[-1] + half, math.inf)])
+
+    def _cadence(self, measured: Sequence[int]) -> int:
+        """N for a value that is measured in every n-th step and in few others; otherwise 1."""
+        distances = Counter(after - before for before, after in pairwise(measured))
+        likely = [distance for distance, _ in distances.most_common(_TRIED)]
+        for distance in dict.fromkeys((math.gcd(*distances), *likely)) if distances else ():
+            due = self._due(measured, distance)
+            there = len(due.intersection(measured))
+            elsewhere = len(measured) - there
+            is_rule = elsewhere < there and 2 * elsewhere <= len(self.steps) - len(due)
+            if len(due) >= _FEWEST and there >= _NEARLY_ALL * len(due) and is_rule:
+                return distance
+        return 1
+
+    def _due(self, measured: Sequence[int], cadence: int) -> set[int]:
+        """The steps with the same remainder modulo ``cadence`` as most measured steps."""
+        ((remainder, _),) = Counter(step % cadence for step in measured).most_common(1)
+        return {step for step in self.steps if step % cadence == remainder}
+
+    @cached_property
+    def _breaks(self) -> tuple[int, ...]:
+        """The first steps after an interruption of the recording."""
+        longest = _LONGER * self.stride if self.is_whole else math.inf
+        return tuple(after for before, after in pairwise(self.steps) if after - before > longest)
+
+
+def _commonest(steps: Sequence[int]) -> int:
+    """The distance of more than half of the neighbours, or else their lower median."""
+    distances = Counter(after - before for before, after in pairwise(steps))
+    if not distances:
+        return 1
+    distance, count = max(distances.items(), key=lambda pair: (pair[1], -pair[0]))
+    return distance if 2 * count > distances.total() else int(lower_median(distances.elements()))
+
+
+def _joined(gaps: Sequence[Gap]) -> tuple[Gap, ...]:
+    """The same gaps, ascending, with overlapping ones merged."""
+    found: list[Gap] = []
+    for low, high in gaps:
+        if found and low <= found[-1][1]:
+            found[-1] = found[-1][0], max(high, found[-1][1])
+        else:
+            found.append((low, high))
+    return tuple(found)
+
+
+def intersection(some: Sequence[Gap], others: Sequence[Gap]) -> tuple[Gap, ...]:
+    """The gaps that both have."""
+    found: list[Gap] = []
+    one = other = 0
+    while one < len(some) and other < len(others):
+        low, high = max(some[one][0], others[other][0]), min(some[one][1], others[other][1])
+        if low < high:
+            found.append((low, high))
+        if some[one][1] < others[other][1]:
+            one += 1
+        else:
+            other += 1
+    return tuple(found)
+
+
+def between(gaps: Sequence[Gap], before: float, after: float) -> Gap | None:
+    """The gap between two successive measured steps; None without one."""
+    place = bisect_left(gaps, (before, -math.inf))
+    return gaps[place] if place < len(gaps) and gaps[place][1] <= after else None
+
+
+def steps_after(gaps: Sequence[Gap], steps: Sequence[int], most: int) -> tuple[int, ...]:
+    """The steps that follow a gap. If there are more than ``most`` steps, gaps too narrow for that many points are left out."""
+    narrow = (steps[-1] - steps[0]) / most if len(steps) > most else 0.0
+    found = ((after, between(gaps, before, after)) for before, after in pairwise(steps))
+    return tuple(after for after, gap in found if gap is not None and gap[1] - gap[0] > narrow)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The columns of a heat map, side by side.
+
+    Attributes:
+        edges: of the columns, ascending, one more than there are columns.
+        places: the number of the cells in each column; None for a gap.
+    """
+
+    edges: tuple[float, ...]
+    places: tuple[int | None, ...]
+
+
+def grid(first: Sequence[int], last: Sequence[int], gaps: Sequence[Gap], span: tuple[int, int]) -> Grid:
+    """Lay out cells over the steps from ``span[0]`` to ``span[1]``: each reaches half-way to its neighbours, or to a gap.
+
+    Args:
+        first, last: the first and the last measured step of each cell.
+        gaps: see :meth:`RecordedSteps.gaps`.
+        span: first and last step of the run.
+    """
+    begin, end = span[0] - 0.5, span[1] + 0.5
+    least = _VISIBLE * (end - begin) / 2
+    edges: list[float] = [begin]
+    places: list[int | None] = []
+
+    def cover(until: float, place: int | None) -> None:
+        if until > edges[-1]:
+            edges.append(until)
+            places.append(place)
+
+    gap = between(gaps, -math.inf, first[0])
+    for place, (left, right) in enumerate(zip(first, last, strict=True)):
+        if gap is not None:
+            cover(min(gap[1], left - least), None)
+        is_last = place + 1 == len(first)
+        following = math.inf if is_last else first[place + 1]
+        gap = between(gaps, right, following)
+        middle = end if is_last else (right + following) / 2
+        cover(middle if gap is None else min(max(gap[0], right + least), middle), place)
+    cover(end, None)
+    return Grid(tuple(edges), tuple(places))
+
+
+# --- The values of layers that can be drawn, and one of them over the steps of a run ---
+
+
+@dataclass(frozen=True)
+class PlotView:
+    """A value of each layer that can be drawn.
+
+    Attributes:
+        title: for people.
+        sources: of the value; the first one that was measured is drawn.
+        metric: a built-in metric.
+        base: source by which the value is divided; empty for none.
+        is_log: whether the scale is logarithmic.
+        adds_up: whether a block has the root of the sum of the squares of its layers; otherwise it has the largest value.
+        fallback_title: the title if the value is not from the first source; empty for ``title``.
+        is_difference: whether it is the difference between two runs; only the largest difference matters.
+    """
+
+    title: str
+    sources: tuple[str, ...]
+    metric: str
+    base: str = ""
+    is_log: bool = True
+    adds_up: bool = False
+    fallback_title: str = ""
+    is_difference: bool = False
+
+
+#: By name, in the order in which they are offered.
+LAYER_VIEWS: Mapping[str, PlotView] = {
+    "gradient": PlotView(
+        "gradient norm before clipping",
+        (n.GRADIENT_BEFORE_CLIP, n.GRADIENT),
+        "norm",
+        adds_up=True,
+        fallback_title="gradient norm at the step",
+    ),
+    "clipped": PlotView("gradient norm after clipping", (n.GRADIENT,), "norm", adds_up=True),
+    "update": PlotView("update norm / parameter norm", (n.UPDATE,), "norm", base=n.PARAMETER),
+    "sparsity": PlotView("share of gradients near zero", (n.GRADIENT_BEFORE_CLIP, n.GRADIENT), "sparsity", is_log=False),
+    "activation": PlotView("output root mean square", (n.ACTIVATION,), "rms"),
+    "parameter": PlotView("parameter norm", (n.PARAMETER,), "norm", adds_up=True),
+}
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A view of all layers over the steps.
+
+    Attributes:
+        view: what it shows.
+        steps: ascending.
+        names: of the layers, in model order.
+        values: float64 ``[steps, layers]``; NaN where a layer has no value, infinity where it has NaN or infinite elements.
+        source: of the values.
+        gaps: where the value was not measured.
+        span: first and last step of the run, if the run has more steps than the panel.
+        due: the layers of which a missing value means that they had no gradient, not that nobody looked.
+    """
+
+    view: PlotView
+    steps: tuple[int, ...]
+    names: tuple[str, ...]
+    values: Tensor
+    source: str = ""
+    gaps: tuple[Gap, ...] = ()
+    span: tuple[int, int] | None = None
+    due: frozenset[str] = frozenset()
+
+    @property
+    def axis(self) -> tuple[int, int]:
+        """The first and the last step of the drawn axis."""
+        return self.span or (self.steps[0], self.steps[-1])
+
+
+# --- Fewer columns and points than steps, with every spike and dip kept ---
+
+
+@dataclass(frozen=True)
+class Downsampled:
+    """A panel with fewer columns.
+
+    Attributes:
+        first, last: the first and the last measured step of each column.
+        values: float64 ``[columns, layers]``, as in :class:`Panel`.
+    """
+
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+    values: Tensor
+
+
+def downsampled(panel: Panel, columns: int) -> Downsampled:
+    """At most ``columns`` columns, each of the same number of steps; columns without a measured step are left out.
+
+    Each cell has the value farthest from the layer's median, on a logarithmic scale if the view has one. NaN and infinities come
+    first. Of the difference between two runs, each cell has the largest.
+    """
+    steps, values = panel.steps, panel.values
+    if len(steps) <= columns:
+        return Downsampled(steps, steps, values)
+    far = values.nan_to_num(nan=-1.0, posinf=math.inf) if panel.view.is_difference else _distance(values, panel.view.is_log)
+    width = -(-(steps[-1] - steps[0] + 1) // columns)
+    first, last, found = [], [], []
+    for _, stretch in groupby(range(len(steps)), key=lambda place: (steps[place] - steps[0]) // width):
+        begin, *rest = stretch
+        end = rest[-1] if rest else begin
+        chosen = far[begin : end + 1].argmax(0, keepdim=True)
+        first.append(steps[begin])
+        last.append(steps[end])
+        found.append(values[begin : end + 1].gather(0, chosen))
+    return Downsampled(tuple(first), tuple(last), torch.cat(found))
+
+
+def _distance(values: Tensor, is_log: bool) -> Tensor:
+    """The distance from the median of each column; -1 for no value, infinity for values that are not finite."""
+    scale = values
+    if is_log:
+        positive = torch.where(values > 0, values, math.inf)
+        floor = positive.amin(0, keepdim=True).nan_to_num(posinf=1.0)
+        scale = torch.where(values > 0, values.log(), floor.log() - 1)  # zero is farther away than the smallest positive value
+    finite = torch.where(values.isfinite(), scale, math.nan)
+    distance = (finite - finite.nanmedian(0, keepdim=True).values).abs()
+    return torch.where(values.isinf(), math.inf, distance.nan_to_num(nan=-1.0, posinf=0.0))
+
+
+def points(series: Series, most: int, after_gaps: Collection[int] = ()) -> Series:
+    """At most ``most`` points of a line: the smallest and the largest value of equally many steps each.
+
+    It also keeps up to ``most`` values that are not finite, and the points on both sides of each gap; ``after_gaps`` are the steps
+    that follow one.
+    """
+    if len(series) <= most:
+        return series
+    bins = max(most // 2, 1)
+    size = -(-len(series) // bins)
+    chosen: set[int] = {0, len(series) - 1}
+    for begin in range(0, len(series), size):
+        places = [p for p in range(begin, min(begin + size, len(series))) if math.isfinite(series.values[p])]
+        if places:
+            chosen.update((min(places, key=series.values.__getitem__), max(places, key=series.values.__getitem__)))
+    behind = [place for place, step in enumerate(series.steps) if step in after_gaps]
+    chosen.update(place - before for place in behind for before in (0, 1))
+    odd = [place for place, value in enumerate(series.values) if not math.isfinite(value)]
+    chosen.update(odd[:: -(-len(odd) // most) or 1])
+    ordered = sorted(chosen)
+    return Series(tuple(series.steps[p] for p in ordered), tuple(series.values[p] for p in ordered))
+
+
+# --- elements ---
+
 
 #: Points of a line.
 POINTS = 2000
@@ -183,7 +602,7 @@ class Heatmap:
     def special_cells(self, absent: Any) -> Iterator[tuple[str, str, list[list[Any]]]]:
         """What the scale has no colour for: its name, its colour, and the grid with 1 in its cells and ``absent`` elsewhere."""
         texts = [[cell_text(value, due=due) for value in row] for row, due in zip(self.values, self._due, strict=True)]
-        for colour, names in ((colours.NONFINITE, (NOT_FINITE,)), (colours.ZERO, (NO_GRADIENT, *[EXACTLY_0] * self.is_log))):
+        for colour, names in ((NONFINITE, (NOT_FINITE,)), (ZERO, (NO_GRADIENT, *[EXACTLY_0] * self.is_log))):
             if there := [name for name in names if any(name in row for row in texts)]:
                 cells = [[1.0 if text in there else absent for text in row] for row in texts]
                 yield " or ".join(there), colour, self.on_grid(cells, absent)

@@ -9,9 +9,21 @@ from matplotlib.colors import LinearSegmentedColormap, ListedColormap
 from matplotlib.figure import Figure
 
 from ...core.formatting import cut_middle
-from . import colours
-from .elements import Chart, DepthProfile, Heatmap, Line, LineChart, Subplot, band_text, drawable, guide_text, merged_marks
-from .shading import scale_labels, scale_limit
+from . import elements as colours
+from .elements import (
+    Chart,
+    DepthProfile,
+    Heatmap,
+    Line,
+    LineChart,
+    Subplot,
+    band_text,
+    drawable,
+    guide_text,
+    merged_marks,
+    scale_labels,
+    scale_limit,
+)
 
 _WIDTH, _ROW, _SUBPLOT, _SMALL = 10.0, 0.19, 1.5, 1.7
 _NAME = 40

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
 
+from ...core import keys as n
 from ...core.keys import Key
-from ...core.records import ModelOrder, SpikeEvent, StepRecord
+from ...core.moments import Column
+from ...core.records import ModelOrder, SpikeEvent, StepRecord, loss_among
 from ...runs.reader import RunReader
 from ...runs.stats_series import StatsSeries
+from ...runs.value_matrix import fitting
+from ..diagnosis.history import Series
+from .elements import LAYER_VIEWS, Gap, Panel, PlotView, RecordedSteps
+
+# --- Where drawn values come from: a run directory, or the records in a monitor's memory ---
 
 
 @dataclass(frozen=True)
@@ -83,3 +92,140 @@ def _stacks(records: Sequence[StepRecord], source: str) -> Iterator[StatsSeries]
     for (names, columns), some in groupby(found, key=lambda pair: (pair[1].names, pair[1].columns)):
         pairs = list(some)
         yield StatsSeries(tuple(step for step, _ in pairs), names, torch.stack([table.rows for _, table in pairs]), columns)
+
+
+# --- The drawn values of one run, computed on first use ---
+
+
+#: Steps, tensors, and by metric values ``[steps, tensors]``.
+_Part = tuple[tuple[int, ...], tuple[str, ...], dict[str, torch.Tensor]]
+
+
+class PanelSet:
+    """The values of a run, each computed on first use.
+
+    Args:
+        source: of the values.
+        title: name of the run.
+
+    Attributes:
+        steps, events, not_applied: as in :class:`ValueSource`.
+    """
+
+    def __init__(self, source: ValueSource, title: str = "") -> None:
+        self._source, self.title = source, title
+        self.steps, self.events, self.not_applied = source.steps, source.events, source.not_applied
+        self._recorded = RecordedSteps(tuple(source.steps), source.is_whole)
+        self._panels: dict[str, Panel | None] = {}
+        self._known: dict[str, list[_Part]] = {}
+
+    def gaps(self, steps: Sequence[int]) -> tuple[Gap, ...]:
+        """Where a value that is known in ``steps``, ascending, is missing; empty for a value without steps."""
+        return self._recorded.gaps(steps) if steps else ()
+
+    def line(self, name: str) -> Series:
+        """A whole-model value such as ``grad_norm``, or a logged value; empty if it is unknown."""
+        return _series(self._source.values(Key(n.SUMMARY, "", name)) or self._source.values(Key("", name, "")))
+
+    def loss(self) -> Series:
+        """The logged loss; empty without one."""
+        key = loss_among(self._source.logged)
+        return _series({} if key is None else self._source.values(key))
+
+    def rates(self) -> Series:
+        """The largest learning rate of each step."""
+        return _series(self._source.rates)
+
+    def panel(self, name: str) -> Panel | None:
+        """The panel of one of :data:`LAYER_VIEWS`; None if it was not measured.
+
+        Raises:
+            KeyError: there is no such view.
+        """
+        if name not in self._panels:
+            self._panels[name] = self._panel(LAYER_VIEWS[name])
+        return self._panels[name]
+
+    def panels(self) -> Iterator[tuple[str, Panel]]:
+        """All measured panels by name, without those that repeat an earlier one because they fell back to its source."""
+        seen = set()
+        for name, view in LAYER_VIEWS.items():
+            if (panel := self.panel(name)) is not None and (panel.source, view.metric, view.base) not in seen:
+                seen.add((panel.source, view.metric, view.base))
+                yield name, panel
+
+    def _panel(self, view: PlotView) -> Panel | None:
+        for source in view.sources:
+            is_fallback = source != view.sources[0] and bool(view.fallback_title)
+            panel = self._of(replace(view, title=view.fallback_title) if is_fallback else view, source)
+            if panel is not None:
+                return panel if not view.base else _ratio(panel, self._of(view, view.base))
+        return None
+
+    def _of(self, view: PlotView, source: str) -> Panel | None:
+        parts = [(steps, names, values[view.metric]) for steps, names, values in self._parts(source) if view.metric in values]
+        if not parts:
+            return None
+        due = self._with_gradients_due(source)
+        counts = Counter[tuple[str, ...]]()
+        for some, measured, _ in parts:
+            counts[measured] += len(some)
+        known = Counter[str]()
+        for measured, count in counts.items():
+            known.update(dict.fromkeys(measured, count))
+        steps = tuple(step for some, _, _ in parts for step in some)
+        all_names = self._source.in_model_order(source, {**dict.fromkeys(counts), due: None})
+        names = fitting({name: known[name] for name in all_names}, len(steps))
+        if len(names) < len(all_names):
+            view = replace(view, title=f"{view.title}, of the {len(names):,} of {len(all_names):,} layers that have it most")
+        column = {name: place for place, name in enumerate(names)}
+        values = torch.full((len(steps), len(names)), math.nan, dtype=torch.float64, device="cpu")
+        first = 0
+        for some, measured, found in parts:
+            drawn = [place for place, name in enumerate(measured) if name in column]
+            found = found if len(drawn) == len(measured) else found[:, drawn]
+            values[first : first + len(some), [column[measured[place]] for place in drawn]] = found
+            first += len(some)
+        run = self.steps
+        return Panel(view, steps, names, values, source, self.gaps(steps), (run[0], run[-1]), frozenset(due))
+
+    def _parts(self, source: str) -> list[_Part]:
+        """All that is drawn of a source, read once; all of its rows would be several times as large."""
+        if source not in self._known:
+            metrics = {view.metric for view in LAYER_VIEWS.values() if source in (*view.sources, view.base)}
+            self._known[source] = [
+                (stack.steps, stack.names, {metric: _values(stack, metric) for metric in metrics if stack.has(metric)})
+                for stack in self._source.stacks(source)
+                if stack.names
+            ]
+        return self._known[source]
+
+    def _with_gradients_due(self, source: str) -> tuple[str, ...]:
+        """The parameters whose gradient is measured in each step of ``source`` if there is one, as the norm of all needs them all."""
+        is_of_all = source == n.GRADIENT_BEFORE_CLIP and len(self.line("grad_norm")) > 0
+        return tuple(self._source.names(n.PARAMETER)) if is_of_all else ()
+
+
+def _values(stack: StatsSeries, metric: str) -> torch.Tensor:
+    return torch.where(stack.rows[..., Column.NONFINITE] > 0, math.inf, stack.values(metric))
+
+
+def _ratio(panel: Panel, base: Panel | None) -> Panel | None:
+    """``panel`` divided by ``base``, on the steps and layers of both; None without any."""
+    if base is None:
+        return None
+    row = {step: place for place, step in enumerate(base.steps)}
+    column = {name: place for place, name in enumerate(base.names)}
+    rows = [place for place, step in enumerate(panel.steps) if step in row]
+    columns = [place for place, name in enumerate(panel.names) if name in column]
+    steps, names = tuple(panel.steps[r] for r in rows), tuple(panel.names[c] for c in columns)
+    if not steps or not names:
+        return None
+    under = base.values[[row[step] for step in steps]][:, [column[name] for name in names]]
+    values = panel.values[rows][:, columns] / under
+    values = torch.where(under.isinf(), math.inf, torch.where(under > 0, values, math.nan))
+    return replace(panel, steps=steps, names=names, values=values)
+
+
+def _series(values: Mapping[int, float]) -> Series:
+    return Series(tuple(values), tuple(values.values()))

@@ -2,30 +2,74 @@
 
 from __future__ import annotations
 
+import base64
 import datetime
 import math
+import sys
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from ...core.keys import TENSOR_SOURCES, parse_key
 from ...spikes.signals import counted, episodes, largest
+from .. import diff as text
+from ..comparison import ComparisonResult
 from ..diagnosis.diagnose import diagnose_history
 from ..diagnosis.findings import Diagnosis, Finding
-from ..diagnosis.history import History
-from ..diagnosis.series import Series
+from ..diagnosis.history import History, Series
 from ..plots import charts
-from ..plots.block_rows import blocks, by_block
-from ..plots.downsampling import Downsampled, downsampled
-from ..plots.elements import Chart
-from ..plots.gaps import grid
-from ..plots.panel_set import PanelSet
+from ..plots.charts import PanelPair, RunPair, blocks, by_block, pair_layers, pair_norm, pair_update
+from ..plots.elements import (
+    LAYER_VIEWS,
+    RECENT,
+    Chart,
+    Downsampled,
+    Panel,
+    deviations,
+    downsampled,
+    grid,
+    is_relative_by_default,
+    medians,
+    recent_ratios,
+    scale_limit,
+)
 from ..plots.plotly import figure
-from ..plots.shading import RECENT, deviations, is_relative_by_default, medians, recent_ratios, scale_limit
-from ..plots.sources import ValueSource
-from ..plots.views import LAYER_VIEWS, Panel
+from ..plots.sources import PanelSet, ValueSource
 from ..run import Run
-from .packing import LOG_SCALE, NO_GRADIENT, NONE, NONFINITE, SCALE, ZERO, packed
+
+# --- Values of layers in two bytes per cell, as text that the page decodes ---
+
+
+#: Codes for a missing value, a gradient that there was not, a value that is not finite, and zero on a logarithmic scale.
+NONE, NO_GRADIENT, NONFINITE, ZERO = -32768, -32766, 32767, -32767
+#: A code is this factor times the logarithm to base ten, or times the value: steps of 0.33 % from 1e-45 to 1e45, or of 1/30000.
+LOG_SCALE, SCALE = 700.0, 30000.0
+_LARGEST = 32000.0
+
+
+def packed(values: Tensor, is_log: bool, due: Sequence[bool] = ()) -> str:
+    """``values`` as base64 of 16-bit little-endian codes, row by row; NaN is a missing value, infinity one that is not finite.
+
+    ``due``: the rows in which a missing value is a gradient that there was not.
+    """
+    scaled = values.abs().clamp_min(1e-300).log10() * LOG_SCALE if is_log else values * SCALE
+    codes = scaled.nan_to_num(0.0, 0.0, 0.0).round().clamp(-_LARGEST, _LARGEST)
+    if is_log:
+        codes = torch.where(values == 0, float(ZERO), codes)
+    codes = torch.where(values.isinf(), float(NONFINITE), codes)
+    missing = torch.tensor([[float(NO_GRADIENT if each else NONE)] for each in due or [False]], device="cpu")
+    codes = torch.where(values.isnan(), missing, codes)
+    cells = array("h", codes.to(torch.int64).flatten().tolist())
+    if sys.byteorder == "big":
+        cells.byteswap()
+    return base64.b64encode(cells.tobytes()).decode("ascii")
+
+
+# --- The content of a report, as plain data ---
+
 
 #: Cells of one view, of layers and blocks together, and its columns.
 _CELLS, _FEWEST_COLUMNS, _COLUMNS = 150_000, 100, 1000
@@ -33,7 +77,7 @@ _CELLS, _FEWEST_COLUMNS, _COLUMNS = 150_000, 100, 1000
 PARTS = 1 + len(LAYER_VIEWS)
 #: The largest spikes, which are listed.
 MOST_SPIKES = 200
-#: How the page decodes the output of :func:`torch_gradmon.analysis.report.packing.packed`.
+#: How the page decodes the output of :func:`torch_gradmon.analysis.report.content.packed`.
 CODES = {"none": NONE, "bare": NO_GRADIENT, "loud": NONFINITE, "zero": ZERO, "log": LOG_SCALE, "linear": SCALE, "recent": RECENT}
 
 
@@ -258,3 +302,120 @@ def cell(value: float | None) -> float | None:
     if value is None or not math.isfinite(value):
         return None
     return int(value) if value.is_integer() else float(f"{value:.4g}")  # numbers of steps are integers
+
+
+# --- The content of a page about two runs, as plain data ---
+
+
+#: Divergences that are listed, and layers drawn side by side.
+_DIVERGENCES, _MOST_LAYERS = 5, 9
+
+
+def comparison_content(
+    runs: tuple[Run, Run],
+    names: tuple[str, str],
+    difference: ComparisonResult,
+    renamed: Callable[[str], str],
+    title: str,
+    advance: Callable[[], None],
+) -> dict[str, Any]:
+    """The data of the page.
+
+    Args:
+        runs: both runs.
+        names: their names on the page, which differ.
+        difference: the result of comparing them.
+        renamed: maps the name of a layer in the first run to its name in the second.
+        title: of the page.
+        advance: called after each of :data:`torch_gradmon.analysis.report.content.PARTS`.
+    """
+    pair = RunPair(PanelSet(ValueSource.of_run(runs[0]), names[0]), PanelSet(ValueSource.of_run(runs[1]), names[1]), renamed)
+    diagnoses = [diagnose_history(History.of_run(run)) for run in runs]
+    advance()
+    for name in LAYER_VIEWS:
+        pair.panels(name)
+        advance()
+    shown = {name for panels in pair.panel_sets for name, _ in panels.panels()}
+    pairs = {name: found for name in LAYER_VIEWS if name in shown and (found := pair.panels(name)) is not None}
+    marks = [difference.first.step] if difference.first is not None else []
+    return {
+        "title": title,
+        "facts": _facts(runs, pair),
+        "against": comparison(difference),
+        "findings": [
+            {**found, "run": name} for name, diagnosis in zip(names, diagnoses, strict=True) for found in findings(diagnosis)
+        ],
+        "unseen": [],
+        "marks": marks,
+        "mark": "the runs diverge",
+        "events": [f"{name}: {spike}" for name, panels in zip(names, pair.panel_sets, strict=True) for spike in spikes(panels)],
+        "spikes": "",
+        "codes": CODES,
+        "sides": {"apart": "difference", "first": names[0], "second": names[1]},
+        "views": {
+            name: view({"apart": each.difference, "first": each.first, "second": each.second}) for name, each in pairs.items()
+        },
+        "figures": figures(
+            {
+                "norm": lambda: pair_norm(pair, marks),
+                "update": lambda: pair_update(pair, marks),
+                "layers": lambda: pair_layers(pair, _differing_layers(difference, pairs.get("gradient")), marks),
+            }
+        ),
+        "layers": _paired_layers(pairs.get("gradient"), names),
+    }
+
+
+def comparison(difference: ComparisonResult) -> dict[str, Any]:
+    """Where the runs diverge, for the head of the page."""
+    shown = difference.divergences[:_DIVERGENCES]
+    return {
+        "parts": difference.diverges,
+        "words": [line.strip() for line in text.opening(difference) if line.strip()],
+        "step": difference.steps[-1],
+        "partings": [[each.key, *text.both(each), text.number(each.relative)] for each in shown],
+        "more": len(difference.divergences) - len(shown),
+        "stages": text.stage_rows(difference),
+        "lone": list(text.unmatched(difference)),
+    }
+
+
+def _facts(runs: tuple[Run, Run], pair: RunPair) -> list[list[str]]:
+    """The facts of both runs; one value if they are equal."""
+    first, second = (dict(facts(run, panels)) for run, panels in zip(runs, pair.panel_sets, strict=True))
+    found = [["runs", " | ".join(pair.titles)]]
+    for name in dict.fromkeys((*first, *second)):
+        values = dict.fromkeys((first.get(name, "none"), second.get(name, "none")))
+        found.append([name, "\n| ".join(values) if any("\n" in value for value in values) else " | ".join(values)])
+    return found
+
+
+def _differing_layers(difference: ComparisonResult, gradient: PanelPair | None) -> list[str]:
+    """The layers that diverge in the first divergent step, then those with the largest differences in any step."""
+    if gradient is None:
+        return []
+    keys = [parse_key(divergence.other) for divergence in difference.divergences]
+    divergent = [key.name for key in keys if key.source in TENSOR_SOURCES]
+    largest = torch.nan_to_num(gradient.difference.values, nan=-1.0).amax(0)
+    known = gradient.first.names
+    ranked = (known[place] for place in largest.argsort(descending=True, stable=True).tolist())
+    found = dict.fromkeys((*(name for name in divergent if name in known), *ranked))
+    return list(found)[:_MOST_LAYERS]
+
+
+def _paired_layers(gradient: PanelPair | None, names: Sequence[str]) -> dict[str, Any]:
+    """A row for each layer: the size of its gradient in both runs, and the differences."""
+    if gradient is None:
+        return layer_table((), [])
+    both = zip(names, (gradient.first, gradient.second), strict=True)
+    columns = [(f"gradient in {name}, median", known_medians(panel)) for name, panel in both]
+    apart = gradient.difference
+    far = apart.values.nan_to_num(nan=-1.0)
+    largest, at = far.max(0)
+    steps = torch.tensor([float(step) for step in apart.steps], dtype=torch.float64, device="cpu")
+    columns += [
+        ("largest difference", by_name(apart, largest.where(largest >= 0, torch.nan))),
+        ("in step", by_name(apart, steps[at].where(largest > 0, torch.nan))),
+        ("differs since step", by_name(apart, steps[(far > 0).int().argmax(0)].where(largest > 0, torch.nan))),
+    ]
+    return layer_table(gradient.first.names, columns)

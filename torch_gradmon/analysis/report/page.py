@@ -21,11 +21,9 @@ from plotly.utils import PlotlyJSONEncoder
 
 from ...core.files import replacing
 from ...core.formatting import ProgressBar
-from ..comparison.result import ComparisonResult
-from ..comparison.rules import renamer
+from ..comparison import ComparisonResult, renamer
 from ..run import load_run
-from . import comparison_content
-from .content import PARTS, content
+from .content import PARTS, comparison_content, content
 
 #: The name of the report in a run directory.
 NAME = "report.html"
@@ -100,7 +98,7 @@ def write_both(
         ProgressBar(PARTS, "report", "part", progress) as bar,
     ):
         both = f"{names[0]} and {names[1]}"
-        found = comparison_content.content((left, right), names, difference, renamer(rename), title or both, bar.advance)
+        found = comparison_content((left, right), names, difference, renamer(rename), title or both, bar.advance)
     return _written(found, target)
 
 

@@ -3,11 +3,9 @@
 The entry point is :func:`width_sweep`, which returns a :class:`WidthSweep`.
 """
 
-from .expected import Expected, Layer
-from .power_law import Slope, fit_slope
+from .recipe import LayerTerms, terms
 from .result import WidthSweep
 from .sweep import width_sweep
-from .terms import LayerTerms, terms
-from .verdicts import LayerVerdict
+from .verdicts import Expected, Layer, LayerVerdict, Slope, fit_slope
 
 __all__ = ["Expected", "Layer", "LayerTerms", "LayerVerdict", "Slope", "WidthSweep", "fit_slope", "terms", "width_sweep"]

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ...analysis.diagnosis.diagnose import diagnose
-from ...analysis.many_runs.card import RunCard, differing, run_card
-from ...analysis.many_runs.find import find_runs
+from ...analysis.many_runs import RunCard, differing, run_card
+from ...analysis.run import find_runs
 from ...core.errors import nearest
 from ...core.formatting import printable
 from ...runs.log import reading_within
@@ -63,8 +63,8 @@ def run(options: argparse.Namespace) -> int:
     """Print the table."""
     if not options.json:
         with requires_extra("the table, without --json,", "cli", "rich"):
-            from ..terminal.console import QuietConsole
             from ..terminal.runs_table import show
+            from ..terminal.summary_view import QuietConsole
     metrics = [] if options.sort in _SORTS else [options.sort]
     cards = list(_cards(options.runs, options.diagnose, metrics))
     key = _SORTS.get(options.sort, partial(_value, options.sort))

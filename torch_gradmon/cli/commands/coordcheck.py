@@ -9,11 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ...analysis.width_sweep import plots
-from ...analysis.width_sweep.arguments import FEWEST
-from ...analysis.width_sweep.result import WidthSweep
-from ...analysis.width_sweep.sweep import width_sweep
-from ...analysis.width_sweep.text import HEADINGS, rows
+from ...analysis.width_sweep import result as plots
+from ...analysis.width_sweep.result import HEADINGS, WidthSweep, rows
+from ...analysis.width_sweep.sweep import FEWEST, width_sweep
 from .common import JSON, Command, UsageError, argument, output, print_written, requires_extra, to_file, value
 
 COMMAND = Command(

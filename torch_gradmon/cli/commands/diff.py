@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from ...analysis.comparison.diff import diff
+from ...analysis.diff import diff
 from .common import (
     FIRST,
     JSON,

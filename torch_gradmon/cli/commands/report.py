@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ...analysis.comparison.diff import diff
+from ...analysis.diff import diff
 from .common import PAGES, RUN, Command, UsageError, argument, output, print_written, requires_extra, to_file, value
 
 COMMAND = Command(

@@ -6,9 +6,8 @@ import argparse
 import json
 
 from ...analysis.diagnosis.diagnose import diagnose
-from ...analysis.many_runs.card import run_card
-from ...analysis.many_runs.find import no_run
-from ...analysis.many_runs.status import status_dict, status_text
+from ...analysis.many_runs import run_card, status_dict, status_text
+from ...analysis.run import no_run
 from .common import JSON, RUN, Command, UsageError
 
 COMMAND = Command(

@@ -7,7 +7,7 @@ import json
 
 from ...core.keys import compile_pattern
 from ..terminal.layer_table import MOST, SORTS
-from ..terminal.run_facts import summarize
+from ..terminal.summary_view import summarize
 from .common import JSON, RUN, Command, UsageError, flag, open_run, positive, requires_extra, value
 
 COMMAND = Command(
@@ -39,8 +39,7 @@ def run(options: argparse.Namespace) -> int:
     """Print the summary."""
     if not options.json:
         with requires_extra("the summary, without --json,", "cli", "rich"):
-            from ..terminal.console import QuietConsole
-            from ..terminal.summary_view import show
+            from ..terminal.summary_view import QuietConsole, show
     with open_run(options.run) as source:
         try:
             summary = summarize(

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...core.formatting import printable
-from ..terminal.run_follower import RunFollower
+from ..terminal.live import RunFollower
 from .common import RUN, Command, UsageError, alarms, check_alert, flag, open_run, positive, requires_extra, value
 
 
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
     """Show the run until Ctrl-C."""
     with requires_extra("watching", "cli", "rich"):
         from ..terminal import live_loop
-        from ..terminal.console import QuietConsole
+        from ..terminal.summary_view import QuietConsole
     console = QuietConsole()
     can_draw = console.is_terminal and not console.is_dumb_terminal
     if options.alert is not None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from ...analysis.spike_report.report import SpikeReport, no_report
-from ...analysis.spike_report.text import explain
+from ...analysis.spike_report import SpikeReport, explain, no_report
 from .common import JSON, RUN, Command, UsageError, open_run, value
 
 COMMAND = Command(

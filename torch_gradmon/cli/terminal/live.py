@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,15 +12,19 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ...analysis.diagnosis.series import Series, lower_median
-from ...analysis.run import Run
+from ...analysis.diagnosis.history import Series, lower_median
+from ...analysis.run import Run, load_run
 from ...core.keys import SUMMARY, Key
 from ...core.moments import Column
 from ...core.records import SpikeEvent, StepRecord, loss_among
+from ...runs.format import identity
 from ...runs.value_matrix import most_cells
 from ...spikes.attribution import REMEMBERED, Baseline, ParameterAttribution, ranked
 from ...spikes.signals import Episode, episodes, largest
 from .layer_table import gradient_source
+
+# --- The last steps of an active run, read incrementally ---
+
 
 #: The part of the shown steps that counts as recent, as a divisor.
 _RECENT_PART = 6
@@ -233,3 +238,48 @@ def _columns(values: Tensor, names: Sequence[str], wanted: Sequence[str], absent
     place = {name: number for number, name in enumerate(names)}
     padded = torch.cat([values, torch.full((len(values), 1), absent, dtype=torch.float64, device="cpu")], 1)
     return padded[:, [place.get(name, -1) for name in wanted]]
+
+
+# --- Follows the run in a directory while it begins, continues, ends, or is replaced ---
+
+
+class RunFollower:
+    """Follows the run in a directory.
+
+    Args:
+        path: the directory.
+        window: number of the last steps to show.
+
+    Attributes:
+        name: the path as given.
+        live: the run; None until it exists.
+        problem: why there are no new steps, on one line; empty without a problem.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], window: int) -> None:
+        self.name = os.fspath(path)
+        self._path, self._window = path, window
+        self._file: tuple[int, int] | None = None
+        self.live: LiveRun | None = None
+        self.problem = ""
+
+    def refresh(self) -> None:
+        """Read what is new. An error is stored in ``problem``, and the next call tries again."""
+        try:
+            first = identity(self._path)
+            if self.live is None or first != self._file:
+                fresh = LiveRun(load_run(self._path), self._window)
+                self.close()
+                self.live, self._file = fresh, first
+            else:
+                self.live.refresh()
+            self.problem = ""
+        except FileNotFoundError:
+            self.problem = f"there is no run in {os.fspath(self._path)!r}" + (" any more" if self.live is not None else " yet")
+        except (OSError, ValueError) as error:
+            self.problem = " ".join(str(error).split())
+
+    def close(self) -> None:
+        """Close the run's file."""
+        if self.live is not None:
+            self.live.run.close()

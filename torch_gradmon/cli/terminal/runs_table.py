@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...analysis.many_runs.card import RunCard, differing
+from ...analysis.many_runs import RunCard, differing
 from ...core.formatting import listed, number
 from ...core.keys import Key
 from ...core.records import loss_among

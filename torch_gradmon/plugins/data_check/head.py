@@ -9,7 +9,7 @@ fits no formula is left alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from ...capture.loss_graph import OUTPUT, is_made_by, is_move, nodes_of, notes_of, operation_of
+from ..tallies import Tallies
+
+# --- head ---
+
 
 #: Rows and classes that are looked at; of more rows, some are, and outputs of more classes altogether.
 ROWS, CLASSES = 512, 4096
@@ -288,3 +292,244 @@ def recognised(facts: list[float], loss: float | None) -> Head | None:
     if rows == count and elements >= _MANY and is_drawn:
         return Head("mean square", every, 1.0, 1.0, zeros, (), average, average**2 + loss - own)
     return None
+
+
+# --- arguments ---
+
+
+#: The label without a loss.
+_IGNORED = -100
+#: The fewest labels that show a shift.
+_FEWEST = 8
+#: The losses that shift labels themselves; the default is the same.
+_SHIFTS = ("ForCausalLM", None)
+#: For each share its rule, the value that is a fault, and its name.
+_RULES = (
+    ("attention-mask", 0.0, "share of the text that is attended to"),
+    ("labels-ignored", 0.0, "share of labels that count"),
+    ("loss-on-padding", 1.0, "share of the padding with a label"),
+    ("labels-shifted-twice", 1.0, "share of labels that are the next token"),
+)
+_OF_OUTPUT = ("labels-not-shifted", 1.0, "share of targets that are the token itself")
+
+
+@torch.no_grad()
+def shares_of(module: nn.Module, kwargs: Mapping[str, object]) -> Tensor | None:
+    """Numbers on the device of the tokens, float64 ``[4]``, NaN where there is none: the share of tokens other than padding that are
+    attended to, of labels that count, of masked tokens whose label counts, and of labels that are the next token instead of their own.
+
+    None for other models: what they do with a mask and a label is not known.
+    """
+    model, ids = next(_from_transformers(module), None), kwargs.get("input_ids")
+    if model is None or not isinstance(ids, Tensor) or ids.ndim != 2 or not ids.numel() or ids.device.type in ("meta", "mps"):
+        return None
+    config = getattr(model, "config", None)
+    found = [torch.full((), math.nan, dtype=torch.float64, device=ids.device)] * 4
+    mask, labels = kwargs.get("attention_mask"), kwargs.get("labels")
+    is_attended = mask != 0 if isinstance(mask, Tensor) and mask.shape == ids.shape else None
+    if is_attended is not None:
+        pad = getattr(config, "pad_token_id", None)
+        is_text = ids != pad if isinstance(pad, int) else torch.ones_like(ids, dtype=torch.bool)
+        found[0] = _share(is_attended & is_text, is_text)
+    if isinstance(labels, Tensor) and labels.numel() and not labels.is_floating_point():
+        counts = labels != _IGNORED
+        found[1] = counts.double().mean()
+        if labels.shape == ids.shape and not _has_encoder(model):
+            if is_attended is not None:
+                found[2] = _share(counts & ~is_attended, ~is_attended)
+            if _predicts_next(model) and kwargs.get("shift_labels") is None:
+                found[3] = _share_of_next(ids, labels, counts)
+    return torch.stack(found)
+
+
+def tokens_of(module: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> Tensor | None:
+    """The tokens that a language model of Transformers gets, if it gets no labels and so takes no loss itself."""
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or kwargs.get("labels") is not None:
+        return None
+    model = next(_from_transformers(module), None)
+    return ids if model is not None and _predicts_next(model) and not _has_encoder(model) else None
+
+
+@torch.no_grad()
+def share_of_own(ids: Tensor, gradient: Tensor) -> Tensor | None:
+    """The share of targets that are the token in their own place instead of the next one, float64 ``[1]``; NaN where that is not known.
+
+    The gradient of cross-entropy is negative for the target alone.
+
+    Args:
+        ids: ``[N, T]``.
+        gradient: of the output, ``[N, T, classes]``.
+    """
+    if (
+        gradient.ndim != 3
+        or gradient.shape[:2] != ids.shape
+        or gradient.device != ids.device
+        or ids.device.type in ("meta", "mps")
+    ):
+        return None
+    g, classes = looked_at(rows_of(gradient)), gradient.shape[2]
+    own, following = (looked_at(each.reshape(-1, 1), classes)[:, 0] for each in (ids, torch.cat([ids[:, 1:], ids[:, -1:]], 1)))
+    tells = (g < 0).sum(1) == 1
+    is_own = (g.argmin(1) == own) & tells
+    is_known = (tells.sum() >= _FEWEST) & (is_own & (own != following)).any()
+    return _share(is_own, tells).where(is_known, math.nan).view(1)
+
+
+def judge(shares: list[float], tallies: Tallies) -> None:
+    """Report what is odd about one batch."""
+    rules = (_OF_OUTPUT,) if len(shares) == 1 else _RULES
+    for (rule, fault, words), share in zip(rules, shares, strict=True):
+        if not math.isnan(share):
+            tallies.check(rule, None, share == fault, "", **{words: share})
+
+
+def _from_transformers(module: nn.Module) -> Iterator[nn.Module]:
+    """The models of Transformers itself in the watched one, the outermost first."""
+    return (each for each in module.modules() if type(each).__module__.startswith("transformers.models."))
+
+
+def _predicts_next(model: nn.Module) -> bool:
+    return getattr(model, "loss_type", "") in _SHIFTS
+
+
+def _has_encoder(model: nn.Module) -> bool:
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def _share(part: Tensor, whole: Tensor) -> Tensor:
+    return part.sum().double() / whole.sum()
+
+
+def _share_of_next(ids: Tensor, labels: Tensor, counts: Tensor) -> Tensor:
+    """NaN where too few labels count, or none of them differs from its own token."""
+    counts = counts[:, :-1]
+    own, following = (labels[:, :-1] == ids[:, :-1]) & counts, (labels[:, :-1] == ids[:, 1:]) & counts
+    tells = (counts.sum() >= _FEWEST) & (own.sum() < counts.sum())
+    return _share(following, counts).where(tells, math.nan)
+
+
+# --- targets ---
+
+
+#: Rows of a batch, and heads, before labels are judged.
+_ROWS, _TARGETS_FEWEST = 8, 5
+#: Rows that may have a property by chance.
+_FEW = 4
+#: Share of heads whose batch has one label, if the data are sorted.
+_MOSTLY = 0.8
+#: Share of outputs that a ReLU has set to 0, and share of the targets' mean square that lies below 0,
+#: or beyond what the output can be: more than noise around the bound.
+_ZEROS, _BELOW = 0.02, 0.1
+#: The root mean square of targets that are not normalised.
+_LARGE = 30.0
+#: A loss that is not divided by its micro-batches counts this share of them at least.
+_NEARLY = 0.9
+#: A loss that counts less than this share of its mean is divided by too much.
+_HARDLY = 1 / 30.0
+#: A temperature outside divides or multiplies logits far more than any that is learnt: CLIP stops at 100.
+_COLD, _HOT = 1 / 150.0, 10.0
+#: Targets are differences; where they are this small a part of the error, rounding is all that is left of them but their order.
+_CANCELS = 1e-6
+#: Labels counted for each class before their entropy is known.
+_PER_CLASS = 4
+
+
+class Targets:
+    """Collects heads.
+
+    Args:
+        tallies: receive mistakes.
+
+    Attributes:
+        chance: the loss of the best constant answer by ``"loss"``, and from how many ``"examples"`` it is known; of a mean square also
+            that of the answer 0, by ``"of zero"``; empty without.
+    """
+
+    def __init__(self, tallies: Tallies) -> None:
+        self._tallies = tallies
+        self._heads: list[Head] = []
+        self._labels: list[float] = []
+        self._of_one_label = 0
+        self.chance: dict[str, float] = {}
+
+    def add(self, head: Head, forwards: int, micro_batches: int, is_scaled: bool, output: Origin) -> None:
+        """One more head.
+
+        Args:
+            head: from the first of several ``forwards`` of a step.
+            forwards: of the step, and of the turns of optimizers that rest in it.
+            micro_batches: backward passes of the step whose gradients are in one sum.
+            is_scaled: gradients are multiplied by a loss scale.
+            output: what the output was made by.
+        """
+        self._heads.append(head)
+        self._count("relu-before-loss", output.is_rectified and head.zeros > _ZEROS and (head.is_log or head.negative > _BELOW))
+        if head.kind == "mean square":
+            outside = head.outside(output.bounds[0]) if output.bounds else 0.0
+            self._count("targets-out-of-range", outside > _BELOW, **{"share of their mean square outside": outside})
+            size = {"mean": head.mean, "root mean square": math.sqrt(max(head.square, 0.0))}
+            self._count("targets-not-normalised", size["root mean square"] > _LARGE, **size)
+        if head.is_log:
+            self._add_labels(head, forwards)
+        self._learn_chance(head)
+        if head.is_log and not is_scaled:
+            self._judge_scale(head, micro_batches)
+
+    def _count(self, rule: str, is_so: bool, **evidence: float) -> None:
+        if is_so:
+            self._tallies.seen(rule, evidence=evidence)
+        elif not self._tallies.is_empty:
+            self._tallies.missed(rule)
+
+    def _add_labels(self, head: Head, forwards: int) -> None:
+        if not head.labels or sum(head.labels) < 2:
+            return
+        if len(self._labels) != len(head.labels):
+            self._labels, self._of_one_label = [0.0] * len(head.labels), 0
+        self._labels = [a + b for a, b in zip(self._labels, head.labels, strict=True)]
+        self._of_one_label += _has_one_label(head)
+        seen = [each for each in self._heads if each.labels]
+        if forwards > 1 or len(seen) < _TARGETS_FEWEST or self._of_one_label < _MOSTLY * len(seen):
+            return
+        rule = "labels-not-mixed" if sum(count > 0 for count in self._labels) > 1 else "labels-constant"
+        self._tallies.seen(rule, evidence={"batches of one class": float(self._of_one_label), "of": float(len(seen))})
+        if rule == "labels-not-mixed":
+            self._tallies.retract("labels-constant")
+
+    def _learn_chance(self, head: Head) -> None:
+        total = sum(self._labels)
+        if head.kind == "mean square":
+            known = [each for each in self._heads if each.kind == "mean square"]
+            exact = [each for each in known if each.square > _CANCELS * each.error]
+            rows = sum(each.rows for each in exact or known)
+            mean = sum(each.mean * each.rows for each in exact or known) / rows
+            square = sum(each.square * each.rows for each in exact or known) / rows
+            chance = {"loss": max(square - mean**2, 0.0)} if exact else {}
+            self.chance = {**chance, "examples": rows, "is square": 1.0, "of zero": square}
+        elif total >= _PER_CLASS * len(self._labels) and head.labels and abs(head.scale - 1) < 0.1:
+            shares = [count / total for count in self._labels if count]
+            self.chance = {"loss": -sum(share * math.log(share) for share in shares), "examples": total}
+
+    def _judge_scale(self, head: Head, micro_batches: int) -> None:
+        is_cold_or_hot = not _COLD < head.temperature < _HOT
+        is_sum = head.rows >= _FEW and abs(head.scale / head.rows - 1) < 0.02
+        is_tiny = 0 < head.scale * micro_batches < _HARDLY
+        # batches of one label each, as the real and the made ones of a GAN, are terms of one loss
+        is_undivided = micro_batches > 1 and abs(head.scale - 1) < 1 - _NEARLY and not _has_one_label(head)
+        evidence = {}
+        if is_cold_or_hot:
+            evidence = {"temperature between output and loss": head.temperature}
+        elif is_sum or is_tiny:
+            evidence = {"times the gradient of the mean": head.scale}
+        elif is_undivided:
+            evidence = {"micro-batches that each count as a whole": float(micro_batches)}
+        if evidence:
+            self._tallies.seen("loss-scale", evidence=evidence)
+        else:
+            self._tallies.missed("loss-scale")
+
+
+def _has_one_label(head: Head) -> bool:
+    """Whether all rows of a batch that is large enough to show it are of one class."""
+    return sum(head.labels) >= _ROWS and max(head.labels) == sum(head.labels)

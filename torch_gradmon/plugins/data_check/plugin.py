@@ -4,35 +4,535 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...capture.hooks import Handles, Hook, ModuleHook, takes_hooks
-from ...capture.loss_graph import losses_going_backward
+from ...capture.loss_graph import OUTPUT, losses_going_backward, nodes_of, notes_of
+from ...capture.module_values import tensors_of
 from ...core.errors import WarningLog
 from ...core.keys import SUMMARY, Key
-from ...core.loop_mistakes import SETUP_MISTAKES, LoopFinding
+from ...core.loop_mistakes import EXPECTATION, NON_FINITE_INPUT, SETUP_MISTAKES, LoopFinding
 from ...core.records import StepRecord, loss_in
+from ...core.torch_modes import outside_dispatch_modes, will_run
 from ...statistics.fingerprint import fingerprints, packed, unpacked
 from ...step.active_step import ActiveStep
 from ...step.plugin import Plugin
-from ..setup_check.expectations import Expectations
-from ..setup_check.hidden_parameters import MadeInForward
-from ..setup_check.modules import has_modes
+from ..setup_check import Expectations, MadeInForward, has_modes
 from ..tallies import Tallies
-from .acting import Acting
-from .arguments import judge, share_of_own, shares_of, tokens_of
-from .batches import Batches, batch_tensors, look_of, sampled, sums_of
-from .head import Origin, facts_of, is_linear, origin_of, output_of, recognised, sample_of
-from .passes import Passes
-from .players import ROLES, Answers, Network, Players, Role, are_several, is_made, made, of_one_pair, role_of
-from .targets import Targets
+from .head import (
+    Origin,
+    Targets,
+    facts_of,
+    is_linear,
+    judge,
+    origin_of,
+    output_of,
+    recognised,
+    sample_of,
+    share_of_own,
+    shares_of,
+    tokens_of,
+)
+
+if TYPE_CHECKING:
+    from torch.autograd.graph import Node
+
+
+# --- acting ---
+
+
+#: Elements of a row that are compared, and rows that are kept.
+_COMPARED, _KEPT = 64, 4096
+#: The least share of rows in the training that the model has acted on, and the largest share of calls on rows that had one before.
+_TRAINED, _REPEATED = 0.05, 0.1
+#: The least share of rows that it has acted on just before their step, as it also does for a look at some of them.
+_AT_ONCE = 0.5
+#: The fewest rows of a training with acted ones.
+_FEWEST = 8
+#: The least share of steps, and their fewest number, in which another model trains through this one.
+_THROUGH, _STEPS = 1 / 16, 4
+
+
+class Acting:
+    """Looks for rows that the model was called on without gradients, in training mode and for the first time, and that it trains on later.
+
+    Such calls are of fewer rows than a batch: others prepare a step. A validation is on rows that are never trained on, or again and
+    again. All is compared on the device, and nothing is synchronised.
+
+    It also looks for an opponent: another model that trains through this one, between the steps of this one. If that is watched, too, it
+    gets a note.
+
+    Args:
+        note: writes facts about the run to the run directory.
+
+    Attributes:
+        is_so: the data depend on the model, as far as is known.
+    """
+
+    def __init__(self, note: Callable[..., None]) -> None:
+        self._note = note
+        self.is_so = False
+        self._batch = 0  # the most rows of a step
+        self._kept: Tensor | None = None  # identities of rows that it was called on, [_KEPT]
+        self._again: Tensor | None = None  # how many of the rows since the last step had a call before
+        self._next = self._fresh = 0  # the place of the next row, and how many came since the last step
+        self._sums = [0.0] * 5
+        self._steps = self._through = self._opposed = 0
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def called(self, tensors: Sequence[Tensor]) -> None:
+        """The model is called without gradients, in inference mode perhaps."""
+        data = _rows(tensors)
+        if data is None or 2 * len(data) >= max(self._batch, 2) or (self._kept is not None and self._kept.device != data.device):
+            return
+        rows = _identities(data)
+        if self._kept is None:
+            self._kept = torch.full((_KEPT,), -1, dtype=torch.int64, device=rows.device)
+        again = torch.isin(rows, self._kept).sum()
+        self._again = again if self._again is None else self._again + again
+        self._kept[(torch.arange(len(rows), device=rows.device) + self._next) % _KEPT] = rows
+        self._next, self._fresh = (self._next + len(rows)) % _KEPT, self._fresh + len(rows)
+
+    @torch.no_grad()
+    def trained(self, tensors: Sequence[Tensor]) -> Tensor | None:
+        """A step of the training begins, with these inputs.
+
+        Returns:
+            Numbers of rows, int64 ``[5]``: in this step, of these acted on before the last one and since then, in calls since the last
+            step, and of these called on before. None without any calls.
+        """
+        data = _rows(tensors)
+        if data is None:
+            return None
+        self._batch, self._steps = max(self._batch, len(data)), self._steps + 1
+        if self._kept is None or self._kept.device != data.device:
+            return None
+        rows = _identities(data)
+        is_data = rows != 0  # rows of zeros are padding
+        in_turn = self._kept.roll(-self._next)  # the oldest first
+        at = max(_KEPT - self._fresh, 0)
+        acted, at_once = ((torch.isin(rows, known) & is_data).sum() for known in (in_turn[:at], in_turn[at:]))
+        counts = [torch.full_like(acted, number) for number in (len(rows), self._fresh)]
+        again = torch.zeros_like(acted) if self._again is None else self._again
+        self._again, self._fresh = None, 0
+        return torch.stack([counts[0], acted, at_once, counts[1], again])
+
+    def made(self, output: Tensor) -> None:
+        """The model made this output, which has a graph."""
+        if output.grad_fn is not None:
+            notes_of(output.grad_fn)[OUTPUT] = weakref.ref(self)
+
+    def pass_through(self, data: Tensor) -> bool:
+        """Whether the first input of a step comes from another model that is trained through this one, and not only from other tensors
+        with a gradient, as adversarial ones do.
+        """
+        nodes = list(nodes_of([data], OUTPUT))
+        makers = [maker for node in nodes if (maker := notes_of(node).get(OUTPUT, _nothing)()) is not None]
+        if not makers and not any(isinstance(getattr(node, "variable", None), nn.Parameter) for node in nodes):
+            return False
+        self._through += 1
+        for maker in makers if self._has_opponent else ():
+            maker.meet_opponent()
+        self._judge()
+        return True
+
+    def meet_opponent(self) -> None:
+        """What the model made went through its opponent."""
+        self._opposed += 1
+        self._judge()
+
+    @property
+    def _has_opponent(self) -> bool:
+        return self._through >= max(_STEPS, _THROUGH * self._steps) and self._steps >= _STEPS
+
+    def add(self, numbers: Sequence[float]) -> None:
+        """Count what one step returned, once it is on the host."""
+        self._sums = [one + other for one, other in zip(self._sums, numbers, strict=True)]
+        self._judge()
+
+    def _judge(self) -> None:
+        trained, acted, at_once, called, again = self._sums
+        is_so = acted >= max(_FEWEST, _TRAINED * trained) or acted + at_once >= max(_FEWEST, _AT_ONCE * trained)
+        is_so &= again <= _REPEATED * called
+        is_so |= self._has_opponent or self._opposed >= _STEPS
+        if is_so != self.is_so:
+            self.is_so = is_so
+            self._note(acts=is_so)
+
+
+def _nothing() -> None:
+    """Of a node without a note."""
+
+
+def _rows(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The first input of floating point as ``[rows, elements]``; of images, a row is an image."""
+    first = next((tensor for tensor in tensors if torch.is_floating_point(tensor) and tensor.ndim), None)
+    if first is None or not first.numel():
+        return None
+    return first.detach().flatten(1) if first.ndim >= 4 else first.detach().reshape(-1, first.shape[-1])
+
+
+def _identities(rows: Tensor) -> Tensor:
+    """One number for each of the first rows, int64 ``[rows]``."""
+    bits = rows[:_KEPT, :_COMPARED].float().contiguous().view(torch.int32).long()
+    odd = torch.arange(1, bits.shape[1] + 1, device=bits.device) * 2654435761 % 2**31 * 2 + 1  # Knuth's multiplier
+    return (bits * odd).sum(1)  # whole numbers: the same in any order and shape
+
+
+# --- players ---
+
+
+RULE = "players-agree"
+#: Whether a pass trains the network that answers, on data without a graph, or the one that made them, through it.
+ANSWERS, MAKES = "answers", "makes"
+ROLES = (ANSWERS, MAKES)
+#: Which network made the data, which one answers, and what is trained.
+Role = tuple[tuple[int, int], str]
+
+#: The least share of answers that a pass pushes one way, of those that it pushes at all.
+_ALIKE = 0.95
+#: The fewest steps in which both push clearly, and their least share of those in which both push at all.
+_PLAYERS_FEWEST, _CLEAR = 8, 0.75
+#: The largest deviation of a gradient from the order of its answers, over the largest gradient: its rounding.
+_ROUNDING = 1e-3
+#: Two losses have one goal if the two differ by at most this share of the way to it: labels of 0.9 and 1 do, by a fifth.
+_SAME_GOAL = 0.25
+
+#: Which network made a storage, as long as the user's tensors keep it: a detached output has no graph to note it in.
+_makers: weakref.WeakKeyDictionary[torch.UntypedStorage, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
+
+
+class Network:
+    """One whose calls a monitor follows, as long as this object lives. The two of a game may have a monitor each."""
+
+    def __init__(self) -> None:
+        _networks.add(self)
+
+
+_networks: weakref.WeakSet[Network] = weakref.WeakSet()
+
+
+def are_several() -> bool:
+    """Whether there are two networks, of any monitors; else nothing has to be noted."""
+    return len(_networks) > 1
+
+
+def made(maker: nn.Module, result: object) -> None:
+    """``maker`` has made this output, with or without a graph."""
+    if type(result) is Tensor and torch.is_floating_point(result) and result.layout is torch.strided:
+        _makers[result.untyped_storage()] = weakref.ref(maker)
+
+
+def is_made(data: Tensor) -> bool:
+    """Whether a followed network has made it."""
+    return data.untyped_storage() in _makers
+
+
+def role_of(called: nn.Module, tensors: Sequence[Tensor], answers: Tensor) -> Role | None:
+    """What a pass from these ``answers`` trains, one or a map of them for each row that another network made; else None."""
+    if not tensors or not answers.ndim or answers.shape[0] != tensors[0].shape[0] or (answers.ndim > 1 and answers.shape[1] != 1):
+        return None
+    maker = _makers.get(tensors[0].untyped_storage(), _nobody)()
+    if maker is None or maker is called:
+        return None
+    return (id(maker), id(called)), MAKES if tensors[0].requires_grad else ANSWERS
+
+
+def _nobody() -> None:
+    """The maker of data."""
+
+
+class Answers:
+    """The answers of one call, which wait for their gradient.
+
+    Args:
+        answers: is copied, since the loop may write to it.
+        keep: gets what :func:`judge_push` takes, of the first pass that comes back.
+    """
+
+    def __init__(self, answers: Tensor, keep: Callable[[Tensor], object]) -> None:
+        self._answers, self._keep = answers.detach().flatten().double(), keep
+
+    @torch.no_grad()
+    def came_back(self, gradient: Tensor) -> None:
+        """A gradient came back, of a loss. Nothing is synchronised."""
+        if type(gradient) is not Tensor or gradient.numel() != self._answers.numel():
+            return
+        answers, order = self._answers.sort()
+        pushes = gradient.detach().flatten().double()[order]
+        steps, rounding = pushes.diff(), _ROUNDING * pushes.abs().amax()
+        disorder = torch.minimum((steps > rounding).sum(), (steps < -rounding).sum())
+        centred = answers - answers.mean()
+        slope = (centred * pushes).sum() / centred.square().sum()
+        bent = (pushes - pushes.mean() - slope * centred).abs().amax() > rounding
+        goal = torch.where((slope > 0) & ~bent, answers.mean() - pushes.mean() / slope, torch.nan)
+        self._keep(
+            torch.stack([(pushes > 0).sum().double(), (pushes < 0).sum().double(), disorder.double(), answers.mean(), goal])
+        )
+
+
+def of_one_pair(pushes: dict[Role, Tensor]) -> dict[str, Tensor]:
+    """The passes of two networks that were both trained by their answers, by what they train."""
+    pairs = (pair for pair, role in pushes if role == ANSWERS and (pair, MAKES) in pushes)
+    return {role: pushes[pair, role] for pair in pairs for role in ROLES}
+
+
+class Players:
+    """Judges, step by step, whether both push the same way.
+
+    Of a game, the one that answers lowers what the other one raises, in every loss of it: of logits, hinges, distances, squares. What is
+    pushed to a goal of each row, as a value is that a critic learns, is no game: its gradients do not follow the order of the answers.
+
+    Args:
+        tallies: receive the finding.
+    """
+
+    def __init__(self, tallies: Tallies) -> None:
+        self._tallies = tallies
+        self._both = self._clear = 0
+        self._differ = False
+
+    def add(self, answers: Sequence[float], makes: Sequence[float], step: int) -> None:
+        """Count a step with a pass of each that pushes at all: a hinge that is met does not."""
+        if not any(answers[:2]) or not any(makes[:2]):
+            return
+        self._both += 1
+        one, other = _way(answers), _way(makes)
+        if not one or not other or answers[2]:
+            return
+        self._clear += 1
+        self._differ |= one != other or not _have_one_goal(answers, makes)
+        if self._differ:
+            self._tallies.retract(RULE)
+        elif self._clear >= max(_PLAYERS_FEWEST, _CLEAR * self._both):
+            self._tallies.seen(RULE, step=step, evidence={"steps": float(self._clear)})
+
+
+def _way(push: Sequence[float]) -> int:
+    """1 for a pass that raises the answers, -1 for one that lowers them, and 0 if it does neither clearly."""
+    lowered, raised = push[0], push[1]
+    return int(raised >= _ALIKE * (raised + lowered)) - int(lowered >= _ALIKE * (raised + lowered))
+
+
+def _have_one_goal(answers: Sequence[float], makes: Sequence[float]) -> bool:
+    """False for two squares whose goals differ, on the same side of the answers; of other losses a goal is not known."""
+    (at, goal), (other_at, other_goal) = answers[3:], makes[3:]
+    return not abs(goal - other_goal) > _SAME_GOAL * max(abs(goal - at), abs(other_goal - other_at))
+
+
+# --- The backward passes whose gradients are in the sum that an optimizer uses ---
+
+
+class Passes:
+    """Counts backward passes through the outputs of one module, in one step.
+
+    A sum ends where its gradients are dropped or written to, as a clear does; no value is read. One ends as well where the parameters
+    move: by an optimizer that has used it, or by sharpness-aware minimisation.
+
+    Args:
+        module: held weakly.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self._task = -1
+        self._count = self._used = 0
+        self._calls = 0  # of the module before the last pass
+        # a parameter, its version, its gradient's id and version
+        self._sum: tuple[weakref.ref[Tensor], int, int, int] | None = None
+
+    @property
+    def micro_batches(self) -> int:
+        """The most passes in one sum, and at least 1."""
+        return max(self._used, self._count, 1)
+
+    def accumulates(self) -> bool:
+        """Within a pass: whether it adds to gradients of the module, and does not only return some or stop at an input."""
+        module = self._module()
+        return module is not None and any(_is_reached(parameter) for parameter in module.parameters() if parameter.requires_grad)
+
+    def was_cleared(self) -> bool:
+        """Whether the sum was cleared since the last pass, and not used."""
+        if self._sum is None:
+            return False
+        place, value_version, gradient, version = self._sum
+        parameter = place()
+        if parameter is None:
+            return False
+        now, is_used = parameter.grad, parameter._version != value_version
+        if not is_used and id(now) == gradient and now is not None and now._version == version:
+            return False
+        if is_used:
+            self._used = max(self._used, self._count)
+        self._count, self._sum = 0, None
+        return not is_used
+
+    def began(self, calls: int) -> bool:
+        """Count the running pass once, unless there was no forward since the last one: several may follow a single forward.
+
+        Args:
+            calls: of the module so far.
+
+        Returns:
+            Whether the pass is new, so that its end has to be seen.
+        """
+        task = torch._C._current_graph_task_id()
+        if task == self._task:
+            return False
+        self._task = task
+        self._count += calls > self._calls
+        self._calls = calls
+        return True
+
+    def ended(self) -> None:
+        """Note what shows later whether the sum was cleared or used."""
+        module = self._module()
+        for parameter in () if module is None else module.parameters():
+            if (gradient := parameter.grad) is not None:
+                self._sum = weakref.ref(parameter), parameter._version, id(gradient), gradient._version
+                return
+
+
+def _is_reached(parameter: Tensor) -> bool:
+    """Whether the running pass accumulates into the parameter."""
+    with outside_dispatch_modes(), torch.enable_grad():
+        view: Node | None = parameter.view_as(parameter).grad_fn
+    node = None if view is None else view.next_functions[0][0]
+    return node is not None and will_run(node)
+
+
+# --- Fingerprints of batches, 8 bytes a step, and what the first batches look like ---
+
+
+#: Elements of a batch that are looked at.
+_MOST = 1 << 16
+#: Batches before anything is reported, and how far back a batch is looked for.
+FEWEST, BACK = 16, 8
+#: Share of batches that came before, if workers draw the same random numbers.
+_COPIES = 0.3
+#: An input whose root mean square is larger, or whose mean is this many standard deviations, is not normalised.
+#: Small numbers are left alone, whatever their mean, since a bias takes it up; unless hardly anything else is in them.
+_LARGE, _OFF, _SMALL, _FAR_OFF = 10.0, 5.0, 1.0, 50.0
+#: Numbers this small drown in the biases.
+_TINY = 0.02
+#: The names of arguments that are no input: what the loss compares with, and what selects.
+_NO_INPUT = re.compile(r"label|target|mask(?!ed)", re.IGNORECASE)
+
+
+def batch_tensors(args: Sequence[object], kwargs: dict[str, object], inputs_alone: bool = False) -> list[Tensor]:
+    """The plain tensors among the arguments of a model, of more than one element; ``inputs_alone``: without labels and masks, by name."""
+    found = [*tensors_of(args, ""), *tensors_of(kwargs, "")]
+    return [
+        each
+        for path, each in found
+        if not (inputs_alone and _NO_INPUT.search(path))
+        and type(each) is Tensor
+        and each.layout is torch.strided
+        and not each.is_nested
+        and each.device.type != "meta"
+        and each.numel() > 1
+    ]
+
+
+@torch.no_grad()
+def sampled(tensor: Tensor) -> Tensor:
+    """Some elements of a large one, in one distance, for a fingerprint: two batches that differ hardly agree in all of them."""
+    step = tensor.numel() // _MOST
+    return tensor if step < 2 else tensor.detach().reshape(-1)[:: step | 1]
+
+
+@torch.no_grad()
+def look_of(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Mean, root mean square, and largest difference between rows, of the first input of floating point: float64 ``[3]``."""
+    first = next((each for each in tensors if torch.is_floating_point(each) and each.ndim >= 1), None)
+    if first is None or first.device.type == "mps":
+        return None
+    rows = first.detach()[: max(1, _MOST * len(first) // max(first.numel(), 1))].double() if len(first) else None
+    if rows is None or not rows.numel():
+        return None
+    apart = (rows - rows[:1]).abs().amax() if len(rows) > 1 else torch.full((), math.nan, dtype=torch.float64, device=rows.device)
+    return torch.stack([rows.mean(), rows.square().mean().sqrt(), apart])
+
+
+@torch.no_grad()
+def sums_of(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The sum of each input of floating point, which is finite if all its elements are: float64 ``[inputs]``; None without any."""
+    floats = [each for each in tensors if torch.is_floating_point(each) and each.device.type != "mps"]
+    return torch.stack([each.detach().sum(dtype=torch.float64) for each in floats]) if floats else None
+
+
+class Batches:
+    """The fingerprints of the last batches, and what follows from them.
+
+    Args:
+        tallies: receive what is odd.
+        part: the name of the part of the model that gets them; empty for all of it.
+    """
+
+    def __init__(self, tallies: Tallies, part: str = "") -> None:
+        self._tallies, self._part = tallies, part
+        self._seen: list[int] = []
+
+    def add(self, fingerprint: int) -> None:
+        """One more batch."""
+        self._seen.append(fingerprint)
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether all batches so far, and enough of them, were the same."""
+        return len(self._seen) >= FEWEST and len(set(self._seen)) == 1
+
+    @property
+    def copies(self) -> float:
+        """The share of batches that one of the last ones was too, where there are more different ones than these."""
+        again = sum(each in self._seen[max(place - BACK + 1, 0) : place] for place, each in enumerate(self._seen))
+        return again / len(self._seen) if len(set(self._seen)) > BACK else 0.0
+
+    def judge(self, varies: bool | None) -> None:
+        """Report what is odd; ``varies``: what the user has declared."""
+        if len(self._seen) < FEWEST or varies is False:
+            return
+        if not self.is_repeated and self.copies < _COPIES:
+            return
+        evidence = {"batches": float(len(self._seen)), "different ones": float(len(set(self._seen)))}
+        self._count("repeated-batch", True, **evidence)
+        if varies:
+            self._tallies.seen(EXPECTATION, "batch", ("batches that vary",), {"different ones": float(len(set(self._seen)))})
+
+    def looked(self, mean: float, rms: float, apart: float) -> None:
+        """Report what the first input of one batch looks like."""
+        self._count("constant-input", apart == 0, **{"largest difference between rows": 0.0})
+        deviation = math.sqrt(max(rms**2 - mean**2, 0.0))
+        off = abs(mean) / deviation if deviation else 0.0
+        is_far = rms > _LARGE or 0 < rms < _TINY or off > (_OFF if rms > _SMALL else _FAR_OFF)
+        self._count("inputs-not-normalised", is_far, **{"mean": mean, "standard deviation": deviation})
+
+    def spoiled(self, step: int) -> None:
+        """Report NaN or Inf in the batch of a step."""
+        self._tallies.seen(NON_FINITE_INPUT, self._part or None, self._where, step=step)
+
+    def _count(self, rule: str, is_so: bool, **evidence: float) -> None:
+        if is_so:
+            self._tallies.seen(rule, self._part or None, self._where, evidence)
+        elif not self._tallies.is_empty:
+            self._tallies.missed(rule, self._part or None)
+
+    @property
+    def _where(self) -> tuple[str, ...]:
+        return (self._part,) if self._part else ()
+
+
+# --- The check of the data: looks at the first batches, and at what comes back to the model's output ---
+
 
 #: Monitored steps that are looked at, among this number of steps of any kind; and those of them whose output is, too.
 STEPS, SPAN = 48, 200

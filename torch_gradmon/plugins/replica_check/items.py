@@ -4,17 +4,92 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ...capture.gradients import scale_of
+from ...statistics.fingerprint import fingerprints, packed, unpacked
+from ...step.buffer import DeviceToHostCopy
 from ...step.ranks import digest_of, is_dtensor
-from .wrapper import Wrappers, broadcast_buffers
+
+# --- What ``DistributedDataParallel`` keeps equal: which parameters, on which ranks, and which buffers ---
+
+
+def is_ddp(module: nn.Module) -> TypeGuard[DistributedDataParallel]:
+    """Whether the module is wrapped in DDP."""
+    return isinstance(module, DistributedDataParallel)
+
+
+def ranks_of(module: DistributedDataParallel) -> list[int]:
+    """The ranks over which it copies its module, among all processes, ascending."""
+    from torch.distributed import get_process_group_ranks
+
+    return sorted(get_process_group_ranks(module.process_group))
+
+
+class Wrappers:
+    """The DDP modules in a model, at any depth. Does not keep them alive.
+
+    Args:
+        model: the watched one.
+        members: the ranks that are compared.
+    """
+
+    def __init__(self, model: nn.Module, members: Sequence[int]) -> None:
+        found = [module for module in model.modules() if is_ddp(module)]
+        self._references = [weakref.ref(module) for module in found]
+        self._copies: dict[int, str] = {}
+        self._ignored: set[int] = set()
+        for module in found:  # the innermost one last
+            ranks = ranks_of(module)
+            name = "" if ranks == sorted(members) else digest_of(ranks)
+            self._copies.update((id(parameter), name) for parameter in module.parameters())
+            left_out: Any = module.parameters_to_ignore
+            self._ignored.update(id(p) for name, p in module.module.named_parameters() if name in left_out)
+
+    @property
+    def only(self) -> DistributedDataParallel | None:
+        """The only one of them, if there is one."""
+        return self._references[0]() if len(self._references) == 1 else None
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether ranks may be in different steps, within ``join()``."""
+        return any(module._join_config.enable for reference in self._references if (module := reference()) is not None)
+
+    def copies(self, parameter: Tensor) -> str:
+        """A name of the ranks over which DDP copies the parameter; empty if these are all, or it is below no DDP.
+
+        Other ranks have other parts of the model, as in tensor parallelism by plain tensors.
+        """
+        return self._copies.get(id(parameter), "")
+
+    def ignores(self, parameter: Tensor) -> bool:
+        """Whether DDP leaves the parameter to each rank."""
+        return id(parameter) in self._ignored
+
+
+def is_broadcasting(module: DistributedDataParallel) -> bool:
+    """Whether DDP, when it is called now, sends the buffers of its first rank to all before it calls the module."""
+    # after a hook of the user, buffers are as that has left them
+    sends: bool = module.will_sync_module_buffers()  # type: ignore[no-untyped-call]
+    return sends and not hasattr(module, "buffer_hook")
+
+
+def broadcast_buffers(module: DistributedDataParallel) -> dict[str, Tensor]:
+    """The buffers that it sends, by name."""
+    ignored: Any = module.parameters_to_ignore
+    return {name: buffer for name, buffer in module.module.named_buffers() if name not in ignored}
+
+
+# --- What must be equal on several ranks: which tensors, and on which ranks ---
+
 
 #: Kinds of items, each a possible cause of differences in the next ones.
 NUMBER, BUFFER, GRADIENT, STATE, PARAMETER = "number", "buffer", "gradient", "state", "parameter"
@@ -172,3 +247,82 @@ def _replica(sharded: Any) -> tuple[str, Tensor] | None:
         _meshes[mesh] = digest_of(mesh.mesh.tolist())
     where = ["*" if is_so else str(place) for is_so, place in zip(replicates, coordinate, strict=True)]
     return f"{_meshes[mesh]}:{','.join(where)}", _local(sharded)
+
+
+# --- snapshot ---
+
+
+#: Fingerprints by kind and name.
+Found = dict[tuple[str, str], int]
+
+
+class Snapshot:
+    """The fingerprints of all that ranks have in common in one step.
+
+    Args:
+        step: its number.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self._labels: list[tuple[str, str, str]] = []
+        self._layout: list[tuple[str, str, tuple[int, ...], str]] = []
+        self._parts: list[Tensor] = []
+        self._batch, self._has_buffers = 0, False
+        self._copy: DeviceToHostCopy | None = None
+
+    def add_batch(self, tensors: Sequence[Tensor]) -> None:
+        """Take the fingerprints of this rank's first batch of the step."""
+        if not self._batch and tensors and not self._parts and len({tensor.device for tensor in tensors}) == 1:
+            self._batch = len(tensors)
+            self._parts.append(packed(fingerprints(tensors)))
+
+    def add_buffers(self, items: Sequence[Item]) -> None:
+        """Take the fingerprints of buffers as they are in the first pass of the step."""
+        if not self._has_buffers:
+            self._has_buffers = True
+            self.add(items)
+
+    def add(self, items: Sequence[Item]) -> None:
+        """Take the fingerprints of ``items`` as they are now."""
+        by_device: dict[torch.device, list[Item]] = {}
+        for item in items:
+            by_device.setdefault(item.tensor.device, []).append(item)
+        for each in by_device.values():
+            self._labels += [(item.share, item.kind, item.name) for item in each]
+            self._parts.append(packed(fingerprints([item.tensor for item in each])))
+        parameters = [item for item in items if item.kind == PARAMETER]
+        self._layout += [(item.share, item.name, tuple(item.tensor.shape), str(item.tensor.dtype)) for item in parameters]
+
+    def start_copy(self) -> None:
+        """All is there: send it to the host."""
+        self._copy = DeviceToHostCopy(self._parts)
+
+    def is_ready(self) -> bool:
+        """Whether the values are on the host."""
+        return self._copy is not None and self._copy.is_ready()
+
+    @cached_property
+    def _values(self) -> list[int]:
+        assert self._copy is not None
+        parts = [unpacked(part) for part in self._copy.land()]
+        found: list[int] = torch.cat(parts).tolist() if parts else []
+        return found
+
+    @property
+    def batch(self) -> str | None:
+        """A digest of the batch; None if it is not known."""
+        return digest_of(self._values[: self._batch]) if self._batch else None
+
+    @cached_property
+    def by_share(self) -> Mapping[str, Found]:
+        """Fingerprints by what ranks should have in common. Ranks with other parameters have other keys. Waits for the copy."""
+        layout = digest_of(sorted(self._layout))
+        found: dict[str, Found] = {}
+        for (share, kind, name), value in zip(self._labels, self._values[self._batch :], strict=True):
+            found.setdefault(f"{layout}|{share}", {})[kind, name] = value
+        return found
+
+    def digests(self) -> dict[str, str]:
+        """One digest for each share: equal if all fingerprints are."""
+        return {share: digest_of(sorted(found.items())) for share, found in self.by_share.items()}

@@ -3,29 +3,659 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import re
+import statistics
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...capture.hooks import Handles, ModuleHook
+from ...core import keys
 from ...core.errors import WarningLog
 from ...core.loop_mistakes import RANK_FAULTS, LoopFinding
-from ...core.records import StepRecord
+from ...core.moments import Column
+from ...core.records import StepRecord, loss_among
 from ...step.active_step import ActiveStep
+from ...step.exchange import BoundedStore
 from ...step.planner import Planner
 from ...step.plugin import Plugin
-from ...step.ranks import Ranks, digest_of
-from .board import Board
-from .conversation import Conversation, Memory
-from .items import Common, buffers_of, items_of, others_of, scale_items
-from .local_values import batch_in, has_own_batches
-from .snapshot import Snapshot
-from .wrapper import Wrappers, is_broadcasting, is_ddp
+from ...step.ranks import Ranks, digest_of, is_dtensor
+from .items import (
+    BUFFER,
+    GRADIENT,
+    NUMBER,
+    PARAMETER,
+    SCALE,
+    STATE,
+    Common,
+    Snapshot,
+    Wrappers,
+    buffers_of,
+    is_broadcasting,
+    is_ddp,
+    items_of,
+    others_of,
+    ranks_of,
+    rate_name,
+    scale_items,
+)
+
+# --- Where ranks leave their messages: the key-value store of ``torch.distributed`` ---
+
+
+class Board:
+    """Messages of each rank, by a name.
+
+    Args:
+        subject: the same on all ranks that share the board.
+        rank: of this process among them.
+        count: their number.
+
+    Raises:
+        ImportError, RuntimeError, ValueError: there is no store, or none that can be used beside the training.
+        TimeoutError: the store did not answer in time. So does each method; RuntimeError, if the connection is lost.
+    """
+
+    def __init__(self, subject: str, rank: int, count: int) -> None:
+        self._store = BoundedStore(f"torch_gradmon/replicas/{subject}")
+        self._store.call("add", "made", 1)
+        self._training = 0
+        self._counted: set[str] = set()  # names of the messages that this rank has left in this training
+        self.rank, self.count = rank, count
+
+    def has_changed(self) -> bool:
+        """Whether a rank has made a board for the subject since this was asked last, so that messages have to be left again.
+
+        They are kept apart by the number of boards that all ranks have made: those of an earlier training are not read.
+        """
+        before, self._training = self._training, self._store.call("add", "made", 0)
+        if self._training != before:
+            self._counted.clear()
+        return self._training != before
+
+    def put(self, name: str, message: Any) -> None:
+        """Leave a message of this rank, which replaces an earlier one of that name."""
+        self._store.call("set", self._key(name, self.rank), json.dumps(message))
+        if name not in self._counted:
+            self._counted.add(name)
+            self._store.call("add", f"{self._training}/{name}/here", 1)
+
+    def silent(self, name: str) -> tuple[int, int]:
+        """How many ranks have left no message of that name in this training, and the first of them. One request, and log2 if any."""
+        missing = self.count - self._store.call("add", f"{self._training}/{name}/here", 0)
+        keys = [self._key(name, rank) for rank in range(self.count)]
+        return (missing, self._store.first_absent(keys)) if missing > 0 else (0, -1)
+
+    def _key(self, name: str, rank: int) -> str:
+        return f"{self._training}/{name}/{rank}"
+
+    def read(self, name: str, ranks: Sequence[int], step: int) -> dict[int, Any] | None:
+        """The messages of these ranks about ``step``; None while one is missing. Does not wait."""
+        keys = [self._key(name, rank) for rank in ranks]
+        if not self._store.call("check", keys):
+            return None
+        found = [json.loads(raw) for raw in self._store.values(keys)]
+        return dict(zip(ranks, found, strict=True)) if all(message["step"] == step for message in found) else None
+
+
+# --- Which ranks differ, in what, and since when: pure functions of the messages of ranks ---
+
+
+#: The largest number of ranks, of those that differ, that are asked for details in one check.
+ASKED = 6
+#: Fingerprints by kind and name.
+Found = Mapping[tuple[str, str], int]
+#: By step, in the order in which things were measured: kind, name, and a hash of the statistics.
+Trace = Mapping[int, Sequence[Sequence[str]]]
+
+
+class Suspects(NamedTuple):
+    """Ranks that should be equal and are not.
+
+    Attributes:
+        reference: one of the largest number of equal ranks.
+        usual: their number. Where as many ranks are equal to ``odd``, it may be they that are wrong.
+        odd: a rank that differs from them.
+        alike: number of ranks that are equal to it.
+        share: what all should have in common.
+    """
+
+    reference: int
+    usual: int
+    odd: int
+    alike: int
+    share: str
+
+
+class Difference(NamedTuple):
+    """What differs between two ranks.
+
+    Attributes:
+        rule: slug of the finding.
+        kind: of the item that differed first, as far as is known.
+        name: of the first tensor or number in the order of the model.
+        first: the first step that is known to differ; None if only the check shows it.
+        differing: number of items of this kind that differ now; 0 if they are equal again.
+        of: number of all items of this kind.
+    """
+
+    rule: str
+    kind: str
+    name: str
+    first: int | None
+    differing: int
+    of: int
+
+
+def compared(digests: Mapping[int, Mapping[str, str]]) -> bool:
+    """Whether every rank has something in common with another one. ``digests`` by rank and share."""
+    counts = Counter(share for of in digests.values() for share in of)
+    return all(any(counts[share] > 1 for share in of) for of in digests.values())
+
+
+def suspects(digests: Mapping[int, Mapping[str, str]]) -> list[Suspects]:
+    """The ranks that differ, one for each share in which some do."""
+    found = []
+    for share in dict.fromkeys(share for of in digests.values() for share in of):
+        ranks = [rank for rank in sorted(digests) if share in digests[rank]]
+        counts = Counter(digests[rank][share] for rank in ranks)
+        if len(counts) < 2:
+            continue
+        usual, most = counts.most_common(1)[0]
+        odd = next(rank for rank in ranks if digests[rank][share] != usual)
+        reference = next(rank for rank in ranks if digests[rank][share] == usual)
+        found.append(Suspects(reference, most, odd, counts[digests[odd][share]], share))
+    return found[: ASKED // 2]
+
+
+def difference(reference: Found, other: Found, traces: Sequence[Trace] = (), equal_in: int | None = None) -> Difference | None:
+    """What differs between two ranks; None if nothing does that should not.
+
+    Args:
+        reference: fingerprints of one rank.
+        other: of the other one.
+        traces: statistics of their last steps.
+        equal_in: the last step in which nothing differed.
+    """
+    kinds = _differing(reference, other)
+    if not kinds:
+        return None
+    kind = next(kind for kind in (NUMBER, BUFFER, GRADIENT, STATE, PARAMETER) if kind in kinds)
+    name, first = kinds[kind][0], None
+    # before the first check it is unknown whether gradients are equal when they are measured
+    kinds_of_use = {NUMBER, PARAMETER, *([GRADIENT] if equal_in is not None or GRADIENT in kinds else [])}
+    since = _since(traces[0], traces[1], equal_in, kinds_of_use) if len(traces) == 2 else None
+    if since is not None:
+        first, earlier, name_then = since
+        if earlier != PARAMETER or kind == PARAMETER:  # state is in no statistics, so it may have been earlier
+            kind, name = earlier, name_then
+    rule = "ranks-not-synchronised" if kind == GRADIENT else "ranks-diverged"
+    of = sum(each == kind for each, _ in {*reference, *other})
+    return Difference(rule, kind, name, first, len(kinds.get(kind, ())), of)
+
+
+def _differing(one: Found, other: Found) -> dict[str, list[str]]:
+    """Names by kind.
+
+    Where all parameters are equal after the step, most gradients, or most of the state under one key, differ on purpose: the optimizer
+    exchanges gradients itself, or each rank keeps the state of its own parameters. State that only one rank has is of that kind too.
+    """
+    kinds: dict[str, list[str]] = {}
+    for kind, name in one:
+        if (kind, name) in other and one[kind, name] != other[kind, name]:
+            kinds.setdefault(kind, []).append(name)
+    for kind, name in {*one} ^ {*other}:
+        if kind == GRADIENT:
+            kinds.setdefault(kind, []).append(name)
+    if PARAMETER in kinds:
+        return kinds
+    sizes = Counter(_sort_of(*key) for key in one)
+    apart = Counter(_sort_of(kind, name) for kind, names in kinds.items() for name in names)
+    on_purpose = {sort for sort, count in apart.items() if sort[0] in (GRADIENT, STATE) and 2 * count > sizes[sort]}
+    found = {kind: [name for name in names if _sort_of(kind, name) not in on_purpose] for kind, names in kinds.items()}
+    return {kind: names for kind, names in found.items() if names}
+
+
+def _sort_of(kind: str, name: str) -> tuple[str, str]:
+    """The kind, and for state its key."""
+    return kind, name.rpartition("/")[2] if kind == STATE else ""
+
+
+def _since(one: Trace, other: Trace, equal_in: int | None, kinds: set[str]) -> tuple[int, str, str] | None:
+    """The first step after ``equal_in`` in which something of these kinds differs, its kind and its name.
+
+    Statistics of parameters are from before the step. Those that differed although all was equal are of no use: gradients before ranks
+    exchange them, or of another implementation.
+    """
+    steps = sorted(one.keys() & other.keys())
+    useless: set[tuple[int, str, str]] = set()
+    if equal_in is not None:
+        known = [step for step in steps if step <= equal_in]
+        if not known:
+            return None
+        useless = set(_apart(one[known[-1]], other[known[-1]]))
+    for step in steps:
+        if equal_in is None or step > equal_in:
+            for place, kind, name in _apart(one[step], other[step]):
+                if kind in kinds and (place, kind, name) not in useless:
+                    return step, kind, name
+    return None
+
+
+def _apart(one: Sequence[Sequence[str]], other: Sequence[Sequence[str]]) -> list[tuple[int, str, str]]:
+    """What differs between the statistics of one step, each with its place among those of its kind and name."""
+    seen: Counter[tuple[str, str]] = Counter()
+    found = []
+    for (kind, name, ours), (its_kind, its_name, theirs) in zip(one, other, strict=False):
+        seen[kind, name] += 1
+        if (kind, name) == (its_kind, its_name) and ours != theirs:
+            found.append((seen[kind, name], kind, name))
+    return found
+
+
+def parameter_of(kind: str, name: str) -> str:
+    """The parameter that an item belongs to: state has a key behind its name."""
+    return name.rpartition("/")[0] if kind == STATE else name
+
+
+def to_json(found: Found) -> list[list[Any]]:
+    """Fingerprints as a list."""
+    return [[kind, name, value] for (kind, name), value in found.items()]
+
+
+def of_json(items: Sequence[Sequence[Any]]) -> dict[tuple[str, str], int]:
+    """The inverse of :func:`to_json`."""
+    return {(kind, name): value for kind, name, value in items}
+
+
+# --- local values ---
+
+
+#: Types of arguments that are no batch.
+_SETTINGS = (type(None), bool, int, float, str)
+#: The share of values at either end that a range leaves out, the fewest values that have one, and the number of checks in a row in which
+#: one rank has to be apart. By simulation: losses of 100 steps, correlated by .99 from step to step, kept two to eight ranks apart in
+#: 15 of 1,200 checks, and never in three in a row.
+OUTSIDE, FEWEST, IN_A_ROW = 0.1, 20, 3
+#: What a rank measures of its own batches.
+LOCAL = ("loss", "gradient norm")
+
+
+def has_own_batches(module: nn.Module, members: Sequence[int]) -> bool:
+    """Whether each of these ranks has a batch of its own: under DDP or FSDP2 over just them, and no tensor parallelism."""
+    if is_ddp(module):
+        return ranks_of(module) == sorted(members)
+    if not any(base.__name__ == "FSDPModule" for base in type(module).__mro__):
+        return False
+    sharded: list[Any] = [parameter for parameter in module.parameters() if is_dtensor(parameter)]
+    return bool(sharded) and all(
+        sorted(each.device_mesh.mesh.flatten().tolist()) == sorted(members)
+        and all(p.is_replicate() for p in each.placements[:-1])
+        for each in sharded
+    )
+
+
+def same_batches(step: int, messages: Mapping[int, Mapping[str, Any]]) -> list[LoopFinding]:
+    """The finding that all ranks had the same batch in this check and in the last one; ``messages`` by rank."""
+    now = {message["batch"] for message in messages.values()}
+    before = {message["batch before"] for message in messages.values()}
+    # a batch that never changes is no batch, or the whole data
+    if len(now) == len(before) == 1 and None not in now | before and now != before:
+        return [LoopFinding("same-batches-on-all-ranks", step, step, 1, (), {"ranks": float(len(messages))})]
+    return []
+
+
+def batch_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors among the arguments of a model, and one level inside of lists and dicts.
+
+    None of them if an argument is of another kind, since the batch may be in there; nor if all have a single element.
+    """
+    found: list[Tensor] = []
+    for value in (*args, *kwargs.values()):
+        for each in value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(each, Tensor) and not is_dtensor(each) and not each.is_sparse and not each.is_nested:
+                found.append(each)
+            elif not isinstance(each, _SETTINGS):
+                return []
+    return found if any(tensor.numel() > 1 for tensor in found) else []
+
+
+class Range(NamedTuple):
+    """Most of the values of one rank since the last check."""
+
+    low: float
+    median: float
+    high: float
+
+
+class Streak(NamedTuple):
+    """Checks in a row in which one rank was far from all others.
+
+    Attributes:
+        rank: its number on the board.
+        is_above: its values are larger than those of the others.
+        first: the step of the first of these checks.
+        checks: their number.
+    """
+
+    rank: int
+    is_above: bool
+    first: int
+    checks: int
+
+
+def range_of(values: Sequence[float]) -> Range | None:
+    """The range of the values without a tenth at either end; None if there are too few, or if one is not finite."""
+    if len(values) < FEWEST or not all(map(math.isfinite, values)):
+        return None
+    ordered = sorted(values)
+    low, median, high = (ordered[round(share * (len(values) - 1))] for share in (OUTSIDE, 0.5, 1 - OUTSIDE))
+    return Range(low, median, high)
+
+
+def local_values(kind: str, records: Sequence[StepRecord], after: int, rank: int) -> list[float]:
+    """What this rank has measured of its own batches in the steps ``after`` that one: the loss, or the norm of their gradients where
+    :meth:`ModuleMonitor.add_batch_metrics` measures it.
+    """
+    recent = [record for record in records if record.step > after]
+    if kind == "loss":
+        loss = loss_among({key for record in recent[-1:] for key in record.values})
+        return [record.values[loss] for record in recent if loss in record.values] if loss is not None else []
+    norms = [record.context["batch_norms"].get(str(rank)) for record in recent if "batch_norms" in record.context]
+    return [sum(of) / len(of) for of in norms if of]
+
+
+def ranks_apart(
+    step: int, ranges: Mapping[int, Mapping[str, Sequence[float]]], streaks: dict[str, Streak], names: Sequence[int]
+) -> list[LoopFinding]:
+    """The findings that one rank was far from all others in several checks in a row.
+
+    Args:
+        step: of this check.
+        ranges: by rank and kind.
+        streaks: by kind; brought up to date.
+        names: numbers of the ranks among all processes.
+    """
+    found = []
+    for kind in LOCAL:
+        known = {rank: Range(*of[kind]) for rank, of in ranges.items() if kind in of}
+        if len(known) < len(ranges):
+            continue  # some have measured too little since
+        before, now = streaks.pop(kind, None), apart(known)
+        if now is None:
+            continue
+        goes_on = before is not None and before[:2] == now
+        streaks[kind] = streak = Streak(
+            *now, before.first if goes_on and before else step, before.checks + 1 if goes_on and before else 1
+        )
+        if streak.checks >= IN_A_ROW:
+            others = statistics.median(each.median for rank, each in known.items() if rank != streak.rank)
+            evidence = {"rank": float(names[streak.rank]), "median there": known[streak.rank].median, "median elsewhere": others}
+            found.append(LoopFinding("one-rank-apart", streak.first, step, 1, (kind,), evidence))
+    return found
+
+
+def apart(ranges: Mapping[int, Range]) -> tuple[int, bool] | None:
+    """The rank whose range is as far from those of all others as the widest of these is wide, while the others overlap; and whether its
+    values are larger.
+    """
+    if len(ranges) < 2:
+        return None
+    for rank, own in sorted(ranges.items(), key=lambda item: -item[1].median):
+        others = [each for number, each in ranges.items() if number != rank]
+        if max(each.low for each in others) > min(each.high for each in others):
+            continue
+        widest = max(each.high - each.low for each in others)
+        if len(ranges) == 2 and not _differ_by_far(own.median, others[0].median):
+            continue  # where each has the same few rows again and again, ranges are narrow
+        above, below = own.low - max(each.high for each in others), min(each.low for each in others) - own.high
+        if max(above, below) >= widest and max(above, below) > 0:
+            return rank, above > 0
+    return None
+
+
+def _differ_by_far(one: float, other: float) -> bool:
+    """Whether one is at least twice the other, or has the other sign."""
+    small, large = sorted((abs(one), abs(other)))
+    return one * other < 0 or large >= 2 * small
+
+
+# --- The messages of ranks about one check, over a few steps ---
+
+
+#: The first step is looked for in the statistics of this number of steps and of parameters.
+TRACED_STEPS, TRACED_NAMES = 200, 20
+#: Kinds by source, in the order in which a step measures them.
+_SOURCES = {keys.PARAMETER: PARAMETER, keys.GRADIENT_BEFORE_CLIP: GRADIENT, keys.GRADIENT: GRADIENT}
+
+
+@dataclass
+class Memory:
+    """What one rank knows from checks before.
+
+    Attributes:
+        last_good: the last step in which nothing differed; None before the first.
+        batch: a digest of its batch in the last check.
+        seen: the last step whose values of this kind are in a range, by kind.
+        streaks: by kind, the checks in a row in which one rank was apart.
+    """
+
+    last_good: int | None = None
+    batch: str | None = None
+    seen: dict[str, int] = field(default_factory=dict)
+    streaks: dict[str, Streak] = field(default_factory=dict)
+
+    def was_good(self, step: int) -> None:
+        """Nothing differed in ``step``."""
+        self.last_good = step
+
+    def next_batch(self, batch: str | None) -> str | None:
+        """The batch before this one."""
+        before, self.batch = self.batch, batch
+        return before
+
+    def next_ranges(self, records: Sequence[StepRecord], rank: int, step: int) -> dict[str, Range]:
+        """The ranges of this rank's own values since the ranges before, where there are enough of them."""
+        found: dict[str, Range] = {}
+        for kind in LOCAL:
+            values = local_values(kind, records, self.seen.get(kind, -1), rank)
+            if (each := range_of(values)) is not None:
+                found[kind] = each
+            if len(values) >= FEWEST:
+                self.seen[kind] = step
+        return found
+
+
+class Conversation:
+    """One check, from the side of one rank.
+
+    Args:
+        board: where messages are left.
+        snapshot: what this rank has found.
+        records: the last records of this rank.
+        recorded: those of steps that were not monitored, which waits for the device.
+        memory: what is known from checks before.
+        global_ranks: the ranks on the board by their number among all processes.
+        has_traces: the statistics of the last steps are those of equal ranks.
+        compares_losses: each rank has batches of its own, which are of one kind.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        snapshot: Snapshot,
+        records: Callable[[], Sequence[StepRecord]],
+        recorded: Callable[[], Sequence[StepRecord]],
+        memory: Memory,
+        global_ranks: Sequence[int],
+        has_traces: bool,
+        compares_losses: bool,
+    ) -> None:
+        self._board, self._snapshot, self._memory = board, snapshot, memory
+        self._records, self._recorded = records, recorded
+        self._global_ranks, self._has_traces, self._compares_losses = global_ranks, has_traces, compares_losses
+        self._left: set[str] = set()
+        self._suspects: list[Suspects] = []
+        self._asked: list[int] = []
+        self._answers: Mapping[int, Any] = {}
+
+    def go_on(self) -> list[LoopFinding] | None:
+        """Leave the messages that are due. Returns the verdict once it is known; waits for nothing."""
+        if not self._snapshot.is_ready():
+            return None
+        if self._board.has_changed():
+            self._left.clear()
+        self._leave("digests", self._digests)
+        if self._board.rank == 0:
+            self._judge()
+        question = self._read("question", [0])
+        if question is None:
+            return None
+        facts = [LoopFinding.of_dict(fact) for fact in question[0]["facts"]]
+        if not question[0]["ranks"]:
+            if question[0]["compared"]:
+                self._memory.was_good(self._snapshot.step)
+            return facts
+        if self._board.rank in question[0]["ranks"]:
+            self._answer()
+        verdict = self._read("verdict", [0])
+        if verdict is None:
+            return None
+        if not verdict[0]["facts"]:  # what differs does so on purpose
+            self._memory.was_good(self._snapshot.step)
+        return [*facts, *map(LoopFinding.of_dict, verdict[0]["facts"])]
+
+    def silent(self) -> tuple[int, int]:
+        """How many ranks have left no digest in this training, and the first of them, by its number among all processes."""
+        count, first = self._board.silent("digests")
+        return count, self._global_ranks[first]
+
+    def _digests(self) -> dict[str, Any]:
+        return self._own
+
+    @cached_property
+    def _own(self) -> dict[str, Any]:
+        """The first message of this rank; the same if it has to be left again."""
+        snapshot = self._snapshot
+        records = self._records() if self._compares_losses else []
+        ranges = self._memory.next_ranges(records, self._board.rank, snapshot.step)
+        rounded = {kind: [float(f"{value:.6g}") for value in each] for kind, each in ranges.items()}
+        before = self._memory.next_batch(snapshot.batch)
+        return {
+            "shares": snapshot.digests(),
+            "batch": snapshot.batch,
+            "batch before": before,
+            **({"local": rounded} if rounded else {}),
+        }
+
+    def _answer(self) -> None:
+        self._leave("answer", lambda: {"shares": {share: to_json(found) for share, found in self._snapshot.by_share.items()}})
+        names = self._read("names", [0])
+        if names is not None:
+            self._leave("trace", lambda: self._trace(names[0]["names"]))
+
+    def _judge(self) -> None:
+        """What the first rank does with the messages of the others."""
+        if "question" not in self._left:
+            found = self._read("digests", range(self._board.count))
+            if found is None:
+                return
+            digests = {rank: message["shares"] for rank, message in found.items()}
+            self._suspects = suspects(digests)
+            self._asked = sorted({rank for each in self._suspects for rank in (each.reference, each.odd)})
+            local = {rank: message.get("local", {}) for rank, message in found.items()}
+            facts = [
+                *same_batches(self._snapshot.step, found),
+                *ranks_apart(self._snapshot.step, local, self._memory.streaks, self._global_ranks),
+            ]
+            said = [fact.to_dict() for fact in facts]
+            self._leave("question", lambda: {"ranks": self._asked, "facts": said, "compared": compared(digests)})
+        answers = self._read("answer", self._asked) if self._asked else None
+        if answers is None:
+            return
+        self._answers = answers
+        self._leave("names", lambda: {"names": self._differing()[:TRACED_NAMES]})
+        traces = self._read("trace", self._asked)
+        if traces is not None:
+            self._leave("verdict", lambda: {"facts": [fact.to_dict() for fact in self._verdicts(traces)]})
+
+    def _found(self, rank: int, share: str) -> dict[tuple[str, str], int]:
+        return of_json(self._answers[rank]["shares"].get(share, []))
+
+    def _differing(self) -> list[str]:
+        names: dict[str, None] = {}
+        for each in self._suspects:
+            reference, other = (self._found(rank, each.share) for rank in (each.reference, each.odd))
+            differing = [key for key in dict.fromkeys((*reference, *other)) if reference.get(key) != other.get(key)]
+            names.update(dict.fromkeys(parameter_of(*key) for key in differing))
+        return list(names)
+
+    def _verdicts(self, traces: Mapping[int, Any]) -> list[LoopFinding]:
+        found: dict[str, LoopFinding] = {}
+        for who in self._suspects:
+            pair = who.reference, who.odd
+            steps = [{int(step): of for step, of in traces[rank]["steps"].items()} for rank in pair] if self._has_traces else []
+            reference, other = (self._found(rank, who.share) for rank in pair)
+            what = difference(reference, other, steps, self._memory.last_good)
+            if what is not None:  # one finding for each rule, that of the first share
+                found.setdefault(what.rule, self._fact(who, what, [traces[rank]["norms"] for rank in pair]))
+        return list(found.values())
+
+    def _fact(self, who: Suspects, what: Difference, norms: Sequence[Mapping[str, float]]) -> LoopFinding:
+        step = self._snapshot.step
+        evidence: dict[str, float] = {"rank": self._global_ranks[who.odd], "unlike rank": self._global_ranks[who.reference]}
+        evidence["ranks like it"], evidence["ranks like the other"] = who.alike, who.usual
+        if what.differing:
+            evidence[f"{what.kind}s that differ"], evidence[f"{what.kind}s"] = what.differing, what.of
+        ours, theirs = (each.get(parameter_of(what.kind, what.name)) for each in norms)
+        if ours and theirs:
+            evidence["norm of the parameter there"], evidence["and elsewhere"] = theirs, ours
+        if what.first is None and self._memory.last_good is not None:
+            evidence["equal until step"] = self._memory.last_good
+        first = step if what.first is None else what.first
+        return LoopFinding(what.rule, first, step, 1, (what.name,), {name: float(value) for name, value in evidence.items()})
+
+    def _trace(self, names: Sequence[str]) -> dict[str, Any]:
+        """Hashes of the statistics of these parameters in the last steps, and the last norms."""
+        steps: dict[int, list[tuple[str, str, str]]] = {}
+        norms: dict[str, float] = {}
+        known = {record.step: record for record in (*self._recorded(), *self._records())}
+        for _, record in sorted(known.items())[-TRACED_STEPS:]:
+            rates = record.context.get("lr", [])
+            found = steps[record.step] = [(NUMBER, rate_name(number), repr(rate)) for number, rate in enumerate(rates)]
+            if "amp_scale" in record.context:
+                found.append((NUMBER, SCALE, repr(record.context["amp_scale"])))
+            for source, kind in _SOURCES.items():
+                table = record.tables.get(source)
+                if table is None:
+                    continue
+                place = {name: row for row, name in enumerate(table.names)}
+                there = [name for name in names if name in place]
+                found += [(kind, name, digest_of(table.rows[place[name]].tolist())) for name in there]
+                if kind == PARAMETER:
+                    norms.update((name, float(table.rows[place[name], Column.SQUARE_SUM]) ** 0.5) for name in there)
+        return {"steps": steps, "norms": norms}
+
+    def _leave(self, name: str, message: Callable[[], dict[str, Any]]) -> None:
+        if name not in self._left:
+            self._left.add(name)
+            self._board.put(name, {"step": self._snapshot.step, **message()})
+
+    def _read(self, name: str, ranks: Sequence[int]) -> dict[int, Any] | None:
+        return self._board.read(name, ranks, self._snapshot.step)
+
+
+# --- The check of replicas: when it is due, and what is done with its verdict ---
+
 
 #: Steps that others are waited for, and steps after which an alert has reached all ranks.
 PATIENCE, AFTER_ALERT = 50, 4

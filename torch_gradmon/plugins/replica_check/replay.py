@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...capture.compiled import unwrapped
 from ...capture.metric_functions import untouched_rng
-from ...capture.modules.compiled import unwrapped
 from ...core import torch_modes as accelerator
 from ...core.errors import display
 from ...core.formatting import ShownAsText
 from ...statistics.fingerprint import fingerprints
 from ...step.ranks import is_dtensor
-from .wrapper import is_ddp
+from .items import is_ddp
 
 LOSS = "loss"
 #: The fingerprints of one pass by name, the loss first.

@@ -2,22 +2,642 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import contextlib
+import copy
+import math
+import os
+import shutil
+import tempfile
+import weakref
+import zlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ...core import keys as n
 from ...core.errors import SpikeError, WarningLog
+from ...core.files import replacing
 from ...core.keys import SUMMARY, Key
+from ...core.moments import Column, identity
+from ...core.records import SpikeEvent, StepRecord
 from ...spikes.detector_set import DetectorSet
 from ...step.active_step import ActiveStep, Mode, RecordedStep
+from ...step.buffer import StepBuffer
 from ...step.exchange import RankExchange
+from ...step.plan import SourcePlan
 from ...step.plugin import OptimizerContext, Plugin
-from .buffers import KnownBuffers
-from .decision import CALM, NONFINITE, Votes
+from ...step.ranks import Ranks, is_dtensor
+from ...step.summary import gradient_values
 from .policy import Act, Policy, Rollback, RolledBack
-from .rollbacks import Rollbacks
+
+# --- decision ---
+
+
+#: The sources that have values before the optimizer steps.
+_SOURCES = (n.GRADIENT_BEFORE_CLIP, n.GRADIENT)
+#: A rank's vote: no spike, a spike, or NaN or Inf that the optimizer would use.
+CALM, SPIKE, NONFINITE = 0.0, 1.0, 2.0
+
+
+class Votes:
+    """Combines the predictions of the detectors, which learn nothing here, over all ranks.
+
+    Args:
+        judges: the detectors.
+        exchange: with the other ranks, only for decisions.
+        complaints: receives failures.
+        parts: what must be the same on all ranks, see :meth:`ExchangePolicy.parts`.
+
+    Attributes:
+        known: the values of the step at the decision, as a record and whole-model values.
+        split: whether the scalers of the ranks disagreed about the step, which is therefore skipped.
+    """
+
+    def __init__(
+        self, judges: DetectorSet, exchange: RankExchange, complaints: WarningLog, parts: Callable[[], Mapping[str, Any]]
+    ) -> None:
+        self.known: tuple[StepRecord, dict[str, float]] | None = None
+        self.split = False
+        self._judges, self._exchange, self._complaints, self._parts = judges, exchange, complaints, parts
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.known, self.split = None, False
+
+    def end(self) -> None:
+        """The run ends on this rank."""
+        self._exchange.end()
+
+    def are_common(self, step: int) -> bool:
+        """Whether all ranks vote, in the same way, in the step in flight."""
+        return self._exchange.all_take_part("decisions", lambda: {**self._parts(), "detectors": self._judges.signals}, step)
+
+    def cast(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], optimizer: OptimizerContext) -> tuple[float, str]:
+        """The severity of the step according to all ranks, and the reason. Synchronises; one or two collectives.
+
+        This rank votes even after a failure, since the others wait for it.
+        """
+        part = buffer.part(_SOURCES)
+        for source in _SOURCES if optimizer.ignored else ():
+            part.clear(source, optimizer.ignored)
+        spread = {source: (plans[source].exchanged, plans[source].columns) for source in _SOURCES if plans[source].exchanged}
+        self._exchange.run(part, spread, self._judges.watches_values, self._judges.watches, asked="decisions")
+        events: list[SpikeEvent] = []
+        count, refused = 0, optimizer.is_overflowed
+        try:
+            record, whole = self.known = _looked_at(part)
+            count = _nonfinite(record)
+            refused |= bool(count) and optimizer.has_scaler
+            if not refused:  # the scaler handles infinite gradients itself
+                events = self._judges.predict(record, whole)
+        except Exception as error:
+            self._complaints.add("internal:vote", f"whether step {buffer.step} is a spike could not be determined", error)
+        reasons = [event.reason for event in events]
+        if count and not refused and all(math.isfinite(event.value) for event in events):
+            reasons.append(f"{count:,} elements of the gradients are NaN or infinite")
+        if optimizer.is_stale:
+            reasons.append("the gradients are those of a step that was skipped, and were not zeroed since")
+        severity = CALM if not reasons else NONFINITE if count and not refused else SPIKE
+        vote = self._together(severity, "; ".join(reasons), refused)
+        self._judges.warn_of_failures(self._complaints)
+        return vote
+
+    def _together(self, severity: float, reason: str, refused: bool) -> tuple[float, str]:
+        ranks = self._exchange.ranks
+        if ranks.count == 1:
+            return severity, reason
+        row = identity(2, ranks.device)
+        row[0, Column.MAX] = severity
+        row[1, [Column.MIN, Column.MAX]] = float(refused)
+        votes, refusals = ranks.merged(row, frozenset({Column.MIN, Column.MAX})).tolist()
+        worst, split = votes[Column.MAX], bool(refusals[Column.MAX] and not refusals[Column.MIN])
+        self.split |= split
+        if worst == CALM and not split:
+            return CALM, ""
+        if refused and split:
+            reason = "the scaler did not let the optimizer step"
+        told = {rank: words for rank, words in enumerate(ranks.gathered(reason)) if words}
+        if len(told) == ranks.count and len(set(told.values())) == 1:
+            return worst, next(iter(told.values()))
+        words = "; ".join(f"rank {rank}: {words}" for rank, words in list(told.items())[:3])
+        return NONFINITE if split else worst, words + (f"; and {len(told) - 3} more ranks" if len(told) > 3 else "")
+
+
+def _looked_at(part: StepBuffer) -> tuple[StepRecord, dict[str, float]]:
+    """The values in ``part`` as a record, and the whole-model values that follow from them. Waits for the device."""
+    tables, values, _ = part.flush()
+    refused = {*part.refused, *(source for (source, name) in part.absent if not name)}
+    before = tables.get(n.GRADIENT_BEFORE_CLIP)
+    whole = {} if before is None or n.GRADIENT_BEFORE_CLIP in refused else gradient_values(before)
+    return StepRecord(part.step, 0.0, True, values, tables), whole
+
+
+def _nonfinite(record: StepRecord) -> int:
+    """The number of NaN or infinite elements in the gradients that the optimizer will use, or, if unknown, before clipping."""
+    table = record.tables.get(n.GRADIENT, record.tables.get(n.GRADIENT_BEFORE_CLIP))
+    return 0 if table is None else int(table.rows[:, Column.NONFINITE].sum())
+
+
+# --- The model's buffers before a batch: a skipped batch must not change running statistics ---
+
+
+#: The most bytes of buffers to copy in every step, the smallest first: statistics are small, masks are not.
+COPIED = 32 << 20
+
+
+@dataclass
+class _Seen:
+    """One buffer at the start of the step; its tensor is None if the name had none yet."""
+
+    module: weakref.ref[nn.Module]
+    name: str
+    buffer: Tensor | None
+    place: tuple[int, str]
+    version: int
+    copy: Tensor | None = None
+
+
+class Buffers:
+    """Remembers buffers before a step, and restores them. Does not keep the model alive.
+
+    It copies the buffers of normalisation layers, those whose version counter has changed before, and the smallest others up to
+    :data:`COPIED` bytes. The counter alone is not sufficient: kernels of normalisation layers and writes to ``.data`` bypass it.
+    """
+
+    def __init__(self) -> None:
+        self._modules: list[weakref.ref[nn.Module]] = []
+        self._version: int | None = None
+        self._seen: list[_Seen] = []
+        self._moving: set[tuple[int, str]] = set()
+        self._counters: dict[tuple[int, str], int] = {}
+
+    def remember(self, model: nn.Module, version: int) -> None:
+        """Remember the buffers at the start of a step. ``version`` changes with the model's modules. Does not synchronise."""
+        if self._version != version:
+            self._modules, self._version = [weakref.ref(module) for module in model.modules()], version
+            self._moving, self._counters = set(), {}
+        self._seen, left = [], COPIED
+        others: list[tuple[int, int, _Seen, Tensor]] = []
+        for number, reference in enumerate(self._modules):
+            module = reference()
+            for name, buffer in module._buffers.items() if module is not None else ():
+                counter = -1 if buffer is None or buffer.is_inference() else buffer._version
+                seen = _Seen(reference, name, buffer, (number, name), counter)
+                self._seen.append(seen)
+                if buffer is None or is_fixed(buffer):
+                    continue
+                if self._moves(seen.place, counter) or _normalises(module):
+                    seen.copy = buffer.detach().clone()
+                    left -= buffer.nbytes
+                else:
+                    others.append((buffer.nbytes, len(others), seen, buffer))
+        for size, _, seen, buffer in sorted(others, key=lambda each: each[:2]):
+            if (left := left - size) < 0:
+                break
+            seen.copy = buffer.detach().clone()
+
+    def _moves(self, place: tuple[int, str], counter: int) -> bool:
+        if self._counters.setdefault(place, counter) != counter:
+            self._moving.add(place)
+        self._counters[place] = counter
+        return place in self._moving
+
+    def put_back(self) -> list[str]:
+        """Restore the buffers after a skipped step; may be called repeatedly. Returns the names of those that could not be restored."""
+        failed = []
+        with torch.no_grad():
+            for seen in self._seen:
+                module = seen.module()
+                if module is None or seen.name not in module._buffers:
+                    continue
+                module._buffers[seen.name] = seen.buffer  # the forward may have replaced it
+                try:
+                    if seen.copy is not None and seen.buffer is not None:
+                        seen.buffer.copy_(seen.copy)
+                        self._counters[seen.place] = seen.buffer._version
+                    elif seen.buffer is not None and seen.version >= 0 and seen.buffer._version != seen.version:
+                        failed.append(seen.name)  # it is large, and changed for the first time
+                except RuntimeError:
+                    failed.append(seen.name)
+        return failed
+
+    def forget(self) -> None:
+        """Drop all buffers."""
+        self._seen = []
+
+
+class KnownBuffers:
+    """The model's buffers as they were before the batch of the open step.
+
+    Args:
+        complaints: receives a warning about buffers that could not be restored.
+
+    Attributes:
+        is_known: whether they were remembered since the last attempt.
+    """
+
+    def __init__(self, complaints: WarningLog) -> None:
+        self._buffers, self._complaints = Buffers(), complaints
+        self.is_known = False
+
+    def remember(self, module: nn.Module, version: int) -> None:
+        """Remember the buffers. ``version`` changes with the model's modules."""
+        self._buffers.remember(module, version)
+
+    def remember_once(self, module: nn.Module, version: int) -> None:
+        """Remember the buffers at the first call since the last attempt."""
+        if not self.is_known:
+            self.remember(module, version)
+            self.is_known = True
+
+    def step_dropped(self) -> None:
+        """The next call of the model is the first one again."""
+        self.is_known = False
+
+    def attempt_ended(self, module: nn.Module, version: int) -> None:
+        """Prepare for a new batch. Remembers the buffers now if no call of the model was seen, as when only its parts are called."""
+        if not self.is_known:
+            self.remember(module, version)
+        self.is_known = False
+
+    def put_back(self) -> None:
+        """Restore the buffers."""
+        if failed := self._buffers.put_back():
+            names = ", ".join(failed[:3])
+            message = f"buffers of the model ({names}) could not be made what they were before a step that was skipped"
+            self._complaints.add("buffers", message)
+
+    def forget(self) -> None:
+        """Drop all buffers."""
+        self._buffers.forget()
+
+
+def _normalises(module: nn.Module | None) -> bool:
+    """Whether ``module`` may write to its buffers by a normalisation kernel; any TorchScript module may."""
+    return isinstance(module, (_NormBase, torch.jit.ScriptModule)) and getattr(module, "training", False)
+
+
+def is_fixed(buffer: Tensor) -> bool:
+    """Whether in-place writes to it are impossible."""
+    return buffer.is_inference() or any(
+        stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)
+    )
+
+
+# --- snapshots ---
+
+
+Load = Callable[[], Mapping[str, Any]]
+
+
+class _Kept(NamedTuple):
+    """A snapshot: after which step and how many batches it was taken, its content, and its file."""
+
+    step: int
+    batches: int
+    load: Load
+    file: Path | None
+
+
+class Snapshots:
+    """The last snapshots of a model and its optimizers, of this rank's part of each tensor.
+
+    Args:
+        policy: how many, where, and what else belongs to them.
+        rank: names the files.
+    """
+
+    def __init__(self, policy: Rollback, rank: int) -> None:
+        self._keep, self._every, self._age, self._rank = policy.keep, policy.every, policy.age, rank
+        self._extra_state = [_weakly(each) for each in policy.extra_state]
+        self._parent, self._directory, self._place = policy.directory, "", (0, 0)
+        self._kept: list[_Kept] = []  # oldest first
+        self._loaded: Mapping[str, Any] = {}
+        self._since: int | None = None  # the step after which the last one was taken, or at which it was gone back to one
+        self._used: int | None = None  # the one gone back to last, if none was taken since
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps of the kept snapshots, ascending."""
+        return [kept.step for kept in self._kept]
+
+    def is_due(self, step: int) -> bool:
+        """Whether a snapshot is due after ``step``."""
+        return self._since is None or step - self._since >= self._every
+
+    def take(self, step: int, batches: int, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Copy everything to the host after ``step`` and this number of batches. Waits for the device."""
+        self._since, self._used = step, None  # even if it fails, so that it is not tried again in every step
+        taken = {
+            "tensors": [_on_host(tensor) for tensor in _tensors(model, optimizers)],
+            "optimizers": [[_copied(optimizer.state.get(p)) for p in _parameters(optimizer)] for optimizer in optimizers],
+            "options": [[{k: _copied(v) for k, v in g.items() if k != "params"} for g in o.param_groups] for o in optimizers],
+            "also": [_copied(each.state_dict()) for each in self._others()],
+        }
+        self._kept.append(_Kept(step, batches, *self._stored(step, taken)))
+        while len(self._kept) > self._keep:
+            self._drop(0)
+
+    def _stored(self, step: int, taken: Mapping[str, Any]) -> tuple[Load, Path | None]:
+        if self._parent is None:
+            return lambda: taken, None
+        if not self._directory:  # one of its own: another run may be given the same path
+            Path(self._parent).mkdir(parents=True, exist_ok=True)
+            self._directory = tempfile.mkdtemp(prefix=f"rank{self._rank}-", dir=self._parent)
+            self._place = _identity(self._directory)
+            self._remove = weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
+        self._check_directory()
+        file = Path(self._directory) / f"step{step}.pt"
+        leaves, shape = tree_flatten(taken)
+        with replacing(file) as target:  # a killed run leaves no half of one
+            leaves = [_written(leaf, target) for leaf in leaves]
+        return lambda: tree_unflatten(_read_back(leaves, file), shape), file
+
+    def _check_directory(self) -> None:
+        """Raises OSError where others have put something in the place of the directory."""
+        if _identity(self._directory) != self._place:
+            raise OSError(f"{self._directory!r} is no longer the directory that was made for snapshots")
+
+    def _drop(self, place: int) -> None:
+        dropped = self._kept.pop(place)
+        if dropped.file is not None:
+            with contextlib.suppress(OSError):
+                self._check_directory()
+                dropped.file.unlink()
+
+    def choose(self, step: int, known: Collection[int]) -> int | None:
+        """The step of the snapshot among ``known`` to restore after a spike in ``step``; None without any.
+
+        It is the newest one that is old enough, else the oldest. If one was restored since the last snapshot was taken, only older
+        ones qualify, or the oldest if there are none.
+        """
+        steps = sorted(known)
+        if self._used is not None:
+            steps = [taken for taken in steps if taken < self._used] or steps[:1]
+        old = [taken for taken in steps if step - taken >= self._age]
+        return max(old) if old else min(steps, default=None)
+
+    def batches_of(self, step: int) -> int:
+        """The number of batches before the snapshot of ``step``."""
+        return next(kept.batches for kept in self._kept if kept.step == step)
+
+    def load(self, to: int, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Load the snapshot of step ``to`` for :meth:`go_back`. Drops later snapshots.
+
+        Raises:
+            ValueError: the model or its optimizers have other tensors now; nothing is changed.
+            OSError: the file no longer exists, or was changed.
+        """
+        while self._kept[-1].step > to:
+            self._drop(-1)
+        saved = self._kept[-1].load()
+        there = _tensors(model, optimizers)
+        shapes, known = [_local(t).shape for t in there], [t.shape for t in saved["tensors"]]
+        counts, before = [len(_parameters(o)) for o in optimizers], [len(states) for states in saved["optimizers"]]
+        if shapes != known or counts != before:
+            raise ValueError("parameters or buffers have come, gone or changed their shape since")
+        self._loaded = saved
+
+    def go_back(self, step: int, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Restore the loaded snapshot after a spike in ``step``.
+
+        Raises:
+            Exception: any error of a ``load_state_dict`` in ``extra_state``, after everything else is restored.
+        """
+        saved, self._loaded = self._loaded, {}
+        self._since = step  # the usual number of steps remains until the next snapshot
+        self._used = self._kept[-1].step
+        restore = _Restore()
+        with torch.no_grad():
+            for tensor, value in zip(_tensors(model, optimizers), saved["tensors"], strict=True):
+                _local(tensor).copy_(value)
+            for optimizer, states in zip(optimizers, saved["optimizers"], strict=True):
+                for parameter, state in zip(_parameters(optimizer), states, strict=True):
+                    if state is None:
+                        optimizer.state.pop(parameter, None)
+                    else:
+                        optimizer.state[parameter] = restore(optimizer.state.get(parameter), state, parameter)
+        if self._extra_state:
+            for optimizer, groups in zip(optimizers, saved["options"], strict=True):
+                for group, options in zip(optimizer.param_groups, groups, strict=True):
+                    for name, value in options.items():
+                        group[name] = restore(group.get(name), value, None)
+            for each, state in zip(self._others(), saved["also"], strict=True):
+                each.load_state_dict(_copied(state))
+
+    def _others(self) -> list[Any]:
+        found = [reference() for reference in self._extra_state]
+        if any(each is None for each in found):
+            raise ValueError("an object of extra_state= is gone; keep it in a variable of the loop")
+        return found
+
+    def forget(self) -> None:
+        """Drop all snapshots and their files."""
+        while self._kept:
+            self._drop(0)
+        if self._directory:
+            self._directory = ""
+            self._remove()
+        self._used = self._since = None
+
+
+def _identity(directory: str) -> tuple[int, int]:
+    found = os.lstat(directory)
+    return found.st_dev, found.st_ino
+
+
+class _OnDisk(NamedTuple):
+    """What a file has the bytes of. The file has nothing else: unpickling could run what somebody else has put there."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    size: int
+    checksum: int
+
+
+def _written(leaf: Any, file: IO[bytes]) -> Any:
+    """Write a tensor; anything else stays as it is."""
+    if type(leaf) is not Tensor or leaf.layout is not torch.strided or leaf.is_quantized or not leaf.numel():
+        return leaf
+    data: Any = memoryview(leaf.resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]
+    file.write(data)
+    return _OnDisk(leaf.dtype, leaf.shape, data.nbytes, zlib.crc32(data))
+
+
+def _read_back(leaves: Sequence[Any], file: Path) -> list[Any]:
+    with file.open("rb") as source:
+        return [_tensor_in(source, leaf) if isinstance(leaf, _OnDisk) else leaf for leaf in leaves]
+
+
+def _tensor_in(file: IO[bytes], leaf: _OnDisk) -> Tensor:
+    data = bytearray(file.read(leaf.size))
+    if len(data) != leaf.size or zlib.crc32(data) != leaf.checksum:
+        raise OSError(f"{file.name!r} was changed since it was written")
+    return torch.frombuffer(data, dtype=leaf.dtype).reshape(leaf.shape)
+
+
+def _tensors(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    """The tensors that training changes, except the optimizers' state; each once.
+
+    The parameters are those of the optimizers: during a forward of FSDP2 the model has others.
+    """
+    owned = [parameter for optimizer in optimizers for parameter in _parameters(optimizer)]
+    buffers = (buffer for buffer in model.buffers() if not is_fixed(buffer))
+    return list({id(tensor): tensor for tensor in (*owned, *buffers)}.values())
+
+
+def _weakly(thing: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(thing)
+    except TypeError:  # some take no references
+        return lambda: thing
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The part that is on this rank."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor.detach()  # type: ignore[attr-defined]
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    local = _local(tensor)
+    return local.clone() if local.device.type == "cpu" else local.to("cpu")
+
+
+def _copied(value: Any) -> Any:
+    """A copy on the host that shares nothing."""
+    if isinstance(value, Tensor):
+        return _on_host(value)
+    if isinstance(value, dict):
+        return {name: _copied(each) for name, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copied(each) for each in value)
+    return copy.deepcopy(value)
+
+
+class _Restore:
+    """Puts saved values in the place of others: into the same tensors where there are such."""
+
+    def __init__(self) -> None:
+        self._written: set[int] = (
+            set()
+        )  # what stood for two values that were one when the snapshot was taken, or two, is not written twice
+
+    def __call__(self, now: Any, saved: Any, parameter: Tensor | None) -> Any:
+        if isinstance(saved, Tensor):
+            return self._tensor(now, saved, parameter)
+        if isinstance(saved, dict):
+            there = now if isinstance(now, dict) else {}
+            found = {name: self(there.get(name), each, parameter) for name, each in saved.items()}
+            if not isinstance(now, dict):
+                return found
+            now.clear()
+            now.update(found)
+            return now
+        if type(saved) in (list, tuple):
+            old = now if isinstance(now, (list, tuple)) and len(now) == len(saved) else [None] * len(saved)
+            return type(saved)(self(before, each, parameter) for before, each in zip(old, saved, strict=True))
+        return copy.deepcopy(saved)
+
+    def _tensor(self, now: Any, saved: Tensor, parameter: Tensor | None) -> Tensor:
+        if isinstance(now, Tensor) and id(now) not in self._written:
+            local = _local(now)
+            if local.shape == saved.shape and local.dtype == saved.dtype:
+                local.copy_(saved)
+                self._written.add(id(now))
+                return now
+        # of a state that has changed its shape since, such as the history of L-BFGS
+        return saved.clone() if parameter is None or saved.dim() == 0 else saved.to(parameter.device, copy=True)
+
+
+# --- rollbacks ---
+
+
+class Rollbacks:
+    """Takes the snapshots of one run, and restores them.
+
+    Args:
+        policy: when a snapshot is due, and how many batches to skip after a rollback.
+        ranks: go back together.
+        complaints: receives failures.
+
+    Attributes:
+        due: the step before, if a snapshot is due after it.
+    """
+
+    def __init__(self, policy: Rollback, ranks: Ranks, complaints: WarningLog) -> None:
+        self._snapshots = Snapshots(policy, ranks.rank)
+        self._skip_batches, self._ranks, self._complaints = policy.skip_batches, ranks, complaints
+        self._batches = 0  # that came, or were passed over
+        self.due: int | None = None
+
+    def take_due(self, model: nn.Module | None, optimizers: Sequence[Optimizer]) -> bool:
+        """Take the snapshot that is due, which waits for the device. Returns whether one was due and the model is there."""
+        last, self.due = self.due, None
+        if last is None or model is None:
+            return False
+        try:
+            self._snapshots.take(last, self._batches, model, optimizers)
+        except Exception as error:  # a full disk, or what cannot be copied
+            self._complaints.add("snapshot", f"no snapshot could be taken after step {last}", error)
+        return True
+
+    def attempt_ended(self, step: int, is_sound: bool) -> None:
+        """Count the batch of ``step``; ``is_sound``: the step was applied, and is no spike."""
+        self._batches += 1
+        if is_sound and self._snapshots.is_due(step):
+            self.due = step
+
+    def go_back(self, step: int, model: nn.Module, optimizers: Sequence[Optimizer]) -> RolledBack | None:
+        """Go back after a spike in ``step``; None without a snapshot that all ranks have and can restore."""
+        snapshots = self._snapshots
+        to = snapshots.choose(step, set(snapshots.steps).intersection(*self._ranks.gathered(snapshots.steps)))
+        if to is None:
+            return None
+        if failures := self._on_all(lambda: snapshots.load(to, model, optimizers)):  # all go back, or none
+            snapshots.forget()
+            message = f"step {step} is skipped, but the model could not go back to step {to}: {failures[0]}"
+            self._complaints.add("rollback", message)
+            return None
+        before = snapshots.batches_of(to)
+        if failures := self._on_all(lambda: snapshots.go_back(step, model, optimizers)):
+            message = f"not all of the model went back to step {to}, and what it is now is of no use: {failures[0]}"
+            self._complaints.add("rollback:partly", message)
+        seen = self._batches - before
+        self._batches += self._skip_batches
+        return RolledBack(step, to, seen, self._skip_batches)
+
+    def _on_all(self, action: Callable[[], object]) -> list[str]:
+        """Do it on each rank; what went wrong, on any of them."""
+        failure = ""
+        try:
+            action()
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+        return list(filter(None, self._ranks.gathered(failure)))
+
+    def rewind(self) -> None:
+        """Drop all snapshots, and take none after the step before: they are of another branch."""
+        self.due = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop all snapshots and their files."""
+        self._snapshots.forget()
+
+
+# --- plugin ---
+
 
 _STEPS_SKIPPED = Key(SUMMARY, "", "steps_skipped")
 

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 
 from ....core import keys as n
-from ....core.formatting import also_in
-from ..findings import Finding, NotMeasured
-from ..history import History
-from ..precautions import Precautions
-from ..series import Matrix, lower_median
+from ....core.formatting import also_in, times
+from ....core.keys import SUMMARY, TENSOR_SOURCES, parse_key
+from ....core.moments import VIEWS
+from ....core.records import Severity
+from ....spikes.attribution import ParameterAttribution, SpikeCause, spike_cause
+from ....spikes.signals import Episode, largest, size
+from ..findings import UNDONE, Finding, NotMeasured
+from ..history import History, Matrix, Precautions, Series, lower_median, rank_shift, trend
+
+# --- depth ---
+
 
 #: The fewest matrices that have a depth.
 _FEWEST = 4
@@ -268,3 +275,358 @@ def _drop(history: History, ratios: Matrix) -> tuple[dict[str, float], float]:
     if lower_median(values[third:-third]) < first:
         return usual, 0.0
     return usual, last / first if first > 0 else math.inf
+
+
+# --- The largest spike: its step, its origin, and what the training does about such steps ---
+
+
+#: A spike is grave from this many times the usual, if it is as far above all but this share of the other steps, and above the
+#: median of this many later steps. A value that returns often is usual, and one that stays is a new level.
+_GRAVE, _RARE, _AFTER = 10.0, 0.2, 20
+#: A share of the largest spike's size that others reach where spikes are a habit; never of one this many times the usual.
+_NEARLY, _HUGE = 0.25, 100.0
+#: It is also this many times that of the first steps: norms jump where the loss is near zero.
+_ABOVE = 2.0
+#: What is usual is nothing below this share of the first values; any batch with a loss is far above it.
+_NOTHING = 1e-9
+#: A layer with a larger share of the squared norm is alone in it.
+_ALONE = 0.9
+#: The first losses, and by how many standard deviations of their ranks those after a spike lie above those before.
+_FIRST, _RANKS = 5, 3.0
+#: The loss of a bad batch is this many times that of the next one.
+_SPIKES_LOUD = 2.0
+#: Norms before and after a clip that does not act differ by no more than this part.
+_ROUNDING = 1e-3
+#: A learning rate jumped if it was this many times the usual one, at most this many steps before a spike.
+_LEAP, _BEFORE = 2.0, 5
+
+
+def check_spikes(history: History) -> list[Finding]:
+    """One finding, about the largest spike."""
+    found = history.spikes
+    if not found:
+        return []
+    (spike,) = largest(found, 1)
+    event = spike.worst
+    suspects = history.suspects(event.step)
+    losses = dict(zip(history.loss.steps, history.loss.values, strict=True))
+    made = spike_cause(suspects, event.step, losses.get(event.step), bool(losses))
+    far = f", {times(event.value / event.usual)} what was usual" if event.usual is not None and event.usual > 0 else ""
+    when = f" in step {event.step}" if spike.first != spike.last else ""
+    others = len(found) - 1
+    more = "" if not others else f" There {'was 1 other spike' if others == 1 else f'were {others} other spikes'}, none larger."
+    words = f"; {made.words}" if made.words else ""
+    undone, evidence = _undone(history, spike) or ("", {})
+    return history.finding(
+        "spike",
+        made.layer,
+        {event.signal: event.value, **({} if event.usual is None else {"usual": event.usual}), "score": event.score, **evidence},
+        f"{event.signal} was {event.value:.4g}{when}{far}{words}.{undone}{more}",
+        _advice(history, spike, made, suspects),
+        128.0 if undone else 15.0,
+        severity="warning" if undone else _severity(history, spike, made),
+        steps=(spike.first, spike.last),
+    )
+
+
+def _undone(history: History, spike: Episode) -> tuple[str, dict[str, float]] | None:
+    """A sentence and the loss after it, if the steps after the only grave spike have lost half of the progress before it."""
+    loss = history.loss.finite
+    earlier = loss.before(spike.first)
+    until, before, after = len(earlier), earlier.values[-_AFTER:], loss.since(spike.last + 1).values[:_AFTER]
+    if min(len(before), len(after)) < _AFTER or not _applied(history, spike.worst.step):
+        return None
+    if sum(size(other.worst) >= _GRAVE for other in history.spikes) != 1 or size(spike.worst) < _GRAVE:
+        return None
+    first, was, now = (lower_median(values) for values in (loss.values[:_FIRST], before, after))
+    if not (trend(earlier)[0] == "falls" and now > was + (first - was) / 2 and rank_shift(before, after) > _RANKS):
+        return None
+    if not loss.values[until] > _SPIKES_LOUD * loss.values[until + 1]:  # other data from here on, as in a curriculum
+        return None
+    told = f" It undid what was learnt: the loss, {first:.3g} at first, was {was:.3g} before it and {now:.3g} after it."
+    return told, {UNDONE: now}
+
+
+def _rate_jump(history: History, step: int) -> str:
+    """What the learning rate did shortly before, if it jumped."""
+    rates = [(record.step, max(lr)) for record in history.records if record.step <= step and (lr := record.context.get("lr"))]
+    at, highest = max(rates[-_BEFORE:], key=lambda rate: rate[1], default=(step, 0.0))
+    usual = lower_median(rate for _, rate in rates[:-_BEFORE][-_AFTER:])
+    return (
+        f"; the learning rate was {highest:.3g} in step {at}, {times(highest / usual)} the usual"
+        if highest > _LEAP * usual > 0
+        else ""
+    )
+
+
+def _severity(history: History, spike: Episode, made: SpikeCause) -> Severity:
+    event = spike.worst
+    if size(event) < _GRAVE or not _applied(history, event.step) or _recurs(history, spike):
+        return "info"
+    values = _values(history, event.signal)
+    if event.usual is not None and event.usual < _NOTHING * values.part(0, 0.1).median:  # the loss is at zero
+        return "info"
+    others = sorted(value for step, value in zip(values.steps, values.values, strict=True) if step not in spike.steps)
+    if others:
+        after = values.since(spike.last + 1).values[:_AFTER]
+        level = max(others[int((1 - _RARE) * (len(others) - 1))], lower_median(after) if after else 0.0)
+        if event.value < max(_GRAVE * level, _ABOVE * values.part(0, 0.1).median):
+            return "info"
+    # a clip scales a loud batch to the usual norm; if one layer alone is loud, it leaves nothing of the others
+    return "info" if made.is_common and _bounded(history, spike) is not None else "warning"
+
+
+def _recurs(history: History, spike: Episode) -> bool:
+    """Whether spikes of this size are a habit of the loss, and none is huge: two more are nearly as large, or the data change with what is
+    trained, so that a loss which was low comes back, as that of a discriminator does when the generator has moved.
+    """
+    like_it = [other for other in history.spikes if other != spike and size(other.worst) > _NEARLY * size(spike.worst)]
+    return size(spike.worst) < _HUGE and (history.need_not_fall or len(like_it) > 1)
+
+
+def _values(history: History, signal: str) -> Series:
+    """The finite values of a signal in applied steps; empty if it is unknown."""
+    key = parse_key(signal)
+    if key.source not in TENSOR_SOURCES:
+        return history.applied(signal.removeprefix(f"{SUMMARY}/")).finite
+    matrix = history.matrix(key.source, key.metric) if key.metric in VIEWS else None
+    return Series() if matrix is None or key.name not in matrix.names else matrix.column(key.name).finite
+
+
+def _applied(history: History, step: int) -> bool:
+    return all(record.applied for record in history.records if record.step == step)
+
+
+def _bounded(history: History, spike: Episode) -> float | None:
+    """The norm to which the worst step was clipped; None if it was not."""
+    before, after = (_at(series, spike.worst.step) for series in (history.unclipped_norm, history.series("grad_norm_clipped")))
+    return after if before is not None and after is not None and after < (1 - _ROUNDING) * before else None
+
+
+def _at(series: Series, step: int) -> float | None:
+    return series.values[series.steps.index(step)] if step in series.steps else None
+
+
+def _advice(history: History, spike: Episode, made: SpikeCause, suspects: Sequence[ParameterAttribution]) -> str:
+    """What to look at, then what the run does not do yet."""
+    step, run, bound = spike.worst.step, Precautions.of(history), _bounded(history, spike)
+    report = f"'gradmon why {history.place} --step {step}'" if history.place else f"monitor.why({step})"
+    what = "the batch and the loss" if made.is_common else "the batch"
+    when = "this step" if spike.first == spike.last else f"step {step}"
+    look = f"Look at {what} of {when}, and at {report}{_rate_jump(history, spike.first)}"
+    skip = "on_spike='skip' leaves such steps out"
+    if not _applied(history, step):
+        return f"{look}. The step was not applied, so it changed nothing."
+    if run.skips:
+        return f"{look}. Other spikes were skipped, and this step was applied."
+    if bound is not None:
+        alone = any(suspect.name == made.layer and (suspect.share or 0.0) > _ALONE for suspect in suspects)
+        left = f", which left almost nothing of the layers other than {made.layer}" if alone else ""
+        return f"{look}. The clip reduced the norm of this step to {bound:.3g}{left}; {skip}."
+    if run.clips:
+        limit = f", which acts from {run.bound:.3g} on," if run.bound is not None else ""
+        return f"{look}. The clip{limit} let it pass; a lower bound reduces such steps, and {skip}."
+    if any(kind.removesuffix("Cell") in RECURRENT for kind in history.kinds.values()):
+        recurs = "The gradient of a recurrence is a product over its time steps, so such steps come again"
+        return f"{look}. {recurs}: clip_grad_norm_ bounds them, and an orthogonal or a gated recurrence has fewer; {skip}."
+    return f"{look}; {skip}, and clip_grad_norm_ bounds them."
+
+
+# --- Gradient clipping that always acts, or never does ---
+
+
+#: The share of the last steps that are clipped if nearly all are.
+_ALWAYS = 0.95
+#: The median norm over the bound if the bound is too low, and if it is far too low.
+_LOW, _FAR_TOO_LOW = 10.0, 100.0
+#: And if it is for plain SGD, whose loss still falls: Adam divides by the size of the gradient anyway.
+_SHORT = 30.0
+#: Norms before and after a clip that does not act differ by rounding only, of float16 gradients at most by this part.
+_SAME = 1e-3
+#: An outlier has this many times the median norm of this many steps before and after it,
+_OUTLIER, _AROUND = 10.0, 20
+#: and this many times that of the first steps: norms jump where the loss is near zero.
+_CLIPPING_ABOVE = 2.0
+
+
+def check_clipping(history: History) -> list[Finding]:
+    """Judged by the applied steps: by the norms that the clip gets, and those that it leaves."""
+    norms = history.edit.before_clip(history.applied("grad_norm").finite)
+    if not norms:
+        raise NotMeasured("no gradient norm before clipping was measured")
+    shares = history.applied("clipped_share")
+    if not shares or shares.steps[-1] < norms.part(0.9, 1).steps[0]:  # a scaling that was first taken for a clip
+        return []
+    if shares.values[-1] >= _ALWAYS:
+        return _always(history, norms, shares)
+    return _never(history, norms) if max(shares.values) == 0 else []
+
+
+def _always(history: History, norms: Series, shares: Series) -> list[Finding]:
+    clipped = history.applied("grad_norm_clipped").finite
+    run = Precautions.of(history)
+    is_clip = run.bound is not None or run.adaptive
+    norms = norms if is_clip else history.applied("grad_norm").finite  # with what may be a scaling
+    ratios = sorted(before / after for before, after in _pairs(norms, clipped) if after)
+    usual = ratios[len(ratios) // 2] if ratios else math.nan
+    if not usual > _LOW:
+        return []
+    if not is_clip:
+        return _reduced(history, norms, usual)
+    costs = history.learning.is_stuck or (usual > _FAR_TOO_LOW and not history.learning.is_learning)
+    is_plain = bool(history.groups) and all(group["optimizer"] == "SGD" for group in history.groups)
+    costs |= is_plain and usual > _SHORT and trend(history.loss.finite.part(0.5, 1))[0] == "falls"
+    return history.finding(
+        "always-clipped",
+        "",
+        {
+            "share of clipped steps": shares.values[-1],
+            "median norm": norms.median,
+            "norm after it" if run.adaptive else "bound": clipped.median,
+        },
+        f"Nearly every step is clipped, to {usual:.3g} times less than its norm: "
+        "the bound sets the length of the step, not the gradient.",
+        f"Raise {'the limit of the adaptive clip' if run.adaptive else 'max_norm'} until a gradient of the median norm, "
+        f"{norms.median:.2g}, passes it and only outliers are clipped.",
+        68.0,
+        severity="warning" if costs else "info",
+        steps=(norms.steps[0], norms.steps[-1]),
+    )
+
+
+def _reduced(history: History, norms: Series, usual: float) -> list[Finding]:
+    """Steps that have no norm in common: clipped by parameters or elements, or by a bound that changes; or divided, masked and so on."""
+    return history.finding(
+        "always-clipped",
+        "",
+        {"median norm": norms.median, "times less": usual},
+        f"In nearly every step the gradient is made {usual:.3g} times smaller between backward and the optimizer's step, and not to one "
+        "norm, as by a clip with one bound.",
+        "If it is a clip of single parameters or elements, or one whose bound changes, raise that bound. A division or another edit "
+        "needs nothing.",
+        4.0,
+        severity="info",
+        steps=(norms.steps[0], norms.steps[-1]),
+    )
+
+
+def _pairs(norms: Series, clipped: Series) -> list[tuple[float, float]]:
+    """The norms before and after of the steps that have both."""
+    after = dict(zip(clipped.steps, clipped.values, strict=True))
+    return [(norm, after[step]) for step, norm in zip(norms.steps, norms.values, strict=True) if step in after]
+
+
+def _never(history: History, norms: Series) -> list[Finding]:
+    pairs = _pairs(history.applied("grad_norm").finite, history.applied("grad_norm_clipped").finite)
+    if any(abs(before - after) > _SAME * before for before, after in pairs):  # what changes norms, and reduces none, is no clip
+        return []
+    far = _outliers(norms)
+    spiky = 2 <= len(far) < len(norms) / 10
+    limit, bound = history.clip_bound, f"two or three times the median norm, {norms.median:.2g}"
+    if limit is not None and not spiky and not (limit and far):
+        return []  # a bound that nothing has to reach, or a norm that the trainer only measures
+    made = (
+        "The loop writes to gradients between backward and the optimizer's step, as a clip does, and never makes them smaller"
+        if limit is None
+        else f"No gradient reaches the bound of the clip, {limit:g}"
+        if limit
+        else "Gradients are not clipped"
+    )
+    return history.finding(
+        "never-clipped",
+        "",
+        {"median norm": norms.median, "largest": max(norms.values), "outliers": float(len(far))},
+        made + (f", though {len(far)} steps had more than ten times the norm of those around them." if spiky else "."),
+        f"Clip the norm of all gradients to {bound}"
+        + ("; a clip that is there has a bound above all norms, or an infinite one." if limit is None else ".")
+        if spiky
+        else "Nothing has to be done: no step has an outlier for a bound to stop, and one above all norms only measures them."
+        if not far
+        else f"Nothing has to be done: a bound above all norms only measures them. One that is to stop outliers is {bound}.",
+        77.5 if spiky else 0.5,  # below all that it might be taken for a cause of
+        severity="warning" if spiky and not history.learning.has_fallen else "info",
+        steps=(far[0], far[-1]) if spiky else (norms.steps[0], norms.steps[-1]),
+    )
+
+
+def _outliers(norms: Series) -> list[int]:
+    """Steps whose norm is far above those around them. Skips the first tenth, which is above the rest in most runs."""
+    found = []
+    beginning = norms.part(0, 0.1).median
+    for place in range(len(norms) // 10, len(norms)):
+        around = sorted(norms.values[max(place - _AROUND, 0) : place + _AROUND + 1])
+        if norms.values[place] > max(_OUTLIER * around[len(around) // 2], _CLIPPING_ABOVE * beginning):
+            found.append(norms.steps[place])
+    return found
+
+
+# --- Attention that looks at one key only, and attention logits that grow until it does ---
+
+
+#: Entropy over the largest possible one, the log of the number of visible keys; mean over a layer's heads.
+_COLLAPSED = 0.25
+#: An entropy below this at the first step is no result of training.
+_BROKEN = 0.15
+#: The largest logit of a layer has grown by this factor, and beyond the size at which a softmax saturates.
+_GREW, _LARGE, _FAR_TOO_LARGE = 5.0, 30.0, 100.0
+#: The fewest steps that are judged.
+_ATTENTION_FEWEST = 4
+
+
+def check_attention(history: History) -> list[Finding]:
+    """Findings by module, if attention was measured."""
+    entropies = history.heads(n.ATTENTION_ENTROPY_NORMALIZED, "mean")
+    logits = history.heads(n.ATTENTION_MAX_LOGIT, "max")
+    if not entropies and not logits and n.has_attention(history.kinds):
+        reasons = (record.context.get(n.NO_ATTENTION) for record in reversed(history.records))
+        why = next(filter(None, reasons), "preset='full', or add_attention_metric")
+        raise NotMeasured(f"attention was not measured: {why}")
+    low = {
+        name: level
+        for name, series in entropies.items()
+        if len(series) >= _ATTENTION_FEWEST and (level := series.median) < _COLLAPSED
+    }
+    return [*_collapse(history, entropies, low), *_growth(history, logits)]
+
+
+def _collapse(history: History, entropies: Mapping[str, Series], low: Mapping[str, float]) -> list[Finding]:
+    if not low:
+        return []
+    worst = sorted(low, key=lambda name: low[name])
+    series = entropies[worst[0]]
+    at = history.beginning(series.steps)
+    first = math.nan if at is None else series.values[at]
+    since = ", from the start on" if first < _COLLAPSED else ""
+    return history.finding(
+        "attention-entropy-collapse",
+        worst[0],
+        {"entropy / largest possible": low[worst[0]], **({} if at is None else {"at the beginning": first})},
+        f"The heads of this layer look at one or two keys only{since}.{also_in(worst)}",
+        "Check that logits are divided by sqrt(width of a head); normalise queries and keys, or lower the learning rate.",
+        64.5,
+        severity="warning" if first < _BROKEN else None,
+        steps=(series.steps[0], series.steps[-1]),
+    )
+
+
+def _growth(history: History, logits: Mapping[str, Series]) -> list[Finding]:
+    grown: dict[str, float] = {}
+    for name, series in logits.items():
+        if len(series) >= _ATTENTION_FEWEST and (last := series.part(0.75, 1).median) > max(
+            _GREW * abs(series.values[0]), _LARGE
+        ):
+            grown[name] = last
+    if not grown:
+        return []
+    worst = sorted(grown, key=lambda name: -grown[name])
+    series = logits[worst[0]]
+    return history.finding(
+        "attention-logit-growth",
+        worst[0],
+        {"largest logit at the beginning": series.values[0], "at the end": grown[worst[0]]},
+        f"The attention logits of this layer grow; a softmax of such logits passes no gradient on.{also_in(worst)}",
+        "Normalise queries and keys (qk-norm), cap the logits, or lower the learning rate of the query and key projections.",
+        65.0,
+        severity="warning" if grown[worst[0]] > _FAR_TOO_LARGE or history.learning.is_stuck else "info",
+        steps=(series.steps[0], series.steps[-1]),
+    )

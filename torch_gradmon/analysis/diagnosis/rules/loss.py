@@ -2,17 +2,521 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+import math
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
+import torch
+
+from ....core import keys as n
+from ....core.formatting import also_in, listed, times
+from ....core.loop_mistakes import MISTAKES, NON_FINITE_INPUT, RANK_FAULTS, SETUP_MISTAKES, LoopFinding
+from ....core.moments import Column
+from ....core.records import Severity, StatsTable
 from ..findings import Finding, NotMeasured
-from ..history import History
-from ..learning import PERHAPS, falls_without_bound, may_fall, rank_shift, spread
-from ..precautions import Precautions
-from ..series import Series
+from ..history import (
+    PERHAPS,
+    History,
+    Matrix,
+    Precautions,
+    Series,
+    falls_without_bound,
+    lower_median,
+    may_fall,
+    rank_shift,
+    spread,
+    trend,
+)
+from .nonfinite import rounding_unknown
+
+# --- Learning rates, judged by the size of updates relative to the weights, and by the loss ---
+
+
+#: The update over the weights, per step.
+_HIGH, _LOW = 0.2, 2e-5
+#: Updates that are this large a part of the weights are too large as well if they leave this share of the units of each ReLU silent, and
+#: no more than this share was so at the first step.
+_KILLS, _SILENT, _LIVE = 0.05, 0.99, 0.9
+#: A loss at chance is the fault of the rate if all updates together would have moved no matrix by more than this part of itself.
+_TOGETHER = 0.1
+#: The same for single matrices, judged over the whole run.
+_PART_HIGH, _PART_LOW = 0.1, 1e-6
+#: From here on, no share but a multiple.
+_MANY_TIMES = 2.0
+#: A part is slow if the typical matrix moves this many times faster,
+_BEHIND = 1e3
+#: and only if its learning rate, not its gradient, makes it slow.
+_OWN_RATE = 1e-2
+#: A rate leaps if it becomes this many times the largest one before, in at least this many steps,
+_LEAP, _WINDOW = 5.0, 20
+#: and spoils the loss if that is then this many times what it was, by this many standard deviations of its ranks.
+_WORSE, _RANKS = 1.25, 3.0
+#: The largest early loss over the first one if the loss rises, and if it rises far; the fewest losses looked at; deviations of noise.
+_LEFT, _FAR, _FIRST, _SPREADS = 1.5, 3.0, 5, 6.0
+#: A learning rate below this share of its largest value moves nothing; it is too early if that holds for this share of the run.
+_SPENT, _TOO_EARLY = 1e-3, 0.3
+#: Below this share it moves too little for a loss that has not fallen by a third, and hardly falls any more: by less than this share.
+_LITTLE_LEFT, _LITTLE = 0.02, 0.05
+#: Of a rate that is low because it is still on its way.
+_WARMS_UP = (
+    "The rate still rises at the end: shorten the warm-up, to a tenth of the training at most. If that is not enough, raise"
+)
+
+
+def check_learning_rate(history: History) -> list[Finding]:
+    """The whole model first; a part is named if the rest is fine."""
+    by_itself, ratios = _leapt(history) or _ran_out(history), history.ratio(n.UPDATE, n.PARAMETER)
+    if ratios is None:
+        if by_itself:
+            return by_itself
+        raise NotMeasured("updates were not measured: attach the optimizer, and use the preset standard or full")
+    names = [name for name in ratios.names if name in history.matrices] or list(ratios.names)
+    ratios = ratios.of(ratios.steps, names)
+    settled = history.settled(ratios)
+    whole = _high(history, settled) or by_itself or _low(history, ratios)
+    return [*whole, *_high_parts(history, settled, is_alone=not whole), *_low_parts(history, settled)]
+
+
+def _leapt(history: History) -> list[Finding]:
+    """A rate that rises at once far above all that it was before, stays there for a while, and spoils the loss."""
+    rates = history.group_rates
+    first = next((at for at in reversed(range(len(rates))) if len(rates[at]) != len(rates[-1])), -1) + 1  # with these groups
+    groups = list(zip(*rates[first:], strict=True))
+    found = [(first + leap.start, number, leap) for number, rate in enumerate(groups) if (leap := _leap(rate)) is not None]
+    if not found or history.learning.state == "unknown":
+        return []
+    at, number, leap = min(found)
+    rate, (last, step) = groups[number], history.steps[at - 1 : at + 1]
+    before = history.loss.finite.before(step).values[-_WINDOW:]
+    after = [value if math.isfinite(value) else math.inf for value in history.loss.since(step).values]
+    end_loss = after[int(0.8 * len(after)) :]
+    if min(len(before), len(after)) < _FIRST or not (_is_worse(before, after[:_WINDOW]) and _is_worse(before, end_loss)):
+        return []
+    of = f" of group {number}" if len(groups) > 1 and len(found) < len(groups) else ""
+    when = f"in step {step}" if step == last + 1 else f"between steps {last} and {step}"
+    end = history.steps[first + leap.stop - 1]
+    stays = "stayed there" if end == history.steps[-1] else f"stayed there until step {end}"
+    return history.finding(
+        "learning-rate-high",
+        "",
+        {
+            "learning rate before": rate[leap.start - 1],
+            "from then on": rate[leap.start],
+            "loss before": lower_median(before),
+            "at the end": lower_median(end_loss),
+        },
+        f"The learning rate{of} rose to {times(rate[leap.start] / rate[leap.start - 1])} what it was {when} and {stays}, and the loss is "
+        "worse since then.",
+        "See what sets the rate in that step, such as a schedule, a resumed checkpoint or a rate in other units; otherwise raise it in "
+        "small steps.",
+        88.0,
+        severity="info" if history.need_not_fall else "warning",
+        steps=(step, history.steps[-1]),
+    )
+
+
+def _leap(rates: Sequence[float]) -> range | None:
+    """The places, from the last one on from which a rate is far above any earlier one, as long as it is."""
+    highest = list(accumulate(rates, max))
+    for at in reversed(range(_WINDOW, len(rates))):
+        if rates[at] > _LEAP * highest[at - 1] > 0:
+            low = (place for place in range(at, len(rates)) if not rates[place] > _LEAP * highest[at - 1])
+            end = next(low, len(rates))
+            return range(at, end) if end == len(rates) or end - at >= _WINDOW else None
+    return None
+
+
+def _is_worse(before: Sequence[float], after: Sequence[float]) -> bool:
+    """Whether losses are far above those before, or mostly no longer finite."""
+    return lower_median(after) > _WORSE * lower_median(before) > 0 and rank_shift(before, after) > _RANKS
+
+
+def _ran_out(history: History) -> list[Finding]:
+    """A schedule that has brought all rates down long before the end, from where the loss hardly falls."""
+    loss = history.loss.finite
+    if history.learning.state == "unknown" or history.need_not_fall:
+        return []
+    share, since = _SPENT, _below(history, _SPENT, _TOO_EARLY)
+    if since is None and not history.learning.has_fallen:
+        share, since = _LITTLE_LEFT, _below(history, _LITTLE_LEFT, 1 - _TOO_EARLY)
+    if since is not None and trend(rest := loss.since(since))[0] == "falls":
+        head = rest.part(0, 0.2).median
+        since = None if head - rest.part(0.8, 1).median > _LITTLE * abs(head) else since
+    if since is None:
+        return []
+    return history.finding(
+        "learning-rate-low",
+        "",
+        {"loss then": loss.since(since).part(0, 0.2).median, "loss at the end": loss.part(0.8, 1).median},
+        f"The learning rate fell below a {'thousandth' if share == _SPENT else 'fiftieth'} of its largest value long before the end, "
+        "and since then the loss hardly falls.",
+        "Step the schedule less often, once per epoch if it was made for epochs, or let it end higher.",
+        60.0,
+        severity="warning",
+        steps=(since, loss.steps[-1]),
+    )
+
+
+def _below(history: History, share: float, least: float) -> int | None:
+    """The step from which the rate of each group was below this ``share`` of its largest one, for the ``least`` share of the run."""
+    rates = history.group_rates
+    if len(set(map(len, rates))) != 1:
+        rates = [[max(each)] for each in rates]
+    largest = [max(of) for of in zip(*rates, strict=True)]
+    left = [max(rate / most if most else 0.0 for rate, most in zip(each, largest, strict=True)) for each in rates]
+    since = next((place for place in reversed(range(len(left))) if left[place] >= share), -1) + 1
+    return history.steps[since] if 0 < since < (1 - least) * len(left) else None
+
+
+def _high(history: History, ratios: Matrix) -> list[Finding]:
+    early = sorted(ratios.part(0, 0.1).largest().values())
+    typical = early[len(early) // 2] if early else 0.0
+    worst, fails = _harm(history)
+    is_stuck = history.learning.is_stuck and not history.rests_at_chance
+    stays = lower_median(ratios.part(0.25, 1).medians().values()) > _PART_HIGH
+    is_high = typical > _HIGH and (worst > _LEFT or (is_stuck and (stays or _rises(history, worst))))
+    is_high |= typical > _PART_HIGH and worst > _FAR
+    if is_high or (typical > _KILLS and history.learning.is_stuck and _died(history)):
+        is_late = history.misses_beginning(ratios.steps)
+        first = f"The first measured updates, from step {ratios.steps[0]} on," if is_late else "The first updates"
+        return history.finding(
+            "learning-rate-high",
+            "",
+            {"update / weight": typical, "learning rate": _largest_rate(history), "worst loss / first loss": worst},
+            f"{first} are a large part of the weights themselves, and the loss suffers.",
+            "Lower the learning rate, by ten to begin with, until updates are about a thousandth of the weights"
+            f"{Precautions.of(history).warm_up_advice}.",
+            85.0,
+            severity="warning" if worst > _FAR or fails else "info",
+        )
+    return []
+
+
+def _low(history: History, ratios: Matrix) -> list[Finding]:
+    if rounding_unknown(history):  # it may leave nothing of the updates that a sound rate makes
+        return []
+    largest = max(ratios.largest().values(), default=0.0)
+    # updates may point one way, and are measured on some steps only
+    together = largest * (history.steps[-1] - history.steps[0] + 1)
+    is_slow = (history.learning.is_at_chance or history.learning.is_worse) and together < _TOGETHER
+    if largest > 0 and (is_slow or (largest < _LOW and history.learning.state in ("flat", "rises"))):
+        return history.finding(
+            "learning-rate-low",
+            "",
+            {"update / weight": largest, "learning rate": _largest_rate(history)},
+            "No weight moves by more than a tiny part of itself in a step, and the loss does not fall.",
+            f"{_WARMS_UP if Precautions.of(history).raises else 'Raise'} the learning rate, by ten at a time, until updates are about a "
+            "thousandth of the weights.",
+            60.0,
+        )
+    return []
+
+
+def _died(history: History) -> bool:
+    """Whether units of all ReLUs, live at the first step, were soon silent."""
+    silent = history.matrix(n.ACTIVATION, "sparsity")
+    names = [] if silent is None else [name for name in silent.names if history.kinds.get(name) == "ReLU"]
+    if silent is None or not names:
+        return False
+    shares, at = silent.of(silent.steps, names), history.beginning(silent.steps)
+    return at is not None and max(shares.values[at].tolist()) < _LIVE and min(shares.part(0.1, 1).medians().values()) > _SILENT
+
+
+def _harm(history: History) -> tuple[float, bool]:
+    """The worst early loss over the first one, and whether the model fails to learn."""
+    loss = history.loss.finite
+    fails = not history.learning.has_fallen and history.learning.state != "unknown"
+    if not loss or not loss.values[0] > 0:
+        return 1.0, fails
+    early = (*loss.part(0, 0.3).values, *loss.values[:_FIRST])  # a run that ends in NaN may have only a few
+    return max(early) / loss.values[0], fails
+
+
+def _rises(history: History, worst: float) -> bool:
+    """Whether the early loss is ever above the first one by more than the noise of a loss that rests. Unknown counts as yes."""
+    loss = history.loss.finite
+    return not loss or (worst - 1) * loss.values[0] > _SPREADS * spread(loss.part(0.8, 1)) or not loss.values[0] > 0
+
+
+def _high_parts(history: History, ratios: Matrix, is_alone: bool) -> list[Finding]:
+    """``is_alone``: no rate of the whole model is at fault."""
+    usual = ratios.part(0.25, 1).medians()
+    high = sorted((name for name, value in usual.items() if value > _PART_HIGH), key=lambda name: -usual[name])
+    # the loss left upwards at the beginning
+    is_early = not high and is_alone and _harm(history)[0] > _FAR and not history.misses_beginning(ratios.steps)
+    if is_early:
+        usual = ratios.part(0, 0.1).largest()
+        high = sorted((name for name, value in usual.items() if value > _HIGH), key=lambda name: -usual[name])
+    if not high:
+        return []
+    return history.finding(
+        "update-ratio-high",
+        high[0],
+        {"update / weight": usual[high[0]], "typical of all": lower_median(usual.values())},
+        f"The first steps change these weights by {_part(usual[high[0]])}, and the loss rises.{also_in(high)}"
+        if is_early
+        else f"Each step changes these weights by {_part(usual[high[0]])}, so they forget within a few steps.{also_in(high)}",
+        "Lower the learning rate." if 2 * len(high) > len(usual) > 1 else f"Lower the learning rate of {_group(history)}.",
+        70.0,
+        severity="warning" if is_early else "info" if history.rests_at_chance else None,
+        steps=(ratios.steps[0], ratios.steps[-1]),
+    )
+
+
+def _part(ratio: float) -> str:
+    return f"{ratio:.0%} of themselves" if ratio < _MANY_TIMES else f"{times(ratio)} their own size"
+
+
+def _low_parts(history: History, ratios: Matrix) -> list[Finding]:
+    usual = ratios.medians()
+    gradients = history.ratio(n.GRADIENT, n.PARAMETER) or history.ratio(n.GRADIENT_BEFORE_CLIP, n.PARAMETER)
+    if gradients is None:
+        return []
+    typical = max(usual.values(), default=0.0)
+    candidates = history.always_reached.intersection(usual)
+    # update over gradient, the effective rate
+    steps = {name: usual[name] / gradient for name, gradient in gradients.medians().items() if gradient and name in candidates}
+    low = [
+        name
+        for name in steps
+        if usual[name] < min(_PART_LOW, typical / _BEHIND) and steps[name] < _OWN_RATE * max(steps.values())
+    ]
+    if not low:
+        return []
+    low.sort(key=lambda name: usual[name])
+    return history.finding(
+        "update-ratio-low",
+        low[0],
+        {"update / weight": usual[low[0]], "largest of the others": typical, "parameters like this": float(len(low))},
+        f"These weights have gradients but hardly move, while others do.{also_in(low)}",
+        f"Raise the learning rate of {_group(history)}; if it should not change, freeze it with requires_grad_(False).",
+        55.0,
+        steps=(ratios.steps[0], ratios.steps[-1]),
+    )
+
+
+def _group(history: History) -> str:
+    return "this parameter's group" if Precautions.of(history).groups > 1 else "this parameter, in a group of its own"
+
+
+def _largest_rate(history: History) -> float:
+    """The largest rate of all steps and groups; NaN if no rate is known."""
+    return max(history.rates) or math.nan
+
+
+# --- Units that are always zero, and units at the ends of their range ---
+
+
+#: Share of a layer's units that are dead, by gradients and by activations.
+_DEAD, _UNITS_SILENT = 0.5, 0.85
+#: A layer without a unit that fires matters, however the loss falls, if it keeps all gradients from this share of the elements.
+_CUT_OFF = 0.1
+#: Below this largest element, a gradient has rows of zeros for other reasons.
+_CLEAR = 1e-5
+#: Mean square of tanh, or of a sigmoid rescaled to its range; 0.8 if outputs are within 0.1 of the ends.
+_SATURATED = 0.8
+_TANH = frozenset({"Tanh", "RNN", "Hardtanh", "Softsign"})
+_SIGMOID = frozenset({"Sigmoid", "Hardsigmoid"})
+_RELU = frozenset({"ReLU", "ReLU6", "Threshold"})
+_NEVER_FLAT = frozenset({"GELU", "LeakyReLU", "SiLU", "ELU", "PReLU", "Mish"})
+
+
+def check_units(history: History) -> list[Finding]:
+    """By activations if they were measured; dead units also by gradients alone."""
+    dead, saturated = _dead(history), _saturated(history)
+    if history.matrix(n.ACTIVATION, "rms") is None and not dead:
+        raise NotMeasured("activations were not measured: preset='full'")
+    return [*dead, *saturated]
+
+
+def _dead(history: History) -> list[Finding]:
+    sparsity = history.gradients("sparsity")
+    usual = {} if sparsity is None else sparsity.part(0.5, 1).medians()
+    largest = history.gradients("max")
+    sizes = {} if largest is None else largest.part(0.5, 1).medians()
+    # gradients that vanished altogether also count as near zero
+    usual = {name: share for name, share in usual.items() if sizes.get(name, 0.0) > _CLEAR}
+    rows = {  # a dead unit leaves a row of zeros in the gradient, and a zero in that of the bias
+        name.rpartition(".")[0]: min(usual[name], usual[bias])
+        for name in usual
+        if name in history.matrices and (bias := f"{name.rpartition('.')[0]}.bias") in usual
+    }
+    outputs = history.matrix(n.ACTIVATION, "sparsity")
+    silent = {} if outputs is None else outputs.part(0.5, 1).medians()
+    kinds = set(history.kinds.values())
+    if kinds & (_NEVER_FLAT | _TANH | _SIGMOID) and not kinds & _RELU:  # zeros in gradients have other reasons
+        rows = {}
+    found = {name: share for name, share in rows.items() if _DEAD < share < 1}  # all zeros may have other reasons
+    silent = {name: share for name, share in silent.items() if history.kinds.get(name) in _RELU and share > _UNITS_SILENT}
+    found.update(silent)
+    if not found:
+        return []
+    worst = sorted(found, key=lambda name: -found[name])
+    measured = outputs if worst[0] in silent else sparsity
+    return history.finding(
+        "dead-units",
+        worst[0],
+        {"share of silent units": found[worst[0]], "layers like this": float(len(worst))},
+        f"Most units of this layer are zero for all inputs; no gradient reaches them, so they stay so.{also_in(worst)}",
+        "Start biases at 0, use LeakyReLU or GELU, or lower the learning rate.",
+        76.0,
+        severity="warning" if found[worst[0]] == 1 and _cut_off(history) > _CUT_OFF else None,
+        steps=None if measured is None else _span(measured.part(0.5, 1).steps),
+    )
+
+
+def _cut_off(history: History) -> float:
+    """The share of all elements whose gradients are exactly 0 in the second half of the run; 0 if it is all of them."""
+    norms, sizes = history.gradients("norm"), history.sizes(n.PARAMETER)
+    largest = {} if norms is None else norms.part(0.5, 1).largest()
+    share = sum(sizes.get(name, 0) for name, norm in largest.items() if norm == 0) / max(sum(sizes.values()), 1)
+    return share if share < 1 else 0.0
+
+
+def saturated(history: History) -> dict[str, float]:
+    """The mean square of the outputs of layers that lie at the ends of their range; empty where outputs were not measured."""
+    sums: dict[str, list[float]] = {}
+    for _, table in _late_outputs(history):
+        count = table.rows[:, Column.COUNT].clamp(min=1)
+        mean, square = table.rows[:, Column.SUM] / count, table.rows[:, Column.SQUARE_SUM] / count
+        kinds = [history.kinds.get(name.partition("[")[0], "") for name in table.names]  # one name for each of several outputs
+        is_sigmoid = torch.tensor([kind in _SIGMOID for kind in kinds], dtype=torch.bool, device="cpu")
+        stretched = torch.where(is_sigmoid, 4 * (square - mean) + 1, square)  # 2 x - 1 lies between -1 and 1
+        for name, kind, value in zip(table.names, kinds, stretched.tolist(), strict=True):
+            if kind in _TANH | _SIGMOID:
+                sums.setdefault(name, []).append(value)
+    usual = {name: sorted(values)[len(values) // 2] for name, values in sums.items()}
+    return {name: value for name, value in usual.items() if value > _SATURATED}
+
+
+def _late_outputs(history: History) -> list[tuple[int, StatsTable]]:
+    """The last three quarters of the steps in which outputs were measured, which may be a few after a spike."""
+    tables = [(record.step, record.tables[n.ACTIVATION]) for record in history.records if n.ACTIVATION in record.tables]
+    tables = [(step, table) for step, table in tables if {Column.SUM, Column.SQUARE_SUM} <= table.columns]
+    return tables[len(tables) // 4 :]
+
+
+def _span(steps: Sequence[int]) -> tuple[int, int]:
+    return steps[0], steps[-1]
+
+
+def _saturated(history: History) -> list[Finding]:
+    usual = saturated(history)
+    worst = sorted(usual, key=lambda name: -usual[name])
+    if not worst:
+        return []
+    return history.finding(
+        "saturated-units",
+        worst[0],
+        {"mean square of outputs, at most 1": usual[worst[0]], "layers like this": float(len(worst))},
+        f"The outputs of this layer lie at the ends of their range, where its slope is zero.{also_in(worst)}",
+        "Normalise the inputs, draw the weights smaller, or put a norm before it.",
+        77.0,
+        steps=_span([step for step, _ in _late_outputs(history)]),
+    )
+
+
+# --- loop ---
+
+
+#: What is at most this many times too large is as large as it should be; counts of tokens differ from batch to batch.
+_ABOUT = 2.0
+#: Modules that are named.
+_NAMED = 3
+_KNOWN = {**MISTAKES, **RANK_FAULTS, **SETUP_MISTAKES}
+
+
+def check_loop(history: History) -> list[Finding]:
+    """One finding for each mistake."""
+    return [_finding(fact, history) for fact in history.facts if fact.rule in _KNOWN and not _is_mended(fact, history)]
+
+
+def _is_mended(fact: LoopFinding, history: History) -> bool:
+    """Whether the loop divides the gradients of a summed loss after backward, where the fact is about the loss that went backward."""
+    if fact.rule != "loss-scale":
+        return False
+    times = fact.evidence.get("times the gradient of the mean", 1.0) * lower_median(history.edit.scales.values() or [1.0])
+    return bool(history.edit.scales) and 1 / _ABOUT < times < _ABOUT
+
+
+def _only_frozen(history: History) -> list[str]:
+    """The modules of an optimizer that has parameters, and none that requires a gradient."""
+    owned: dict[int, list[str]] = {}
+    for place, group in enumerate(history.groups):
+        owned.setdefault(group.get("number", place), []).extend(group.get("parameters", ()))
+    found = next((names for names in owned.values() if names and history.frozen.issuperset(names)), [])
+    return [*dict.fromkeys(name.rpartition(".")[0] or name for name in found)]
+
+
+def _finding(fact: LoopFinding, history: History) -> Finding:
+    mistake = _KNOWN[fact.rule]
+    severity: Severity = history.concern if mistake.matters_if_stuck else mistake.severity
+    cause, advice = mistake.cause, history.advice.remedies.get(fact.rule, mistake.advice)
+    if fact.rule == "not-in-optimizer" and fact.evidence.get("old parameters in the optimizer"):
+        severity = "error"  # certain: these parameters are no longer part of the model
+        cause = f"{cause}; it has others, which are no part of the model any more"
+        advice = (
+            "Make the optimizer after the last change of the model, or call optimizer.add_param_group() with the new parameters"
+        )
+    elif fact.rule == "not-in-optimizer" and (frozen := _only_frozen(history)):
+        cause = f"{cause}; instead an optimizer has only frozen ones, of {listed(frozen, _NAMED)}"
+        advice = "Make that optimizer of the parameters that are to train; a copy that follows them belongs in none"
+    if fact.rule == NON_FINITE_INPUT and not any(r.applied for r in history.records if r.step in (fact.first, fact.last)):
+        severity = "info"  # it has changed no parameter
+    if fact.rule == "targets-out-of-range" and saturated(history):
+        severity = "warning"  # it is not their noise alone that lies there
+    return Finding(
+        rule=fact.rule,
+        severity=severity,
+        where=fact.where[0] if fact.where else "",
+        steps=(fact.first, fact.last),
+        evidence={"times seen": float(fact.count), **fact.evidence},
+        cause=f"{cause}.",
+        advice=f"{advice}.",
+        weight=mistake.weight,
+    )
+
+
+# --- Steps that a spike policy has left out ---
+
+
+#: Steps that are named one by one.
+_SKIPPED_NAMED = 8
+
+
+def check_skipped(history: History) -> list[Finding]:
+    """Which steps were skipped, whatever for: what such a step would have done is no part of the training, but its batch is lost."""
+    skipped = {record.step for record in history.records if record.skipped}
+    if not skipped:
+        return []
+    steps = sorted(skipped)
+    bad = {event.step for event in history.events if not math.isfinite(event.value)} & skipped
+    what = (
+        f"; {'in all of them' if len(bad) == len(steps) else f'in {len(bad)} of them'} a gradient was NaN or infinite"
+        if bad
+        else ""
+    )
+    those = "1 step was" if len(steps) == 1 else f"{len(steps)} steps were"
+    return history.finding(
+        "steps-skipped",
+        "",
+        {"skipped steps": float(len(steps)), "with NaN or Inf": float(len(bad))},
+        f"{those} skipped, {listed([str(step) for step in steps], _SKIPPED_NAMED)}{what}: their gradients changed no parameter.",
+        "Look for NaN and Inf in the batches of these steps with torch.isfinite, since each epoch brings them again."
+        if bad
+        else "Nothing has to be done if they are few; otherwise look at their batches, or raise the threshold of the detector.",
+        14.0,
+        severity="info",
+        steps=(steps[0], steps[-1]),
+    )
+
+
+# --- A loss that does not fall, that stops falling because nothing moves any more, or that diverges ---
+
 
 #: The last fifth of the losses lies above the best fifth or tenth by this factor, by this many standard deviations of its ranks,
 #: and by this many of its noise.
-_ABOVE, _RANKS, _SPREADS = 1.25, 3.0, 6.0
+_ABOVE, _LOSS_RANKS, _LOSS_SPREADS = 1.25, 3.0, 6.0
 #: A loss that ends this many times above its beginning diverges, whatever its noise,
 _FAR_ABOVE = 2.0
 #: and so does one that ends this many times above its best.
@@ -29,7 +533,7 @@ _NOISE = 0.5
 _UP = 1.5
 #: A loss that may well fall is no plateau, unless it fell by less than this share of it, in this many losses: far too little. In fewer
 #: losses the share is as much smaller.
-_LITTLE, _MANY = 0.05, 200
+_LOSS_LITTLE, _MANY = 0.05, 200
 #: A loss whose last fifth lies below this part of its first one has fallen; one of a kind that is not recognised, which may have a floor,
 #: from this part of its beginning on.
 _RESTS, _FELL = 2 / 3, 0.85
@@ -123,14 +627,14 @@ def _best_before_the_rate_rose(history: History, loss: Series) -> Series | None:
     if any(later < rate for rate, later in pairwise(rates)) or not rates[-1] > _RAISED * rates[len(rates) // 2] > 0:
         return None
     best, tail = _best(loss, 5), loss.part(0.8, 1)
-    return best if tail.median > _ABOVE * best.median > 0 and rank_shift(best.values, tail.values) > _RANKS else None
+    return best if tail.median > _ABOVE * best.median > 0 and rank_shift(best.values, tail.values) > _LOSS_RANKS else None
 
 
 def _divergence(history: History, loss: Series) -> list[Finding]:
     tail, first = loss.part(0.8, 1), Series(loss.steps[:5], loss.values[:5]).median
     fifth, tenth = _best(loss, 5), _best(loss, 10)
     # for example, a wrong sign makes the loss rise at once and then rest
-    rose = tail.median - first > max((_ABOVE - 1) * first, _SPREADS * spread(tail)) and first > 0
+    rose = tail.median - first > max((_ABOVE - 1) * first, _LOSS_SPREADS * spread(tail)) and first > 0
     best = next((part for part in (fifth, tenth) if _is_above(tail, part) and tail.median > _forgotten(first, part)), None)
     if best is None and not rose:
         return []
@@ -166,7 +670,7 @@ def _best(loss: Series, parts: int) -> Series:
 def _is_above(tail: Series, best: Series) -> bool:
     """Whether the last losses lie above the best ones, beyond their noise."""
     least = max(_ABOVE * best.median, best.median + 2 * min(spread(best), spread(tail)))
-    return tail.median > least and rank_shift(best.values, tail.values) > _RANKS and best.median > 0
+    return tail.median > least and rank_shift(best.values, tail.values) > _LOSS_RANKS and best.median > 0
 
 
 def _plateau(history: History, loss: Series) -> list[Finding]:
@@ -175,7 +679,7 @@ def _plateau(history: History, loss: Series) -> list[Finding]:
         return []
     head, tail = loss.part(0, 0.2), loss.part(0.8, 1)
     shift = rank_shift(head.values, tail.values) if tail.median < head.median else 0.0
-    is_little = len(loss) >= _MANY and head.median - tail.median < _LITTLE * abs(head.median)
+    is_little = len(loss) >= _MANY and head.median - tail.median < _LOSS_LITTLE * abs(head.median)
     is_open = history.learning.state == "flat" and (_is_unclear(loss, head, tail) or (shift < -PERHAPS and not is_little))
     is_open |= _is_warming_up(history)
     at_rest = history.may_rest and history.learning.state == "flat"
@@ -203,7 +707,7 @@ def _is_unclear(loss: Series, before: Series, after: Series) -> bool:
     """Whether the losses are so few and noisy that the fall of a sound training may hide between these parts."""
     if len(before) < _RANKED:
         return True
-    return len(loss) < _MANY and may_fall(before, after, _LITTLE * len(loss) / _MANY * abs(before.median))
+    return len(loss) < _MANY and may_fall(before, after, _LOSS_LITTLE * len(loss) / _MANY * abs(before.median))
 
 
 def _cause(the_loss: str, fell: bool, has_rested: bool, is_open: bool, at_rest: bool) -> str:

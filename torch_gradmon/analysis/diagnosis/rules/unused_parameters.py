@@ -4,21 +4,254 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import pairwise, takewhile
+from typing import NamedTuple
 
 import torch
 
 from ....core import keys as n
 from ....core.formatting import also_in, listed, percent
 from ....core.keys import blocks_of
+from ....core.loop_mistakes import ABOUT_TO_DIVERGE, DIVERGENCE_ADVICE, LoopFinding
 from ....core.records import Severity
 from ..findings import Finding, NotMeasured
-from ..history import History
-from ..series import Matrix
+from ..history import History, Matrix, Series, falls_without_bound, spread
+
+# --- Weights that grow without bound, or sit on one ---
+
+
+#: Growth of a matrix, far growth, and the fewest steps that show it.
+_GROWN, _FAR, _FEWEST = 4.0, 8.0, 30
+#: In the last third of the run it still grows by this share of the growth in the middle third, both as logarithms, and by a
+#: fifth: no bound is near. Weights that only their own size holds back grow with the root of the steps, which gives 0.58;
+#: exponential growth gives 1.
+_STILL, _EXPONENTIAL, _LEAST = 0.6, 0.85, math.log(1.2)
+#: Layers begin with a gain of 0.5 to 1.4; one that reaches no more than this has grown to a usual size.
+_USUAL = 2.0
+#: Updates that make weights grow by this part of their own length point along the weights, as a decay with the wrong sign does.
+#: Updates of too high a rate point back and forth, and give a quarter of that or less.
+_OUTWARDS = 0.4
+#: The last steps in which root mean squares are the same, their least number, and the rounding; and their share of the bound where nearly
+#: all elements are on it: it is 0.58 where these are spread evenly below it.
+_END, _FEWEST_AT_END, _ROUNDING, _NEARLY = 0.2, 8, 1e-6, 0.85
+
+
+class _Growth(NamedTuple):
+    factor: float
+    middle: float
+    last: float
+    series: Series
+
+    @property
+    def steadiness(self) -> float:
+        return self.last / max(self.middle, 1e-9)
+
+
+def check_bounds(history: History) -> list[Finding]:
+    """All weights of a network sit on the bound of a clamp, or nearly all: vectors of different lengths have one root mean square now and
+    keep it, and had others at the beginning; and all matrices beside them have hardly less, and never more.
+    """
+    rms, sizes = history.matrix(n.PARAMETER, "rms"), history.sizes(n.PARAMETER)
+    if rms is None or len(rms.steps) < 2 * _FEWEST_AT_END:
+        return []
+    ends = rms.values[-max(_FEWEST_AT_END, int(_END * len(rms.steps))) :]
+    low, high = (dict(zip(rms.names, found.tolist(), strict=True)) for found in (ends.amin(0), ends.amax(0)))
+    first = dict(zip(rms.names, rms.values[0].tolist(), strict=True))
+    vectors = {name: at for name, at in low.items() if at > 0 and name not in history.matrices}
+    still = [name for name, at in vectors.items() if _is_same(at, high[name]) and not _is_same(at, first[name])]
+    for bound in dict.fromkeys(low[name] for name in still):
+        there = [name for name in still if _is_same(low[name], bound)]
+        if len({sizes.get(name) for name in there}) < 2:
+            continue
+        within = _common([name.split(".")[:-1] for name in there])
+        weights = [name for name in rms.names if name in history.matrices and name.split(".")[: len(within)] == within]
+        if weights and all(_NEARLY * bound < low[name] and high[name] <= (1 + _ROUNDING) * bound for name in weights):
+            return history.finding(
+                "weights-at-bound",
+                weights[0],
+                {"bound": bound, "smallest root mean square of a matrix": min(map(low.__getitem__, weights))},
+                f"All weights are about {bound:.3g} or -{bound:.3g}: they sit on the bound of a clamp.{also_in(weights)}",
+                "Widen the bound, or take a penalty instead, as of the gradient's norm in a Wasserstein GAN; with a smaller learning rate "
+                "they reach it later.",
+                79.0,
+                severity="warning",
+                steps=(rms.steps[-len(ends)], rms.steps[-1]),
+            )
+    return []
+
+
+def _is_same(one: float, other: float) -> bool:
+    return abs(one - other) <= _ROUNDING * one
+
+
+def _common(paths: list[list[str]]) -> list[str]:
+    """The modules that contain all of these."""
+    return [parts[0] for parts in takewhile(lambda parts: len({*parts}) == 1, zip(*paths, strict=False))]
+
+
+def check_weights(history: History) -> list[Finding]:
+    """By the norms of matrices; one that starts at zero, or near it, has to grow."""
+    norms = history.matrix(n.PARAMETER, "norm")
+    if norms is None:
+        return []
+    norms, sizes = history.settled(norms), history.sizes(n.PARAMETER)
+    grown = {
+        name: growth
+        for name in norms.names
+        if name in history.matrices
+        and (growth := _growth(norms.column(name).finite))
+        and not _is_small(history, sizes, name, growth)
+    }
+    if not grown:
+        return []
+    worst = sorted(grown, key=lambda name: -grown[name].factor)
+    growth = grown[worst[0]]
+    runs_away = growth.factor > _FAR and growth.steadiness > _EXPONENTIAL
+    harms = history.learning.is_stuck or history.learning.state == "rises"
+    harms |= history.learning.state != "unknown" and falls_without_bound(history.loss.finite)
+    is_cause = runs_away and _grows_by_itself(history, worst[0], growth)  # it kills units and makes the loss rise
+    return history.finding(
+        "weight-growth",
+        worst[0],
+        {
+            "norm at the beginning": growth.series.values[0],
+            "at the end": growth.series.values[-1],
+            "growth in the last third": math.exp(growth.last),
+        },
+        f"The weights have grown by a factor of {growth.factor:.3g}, and go on growing.{also_in(worst)}",
+        "Look for a penalty or a weight decay with the wrong sign; lower the learning rate, or raise the weight decay.",
+        77.0 if is_cause else 69.0 if runs_away else 45.0,
+        severity="warning" if harms or runs_away else "info",
+        steps=(growth.series.steps[0], growth.series.steps[-1]),
+    )
+
+
+def _is_small(history: History, sizes: Mapping[str, float], name: str, growth: _Growth) -> bool:
+    """Whether it began small, and still multiplies inputs by no more than usual: the root mean square times the root of the fan in."""
+    outputs = sizes.get(name, 0.0) / max(history.matrices[name], 1)
+    return history.matrices[name] > 0 and outputs > 0 and growth.series.values[-1] / math.sqrt(outputs) < _USUAL
+
+
+def _grows_by_itself(history: History, name: str, growth: _Growth) -> bool:
+    """Whether the updates of the last third point along the weights; True if updates are unknown."""
+    ratios = history.ratio(n.UPDATE, n.PARAMETER)
+    steps = (growth.series.steps[-1] - growth.series.steps[0]) / 3
+    if ratios is None or name not in ratios.names:
+        return True
+    updates = ratios.column(name).part(2 / 3, 1).finite.values
+    return growth.last > _OUTWARDS * steps * sum(updates) / max(len(updates), 1)
+
+
+def _growth(norms: Series) -> _Growth | None:
+    if len(norms) < _FEWEST or min(norms.values) <= 0:
+        return None
+    logs = [math.log(norms.at(share)) for share in (0.0, 1 / 3, 2 / 3, 1.0)]
+    growth = _Growth(math.exp(logs[3] - logs[0]), logs[2] - logs[1], logs[3] - logs[2], norms)
+    return growth if growth.factor > _GROWN and growth.last > max(_STILL * growth.middle, _LEAST) else None
+
+
+# --- A variational autoencoder whose latent does not depend on its input ---
+
+
+#: The root mean square of mean and log variance, which the prior has at 0, and how much larger both were at the beginning.
+_NOTHING, _FALLEN = 0.05, 2.0
+#: Steps before a latent counts as collapsed.
+_LATENT_FEWEST = 50
+#: Names of layers that give mean or log variance.
+_NAMES = re.compile(r"mu\b|mean|loc\b|var|sigma|std|scale", re.IGNORECASE)
+
+
+def check_latent(history: History) -> list[Finding]:
+    """By the outputs of two layers alike; silent where activations were not measured, which another rule reports."""
+    outputs = history.matrix(n.ACTIVATION, "rms")
+    if outputs is None or len(outputs.steps) < _LATENT_FEWEST:
+        return []
+    first, last = outputs.part(0, 0.1).largest(), outputs.part(0.8, 1).medians()
+    for one, other in _pairs(history, outputs):
+        if all(last.get(name, 1.0) < min(_NOTHING, first.get(name, 0.0) / _FALLEN) for name in (one, other)):
+            return history.finding(
+                "posterior-collapse",
+                one,
+                {f"root mean square of {name}": last[name] for name in (one, other)},
+                "Mean and log variance of the latent are those of the prior, 0, for all inputs: the decoder learns nothing about them.",
+                "Give the reconstruction its full weight, summed over pixels where the divergence is summed over latents; let the weight "
+                "of the divergence rise from 0.",
+                79.5,
+                severity="warning",
+                steps=(outputs.steps[0], outputs.steps[-1]),
+            )
+    return []
+
+
+def _pairs(history: History, outputs: Matrix) -> Iterator[tuple[str, str]]:
+    """Neighbouring layers of one kind and shape, with others behind them, that are named or returned like the parameters of a latent; or
+    a layer twice whose output has two halves, since the next layer takes half as many numbers.
+    """
+    layers = [name for name in outputs.names if f"{name}.weight" in history.matrices]
+    sizes, fans = history.sizes(n.PARAMETER), history.matrices
+    usual = outputs.medians()
+    returned = {usual[name] for name in outputs.names if name.startswith(f"{n.ROOT}[")}
+    for one, other in pairwise(layers):
+        weights = f"{one}.weight", f"{other}.weight"
+        is_alike = sizes.get(weights[0]) == sizes.get(weights[1]) and fans[weights[0]] == fans[weights[1]]
+        is_sibling = one.rpartition(".")[0] == other.rpartition(".")[0] and history.kinds.get(one) == history.kinds.get(other)
+        is_named = any(_NAMES.search(name.rpartition(".")[2]) for name in (one, other))
+        if other != layers[-1] and is_alike and is_sibling and (is_named or {usual[one], usual[other]} <= returned):
+            yield one, other
+        if fans[weights[0]] and sizes.get(weights[0], 0.0) / fans[weights[0]] == 2 * fans[weights[1]]:
+            yield one, one
+
+
+# --- Signs of a divergence that came before the loss showed it ---
+
+
+#: Steps without a sign after which it counts as over, unless the loss has risen since.
+_OVER = 100
+#: Losses that show what is normal.
+_FORESIGHT_FEWEST = 20
+
+
+def check_foresight(history: History) -> list[Finding]:
+    """By the signs that the plugin has seen."""
+    return [found for fact in history.facts if fact.rule == ABOUT_TO_DIVERGE for found in _finding(history, fact)]
+
+
+def _finding(history: History, fact: LoopFinding) -> list[Finding]:
+    lies_ahead = history.records[-1].step - fact.last <= _OVER
+    loss = history.loss.finite
+    has_come = _has_risen(loss, fact.first)
+    leads = fact.where[0] if fact.where else ""
+    others = f", then {', '.join(fact.where[1:4])}" if len(fact.where) > 1 else ""
+    when = "has risen since" if has_come else "is still normal" if lies_ahead else "has stayed normal since"
+    what = f"the loss {when}" if len(loss) else "no loss is logged"
+    return history.finding(
+        ABOUT_TO_DIVERGE,
+        leads,
+        {"signs": float(fact.count), **fact.evidence},
+        f"Weights or outputs have grown as they had not before, {leads} first{others}; {what}.",
+        f"{DIVERGENCE_ADVICE}.",
+        75.0,
+        severity="warning" if lies_ahead or has_come else "info",
+        steps=(fact.first, fact.last),
+    )
+
+
+def _has_risen(loss: Series, first: int) -> bool:
+    """Whether its last twentieth lies above what was normal before the first sign: the median and six deviations."""
+    before = Series.of(pair for pair in zip(loss.steps, loss.values, strict=True) if pair[0] < first)
+    if len(before) < _FORESIGHT_FEWEST:
+        return False
+    normal = before.part(1 - _FORESIGHT_FEWEST / len(before), 1)
+    return loss.part(0.95, 1).median > normal.median + 6 * spread(normal)
+
+
+# --- Parameters that never receive a gradient, or no longer do, and those that are frozen ---
+
 
 #: The fewest steps after which a parameter counts as never reached.
-_FEWEST = 20
+_UNUSED_PARAMETERS_FEWEST = 20
 #: Parameters without gradient matter if they have this share of all elements; an unused head or pooler is common.
 _SHARE = 0.1
 #: A gradient below this part of its median norm is none; for most of the last quarter of the run it has vanished.
@@ -98,8 +331,8 @@ def _has_adapters(history: History, frozen: list[str]) -> bool:
 def check_unused_parameters(history: History) -> list[Finding]:
     """By the gradients before clipping."""
     norms = history.gradients("norm")
-    if norms is None or len(norms.steps) < _FEWEST:
-        raise NotMeasured(f"fewer than {_FEWEST} steps with gradients were measured")
+    if norms is None or len(norms.steps) < _UNUSED_PARAMETERS_FEWEST:
+        raise NotMeasured(f"fewer than {_UNUSED_PARAMETERS_FEWEST} steps with gradients were measured")
     return [*_never(history, norms), *_vanished(history, norms)]
 
 
@@ -118,7 +351,7 @@ def _never(history: History, norms: Matrix) -> list[Finding]:
         for name, steps in zip(parameters.names, there, strict=True)
         if name not in history.frozen and not history.is_gone(name)
     }
-    missed = [name for name, steps in measured.items() if steps >= _FEWEST and not seen.get(name)]
+    missed = [name for name, steps in measured.items() if steps >= _UNUSED_PARAMETERS_FEWEST and not seen.get(name)]
     if len(missed) == len(measured):
         return _all_zero(history, norms)
     found: list[Finding] = []
@@ -272,7 +505,7 @@ def _frozen(history: History, norms: Matrix) -> list[Finding]:
         if not rows or history.is_gone(name):
             continue
         first, last = rows[0], rows[-1]
-        least = _BEFORE if name in history.frozen else max(len(column) // 4, _FEWEST)
+        least = _BEFORE if name in history.frozen else max(len(column) // 4, _UNUSED_PARAMETERS_FEWEST)
         if len(column) - last > least and last - first >= _BEFORE and len(rows) > _NEARLY_ALL * (last - first + 1):
             ends[name] = last + 1
     if not ends or len(ends) == len(norms.names):

@@ -1,0 +1,1094 @@
+"""The comparison of two runs: which values are compared, in which order, and where the runs diverge."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..core import keys as n
+from ..core.errors import display
+from ..core.formatting import listed, strict
+from ..core.keys import Key, compile_pattern, format_key, parse_key
+from ..core.moments import VIEWS
+from ..core.records import is_loss, loss_among
+from ..runs.value_matrix import ValueMatrix
+from ..runs.window import COUNT, Window, is_of_layer
+from .run import Run
+
+# --- causal order ---
+
+
+#: The source of a step's facts: ``context/lr``, ``context/amp_scale`` and ``context/applied``.
+CONTEXT = "context"
+#: Several parameter groups have a learning rate each.
+FACTS = (Key(CONTEXT, "lr", ""), Key(CONTEXT, "lr", "0"), Key(CONTEXT, "amp_scale", ""), Key(CONTEXT, "applied", ""))
+
+#: The stages of a step, in their order, and the sources of each.
+STAGES: dict[str, tuple[str, ...]] = {
+    "parameters": (n.PARAMETER, n.PARAMETER_DIFFERENCE),
+    "activations": (n.INPUT, n.ACTIVATION, n.ACTIVATION_DIFFERENCE, *n.RCC_SOURCES, *n.ATTENTION_SOURCES.values()),
+    "loss": (),
+    "gradients of activations": (n.ACTIVATION_GRADIENT, n.INPUT_GRADIENT),
+    "gradients before clipping": (n.GRADIENT_LOCAL, n.GRADIENT_BEFORE_CLIP),
+    "gradients for the optimizer": (n.GRADIENT,),
+    "settings": (CONTEXT,),
+    "optimizer state": (n.OPTIMIZER,),
+    "updates": (n.UPDATE,),
+    "other values": (),
+}
+_STAGE_OF = {source: stage for stage, sources in STAGES.items() for source in sources}
+#: Stages of whole-model values by the start of their names; others are known at the end of a step.
+_OF_WHOLE = {
+    "param_": "parameters",
+    "update_": "updates",
+    "grad_norm_clipped": "gradients for the optimizer",
+    "grad_": "gradients before clipping",
+    "clip": "gradients for the optimizer",
+}
+_NUMBER = {stage: number for number, stage in enumerate(STAGES)}
+_BACKWARD = ("gradients of activations", "gradients before clipping", "gradients for the optimizer")
+#: The most informative metric of a tensor comes first.
+_METRICS = {metric: rank for rank, metric in enumerate(dict.fromkeys((COUNT, "nonfinite", *VIEWS)))}
+_INSIDE = re.compile(r"(?<=.)[\[@].*$")
+#: After all tensors of a stage: values of the whole model.
+_LAST = 1 << 40
+
+
+def stage_of(key: Key) -> str:
+    """The stage of a value."""
+    if key.source == n.SUMMARY:
+        return next((stage for start, stage in _OF_WHOLE.items() if key.metric.startswith(start)), "other values")
+    return "loss" if is_loss(key) else _STAGE_OF.get(key.source, "other values")
+
+
+class Order:
+    """Ranks keys: by stage, then by place (forward for activations, backward for gradients), then by metric.
+
+    Args:
+        tensors: names by source. Outputs are in the order of the calls. Parameters are taken to be used in the order of their modules'
+            calls if those are known, otherwise in model order.
+    """
+
+    def __init__(self, tensors: Mapping[str, Iterable[str]]) -> None:
+        calls = [_INSIDE.sub("", name) for name in tensors.get(n.ACTIVATION, ())]
+        self._ends: dict[str, int] = {}
+        self._begins: dict[str, int] = {}
+        for place, name in enumerate(calls):
+            self._ends.setdefault(name, place)
+            for outer in _enclosing(name):
+                self._begins.setdefault(outer, place)
+        for name in dict.fromkeys(name for source in STAGES["activations"] for name in tensors.get(source, ())):
+            self._begins.setdefault(_INSIDE.sub("", name), len(self._begins))
+        self._parameters: dict[str, tuple[int, int]] = {}
+        reached = -1
+        names = dict.fromkeys(name for source in n.PARAMETER_SOURCES for name in tensors.get(source, ()))
+        for number, name in enumerate(names):
+            reached = self._ends.get(name.rpartition(".")[0], reached)
+            self._parameters[name] = (reached, number)
+
+    def rank(self, key: Key) -> tuple[int, int, int, int]:
+        """A sort key that follows the order of computation."""
+        stage = stage_of(key)
+        place, within = self._place(key)
+        if stage in _BACKWARD and place != _LAST:
+            place, within = -place, -within
+        return _NUMBER[stage], place, within, _METRICS.get(key.metric, len(_METRICS))
+
+    def _place(self, key: Key) -> tuple[int, int]:
+        if key.name in self._parameters and key.source in n.PARAMETER_SOURCES:
+            return self._parameters[key.name]
+        if key.source in n.MODULE_SOURCES or stage_of(key) == "activations":
+            name = _INSIDE.sub("", key.name)
+            module = n.owner_of(name, self._begins)
+            takes = key.source in (n.INPUT, n.INPUT_GRADIENT)
+            if takes or module not in self._ends:
+                return self._begins.get(module, len(self._begins)), 0 if takes else 1
+            return self._ends[module], 1
+        return _LAST, 0
+
+
+def _enclosing(name: str) -> Iterable[str]:
+    """The module, those that contain it, and the model."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield n.ROOT
+
+
+# --- Which values of two runs are compared, under which names, and with which tolerances ---
+
+
+#: Words in the names of clocks, speeds and memory, which differ from run to run.
+_CLOCKS = frozenset(
+    {"time", "second", "seconds", "secs", "sec", "ms", "elapsed", "eta", "duration", "latency", "timestamp", "walltime"}
+    | {"throughput", "speed", "fps", "mfu", "tflops", "flops", "memory", "mem", "overhead"}
+)
+#: Values that follow from earlier steps.
+_WITH_MEMORY = frozenset({"spike_score", "clipped_share", "steps_not_applied", "steps_skipped", "clip_limit", "dead"})
+Patterns = str | re.Pattern[str] | Sequence[str | re.Pattern[str]]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How two runs are compared.
+
+    Attributes:
+        rtol: tolerated difference relative to the larger value.
+        atol: tolerated absolute difference, added to that.
+        tolerances: patterns with their own ``rtol``; the first one found in a key decides.
+        only: a key must match one of these patterns; without any, all keys except those of clocks are compared.
+        ignore: a key must match none of these patterns.
+        rename: patterns in the names of the first run's tensors, with their replacements in the second.
+        with_memory: whether to compare values that follow from earlier steps, which differ if the runs have other earlier steps.
+    """
+
+    rtol: float = 1e-5
+    atol: float = 0.0
+    tolerances: tuple[tuple[re.Pattern[str], float], ...] = ()
+    only: tuple[re.Pattern[str], ...] = ()
+    ignore: tuple[re.Pattern[str], ...] = ()
+    rename: tuple[tuple[re.Pattern[str], str], ...] = ()
+    with_memory: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        rtol: float,
+        atol: float,
+        tolerances: Mapping[str, float] | None,
+        only: Patterns | None,
+        ignore: Patterns | None,
+        rename: Mapping[str, str] | None,
+    ) -> Rules:
+        """Check the arguments of a user.
+
+        Raises:
+            TypeError, ValueError: with the value and the remedy.
+        """
+        own = _mapping("tolerances", tolerances, "{'update/': 1e-3}")
+        new = _mapping("rename", rename, "{'^encoder': 'enc'}")
+        return cls(
+            _tolerance("rtol", rtol),
+            _tolerance("atol", atol),
+            tuple((compile_pattern(p, "tolerances"), _tolerance(f"tolerances[{p!r}]", v)) for p, v in own.items()),
+            _patterns("only", only),
+            _patterns("ignore", ignore),
+            tuple((compile_pattern(p, "rename"), _replacement(p, place)) for p, place in new.items()),
+        )
+
+    def renamed(self, key: Key) -> Key:
+        """The key in the second run of a value of the first run."""
+        if key.source not in n.TENSOR_SOURCES and key.source not in n.NAME_SOURCES:
+            return key
+        name = key.name
+        for pattern, place in self.rename:
+            name = pattern.sub(place, name)
+        return key if name == key.name else key._replace(name=name)
+
+    def tolerance(self, key: Key, other: Key) -> float | None:
+        """The relative tolerance for ``key``, which is ``other`` in the second run; None if it is not compared."""
+        texts = {format_key(key), format_key(other)}
+        if (not _found(self.only, texts) if self.only else self.leaves_out(key)) or _found(self.ignore, texts):
+            return None
+        return next((value for pattern, value in self.tolerances if _found([pattern], texts)), self.rtol)
+
+    def leaves_out(self, key: Key) -> bool:
+        """Whether a value is compared only if ``only`` asks for it."""
+        return is_clock(key) or (has_memory(key) and not self.with_memory)
+
+    def check_use(self, keys: Iterable[str], names: Iterable[str]) -> None:
+        """Refuse a pattern that matches nothing: after a typo, a comparison would pass.
+
+        Args:
+            keys: of both runs.
+            names: of tensors of the first run.
+
+        Raises:
+            ValueError: a pattern is found in none of the keys, or names.
+        """
+        for argument, patterns, texts in (
+            ("only", self.only, list(keys)),
+            ("ignore", self.ignore, list(keys)),
+            ("tolerances", [pattern for pattern, _ in self.tolerances], list(keys)),
+            ("rename", [pattern for pattern, _ in self.rename], list(names)),
+        ):
+            for pattern in patterns:
+                if not any(map(pattern.search, texts)):
+                    like = f"; one of them is {texts[0]!r}" if texts else ""
+                    what = "name of a tensor of the first run" if argument == "rename" else "key of the two runs"
+                    raise ValueError(f"{argument}: {pattern.pattern!r} matches no {what}{like}")
+
+
+def renamer(rename: Mapping[str, str] | None) -> Callable[[str], str]:
+    """The function from the name of a tensor or module in the first run to that in the second.
+
+    Raises:
+        TypeError, ValueError: ``rename`` is wrong, see :meth:`Rules.of`.
+    """
+    rules = Rules.of(0.0, 0.0, None, None, None, rename)
+    return lambda name: rules.renamed(Key(n.PARAMETER, name, "")).name
+
+
+def has_memory(key: Key) -> bool:
+    """Whether a value follows from earlier monitored steps as well."""
+    return key.source == n.SPIKE_SCORE or key.metric in _WITH_MEMORY
+
+
+def is_clock(key: Key) -> bool:
+    """Whether a value is a time, a speed or an amount of memory.
+
+    >>> is_clock(Key("", "tokens_per_sec", "")), is_clock(Key("", "timestep_loss", "")), is_clock(Key("gradmon", "", "overhead_pct"))
+    (True, False, True)
+    """
+    if key.source not in ("", n.SUMMARY):
+        return False
+    text = format_key(key)
+    return not _CLOCKS.isdisjoint(re.split(r"[^a-z]+", text.lower())) and not is_loss(key)
+
+
+def _found(patterns: Iterable[re.Pattern[str]], texts: Iterable[str]) -> bool:
+    return any(pattern.search(text) for pattern in patterns for text in texts)
+
+
+def _patterns(argument: str, given: Patterns | None) -> tuple[re.Pattern[str], ...]:
+    if given is None:
+        return ()
+    each = [given] if isinstance(given, (str, re.Pattern)) else given
+    if not isinstance(each, Sequence):
+        raise TypeError(f"{argument} must be a pattern or a list of them, got {display(given)}")
+    return tuple(compile_pattern(pattern, argument) for pattern in each)
+
+
+def _tolerance(argument: str, value: float) -> float:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(f"{argument} must be a number, such as 1e-5, got {display(value)}")
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{argument}={value!r} must be a number of at least 0, such as 1e-5")
+    return float(value)
+
+
+def _mapping(argument: str, given: Mapping[str, Any] | None, example: str) -> Mapping[str, Any]:
+    if given is not None and not isinstance(given, Mapping):
+        raise TypeError(f"{argument} must be a dict by pattern, such as {example}, got {display(given)}")
+    return given or {}
+
+
+def _replacement(pattern: str, place: str) -> str:
+    if not isinstance(place, str):
+        raise TypeError(f"rename[{pattern!r}] must be its replacement (str), got {display(place)}")
+    try:
+        compile_pattern(pattern, "rename").sub(place, "")
+    except (re.error, IndexError) as error:
+        raise ValueError(f"rename: {place!r} cannot replace {pattern!r}: {error}") from error
+    return place
+
+
+# --- matching ---
+
+
+#: A value that may be close to zero because it is a difference, or a count of few, is compared relative to a share of another
+#: metric.
+_BESIDE = {"mean": ("rms", 1.0), "std": ("rms", 1e-2), "zeros": (COUNT, 1.0), "grad_mean": ("grad_std", 1.0)}
+#: Shares, cosines, scores, entropies and logits are compared relative to 1.
+_OF_UNIT_ONE = frozenset({"sparsity", "grad_sparsity", "grad_momentum_cosine", "clipped_share", "spike_score"})
+_SOURCES_OF_UNIT_ONE = frozenset({*n.ATTENTION_SOURCES.values(), n.SPIKE_SCORE})
+#: Metrics of near-zero elements. Rounding may move this many of them across the threshold.
+_OF_ELEMENTS, _STRAY = ("sparsity", "zeros"), 2.0
+
+
+class _Scales(NamedTuple):
+    """Columns that are compared relative to more than their own size.
+
+    Attributes:
+        columns: their numbers, among those compared.
+        left, right: the columns of the two sheets that give the scale.
+        share: the factor of that scale; 0 for none.
+        unit: the smallest scale.
+    """
+
+    columns: Tensor
+    left: Tensor
+    right: Tensor
+    share: Tensor
+    unit: Tensor
+
+    def of(self, left: ValueMatrix, right: ValueMatrix) -> Tensor:
+        """The scales ``[steps, columns]``."""
+        size = torch.maximum(left.values[:, self.left].abs(), right.values[:, self.right].abs())
+        return torch.maximum(size.nan_to_num_(0.0, posinf=0.0) * self.share, self.unit)
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """Which columns of two sheets are compared, and how.
+
+    Attributes:
+        keys: in the first run.
+        others: the corresponding keys in the second.
+        left, right: the numbers of the columns.
+        rtol: tolerance of each.
+        floors: the scales of those that may be close to zero.
+        elements: those that count single elements, and the number of all elements.
+    """
+
+    keys: tuple[Key, ...]
+    others: tuple[Key, ...]
+    left: tuple[int, ...]
+    right: tuple[int, ...]
+    rtol: Tensor
+    floors: _Scales
+    elements: _Scales
+
+    @classmethod
+    def of(cls, left: Sequence[Key], right: Sequence[Key], rules: Rules) -> Pairing:
+        """All columns that both sheets have and ``rules`` compare."""
+        places = {key: column for column, key in enumerate(left)}, {key: column for column, key in enumerate(right)}
+        found = [
+            (key, other, rtol)
+            for key in left
+            if (other := rules.renamed(key)) in places[1] and (rtol := rules.tolerance(key, other)) is not None
+        ]
+        keys, others = tuple(key for key, _, _ in found), tuple(other for _, other, _ in found)
+
+        def measured(wanted: Mapping[int, tuple[str, float, float]]) -> _Scales:
+            rows = []
+            for row, (metric, share, unit) in wanted.items():
+                at = [place.get(key._replace(metric=metric)) for place, key in zip(places, (keys[row], others[row]), strict=True)]
+                rows.append((row, at[0] or 0, at[1] or 0, 0.0 if None in at else share, unit))
+            columns = list(zip(*rows, strict=True)) if rows else [()] * 5
+            return _Scales(*map(_whole, columns[:3]), *map(_real, columns[3:]))
+
+        return cls(
+            keys,
+            others,
+            tuple(places[0][key] for key in keys),
+            tuple(places[1][other] for other in others),
+            _real([rtol for _, _, rtol in found]),
+            measured({row: floor for row, key in enumerate(keys) if any((floor := _floor(key))[1:])}),
+            measured({row: (COUNT, 1.0, 0.0) for row, key in enumerate(keys) if key.metric in _OF_ELEMENTS}),
+        )
+
+    def stray(self, left: ValueMatrix, right: ValueMatrix) -> Tensor:
+        """The difference that rounding allows in metrics of single elements; 0 if equal bits are required."""
+        columns = self.elements.columns
+        whole = torch.tensor([self.keys[column].metric == "zeros" for column in columns.tolist()], dtype=torch.bool, device="cpu")
+        per_element = torch.where(whole, 1.0, 1.0 / self.elements.of(left, right).clamp(min=1.0))
+        return torch.where(self.rtol[columns] > 0, _STRAY * per_element, 0.0)
+
+
+@dataclass(frozen=True)
+class SheetComparison:
+    """Two sheets compared; all tensors are ``[steps, pairs of columns]``.
+
+    Attributes:
+        pairing: of the columns.
+        left, right: the values.
+        has_left, has_right: where there is a value.
+        relative: difference relative to the larger value; infinite where one is not finite.
+        differs: where there is a difference.
+        diverges: where it exceeds the tolerance.
+    """
+
+    pairing: Pairing
+    left: Tensor
+    right: Tensor
+    has_left: Tensor
+    has_right: Tensor
+    relative: Tensor
+    differs: Tensor
+    diverges: Tensor
+
+
+def compare(left: ValueMatrix, right: ValueMatrix, pairing: Pairing, atol: float) -> SheetComparison:
+    """Compare two sheets of the same steps. NaN equals NaN, and an infinite value equals itself."""
+    left_part, right_part = left.columns(pairing.left), right.columns(pairing.right)
+    a, b, has_a, has_b = left_part.values, right_part.values, left_part.there, right_part.there
+    gap = (a - b).abs_()  # NaN where either is NaN, and between infinities of one sign
+    scale = torch.maximum(a.abs(), b.abs())
+    scale[:, pairing.floors.columns] = torch.maximum(scale[:, pairing.floors.columns], pairing.floors.of(left, right))
+    allowed = scale * pairing.rtol + atol
+    allowed[:, pairing.elements.columns] += pairing.stray(left, right)
+    both = has_a & has_b
+    differs = both & (gap != 0)
+    diverges = differs & ~(gap <= allowed)
+    relative = torch.where(differs, gap.div_(scale), 0.0)
+    if not bool(torch.where(both, scale, 0.0).isfinite().all()):
+        equal = (a == b) | (a.isnan() & b.isnan())
+        is_number = a.isfinite() & b.isfinite()
+        differs = both & ~equal
+        diverges = differs & (diverges | ~is_number)
+        relative = torch.where(differs, torch.where(is_number, relative, torch.inf), 0.0)
+    return SheetComparison(pairing, a, b, has_a, has_b, relative, differs, diverges)
+
+
+def _floor(key: Key) -> tuple[str, float, float]:
+    """The metric that gives the scale, its share, and the smallest scale; zeros without any."""
+    is_of_one = key.metric in _OF_UNIT_ONE or key.source in _SOURCES_OF_UNIT_ONE
+    return (*_BESIDE.get(key.metric, ("", 0.0)), 1.0 if is_of_one else 0.0)
+
+
+def _whole(numbers: Sequence[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+
+def _real(numbers: Sequence[float]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64, device="cpu")
+
+
+# --- The result of comparing two runs, as data ---
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """A value that differs between the runs.
+
+    Attributes:
+        step: number of the step.
+        key: of the value in the first run.
+        other: its key in the second run.
+        stage: of the step, such as ``parameters``, ``activations`` or ``updates``.
+        a, b: the value in the first and in the second run.
+        relative: the difference relative to the larger value; that of a mean relative to the root mean square, and so on.
+        rtol: the tolerated difference.
+        metrics: how many metrics of the same tensor diverge.
+    """
+
+    step: int
+    key: str
+    other: str
+    stage: str
+    a: float
+    b: float
+    relative: float
+    rtol: float
+    metrics: int = 1
+
+
+@dataclass(frozen=True)
+class StageCounts:
+    """How many tensors and other values of a stage diverge in one step.
+
+    Attributes:
+        tensors, values: how many were compared.
+        tensors_part, values_part: how many of them diverge.
+        largest: the largest relative difference.
+    """
+
+    tensors: int
+    tensors_part: int
+    values: int
+    values_part: int
+    largest: float
+
+
+@dataclass(frozen=True)
+class Unmatched:
+    """What only one of the runs has.
+
+    Attributes:
+        steps: numbers of steps.
+        keys: whole-model and logged values by key, and tensors as ``source/name``.
+        gaps: by key or tensor that both runs have in other steps, in how many compared steps only this run has it, and the first.
+    """
+
+    steps: tuple[int, ...] = ()
+    keys: tuple[str, ...] = ()
+    gaps: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.steps or self.keys or self.gaps)
+
+
+@dataclass(frozen=True)
+class ComparisonResult:
+    """Where two runs diverge.
+
+    Attributes:
+        runs: their names.
+        steps: the common steps that were compared, in this order, up to the first divergence.
+        first: of the first step that diverges, the value that is computed first; None without a divergence.
+        divergences: all divergent values of that step, one for each tensor, in the order of computation.
+        stages: what was compared in that step, or in the last one without a divergence.
+        onset: the first difference of any size in the compared steps; None without any.
+        interpretation: what the onset points to; empty without a difference.
+        largest: the largest relative difference within the tolerance before the runs diverge.
+        growth: by key of a whole-model value, the difference in some steps from the onset on.
+        unmatched: what only the first run has, and what only the second.
+        not_compared: values left out: those of clocks, and, if the runs have different steps, those that follow from earlier steps.
+        settings: by name, what the first and the second run were made with and do not share, as text.
+        tags: tags of the onset's step that differ.
+        strict: whether unmatched values count as a divergence.
+    """
+
+    runs: tuple[str, str]
+    steps: tuple[int, ...]
+    first: Divergence | None
+    divergences: tuple[Divergence, ...]
+    stages: Mapping[str, StageCounts]
+    onset: Divergence | None
+    interpretation: str
+    largest: Divergence | None
+    growth: Mapping[str, Mapping[int, float]]
+    unmatched: tuple[Unmatched, Unmatched]
+    not_compared: tuple[str, ...] = ()
+    settings: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    tags: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    strict: bool = False
+
+    @property
+    def diverges(self) -> bool:
+        """Whether the runs diverge; if ``strict``, also whether one of them has unmatched values."""
+        return self.first is not None or (self.strict and any(self.unmatched))
+
+    @property
+    def exit_code(self) -> int:
+        """For CI: 0 if the runs are equal within the tolerance, 1 otherwise."""
+        return int(self.diverges)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result for JSON; numbers that are not finite are strings, as in a :class:`JsonlSink`."""
+        found = {
+            "runs": list(self.runs),
+            "parts": self.diverges,
+            "strict": self.strict,
+            "steps": {"compared": len(self.steps), "first": self.steps[0], "last": self.steps[-1]},
+            "first": self.first and asdict(self.first),
+            "partings": [asdict(divergence) for divergence in self.divergences],
+            "stages": {name: asdict(stage) for name, stage in self.stages.items()},
+            "onset": self.onset and asdict(self.onset),
+            "reading": self.interpretation,
+            "largest_within_tolerance": self.largest and asdict(self.largest),
+            "growth": {key: {str(step): v for step, v in values.items()} for key, values in self.growth.items()},
+            "alone": [
+                {"steps": list(own.steps), "keys": list(own.keys), "gaps": {k: list(v) for k, v in own.gaps.items()}}
+                for own in self.unmatched
+            ],
+            "not_compared": list(self.not_compared),
+            "settings": {name: list(values) for name, values in self.settings.items()},
+            "tags": {name: list(values) for name, values in self.tags.items()},
+        }
+        return {name: strict(value) for name, value in found.items()}
+
+    def to_json(self) -> str:
+        """The result as JSON text."""
+        return json.dumps(self.to_dict(), indent=1, allow_nan=False, default=str)
+
+
+# --- Single values of a compared step, and the facts of steps as values ---
+
+
+class Cell(NamedTuple):
+    """One value of the only step of a sheet."""
+
+    sheet: SheetComparison
+    column: int
+
+    @property
+    def key(self) -> Key:
+        """Of the value in the first run."""
+        return self.sheet.pairing.keys[self.column]
+
+    @property
+    def item(self) -> Key:
+        """The tensor of the value, or its key if it is no value of a tensor."""
+        return item_key(self.key)
+
+    @property
+    def share(self) -> float | None:
+        """The value over the largest one of its source and metric; None if it is no value of a tensor."""
+        if not is_of_layer(self.key):
+            return None
+        alike = [column for column, key in enumerate(self.sheet.pairing.keys) if key.metric == self.key.metric]
+        sizes = torch.maximum(self.sheet.left[0].abs(), self.sheet.right[0].abs()).nan_to_num(0.0)
+        return float(sizes[self.column] / sizes[alike].max())
+
+    def divergence(self, step: int, metrics: int = 1) -> Divergence:
+        """The value as a divergence in ``step``; ``metrics`` of its tensor diverge."""
+        sheet, column, pairing = self.sheet, self.column, self.sheet.pairing
+        return Divergence(
+            step,
+            format_key(self.key),
+            format_key(pairing.others[column]),
+            stage_of(self.key),
+            float(sheet.left[0, column]),
+            float(sheet.right[0, column]),
+            float(sheet.relative[0, column]),
+            float(pairing.rtol[column]),
+            metrics,
+        )
+
+
+def item_key(key: Key) -> Key:
+    """The key without its metric for a value of a tensor; other keys as they are."""
+    return key._replace(metric="") if is_of_layer(key) else key
+
+
+def facts_of(window: Window) -> ValueMatrix:
+    """Learning rates, the loss scale, and whether the step was applied, as values."""
+    rows: list[dict[Key, float]] = []
+    for step in window.steps:
+        facts = window.facts[step]
+        rates = facts.get("lr", [])
+        row = {Key(CONTEXT, "lr", "" if len(rates) == 1 else str(group)): float(rate) for group, rate in enumerate(rates)}
+        row |= {Key(CONTEXT, name, ""): float(facts[name]) for name in ("amp_scale", "applied") if facts.get(name) is not None}
+        rows.append(row)
+    keys = tuple(dict.fromkeys(key for row in rows for key in row))
+    values = torch.tensor([[row.get(key, math.nan) for key in keys] for row in rows], dtype=torch.float64, device="cpu")
+    there = torch.tensor([[key in row for key in keys] for row in rows], dtype=torch.bool, device="cpu")
+    return ValueMatrix(keys, values.reshape(len(rows), len(keys)), there.reshape(len(rows), len(keys)))
+
+
+# --- What the place and the size of the first difference between two runs point to ---
+
+
+#: The largest difference that rounding in float32, and sums of it, can cause.
+_ROUNDING = 2e-6
+#: A gradient below this share of the largest one may be nothing but rounding.
+_NOISE = 1e-6
+_OF_FORWARD = "other data, other random numbers such as those of dropout, or other code in the forward pass"
+_OF_BACKWARD = (
+    "the backward pass, or hooks that change gradients; torch.use_deterministic_algorithms(True) reports operations that "
+    "are not deterministic"
+)
+_OF_OPTIMIZER = "the optimizer's settings, its state (a checkpoint without it, for example), or its code"
+
+
+class Onset(NamedTuple):
+    """The first value that differs.
+
+    Attributes:
+        stage: of the value.
+        key: of the value.
+        step: number of the step.
+        before: the step that was compared before; None if there is none.
+        compared: the stages that were compared in the step.
+        relative: relative difference of the values.
+        is_finite: whether both values are finite.
+        settings: of optimizers that differ.
+    """
+
+    stage: str
+    key: str
+    step: int
+    before: int | None
+    compared: Container[str]
+    relative: float
+    is_finite: bool
+    settings: Sequence[str] = ()
+
+    def same(self, *stages: str) -> str:
+        """Which of ``stages`` are the same, and which were not recorded in both runs."""
+        known = [_SHORT.get(stage, stage) for stage in stages if stage in self.compared]
+        unknown = " and ".join(_SHORT.get(stage, stage) for stage in stages if stage not in self.compared)
+        if not known:
+            return f"{unknown.capitalize()} were not recorded in both runs"
+        text = f"The {' and '.join(known)} {'is' if known == ['loss'] else 'are'} the same"
+        return f"{text} ({unknown}: not recorded in both runs)" if unknown else text
+
+    @property
+    def of_forward(self) -> str:
+        """Possible causes in the forward pass."""
+        return _OF_FORWARD if "parameters" in self.compared else f"other parameters, {_OF_FORWARD}"
+
+
+def interpret(onset: Onset) -> str:
+    """What it means that this value is the first to differ."""
+    text = _PLACES[onset.stage](onset)
+    if not onset.is_finite:
+        return f"{text} Not all of the values are finite."
+    if onset.settings and onset.stage in _OF_STEP and (onset.stage != "parameters" or onset.before is not None):
+        return f"{text} The optimizers differ in {listed(onset.settings, 3)}, which may be the cause."
+    if onset.stage in ("settings", "other values"):
+        return text
+    if onset.relative > _ROUNDING:
+        return f"{text} At {onset.relative:.1e} it is more than rounding in float32."
+    return (
+        f"{text} At {onset.relative:.1e} it is of the size of rounding in float32: sums in another order, from kernels that are not "
+        "deterministic, another number of threads, or code that is equal in exact arithmetic. Such a difference grows during training."
+    )
+
+
+def interpret_noise(stage: str, key: str, share: float | None) -> str:
+    """A sentence on a gradient that may be nothing but rounding; empty for a larger one.
+
+    Args:
+        stage: of the value.
+        key: of the value.
+        share: the value over the largest of its kind in that step; None if it is no metric of a tensor.
+    """
+    if not stage.startswith("gradients") or share is None or share >= _NOISE:
+        return ""
+    name = ".".join(parse_key(key).name.split(".")[-2:])
+    return (
+        f"{key} is {share:.0e} of the largest such gradient: it may be nothing but rounding, as for a bias before a normalisation, or of "
+        f"the keys in attention. If so, leave it out, with all that follows from it: ignore={name!r}."
+    )
+
+
+def interpret_gaps(step: int, run: str, keys: Sequence[str]) -> str:
+    """A sentence on values that a run lacks in ``step`` but both runs have in others; empty without ``keys``."""
+    if not keys:
+        return ""
+    more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+    return f"In step {step} the {run} run lacks {keys[0]}{more}, which it has in other steps."
+
+
+def _parameters(onset: Onset) -> str:
+    if onset.before is None:
+        return (
+            f"The parameters differ in the first compared step ({onset.step}): another seed, initialisation or checkpoint, or the runs "
+            "diverged before."
+        )
+    return (
+        f"All values that both runs recorded in step {onset.before} are the same, and then the parameters differ: {_OF_OPTIMIZER}, or "
+        f"another change between steps {onset.before} and {onset.step}."
+    )
+
+
+def _activations(onset: Onset) -> str:
+    if onset.key.startswith(f"{n.INPUT}/{n.ROOT}/"):
+        return f"{onset.same('parameters')}, and the input of the model differs: other data."
+    return f"{onset.same('parameters')}, and this is the first activation that differs: {onset.of_forward}."
+
+
+def _loss(onset: Onset) -> str:
+    if "activations" in onset.compared:
+        return f"{onset.same('parameters', 'activations')}, and the loss differs: other targets, or other code of the loss."
+    hint = 'Activations (preset="full") would show more.'
+    return f"{onset.same('parameters')}, and the loss differs: {onset.of_forward}. {hint}"
+
+
+def _gradients(onset: Onset) -> str:
+    known = [stage for stage in ("activations", "loss") if stage in onset.compared]
+    if known:
+        return f"{onset.same('parameters', *known)}, and gradients differ: {_OF_BACKWARD}."
+    hint = 'A logged loss, or activations (preset="full"), would show which.'
+    return f"{onset.same('parameters')}, and gradients differ: {onset.of_forward}, or in the backward pass. {hint}"
+
+
+def _clipped(onset: Onset) -> str:
+    if "gradients before clipping" not in onset.compared:
+        return _gradients(onset)
+    return "The gradients are the same before clipping, and those that the optimizer uses differ: the clip, or its limit."
+
+
+def _settings(onset: Onset) -> str:
+    names = {"context/amp_scale": "the loss scale", "context/applied": "whether the step was applied"}
+    return f"{onset.same('parameters', 'gradients for the optimizer')}, and {names.get(onset.key, 'the learning rate')} differs."
+
+
+def _optimizer(onset: Onset) -> str:
+    return f"{onset.same('parameters', 'gradients for the optimizer')}, and the optimizer's result differs: {_OF_OPTIMIZER}."
+
+
+def _others(onset: Onset) -> str:
+    return "The step itself does not differ, only values that were logged beside it or follow from earlier steps."
+
+
+_PLACES: dict[str, Callable[[Onset], str]] = {
+    "parameters": _parameters,
+    "activations": _activations,
+    "loss": _loss,
+    "gradients of activations": _gradients,
+    "gradients before clipping": _gradients,
+    "gradients for the optimizer": _clipped,
+    "settings": _settings,
+    "optimizer state": _optimizer,
+    "updates": _optimizer,
+    "other values": _others,
+}
+#: Stages that follow from the optimizer's step, or from the one before.
+_OF_STEP = frozenset({"parameters", "settings", "optimizer state", "updates"})
+_SHORT = {"gradients for the optimizer": "gradients"}
+
+
+# --- What only one of two runs has, and whether they have anything in common ---
+
+
+#: By key or tensor, in how many steps only this run has it, and the first of them.
+Gaps = dict[Key, tuple[int, int]]
+
+
+def check_use(left: Run, right: Run, rules: Rules) -> None:
+    """Refuse rules with a part that has no effect.
+
+    Raises:
+        ValueError: a pattern matches nothing, two names become one, or nothing in common is compared.
+    """
+    rules.check_use(
+        (*left.keys(), *right.keys(), *map(format_key, FACTS)),
+        dict.fromkeys(key.name for key in compared_items(left) if key.source and key.name),
+    )
+    own, others = list(compared_items(left)), set(compared_items(right))
+    taken: dict[Key, Key] = {}
+    for key in own:
+        first = taken.setdefault(rules.renamed(key), key)
+        if first.name != key.name:
+            new = rules.renamed(key).name
+            raise ValueError(f"rename: {first.name!r} and {key.name!r} would both be called {new!r}; give a narrower pattern")
+    common = {other: key for other, key in taken.items() if other in others}
+    if not common:
+        hint = "" if rules.rename else "; rename= (--rename) maps the names that differ"
+        raise ValueError(f"the runs have no tensor and no value in common{hint}")
+    if not any(_is_compared(key, other, rules) for other, key in (*common.items(), *((fact, fact) for fact in FACTS))):
+        raise ValueError("only= and ignore= leave out all that the runs have in common")
+
+
+def find_unmatched(
+    left: Run, right: Run, rules: Rules, steps: tuple[Sequence[int], Sequence[int]], gaps: tuple[Gaps, Gaps]
+) -> tuple[Unmatched, Unmatched]:
+    """For each run the steps, tensors and values that the other one lacks."""
+    own = {rules.renamed(key): key for key in compared_items(left)}
+    others = {key: key for key in compared_items(right)}
+    by_name = [{format_key(key): value for key, value in found.items()} for found in gaps]
+    return (
+        Unmatched(_less(steps[0], steps[1]), tuple(_lacking(own, others, rules, left.present(steps[0]))), by_name[0]),
+        Unmatched(_less(steps[1], steps[0]), tuple(_lacking(others, own, rules, right.present(steps[1]))), by_name[1]),
+    )
+
+
+def _lacking(own: Mapping[Key, Key], others: Mapping[Key, Key], rules: Rules, present: Container[Key | None]) -> Iterator[str]:
+    for other, key in own.items():
+        if other not in others and key in present and _is_compared(key, other, rules):
+            yield format_key(key)
+
+
+def _less(steps: Sequence[int], others: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted(set(steps).difference(others)))
+
+
+def compared_items(run: Run) -> Iterator[Key]:
+    """Tensors, without a metric, and the keys of all other values."""
+    for source in run.sources:
+        yield from (Key(source, name, "") for name in run.tensors(source))
+    yield from run.scalars
+
+
+def item_of(key: Key) -> Key | None:
+    """The item of :func:`compared_items` that a value belongs to; None for a built-in statistic of a tensor other than its count.
+
+    The count stands for all statistics, because others may be measured less often.
+    """
+    if key.source not in n.TENSOR_SOURCES or key.metric not in (*VIEWS, COUNT):
+        return key
+    return key._replace(metric="") if key.metric == COUNT else None
+
+
+def _is_compared(key: Key, other: Key, rules: Rules) -> bool:
+    is_tensor = key.source in n.TENSOR_SOURCES and not key.metric
+    metrics = tuple(VIEWS) if is_tensor else (key.metric,)
+    return any(rules.tolerance(key._replace(metric=m), other._replace(metric=m)) is not None for m in metrics)
+
+
+# --- Two runs compared step by step, up to the first step in which they diverge ---
+
+
+#: Values that are compared at once, over all steps of a window; and the steps of the first window.
+_CELLS, _FIRST = 1 << 19, 8
+#: Whole-model values whose growth is shown, in addition to the loss.
+_OF_GROWTH = ("param_norm", "grad_norm", "update_norm")
+#: The sheet of values that are not of tensors.
+_OTHERS = ""
+
+
+@dataclass
+class ScanResult:
+    """The result of comparing step by step.
+
+    Attributes:
+        steps: the compared steps.
+        first: the one in which the runs diverge.
+        onset: the one with the first difference of any size.
+        largest: the largest relative difference within the tolerance, and its step.
+        gaps: for each run, by key (of a tensor without a metric), in how many steps only this run has it, and the first.
+    """
+
+    steps: list[int] = field(default_factory=list)
+    first: int | None = None
+    onset: int | None = None
+    largest: tuple[float, int] = (0.0, -1)
+    gaps: tuple[Gaps, Gaps] = field(default_factory=lambda: ({}, {}))
+
+
+class _PairedKeys(NamedTuple):
+    """The keys of two sheets, the keys that each lacks in these steps, and the pairing of all."""
+
+    left: tuple[Key, ...]
+    right: tuple[Key, ...]
+    more_left: tuple[Key, ...]
+    more_right: tuple[Key, ...]
+    pairing: Pairing
+
+
+class Comparison:
+    """Compares two runs.
+
+    Args:
+        left, right: the runs.
+        rules: what is compared, and the tolerances.
+    """
+
+    def __init__(self, left: Run, right: Run, rules: Rules) -> None:
+        self._runs, self._rules = (left, right), rules
+        tensors = {source: left.tensors_as_measured(source) for source in left.sources}
+        self._order = Order(tensors)
+        self._width = sum(map(len, tensors.values())) * (len(VIEWS) + 1) + len(left.scalars)
+        self._known = {rules.renamed(key): key for key in compared_items(left)}
+        self._known_right = frozenset(compared_items(right))
+        self._pairings: dict[str, _PairedKeys] = {}
+
+    def scan(self, steps: Sequence[int], advance: Callable[[int], None]) -> ScanResult:
+        """Compare common ``steps`` up to the first that diverges; calls ``advance`` with the number of steps done."""
+        found = ScanResult()
+        for some in self._windows(steps):
+            self._record(found, some, self._compared(some, thorough=False))
+            advance(len(some))
+            if found.first is not None:
+                break
+        return found
+
+    def _windows(self, steps: Sequence[int]) -> Iterator[Sequence[int]]:
+        most, size, done = max(_CELLS // max(self._width, 1), 1), _FIRST, 0
+        while done < len(steps):
+            yield steps[done : done + min(size, most)]
+            done, size = done + min(size, most), 4 * size
+
+    def _compared(self, steps: Sequence[int], thorough: bool) -> list[SheetComparison]:
+        """All sheets of ``steps``; unless ``thorough``, without those whose stored statistics are byte for byte equal."""
+        left, right = (run.window(steps) for run in self._runs)
+        sources = list(dict.fromkeys((*left.sources, *right.sources)))
+        if not thorough and not self._rules.rename:
+            sources = [source for source in sources if not left.is_like(right, source)]
+        pairs = [(source, left.sheet(source), right.sheet(source)) for source in sources]
+        pairs += [(_OTHERS, left.others, right.others), (CONTEXT, facts_of(left), facts_of(right))]
+        return [self._compare(source, a, b) for source, a, b in pairs]
+
+    def _compare(self, source: str, left: ValueMatrix, right: ValueMatrix) -> SheetComparison:
+        known = self._pairings.get(source)
+        if known is None or (known.left, known.right) != (left.keys, right.keys):
+            known = self._pairings[source] = self._paired(left.keys, right.keys)
+        return compare(left.with_absent(known.more_left), right.with_absent(known.more_right), known.pairing, self._rules.atol)
+
+    def _paired(self, left: tuple[Key, ...], right: tuple[Key, ...]) -> _PairedKeys:
+        """Corresponding keys; also those that one run lacks in these steps but has in others."""
+        renamed = {self._rules.renamed(key) for key in left}
+        there = set(right)
+        more_right = tuple(key for key in renamed if key not in there and item_of(key) in self._known_right)
+        lacking = [(key, item_of(key)) for key in right if key not in renamed]
+        more_left = tuple(
+            key._replace(name=self._known[item].name) for key, item in lacking if item is not None and item in self._known
+        )
+        pairing = Pairing.of((*left, *more_left), (*right, *more_right), self._rules)
+        return _PairedKeys(left, right, more_left, more_right, pairing)
+
+    def _record(self, found: ScanResult, steps: Sequence[int], sheets: Sequence[SheetComparison]) -> None:
+        divergence = _first_row([sheet.diverges for sheet in sheets])
+        rows = len(steps) if divergence is None else divergence + 1
+        found.steps += steps[:rows]
+        found.first = None if divergence is None else steps[divergence]
+        if found.onset is None:
+            onset = _first_row([sheet.differs for sheet in sheets])
+            found.onset = None if onset is None else steps[onset]
+        for sheet in sheets:
+            within = torch.where(sheet.diverges, 0.0, sheet.relative)[:divergence]
+            if within.numel() and float(within.max()) > found.largest[0]:
+                found.largest = (float(within.max()), steps[int(within.amax(1).argmax())])
+            _record_gaps(found, steps[:rows], sheet)
+
+    def divergences(self, step: int) -> tuple[list[Divergence], str]:
+        """The divergent values of a step, one for each tensor, in the order of computation; and a remark on the first."""
+        by_item: dict[Key, list[Cell]] = {}
+        for cell in self._cells(step, lambda sheet: sheet.diverges):
+            by_item.setdefault(cell.item, []).append(cell)
+        found = [cells[0].divergence(step, len(cells)) for cells in by_item.values()]
+        share = next(iter(by_item.values()))[0].share
+        return found, interpret_noise(found[0].stage, found[0].key, share)
+
+    def onset(self, step: int, steps: Sequence[int], settings: Sequence[str]) -> tuple[Divergence, str]:
+        """The value that differs first in the first step with a difference, and what that points to; ``settings``: those of optimizers
+        that differ.
+        """
+        cell = self._cells(step, lambda sheet: sheet.differs)[0]
+        found, row = cell.divergence(step), bisect_left(steps, step)
+        before = steps[row - 1] if row else None
+        is_finite = math.isfinite(found.a) and math.isfinite(found.b)
+        stages = self.stages(step)
+        return found, interpret(Onset(found.stage, found.key, step, before, stages, found.relative, is_finite, settings))
+
+    def _cells(self, step: int, chosen: Callable[[SheetComparison], Tensor]) -> list[Cell]:
+        """The chosen values of a step, in the order of computation."""
+        sheets = self._compared([step], thorough=True)
+        cells = [Cell(sheet, column) for sheet in sheets for column in torch.nonzero(chosen(sheet)[0]).flatten().tolist()]
+        return sorted(cells, key=lambda cell: self._order.rank(cell.key))
+
+    def missing(self, onset: Divergence, gaps: tuple[Gaps, Gaps]) -> tuple[str, bool]:
+        """A sentence on what a run first lacks in the step of ``onset``, and whether that is computed no later than its stage."""
+        sentences, stages = [], []
+        for run, found in zip(("second", "first"), gaps, strict=True):  # what only the first has is missing from the second
+            keys = sorted((key for key, (_, first) in found.items() if first == onset.step), key=self._order.rank)
+            sentences.append(interpret_gaps(onset.step, run, [format_key(key) for key in keys]))
+            stages += [stage_of(key) for key in keys[:1]]
+        order = list(STAGES)
+        return " ".join(filter(None, sentences)), any(order.index(stage) <= order.index(onset.stage) for stage in stages)
+
+    def largest(self, step: int) -> Divergence | None:
+        """The largest relative difference within the tolerance in a step."""
+        cells = self._cells(step, lambda sheet: sheet.differs & ~sheet.diverges)
+        best = max(cells, key=lambda cell: float(cell.sheet.relative[0, cell.column]), default=None)
+        return None if best is None else best.divergence(step)
+
+    def growth(self, steps: Sequence[int]) -> dict[str, dict[int, float]]:
+        """The relative difference of the loss and of whole-model norms in these steps, by key; infinite if one is not finite."""
+        sheet = self._compare(_OTHERS, *(run.window(steps).others for run in self._runs))
+        keys = sheet.pairing.keys
+        wanted = [loss_among(keys), *(Key(n.SUMMARY, "", name) for name in _OF_GROWTH)]
+        found: dict[str, dict[int, float]] = {}
+        for key in wanted:
+            if key is not None and key in keys:
+                column = keys.index(key)
+                there = (sheet.has_left & sheet.has_right)[:, column].tolist()
+                values = zip(steps, sheet.relative[:, column].tolist(), there, strict=True)
+                found[format_key(key)] = {step: value for step, value, is_there in values if is_there}
+        return {key: values for key, values in found.items() if values}
+
+    def stages(self, step: int) -> dict[str, StageCounts]:
+        """What is compared in a step, by stage, in their order."""
+        cells: dict[str, dict[Key, tuple[bool, bool, float]]] = {}
+        for sheet in self._compared([step], thorough=True):
+            both = (sheet.has_left & sheet.has_right)[0].tolist()
+            rows = zip(sheet.pairing.keys, both, sheet.diverges[0].tolist(), sheet.relative[0].tolist(), strict=True)
+            for key, is_compared, diverges, relative in rows:
+                if is_compared:
+                    items = cells.setdefault(stage_of(key), {})
+                    _, earlier, largest = items.get(item_key(key), (False, False, 0.0))
+                    items[item_key(key)] = is_of_layer(key), earlier or diverges, max(largest, relative)
+        return {stage: _counts(list(cells[stage].values())) for stage in STAGES if stage in cells}
+
+
+def _record_gaps(found: ScanResult, steps: Sequence[int], sheet: SheetComparison) -> None:
+    there = sheet.has_left[: len(steps)], sheet.has_right[: len(steps)]
+    for gaps, alone in zip(found.gaps, (there[0] & ~there[1], there[1] & ~there[0]), strict=True):
+        for column in torch.nonzero(alone.any(0)).flatten().tolist():
+            item = item_of(sheet.pairing.keys[column])
+            if item is not None:
+                count, first = gaps.get(item, (0, steps[int(alone[:, column].int().argmax())]))
+                gaps[item] = (count + int(alone[:, column].sum()), first)
+
+
+def _first_row(flags: Sequence[Tensor]) -> int | None:
+    rows = torch.stack([flag.any(1) for flag in flags]).any(0)
+    return int(rows.int().argmax()) if bool(rows.any()) else None
+
+
+def _counts(items: list[tuple[bool, bool, float]]) -> StageCounts:
+    tensors = [diverges for is_tensor, diverges, _ in items if is_tensor]
+    values = [diverges for is_tensor, diverges, _ in items if not is_tensor]
+    return StageCounts(len(tensors), sum(tensors), len(values), sum(values), max(relative for *_, relative in items))

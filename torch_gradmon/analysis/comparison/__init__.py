@@ -1,1 +1,0 @@
-"""The comparison of two runs: which values are compared, in which order, and where the runs diverge."""

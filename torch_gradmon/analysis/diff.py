@@ -1,0 +1,314 @@
+"""Two runs side by side: where they part, and in what."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import textwrap
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..core import validation as check
+from ..core.formatting import ProgressBar, ShownAsText, cut_start, listed, part_of
+from ..core.keys import SUMMARY, format_key
+from ..runs.window import between, single_threaded
+from .comparison import Comparison, ComparisonResult, Divergence, Patterns, Rules, Unmatched, check_use, find_unmatched
+from .run import Run, load_run, optimizer_settings, settings_that_differ
+
+# --- The comparison of two runs as text, on one screen ---
+
+
+_WIDTH, _KEY, _NUMBER = 100, 58, 13
+#: Divergences that are listed, and names of unmatched values.
+_DIVERGENCES, _NAMES = 6, 3
+
+
+def to_text(result: ComparisonResult) -> str:
+    """The comparison as text."""
+    parts = [_wrapped(opening(result))]
+    if result.first is not None:
+        parts.append(_divergences(result))
+    parts += [_stages(result), _growth(result), _wrapped(unmatched(result))]
+    return "\n\n".join("\n".join(lines) for lines in map(list, parts) if lines)
+
+
+def opening(result: ComparisonResult) -> Iterator[str]:
+    """The sentences on whether and where the runs diverge, and what that points to."""
+    yield from _equal(result) if result.first is None else _divergent(result)
+    if result.settings:
+        both = (
+            f"{name} {cut_start(own, 30) or 'none'} and {cut_start(other, 30) or 'none'}"
+            for name, (own, other) in result.settings.items()
+        )
+        yield f"settings that differ: {'; '.join(both)}"
+
+
+def _wrapped(lines: Iterator[str]) -> Iterator[str]:
+    for line in lines:
+        indent = " " * (len(line) - len(line.lstrip()))
+        yield from textwrap.wrap(line, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _equal(result: ComparisonResult) -> Iterator[str]:
+    a, b = result.runs
+    steps = result.steps
+    span = f"{len(steps)} steps, {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]} only"
+    yield f"{a} and {b} are equal within the tolerance, in all that both have ({span})"
+    if result.largest is None:
+        yield "none of the compared values differs at all"
+    else:
+        yield f"the largest difference is {number(result.largest.relative)}: {_on_one_line(result.largest)}"
+    count = sum(len(own.keys) for own in result.unmatched)
+    if result.diverges:
+        yield "but what only one of them has counts too (strict), see below"
+    elif count:
+        yield f"but {count} tensors and values are in one of them only: see below, --rename and --strict"
+
+
+def _divergent(result: ComparisonResult) -> Iterator[str]:
+    first, onset = result.first, result.onset
+    assert first is not None
+    assert onset is not None, "divergent values differ"
+    yield f"{result.runs[0]} and {result.runs[1]} diverge in step {first.step}: {first.key}"
+    also = "" if first.other == first.key else f", in the second run {first.other}"
+    yield f"  {_values(first)}, relative difference {number(first.relative)} (tolerance {first.rtol:.3g}){also}"
+    if (onset.step, onset.key) != (first.step, first.key):
+        yield f"a smaller difference, {number(onset.relative)}, exists since {_on_one_line(onset)}"
+    yield result.interpretation
+    for name, (own, other) in result.tags.items():
+        yield f"tags of step {onset.step} that differ: {name} {cut_start(str(own), 30)} and {cut_start(str(other), 30)}"
+
+
+def _on_one_line(divergence: Divergence) -> str:
+    return f"step {divergence.step}, {divergence.key}, {_values(divergence)}"
+
+
+def _values(divergence: Divergence) -> str:
+    return " and ".join(both(divergence))
+
+
+def both(divergence: Divergence) -> tuple[str, str]:
+    """Both values, with as many digits as show the difference."""
+    for digits in (6, 9):
+        a, b = f"{divergence.a:.{digits}g}", f"{divergence.b:.{digits}g}"
+        if a != b:
+            return a, b
+    return repr(divergence.a), repr(divergence.b)
+
+
+def _divergences(result: ComparisonResult) -> Iterator[str]:
+    """The divergent values of the last step, in the order of computation."""
+    titles = "".join(f"{title:>{_NUMBER}}" for title in ("first run", "second run", "relative"))
+    yield f"{f'diverges in step {result.steps[-1]}, in the order of the step':<{_KEY}}{titles}"
+    for divergence in result.divergences[:_DIVERGENCES]:
+        cells = "".join(f"{text:>{_NUMBER}}" for text in (*both(divergence), number(divergence.relative)))
+        yield f"  {cut_start(divergence.key, _KEY - 3):<{_KEY - 2}}{cells}"
+    more = len(result.divergences) - _DIVERGENCES
+    if more > 0:
+        yield f"  and {more} more"
+
+
+def _stages(result: ComparisonResult) -> Iterator[str]:
+    """What was compared in the last step."""
+    titles = "".join(f"{title:>{_NUMBER}}" for title in ("tensors", "values", "largest"))
+    yield f"{f'compared in step {result.steps[-1]}':<{_KEY}}{titles}"
+    for row in stage_rows(result):
+        yield f"  {row[0]:<{_KEY - 2}}" + "".join(f"{cell:>{_NUMBER}}" for cell in row[1:])
+
+
+def stage_rows(result: ComparisonResult) -> list[list[str]]:
+    """For each stage its name, how many tensors and values diverge, and the largest difference."""
+    return [
+        [name, part_of(stage.tensors_part, stage.tensors), part_of(stage.values_part, stage.values), number(stage.largest)]
+        for name, stage in result.stages.items()
+    ]
+
+
+def _growth(result: ComparisonResult) -> Iterator[str]:
+    """The differences of the whole model in later steps."""
+    steps = sorted({step for values in result.growth.values() for step in values})
+    if len(steps) < 2:
+        return
+    width = max(9, len(str(steps[-1])) + 2)
+    label = _WIDTH - 8 * width
+    yield f"{'relative difference in step':<{label}}" + "".join(f"{step:>{width}}" for step in steps)
+    for key, values in result.growth.items():
+        cells = "".join(f"{number(values[step]) if step in values else '-':>{width}}" for step in steps)
+        yield f"  {cut_start(key.removeprefix(f'{SUMMARY}/'), label - 3):<{label - 2}}{cells}"
+
+
+def unmatched(result: ComparisonResult) -> Iterator[str]:
+    """What only one of the runs has, and what was not compared."""
+    for run, own in zip(result.runs, result.unmatched, strict=True):
+        yield from _of_one(run, own)
+    if result.not_compared:
+        yield f"not compared: {listed(result.not_compared, _NAMES)}"
+
+
+def _of_one(run: str, own: Unmatched) -> Iterator[str]:
+    if own.steps:
+        first, last, count = own.steps[0], own.steps[-1], len(own.steps)
+        yield f"only {run} has step {first}" if count == 1 else f"only {run} has {count} steps between {first} and {last}"
+    if own.keys:
+        yield f"only {run} has {listed(own.keys, _NAMES)}"
+    if own.gaps:
+        key, (count, step) = next(iter(own.gaps.items()))
+        more = f", and {len(own.gaps) - 1} more such" if len(own.gaps) > 1 else ""
+        yield f"only {run} has {key} in {count} of these steps, first in {step}{more}"
+
+
+def number(value: float) -> str:
+    """A relative difference."""
+    return f"{value:.1e}" if value else "0"
+
+
+# --- What :func:`torch_gradmon.diff` returns ---
+
+
+@dataclass(frozen=True, repr=False)
+class Difference(ShownAsText, ComparisonResult):
+    """Where two runs diverge; ``str()`` gives it as text on one screen. The attributes are those of :class:`ComparisonResult`."""
+
+    def __str__(self) -> str:
+        return to_text(self)
+
+
+# --- Where two runs diverge: the first step, and in it the value that is computed first ---
+
+
+#: The growth of a difference is shown after these numbers of common steps, and in the last one,
+_LATER = (1, 3, 10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000)
+#: in this many steps at most.
+_MOST = 8
+
+
+def diff(
+    a: Run | str | os.PathLike[str],
+    b: Run | str | os.PathLike[str],
+    rtol: float = 1e-5,
+    atol: float = 0.0,
+    *,
+    tolerances: Mapping[str, float] | None = None,
+    only: Patterns | None = None,
+    ignore: Patterns | None = None,
+    rename: Mapping[str, str] | None = None,
+    first: int | None = None,
+    last: int | None = None,
+    strict: bool = False,
+    progress: bool | None = None,
+) -> Difference:
+    """Compare two runs, such as of one seed before and after a change of the code, and find where they diverge.
+
+    Everything recorded in the common steps is compared, up to the first step that diverges: the built-in statistics of all tensors, other
+    metrics, logged values, learning rates, the loss scale, and whether the step was applied. NaN equals NaN. Clocks, speeds and memory are
+    not compared. If one run has steps that the other lacks, values that follow from earlier steps, such as spike scores, are not compared
+    either.
+
+    Two values are equal if they differ by at most ``atol + rtol * scale``. The scale is the larger absolute value. It is at least the rms
+    for a mean, a hundredth of it for a standard deviation, and 1 for shares, cosines, scores, entropies and logits, which may be close to
+    zero. Unless ``rtol`` is 0, two elements may lie on the other side of the threshold for near-zero elements.
+
+    Statistics of tensors are stored as float32, so ``rtol=0`` compares the bits of the statistics, not of the tensors. While it works,
+    torch is set to one thread, which is faster here.
+
+    Args:
+        a, b: run directories, or runs.
+        rtol: tolerated difference relative to the larger value.
+        atol: tolerated absolute difference, added to that.
+        tolerances: an ``rtol`` by pattern; the first pattern found in a key decides.
+        only: one or several patterns; only keys with one of them are compared, including those that are not compared by default.
+        ignore: one or several patterns; keys with one of them are not compared.
+        rename: by pattern in the names of modules and parameters of ``a``, its replacement in ``b``, as for ``re.sub``.
+        first, last: compare only steps from and to these.
+        strict: whether a step, tensor or value that only one run has counts as a divergence.
+        progress: whether to show a bar (if tqdm is installed); by default if stderr is a terminal.
+
+    Raises:
+        FileNotFoundError: there is no run.
+        ValueError, TypeError: an argument is wrong, a pattern matches nothing, or the runs have nothing in common.
+    """
+    rules = Rules.of(rtol, atol, tolerances, only, ignore, rename)
+    check.flag(strict=strict)
+    with single_threaded(), _opened(a) as left, _opened(b) as right:
+        names = ("a" if isinstance(a, Run) else os.fspath(a), "b" if isinstance(b, Run) else os.fspath(b))
+        return _diff(left, right, names, rules, (first, last), strict, progress)
+
+
+def _diff(
+    left: Run,
+    right: Run,
+    names: tuple[str, str],
+    rules: Rules,
+    bounds: tuple[int | None, int | None],
+    strict: bool,
+    progress: bool | None,
+) -> Difference:
+    check_use(left, right, rules)
+    steps = between(left.steps, *bounds), between(right.steps, *bounds)
+    common = sorted(set(steps[0]) & set(steps[1]))
+    if not common:
+        raise ValueError(f"the runs have no step in common: the first has {_span(steps[0])}, the second {_span(steps[1])}")
+    before = [between(run.steps, None, common[-1]) for run in (left, right)]
+    rules = replace(rules, with_memory=before[0] == before[1])
+    comparison = Comparison(left, right, rules)
+    settings = settings_that_differ(left.meta, right.meta)
+    of_optimizers = [name for name in settings if name in optimizer_settings(left.meta) | optimizer_settings(right.meta)]
+    with ProgressBar(len(common), "diff", "step", progress) as bar:
+        scan = comparison.scan(common, bar.advance)
+    began, last = scan.onset, scan.steps[-1]
+    onset, meaning = (None, "") if began is None else comparison.onset(began, scan.steps, of_optimizers)
+    if onset is not None:
+        missing, comes_first = comparison.missing(onset, scan.gaps)
+        because = "The differences follow from that, or have the same cause."
+        meaning = f"{missing} {because}" if comes_first else f"{meaning} {missing}".strip()
+    divergences, remark = ([], "") if scan.first is None else comparison.divergences(scan.first)
+    return Difference(
+        runs=names,
+        steps=tuple(scan.steps),
+        first=divergences[0] if divergences else None,
+        divergences=tuple(divergences),
+        stages=comparison.stages(last),
+        onset=onset,
+        interpretation=" ".join(filter(None, (meaning, remark))),
+        largest=comparison.largest(scan.largest[1]) if scan.largest[0] else None,
+        growth={} if began is None else comparison.growth(_growth_steps(common, began, last)),
+        unmatched=find_unmatched(left, right, rules, steps, scan.gaps),
+        not_compared=() if rules.only else tuple(format_key(key) for key in left.scalars if rules.leaves_out(key)),
+        settings=settings,
+        tags={} if began is None else _tags(left, right, began),
+        strict=strict,
+    )
+
+
+@contextlib.contextmanager
+def _opened(run: Run | str | os.PathLike[str]) -> Iterator[Run]:
+    if isinstance(run, Run):
+        yield run
+    else:
+        with contextlib.closing(load_run(run)) as opened:
+            yield opened
+
+
+def _span(steps: Sequence[int]) -> str:
+    return f"{len(steps)} steps from {steps[0]} to {steps[-1]}" if steps else "none of the selected ones"
+
+
+def _growth_steps(common: Sequence[int], onset: int, last: int) -> list[int]:
+    """Some steps from the onset on: at increasing distances, and the last compared and the last common one."""
+    begin = bisect_left(common, onset)
+    later = [common[begin + number] for number in _LATER if begin + number < len(common)]
+    chosen = {onset, last, common[-1]}
+    room = _MOST - len(chosen)
+    evenly = range(room) if len(later) > room else range(len(later))
+    return sorted(chosen.union(later[number * len(later) // len(evenly)] for number in evenly))
+
+
+def _diff_equal(a: Any, b: Any) -> bool:
+    return bool(a == b) or (a != a and b != b)  # NaN is NaN
+
+
+def _tags(left: Run, right: Run, step: int) -> dict[str, tuple[Any, Any]]:
+    own, others = (run.context(step).get("tags", {}) for run in (left, right))
+    return {name: (own[name], others[name]) for name in own if name in others and not _diff_equal(own[name], others[name])}

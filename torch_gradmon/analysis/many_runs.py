@@ -1,0 +1,357 @@
+"""Several runs beside each other: one row for each."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Literal
+
+from ..core import keys as n
+from ..core.formatting import placed, printable, significant, strict
+from ..core.keys import Key, parse_key
+from ..core.loop_mistakes import LoopFinding
+from ..core.records import is_loss_of_network, loss_among
+from ..runs.liveness import PAUSES, RunStatus
+from ..spikes.signals import Episode, episodes, largest
+from .diagnosis.findings import Diagnosis, Finding
+from .diagnosis.history import Series, loop_findings, lower_median
+from .run import Run, load_run, settings_of
+
+# --- A run in one row of a table: whether it is alive, its loss, spikes, findings, settings and cost ---
+
+
+State = Literal["running", "silent", "ended", "empty", "unknown"]
+#: Share of the last losses, and of the last steps' cost, that stands for now.
+_NOW = 0.05
+_NAMES = 30
+#: A run has no more settings in its row.
+_SETTINGS = 50
+#: What follows the name of a layer, or of several, in the words of a spike.
+_SIZES = re.compile(r" \(|, ")
+
+
+@dataclass(frozen=True)
+class RunCard:
+    """A run in one row.
+
+    Attributes:
+        name: as it is shown.
+        state: ``running``, or ``silent`` if its process is gone, or its last step is older than five usual intervals and a minute;
+            ``ended`` if its monitor was detached; ``empty`` without a step; ``unknown`` if there is only one, which shows no interval.
+        status: the same as a sentence.
+        raised: the exception with which the run ended, as text; empty without one, or if it is unknown.
+        unwritten: number of steps that could not be written to the run directory, as on a full disk; of a run that has not ended 1 or
+            more if the last steps are lost.
+        step: the last one; None without any.
+        steps: how many were recorded.
+        age: seconds since the last one.
+        usual: usual seconds between two; None if unknown.
+        pause: the second-longest time between two, see :class:`.liveness.RunStatus`.
+        began: when the first one ended, in seconds since the epoch; None without any.
+        seconds: from the first step to the last one.
+        loss: the median of the last twentieth; None if none was logged, NaN or infinite if the last one is.
+        first_loss: the first one.
+        loss_key: under which it was logged; empty without one.
+        losses: step and loss, thinned out, for a small chart.
+        spikes: number of spikes.
+        worst_spike: the largest one as a sentence; empty without any.
+        spike_step: its step.
+        spike_where: the layer that moved most, or what the layers did together; empty if it is unknown.
+        last_spike, last_spike_step, last_spike_where: the same of the last spike.
+        not_applied: number of steps that the optimizer did not apply.
+        headroom: learning rate over the critical one, the last that was measured.
+        cost: median share of the time that monitoring took lately, in percent.
+        findings: severity, rule and place, ranked, if the run was diagnosed; else what was found while it trained, without a severity.
+        is_diagnosed: which of both.
+        settings: model, optimizer, learning rate and the like, as text.
+        metrics: the last value of each of the metrics that were asked for, if the run has it.
+        logged: names of logged values, the first thirty.
+    """
+
+    name: str
+    state: State
+    status: str
+    raised: str
+    unwritten: int
+    step: int | None
+    steps: int
+    age: float
+    usual: float | None
+    pause: float
+    began: float | None
+    seconds: float
+    loss: float | None
+    first_loss: float | None
+    loss_key: str
+    losses: Sequence[tuple[int, float]]
+    spikes: int
+    worst_spike: str
+    spike_step: int | None
+    spike_where: str
+    last_spike: str
+    last_spike_step: int | None
+    last_spike_where: str
+    not_applied: int
+    headroom: float | None
+    cost: float | None
+    findings: Sequence[tuple[str, str, str]]
+    is_diagnosed: bool
+    settings: Mapping[str, str]
+    metrics: Mapping[str, float]
+    logged: Sequence[str]
+
+    @property
+    def is_of_network(self) -> bool:
+        """Whether the loss is that of one network of several, such as ``loss_d``: it is low where the others lose, and ranks no runs."""
+        return is_loss_of_network(Key("", self.loss_key, ""))
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: numbers that are not finite are strings."""
+        found: dict[str, Any] = strict(vars(self))
+        return found
+
+
+def run_card(
+    path: str | os.PathLike[str],
+    name: str | None = None,
+    diagnosis: Diagnosis | None = None,
+    points: int = 120,
+    metrics: Sequence[str] = (),
+) -> RunCard:
+    """Read the row of a run, in about ten milliseconds.
+
+    Args:
+        path: the run directory.
+        name: of the run; by default its path.
+        diagnosis: of the run, if it is known.
+        points: the most losses of the small chart.
+        metrics: keys of logged values, or of values for the whole model.
+
+    Raises:
+        FileNotFoundError: there is no run in it.
+        ValueError: its file is not one of this package.
+    """
+    with closing(load_run(path)) as run:
+        status = run.status
+        raised = str(status.meta.get("raised") or "") if status.has_ended else ""
+        unwritten = int(status.meta.get("unwritten", 0)) if status.has_ended or status.lost else 0
+        steps = run.steps
+        scalars = run.scalars
+        loss_key = loss_among(scalars)
+        loss = _series(run, loss_key)
+        times = [float(run.context(step)["time"]) for step in (steps[:1] + steps[-1:])]
+        spikes = episodes(run.events, steps)
+        worst, last = next(iter(largest(spikes, 1)), None), spikes[-1] if spikes else None
+        found = [] if diagnosis is not None else loop_findings(run.meta)
+        return RunCard(
+            name=printable(os.fspath(path) if name is None else name),
+            state=_state(status),
+            status=_sentence(status, raised, unwritten),
+            raised=raised,
+            unwritten=unwritten,
+            step=status.step,
+            steps=len(steps),
+            age=status.age,
+            usual=status.usual,
+            pause=status.pause,
+            began=times[0] if times else None,
+            seconds=times[-1] - times[0] if times else 0.0,
+            loss=_now(loss),
+            first_loss=loss.values[0] if len(loss) else None,
+            loss_key="" if loss_key is None else loss_key.name,
+            losses=_thinned(loss, points),
+            spikes=len(spikes),
+            **_described(worst, "worst_spike", "spike"),
+            **_described(last, "last_spike", "last_spike"),
+            not_applied=int(max(_series(run, _whole("steps_not_applied")).values, default=0.0)),
+            headroom=next(reversed(_series(run, _whole("lr_over_critical")).values), None),
+            cost=_cost(_series(run, _whole("overhead_pct"))),
+            findings=[_named(finding) for finding in found] if diagnosis is None else _ranked(diagnosis),
+            is_diagnosed=diagnosis is not None,
+            settings=dict(islice(settings_of(run.meta).items(), _SETTINGS)),
+            metrics={metric: values[-1] for metric in metrics if (values := _metric(run, metric).values)},
+            logged=[key.name for key in scalars if not key.source][:_NAMES],
+        )
+
+
+def differing(cards: Sequence[RunCard]) -> list[str]:
+    """The settings that are not the same in all runs, those with most values first, which tell the runs apart."""
+    names = dict.fromkeys(name for card in cards for name in card.settings)
+    values = {name: len({card.settings.get(name) for card in cards}) for name in names}
+    return sorted((name for name in names if values[name] > 1), key=lambda name: -values[name])
+
+
+def _state(status: RunStatus) -> State:
+    if status.has_ended:
+        return "ended"
+    if status.step is None:
+        return "silent" if status.is_gone else "empty"
+    return {True: "running", False: "silent", None: "unknown"}[status.looks_alive]  # type: ignore[return-value]
+
+
+def _sentence(status: RunStatus, raised: str, unwritten: int) -> str:
+    said = "no step was recorded: the run has ended" if status.step is None and status.has_ended else str(status)
+    ended = f"{said}, with {raised}" if raised else said
+    lost = f"{unwritten} step{'s' * (unwritten != 1)}"
+    return (
+        f"{ended}; {lost} could not be written, and what is said is about the others" if unwritten and status.has_ended else ended
+    )
+
+
+def _described(spike: Episode | None, sentence: str, place: str) -> dict[str, Any]:
+    """A spike as fields of the row: a sentence, its step, and where it was."""
+    if spike is None:
+        return {sentence: "", f"{place}_step": None, f"{place}_where": ""}
+    return {sentence: str(spike), f"{place}_step": spike.worst.step, f"{place}_where": _SIZES.split(spike.worst.where)[0]}
+
+
+def _whole(metric: str) -> Key:
+    return Key(n.SUMMARY, "", metric)
+
+
+def _series(run: Run, key: Key | None) -> Series:
+    return Series() if key is None else Series.of(run.stored(key).items())
+
+
+def _metric(run: Run, name: str) -> Series:
+    logged = _series(run, Key("", name, ""))  # whose name may look like a key
+    return logged if len(logged) else _series(run, parse_key(name))
+
+
+def _now(loss: Series) -> float | None:
+    if not len(loss):
+        return None
+    return loss.finite.part(1 - _NOW, 1).median if math.isfinite(loss.values[-1]) else loss.values[-1]
+
+
+def _cost(overhead: Series) -> float | None:
+    values = overhead.finite.part(0.5, 1).values
+    return lower_median(values) if values else None
+
+
+def _thinned(series: Series, points: int) -> list[tuple[int, float]]:
+    """Evenly chosen values with both ends; NaN and infinities are kept where they are."""
+    every = max(1, math.ceil(len(series) / points))
+    places = sorted({*range(0, len(series), every), *range(max(len(series) - 1, 0), len(series))})
+    return [(series.steps[place], float(f"{series.values[place]:.4g}")) for place in places]
+
+
+def _named(finding: LoopFinding) -> tuple[str, str, str]:
+    return "", finding.rule, finding.where[0] if finding.where else ""
+
+
+def _ranked(diagnosis: Diagnosis) -> list[tuple[str, str, str]]:
+    return [(finding.severity, finding.rule, finding.where) for finding in diagnosis.findings]
+
+
+# --- How a run is, and what to do next ---
+
+
+#: States in which nothing is wrong with the process.
+_FINE = ("running", "ended", "unknown")
+_NUMBERS = ("step", "steps", "age", "seconds", "loss", "first_loss", "spikes", "not_applied", "headroom", "cost")
+#: A run has stalled after this number of usual intervals, and of seconds, and after :data:`.liveness.PAUSES` of the pauses that it makes;
+#: and after these seconds if it has one step only.
+_TIMES, _LEAST, _LONELY = 10.0, 60.0, 600.0
+_WIDTH, _INDENT, _MOST = 100, 10, 3
+
+
+def has_stalled(card: RunCard) -> bool:
+    """Whether no step has come for ten times the usual, a minute and twice the pauses that the run makes, or for ten minutes after the only
+    one, of a run that has not ended.
+    """
+    if card.state in ("ended", "empty"):
+        return False
+    return card.age > (_LONELY if card.usual is None else max(_TIMES * card.usual, _LEAST, PAUSES * card.pause))
+
+
+def _is_fine(card: RunCard) -> bool:
+    """Whether nothing is wrong with the process and with what it records."""
+    is_recorded = card.state == "ended" or not card.unwritten
+    return card.state in _FINE and is_recorded and not card.raised and not has_stalled(card)
+
+
+def next_action(card: RunCard, diagnosis: Diagnosis) -> str:
+    """What to do next, as a sentence."""
+    if card.unwritten and card.state != "ended":
+        return "Make room on the disk of the run directory: no step is recorded before."
+    if card.state == "silent" or has_stalled(card):
+        return "Look at the process: no step comes any more, and its monitor was not detached."
+    if card.state == "empty":
+        return "Wait for the first step."
+    first = _first(diagnosis)
+    if first is not None and first.severity != "info":
+        return first.advice
+    if card.raised:
+        name = card.raised.partition(":")[0]
+        return f"Look at the traceback of {name}, unless it was raised to end the run, as for a trial that is pruned."
+    rest = "Let it train." if card.state != "ended" else "Nothing."
+    if first is None:
+        return rest
+    told = f"Of interest, {placed(first.rule, first.where)}: {first.advice}"
+    return told if card.state == "ended" else f"{rest} {told}"
+
+
+def status_dict(card: RunCard, diagnosis: Diagnosis) -> dict[str, Any]:
+    """For JSON.
+
+    ``next`` has the action, and the finding that it is for, if any, with the command that shows more of it.
+    """
+    first, rest = _first(diagnosis), card.to_dict()
+    worst = {"step": card.spike_step, "where": card.spike_where, "text": card.worst_spike}
+    return {
+        "run": card.name,
+        "state": card.state,
+        "status": card.status,
+        "raised": card.raised,
+        "unwritten": card.unwritten,
+        "healthy": _is_fine(card) and diagnosis.healthy,
+        **{name: rest[name] for name in _NUMBERS},
+        "loss_key": card.loss_key,
+        "worst_spike": worst if card.spikes else None,
+        "findings": [finding.to_dict() for finding in diagnosis.findings],
+        "next": {
+            "action": next_action(card, diagnosis),
+            "rule": None if first is None else first.rule,
+            "where": None if first is None else first.where,
+            "command": f"gradmon diagnose {card.name}"
+            if card.spike_step is None
+            else f"gradmon why {card.name} --step {card.spike_step}",
+        },
+        "settings": dict(card.settings),
+    }
+
+
+def status_text(card: RunCard, diagnosis: Diagnosis) -> Iterator[str]:
+    """The same in a few lines."""
+    yield f"{card.name}: {card.status}"
+    lines = []
+    if card.loss is not None:
+        what = " (median of the last twentieth of the steps)" if math.isfinite(card.loss) else ""
+        of_one = ""
+        if card.is_of_network:
+            of_one = f"; {card.loss_key} is that of one network, and low where the others lose"
+        elif card.loss_key != "loss":
+            what = f" of {card.loss_key}{what}"
+        lines.append(("loss", f"{significant(card.loss)}{what}, at first {significant(card.first_loss)}{of_one}"))
+    if card.headroom is not None:
+        lines.append(("head-room", f"{card.headroom:.0%} of the critical learning rate is used"))
+    if card.spikes:
+        lines.append(("spikes", f"{card.spikes}, the largest: {card.worst_spike}"))
+    for finding in diagnosis.findings[:_MOST]:
+        lines.append((finding.severity, f"{placed(finding.rule, finding.where)}: {finding.cause}"))
+    if (rest := len(diagnosis.findings) - _MOST) > 0:
+        lines.append(("", f"and {rest} more: gradmon diagnose {card.name}"))
+    lines.append(("next", next_action(card, diagnosis)))
+    for title, text in lines:
+        yield from textwrap.wrap(f"{title:<{_INDENT}}{text}", _WIDTH, subsequent_indent=" " * _INDENT, break_on_hyphens=False)
+
+
+def _first(diagnosis: Diagnosis) -> Finding | None:
+    return next(iter(diagnosis.findings), None)

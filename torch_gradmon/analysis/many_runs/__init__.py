@@ -1,1 +1,0 @@
-"""Several runs beside each other: one row for each."""

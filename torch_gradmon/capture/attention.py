@@ -1,0 +1,398 @@
+"""Attention, head by head."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import sys
+import threading
+import time
+import types
+import typing
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..core import keys as n
+from ..core.errors import WarningLog
+from ..core.fence import Fence
+from ..core.moments import Column
+from ..core.records import Metric
+from ..core.torch_modes import outside_dispatch_modes
+from ..statistics.attention import attention_rows
+from ..statistics.request import NARROW, refusal
+from ..step.buffer import StepBuffer
+from ..step.model_index import ModelIndex
+from .compiled import wrapped_by
+from .module_values import ModuleValues
+
+# --- source ---
+
+
+# --- function patch ---
+
+
+#: The module that calls a model compiled by ``torch.compile``.
+COMPILER = "torch._dynamo.eval_frame"
+#: The module that calls a model again after ``torch.jit.trace``, to check the trace.
+TRACER = "torch.jit._trace"
+#: Number of frames between a module's hook and such a caller.
+_DEPTH = 12
+
+_Saw = Callable[[tuple[Any, ...], Mapping[str, Any], Any], None]
+
+
+class FunctionPatch:
+    """Replaces a function in every module that has it among its globals, such as by ``from ... import``, while anybody observes it.
+
+    A global of a module belongs to the process, so there is one patch of a function for all monitors and threads; two that replaced each
+    other's replacement would pile up. Each observer hears of the calls of its own thread only.
+
+    A mode that overrides torch's functions would see calls by other ways too, but it makes torch take other code paths, as in an encoder
+    in evaluation mode, and stops the compiler. A replacement left behind by an interrupt only passes calls on.
+
+    Args:
+        home: the module that defines the function.
+        name: its name there.
+    """
+
+    def __init__(self, home: types.ModuleType, name: str) -> None:
+        self._home, self._name = home, name
+        # the thread of each; changed by single operations, since an observer may go when garbage is collected, at any point
+        self._observers: dict[CallObserver, int] = {}
+        self._lock, self._is_forked = threading.RLock(), False
+        self._places: list[tuple[dict[str, Any], str]] = []
+        self._searched = 0
+        self._last: Callable[[], _Observed | None] = lambda: None
+        self._scripted: list[_Observed] = []  # those that torch.jit knows by their ids, kept for good
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forked)
+
+    def add(self, observer: CallObserver) -> _Observed:
+        """Report calls of this thread to ``observer`` until :meth:`discard`. Returns the replacement, which it has to keep."""
+        self._observers[observer] = threading.get_ident()
+        with self._no_compilation(), self._lock:
+            return self._install()
+
+    def discard(self, observer: CallObserver) -> None:
+        """Report no more calls to ``observer``, and restore the function after the last one. Idempotent."""
+        if self._observers.pop(observer, None) is not None and not self._observers:
+            with self._no_compilation(), self._lock:
+                self._restore()
+
+    def called(self, function: _Observed, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        """``function`` was called by this thread."""
+        if self._observers and function is self._last():  # and not another one, which is called by what somebody has put over it
+            thread = threading.get_ident()
+            for observer, of_thread in list(self._observers.items()):
+                if of_thread == thread:
+                    observer.saw(args, kwargs, result)
+
+    def _install(self) -> _Observed:
+        current, last = getattr(self._home, self._name), self._last()
+        if isinstance(current, _Observed):
+            function = current
+        else:
+            known = (each for each in (last, *self._scripted) if each is not None and each.original is current)
+            function = next(known, None) or self._replacement(current)
+        if function is not last or self._searched != len(sys.modules):
+            self._searched = len(sys.modules)
+            self._places = _places_of(function.original)
+            self._last = weakref.ref(function)
+        for scope, name in self._places:
+            if scope.get(name) is function.original:
+                scope[name] = function
+        return function
+
+    def _replacement(self, original: Any) -> _Observed:
+        function = _Observed(original, self)
+        with contextlib.suppress(ImportError, AttributeError):  # a private API
+            from torch.jit._builtins import _find_builtin, _register_builtin
+
+            operation = _find_builtin(original)  # type: ignore[no-untyped-call]
+            if operation is not None:  # another thread may compile a model by torch.jit.script now
+                self._scripted.append(function)
+                _register_builtin(function, operation)
+        return function
+
+    def _restore(self) -> None:
+        """Restore the function, unless it was replaced by others meanwhile, or somebody observes it again."""
+        for scope, name in () if self._observers else self._places:
+            if isinstance(function := scope.get(name), _Observed):
+                scope[name] = function.original
+
+    def _forked(self) -> None:
+        # other threads, and so those who may hold a lock, do not exist in this process
+        self._lock, self._is_forked, own = threading.RLock(), True, threading.get_ident()
+        for observer, thread in list(self._observers.items()):
+            if thread != own:
+                self.discard(observer)
+
+    def _no_compilation(self) -> AbstractContextManager[object]:
+        """Wait for the compiler in another thread: it fails if a function that it has read is another one when it guards against that."""
+        lock: AbstractContextManager[object] | None = getattr(
+            sys.modules.get("torch._dynamo.convert_frame"), "compile_lock", None
+        )
+        return contextlib.nullcontext() if lock is None or self._is_forked else lock
+
+
+class CallObserver:
+    """Observes the calls that one thread makes, between :meth:`enter` and :meth:`leave`.
+
+    Args:
+        patch: of the function.
+        saw: called with the arguments and the result of each call; a bound method does not keep its object alive.
+    """
+
+    def __init__(self, patch: FunctionPatch, saw: _Saw) -> None:
+        self._patch = patch
+        self._saw = weakref.WeakMethod(saw) if isinstance(saw, types.MethodType) else lambda: saw
+        self._kept: _Observed | None = None  # so that code compiled with it stays valid in the next forward
+
+    def enter(self) -> None:
+        """Observe the calls of this thread until :meth:`leave`."""
+        self._kept = self._patch.add(self)
+
+    def leave(self) -> None:
+        """Observe no more. Idempotent; in any thread."""
+        self._patch.discard(self)
+
+    def saw(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        """This thread has called the function."""
+        if (saw := self._saw()) is not None:
+            saw(args, kwargs, result)
+
+
+class _Observed:
+    """Passes calls on to ``original``, and reports them to ``patch``. Safe to keep after the patch is removed: a model may have found it in
+    a forward. Pickles and copies of it are ``original``, which pickle would refuse for a function. As torch's own function, and other than
+    a Python function, it is no method where a class has it as an attribute.
+    """
+
+    def __init__(self, original: Any, patch: FunctionPatch) -> None:
+        self.original, self._patch = original, patch
+        for name in ("__name__", "__qualname__", "__module__", "__doc__"):  # which the compiler and users read from functions
+            if hasattr(original, name):
+                setattr(self, name, getattr(original, name))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self.original(*args, **kwargs)
+        if not torch.compiler.is_dynamo_compiling():
+            self._patch.called(self, args, kwargs, result)
+        return result
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return typing.cast, (None, self.original)  # which returns its second argument
+
+
+def _places_of(function: Any) -> list[tuple[dict[str, Any], str]]:
+    """Where ``function`` is, or any replacement."""
+    # not in torch's C++ modules, which pass their functions to modes that override functions
+    # a copy at once: a collection of garbage, or another thread, may import while a list is made
+    modules = [m for name, m in sys.modules.copy().items() if isinstance(m, types.ModuleType) and not name.startswith("torch._C")]
+    scopes = [vars(module) for module in modules]
+    return [
+        (scope, name) for scope in scopes for name, value in scope.copy().items() if value is function or type(value) is _Observed
+    ]
+
+
+#: Of the only function that is observed.
+ATTENTION_PATCH = FunctionPatch(F, "scaled_dot_product_attention")
+
+
+def is_called_by(caller: str) -> bool:
+    """Whether the Python module ``caller`` is among the callers of the module whose hook is running, a few frames up at most."""
+    frame: types.FrameType | None = sys._getframe(1)
+    for _ in range(_DEPTH):
+        if frame is None:
+            return False
+        if frame.f_globals.get("__name__") == caller:
+            return True
+        frame = frame.f_back
+    return False
+
+
+# --- source ---
+
+
+_COLUMNS = frozenset({Column.COUNT, Column.SUM, Column.NONFINITE, Column.MIN, Column.MAX})
+_PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+#: Number of frames above a call in which its module is searched.
+_SOURCE_DEPTH = 24
+_NOT_IN_GRAPHS = "calls of scaled_dot_product_attention are not seen in a model with a compiled part"
+_NO_CALL = (
+    "no call of scaled_dot_product_attention was seen in training; attention that is written out, flex_attention, and a call through an "
+    "attribute that holds the function are not seen"
+)
+
+
+class _Callers:
+    """Finds the module that calls a function. Does not keep the model alive."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, str] = {}
+        self._inventory: weakref.ref[ModelIndex] | None = None
+
+    def know(self, inventory: ModelIndex) -> None:
+        """Know the modules of ``inventory``, and the parts of those that are wrappers."""
+        if self._inventory is None or self._inventory() is not inventory:
+            self._inventory = weakref.ref(inventory)
+            self._names = {
+                id(part): name
+                for name, reference in inventory.modules.items()
+                if (module := reference()) is not None
+                for part in wrapped_by(module)
+            }
+
+    def innermost(self) -> str | None:
+        """The innermost known module whose method is running, or that is the first argument of a running function."""
+        frame: types.FrameType | None = sys._getframe(2)
+        for _ in range(_SOURCE_DEPTH):
+            if frame is None:
+                return None
+            code = frame.f_code
+            if code.co_argcount:
+                values = frame.f_locals
+                first = values.get(code.co_varnames[0])
+                if code.co_flags & inspect.CO_OPTIMIZED and isinstance(values, dict):
+                    values.clear()  # the snapshot would keep all values alive until the frame ends
+                if isinstance(first, nn.Module):
+                    return self._names.get(id(first))
+            frame = frame.f_back
+        return None
+
+
+class AttentionRecorder:
+    """Measures attention calls, reported by the model or observed.
+
+    Args:
+        complaints: gets failures.
+        values: measures query, key and value as activations.
+        fence: counts the time.
+        in_forward: whether the model's training forward is running.
+
+    Attributes:
+        compiled: a part of the model is compiled, so observing would cause a recompilation.
+    """
+
+    def __init__(self, complaints: WarningLog, values: ModuleValues, fence: Fence, in_forward: Callable[[], bool]) -> None:
+        self._complaints, self._values, self._fence, self._in_forward = complaints, values, fence, in_forward
+        self._buffer: StepBuffer | None = None
+        self._metrics: Sequence[Metric] = ()
+        self._callers = _Callers()
+        self._observer = CallObserver(ATTENTION_PATCH, self._saw)
+        weakref.finalize(self, self._observer.leave)  # if a forward was interrupted
+        self._reported: set[str] = set()
+        self._observed: set[str] = set()
+        self._reason = _NO_CALL
+        self._unseen: dict[str, str] = {}  # why the last step with metrics of a source had no values of it
+        self.compiled = False
+
+    def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: ModelIndex) -> None:
+        """Start a step with the metrics due in it."""
+        self._buffer, self._reason = buffer, _NO_CALL
+        self._reported, self._observed = set(), set()
+        sources = frozenset(n.ATTENTION_SOURCES.values())
+        self._metrics = [metric for metric in metrics if metric.source in sources]
+        if self._metrics:
+            self._callers.know(inventory)
+
+    def set_compiled(self, compiled: bool) -> None:
+        """Whether a part of the model is compiled."""
+        self.compiled = compiled
+
+    def end(self, has_graphs: bool = False) -> None:
+        """End the step; ``has_graphs``: a compiled graph contains a hook."""
+        self.compiled |= has_graphs
+        if self._buffer is not None:
+            for source in {metric.source for metric in self._metrics}:
+                self._unseen.pop(source, None)
+                if not self._reported and not self._observed:
+                    self._unseen[source] = _NOT_IN_GRAPHS if self.compiled else self._reason
+            self._buffer.absent.update({(source, ""): reason for source, reason in self._unseen.items()})
+        self._buffer = None
+        self.leave()
+
+    def enter(self) -> None:
+        """Record every call of this thread until :meth:`leave`."""
+        if self._metrics and not self.compiled:
+            if is_called_by(COMPILER):
+                self._reason = _NOT_IN_GRAPHS  # torch.compile(model), assigned to another variable
+            else:
+                self._observer.enter()
+
+    def leave(self) -> None:
+        """Stop recording. Idempotent."""
+        self._observer.leave()
+
+    def _saw(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Tensor) -> None:
+        if self._buffer is None or not self._in_forward():
+            return
+        start = time.perf_counter()
+        name = self._callers.innermost()
+        wanted = [metric for metric in self._metrics if name is not None and metric.matches(name)]
+        if name is not None and wanted and name not in self._reported:
+            call = {**dict(zip(_PARAMETERS, args, strict=False)), **kwargs}
+            try:
+                with outside_dispatch_modes(), torch.no_grad():
+                    named = {"query": call["query"], "key": call["key"], "value": call["value"], "activation": result}
+                    if self._record(name, named, call, {metric.source: metric.per_head for metric in wanted}):
+                        self._observed.add(name)
+            except Exception as error:
+                self._reason = f"the attention of {name} could not be measured: {error}"
+                self._complaints.add(f"attention:{name}", f"the attention of {name} could not be measured", error)
+        self._fence.add_time(time.perf_counter() - start)
+
+    def report(self, name: str, named: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> None:
+        """Measure a call that a module reports, per head, unless it was observed already."""
+        if name not in self._observed and self._record(name, named, arguments, dict.fromkeys(n.ATTENTION_SOURCES.values(), True)):
+            self._reported.add(name)
+
+    def _record(self, name: str, named: Mapping[str, Tensor], arguments: Mapping[str, Any], sources: Mapping[str, bool]) -> bool:
+        """Measure one call. Returns whether it could be read.
+
+        Args:
+            name: of the module.
+            named: query, key, value and result, ``[..., heads, length, size]``, by the suffix of their names.
+            arguments: of the call.
+            sources: which statistics, and whether those of single heads are shown. If any are, the tensors of each head are measured too,
+                otherwise those of all heads together.
+        """
+        if self._buffer is None:
+            return False
+        for tensor in named.values():
+            if (reason := refusal(tensor)) is not None:
+                self._reason = f"the attention of {name}: {reason}"
+                return False
+        arguments = _as_attended(dict(arguments))
+        named = {**named, **{label: arguments[label] for label in named.keys() & arguments.keys()}}
+        if any(sources.values()):
+            heads = {label: tensor.unbind(dim=-3) for label, tensor in named.items()}
+            parts = {f"{name}.head_{h}.{label}": part for label, split in heads.items() for h, part in enumerate(split)}
+        else:
+            parts = {f"{name}.{label}": tensor for label, tensor in named.items()}
+        self._values.named(parts)
+        rows = attention_rows(**{key: value for key, value in arguments.items() if key not in ("value", "dropout_p")})
+        for source, per_head in sources.items():
+            heads_of = [f"{name}.head_{head}" for head in range(len(rows[source]))]
+            self._buffer.merge_rows(source, heads_of, rows[source], _COLUMNS)
+            if not per_head:
+                self._buffer.unshown.update((source, head) for head in heads_of)
+        return True
+
+
+def _as_attended(call: dict[str, Any]) -> dict[str, Any]:
+    """Query, key and value in the dtype that autocast uses for attention."""
+    kind = call["query"].device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        for name in ("query", "key", "value"):
+            if name in call and call[name].dtype in NARROW:
+                call[name] = call[name].to(dtype)
+    return call

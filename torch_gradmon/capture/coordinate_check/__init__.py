@@ -1,1 +1,0 @@
-"""The coordinate check of a training."""

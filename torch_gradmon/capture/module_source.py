@@ -1,0 +1,1001 @@
+"""Inputs and outputs of a model's modules in training, and their gradients.
+
+:class:`ForwardHooks` observe calls, :class:`PassTracker` knows which are training, :class:`ModuleCalls` measures them.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Mapping, MutableSet, Sequence, Set
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..core import keys as n
+from ..core.fence import Fence
+from ..core.keys import canonical_names
+from ..core.records import Metric
+from ..core.torch_modes import TELLS_EXPORT, ending, is_in_backward, outside_dispatch_modes, running_calls
+from ..step.buffer import StepBuffer
+from ..step.model_index import ModelIndex
+from .attention import AttentionRecorder
+from .compiled import SHARES_GRAPH, CompiledHooks, alike, in_graphs, is_compiled, wrapped_by
+from .coordinate_check import CoordinateCheck
+from .hooks import Handles, Hook, ModuleHook, compiled_graphs, takes_hooks
+from .measurer import Measurer
+from .module_values import ModuleValues, tensors_of
+from .pass_tracker import PassTracker
+from .reference import LoopRun, ReferencePass
+
+# --- Calls of modules in training: measure inputs and outputs in hooks, and gradients when they arrive ---
+
+
+# --- Gradients of modules' inputs and outputs: hooks on tensors, and which backward passes count ---
+
+
+_MARK = "torch_gradmon"
+
+
+class TensorGradientHooks:
+    """Hooks on the tensors of one step whose gradients are due.
+
+    Full backward hooks of modules are not used, since they add a node to the graph.
+
+    Args:
+        came: a method that gets each gradient: source, name and path, number of the call, ``within``, and the gradient. ``within``: the
+            pass that recomputed this ends in parameters, though the inner one need not.
+
+    Attributes:
+        inverse_scale: returns the factor for gradients.
+        awaited: backward passes that have reached one of the tensors, and have not ended: they are running, or were interrupted.
+        has_ended: a backward pass that accumulates gradients has reached one of the tensors in this step, and ended.
+    """
+
+    def __init__(self, came: Callable[[str, str, str, int, bool, Tensor | None], None]) -> None:
+        self._came = came
+        self.inverse_scale: Callable[[], Tensor | None] = lambda: None
+        self._is_reentrant = False
+        self._handles = Handles()
+        self._leaves: dict[tuple[str, str, int, int], weakref.ref[Tensor]] = {}
+        self._round = 0
+        self._probes: Sequence[Any] = ()
+        self._task: tuple[int, bool] = (-1, False)
+        self.awaited: set[int] = set()
+        self.has_ended = False
+
+    def connect(self, inverse_scale: Callable[[], Tensor | None]) -> None:
+        """Use this factor for gradients from now on."""
+        self.inverse_scale = inverse_scale
+
+    def note_reentrant(self) -> None:
+        """A forward without gradients was seen in training, as in the first pass of a re-entrant checkpoint."""
+        self._is_reentrant = True
+
+    def begin(self, inventory: ModelIndex | None) -> None:
+        """Start a step; without ``inventory`` no gradients are due in it."""
+        self._round += 1
+        self._is_reentrant = self.has_ended = False
+        self.awaited.clear()
+        self._probes = () if inventory is None else _accumulators(inventory)
+
+    def end(self) -> None:
+        """Remove all hooks."""
+        self._handles.remove()
+        self._leaves, self._probes = {}, ()
+
+    def follow(self, source: str, name: str, value: Any, call: int) -> bool:
+        """Hook the tensors in ``value``. Returns whether any needs a gradient. A negative ``call`` means a recomputation."""
+        recomputed = call < 0
+        within = recomputed and self.accumulates()
+        tensors = list(tensors_of(value, name))
+        for path, tensor in tensors:
+            # once per tensor: it may be used in several forwards, or in one and its recomputation
+            if not tensor.requires_grad or self._follows(source, path, None if recomputed else call, tensor):
+                continue
+            hook = Hook(self._came, source, name, path, call, within)
+            self._handles.add(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
+            if tensor.grad_fn is None:
+                self._leaves[source, path, call, id(tensor)] = weakref.ref(tensor)
+            else:
+                _marks(tensor).add((id(self), self._round, tensor.output_nr, source, path, call))
+        return any(tensor.requires_grad for _, tensor in tensors)
+
+    def _follows(self, source: str, path: str, call: int | None, tensor: Tensor) -> bool:
+        """Whether this tensor already has a hook for this place; None means any call."""
+        if tensor.grad_fn is not None:  # a tensor saved for a recomputation may return as another object
+            node = (id(self), self._round, tensor.output_nr, source, path)
+            return any(mark[:-1] == node and call in (None, mark[-1]) for mark in _marks(tensor))
+        leaf = (source, path, id(tensor))
+        return any(
+            (of, at, number) == leaf and call in (None, when) and reference() is tensor
+            for (of, at, when, number), reference in self._leaves.items()
+        )
+
+    def accumulates(self) -> bool:
+        """Whether the running backward pass accumulates gradients: ``autograd.grad``, as for a gradient penalty, ends in no parameter."""
+        task = torch._C._current_graph_task_id()
+        if self._task[0] != task:
+            found = any(_is_executed(node) for node in self._probes)
+            # parameters in a re-entrant checkpoint are no leaves of the outer graph, and only backward() passes through one
+            whole = self._is_reentrant and torch.autograd.Variable._execution_engine.is_checkpoint_valid()
+            self._task = task, bool(self._probes) and (found or whole)
+            if self._task[1]:
+                self.awaited.add(task)
+                torch.autograd.Variable._execution_engine.queue_callback(Hook(self._ended, task))
+        return self._task[1]
+
+    def _ended(self, task: int) -> None:
+        self.awaited.discard(task)
+        self.has_ended = True
+
+
+def _marks(tensor: Tensor) -> set[tuple[Any, ...]]:
+    """The marks at the graph node that made ``tensor``; they are freed with it."""
+    metadata: dict[str, Any] = tensor.grad_fn.metadata  # type: ignore[assignment, union-attr]
+    marks: set[tuple[Any, ...]] = metadata.setdefault(_MARK, set())
+    return marks
+
+
+def _accumulators(inventory: ModelIndex) -> list[Any]:
+    """The graph nodes that accumulate the gradients of the model's parameters."""
+    parameters = [parameter for reference in inventory.references if (parameter := reference()) is not None]
+    return [torch.autograd.graph.get_gradient_edge(p).node for p in parameters if p.requires_grad]
+
+
+def _is_executed(node: Any) -> bool:
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # autograd.grad captures at this node instead of accumulating
+        return False
+
+
+# --- Calls of modules in training: measure inputs and outputs in hooks, and gradients when they arrive ---
+
+
+_GRADIENTS = (n.ACTIVATION_GRADIENT, n.INPUT_GRADIENT)
+_NEEDS_NONE = "it needs no gradient: nothing that it is computed from is trained"
+_BY_PARTS = "the reference module runs when the whole model is called, but here a part of it was called directly"
+_MISSED = "a part of the model was called in training before the step had begun, so not all calls were measured"
+
+
+class OutputDifferences:
+    """Compares outputs of modules with those of the reference.
+
+    Args:
+        reference: has the outputs to compare with.
+        values: measures the tensors.
+        passes: knows whether the whole model runs.
+
+    Attributes:
+        due: whether differences are due in this step.
+    """
+
+    def __init__(self, reference: ReferencePass, values: ModuleValues, passes: PassTracker) -> None:
+        self._reference, self._values, self._passes = reference, values, passes
+        self.due = False
+
+    def begin(self, buffer: StepBuffer, due: bool) -> None:
+        """Start a step in which differences may be ``due``."""
+        self.due = due
+        if due and not self._reference:
+            buffer.absent[n.ACTIVATION_DIFFERENCE, ""] = "no reference module is set; see set_reference_module()"
+
+    def wants(self, name: str) -> bool:
+        """Whether a difference of this module's output to the reference's is requested in this step."""
+        return self._values.wants(n.ACTIVATION_DIFFERENCE, name)
+
+    def measure(self, name: str, value: Any, call: int) -> None:
+        """Measure the differences of the outputs of this call, if any are requested."""
+        if self._reference and self._values.wants(n.ACTIVATION_DIFFERENCE, name):
+            self._values.measure_pairs(name, value, call, self._other)
+
+    def _other(self, path: str) -> Tensor | str:
+        if (other := self._reference.take(path)) is not None:
+            return other
+        if not self._reference.is_off and self._passes.root_trains is None:
+            return _BY_PARTS
+        return self._reference.reason or "the reference module has no such output"
+
+
+class ModuleCalls:
+    """Measures the calls of each step.
+
+    Args:
+        measurer: receives failures.
+        fence: counts the time.
+        passes: knows which calls are training.
+        differences: compares outputs with the reference's.
+        values: measures the tensors.
+
+    Attributes:
+        gradients: those of inputs and outputs.
+        seen: whether a module other than the root was called in this step.
+        misses_root: the hook on the root's inputs came too late for the first call in this step, so no call counts.
+    """
+
+    def __init__(
+        self, measurer: Measurer, fence: Fence, passes: PassTracker, differences: OutputDifferences, values: ModuleValues
+    ) -> None:
+        self._complaints, self._fence, self._passes = measurer.complaints, fence, passes
+        self._differences, self._values = differences, values
+        self.gradients = TensorGradientHooks(self._gradient_came)
+        self._on_part: Callable[[nn.Module], object] = lambda _: None
+        self._lock = threading.RLock()  # hooks may fire on several threads, and share buffers
+        self._buffer: StepBuffer | None = None
+        self._numbers: Counter[tuple[str, str]] = Counter()
+        self.seen = self.misses_root = False
+
+    @property
+    def places(self) -> Set[tuple[str, str]]:
+        """The sources and names of the modules that were called in the last forward."""
+        return self._numbers.keys()
+
+    def connect(self, inverse_scale: Callable[[], Tensor | None], part_called: Callable[[nn.Module], object]) -> None:
+        """See :meth:`ModuleSource.connect`."""
+        self.gradients.connect(inverse_scale)
+        self._on_part = part_called
+
+    def miss_root(self) -> None:
+        """Ignore the root's inputs in this step, because the hook on them came too late."""
+        self.misses_root = True
+
+    def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: ModelIndex) -> None:
+        """Start a step with the metrics due in it."""
+        self._buffer, self.misses_root = buffer, False
+        self._numbers.clear()
+        self._values.begin(buffer, metrics, inventory.modules)
+        sources = {metric.source for metric in metrics}
+        self.gradients.begin(None if sources.isdisjoint(_GRADIENTS) else inventory)
+        self._differences.begin(buffer, n.ACTIVATION_DIFFERENCE in sources)
+
+    def end(self) -> None:
+        """End the step; its values can still be evaluated."""
+        self.gradients.end()
+        self._values.end()
+        if self._passes.take_missed() and self._buffer is not None:
+            for source in n.MODULE_SOURCES:
+                self._buffer.clear(source)
+                self._buffer.absent[source, ""] = _MISSED
+        self._buffer, self.seen = None, False
+
+    def forward_began(self) -> None:
+        """Restart the numbers of calls, because the root is called."""
+        self._numbers.clear()
+
+    def drop_scaled(self, reason: str) -> None:
+        """Drop the gradients measured so far in this step, because their scale was wrong or missing."""
+        if self._buffer is not None:
+            self._values.forget(_GRADIENTS, reason)
+
+    # --- hooks -----------------------------------------------------------------------------------------------------------------
+
+    def called(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        """Measure a module's inputs."""
+        if name == n.ROOT and self.misses_root:
+            return
+        named: dict[int | str, Any] = dict(enumerate(args))
+        named.update(kwargs or {})
+        value = args[0] if len(args) == 1 and not kwargs else named
+        self._take(name, module, value, n.INPUT, n.INPUT_GRADIENT)
+
+    def returned(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Measure a module's outputs."""
+        self._take(name, module, output, n.ACTIVATION, n.ACTIVATION_GRADIENT)
+
+    def _take(self, name: str, module: nn.Module, value: Any, source: str, gradient_source: str) -> None:
+        with self._lock, outside_dispatch_modes():
+            self._take_locked(name, module, value, source, gradient_source)
+
+    # between two large matrix products a Python call costs ten times as much as elsewhere, so this method makes few
+    def _take_locked(self, name: str, module: nn.Module, value: Any, source: str, gradient_source: str) -> None:
+        passes = self._passes
+        self.seen |= name != n.ROOT
+        awaits = self._buffer is None or passes.is_tentative or passes.awaits_part or not (module.training or passes.counts_eval)
+        if awaits and passes.root_trains is None:
+            self._part_called(module, value)  # this may begin a step of a model that is called by its parts
+        if self._buffer is None or passes.paused:
+            return
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            self._buffer.absent.setdefault((source, name), "inside a torch.func transform")
+            return
+        start, grad = time.perf_counter(), torch.is_grad_enabled()
+        try:
+            # inside a backward pass the forward is a recomputation; grad mode does not show it, since checkpointing switches it
+            recomputed = torch._C._current_graph_task_id() != -1
+            trains = passes.root_trains if passes.root_trains is not None else passes.trains(module)
+            if recomputed or trains:
+                call = -1 if recomputed else self._numbers[source, name]
+                # no gradients within a pass that has them: the first pass of a re-entrant checkpoint
+                if not grad and not recomputed and passes.builds_graph and _is_trained(module):
+                    self.gradients.note_reentrant()
+                self._numbers[source, name] += not recomputed
+                wanted = grad and self._values.wants(gradient_source, name)
+                if wanted and not self.gradients.follow(gradient_source, name, value, call):
+                    self._buffer.absent.setdefault((gradient_source, name), _NEEDS_NONE)
+                if not recomputed:
+                    torch._C._set_grad_enabled(False)  # the context manager costs as much as a small operation
+                    self._measure(source, name, value, call)
+        except Exception as error:
+            self._complaints.add(f"{source}:{name}", f"the {source} of {name} could not be measured", error)
+        finally:
+            torch._C._set_grad_enabled(grad)
+        self._fence.add_time(time.perf_counter() - start)
+
+    def _part_called(self, module: nn.Module, value: Any) -> None:
+        if (self._buffer is None or self._passes.is_tentative) and self._passes.part_began():
+            self._on_part(module)
+        elif self._buffer is not None and not (module.training or self._passes.counts_eval):
+            self._on_part(module)  # in evaluation mode, after a call in training mode that has opened the step
+        try:
+            self._passes.watch_part(module, value, missed=self._buffer is None)
+        except Exception as error:
+            self._complaints.add("part", f"a call of a {type(module).__name__} could not be followed", error)
+
+    def _measure(self, source: str, name: str, value: Any, call: int) -> None:
+        self._values.measure(source, name, value, call)
+        if source == n.ACTIVATION and self._differences.due:
+            self._differences.measure(name, value, call)
+
+    def _gradient_came(self, source: str, name: str, path: str, call: int, within: bool, gradient: Tensor | None) -> None:
+        if self._buffer is None or self._passes.paused or gradient is None or not (within or self.gradients.accumulates()):
+            return
+        start = time.perf_counter()
+        try:
+            with self._lock, outside_dispatch_modes(), torch.no_grad():
+                self._values.measure(source, name, gradient, call, path, self.gradients.inverse_scale())
+        except Exception as error:
+            self._complaints.add(f"{source}:{name}", f"the {source} of {name} could not be measured", error)
+        self._fence.add_time(time.perf_counter() - start)
+
+    def capture(self, name: str, output: Any) -> None:
+        """Measure ``output``, a tensor or a container of tensors, under the name of its module."""
+        passes = self._passes
+        if self._buffer is None or passes.paused or not passes.in_training or not self._values.wants(n.ACTIVATION, name):
+            return
+        try:
+            with outside_dispatch_modes(), torch.no_grad():
+                self._values.measure(n.ACTIVATION, name, output, 0)
+        except Exception as error:
+            self._complaints.add(f"activation:{name}", f"the output of {name} could not be measured", error)
+
+
+def _is_trained(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+
+
+# --- Forward hooks on modules that metrics match: which modules these are, and when hooks are installed ---
+
+
+_OUTPUTS = (n.ACTIVATION, n.ACTIVATION_GRADIENT, n.ACTIVATION_DIFFERENCE)
+_INPUTS = (n.INPUT, n.INPUT_GRADIENT)
+_SCRIPTED = "a module of TorchScript (torch.jit), which calls no Python hooks"
+OLD_RELEASE = "inside torch.compile they need torch 2.7 or newer"
+_LEFT_OUT = "left out by excluded_modules_regex"
+_Place = tuple[str, str]
+
+
+class RootListener(Protocol):
+    """Listener of the hooks on the root."""
+
+    def root_began(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        """Called before the root's other forward pre-hooks."""
+
+    def root_ended(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Called after the root has returned or raised, and after the hook on its own output."""
+
+
+class Listener(Protocol):
+    """Listener of the hooks on matched modules, which may include the root."""
+
+    def called(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        """A module with a metric of inputs is called."""
+
+    def returned(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """A module with a metric of outputs has returned."""
+
+
+class ForwardHooks:
+    """The hooks on a model's modules. Only modules with a metric have one, and the root if needed.
+
+    Args:
+        of_root: listens to the root; hooks hold both listeners weakly.
+        listener: listens to matched modules.
+        eps: an element counts as near zero when ``|x| <= eps``.
+
+    Attributes:
+        graphs: what the hooks do in compiled graphs.
+        has_compiled_parts: whether the model had any when hooks were installed.
+    """
+
+    def __init__(self, of_root: RootListener, listener: Listener, eps: float) -> None:
+        self._of_root, self._listener, self.graphs = of_root, listener, CompiledHooks(eps)
+        self._before_root, self._after_root = Handles(), Handles()
+        # with the module, since another one may take its name, and even its address
+        self._hooks: dict[_Place, tuple[weakref.ref[nn.Module], Handles]] = {}
+        self._version: int | None = None
+        self.has_compiled_parts = False
+        self._left_out: list[str] = []  # names of modules that no metric applies to
+        self._unhooked: list[str] = []  # names of modules that accept no hooks
+        self._root: weakref.ref[nn.Module] | None = None
+        self._asked: tuple[ModelIndex, Sequence[Metric], int, bool] | None = None
+
+    def install(self, root: nn.Module, inventory: ModelIndex, metrics: Sequence[Metric], version: int, on_root: bool) -> bool:
+        """Install hooks on modules that any of ``metrics`` matches, once per ``version`` of the plan. Returns whether it did.
+
+        ``on_root``: also on the root, in any case.
+        """
+        if version == self._version:
+            return False
+        self._version, self._asked = version, (inventory, metrics, version, on_root)
+        wanted = _wanted(inventory, metrics)
+        measured = {place for place in wanted if _has_views(place, metrics)}
+        wanted |= _in_same_graphs(root, inventory, wanted, measured)
+        for place, (reference, handles) in list(self._hooks.items()):
+            is_kept = place not in wanted and self.graphs.is_traced(*place)  # removal would cause a recompilation
+            if not is_kept and (place not in wanted or wanted[place] is not reference()):
+                handles.remove()
+                self.graphs.remove(*place)
+                del self._hooks[place]
+        needs_root = (on_root or bool(wanted)) and takes_hooks(root)
+        if needs_root and not self._before_root:
+            self._before_root.of_module(root.register_forward_pre_hook(self._began_hook(root), prepend=True, with_kwargs=True))
+        new, taken = wanted.keys() - self._hooks.keys(), frozenset(inventory.modules)
+        for place, module in wanted.items():
+            if place in new:
+                self._hooks[place] = weakref.ref(module), self._register(*place, module, root, place[1] in taken)
+        inside = in_graphs(root)
+        compiled = {place for place, module in wanted.items() if id(module) in inside}
+        self.graphs.request(metrics, measured, compiled, taken)
+        if needs_root and (new or not self._after_root):  # after the hook on the root's own output
+            self._after_root.remove()
+            self._after_root.of_module(root.register_forward_hook(ModuleHook(self._of_root.root_ended), always_call=True))
+        if not needs_root and not self.graphs.has_graphs:
+            self._leave_root()
+        self.has_compiled_parts = is_compiled(root)
+        self._left_out = _left_out(root, inventory)
+        modules = ((name, reference()) for name, reference in inventory.modules.items())
+        self._unhooked = [name for name, module in modules if module is not None and not takes_hooks(module)]
+        self._root = weakref.ref(root)
+        return True
+
+    def install_in_compiled(self) -> bool:
+        """Parts may have been compiled since hooks were installed, and need more. Returns whether the model has compiled parts."""
+        root = None if self._root is None else self._root()
+        if self._asked is None or root is None or not is_compiled(root):
+            return False
+        self._version = None
+        return self.install(root, *self._asked)
+
+    def _register(self, kind: str, name: str, module: nn.Module, root: nn.Module, is_heard: bool) -> Handles:
+        """``is_heard``: the listener hears of calls outside of graphs."""
+        handles = Handles()
+        heard = self._listener.called if kind in _INPUTS else self._listener.returned
+        hook = ModuleHook(heard if is_heard else self.graphs.ignore, name, tap=self.graphs.add(kind, name, module, root))
+        if kind in _INPUTS:
+            handles.of_module(module.register_forward_pre_hook(hook, with_kwargs=True))
+        else:
+            handles.of_module(module.register_forward_hook(hook))
+        return handles
+
+    def _began_hook(self, root: nn.Module) -> ModuleHook:
+        return ModuleHook(self._of_root.root_began, tap=self.graphs.add("", n.ROOT, root, root))
+
+    def collect(self, buffer: StepBuffer, values: ModuleValues) -> None:
+        """See :meth:`CompiledHooks.collect`."""
+        if self._asked is not None:
+            self.graphs.collect(buffer, values, self._asked[1])
+
+    def explain(self, absent: dict[tuple[str, str], str]) -> None:
+        """Add the reasons for modules that have no hooks."""
+        if self._unhooked:
+            sources = (*n.MODULE_SOURCES, *n.RCC_SOURCES)
+            absent.update(((source, name), _SCRIPTED) for source in sources for name in self._unhooked)
+        for source in n.ATTENTION_SOURCES.values():
+            if (source, "") in absent:  # the caller of a call that was not seen is unknown
+                absent.update(((source, name), _LEFT_OUT) for name in self._left_out)
+
+    def silent(self, called: Container[_Place]) -> list[str]:
+        """Names of modules in compiled parts whose hooks were not ``called``: to releases before 2.7 no graph has a hook of ours."""
+        if TELLS_EXPORT or self._root is None or (root := self._root()) is None:
+            return []
+        inside = in_graphs(root)
+        hooked = ((place, module()) for place, (module, _) in self._hooks.items() if place not in called)
+        return [name for (_, name), module in hooked if module is not None and id(module) in inside]
+
+    @property
+    def root(self) -> nn.Module | None:
+        """The module that hooks were installed for last."""
+        return None if self._root is None else self._root()
+
+    @property
+    def on_root(self) -> bool:
+        """Whether the root has hooks."""
+        return bool(self._before_root)
+
+    @property
+    def on_root_inputs(self) -> bool:
+        """Whether the root's inputs have a hook."""
+        return (_INPUTS[0], n.ROOT) in self._hooks
+
+    @property
+    def on_parts(self) -> bool:
+        """Whether modules other than the root have hooks; the root's are called even if the model was traced."""
+        return any(name != n.ROOT for _, name in self._hooks)
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether any module has a hook."""
+        return self.on_root or self.on_parts
+
+    @property
+    def has_hooks_on_parts(self) -> bool:
+        """Whether any module, including the root, has hooks on inputs or outputs."""
+        return len(self._hooks) > 0
+
+    @property
+    def has_removable_hooks(self) -> bool:
+        """Whether some hooks are needed on monitored steps only, and the model is not compiled.
+
+        A compiled model would be recompiled whenever a module's hooks change, so its hooks stay, which costs nothing.
+        """
+        return bool(self._hooks) and not self.has_compiled_parts and not self.graphs.has_graphs
+
+    def uninstall(self, stays_on_root: bool) -> None:
+        """Remove the hooks that only monitored steps need; also those on the root, unless it must keep them."""
+        for _, handles in self._hooks.values():
+            handles.remove()
+        self._hooks, self._version, self._asked = {}, None, None
+        self.graphs.clear()
+        if not stays_on_root:
+            self._leave_root()
+
+    def _leave_root(self) -> None:
+        self._before_root.remove()
+        self._after_root.remove()
+
+
+def _wanted(inventory: ModelIndex, metrics: Sequence[Metric]) -> dict[_Place, nn.Module]:
+    """The modules that need hooks, by kind of hook and name."""
+    wanted: dict[_Place, nn.Module] = {}
+    for name, reference in inventory.modules.items():
+        module = reference()
+        if module is None or not takes_hooks(module):
+            continue
+        for sources in (_OUTPUTS, _INPUTS):
+            if any(metric.source in sources and metric.matches(name) for metric in metrics):
+                wanted[sources[0], name] = module
+    return wanted
+
+
+def _has_views(place: _Place, metrics: Sequence[Metric]) -> bool:
+    """Whether a graph can compute any metric of the module's output."""
+    kind, name = place
+    return kind in _OUTPUTS and any(m.source == n.ACTIVATION and m.function is None and m.matches(name) for m in metrics)
+
+
+def _in_same_graphs(
+    root: nn.Module, inventory: ModelIndex, wanted: Mapping[_Place, nn.Module], measured: set[_Place]
+) -> dict[_Place, nn.Module]:
+    """The modules that need hooks only because those at the same place of other blocks have them: else the blocks would not share a graph,
+    and one with hooks might run the graph of one without. Adds to ``measured`` what their graph computes, too.
+    """
+    names: dict[int, str] = {}
+    found: dict[_Place, nn.Module] = {}
+    for members in alike(root):
+        names = names or {
+            **{id(module): name for name, module in root.named_modules()},  # also those that are excluded
+            **{id(module): name for name, reference in inventory.modules.items() if (module := reference()) is not None},
+        }
+        for kind in (_OUTPUTS[0], _INPUTS[0]):
+            places = {(kind, names[id(module)]): module for module in members if takes_hooks(module)}
+            if not places.keys().isdisjoint(wanted):
+                found.update((place, module) for place, module in places.items() if place not in wanted)
+            if not places.keys().isdisjoint(measured):
+                measured.update(places)
+    return found
+
+
+def _left_out(root: nn.Module, inventory: ModelIndex) -> list[str]:
+    """Canonical names of modules that are not in the index."""
+    known = (module for reference in inventory.modules.values() if (module := reference()) is not None)
+    there = {id(part) for module in known for part in wrapped_by(module)}
+    return list(canonical_names(name for name, module in root.named_modules() if id(module) not in there).values())
+
+
+# --- Inputs and outputs of a model's modules in training, and their gradients ---
+
+
+# --- forward scope ---
+
+
+class ForwardScope:
+    """Runs the reference before the model, then enables the coordinate check and the recording of attention.
+
+    Args:
+        measurer: measures.
+        fence: counts the time.
+        passes: paused while the reference runs.
+        values: measures activations.
+    """
+
+    def __init__(self, measurer: Measurer, fence: Fence, passes: PassTracker, values: ModuleValues) -> None:
+        self._fence, self._passes = fence, passes
+        self.reference = ReferencePass(measurer.complaints)
+        self.attention = AttentionRecorder(measurer.complaints, values, fence, passes.in_forward)
+        self._differences = OutputDifferences(self.reference, values, passes)
+        self.calls = ModuleCalls(measurer, fence, passes, self._differences, values)
+        self.check = CoordinateCheck(measurer, fence, passes, self.reference)
+        self._loop_run = LoopRun(passes, fence)
+
+    def begin_step(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: ModelIndex, by_hand: bool) -> None:
+        """Start a step with the metrics due in it."""
+        self.calls.begin(buffer, metrics, inventory)
+        self.attention.begin(buffer, metrics, inventory)
+        self.check.begin(buffer, metrics, inventory)
+        if by_hand and self._needs_reference and (module := self.reference.module) is not None:
+            parts = self.reference.parts().items()
+            self._loop_run.begin(module, {n: p for n, p in parts if self.check.wants(n) or self._differences.wants(n)})
+
+    def end_step(self, has_compiled_parts: bool, has_graphs: bool) -> None:
+        """End the step; its values can still be evaluated."""
+        self.calls.end()
+        self._loop_run.end()
+        self.attention.end(has_graphs)
+        self.check.end(has_compiled_parts or has_graphs)
+        self.reference.forget()
+
+    @property
+    def _needs_reference(self) -> bool:
+        return bool(self.reference) and (self._differences.due or self.check.due)
+
+    def start(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Start a training forward of ``root`` with these arguments."""
+        start = time.perf_counter()
+        if self._needs_reference:
+            self._run_reference(root, args, kwargs)
+        self.attention.enter()
+        self._fence.add_time(time.perf_counter() - start)
+
+    def _run_reference(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if (ran := self._loop_run.take()) is not None:
+            self.reference.adopt(ran.outputs)
+            self.check.behind(root, ran.run)
+            return
+        with self.check.beside(root) as note, self._passes.pause():  # the two may share modules
+            self.reference.run(root, self._differences.wants, args, kwargs, note)
+
+    def leave(self) -> None:
+        """End the forward. Idempotent."""
+        self.attention.leave()
+        self.check.leave()
+
+
+# --- Inputs and outputs of a model's modules in training, and their gradients ---
+
+
+_ROOT_MISSED = "it was asked for after the step had begun, with the call of the model"
+_NOT_IN_GRAPH = (
+    "it was not called in a training forward that hooks can see, or torch.compile had traced it before the metric was added, or "
+    f"{SHARES_GRAPH}"
+)
+_NOT_SEEN = (
+    "no hook on a module was called: none of these modules ran, or torch.compile traced the model before the monitor was attached, and "
+    "calls no hooks; then attach before the first call, or call torch.compiler.reset() and compile again; or "
+    f"{SHARES_GRAPH}"
+)
+_MIXED = (
+    "one of the step's forward or backward passes was interrupted, as by an exception, and its values cannot be told from those of "
+    "the others"
+)
+_LOST = "the forward or backward pass of this step was interrupted, as by an exception"
+_SOURCE_GRADIENTS = (n.ACTIVATION_GRADIENT, n.INPUT_GRADIENT)
+_OF_PASSES = (*n.MODULE_SOURCES, *n.RCC_SOURCES, *n.ATTENTION_SOURCES.values())
+
+
+class ModuleSource:
+    """Forward hooks on the modules that a metric matches; no other module has one.
+
+    Evaluation passes (the root module in eval mode, or without gradients in a step that the loop has not begun explicitly) and
+    recomputation in activation checkpointing are not training.
+
+    Args:
+        measurer: measures.
+        fence: counts the time.
+
+    Attributes:
+        was_trained: the model has had a training forward or a backward pass in this step.
+        hooks: those on modules.
+    """
+
+    _last_called: ClassVar[object] = None  # the sign of the source whose root was called last, in any thread
+
+    def __init__(self, measurer: Measurer, fence: Fence) -> None:
+        self._handled = id(sys.exc_info()[1])  # the exception that the script handled when it called the root
+        self._sign = ModuleSource._last_called = object()
+        self._measurer, self._passes = measurer, PassTracker()
+        self.values = ModuleValues(measurer)
+        self._scope = ForwardScope(measurer, fence, self._passes, self.values)
+        self._calls, self.reference, self.attention = self._scope.calls, self._scope.reference, self._scope.attention
+        self.hooks = ForwardHooks(self, self._calls, measurer.built_in.eps)
+        self._opening: Callable[[nn.Module], object] = lambda _: None
+        self.was_trained = False
+        self._buffer: StepBuffer | None = None
+        self._due = False
+        self._awaited: MutableSet[int] = set()
+        self._has_forward = self._has_backward = False  # of this step, which was not interrupted
+        self._lost: tuple[str, ...] = ()  # sources of which a pass in this step had values that were dropped
+
+    def connect(
+        self,
+        inverse_scale: Callable[[], Tensor | None],
+        opening: Callable[[nn.Module], object] = lambda _: None,
+        part_called: Callable[[nn.Module], object] = lambda _: None,
+        awaited: MutableSet[int] | None = None,
+    ) -> None:
+        """Connect with the loop.
+
+        Args:
+            inverse_scale: returns the factor for gradients.
+            opening: called with the root when it is called, before anything else.
+            part_called: called with a part of the model that runs while no step is open.
+            awaited: backward passes that have reached a parameter, until they end.
+        """
+        self._opening, self._awaited = opening, set() if awaited is None else awaited
+        self._calls.connect(inverse_scale, part_called)
+
+    # --- steps -----------------------------------------------------------------------------------------------------------------
+
+    def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: ModelIndex, by_hand: bool) -> None:
+        """Start a step with the metrics due in it; ``by_hand``: the loop has begun it explicitly."""
+        if self._awaited:
+            self._drop_interrupted(calls=0)
+        self._buffer, self.was_trained, self._lost = buffer, False, ()
+        self._has_forward = self._has_backward = False
+        self._passes.use_training_mode(by_hand)
+        self._scope.begin_step(buffer, metrics, inventory, by_hand)
+        self._due = any(metric.source in n.MODULE_SOURCES for metric in metrics)
+        self.set_recording(self._due)
+
+    def step_began(self, in_eval: bool) -> None:
+        """A step began; ``in_eval``: by a call in evaluation mode, which :meth:`step_confirmed` may confirm as training."""
+        self._passes.begin_step(in_eval)
+
+    def count_eval(self) -> None:
+        """Count calls in evaluation mode as training from now on in this step."""
+        self._passes.count_eval()
+
+    def root_inputs_missed(self) -> None:
+        """The step began in a call of the root, for which the hook on its inputs was installed too late."""
+        assert self._buffer is not None
+        self._calls.miss_root()
+        self._buffer.absent.update(((source, n.ROOT), _ROOT_MISSED) for source in (n.INPUT, n.INPUT_GRADIENT))
+
+    def step_confirmed(self) -> None:
+        """A backward pass or an optimizer step follows the call that began the step."""
+        self._passes.confirm()
+
+    def end(self) -> None:
+        """End the step; its values can still be evaluated."""
+        if self._buffer is None:
+            return
+        if self._awaited or self._passes.root_trains is not None or self._calls.gradients.awaited:
+            self._drop_interrupted(calls=0)
+        self._collect(self._buffer)
+        self._scope.end_step(self.hooks.has_compiled_parts, self.hooks.graphs.has_graphs)
+        for source in self._lost:
+            self._explain_lost(self._buffer, source)
+        self.hooks.explain(self._buffer.absent)
+        self._buffer, self.was_trained = None, False
+        self._passes.forget_forward()  # also if a forward was interrupted
+
+    def set_aside(self) -> None:
+        """The values so far are about to be set aside: store them in the buffer."""
+        if self._buffer is not None:
+            self.hooks.collect(self._buffer, self.values)
+            self.values.flush()
+            for source in self._lost:
+                self._explain_lost(self._buffer, source)
+            self._has_forward = self._has_backward = False
+
+    def _collect(self, buffer: StepBuffer) -> None:
+        """Collect what compiled graphs have written, or warn that no graph contains a hook."""
+        self.hooks.collect(buffer, self.values)
+        seen = self.hooks.graphs.has_parts or self._calls.seen
+        if not (self._due and self.was_trained):
+            return
+        if self.hooks.graphs.has_graphs:
+            buffer.absent.setdefault((n.ACTIVATION, ""), _NOT_IN_GRAPH)
+        if self.hooks.on_parts and not seen and compiled_graphs() > 0:
+            reason = _NOT_SEEN if TELLS_EXPORT else OLD_RELEASE
+            for source in n.MODULE_SOURCES:
+                buffer.absent.setdefault((source, ""), reason)
+            self._measurer.complaints.add("compiled", f"activations are missing: {reason}")
+        elif silent := self.hooks.silent(self._calls.places):
+            buffer.absent.update(((source, name), OLD_RELEASE) for source in n.MODULE_SOURCES for name in silent)
+            self._measurer.complaints.add("compiled", f"some activations are missing: {OLD_RELEASE}")
+
+    @property
+    def awaits_check(self) -> bool:
+        """Whether the coordinate check is due but has seen no forward, although it could."""
+        return self._scope.check.awaits_forward and not self.hooks.has_compiled_parts
+
+    def drop_scaled(self, reason: str) -> None:
+        """Drop the gradients measured so far in this step, because their scale was wrong or missing."""
+        self._calls.drop_scaled(reason)
+
+    def capture(self, name: str, output: Any) -> None:
+        """Measure ``output``, a tensor or a container of tensors, under the name of its module."""
+        self._has_forward |= self._passes.root_trains is None
+        self._calls.capture(name, output)
+
+    def set_recording(self, is_open: bool) -> None:
+        """Whether compiled graphs with our hooks write values from now on. Does not synchronise."""
+        if not (is_open or self._passes.is_open or self._passes.missed):
+            return  # as in most steps
+        self._passes.set_open(is_open)
+        self.hooks.graphs.gate.set(is_open and not self._passes.paused)
+
+    @property
+    def paused(self) -> bool:
+        """Whether nothing is measured at the moment."""
+        return self._passes.paused
+
+    def pause(self, is_paused: bool) -> None:
+        """Measure nothing, or go on."""
+        if self._awaited:
+            if is_paused:
+                self._drop_interrupted(calls=0)
+            elif not is_in_backward():
+                self._awaited.clear()  # what was interrupted meanwhile has measured nothing
+        self._passes.set_paused(is_paused)
+        self.hooks.graphs.gate.set(self._passes.is_open and not is_paused)
+
+    def backward_ended(self) -> None:
+        """A backward pass has ended in this step."""
+        self.was_trained = True
+        if torch._C._current_autograd_node() is not None:  # a nested one
+            return
+        if self._awaited or self._calls.gradients.awaited:  # an earlier one, through the same forward
+            self._drop(_OF_PASSES if self._awaited else _SOURCE_GRADIENTS, is_alone=False)
+            self._forget_awaited()
+        self._has_backward = True
+
+    # --- passes that were interrupted ------------------------------------------------------------------------------------------
+
+    def _drop_interrupted(self, calls: int) -> None:
+        """Passes have begun whose ends were not reported. Drop what those measured that were interrupted, and are not running.
+
+        ``calls``: of the root are known to run.
+        """
+        root, gradients = self.hooks.root, self._calls.gradients
+        if (trains := self._passes.root_trains) is not None and (root is None or running_calls(root) <= calls):
+            self._leave_root()  # by what is no Exception, so that no hook has seen the end
+            if trains:
+                self._drop(_OF_PASSES, is_alone=not self._has_forward)
+        if not (self._awaited or gradients.awaited) or is_in_backward():
+            return
+        if self._awaited:
+            self._drop(_OF_PASSES, is_alone=not self._has_backward)
+        else:
+            self._drop(_SOURCE_GRADIENTS, is_alone=not gradients.has_ended)
+        self._forget_awaited()
+
+    def _forget_awaited(self) -> None:
+        self._awaited.clear()
+        self._calls.gradients.awaited.clear()
+
+    def _drop(self, sources: tuple[str, ...], is_alone: bool) -> None:
+        """Drop what an interrupted pass gave of ``sources``; where it is not ``is_alone`` in the step, all of them."""
+        if (buffer := self._buffer) is None:
+            return
+        self._lost = max(self._lost, sources, key=len)
+        if not is_alone:
+            for source in sources:
+                buffer.refused[source] = _MIXED
+            return
+        with outside_dispatch_modes():
+            if sources is _OF_PASSES:
+                self.hooks.graphs.discard()
+                self.values.discard()
+                self._calls.forward_began()
+                self._calls.seen = self._scope.check.seen = self._has_forward = False
+            else:
+                self.values.flush()
+            for source in sources:
+                buffer.clear(source)
+
+    def _explain_lost(self, buffer: StepBuffer, source: str) -> None:
+        """Say why values of ``source`` are absent, if passes of this step that were interrupted are the reason."""
+        if buffer.refused.get(source) is _MIXED:
+            buffer.refuse_all(source, _MIXED)
+        elif not self._has_forward or (source in _SOURCE_GRADIENTS and not self._calls.gradients.has_ended):
+            buffer.absent.setdefault((source, ""), _LOST)
+
+    # --- hooks -----------------------------------------------------------------------------------------------------------------
+
+    def install(self, root: nn.Module, inventory: ModelIndex, metrics: Sequence[Metric], version: int, root_too: bool) -> None:
+        """Install hooks on modules that any of ``metrics`` matches, once per ``version`` of the plan.
+
+        ``root_too``: on the root in any case, because modules log values themselves.
+        """
+        if self.hooks.install(root, inventory, metrics, version, root_too or _stays(self.reference, metrics)):
+            self.attention.set_compiled(self.hooks.has_compiled_parts)
+
+    @property
+    def has_removable_hooks(self) -> bool:
+        """Whether hooks may be removed on unmonitored steps; unknown before the first forward, since the model may be compiled."""
+        return self._passes.forward_seen and self.hooks.has_removable_hooks
+
+    def uninstall(self, metrics: Sequence[Metric]) -> None:
+        """Remove the hooks that only monitored steps need."""
+        self.hooks.uninstall(_stays(self.reference, metrics))
+        self._passes.forget_forward()
+
+    def remove(self) -> None:
+        """Remove all hooks. Idempotent."""
+        self.hooks.uninstall(stays_on_root=False)
+        self._passes.forget_forward()
+        self._scope.leave()
+
+    # --- the root --------------------------------------------------------------------------------------------------------------
+
+    def root_began(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        """The root is called; ``kwargs`` is None after its hook was removed."""
+        if self._awaited or self._passes.root_trains is not None or self._calls.gradients.awaited:
+            self._drop_interrupted(calls=1)
+        # before the reference runs, since it has copies of the model's own hooks; so the step may have to be opened here
+        self._opening(module)
+        # a hook that is removed while earlier hooks run is called once more, without kwargs; if the opening of an unmonitored
+        # step has removed it, no hook would see the end of this forward
+        if kwargs is None or not self.hooks.on_root or torch._C._current_graph_task_id() != -1:
+            return
+        if not self._passes.forward_seen and self.hooks.install_in_compiled():
+            self.attention.set_compiled(True)
+        trains = self._passes.root_began(module)
+        self.was_trained |= trains
+        self._handled, ModuleSource._last_called = id(sys.exc_info()[1]), self._sign
+        self._has_forward |= len(self._calls.places) > 0  # of parts that were called directly
+        self._calls.forward_began()
+        if self._buffer is None or self._passes.paused or not trains:
+            return
+        self._scope.start(module, args, kwargs)
+
+    def root_ended(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """The root has returned or raised."""
+        trains = self._passes.root_trains is True and not self._passes.paused
+        if torch._C._current_graph_task_id() != -1:  # a recomputation
+            return
+        self._leave_root()
+        if trains and id(sys.exc_info()[1]) != self._handled:
+            self._drop(_OF_PASSES, is_alone=not self._has_forward)
+        else:
+            self._has_forward |= trains
+
+    def _leave_root(self) -> None:
+        self._passes.root_ended()
+        self._scope.leave()
+        self.reference.forget()
+
+    def ending(self) -> str:
+        """The exception that ends the training now, as text; empty without one."""
+        return ending(self._handled, is_last=ModuleSource._last_called is self._sign)
+
+    def training_began(self) -> None:
+        """The root's training forward began; its own hook may have been installed too late to see it."""
+        self._handled, ModuleSource._last_called = id(sys.exc_info()[1]), self._sign
+        self._passes.training_began(end_is_seen=self.hooks.on_root)
+
+    @property
+    def in_training(self) -> bool:
+        """False inside an evaluation pass and inside a recomputation, which happens while a backward pass runs."""
+        return self._passes.in_training
+
+
+def _stays(reference: ReferencePass, metrics: Iterable[Metric]) -> bool:
+    """Whether the root needs hooks before a step is known to be monitored."""
+    return bool(reference) or any(metric.source in n.ATTENTION_SOURCES.values() for metric in metrics)

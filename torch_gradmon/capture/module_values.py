@@ -1,0 +1,903 @@
+"""Statistics of the tensors of modules, where each is kept until its step is read."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import groupby, islice
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..core import keys as n
+from ..core.errors import WarningLog
+from ..core.keys import ACTIVATION, UNDEFINED, Key
+from ..core.moments import ALL_COLUMNS, Column
+from ..core.records import Block, Metric, StatsTable
+from ..core.torch_modes import current_stream, keep_for_current_stream, on_stream, spare_memory, stream_number
+from ..statistics.dispatch import Statistics
+from ..statistics.eager import SMALL
+from ..statistics.histogram import PARTICIPATION_RATIO, first_left_vector, participation_ratio
+from ..statistics.request import NARROW, accumulator_dtype, is_plain, refusal, threshold
+from ..step.buffer import StepBuffer
+from ..step.plan import BuiltIn, ViewGroup, blocks_of, view_group
+from .measurer import Measurer
+from .metric_functions import unscaled, untouched_rng
+
+# --- The tensors inside inputs and outputs of modules, each with its path ---
+
+
+#: Levels of nested containers that are searched.
+DEPTH = 4
+
+
+def tensors_of(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor inside ``value`` with its path: ``path[0]`` for sequences and integer keys, ``path.key`` for other keys and
+    dataclasses.
+    """
+    if isinstance(value, Tensor):
+        yield path, value
+    elif depth < DEPTH:
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                yield from tensors_of(item, f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}", depth + 1)
+        elif isinstance(value, (tuple, list)):
+            for index, item in enumerate(value):
+                yield from tensors_of(item, f"{path}[{index}]", depth + 1)
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            for field in dataclasses.fields(value):
+                yield from tensors_of(getattr(value, field.name, None), f"{path}.{field.name}", depth + 1)
+
+
+def copied(value: Any) -> Any:
+    """``value`` with lists, tuples, dicts and tensors copied recursively. Does not synchronise."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {key: copied(item) for key, item in value.items()}
+    return [copied(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def rest_of(path: str, name: str, taken: Container[str]) -> str:
+    """What ``path`` adds to its prefix ``name``; in brackets if a module has that name.
+
+    >>> rest_of("head.logits", "head", {"head"}), rest_of("head.logits", "head", {"head", "head.logits"})
+    ('.logits', '[logits]')
+    """
+    rest = path[len(name) :]
+    ends = [place for place in range(len(name) + 1, len(path) + 1) if place == len(path) or path[place] in ".[@"]
+    if not rest.startswith(".") or not any(path[:end] in taken for end in ends):
+        return rest
+    first = ends[0] - len(name)
+    return f"[{rest[1:first]}]{rest[first:]}"
+
+
+# --- unit metrics ---
+
+
+#: Consecutive monitored steps without output after which a unit counts as dead.
+WINDOW = 100
+#: Distance from either bound of a sigmoid or tanh within which an output counts as saturated.
+MARGIN = 0.05
+
+#: Share of the mean over the units at or below which a unit is dormant (Sokar et al. 2023, arXiv 2302.12902, definition 3.1, whose code
+#: takes 0.025 and 0.1).
+DORMANT_SHARE = 0.025
+
+_BOUNDS: tuple[tuple[type[nn.Module], float, float], ...] = (
+    (nn.Sigmoid, 0.0, 1.0),
+    (nn.Hardsigmoid, 0.0, 1.0),
+    (nn.Tanh, -1.0, 1.0),
+)
+_CHANNELS_FIRST = (
+    nn.modules.conv._ConvNd,
+    nn.modules.batchnorm._NormBase,
+    nn.GroupNorm,
+    nn.modules.pooling._MaxPoolNd,
+    nn.modules.pooling._AvgPoolNd,
+    nn.modules.pooling._AdaptiveMaxPoolNd,
+    nn.modules.pooling._AdaptiveAvgPoolNd,
+    nn.modules.pooling._LPPoolNd,
+)
+
+
+class _Saturation:
+    def bind(self, module: Any) -> Callable[[Tensor], Tensor] | str:
+        for kind, low, high in _BOUNDS:
+            if isinstance(module, kind):
+                return lambda x: _share_outside(x, low, high)
+        return f"its module is no {', '.join(kind.__name__ for kind, *_ in _BOUNDS)}, whose outputs have bounds"
+
+
+def _share_outside(x: Tensor, low: float, high: float) -> Tensor:
+    wide = x.to(accumulator_dtype(x.device))  # in which the bounds are exact
+    return ((wide < low + MARGIN) | (wide > high - MARGIN)).to(wide.dtype)
+
+
+class UnitsOf:
+    """Finds the dimension of the units in a module's output.
+
+    Args:
+        module: the first dimension after the batch is meant for convolutions, batch norms, pooling and other modules with outputs of four
+            dimensions or more; else the last.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._has_channels = isinstance(module, _CHANNELS_FIRST)
+        self._is_linear = isinstance(module, nn.Linear)
+        convolves = isinstance(module, nn.modules.conv._ConvNd)
+        self._dim_of_one_sample = len(module.kernel_size) + 1 if convolves else -1
+
+    def dim(self, output: Tensor) -> int:
+        """The dimension; ``output`` has one at least."""
+        if output.dim() == self._dim_of_one_sample:
+            return 0
+        channels = self._has_channels or (output.dim() >= 4 and not self._is_linear)
+        return 1 if channels and output.dim() >= 3 else output.dim() - 1
+
+
+class _Dormant:
+    def bind(self, module: Any) -> Callable[[Tensor], Tensor | None] | str:
+        units_of = UnitsOf(module)
+
+        def share(output: Tensor) -> Tensor | None:
+            """Of the units whose mean |x| is :data:`DORMANT_SHARE` of the mean over the units or less; NaN with what is not finite."""
+            if not output.dim() or output.layout != torch.strided:
+                return None
+            dim = units_of.dim(output)
+            others = [other for other in range(output.dim()) if other != dim]
+            wide = accumulator_dtype(output.device)
+            sums = torch.linalg.vector_norm(output, 1, dim=others, dtype=wide) if others else output.abs().to(wide)
+            return torch.where(sums.isfinite().all(), (sums <= DORMANT_SHARE * sums.mean()).to(wide).mean(), torch.nan)
+
+        return share
+
+
+class _Participation:
+    def bind(self, module: Any) -> Callable[[Tensor], Tensor | None] | str:
+        units_of = UnitsOf(module)
+        return lambda x: participation_ratio(x.movedim(units_of.dim(x), -1)) if x.dim() else None
+
+
+class _SingularSide:
+    def bind(self, module: Any) -> Callable[[Tensor], Tensor | None] | str:
+        if not isinstance(module, nn.Linear):
+            return "its module is no Linear, whose output shows on which side of a singular vector an input lies"
+        reference = weakref.ref(module)
+
+        def sides(output: Tensor) -> Tensor | None:
+            """For each row, whether it lies on the one side of the first singular vector (1) or on the other (0)."""
+            alive = reference()
+            # the attribute could be a parametrization that runs
+            weight = None if alive is None else alive._parameters.get("weight")
+            if alive is None or weight is None or not output.dim() or refusal(weight) is not None:
+                return None
+            if (vector := first_left_vector(weight)) is None:
+                return None
+            bias = alive._parameters.get("bias")
+            wide = output.to(vector.dtype) if bias is None else output.to(vector.dtype) - bias.to(vector.dtype)
+            along = wide @ vector
+            found = torch.where(along.isnan(), torch.nan, (along > 0).to(vector.dtype))
+            return torch.where(vector.any(), found, UNDEFINED)
+
+        return sides
+
+
+class DeadUnits:
+    """Counts, for one module's output, the consecutive monitored steps in which each unit was silent.
+
+    Args:
+        module: see :class:`UnitsOf`.
+
+    Memory: five bytes per unit.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._units_of = UnitsOf(module)
+        self._alive: Tensor | None = None
+        self._silent: Tensor | None = None
+        self.steps = 0
+
+    def see(self, output: Tensor, eps: float) -> None:
+        """Add one output of this step; a unit is alive if ``|x| > eps`` or NaN for any sample. Does not synchronise."""
+        if output.dim() == 0:
+            return
+        if output.layout != torch.strided:
+            output = output.to_dense()
+        units = self._units_of.dim(output)
+        others = [dim for dim in range(output.dim()) if dim != units]
+        magnitude = output.detach().abs()
+        magnitude = magnitude.float() if magnitude.dtype in NARROW else magnitude
+        awake = (magnitude <= threshold(eps, magnitude.dtype)).logical_not()
+        alive = awake.any(dim=others) if others else awake
+        if self._alive is None or self._alive.shape != alive.shape or self._alive.device != alive.device:
+            self._alive, self._silent, self.steps = alive, None, 0
+        else:
+            self._alive |= alive
+
+    def discard(self) -> None:
+        """Forget the outputs of this step."""
+        if self._alive is not None:
+            self._alive = torch.zeros_like(self._alive)
+
+    def end_step(self) -> Tensor | None:
+        """The share of dead units, 0-d; None before :data:`WINDOW` steps."""
+        if self._alive is None:
+            return None
+        if self._silent is None:
+            self._silent = torch.zeros_like(self._alive, dtype=torch.int32)
+        keep_for_current_stream(self._alive)
+        keep_for_current_stream(self._silent)
+        self._silent = torch.where(self._alive, 0, self._silent + 1)
+        self._alive = torch.zeros_like(self._alive)
+        self.steps += 1
+        dead = (self._silent >= WINDOW).to(accumulator_dtype(self._silent.device))
+        return dead.mean() if self.steps >= WINDOW else None
+
+
+class DeadUnitTracker:
+    """The :class:`DeadUnits` of all outputs, by path."""
+
+    def __init__(self) -> None:
+        self._units: dict[str, DeadUnits] = {}
+        self._seen: set[str] = set()
+
+    def clear(self) -> None:
+        """Discard which outputs were seen in this step."""
+        self._seen.clear()
+
+    def discard(self) -> None:
+        """Forget the outputs of this step."""
+        for path in self._seen:
+            self._units[path].discard()
+        self._seen.clear()
+
+    def see(self, path: str, module: Callable[[], nn.Module | None] | None, output: Tensor, eps: float) -> None:
+        """Add one output of ``module``, given as a weak reference."""
+        if path not in self._units:
+            self._units[path] = DeadUnits(None if module is None else module())
+        self._units[path].see(output, eps)
+        self._seen.add(path)
+
+    def end_step(self, buffer: StepBuffer) -> None:
+        """Store the shares of dead units of outputs seen in this step."""
+        for path in self._seen:
+            share = self._units[path].end_step()
+            if share is not None:
+                buffer.put_value(Key(ACTIVATION, path, "dead"), share)
+            else:
+                steps = self._units[path].steps
+                buffer.absent[ACTIVATION, f"{path}/dead"] = f"it takes {WINDOW} monitored steps, and {steps} were seen"
+        self._seen.clear()
+
+
+class _Dead:
+    """Marks the metric, whose :class:`DeadUnits` outlive a call."""
+
+    def bind(self, module: Any) -> Callable[..., Any] | str:
+        return "it is measured for outputs of modules only"
+
+
+DEAD = _Dead()
+#: Built-in metrics of inputs, and of outputs too.
+INPUT_BUILT_INS = {
+    PARTICIPATION_RATIO: BuiltIn(
+        frozenset(),
+        "1",
+        "participation ratio: how many directions the rows of units fill; mean of the micro-batches",
+        _Participation(),
+    )
+}
+#: Built-in metrics of outputs, in addition to the views of statistics.
+ACTIVATION_BUILT_INS = {
+    "dead": BuiltIn(
+        frozenset(), "share", f"share of units with |output| <= eps for every sample of the last {WINDOW} monitored steps", DEAD
+    ),
+    "saturation": BuiltIn(
+        frozenset(), "share", f"share of the outputs of a sigmoid or tanh that are within {MARGIN} of either bound", _Saturation()
+    ),
+    "dormant": BuiltIn(
+        frozenset(),
+        "share",
+        f"share of units whose mean |output| is {DORMANT_SHARE} of the mean over units or less; mean of the micro-batches",
+        _Dormant(),
+    ),
+    "singular_side": BuiltIn(
+        frozenset(),
+        "share",
+        "share of the inputs of a Linear on one side of the first singular vector of its weight: 0 or 1 if all lie on one side",
+        _SingularSide(),
+    ),
+    **INPUT_BUILT_INS,
+}
+
+
+# --- Values of modules' inputs, outputs and their gradients, merged over calls and micro-batches ---
+
+
+# --- The metrics requested of each module, and the built-in values of a step's tables ---
+
+
+@dataclass(frozen=True)
+class RequestedMetrics:
+    """The metrics requested of one module and source.
+
+    Attributes:
+        columns: the statistics that the views of the source need, of any module: a record has one set of columns for each source.
+        views: built-ins that are views of them.
+        functions: metrics with a function.
+        dead: the share of dead units is requested.
+        split: each call of a forward has keys of its own.
+        reasons: why a metric does not apply to this module, by name.
+    """
+
+    columns: frozenset[Column]
+    views: tuple[Metric, ...]
+    functions: tuple[Metric, ...]
+    dead: bool
+    split: bool
+    reasons: Mapping[str, str]
+
+    @property
+    def others(self) -> bool:
+        """Whether metrics other than views are requested."""
+        return bool(self.functions or self.dead or self.reasons)
+
+
+class _Calls(NamedTuple):
+    """What is known of the calls of a step: the metrics requested, and attributes of :class:`MetricLookup`."""
+
+    asked: Mapping[tuple[str, str], tuple[RequestedMetrics, ...]]
+    owner: Mapping[tuple[str, str], tuple[str, bool]]
+    traced: Mapping[tuple[str, str], frozenset[Column]]
+
+
+class MetricLookup:
+    """The metrics of modules that are due in a step.
+
+    Attributes:
+        modules: by name.
+        owner: by source and path of a row, the name of the module, and whether its calls have keys of their own.
+        traced: columns of rows that a compiled graph wrote, by source and path; rows without a count were not called.
+    """
+
+    def __init__(self) -> None:
+        self.modules: Mapping[str, Callable[[], nn.Module | None]] = {}
+        self.owner: dict[tuple[str, str], tuple[str, bool]] = {}
+        self.traced: dict[tuple[str, str], frozenset[Column]] = {}
+        self._metrics: tuple[Metric, ...] = ()
+        self._asked: dict[tuple[str, str], tuple[RequestedMetrics, ...]] = {}
+        self._columns: dict[str, frozenset[Column]] = {}
+        self._last: dict[str, tuple[tuple[str, ...], _Calls, list[ViewGroup]]] = {}
+
+    def begin(self, metrics: tuple[Metric, ...], modules: Mapping[str, Callable[[], nn.Module | None]]) -> None:
+        """Start a step with the metrics due in it; ``modules`` by name."""
+        if metrics != self._metrics or modules is not self.modules:
+            self._metrics, self.modules, self._asked, self._columns = metrics, modules, {}, {}
+            for metric in metrics:
+                if metric.function is None:
+                    self._columns[metric.source] = self._columns.get(metric.source, frozenset()) | metric.columns
+
+    def requested(self, source: str, name: str) -> tuple[RequestedMetrics, ...]:
+        """What is requested of a source of a module: for all its calls together, and for each call."""
+        found = self._asked.get((source, name))
+        if found is None:
+            metrics = [metric for metric in self._metrics if metric.source == source and metric.matches(name)]
+            reference = self.modules.get(name)
+            module = None if reference is None else reference()
+            halves = [(split, [m for m in metrics if m.split_calls == split]) for split in (False, True)]
+            columns = self._columns.get(source, frozenset())
+            found = tuple(_asked(some, module, split, columns) for split, some in halves if some)
+            self._asked[source, name] = found
+        return found
+
+    def evaluator(self) -> Callable[[dict[str, StatsTable]], list[Block]]:
+        """A function that computes the built-in values of this step's tables, even after the next step has begun.
+
+        It drops rows of modules that were not called.
+        """
+        calls = _Calls(self._asked, dict(self.owner), dict(self.traced))
+
+        def evaluate(tables: dict[str, StatsTable]) -> list[Block]:
+            blocks = []
+            for source in n.MODULE_SOURCES:
+                if source in tables:
+                    table = tables[source] = _called(source, tables[source], calls.traced)
+                    blocks += blocks_of(self._groups(source, table.names, calls), table)
+            return blocks
+
+        return evaluate
+
+    def _groups(self, source: str, names: tuple[str, ...], calls: _Calls) -> list[ViewGroup]:
+        """The metrics of a table with rows of these ``names``, as in the last step if the same modules were called and asked for."""
+        last_names, last_calls, groups = self._last.get(source) or ((), None, [])
+        # what is asked may not have been looked up for all modules yet, so an equal one is not enough
+        if last_calls is not None and last_names == names and last_calls.asked is calls.asked and last_calls == calls:
+            return groups
+        places: dict[str, list[int]] = {}
+        for place, path in enumerate(names):
+            # if only other ranks have called the module, its path gives its name
+            name, split = calls.owner.get((source, path)) or (n.owner_of(path, self.modules), "@" in path)
+            columns = calls.traced.get((source, path), ALL_COLUMNS)
+            for each in calls.asked.get((source, name)) or self.requested(source, name):
+                for metric in each.views if each.split == split else ():
+                    if metric.columns <= columns:
+                        places.setdefault(metric.name, []).append(place)
+        found = [(metric, [Key(source, names[place], metric) for place in rows], rows) for metric, rows in places.items()]
+        groups = [view_group(found, len(names), source)] if found else []
+        self._last[source] = names, calls, groups
+        return groups
+
+
+def _called(source: str, table: StatsTable, traced: Container[tuple[str, str]]) -> StatsTable:
+    if not traced:
+        return table
+    counts = table.rows[:, Column.COUNT].tolist()
+    kept = [p for p, name in enumerate(table.names) if counts[p] or (source, name) not in traced]
+    return replace(table, names=tuple(table.names[p] for p in kept), rows=table.rows[kept])
+
+
+def _asked(metrics: Iterable[Metric], module: nn.Module | None, split: bool, columns: frozenset[Column]) -> RequestedMetrics:
+    views: list[Metric] = []
+    functions: list[Metric] = []
+    reasons: dict[str, str] = {}
+    dead = False
+    for metric in metrics:
+        function: Any = metric.function
+        if function is None:
+            views.append(metric)
+        elif function is DEAD:
+            dead = True
+        elif hasattr(function, "bind"):
+            bound = function.bind(module)
+            if isinstance(bound, str):
+                reasons[metric.name] = bound
+            else:
+                functions.append(replace(metric, function=bound))
+        else:
+            functions.append(metric)
+    return RequestedMetrics(columns if views else frozenset(), tuple(views), tuple(functions), dead, split, reasons)
+
+
+# --- Batches small tensors, to amortise call overhead ---
+
+
+#: Elements in the buffer: 4 MB of float32, copied while they are in a cache.
+CAPACITY = 1 << 20
+T = TypeVar("T")
+
+
+class SmallTensorBatch(Generic[T]):
+    """A bounded buffer of copies of small CPU tensors, each with an item of data."""
+
+    def __init__(self) -> None:
+        self._pool: Tensor | None = None
+        self._used = 0
+        self._waiting: list[tuple[T, Tensor]] = []
+
+    def takes(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` should be batched: it is on the CPU, small, and exact in float32."""
+        return tensor.numel() <= SMALL and tensor.dtype in NARROW and is_plain(tensor)
+
+    def has_room(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` fits without draining the buffer."""
+        return self._used + tensor.numel() <= CAPACITY
+
+    def put(self, item: T, tensor: Tensor, inverse_scale: Tensor | None = None) -> None:
+        """Copy ``tensor``, for which there must be room, times ``inverse_scale``, in float32 as ``GradScaler.unscale_`` does."""
+        if self._pool is None:
+            with torch.inference_mode(False):  # the buffer is written to outside of that mode
+                self._pool = torch.empty(CAPACITY, dtype=torch.float32, device="cpu")
+        copy = self._pool[self._used : self._used + tensor.numel()].view(tensor.shape).copy_(tensor)
+        if inverse_scale is not None:
+            copy.mul_(inverse_scale)
+        self._used += tensor.numel()
+        self._waiting.append((item, copy))
+
+    def drain(self) -> list[tuple[T, Tensor]]:
+        """All items and copies, in order; the copies are valid until the next :meth:`put`."""
+        waiting, self._waiting, self._used = self._waiting, [], 0
+        return waiting
+
+
+# --- Rows of small and of large CPU tensors, which are kept as numbers and stored all at once ---
+
+
+class _MeasuredCall(NamedTuple):
+    """What was measured in one call: the numbers of one row, rows as a tensor, or None for a row of the batch of small tensors."""
+
+    source: str
+    paths: list[str]
+    columns: frozenset[Column]
+    row: list[float] | Tensor | None
+
+
+class HostRows:
+    """The rows of one step in the order of the calls, until :meth:`flush`.
+
+    Args:
+        statistics: measures.
+    """
+
+    def __init__(self, statistics: Statistics) -> None:
+        self._statistics = statistics
+        self._buffer: StepBuffer | None = None
+        self._rows: list[_MeasuredCall] = []
+        self._small: SmallTensorBatch[frozenset[Column]] = SmallTensorBatch()
+
+    def __bool__(self) -> bool:
+        return len(self._rows) > 0
+
+    def begin(self, buffer: StepBuffer) -> None:
+        """Start a step; an interrupt at the end of the last one may have left rows."""
+        self._buffer, self._rows = buffer, []
+        self._small.drain()
+
+    def append(self, source: str, paths: list[str], columns: frozenset[Column], rows: Tensor) -> None:
+        """Add rows that were measured elsewhere."""
+        self._rows.append(_MeasuredCall(source, paths, columns, rows))
+
+    def measure(
+        self, source: str, path: str, columns: frozenset[Column], tensor: Tensor, inverse_scale: Tensor | None = None
+    ) -> bool:
+        """Measure a CPU tensor into numbers, or add a small one to the batch. Returns False if neither is possible."""
+        if inverse_scale is not None and not inverse_scale.is_cpu:
+            return False
+        row = self._statistics.row_of(tensor, columns, inverse_scale)
+        if row is not None:
+            self._rows.append(_MeasuredCall(source, [path], columns, row))
+            return True
+        if not self._small.takes(tensor):
+            return False
+        if not self._small.has_room(tensor):
+            self.flush()
+        self._small.put(columns, tensor, inverse_scale)
+        self._rows.append(_MeasuredCall(source, [path], columns, None))
+        return True
+
+    def flush(self) -> None:
+        """Store all rows in the buffer, after measuring the batch of small tensors."""
+        assert self._buffer is not None
+        measured, self._rows = self._rows, []
+        if not measured:
+            return
+        waited: Iterator[list[float]] = iter(())
+        together = frozenset[Column]()
+        if waiting := self._small.drain():
+            together = together.union(*{of for of, _ in waiting})
+            waited = iter(self._statistics.measure([tensor for _, tensor in waiting], together).tolist())
+        single = [call.row for call in measured if not isinstance(call.row, Tensor)]
+        rows = [next(waited) if row is None else row for row in single]
+        table = iter(torch.tensor(rows, dtype=torch.float64, device="cpu"))
+
+        def alike(call: _MeasuredCall) -> tuple[str, frozenset[Column], bool]:
+            return call.source, together if call.row is None else call.columns, isinstance(call.row, Tensor)
+
+        for (source, columns, is_table), calls in groupby(measured, alike):
+            if is_table:  # they may lie on several devices
+                for call in calls:
+                    self._buffer.merge_rows(source, call.paths, call.row, columns)  # type: ignore[arg-type]
+            else:
+                paths = [path for call in calls for path in call.paths]
+                self._buffer.merge_rows(source, paths, list(islice(table, len(paths))), columns)
+
+
+# --- Rows of tensors on accelerators, which are copied in one launch each and measured many at once ---
+
+
+#: Bytes of the largest tensor that is copied for stock operations: a larger one keeps a device busy for longer than its launches take.
+LARGEST = 4 << 20
+#: Bytes of all copies that wait for them on one stream.
+DEVICE_ROWS_CAPACITY = 16 << 20
+#: For a kernel of ours, which takes half a millisecond of the host for one tensor or for a hundred (seen on an H200), copies may take all
+#: spare memory, and a single one this part of it.
+_FOURTH = 4
+
+
+@dataclass
+class _Waiting:
+    """Copies that were made on one stream, with what was asked of them."""
+
+    stream: Any
+    nbytes: int = 0
+    copies: list[Tensor] = field(default_factory=list)
+    paths: list[tuple[str, str]] = field(default_factory=list)
+    columns: frozenset[Column] = frozenset()
+
+    def add(self, copy: Tensor, place: tuple[str, str], columns: frozenset[Column]) -> None:
+        """One more copy, by source and path."""
+        self.copies.append(copy)
+        self.paths.append(place)
+        self.columns |= columns
+        self.nbytes += copy.nbytes
+
+
+class DeviceRows:
+    """Copies of tensors until :meth:`flush`, or until they fill the memory that they may take.
+
+    Args:
+        statistics: measures.
+        buffer: takes the rows.
+        complaints: gets failures.
+    """
+
+    def __init__(self, statistics: Statistics, buffer: StepBuffer, complaints: WarningLog) -> None:
+        self._statistics, self._buffer, self._complaints = statistics, buffer, complaints
+        self._failed: set[tuple[str, str]] = set()
+        self._waiting: dict[tuple[torch.device, object], _Waiting] = {}
+
+    def measure(self, source: str, path: str, columns: frozenset[Column], tensor: Tensor, inverse_scale: Tensor | None) -> bool:
+        """Copy a dense tensor of an accelerator, times ``inverse_scale``, to be measured with others. Returns whether it was."""
+        device = tensor.device
+        if tensor.layout is not torch.strided or tensor.is_complex():
+            return False
+        largest, capacity = LARGEST, DEVICE_ROWS_CAPACITY
+        if self._statistics.has_kernel(device):
+            capacity = max(DEVICE_ROWS_CAPACITY, spare_memory(device))
+            largest = capacity // _FOURTH
+        if tensor.nbytes > largest:
+            return False
+        place = device, stream_number(device)
+        if (waiting := self._waiting.get(place)) is not None and waiting.nbytes + tensor.nbytes > capacity:
+            self._flush(self._waiting.pop(place), device)
+            waiting = None
+        if waiting is None:
+            waiting = self._waiting[place] = _Waiting(current_stream(device))
+        self._buffer.expect_row(source, path)
+        waiting.add(tensor.clone() if inverse_scale is None else unscaled(tensor, inverse_scale), (source, path), columns)
+        return True
+
+    def flush(self) -> None:
+        """Measure all copies, and store their rows in the buffer."""
+        waiting, self._waiting = self._waiting, {}
+        for (device, _), copies in waiting.items():
+            self._flush(copies, device)
+
+    def _flush(self, waiting: _Waiting, device: torch.device) -> None:
+        paths = [place for place in waiting.paths if place not in self._failed]
+        try:
+            with on_stream(waiting.stream, device):
+                rows = self._statistics.measure(waiting.copies, waiting.columns)
+                found: dict[str, tuple[list[str], list[Tensor]]] = {}
+                for place, row in zip(waiting.paths, rows.unbind(), strict=True):
+                    if place not in self._failed:
+                        names, own = found.setdefault(place[0], ([], []))
+                        names.append(place[1])
+                        own.append(row)
+                for source, (names, own) in found.items():
+                    self._buffer.merge_rows(source, names, own, waiting.columns)
+        except Exception as error:  # a part of the micro-batches must not be taken for all
+            self._complaints.add("activations", f"the activations of {len(paths)} calls could not be measured", error)
+            for source, path in paths:
+                self._buffer.drop_parts(source, path)
+                self._buffer.absent[source, path] = f"it could not be measured: {type(error).__name__}"
+            self._failed.update(paths)
+
+
+# --- Values of modules' inputs, outputs and their gradients, merged over calls and micro-batches ---
+
+
+class _Item(NamedTuple):
+    """A tensor, its metrics, and the path of its values; ``plain`` is that path without the number of the call."""
+
+    asked: RequestedMetrics
+    name: str
+    plain: str
+    path: str
+    tensor: Tensor
+    other: Tensor | None = None
+
+
+class ModuleValues:
+    """Measures what the metrics of modules request, one step after the other. Tensors are not kept; small ones are copied.
+
+    Args:
+        measurer: measures.
+    """
+
+    def __init__(self, measurer: Measurer) -> None:
+        self._measurer = measurer
+        self._buffer: StepBuffer | None = None
+        self._lookup = MetricLookup()
+        #: Returns a function that computes the built-in values of this step's tables, see :meth:`MetricLookup.evaluator`.
+        self.evaluator = self._lookup.evaluator
+        self._units = DeadUnitTracker()
+        self._rows = HostRows(measurer.built_in)
+        self._device_rows: DeviceRows | None = None
+
+    def begin(
+        self, buffer: StepBuffer, metrics: tuple[Metric, ...], modules: Mapping[str, Callable[[], nn.Module | None]]
+    ) -> None:
+        """Start a step with the metrics due in it; ``modules`` by name."""
+        self._buffer = buffer
+        self._rows.begin(buffer)
+        self._device_rows = None  # an interrupt at the end of the last step may have left some
+        self._units.clear()
+        self._lookup.begin(metrics, modules)
+
+    def end(self) -> None:
+        """End the step; its values can still be evaluated."""
+        if self._buffer is not None:
+            self.flush()
+            self._units.end_step(self._buffer)
+        self._buffer = None
+
+    def discard(self) -> None:
+        """Drop what was measured in this step and is not stored yet. Allocates nothing large, since memory may have run out."""
+        assert self._buffer is not None
+        self._rows.begin(self._buffer)
+        self._device_rows = None
+        self._units.discard()
+
+    def forget(self, sources: tuple[str, ...], reason: str) -> None:
+        """Drop what was measured of ``sources`` in this step, for ``reason``."""
+        assert self._buffer is not None
+        self.flush()
+        for source in sources:
+            self._buffer.clear(source)
+            self._buffer.absent[source, ""] = reason
+
+    def adopt(self, name: str, path: str, columns: frozenset[Column]) -> None:
+        """The row of ``path``, a tensor in the output of module ``name``, was written by a graph, with these columns only."""
+        self._lookup.owner[n.ACTIVATION, path] = name, False
+        self._lookup.traced[n.ACTIVATION, path] = columns
+
+    def wants_views(self, name: str) -> bool:
+        """Whether views of the statistics of this module's output are requested in this step, of all its calls together."""
+        asked = self._lookup.requested(n.ACTIVATION, name) if name in self._lookup.modules else ()
+        return any(each.views and not each.split for each in asked)
+
+    def wants(self, source: str, name: str) -> bool:
+        """Whether anything is requested of this source of this module in this step."""
+        return bool(self._lookup.requested(source, name))
+
+    def measure(
+        self, source: str, name: str, value: Any, call: int, path: str | None = None, inverse_scale: Tensor | None = None
+    ) -> None:
+        """Measure ``value``, a tensor or a container of tensors, that the module took or returned in its ``call``-th call, if anything is
+        requested of it.
+
+        Args:
+            source, name: determine the metrics.
+            value: measured under ``path``, by default the name.
+            call: negative if unknown.
+            inverse_scale: factor to apply first.
+        """
+        assert self._buffer is not None
+        asked = self._lookup.requested(source, name)
+        if not asked:
+            return
+        if (
+            path is None
+            and inverse_scale is None
+            and isinstance(value, Tensor)
+            and self._measured_quickly(asked, source, name, value)
+        ):
+            return
+        items = list(self._items(source, name, value, call, path))
+        if not items and (source, name) not in self._buffer.absent:
+            what = "output" if source == n.ACTIVATION else "value"
+            reason = f"its {what}, a {type(value).__name__}, holds no tensor of real numbers"
+            self._buffer.absent[source, name] = reason
+        self.measure_items(source, items, inverse_scale)
+
+    def measure_pairs(self, name: str, value: Any, call: int, other_of: Callable[[str], Tensor | str]) -> None:
+        """Measure the difference of each tensor in ``value`` to ``other_of(path)``, or store the reason that it returns."""
+        assert self._buffer is not None
+        source, items = n.ACTIVATION_DIFFERENCE, []
+        found: dict[str, Tensor | str] = {}
+        for item in self._items(source, name, value, call):
+            if item.plain not in found:  # fetched once, even for two keys
+                found[item.plain] = other_of(item.plain)
+            other = found[item.plain]
+            if not isinstance(other, str) and other.shape != item.tensor.shape:
+                other = f"it has another shape in the reference module, {tuple(other.shape)}"
+            if isinstance(other, str):
+                self._buffer.absent[source, item.path] = other
+            else:
+                items.append(item._replace(other=other.to(item.tensor.device)))
+        self.measure_items(source, items)
+
+    def named(self, tensors: Mapping[str, Tensor]) -> None:
+        """Measure tensors that are not a module's output, each under its own name."""
+        items: list[_Item] = []
+        for name, tensor in tensors.items():
+            of = name.rpartition(".")[0]
+            items += self._items(n.ACTIVATION, of + rest_of(name, of, self._lookup.modules), tensor, 0)
+        self.measure_items(n.ACTIVATION, items)
+
+    def _items(self, source: str, name: str, value: Any, call: int, path: str | None = None) -> Iterator[_Item]:
+        """The measurable tensors inside, once per key."""
+        assert self._buffer is not None
+        asked = self._lookup.requested(source, name)
+        for plain, tensor in tensors_of(value, path or name) if asked else ():
+            reason = refusal(tensor)
+            if reason is None and not (tensor.is_floating_point() or tensor.is_complex()):
+                reason = f"a tensor of dtype {tensor.dtype}, which is not an activation"
+            if reason is not None:
+                self._buffer.absent[source, plain] = reason
+                continue
+            for each in asked:
+                if each.split and call < 0:
+                    self._buffer.absent[source, name] = "in a recomputation the number of the call is unknown"
+                    continue
+                rest = rest_of(plain, name, self._lookup.modules)
+                place = f"{name}@{call}{rest}" if each.split else name + rest
+                self._lookup.owner[source, place] = name, each.split
+                yield _Item(each, name, plain, place, tensor.detach())
+
+    def measure_items(self, source: str, items: Sequence[_Item], inverse_scale: Tensor | None = None) -> None:
+        """Measure the items, batched by device; ``inverse_scale`` is applied to gradients first."""
+        assert self._buffer is not None
+        groups: dict[torch.device, list[_Item]] = {}
+        for item in items:
+            if not item.asked.views:
+                continue
+            columns, tensor = item.asked.columns, item.tensor
+            is_kept = item.other is None and (
+                self._rows.measure(source, item.path, columns, tensor, inverse_scale)
+                or self._measured_together(source, item, inverse_scale)
+            )
+            if not is_kept:
+                groups.setdefault(item.tensor.device, []).append(item)
+        for device, members in groups.items():
+            columns = members[0].asked.columns.union(*(item.asked.columns for item in members[1:]))
+            scale = None if inverse_scale is None else inverse_scale.to(device)
+            others = [item.other for item in members if item.other is not None] or None
+            rows = self._measurer.built_in.measure([item.tensor for item in members], columns, scale, others)
+            paths = [item.path for item in members]
+            if self._rows:  # keeps the order of the calls
+                self._rows.append(source, paths, columns, rows)
+            else:
+                self._buffer.merge_rows(source, paths, rows, columns)
+        for item in items:
+            if item.asked.others:
+                self._measure_others(source, item, inverse_scale)
+
+    def _measured_together(self, source: str, item: _Item, inverse_scale: Tensor | None) -> bool:
+        """Whether the tensor is on an accelerator, not too large, and will be measured with others."""
+        if item.tensor.is_cpu:
+            return False
+        if self._device_rows is None:
+            assert self._buffer is not None
+            self._device_rows = DeviceRows(self._measurer.built_in, self._buffer, self._measurer.complaints)
+        return self._device_rows.measure(source, item.path, item.asked.columns, item.tensor, inverse_scale)
+
+    def flush(self) -> None:
+        """Store in the buffer what was measured so far."""
+        self._rows.flush()
+        if self._device_rows is not None:
+            self._device_rows.flush()
+
+    def _measured_quickly(self, asked: tuple[RequestedMetrics, ...], source: str, name: str, tensor: Tensor) -> bool:
+        """A fast path with few calls for the usual case: one tensor, and only views of its statistics.
+
+        Between two large matrix products a Python call costs ten times as much as elsewhere.
+        """
+        if len(asked) != 1 or asked[0].split or asked[0].others or not is_plain(tensor):
+            return False
+        self._lookup.owner[source, name] = name, False
+        return self._rows.measure(source, name, asked[0].columns, tensor)
+
+    def _measure_others(self, source: str, item: _Item, inverse_scale: Tensor | None) -> None:
+        """Measure what is not a view of the statistics."""
+        assert self._buffer is not None
+        for metric, reason in item.asked.reasons.items():
+            self._buffer.absent[source, f"{item.path}/{metric}"] = reason
+        if item.asked.dead:
+            module = self._lookup.modules.get(item.name)
+            self._units.see(item.path, module, item.tensor, self._measurer.built_in.eps)
+        functions = item.asked.functions
+        if item.tensor.numel() == 0 and (own := [metric for metric in functions if metric.built_in]):
+            functions = tuple(metric for metric in functions if not metric.built_in)
+            for left_out in own:
+                self._buffer.absent.setdefault((source, f"{item.path}/{left_out.name}"), "it has no elements")
+        if functions:
+            tensor = item.tensor if inverse_scale is None else unscaled(item.tensor, inverse_scale)
+            inputs = [tensor] if item.other is None else [tensor, item.other]
+            with nullcontext() if all(metric.built_in for metric in functions) else untouched_rng():
+                self._measurer.functions.run(self._buffer, source, item.path, functions, inputs, merging=True)

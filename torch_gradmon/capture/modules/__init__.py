@@ -1,1 +1,0 @@
-"""Outputs, inputs and gradients of modules."""

@@ -1,1 +1,0 @@
-"""A reference model beside the one that trains."""

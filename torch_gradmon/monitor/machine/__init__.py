@@ -1,1 +1,0 @@
-"""The step machine: from events and the phase of a step to actions. No tensors, no torch."""

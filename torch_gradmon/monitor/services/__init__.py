@@ -1,1 +1,0 @@
-"""What the methods of the facade do."""

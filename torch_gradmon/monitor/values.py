@@ -1,0 +1,411 @@
+"""Values that a script logs, in time and late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..capture.module_source import ModuleSource
+from ..capture.module_values import copied
+from ..core.errors import GradmonWarning
+from ..core.fence import Fence
+from ..core.keys import Key
+from ..core.torch_modes import outside_dispatch_modes
+from ..plugins.clipping import DeviceValue
+from ..statistics.request import accumulator_dtype
+from ..step.buffer import Aggregation, StepBuffer
+from ..step.exchange import ExchangePolicy
+from .machine import StepState
+from .plugin_set import PluginSet
+from .records import PendingQueue, RecordPipeline
+
+# --- Values and facts that come when their step has ended: into its record, wherever that is by then ---
+
+
+class LateValues:
+    """The one place for what is added to the last step.
+
+    Args:
+        state: of the step machine.
+        pipeline: has the record, once its values have come.
+        queue: has the step while its values are on their way.
+        plugins: may have kept a step that is not monitored.
+    """
+
+    def __init__(self, state: StepState, pipeline: RecordPipeline, queue: PendingQueue, plugins: PluginSet) -> None:
+        self._state, self._pipeline, self._queue, self._plugins = state, pipeline, queue, plugins
+        self.tags = TagLog(state, self)
+
+    def add(self, late: StepBuffer) -> None:
+        """Add values."""
+        ended = self._state.clock.ended
+        pending = self._queue.newest(ended)
+        recorded = next((buffer for buffer in self._plugins.call("late_buffer", ended) if buffer is not None), None)
+        if recorded is not None:
+            recorded.absorb(late)
+        elif pending is None:
+            self._pipeline.add(late)
+        else:
+            pending.add(late)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether anything takes values of the step that ended last."""
+        ended = self._state.clock.ended
+        if self._pipeline.last is not None or self._queue.newest(ended) is not None:
+            return True
+        return any(buffer is not None for buffer in self._plugins.call("late_buffer", ended))
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the run directory has the step that ended last already."""
+        return self._pipeline.directory.path is not None and self._queue.newest(self._state.clock.ended) is None
+
+    def tag(self, tags: Mapping[str, Any]) -> None:
+        """Add facts."""
+        ended = self._state.clock.ended
+        if any(self._plugins.call("tag_late", ended, tags)):
+            return
+        if (pending := self._queue.newest(ended)) is not None:
+            pending.tags.update(tags)
+        else:
+            self._pipeline.tag(tags)
+
+    @property
+    def absent(self) -> dict[tuple[str, str], str]:
+        """Where reasons for missing values of the last step are kept."""
+        pending = self._queue.newest(self._state.clock.ended)
+        return self._pipeline.absent if pending is None else pending.readback.buffer.absent
+
+    def is_judged(self, key: Key) -> bool:
+        """Whether a detector judges the value that is logged under ``key``."""
+        return self._pipeline.detection.detector_set.watches(key)
+
+
+class TagLog:
+    """Facts about steps, from the loop.
+
+    Args:
+        state: of the step machine.
+        late: takes facts of the last step.
+
+    Attributes:
+        current: facts of the open step, or of the one to come.
+    """
+
+    def __init__(self, state: StepState, late: LateValues) -> None:
+        self._state, self._late = state, late
+        self.current: dict[str, Any] = {}
+        self._undecided: dict[str, Any] = {}
+        self._ahead: set[str] = set()  # names that the loop gives before a step's forward
+
+    def add(self, tags: Mapping[str, Any]) -> None:
+        """Add facts; see :meth:`ValueLog.tag`."""
+        if self._state.clock.step is None:
+            self._ahead |= tags.keys()
+        late = {} if self._state.is_open else {name: value for name, value in tags.items() if name not in self._ahead}
+        self.current.update((name, value) for name, value in tags.items() if name not in late)
+        if self._state.patterns.is_undecided:
+            self._undecided.update(late)
+        elif late:
+            self._late.tag(late)
+
+    def take_late(self) -> dict[str, Any]:
+        """The facts of the open step, without those that the loop gives before a forward."""
+        late = {name: value for name, value in self.current.items() if name not in self._ahead}
+        self.current = {name: value for name, value in self.current.items() if name not in late}
+        return late
+
+    def rejoin(self, earlier: Mapping[str, Any]) -> None:
+        """These are facts of the open step, too."""
+        self.current = {**earlier, **self.current}
+
+    def begin(self, is_kept: bool) -> None:
+        """A step opens, and what is known of it so far ``is_kept``."""
+        self.current, self._undecided = {**self.current, **self._undecided} if is_kept else {}, {}
+
+    def clear(self) -> None:
+        """Forget what is known of the step."""
+        self.current = {}
+
+    def take(self) -> dict[str, Any]:
+        """The step closes: all that is known of it."""
+        tags, self.current = self.current, {}
+        return tags
+
+    def release(self) -> None:
+        """The undecided call was no training: facts since belong to the last step."""
+        tags, self._undecided = self._undecided, {}
+        if tags:
+            self._late.tag(tags)
+
+
+# --- value log ---
+
+
+#: Without these a tensor on the CPU is read by ``item()`` as the loop itself would read it.
+_function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
+_interpreter = torch._C._functorch.peek_interpreter_stack
+_REAL = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16))
+
+
+class ValueLog:
+    """Routes logged values to steps.
+
+    Args:
+        state: of the step machine.
+        fence: where failures are reported.
+        late: takes values and facts of the last step.
+        exchange: knows which values ranks share.
+        modules: knows whether a training forward is running.
+
+    Attributes:
+        buffer: of the open step; None where it takes no values.
+        is_recording: all that is due is measured in the open step.
+        logged: the keys of all values so far.
+        of_trainer: those of them that only a trainer has logged.
+    """
+
+    def __init__(self, state: StepState, fence: Fence, late: LateValues, exchange: ExchangePolicy, modules: ModuleSource) -> None:
+        self._state, self._fence, self.late = state, fence, late
+        self._exchange, self._modules = exchange, modules
+        self.buffer: StepBuffer | None = None
+        self.is_recording = self._is_detached = False
+        self._early: StepBuffer | None = None  # logged for the step to come
+        self._hidden: StepBuffer | None = None  # and from inside of a forward that no hook sees
+        self._first_keys: frozenset[Key] = frozenset()
+        self._plain: dict[str, Key] = {}  # keys under which numbers were logged before
+        self._waiting: list[tuple[Key, float]] = []
+        self.logged: set[Key] = set()
+        self.of_trainer: set[Key] = set()
+
+    def step_opened(self, buffer: StepBuffer | None, is_monitored: bool, hides_forward: bool, is_tentative: bool) -> None:
+        """A step opened with ``buffer``; ``hides_forward``: no hook saw the forward, whose values belong to it."""
+        self.buffer, self.is_recording = buffer, is_monitored
+        hidden, self._hidden = self._hidden, None
+        if hidden is not None and buffer is not None and hides_forward:
+            buffer.absorb(hidden)
+        if self._early is not None and not is_tentative:
+            self.take_early()
+
+    def go_to(self, buffer: StepBuffer | None) -> None:
+        """From now on what is logged is of another part of the open step."""
+        self.buffer = buffer
+
+    def step_closed(self) -> None:
+        """The step takes no more values."""
+        self.buffer = None
+
+    def follow(self, is_followed: bool) -> None:
+        """The monitor follows the run, or left it, and then drops what is logged."""
+        self._is_detached = not is_followed
+
+    def take_early(self) -> None:
+        """The open step is a training step: what was logged for it belongs to it."""
+        early, self._early = self._early, None
+        if early is not None and self._state.clock.ended is None:
+            self._first_keys = early.logged
+        if early is not None and self.buffer is not None:
+            self.buffer.absorb(early)
+
+    def release(self) -> None:
+        """No backward pass has followed the undecided call: what was logged since belongs to the last step."""
+        early, self._early = self._early, None
+        if early is not None:
+            self.late.add(early)
+        self.late.tags.release()
+
+    # --- by the loop -----------------------------------------------------------------------------------------------------------
+
+    def keep(self, name: str, value: Any) -> bool:
+        """Log a number of the CPU under a key that was logged before; False where :meth:`log` has to do it.
+
+        The number waits until the fence runs something, so before the state changes that decides to which step it belongs. That costs
+        the loop what ``float(loss)`` does.
+        """
+        began, key = perf_counter(), self._plain.get(name)
+        if key is None or self._is_detached or self._exchange.exchange.shares_values:
+            return False
+        if type(value) is Tensor:
+            if _function_modes() or _dispatch_modes() or _interpreter() is not None:  # they see each question to a tensor
+                return False
+            if not value.is_cpu or value.numel() != 1 or value.dtype not in _REAL:
+                return False
+            value = value.item()
+        elif type(value) is not float and type(value) is not int:
+            return False
+        if not self._is_lost(key):
+            if self._writes_at_once(key):
+                return False
+            self._waiting.append((key, float(value)))
+            self._fence.defer(self._log_waiting)
+        self._fence.add_since(began)
+        return True
+
+    def _is_lost(self, key: Key) -> bool:
+        """The step of a value that is logged now is not monitored."""
+        if self._state.is_open:
+            return self.buffer is None and not self._state.progress.is_tentative
+        return not self._is_ahead(key) and not self.late.is_kept
+
+    def _writes_at_once(self, key: Key) -> bool:
+        """The value belongs into a step that a file has already, whose readers need not be in this process."""
+        return not self._state.is_open and not self._is_ahead(key) and self.late.is_stored
+
+    def _log_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        late = StepBuffer(-1, self._fence.complaints)
+        are_late = False
+        for key, value in waiting:
+            try:
+                are_late |= self._log(key, value, "mean", False, False, late) is late
+            except ValueError as error:
+                self._lose(key, error)
+        if are_late:
+            self.late.add(late)
+
+    def is_listening(self, may_be_forward: Callable[[], bool]) -> bool:
+        """Whether a value from inside of a forward counts. ``may_be_forward``: this may be the forward of the next step."""
+        if self._modules.paused or not self._modules.in_training:
+            return False
+        return self.buffer is not None and self.is_recording if self._state.is_open else may_be_forward()
+
+    def log(
+        self,
+        key: Key,
+        value: Any,
+        aggregation: Aggregation,
+        reducer: str = "",
+        is_measured: bool = False,
+        stands_in: bool = False,
+    ) -> None:
+        """Log a value; merged over ranks by ``reducer``.
+
+        Args:
+            key, value, aggregation, reducer: see :meth:`ModuleMonitor.log_scalar`.
+            is_measured: it is part of a training forward, and goes where that goes.
+            stands_in: it comes from a trainer, for a step in which the script logs no value like it.
+        """
+        if self._fence.inert:
+            return
+        began = perf_counter()
+        try:
+            self._log_now(key, value, aggregation, reducer, is_measured, stands_in)
+        finally:
+            self._fence.add_since(began)
+
+    def _log_now(self, key: Key, value: Any, aggregation: Aggregation, reducer: str, is_measured: bool, stands_in: bool) -> None:
+        text = "/".join(filter(None, key))
+        if self._is_detached:
+            if not stands_in:
+                self._fence.complaints.add(f"away:{text}", f"{text} was logged while the monitor is detached, and is dropped")
+            return
+        if reducer:
+            self._exchange.reduce()
+        if not stands_in:
+            self.of_trainer.discard(key)
+        elif key not in self.logged:
+            self.of_trainer.add(key)
+        self.logged.add(key)
+        self._warn_late(key, text, reducer)
+        try:
+            with outside_dispatch_modes():
+                if self._waiting:
+                    self._log_waiting()
+                late = StepBuffer(-1, self._fence.complaints)
+                buffer = self._log(key, value, aggregation, is_measured, stands_in, late)
+                if buffer is late:
+                    self.late.add(late)
+                elif reducer and buffer is not None:
+                    buffer.share(key, reducer)
+            if not key.source and not key.metric and not reducer and aggregation == "mean" and not stands_in:
+                self._plain[key.name] = key
+        except GradmonWarning:  # where warnings were made errors
+            raise
+        except Exception as error:  # the value, or the code that gets it, is at fault
+            self._lose(key, error)
+
+    def _lose(self, key: Key, error: Exception) -> None:
+        text = "/".join(filter(None, key))
+        absent = self.late.absent if self.buffer is None else self.buffer.absent
+        absent[key.source, key.name] = str(error)
+        self._fence.complaints.add(f"log:{text}", f"a value of {text} is lost", error)
+
+    def _warn_late(self, key: Key, text: str, reducer: str) -> None:
+        is_late = self._exchange.exchange.shares_values and not self._state.is_open and not self._is_ahead(key)
+        if is_late and (reducer or self.late.is_judged(key)):
+            self._fence.complaints.add(
+                f"late:{text}",
+                f"{text} was logged after optimizer.step(), after the ranks had exchanged their values: it stays on this rank, or is "
+                "lost where they have merged earlier ones of this step, and no detector judges it; log it earlier",
+            )
+
+    def _log(
+        self, key: Key, value: Any, aggregation: Aggregation, is_measured: bool, stands_in: bool, late: StepBuffer
+    ) -> StepBuffer | None:
+        """Which buffer has the value, ``late`` that of a step that has ended; None where it is dropped."""
+        is_open, complaints = self._state.is_open, self._fence.complaints
+        if self.buffer is not None and (is_measured or not self._state.progress.is_tentative):
+            buffer = self.buffer
+        elif is_measured and not is_open:
+            buffer = self._hidden = self._hidden or StepBuffer(-1, complaints)
+        elif self._is_ahead(key):
+            buffer = self._early = self._early or StepBuffer(-1, complaints)
+        elif is_open:
+            return None
+        else:
+            buffer = late
+        return buffer if buffer.merge_logged(key, value, aggregation, stands_in) else None
+
+    def _is_ahead(self, key: Key) -> bool:
+        """Whether a value that is logged now belongs to the step to come, as far as is known."""
+        state = self._state
+        if state.is_open:
+            return state.progress.is_tentative
+        if state.clock.step is None or state.patterns.is_undecided:
+            return True
+        # what came before the first backward pass shows on which side of a hidden forward the loop logs
+        return state.patterns.hides_forward and (key in self._first_keys or self._early is not None)
+
+    def put(self, values: Mapping[Key, DeviceValue]) -> None:
+        """Merge device values into the open step; conditional values are replaced, others are summed."""
+        if self.buffer is None:
+            return
+        for key, one in values.items():
+            if one.there is None:
+                self.buffer.merge_value(key, one.value, "sum")
+            else:
+                self.buffer.put_where(key, one.value, one.there)
+
+    def tag(self, tags: Mapping[str, Any]) -> None:
+        """Add facts about the step that a scalar logged now would belong to; between two steps about the coming one, if that is how
+        they were given at first.
+        """
+        if not self._is_detached:
+            self.late.tags.add({name: copied(value) for name, value in tags.items()})  # loops fill the same list or tensor again
+
+
+class OverflowLog:
+    """Steps that a fused optimizer did not apply: facts that stay on the device.
+
+    Args:
+        values: know the open step.
+    """
+
+    def __init__(self, values: ValueLog) -> None:
+        self._values = values
+        self._unseen: Tensor | None = None  # of steps that are not monitored
+
+    def note(self, found_inf: torch.Tensor) -> None:
+        """The optimizer did not apply the open step where ``found_inf`` is not zero."""
+        overflowed, buffer = (found_inf > 0).to(accumulator_dtype(found_inf.device)), self._values.buffer
+        if buffer is not None:
+            buffer.noted["found_inf"] = overflowed + buffer.noted.get("found_inf", 0.0)
+        if buffer is None or not self._values.is_recording:
+            self._unseen = overflowed if self._unseen is None else self._unseen + overflowed
+        elif self._unseen is not None:
+            buffer.noted["unseen_refusals"], self._unseen = self._unseen, None

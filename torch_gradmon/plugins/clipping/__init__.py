@@ -1,1 +1,0 @@
-"""Clipping by a limit that follows the gradients."""

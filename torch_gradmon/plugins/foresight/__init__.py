@@ -1,1 +1,0 @@
-"""Signs of a divergence before the loss shows it."""

@@ -1,1 +1,0 @@
-"""How far the learning rate is from the one at which the loss rises."""

@@ -1,1 +1,0 @@
-"""Changes to the cadence and preset, requested during a run."""

@@ -1,0 +1,945 @@
+"""Checks of one probed optimizer: what the loop does to its gradients, losses and scaler between two steps."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ...capture.loss_graph import (
+    OUTPUT,
+    inputs_of,
+    is_made_by,
+    is_move,
+    losses_going_backward,
+    nodes_of,
+    nodes_to,
+    notes_of,
+    operation_of,
+    reaches_input,
+)
+from ...core.loop_mistakes import MISTAKES
+from ...step.model_index import FsdpParameterRef, ModelIndex, Place
+from ...step.ranks import is_dtensor
+from ..tallies import Tallies
+
+if TYPE_CHECKING:
+    from torch.autograd.graph import Node
+
+
+# --- probe ---
+
+
+#: The most elements of a gradient that is held between two observations, so that the memory is negligible.
+LARGEST = 2**20
+
+
+def is_plain(gradient: Tensor) -> bool:
+    """Whether identity and version counter of a gradient are meaningful.
+
+    They are not for DTensors, views of a DDP bucket, sparse gradients, whose sums are new tensors, and gradients with a graph.
+    """
+    return (
+        type(gradient) is Tensor
+        and not gradient.requires_grad
+        and not gradient._is_view()
+        and gradient.layout is torch.strided
+        and gradient.numel() <= LARGEST
+    )
+
+
+@dataclass(slots=True)
+class Interval:
+    """What happened to a gradient since the last step of its optimizer."""
+
+    after_step: bool = False  # whether the gradient is known since a step
+    was_touched: bool = False  # the loop wrote to it before that step
+    fired: int = 0  # the number of accumulations
+    drops: int = 0  # of drops between two accumulations, with nothing else in between
+    writes: int = 0  # of intervals between two accumulations with a write, and nothing else in between
+    synced: int = 0  # of backward passes that exchanged gradients between ranks
+    late: int = -1  # of writes to the previous step's gradient between that step and its drop; -1 if unknown
+    dropped: Tensor | None = None  # that gradient, if there were any writes
+    carried: bool = False  # all accumulations were added to the previous step's gradient, which the loop had not changed
+    touched: bool = False  # the loop wrote to it between the last accumulation and the step
+    doubtful: bool = False  # nothing follows from this interval
+    is_paused: bool = False  # there were backward passes outside training
+
+    def accumulated(self, before: Tensor | None, is_same: bool, writes: int, is_alone: bool) -> None:
+        """Count an accumulation, which was added to the gradient ``before`` if ``is_same``, after a number of other ``writes`` to it.
+
+        ``is_alone``: since then no optimizer stepped and nothing else moved the parameter.
+        """
+        self.fired += 1
+        if before is None or self.doubtful:
+            return
+        if self.fired == 1 and self.after_step:
+            self.carried = is_same and not writes
+            if not is_same and not self.was_touched:
+                self.late, self.dropped = writes, before if writes else None
+        elif not is_same:
+            self.carried = False
+            # a loop that moves the parameter or steps in between, as sharpness-aware minimisation does, clears it on purpose
+            self.drops += is_alone
+        elif writes:
+            self.carried = False
+            self.writes += is_alone
+
+    def accumulated_unknown(self) -> None:
+        """Count an accumulation to a gradient that cannot be followed."""
+        self.fired += 1
+        self.doubtful = True
+
+    def exchanged(self) -> None:
+        """Count an exchange between ranks."""
+        self.synced += 1
+
+    def sum_dropped(self) -> None:
+        """Forget the exchanges of a sum that the loop has dropped; the next one starts from zero."""
+        if self.fired:
+            self.synced = 0
+
+    def pause(self) -> None:
+        """Record a backward pass outside training."""
+        self.doubtful = self.is_paused = True
+
+    def touch(self) -> None:
+        """Record a write before the step."""
+        self.touched = True
+
+    def cleared(self, clears: bool) -> int:
+        """The number of sums of gradients that were cleared. ``clears``: writes set them to zero."""
+        return self.drops + (self.writes if clears else 0)
+
+
+class Probe:
+    """Observes one parameter's gradient.
+
+    Args:
+        name: of the parameter in findings; empty if they need none.
+        place: a reference to it.
+        parameter: the parameter; it is not held.
+
+    Attributes:
+        gradient: the gradient at the last observation, held; None without one or if it is not plain.
+        version: its version at that time.
+        interval: what happened to it since the last step of the optimizer.
+        has_fired: whether there was any accumulation so far.
+    """
+
+    def __init__(self, name: str, place: Place, parameter: Tensor) -> None:
+        self.name, self.place, self.identity, self._tensor = name, place, id(parameter), parameter._cdata
+        self.is_sharded = type(place) is FsdpParameterRef
+        self.gradient: Tensor | None = None
+        self._last: Tensor | None = None  # of a sharded parameter, plain or not
+        self.interval = Interval()
+        self.has_fired = False
+        self.version = self._value_version = self._clock = 0
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether ``fully_shard`` copies gradients to the host during the backward pass, unless a hook follows their accumulation."""
+        return isinstance(self.place, FsdpParameterRef) and self.place.is_offloaded
+
+    def forget(self) -> None:
+        """Drop the history."""
+        self.interval = Interval()
+        self.gradient = self._last = None
+
+    def accumulated(self, parameter: Tensor, clock: int) -> None:
+        """Observe the gradient after a backward pass added to it. ``clock`` counts the steps of all optimizers."""
+        gradient, before = parameter.grad, self.gradient
+        self.has_fired = True
+        if self.is_sharded:
+            if gradient is not self._last:
+                self.interval.sum_dropped()
+            self._last = _held(gradient)
+        if gradient is None or not is_plain(gradient):
+            self.interval.accumulated_unknown()
+            self.gradient = None
+            return
+        is_same, value_version = gradient is before, parameter._version
+        writes = 0 if before is None else before._version - self.version - is_same
+        self.interval.accumulated(before, is_same, writes, clock == self._clock and value_version == self._value_version)
+        self.gradient, self.version = gradient, gradient._version
+        self._clock, self._value_version = clock, value_version
+
+    def was_written(self) -> bool:
+        """Whether its parameter was written to since the last accumulation, according to its version."""
+        parameter = self.place()
+        return self.interval.fired > 0 and parameter is not None and parameter._version != self._value_version
+
+    def was_converted(self) -> bool:
+        """Whether the parameter holds another tensor now, whose hooks never fire."""
+        parameter = self.place()
+        return parameter is not None and parameter._cdata != self._tensor
+
+    def settled(self) -> None:
+        """Note the version after a backward pass: writes by DDP are not writes by the loop."""
+        parameter = self.place()
+        if self.gradient is not None and parameter is not None and parameter.grad is self.gradient:
+            self.version = self.gradient._version
+
+    def look(self, parameter: Tensor) -> Tensor | None:
+        """The gradient before the optimizer's step. Notes whether it was written to since the last accumulation."""
+        gradient = parameter.grad
+        if gradient is not None and gradient is self.gradient and self.interval.fired and gradient._version != self.version:
+            self.interval.touch()
+        return gradient
+
+    def stepped(self, parameter: Tensor | None) -> None:
+        """Begin an interval after a step, even a prevented one. ``parameter`` is None if the gradient cannot be followed."""
+        gradient = None if parameter is None else parameter.grad
+        if self.is_sharded:
+            self._last = _held(gradient)
+        if gradient is not None and (gradient is self.gradient or is_plain(gradient)):
+            self.interval = Interval(True, self.interval.touched or self.interval.doubtful)
+            self.gradient, self.version = gradient, gradient._version
+        else:
+            self.interval, self.gradient = Interval(), None
+
+
+def _held(gradient: Tensor | None) -> Tensor | None:
+    return gradient if gradient is not None and gradient.numel() <= LARGEST and not gradient.requires_grad else None
+
+
+# --- scaler checks ---
+
+
+#: The number of norms that are compared, and the largest number that is read.
+_COMPARED, _MOST = 3, 9
+#: The tolerance for equal norms: a clip is exact up to rounding and torch's 1e-6 in the denominator.
+_SAME = 1e-2
+
+
+class ScalerChecks:
+    """Judges the order of one optimizer's gradients and the calls of its GradScaler.
+
+    Args:
+        tallies: receive the findings.
+        key: the optimizer's key there.
+
+    Attributes:
+        is_active: the scaler was called in this attempt.
+        is_unscaled: it has unscaled the gradients.
+    """
+
+    def __init__(self, tallies: Tallies, key: int) -> None:
+        self._tallies, self._key = tallies, key
+        self._clip = ScaledClip()
+        self.is_active = self.is_unscaled = self._is_scaled_since = self._is_mixed = False
+
+    def loss_scaled(self) -> None:
+        """Record that a loss was scaled."""
+        self.is_active = self._is_scaled_since = True
+
+    def accumulated_unscaled(self) -> None:
+        """Record an accumulation to unscaled gradients."""
+        self._is_mixed |= self._is_scaled_since
+
+    def unscaling(self, parameter: Tensor, probe: Probe, optimizer: Optimizer) -> None:
+        """Judge the probe before the scaler unscales the optimizer's gradients."""
+        interval = probe.interval
+        if interval.doubtful or not interval.fired or parameter.grad is not probe.gradient:
+            return
+        probe.look(parameter)
+        if not interval.touched or self._clip.was_written(optimizer):
+            self._tallies.check("clipped-while-scaled", self._key, interval.touched, probe.name)
+
+    def unscaled(self) -> None:
+        """Record that the gradients are unscaled."""
+        self.is_active = self.is_unscaled = True
+        self._is_scaled_since = False
+
+    def step_ended(self, probe: Probe | None, is_alone: bool) -> None:
+        """Judge the attempt after the optimizer's step, or after the scaler prevented it.
+
+        ``is_alone``: no other optimizer is attached, for which a loss may be scaled in between.
+        """
+        if probe is not None and self.is_unscaled:
+            is_mixed = self._is_mixed or (is_alone and self._is_scaled_since)
+            self._tallies.check("backward-after-unscale", self._key, is_mixed, probe.name)
+        self.end_attempt()
+
+    def end_attempt(self) -> None:
+        """Forget the scaler's calls of this attempt."""
+        self.is_active = self.is_unscaled = self._is_scaled_since = self._is_mixed = False
+
+
+class ScaledClip:
+    """Norms of one optimizer's scaled gradients after the loop has written to them."""
+
+    def __init__(self) -> None:
+        self._norms: list[tuple[float, float]] = []
+        self._looks = 0
+        self._is_clip = False
+
+    def was_written(self, optimizer: Optimizer) -> bool:
+        """Whether the writes are known to be a clip. Synchronises the device a few times in total."""
+        if self._is_clip or self._looks >= _MOST:
+            return self._is_clip
+        self._looks += 1
+        found = _norm_and_largest(optimizer)
+        if all(map(math.isfinite, found)):  # steps that overflow are no evidence
+            self._norms = [*self._norms[1 - _COMPARED :], found]
+        if len(self._norms) == _COMPARED:
+            self._is_clip = any(
+                max(values) > 0 and min(values) > (1 - _SAME) * max(values) for values in zip(*self._norms, strict=True)
+            )
+        return self._is_clip
+
+
+def _norm_and_largest(optimizer: Optimizer) -> tuple[float, float]:
+    found = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    # of any size, unlike probes
+    gradients: list[Tensor] = [g for g in found if type(g) is Tensor and g.layout is torch.strided and not g.requires_grad]
+    if not gradients or not any(map(is_plain, gradients)):
+        return math.nan, math.nan
+    norms = [torch.linalg.vector_norm(g) for g in gradients]
+    largest = [torch.linalg.vector_norm(g, math.inf) for g in gradients if g.numel()]
+    return float(torch.stack([x.to(norms[0].device, torch.float64) for x in norms]).norm()), max(map(float, largest))
+
+
+# --- gradient writes ---
+
+
+#: The number of times that its values are read.
+_LOOKS = 3
+#: The number of times that its values have to be zero to be proof of clearing: a gradient may be zero by itself.
+_DOUBTS = 9
+#: The most elements whose factor shows whether a write multiplies, and its deviation in units of the precision of the gradient, and at
+#: least.
+_ELEMENTS, _UNITS, _EXACT = 1 << 14, 4, 1e-3
+
+
+class GradientWrites:
+    """The writes to the gradients of one optimizer.
+
+    Attributes:
+        is_unclear: the loop writes between two accumulations, and the kind of write is not known yet.
+        clears: those writes set gradients to zero; False while the kind is not known.
+        clips: those writes do neither that nor keep the mean of k micro-batches, by the factor (k - 1) / k before each.
+        is_doubtful: gradients seem to be carried over from step to step, which their values have to confirm.
+        stays: the values have confirmed it.
+    """
+
+    def __init__(self) -> None:
+        self.is_unclear = self.clears = self.clips = self._is_settled = False
+        self.is_doubtful = self.stays = False
+        self._zeros = self._others = self._late = self._doubts = 0
+        self._accumulated: Tensor | None = None  # the first elements after the last accumulation
+        self._are_means = True  # so far
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether the values of gradients have to be read."""
+        return self.is_unclear or self.is_doubtful
+
+    def begin(self) -> bool:
+        """Record a write. Returns whether the values must be read from now on."""
+        begins = not (self.is_unclear or self._is_settled)
+        self.is_unclear |= begins
+        return begins
+
+    def keep(self, probe: Probe) -> None:
+        """Keep some elements of the gradient after an accumulation."""
+        self._accumulated = None if probe.gradient is None else probe.gradient.flatten()[:_ELEMENTS].clone()
+
+    def read_written(self, probe: Probe, parameter: Tensor, incoming: Tensor | None) -> None:
+        """Read the gradient just before another one is added to it. Synchronises only if the loop has written to it."""
+        gradient = parameter.grad
+        if not self.is_unclear or gradient is None or gradient is not probe.gradient:
+            return
+        if not probe.interval.fired or gradient._version == probe.version or incoming is None:
+            return
+        if not bool(incoming.any()):  # where all is zero anyway, nothing follows from it
+            return
+        if bool(gradient.any()):
+            self._others += 1
+            count = probe.interval.fired
+            exact = max(_EXACT, _UNITS * torch.finfo(gradient.dtype).eps)
+            self._are_means &= abs(_factor(self._accumulated, gradient, exact) * (count + 1) / count - 1) < exact
+        else:
+            self._zeros += 1
+        if self._others + self._zeros >= _LOOKS:
+            self.is_unclear, self._is_settled = False, True
+            self.clears = self._zeros > self._others
+            self.clips = not (self.clears or self._are_means)
+
+    def read_carried(self, probe: Probe, parameter: Tensor, incoming: Tensor | None) -> None:
+        """Read a gradient that seems to be carried over: ``.data.zero_()`` does not change its version. Synchronises."""
+        gradient, interval = parameter.grad, probe.interval
+        if not self.is_doubtful or interval.fired or not interval.after_step:
+            return
+        if gradient is None or gradient is not probe.gradient or gradient._version != probe.version or incoming is None:
+            return
+        self._doubts += 1
+        self.stays = bool(gradient.any())
+        self.is_doubtful = not self.stays and self._doubts < _DOUBTS
+
+    def suspect_carried(self) -> None:
+        """Record that a gradient's version indicates carrying over, so that its values must be read from now on."""
+        self.is_doubtful |= not (self.stays or self._doubts)
+
+    def is_late_clip(self, dropped: Tensor) -> bool:
+        """Whether a gradient that was written to after its step, then dropped, is not zero. Synchronises a few times."""
+        if self._late >= _LOOKS:
+            return True
+        if bool(dropped.any()):
+            self._late += 1
+            return True
+        self._late = 0
+        return False
+
+
+def _factor(before: Tensor | None, after: Tensor, exact: float) -> float:
+    """By what a gradient was multiplied, all elements alike; NaN if it was not. Synchronises."""
+    if before is None:
+        return math.nan
+    now = after.detach().flatten()[:_ELEMENTS].double()
+    old = before.double()
+    factor = (now * old).sum() / old.square().sum()
+    return factor.item() if bool((now - factor * old).norm() < exact * now.norm()) else math.nan
+
+
+# --- losses ---
+
+
+#: Steps before losses are looked at, in a row where they have more accumulations than forwards; the number of backward passes in which
+#: these are, and how many have to be from an old loss.
+_STEPS, _LOSSES_LOOKS, _LOSSES_SAME = 5, 8, 3
+#: The most nodes of a loss that are visited.
+_NODES = 32
+#: Operations whose outputs lie between 0 and 1, and those that take logits.
+_SQUASHES = frozenset(("Sigmoid", "Softmax", "Hardsigmoid"))
+_TAKE_LOGITS = frozenset(("LogSoftmax", "LogSigmoid", "Logsumexp", "BinaryCrossEntropyWithLogits"))
+#: Operations that take logarithms of probabilities, and those that give them.
+_TAKE_LOGARITHMS = frozenset(("NllLoss", "NllLoss2D", "NllLossNd"))
+_GIVE_LOGARITHMS = frozenset(("Log", "Log1P", "LogSigmoid", "LogSoftmax", "Logaddexp", "Sub"))
+#: Operations that add losses, that make another multiple of one, and that make one number of many.
+_SUMS = frozenset(("Add", "Sub"))
+_MULTIPLES = frozenset(("Div", "Mul", "Neg", "Squeeze", "ToCopy", "View"))
+_REDUCTIONS = frozenset(("Mean", "Sum"))
+
+
+class LossChecks:
+    """Looks at the losses of a few backward passes of one optimizer.
+
+    A loss that goes backward again is recognised by a mark at its nodes. Equal gradients would prove nothing: those of an absolute error
+    are equal for many targets.
+
+    Args:
+        tallies: receive the findings.
+        key: the optimizer's key there.
+
+    Attributes:
+        is_looking: the losses of the next backward passes are looked at.
+        is_idle: there are none to look at, and none went backward again and again.
+    """
+
+    def __init__(self, tallies: Tallies, key: int) -> None:
+        self.is_looking = self.is_idle = False
+        self._tallies, self._key = tallies, key
+        self._steps = self._counting = self._looks = self._same = 0
+        self._mark, self._visited = f"torch_gradmon loss {id(self)}", f"torch_gradmon step {id(self)}"
+
+    def step_began(self, forwards: int, fired: int, is_alone: bool, name: str) -> None:
+        """Count the forwards and the accumulations since the last step; there were some of the latter.
+
+        ``is_alone``: no other optimizer is attached, of whose losses the forwards may be; ``name``: of the probe.
+        """
+        self._steps += 1
+        self._counting = self._counting + 1 if is_alone and forwards < fired else 0
+        if self._counting == _STEPS:
+            self._looks = 0  # whatever earlier passes were
+        is_certain = is_alone and self._same >= _LOSSES_SAME
+        self._tallies.check("backward-twice", self._key, is_certain, name)
+        self.is_looking = self._steps >= _STEPS and self._looks < _LOSSES_LOOKS and not is_certain
+        self.is_idle = self._looks >= _LOSSES_LOOKS and not is_certain
+
+    def accumulated(self, interval: Interval, parameters: Container[int]) -> None:
+        """Look at the loss of the running backward pass. Synchronises only for one that gets what it cannot take.
+
+        ``parameters``: the optimizer's, by id; what another network made may have a loss of its own.
+        """
+        self._looks += 1
+        self.is_looking = self._looks < _LOSSES_LOOKS and self._same < _LOSSES_SAME
+        losses = losses_going_backward()
+        terms = [node for loss in losses for node in _terms(loss)]
+        nodes = nodes_to(losses, parameters)
+        # a loop that clears the gradient in between may well look at it and begin again
+        is_again = any(self._mark in notes_of(node) for node in terms) and not (interval.drops or interval.writes)
+        is_old = any(notes_of(node).get(self._visited, self._steps) < self._steps for node in nodes if not _is_cast(node))
+        self._same += is_again or is_old
+        for node in terms:
+            notes_of(node)[self._mark] = True
+        for node in nodes:
+            notes_of(node)[self._visited] = self._steps
+        if losses:
+            is_squashed = any(is_made_by(each, _SQUASHES) for each in _taken_by(_TAKE_LOGITS, losses))
+            self._tallies.check("softmax-before-loss", self._key, is_squashed, "")
+            is_raw = not all(is_made_by(each, _GIVE_LOGARITHMS) for each in _taken_by(_TAKE_LOGARITHMS, losses))
+            is_below = is_raw and any(bool(loss < 0) for loss in losses)
+            self._tallies.check("log-softmax-missing", self._key, is_below, "")
+
+
+def _taken_by(operations: Container[str], losses: Sequence[Tensor]) -> Iterator[Node | None]:
+    """What goes into these operations of losses."""
+    return (node.next_functions[0][0] for node in nodes_of(losses, OUTPUT) if operation_of(node) in operations)
+
+
+def _terms(loss: Tensor) -> list[Node]:
+    """The node of a loss and those that it is a multiple, a mean or a sum of. Terms with factors may add up to what is meant: left out."""
+    found: list[Node] = []
+    node, is_number = loss.grad_fn, True
+    while node is not None and len(found) < _NODES:
+        found.append(node)
+        inputs, operation = _inputs(node), operation_of(node)
+        is_passed = is_number and len(inputs) == 1 and operation in _MULTIPLES | _REDUCTIONS
+        node = inputs[0] if is_passed else None
+        is_number &= operation not in _REDUCTIONS  # factors of its elements may differ
+    waiting = found[:1]
+    while waiting and len(found) < _NODES:
+        node = waiting.pop()
+        if operation_of(node) in _SUMS:
+            terms = [each for each in _inputs(node) if each not in found]
+            found, waiting = [*found, *terms], [*waiting, *terms]
+    return found
+
+
+def _is_cast(node: Node) -> bool:
+    """Whether it casts or moves a parameter, which autocast does once for all calls within it."""
+    return is_move(node) and not _inputs(node)
+
+
+def _inputs(node: Node) -> list[Node]:
+    """Those with a gradient, without parameters."""
+    return [each for each in inputs_of(node) if each.next_functions]
+
+
+# --- The findings about each step of an optimizer, from what its probe has observed ---
+
+
+#: Steps of torch's own optimizers that no backward pass preceded, before they count: they change nothing for certain, but a loop may
+#: pretrain another part of the model, or wait for data. Where there was a forward, one counts as several.
+_FUTILE, _WITH_FORWARD = 100, 10
+#: Such steps, from the first one on, of a model that is never called: it is another one that trains.
+_ELSEWHERE = 10
+#: The number of writes of one or two clips by norm or value; more writes have another cause.
+_CLIPS = 4
+
+
+class StepChecks:
+    """Judges the steps of one optimizer.
+
+    Args:
+        tallies: receive the findings.
+        key: the optimizer's key there.
+
+    Attributes:
+        writes: the loop's writes to its gradients.
+        losses: those that go backward to its parameters.
+    """
+
+    def __init__(self, tallies: Tallies, key: int) -> None:
+        self.writes, self.losses = GradientWrites(), LossChecks(tallies, key)
+        self._tallies, self._key = tallies, key
+        self._before: Tensor | None = None
+        self._is_repeated = False  # the last step had the gradient of the one before
+        self._futile = 0  # steps in a row without any gradient, though the model was called
+        self._with = 0  # steps with gradients, once there were some without
+        self._is_elsewhere = True  # there was no gradient and no call of the model so far
+        self._attacks = False  # passes that are cleared are for the gradient of an input
+
+    def dropped_after_step(self, probe: Probe) -> None:
+        """Judge the writes to a gradient between its step and its drop."""
+        interval = probe.interval
+        if interval.fired == 1 and (interval.late or not self._tallies.is_empty):
+            dropped = interval.dropped
+            is_clip = dropped is not None and interval.late <= _CLIPS and self.writes.is_late_clip(dropped)
+            self._tallies.check("clip-after-step", self._key, is_clip, probe.name)
+
+    @property
+    def needs_values(self) -> bool:
+        """Whether the values of gradients have to be read."""
+        return self.writes.needs_values
+
+    def step_with_gradient(self, probe: Probe, gradient: Tensor, optimizer: Optimizer, forwards: int, is_alone: bool) -> None:
+        """Judge the probe, whose parameter has ``gradient``, before the optimizer's step.
+
+        Args:
+            probe: of its optimizer.
+            gradient: of the probe.
+            optimizer: that is about to step.
+            forwards: number of training forwards since the last step of any optimizer.
+            is_alone: no other optimizer is attached, whose forwards they may be.
+        """
+        tallies, key, seen = self._tallies, self._key, probe.interval
+        self._is_called()
+        self._futile = 0
+        if not tallies.is_empty and (count := tallies.count("step-without-gradients", key)):
+            self._with += 1
+            if self._with > count:  # the steps before pretrained another part, or waited for data
+                tallies.retract("step-without-gradients", key)
+        if seen.fired and (seen.fired != forwards or not self.losses.is_idle):
+            self.losses.step_began(forwards, seen.fired, is_alone, probe.name)
+        if tallies.is_empty and seen.fired and not (seen.carried or seen.drops or seen.writes or seen.synced > 1):
+            self._is_repeated = False  # the usual case: no finding so far, and none now
+            return
+        tallies.missed("step-without-gradients", key)
+        if seen.synced > 1 and not seen.drops:
+            tallies.check("sync-every-micro-batch", key, True, probe.name, **{"backward passes": seen.synced})
+        if seen.fired:
+            tallies.missed("dead-hooks", key)
+        elif probe.was_converted() and not seen.is_paused:
+            tallies.check("dead-hooks", key, True, probe.name)
+        if seen.doubtful or gradient is not probe.gradient:
+            return
+        if seen.fired:
+            self._check_accumulations(probe.name, seen)
+        elif seen.after_step and gradient._version == probe.version and not forwards:
+            # writes through .data change no version, so values have to confirm it
+            is_same = self._before is None or torch.equal(self._before, gradient)
+            tallies.check("stepped-twice", key, is_same, probe.name)
+            self._is_repeated = True
+
+    def _check_accumulations(self, name: str, seen: Interval) -> None:
+        tallies, key, writes = self._tallies, self._key, self.writes
+        if not self._is_repeated:
+            tallies.missed("stepped-twice", key)
+        self._is_repeated = False
+        # the last count takes a confirmation by values
+        is_confirmed = writes.stays or tallies.count("missing-zero-grad", key) < MISTAKES["missing-zero-grad"].repeats - 1
+        tallies.check("missing-zero-grad", key, seen.carried and is_confirmed, name)
+        cleared = seen.cleared(writes.clears)
+        # a single drop in each step may be deliberate, to inspect a gradient
+        tallies.check("micro-batch-discarded", key, cleared >= 2 and not self._attacks, name, discarded=cleared)
+        if seen.writes and writes.clips:
+            tallies.check("clip-per-micro-batch", key, True, name, **{"times in a step": seen.writes})
+
+    def accumulated(self, interval: Interval) -> None:
+        """Look for inputs with a gradient behind the running backward pass, if it is uncertain whether passes are cleared by mistake."""
+        tallies, rule, key = self._tallies, "micro-batch-discarded", self._key
+        is_cleared = interval.drops or interval.writes
+        if is_cleared and not self._attacks and tallies.count(rule, key) and not tallies.is_fact(rule, key):
+            self._attacks = reaches_input(losses_going_backward())
+
+    def step_without_gradient(self, probe: Probe, optimizer: Optimizer, forwards: int, is_alone: bool) -> bool:
+        """Judge a probe without a gradient before the optimizer's step. Returns whether other parameters have one.
+
+        ``forwards``, ``is_alone``: as above; it may be the turn of another optimizer.
+        """
+        if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
+            self._is_called()
+            self._futile = 0
+            return True
+        if forwards or probe.has_fired:
+            self._is_called()
+        if is_alone and type(optimizer).__module__.startswith("torch.optim."):
+            self._futile += _WITH_FORWARD if forwards else 1
+            if self._is_elsewhere and self._futile == _ELSEWHERE:
+                self._tallies.seen("another-model-trained", self._key, evidence={"steps": float(_ELSEWHERE)})
+        if (probe.interval.fired or self._futile >= _FUTILE) and not probe.interval.doubtful:
+            self._tallies.check("step-without-gradients", self._key, True, probe.name)
+        return False
+
+    def _is_called(self) -> None:
+        """The model is part of the training after all."""
+        if self._is_elsewhere:
+            self._is_elsewhere = False
+            self._tallies.retract("another-model-trained", self._key)
+
+    def step_ended(self, gradient: Tensor | None) -> None:
+        """Keep the gradient's values while a second step on the same gradient is suspected but not certain."""
+        self._before = None
+        if gradient is None or self._tallies.is_empty:
+            return
+        if self._tallies.count("stepped-twice", self._key) > 0 and not self._tallies.is_fact("stepped-twice", self._key):
+            self._before = gradient.clone()
+
+
+# --- unattached updates ---
+
+
+#: The parameters have to change between this many backward passes in a row, beyond the usual number between two steps. Methods that
+#: move the parameters within a step do so less often.
+_PASSES = 5
+#: The approximate number of elements of each parameter that are compared.
+_UNATTACHED_UPDATES_COMPARED = 4096
+#: The number of gradients cleared without a step that rules out a mere inspection before training.
+_CLEARED = 30
+#: The number of backward passes after which a few cleared sums are proof, too.
+_MANY, _TWICE = 100, 2
+#: The number of backward passes into one sum of gradients that would be an implausibly large batch.
+_SUMMED = 1000
+
+
+class UnattachedUpdates:
+    """Counts backward passes since the optimizer's last step, and how often its parameters changed before one."""
+
+    def __init__(self) -> None:
+        self._places: Sequence[Place] = ()
+        self.passes = self._moves = self._looks = 0
+        self._most = 1  # passes between two steps so far
+        self._is_certain = False
+        self._samples: list[_Sample] = []
+
+    def compare(self, places: Sequence[Place]) -> None:
+        """Compare these parameters of the optimizer from now on."""
+        self._places = places
+
+    def backward_ended(self) -> bool:
+        """Count a backward pass. Returns whether the parameters have changed before too many of them for a coincidence.
+
+        No parameter is read during the usual number of passes between two steps, which in most loops is all of them: this saves a
+        copy of the smaller parameters in every step. Synchronises an accelerator once soon after that, then less and less often.
+        """
+        self.passes += 1
+        beyond = self.passes - self._most
+        if beyond <= 1:
+            if beyond == 1:
+                self._samples = [_Sample(place) for place in self._places]
+            return False
+        if self._is_certain:
+            return True
+        moved = [sample.has_moved() for sample in self._samples]
+        self._moves += any(moved)
+        # version counters miss fused optimizers of an accelerator and writes to .data
+        is_due = not self._moves and beyond == _PASSES * 3**self._looks
+        self._looks += is_due
+        if is_due or self._moves >= _PASSES - 1:
+            self._is_certain = any(sample.has_changed() for sample in self._samples)
+            self._moves = max(self._moves, beyond) if self._is_certain else 0
+        return self._is_certain
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether a change of the parameters since then is known."""
+        return self._moves > 0
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether they differ from their first samples. Synchronises."""
+        return any(sample.has_changed() for sample in self._samples)
+
+    def step_ended(self) -> None:
+        """Start again after a step of the optimizer, or of another attached one with the same parameters."""
+        if self.passes:
+            self._most = max(self._most, self.passes)
+        self.passes = self._moves = self._looks = 0
+        self._is_certain, self._samples = False, []
+
+
+class _Sample:
+    """Some elements of one parameter, and the number of writes to it."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._first = self._last = self._now()
+        self._version = self._written()
+
+    def _written(self) -> int:
+        parameter = self._place()
+        return -1 if parameter is None or parameter.is_inference() else parameter._version
+
+    def _now(self) -> Tensor | None:
+        if (part := local_values(self._place())) is None:
+            return None
+        while part.numel() > _UNATTACHED_UPDATES_COMPARED and part.dim():
+            part = (
+                part[: _UNATTACHED_UPDATES_COMPARED * len(part) // part.numel()]
+                if part.numel() < _UNATTACHED_UPDATES_COMPARED * len(part)
+                else part[0]
+            )
+        return part.clone()
+
+    def has_moved(self) -> bool:
+        """Whether it has changed since the last call; on accelerators, whether it was written to."""
+        version, before = self._version, self._last
+        self._version = self._written()
+        if before is None or before.device.type != "cpu":
+            return self._version != version
+        self._last = self._now()
+        return _differ(self._last, before)
+
+    def has_changed(self) -> bool:
+        """Whether it has changed since the beginning. Synchronises."""
+        return _differ(self._now(), self._first)
+
+
+def local_values(parameter: Tensor | None) -> Tensor | None:
+    """The values of a parameter on this rank, detached."""
+    if parameter is None:
+        return None
+    return parameter.to_local().detach() if is_dtensor(parameter) else parameter.detach()  # type: ignore[attr-defined]
+
+
+def _differ(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is not None and other is not None and one.shape == other.shape and not torch.equal(one, other)
+
+
+class UnusedGradients:
+    """Detects a loop that runs backward passes without a step while the parameter does not change."""
+
+    def __init__(self) -> None:
+        self._value: Tensor | None = None
+        self._is_other = False
+        self._next = 0
+
+    def are_certain(self, parameter: Tensor, probe: Probe, clears: bool) -> bool:
+        """Whether the loop still has no step after too many backward passes for a coincidence.
+
+        ``clears``: in-place writes to gradients set them to zero. Synchronises after the 30th, 100th, 300th pass and so on.
+        """
+        fired, cleared = probe.interval.fired, probe.interval.cleared(clears)
+        enough = cleared >= _CLEARED or fired >= _SUMMED or (cleared >= _TWICE and fired >= _MANY)
+        if self._is_other or (not enough and cleared < _CLEARED // 3 and fired < _MANY // 2):
+            return False
+        if self._value is None:
+            self._value = parameter.detach().clone()
+        elif enough and fired >= self._next:
+            self._next = 3 * fired
+            # something other than the watched optimizers moves it, so the loop does train
+            self._is_other = self._value.shape != parameter.shape or not torch.equal(self._value, parameter.detach())
+        return enough and not self._is_other
+
+
+# --- One optimizer under the audit: which of its parameters is the probe, and what is judged with it ---
+
+
+#: The number of consecutive steps without a gradient, or backward passes without the probe, after which it is replaced.
+PATIENCE = 3
+#: The number of parameters of an optimizer without steps that are compared, and the largest size of one.
+_PLACES, _LARGEST = 4, 2**20
+
+
+class ProbedOptimizer:
+    """The audit's state of one optimizer.
+
+    Args:
+        optimizer: held weakly.
+        tallies: receive the findings.
+        is_alone: no other one is attached, so that no parameter has to show which one a finding is about.
+
+    Attributes:
+        owned: the ids of its parameters.
+    """
+
+    def __init__(self, optimizer: Optimizer, tallies: Tallies, is_alone: bool) -> None:
+        self._is_alone = is_alone
+        self.key = id(optimizer)  # in the tallies
+        self.probe: Probe | None = None
+        self.checks, self.scaler = StepChecks(tallies, self.key), ScalerChecks(tallies, self.key)
+        self.unattached = UnattachedUpdates()
+        self.stepped_in = -1  # the backward pass within which it has stepped last
+        self.has_stepped = False  # or a scaler has kept it from that
+        self.is_unknown = False  # whether it steps with a closure, or outside training
+        self._optimizer = weakref.ref(optimizer)
+        self.owned: frozenset[int] = frozenset()
+        self._absent = self._silent = 0
+        self._had_gradients = False
+
+    def choose_probe(self, inventory: ModelIndex | None, with_gradient: bool = False) -> None:
+        """Probe the smallest of its parameters; ``with_gradient``: the smallest that has a gradient now."""
+        optimizer = self._optimizer()
+        self._absent, self.probe, self._silent = 0, None, 0
+        if optimizer is None or inventory is None:
+            return
+        self.owned = owned = frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
+        found = [
+            (parameter.numel(), number)
+            for number, place in enumerate(inventory.references)
+            if (parameter := place()) is not None
+            and id(parameter) in owned
+            and parameter.requires_grad
+            and (parameter.grad is not None or not with_gradient)
+        ]
+        if found:
+            _, number = min(found)
+            place = inventory.references[number]
+            others = [each for size, each in found if size <= _LARGEST and each != number]
+            chosen = others[:: max(1, len(others) // (_PLACES - 1))][: _PLACES - 1]
+            self.unattached.compare([place, *(inventory.references[each] for each in chosen)])
+            if (parameter := place()) is not None:
+                self.probe = Probe("" if self._is_alone else inventory.names[number], place, parameter)
+
+    def shares_parameters(self, other: ProbedOptimizer) -> bool:
+        """Whether both own some parameter."""
+        return not self.owned.isdisjoint(other.owned)
+
+    def rests(self) -> bool:
+        """Whether it has never stepped, though its parameters get gradients."""
+        probe = self.probe
+        has_gradient = probe is not None and (probe.has_fired or ((p := probe.place()) is not None and p.grad is not None))
+        return has_gradient and not self.has_stepped
+
+    def names(self, inventory: ModelIndex) -> tuple[str, ...]:
+        """Its parameters; the module that has them all, if they have one that is not the whole model."""
+        found = [n for n, place in zip(inventory.names, inventory.references, strict=True) if id(place()) in self.owned]
+        common = "".join(one + "." for one in _common([name.split(".")[:-1] for name in found]))
+        return (common.removesuffix("."),) if common else tuple(found)
+
+    def missed_backward(self) -> bool:
+        """Count a backward pass without the probe. Returns whether there were too many of them."""
+        self._silent += 1
+        return self._silent >= PATIENCE
+
+    def is_stale(self, in_step: bool) -> bool:
+        """Whether the parameters have changed since its last step; ``in_step``: this may synchronise."""
+        if self.probe is None or not self.unattached.passes:
+            return False
+        return self.unattached.has_moved or (in_step and (self.probe.was_written() or self.unattached.has_changed))
+
+    def step_began(self, optimizer: Optimizer, forwards: int, is_alone: bool, is_unknown: bool) -> bool:
+        """Judge the step. Returns whether the probe has to be replaced.
+
+        ``forwards``: number of training forwards since the last step of any optimizer; ``is_alone``: no other one is attached;
+        ``is_unknown``: gradients show nothing.
+        """
+        self.is_unknown, probe = is_unknown, self.probe
+        if probe is None or is_unknown:
+            return False
+        parameter = probe.place()
+        if parameter is None or id(parameter) != probe.identity:  # it was replaced
+            return True
+        if getattr(optimizer, "grad_scale", None) is not None:  # a fused one, that unscales as it steps
+            self.scaler.unscaling(parameter, probe, optimizer)
+        gradient = probe.look(parameter)
+        if gradient is not None:
+            self._absent, self._had_gradients = 0, True
+            self.checks.step_with_gradient(probe, gradient, optimizer, forwards, is_alone)
+            return False
+        if not self.checks.step_without_gradient(probe, optimizer, forwards, is_alone):
+            return False
+        self._absent += 1
+        return self._absent >= PATIENCE or not self._had_gradients
+
+    def unscaling(self, optimizer: Optimizer) -> None:
+        """Judge the probe before the scaler unscales the gradients."""
+        if self.probe is not None and (parameter := self.probe.place()) is not None:
+            self.scaler.unscaling(parameter, self.probe, optimizer)
+
+    def step_ended(self, has_stepped: bool, is_alone: bool) -> None:
+        """Begin an interval after the step, or with ``has_stepped`` False after the scaler prevented it; ``is_alone``: as above."""
+        self.has_stepped = True
+        if has_stepped:
+            self.stepped_in = torch._C._current_graph_task_id()
+        probe = self.probe
+        if self.scaler.is_active:
+            self.scaler.step_ended(probe, is_alone)
+        if probe is not None:
+            probe.stepped(None if self.is_unknown else probe.place())
+            self.checks.step_ended(probe.gradient)
+        self.is_unknown = False
+
+
+def _common(paths: list[list[str]]) -> list[str]:
+    """The longest beginning that all have."""
+    return [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))]

@@ -1,0 +1,648 @@
+"""Checks of how a model, its optimizers and its data are put together."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from ..capture.hooks import Handles, Hook, ModuleHook
+from ..capture.module_values import tensors_of
+from ..core.errors import WarningLog, display
+from ..core.keys import GRADIENT, compile_pattern
+from ..core.loop_mistakes import EXPECTATION, SETUP_MISTAKES, LoopFinding
+from ..core.records import StatsTable, StepRecord, TrainedPart, trained_parts
+from ..core.torch_modes import SharedContext
+from ..step.model_index import PLAIN_GRADIENTS
+from ..step.planner import Planner
+from ..step.plugin import Plugin
+from .tallies import Tallies
+
+# --- expectations ---
+
+
+#: Monitored steps after which a parameter that should train must have had a gradient.
+_PATIENCE = 8
+
+
+class Expectations:
+    """Declared once, and checked in monitored steps.
+
+    Args:
+        tallies: receive what does not hold.
+
+    Attributes:
+        batch_varies: whether batches should differ; None if that was not declared.
+        is_declared: anything was declared about parameters.
+    """
+
+    def __init__(self, tallies: Tallies) -> None:
+        self._tallies = tallies
+        self._frozen: re.Pattern[str] | None = None
+        self._trains: re.Pattern[str] | None = None
+        self._dtypes: dict[re.Pattern[str], torch.dtype] = {}
+        self.batch_varies: bool | None = None
+        self.is_declared = False
+        self._planner: Planner | None = None
+        self._handles = Handles()
+        self._versions: dict[str, int] = {}  # of frozen parameters, at the last look
+        self._reached: set[str] = set()
+        self._steps = 0
+
+    def declare(
+        self,
+        planner: Planner,
+        frozen: str | re.Pattern[str] | None,
+        trains: str | re.Pattern[str] | None,
+        dtype: Mapping[str | re.Pattern[str], torch.dtype] | None,
+        batch_varies: bool | None,
+        is_watched: bool,
+    ) -> None:
+        """Check the arguments against the model, and replace what was declared before, argument by argument. ``is_watched``: a loop is
+        followed.
+
+        Raises:
+            TypeError, ValueError: an argument is of a wrong type, or a pattern fits nothing.
+        """
+        inventory = planner.inventory
+        parameters, modules = ([], []) if inventory is None else (inventory.names, [*inventory.kinds])
+        wanted = {name: _pattern(name, value, parameters) for name, value in (("frozen", frozen), ("trains", trains))}
+        dtypes = _dtypes(dtype, modules)
+        if batch_varies is not None and not isinstance(batch_varies, bool):
+            raise TypeError(f"batch_varies={display(batch_varies)} must be True, False or None")
+        self._frozen, self._trains = wanted["frozen"] or self._frozen, wanted["trains"] or self._trains
+        self._dtypes.update(dtypes)
+        self.is_declared = self._frozen is not None or self._trains is not None
+        self.batch_varies = self.batch_varies if batch_varies is None else batch_varies
+        self._versions.clear()
+        self._reached.clear()
+        self._steps = 0
+        if is_watched:
+            self.begin(planner)
+
+    def begin(self, planner: Planner) -> None:
+        """Look at the model from now on."""
+        self._planner = planner
+        self._handles.remove()
+        inventory = planner.inventory
+        for name, reference in () if inventory is None else inventory.modules.items():
+            wanted = next((dtype for pattern, dtype in self._dtypes.items() if pattern.search(name)), None)
+            if wanted is not None and (each := reference()) is not None:
+                self._handles.of_module(each.register_forward_hook(ModuleHook(self._called, name, wanted)))
+
+    def end(self) -> None:
+        """Take the hooks away."""
+        self._handles.remove()
+        self._planner = None
+
+    def _called(self, name: str, wanted: torch.dtype, module: nn.Module, args: object, output: Any) -> None:
+        for _, tensor in tensors_of(output, name):
+            if module.training and torch.is_floating_point(tensor) and tensor.dtype != wanted:
+                self._tallies.seen(EXPECTATION, ("dtype", name), (f"{name} gives {tensor.dtype}, expected {wanted}",))
+                return
+
+    def look(self, owned: Callable[[], set[int]], gradients: StatsTable | None) -> None:
+        """Look at the parameters after a monitored step.
+
+        Args:
+            owned: gives the ids of the tensors that optimizers have.
+            gradients: those of the step.
+        """
+        inventory = None if self._planner is None else self._planner.inventory
+        if inventory is None or self._planner is None:
+            return
+        self._steps += 1
+        optimized = owned()
+        self._reached.update(() if gradients is None else gradients.names)
+        moving, unowned = [], []
+        for name, place in zip(inventory.names, inventory.references, strict=True):
+            if (parameter := place()) is None:
+                continue
+            stepped = self._planner.source.stepped(parameter)
+            is_owned = id(stepped) in optimized
+            if self._frozen is not None and self._frozen.search(name):
+                before = self._versions.get(name)
+                self._versions[name] = parameter._version
+                if before is not None and before != parameter._version:
+                    moving.append(name)
+            is_late = not is_owned or (self._steps == _PATIENCE and name not in self._reached)
+            if is_late and self._trains is not None and self._trains.search(name):
+                unowned.append(name)
+        if moving:
+            self._tallies.seen(
+                EXPECTATION, "frozen", tuple(moving), {"parameters that change, declared frozen": float(len(moving))}
+            )
+        if unowned and self._steps in (1, _PATIENCE):
+            evidence = {"parameters without optimizer or gradient, declared to train": float(len(unowned))}
+            self._tallies.seen(EXPECTATION, "trains", tuple(unowned), evidence)
+
+
+def _pattern(name: str, value: str | re.Pattern[str] | None, names: Iterable[str]) -> re.Pattern[str] | None:
+    if value is None:
+        return None
+    pattern = compile_pattern(value, name)
+    known = list(names)
+    if known and not any(map(pattern.search, known)):
+        raise ValueError(f"{name}={display(value)} fits no parameter; the first ones are {known[:5]}")
+    return pattern
+
+
+def _dtypes(dtype: object, modules: Iterable[str]) -> dict[re.Pattern[str], torch.dtype]:
+    if dtype is None:
+        return {}
+    if not isinstance(dtype, Mapping):
+        raise TypeError(
+            f"dtype={display(dtype)} must be a dict of dtypes by pattern of modules, such as {{'attn': torch.bfloat16}}"
+        )
+    found, known = {}, list(modules)
+    for key, value in dtype.items():
+        if not isinstance(value, torch.dtype):
+            raise TypeError(f"dtype={{{key!r}: {display(value)}}} must have a torch.dtype, such as torch.bfloat16")
+        pattern = compile_pattern(key, "dtype")
+        if known and not any(map(pattern.search, known)):
+            raise ValueError(f"the pattern {display(key)} in dtype= fits no module; the first ones are {known[:5]}")
+        found[pattern] = value
+    return found
+
+
+# --- hidden parameters ---
+
+
+#: Containers within containers that are looked into.
+_DEPTH = 2
+#: Objects of a container that are looked at.
+_MOST = 1000
+#: Forwards in turn that make layers: a lazy one is made once.
+_IN_TURN = 3
+
+
+class HiddenParameters:
+    """Those of one model, held weakly.
+
+    Args:
+        module: the watched model.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        registered = {id(tensor) for tensor in (*module.parameters(), *module.buffers())} | {
+            id(each) for each in module.modules()
+        }
+        self._found: dict[str, tuple[weakref.ref[Tensor], int]] = {}  # and how often each was written to
+        self._results: dict[str, weakref.ref[Tensor]] = {}  # of operations, before the training begins
+        for name, each in module.named_modules():
+            for attribute, value in list(vars(each).items()):
+                if not attribute.startswith(("_parameters", "_buffers", "_modules")):
+                    path = f"{name}.{attribute}" if name else attribute
+                    for place, tensor in _tensors_in(path, value, registered, _DEPTH):
+                        if tensor.is_leaf:
+                            self._found.setdefault(place, (weakref.ref(tensor), _writes(tensor)))
+                        else:
+                            self._results.setdefault(place, weakref.ref(tensor))
+
+    def with_gradients(self, owned: Collection[int]) -> list[str]:
+        """Places of those that have a gradient now, and that nothing trains, as the critic that a list keeps out of a generator has an
+        optimizer of its own. ``owned``: ids of the tensors that optimizers have, which do not count.
+        """
+        tensors = ((place, reference(), writes) for place, (reference, writes) in self._found.items())
+        return [
+            place
+            for place, tensor, writes in tensors
+            if tensor is not None and tensor.grad is not None and id(tensor) not in owned and _writes(tensor) == writes
+        ]
+
+    def results(self, module: nn.Module) -> list[str]:
+        """Places of tensors that were computed with a graph before the training began, and are still there, as ``nn.Parameter(...).to()``
+        is: no optimizer can have them. ``module``: the model.
+        """
+        kept = ((place, reference()) for place, reference in self._results.items())
+        now = {id(value) for each in module.modules() for value in vars(each).values()}
+        return [place for place, tensor in kept if tensor is not None and id(tensor) in now]
+
+
+def _writes(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _tensors_in(path: str, value: Any, registered: Collection[int], depth: int) -> Iterator[tuple[str, Tensor]]:
+    if id(value) in registered:
+        return
+    if isinstance(value, nn.Module):
+        for name, parameter in value.named_parameters():
+            if id(parameter) not in registered and parameter.requires_grad:
+                yield f"{path}.{name}", parameter
+    elif isinstance(value, Tensor):
+        if torch.is_floating_point(value) and value.requires_grad:
+            yield path, value
+    elif depth and isinstance(value, Mapping):
+        for key, each in list(value.items())[:_MOST]:
+            yield from _tensors_in(f"{path}[{key!r}]", each, registered, depth - 1)
+    elif depth and isinstance(value, (list, tuple)):
+        for number, each in enumerate(value[:_MOST]):
+            yield from _tensors_in(f"{path}[{number}]", each, registered, depth - 1)
+
+
+#: Running forwards: the thread of each, the modules that were there before, and the parameters of others.
+_running: dict[object, tuple[int, set[int], list[int]]] = {}
+
+
+def _registered(owner: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    if torch.compiler.is_dynamo_compiling() or parameter is None or not parameter.requires_grad:
+        return
+    own = threading.get_ident()
+    for thread, known, made in list(_running.values()):
+        if thread == own and id(owner) not in known:  # another thread may build a model of its own
+            made.append(id(parameter))
+
+
+@contextlib.contextmanager
+def _hook_on_all_modules() -> Iterator[None]:
+    """Torch iterates over the dict of such hooks without a lock, so a change of it would raise in another thread that makes a module just
+    then. Instead a copy of the dict takes its place.
+    """
+    home = nn.modules.module
+    before = home._global_parameter_registration_hooks
+    hooks = OrderedDict(before)
+    own = RemovableHandle(hooks).id
+    known = {*hooks, own}
+    hooks[own] = _registered
+    home._global_parameter_registration_hooks = hooks
+    try:
+        yield
+    finally:
+        if home._global_parameter_registration_hooks is hooks and hooks.keys() == known:
+            home._global_parameter_registration_hooks = before
+        else:  # others have registered hooks meanwhile, and know this dict
+            del hooks[own]
+
+
+_ON_ALL_MODULES = SharedContext(_hook_on_all_modules)
+
+
+def _left(token: object) -> None:
+    del _running[token]
+    _ON_ALL_MODULES.__exit__()
+
+
+class MadeInForward:
+    """Looks for layers that a forward makes: parameters that are registered while it runs, by modules that the model does not have yet.
+    The hook on all modules is taken away with this object, if a forward that raises is the last one.
+    """
+
+    def __init__(self) -> None:
+        self._remove: weakref.finalize[Any, MadeInForward] | None = None
+        self._made: list[int] = []
+        self._in_turn = 0
+
+    def begin(self, module: nn.Module) -> None:
+        """A forward of ``module`` begins."""
+        self.end()
+        token = object()
+        _running[token] = threading.get_ident(), {id(each) for each in module.modules()}, self._made
+        _ON_ALL_MODULES.__enter__()
+        self._remove = weakref.finalize(self, _left, token)
+
+    def end(self) -> float:
+        """The forward is over. How many it made, if the last ones all made some; else 0."""
+        if self._remove is None:
+            return 0.0
+        self._remove()
+        self._remove, made = None, len(self._made)
+        self._made.clear()
+        self._in_turn = self._in_turn + 1 if made else 0
+        return float(made) if self._in_turn >= _IN_TURN else 0.0
+
+
+# --- modules ---
+
+
+#: A dropout of this share is taken for the share that is kept; the largest in use is about 0.8.
+_DROPPED = 0.9
+#: A batch norm whose running statistics take less than this share of each batch does not reach them within a thousand steps.
+_STILL = 1e-3
+
+
+def has_modes(module: nn.Module) -> bool:
+    """Whether the model behaves otherwise in evaluation mode in a part that is trained: it has dropout, or batch norms of its own
+    statistics.
+    """
+    for each in module.modules():
+        children = list(each.children())
+        drops = any(isinstance(child, _DropoutNd) and child.p > 0 for child in children)
+        if drops and any(parameter.requires_grad for parameter in each.parameters()):
+            return True
+        if isinstance(each, _BatchNorm) and each.track_running_stats and any(p.requires_grad for p in each.parameters()):
+            return True
+        if isinstance(each, nn.RNNBase) and each.dropout > 0:
+            return True
+    return False
+
+
+def in_evaluation(module: nn.Module) -> bool:
+    """Whether the whole model is in evaluation mode; a part alone may be there on purpose."""
+    return not any(each.training for each in module.modules())
+
+
+def check_settings(module: nn.Module, tallies: Tallies) -> None:
+    """Settings of modules, once."""
+    high = [(name, float(each.p)) for name, each in _dropouts(module) if each.p >= _DROPPED]
+    if high:
+        tallies.seen("dropout-high", where=tuple(name for name, _ in high), evidence={"share dropped": max(p for _, p in high)})
+    still = [
+        (name, float(each.momentum))
+        for name, each in module.named_modules()
+        if isinstance(each, _BatchNorm) and each.track_running_stats and each.training and each.momentum is not None
+        if each.momentum < _STILL
+    ]
+    if still:
+        tallies.seen("batch-norm-frozen", where=tuple(name for name, _ in still), evidence={"momentum": min(m for _, m in still)})
+
+
+def _dropouts(module: nn.Module) -> Iterator[tuple[str, _DropoutNd]]:
+    for name, each in module.named_modules():
+        if isinstance(each, _DropoutNd):
+            yield name, each
+
+
+# --- The optimizers: what each group trains and with which settings, and settings that cannot be meant ---
+
+
+#: An optimizer that takes more steps than this in a row trains in a phase of its own: the critic of a GAN takes 5 as a rule.
+_PHASE = 10
+#: So many turns in a row are no chance.
+_TURNS = 3
+_RULE = "parameter-in-two-optimizers"
+
+
+class Followed:
+    """The optimizers that a monitor follows, as long as this object lives. All monitors of the process know them, to find parameters that
+    two of them have.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
+        with _lock:
+            _followed.add(self)
+
+    @staticmethod
+    def by_any() -> list[Optimizer]:
+        """Those that any monitor follows, in whatever thread."""
+        with _lock:  # a set that grows meanwhile cannot be iterated over
+            everybody = list(_followed)
+        found = (reference() for each in everybody for reference in each._optimizers)
+        return [optimizer for optimizer in found if optimizer is not None]
+
+
+_followed: weakref.WeakSet[Followed] = weakref.WeakSet()
+_lock = threading.RLock()
+
+
+def owned_anywhere() -> set[int]:
+    """The ids of the parameters that followed optimizers have now."""
+    return {key for optimizer in Followed.by_any() for key in _parameters(optimizer)}
+
+
+def _parameters(optimizer: Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def card(optimizers: Sequence[Optimizer], names: Mapping[int, Any]) -> list[dict[str, Any]]:
+    """One entry for each group: class and number of the optimizer, settings, and names of the parameters that the model has.
+
+    Args:
+        optimizers: in the order of their steps.
+        names: of the model's parameters, by id.
+    """
+    groups = []
+    for number, optimizer in enumerate(optimizers):
+        for group in optimizer.param_groups:
+            settings = {key: found for key, value in group.items() if (found := _plain(value)) is not None}
+            parameters = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
+            of = {"optimizer": type(optimizer).__name__, "number": number}
+            groups.append({**of, "settings": settings, "parameters": parameters})
+    return groups
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):  # of a capturable optimizer: reading it would wait for the device
+        return float(value) if value.device.type == "cpu" and value.numel() == 1 else None
+    if isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)) and all(isinstance(each, (bool, int, float)) for each in value):
+        return list(value)
+    return None
+
+
+def check_optimizers(optimizers: Sequence[Optimizer], tallies: Tallies) -> None:
+    """Settings that cannot be meant."""
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            betas = _plain(group.get("betas"))
+            if isinstance(betas, list) and len(betas) >= 2 and betas[0] > betas[1]:
+                evidence = {"first beta": float(betas[0]), "second beta": float(betas[1])}
+                tallies.seen("betas-swapped", where=(f"group {number} of {type(optimizer).__name__}",), evidence=evidence)
+
+
+class SharedParameters:
+    """Parameters of the model that several optimizers have now, of whatever monitor, unless these are seen to train one after the other.
+
+    Attributes:
+        exist: two optimizers had a parameter in common at the last look.
+    """
+
+    def __init__(self, tallies: Tallies) -> None:
+        self._tallies = tallies
+        self._turns: dict[frozenset[int], _Turns] = {}
+        self.exist = False
+
+    def begin(self, optimizers: Sequence[Optimizer]) -> None:
+        """Follow in which order these step, as far as they have parameters in common. None of them is stepping."""
+        self.end()
+        for one, other in combinations(optimizers, 2):
+            if not _parameters(one).isdisjoint(_parameters(other)):
+                self._turns[frozenset((id(one), id(other)))] = _Turns([one, other])
+
+    def look(self, optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> None:
+        """Look at the groups as they are now; ``names`` of the model's parameters, by id."""
+        there = {id(optimizer): optimizer for optimizer in (*optimizers, *Followed.by_any())}
+        own = set(map(id, optimizers))
+        owners: dict[int, set[int]] = {}
+        for key, optimizer in there.items():
+            for parameter_id in _parameters(optimizer):
+                owners.setdefault(parameter_id, set()).add(key)
+        shared: dict[frozenset[int], list[str]] = {}
+        for parameter_id, name in names.items():
+            for pair in combinations(sorted(owners.get(parameter_id, ())), 2):
+                if not own.isdisjoint(pair):
+                    shared.setdefault(frozenset(pair), []).append(name)
+        self.exist = bool(shared)
+        apart = {pair for pair, turns in self._turns.items() if turns.are_phases}
+        found = {name: None for pair, of_pair in shared.items() if pair not in apart for name in of_pair}
+        if found:
+            self._tallies.seen(_RULE, where=tuple(found), evidence={"parameters": float(len(found))})
+        else:
+            self._tallies.retract(_RULE)
+
+    def end(self) -> None:
+        """Take all hooks away."""
+        for turns in self._turns.values():
+            turns.end()
+        self._turns, self.exist = {}, False
+
+
+class _Turns:
+    """The order in which two optimizers step.
+
+    Attributes:
+        are_phases: one of them has taken many steps in a row, and since then they have not taken turns of few steps.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.are_phases = False
+        self._latest = self._run = self._turns = 0
+        self._handles = Handles()
+        for optimizer in optimizers:
+            self._handles.of_optimizer(optimizer.register_step_post_hook(Hook(self._stepped)))
+
+    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        if id(optimizer) != self._latest:
+            self._turns = self._turns + 1 if 0 < self._run <= _PHASE else 0
+            self._latest, self._run = id(optimizer), 0
+        self._run += 1
+        self.are_phases = (self.are_phases or self._run > _PHASE) and self._turns < _TURNS
+
+    def end(self) -> None:
+        self._handles.remove()
+
+
+# --- The check of the setup: what model, optimizers and data are, apart from what they do ---
+
+
+#: Monitored steps after which hidden parameters are looked for, and parameters that another optimizer has meanwhile.
+_EARLY = (2, 8, 32)
+#: Monitored steps between two looks at optimizers that have parameters in common.
+_AGAIN = 16
+
+
+class SetupCheck(Plugin):
+    """Looks at modules and optimizers when they are attached, and at few things in monitored steps; it measures nothing.
+
+    Args:
+        planner: knows the model.
+        complaints: receives a warning about each certain mistake.
+        note: writes facts about the run to the run directory.
+    """
+
+    name = "setup_check"
+    stops_on_failure = True
+
+    def __init__(self, planner: Planner, complaints: WarningLog, note: Callable[..., None]) -> None:
+        self._planner, self._note = planner, note
+        self.tallies = Tallies(complaints, lambda: self.context.step or 0, note, SETUP_MISTAKES, "setup")
+        self.expectations = Expectations(self.tallies)
+        self._shared = SharedParameters(self.tallies)
+        self._module: weakref.ref[nn.Module] | None = None
+        self._hidden: HiddenParameters | None = None
+        self._followed: Followed | None = None
+        self._has_modes = False
+        self._steps = 0  # monitored ones
+        self.groups: list[dict[str, Any]] = []
+        self.frozen: list[str] = []
+
+    def facts(self) -> list[LoopFinding]:
+        """What was found so far."""
+        if self._shared.exist:
+            self._shared.look(self.context.optimizers, self._names())
+        return self.tallies.facts()
+
+    def on_attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Look at what is there."""
+        self._module, self._steps = weakref.ref(module), 0
+        self.groups, self.frozen = self._cards(optimizers), self._frozen()
+        self._note(optimizers=self.groups, frozen=self.frozen)
+        self._has_modes = has_modes(module)
+        self._hidden = HiddenParameters(module) if self._planner.source is PLAIN_GRADIENTS else None
+        self._leave()
+        self._followed = Followed(optimizers)
+        check_settings(module, self.tallies)
+        check_optimizers(optimizers, self.tallies)
+        self._shared.begin(optimizers)
+        self._shared.look(optimizers, self._names())
+        self.tallies.write_facts(begins=True)
+        self.expectations.begin(self._planner)
+
+    def _leave(self) -> None:
+        self._followed = None
+        self._shared.end()
+
+    def _cards(self, optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
+        inventory = self._planner.inventory
+        known = None if inventory is None else inventory.cards  # of the stages of all ranks
+        return card(optimizers, self._names()) if known is None else known
+
+    def _frozen(self) -> list[str]:
+        inventory = self._planner.now()
+        return [] if inventory is None else [name for name in inventory.names if inventory.trainable.is_frozen(name)]
+
+    def parts(self) -> list[TrainedPart]:
+        """What trains now."""
+        inventory = self._planner.now()
+        if inventory is None or self._module is None:
+            return []
+        return list(trained_parts(inventory.parameters, self._cards(self.context.optimizers), self._frozen()))
+
+    def _names(self) -> Mapping[int, str]:
+        inventory = self._planner.inventory
+        return {} if inventory is None else {key: inventory.names[place] for key, place in inventory.places().items()}
+
+    def on_record(self, record: StepRecord) -> None:
+        """Look at modes after each monitored step, and at parameters after few of them."""
+        module = None if self._module is None else self._module()
+        if module is None:
+            return
+        self._steps += 1
+        if self._has_modes and not module.training:
+            if in_evaluation(module):
+                self.tallies.seen("eval-mode")
+        elif not self.tallies.is_empty:
+            self.tallies.missed("eval-mode")
+        if self._steps in _EARLY:
+            self._check_hidden()
+        if self._steps in _EARLY or (self._shared.exist and self._steps % _AGAIN == 0):
+            self._shared.look(self.context.optimizers, self._names())
+        if self.expectations.is_declared:
+            self.expectations.look(self._owned, record.tables.get(GRADIENT))
+
+    def _owned(self) -> set[int]:
+        return {id(tensor) for optimizer in self.context.optimizers for tensor in self._planner.source.tensors_of(optimizer)}
+
+    def _check_hidden(self) -> None:
+        module = None if self._module is None else self._module()
+        if self._hidden is None or module is None:
+            return
+        owned = self._owned() | owned_anywhere()
+        if places := [*self._hidden.with_gradients(owned), *self._hidden.results(module)]:
+            self.tallies.seen("unregistered-parameters", where=tuple(places), evidence={"tensors": float(len(places))})
+
+    def on_detach(self) -> None:
+        """Hold nothing of the model, and what was found about optimizers that step no more stays."""
+        if self._shared.exist:
+            self._shared.look(self.context.optimizers, self._names())
+        self._leave()
+        self._hidden = self._module = None
+        self.expectations.end()
+
+    def on_leave(self, last: int | None) -> None:
+        """Write the facts to the run directory, if they are new."""
+        self.tallies.write_facts()
