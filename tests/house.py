@@ -78,11 +78,11 @@ class Package:
 
     @cached_property
     def rooms(self) -> dict[str, int]:
-        """Lines of each folder below the package; the files beside them are the room of its own name."""
+        """Lines of each folder below the package, and under its own name those of the files beside them."""
         found: dict[str, int] = defaultdict(int)
         for name, lines in self.lines.items():
-            room = ".".join(name.split(".")[:2])
-            found[room.partition(".")[2] if room in self._packages and room != self.path.name else self.path.name] += lines
+            _, _, room = self.room(name).partition(".")
+            found[room if (self.path / room).is_dir() and room else self.path.name] += lines
         return dict(found)
 
     @cached_property
@@ -154,8 +154,8 @@ class Package:
 
     @cached_property
     def large_classes(self) -> list[str]:
-        sizes = {node.name: node.end_lineno - node.lineno for node in self._nodes(ast.ClassDef)}
-        return [name for name, size in sizes.items() if size >= _LARGE_CLASS and name != _FACADE]
+        classes = [node for node in self._nodes(ast.ClassDef) if node.name != _FACADE]
+        return [node.name for node in classes if node.end_lineno - node.lineno >= _LARGE_CLASS]
 
     def methods(self, of: str) -> list[str]:
         (found,) = (node for node in self._nodes(ast.ClassDef) if node.name == of)
@@ -260,6 +260,7 @@ class _Trace:
 
         import torch_gradmon
 
+        self._package = str(Path(torch_gradmon.__file__).parent)
         self.files: set[str] = set()
         self.calls = self.deepest = self._depth = 0
         torch.manual_seed(0)
@@ -267,22 +268,23 @@ class _Trace:
         layers = [layer for sizes in pairwise(widths) for layer in (nn.Linear(*sizes), nn.ReLU())]
         model = nn.Sequential(*layers, nn.Linear(16, 1))
         optimizer = torch.optim.AdamW(model.parameters())
-        with tempfile.TemporaryDirectory() as run_dir:
-            options = {"run_dir": run_dir} if outlets else {}
-            with torch_gradmon.watch(model, optimizer, every=every, **options) as monitor:
-                if outlets:
-                    monitor.add_sink(lambda values, step: None)
-                for step in range(at + 1):
-                    sys.setprofile(self._event if step == at else None)
-                    optimizer.zero_grad()
-                    model(torch.randn(4, 8)).square().mean().backward()
-                    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-                    optimizer.step()
-                sys.setprofile(None)
+        with (
+            tempfile.TemporaryDirectory() as run_dir,
+            torch_gradmon.watch(model, optimizer, every=every, run_dir=run_dir if outlets else None) as monitor,
+        ):
+            if outlets:
+                monitor.add_sink(lambda values, step: None)
+            for step in range(at + 1):
+                sys.setprofile(self._event if step == at else None)
+                optimizer.zero_grad()
+                model(torch.randn(4, 8)).square().mean().backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+            sys.setprofile(None)
 
     def _event(self, frame: FrameType, event: str, argument: Any) -> None:
         file = frame.f_code.co_filename
-        if "/torch_gradmon/" not in file:
+        if not file.startswith(self._package):
             return
         if event == "call":
             self.files.add(file)

@@ -312,7 +312,7 @@ def test_all_lists_what_the_package_offers_in_order() -> None:
     assert all(hasattr(gradmon, name) for name in gradmon.__all__)
 
 
-def test_the_page_of_the_architecture_has_every_room_and_files_that_exist() -> None:
+def test_architecture_page_has_every_room_and_existing_files() -> None:
     text = (ROOT / "docs" / "contributing" / "architecture.md").read_text(encoding="utf-8")
     named = {path for path in re.findall(r"`([\w./]+(?:\.py|/))`", text) if "/" in path}
     missing = sorted(path for path in named if not ((ROOT / path).exists() or (PACKAGE / path).exists()))
