@@ -29,7 +29,7 @@ torchtitan_tests := tests/test_integration_torchtune.py
 # tests of numbers and of unchanged training
 NUMBERS := tests/test_oracle.py tests/test_no_change.py tests/test_statistics.py
 
-.PHONY: demo check test announce test-all test-gpu bench-gpu test-torch test-eager test-compiled test-wheel test-integrations lint bench bench-spikes bench-faults bench-external bench-foresight bench-widths bench-reports images docs gallery browser clean
+.PHONY: demo check test announce test-all test-gpu bench-gpu test-torch test-eager test-compiled test-wheel test-integrations lint house bench bench-spikes bench-faults bench-external bench-foresight bench-widths bench-reports images docs gallery browser clean
 
 demo: $(DEMO)/.ready
 	$(DEMO)/bin/gradmon demo
@@ -116,6 +116,10 @@ lint: $(VENV)/.ready
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+
+# the measures of tests/house.py and of docs/contributing/ledger.md as they are now, ready to paste
+house: $(VENV)/.ready
+	@$(VENV)/bin/python -W ignore -m tests.house
 
 # the documentation as a site that works from the disk; any warning is an error
 docs: $(VENV)/.ready

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import load_run
-from torch_gradmon.analysis.diagnosis.history import lower_median
+from torch_gradmon.analysis.diagnosis.series import lower_median
 from torch_gradmon.cli.main import main
 from torch_gradmon.cli.terminal.layer_table import MOST, SORTS, LayerRow, groups, sort_rows
 from torch_gradmon.cli.terminal.summary_view import RunSummary, summarize

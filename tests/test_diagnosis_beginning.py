@@ -16,11 +16,12 @@ import torch_gradmon as gradmon
 from tests.synthetic_run import Rows, history
 from torch_gradmon import Diagnosis
 from torch_gradmon.analysis.diagnosis.diagnose import diagnose_history
-from torch_gradmon.analysis.diagnosis.history import History, Matrix
+from torch_gradmon.analysis.diagnosis.history import History
 from torch_gradmon.analysis.diagnosis.rules.depth import check_attention, check_depth
 from torch_gradmon.analysis.diagnosis.rules.loss import check_learning_rate, check_units
 from torch_gradmon.analysis.diagnosis.rules.nonfinite import check_certain
 from torch_gradmon.analysis.diagnosis.rules.unused_parameters import check_unused_parameters, check_weights
+from torch_gradmon.analysis.diagnosis.series import Matrix
 from torch_gradmon.core.moments import ALL_COLUMNS
 from torch_gradmon.core.records import StatsTable
 

@@ -18,7 +18,8 @@ import torch_gradmon as gradmon
 from torch_gradmon.analysis import diagnosis
 from torch_gradmon.analysis.diagnosis import Diagnosis, Finding
 from torch_gradmon.analysis.diagnosis.findings import CONSEQUENCES
-from torch_gradmon.analysis.diagnosis.history import History, Series
+from torch_gradmon.analysis.diagnosis.history import History
+from torch_gradmon.analysis.diagnosis.series import Series
 from torch_gradmon.core.keys import Key
 from torch_gradmon.core.moments import ALL_COLUMNS
 from torch_gradmon.core.records import Severity, SpikeEvent, StatsTable, StepRecord

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_gradmon.analysis.diagnosis.history import Series, learning, rank_shift, spread
+from torch_gradmon.analysis.diagnosis.history import learning, rank_shift, spread
+from torch_gradmon.analysis.diagnosis.series import Series
 
 pytestmark = pytest.mark.thorough
 

@@ -90,7 +90,7 @@ def test_the_examples_in_docstrings_run(name: str) -> None:
 def test_there_are_examples_in_docstrings() -> None:
     modules = [
         importlib.import_module(f"torch_gradmon.{name}")
-        for name in ("core.keys", "core.errors", "core.formatting", "monitor.mixin", "spikes.detector")
+        for name in ("core.keys", "core.errors", "core.formatting", "monitor.compatibility", "spikes.detector")
     ]
     found = [test for module in modules for test in doctest.DocTestFinder(exclude_empty=True).find(module)]
     assert sum(bool(test.examples) for test in found) >= 6

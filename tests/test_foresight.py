@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from tests.ranks import on_ranks
-from torch_gradmon.analysis.diagnosis.history import Series
 from torch_gradmon.analysis.diagnosis.rules.unused_parameters import _has_risen
+from torch_gradmon.analysis.diagnosis.series import Series
 from torch_gradmon.plugins.foresight import AcceleratedGrowth, Growth, RecordHigh, _WarmUp, steps_until
 
 pytestmark = pytest.mark.thorough

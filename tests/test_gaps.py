@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from torch_gradmon import load_run
-from torch_gradmon.analysis.diagnosis.history import Series
+from torch_gradmon.analysis.diagnosis.series import Series
 from torch_gradmon.analysis.plots import charts
 from torch_gradmon.analysis.plots import elements as colours
 from torch_gradmon.analysis.plots import elements as gaps

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 import torch_gradmon as gradmon
 from tests.synthetic_run import history
 from torch_gradmon import ModuleMonitor
-from torch_gradmon.analysis.diagnosis.history import GradientEdit, Precautions, Series
+from torch_gradmon.analysis.diagnosis.history import Precautions
 from torch_gradmon.analysis.diagnosis.rules.depth import check_depth
+from torch_gradmon.analysis.diagnosis.series import GradientEdit, Series
 from torch_gradmon.core.errors import GradmonWarning
 
 BAD = 12

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import torch_gradmon as gradmon
-from torch_gradmon.analysis.diagnosis.history import Series, clip_bound
+from torch_gradmon.analysis.diagnosis.series import Series, clip_bound
 from torch_gradmon.analysis.plots import charts
 from torch_gradmon.analysis.plots import elements as colours
 from torch_gradmon.analysis.plots.charts import blocks, by_block

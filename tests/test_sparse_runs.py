@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torch_gradmon import load_run
-from torch_gradmon.analysis.diagnosis.history import Matrix
+from torch_gradmon.analysis.diagnosis.series import Matrix
 from torch_gradmon.analysis.plots.charts import RunPair
 from torch_gradmon.analysis.plots.sources import PanelSet, ValueSource
 from torch_gradmon.cli.terminal.live import LiveRun

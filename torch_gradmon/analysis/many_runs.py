@@ -20,7 +20,8 @@ from ..core.records import is_loss_of_network, loss_among
 from ..runs.liveness import PAUSES, RunStatus
 from ..spikes.signals import Episode, episodes, largest
 from .diagnosis.findings import Diagnosis, Finding
-from .diagnosis.history import Series, loop_findings, lower_median
+from .diagnosis.history import loop_findings
+from .diagnosis.series import Series, lower_median
 from .run import Run, load_run, settings_of
 
 # --- A run in one row of a table: whether it is alive, its loss, spikes, findings, settings and cost ---

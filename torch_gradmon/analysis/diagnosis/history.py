@@ -4,270 +4,28 @@ from __future__ import annotations
 
 import math
 import shlex
-from bisect import bisect_left, bisect_right
-from collections import Counter
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from ...core import keys as n
 from ...core.keys import Key
 from ...core.loop_mistakes import LoopFinding
-from ...core.moments import ALWAYS, VIEWS, Column
+from ...core.moments import Column
 from ...core.records import Severity, SpikeEvent, StatsTable, StepRecord, is_loss_of_network, is_whole_loss, loss_among
 from ...core.trainers import advice_for
 from ...core.validation import subsample_steps
-from ...runs.value_matrix import fitting
 from ...runs.window import Window
 from ...spikes.attribution import GradientNormHistory, ParameterAttribution
 from ...spikes.signals import Episode, by_size, episodes
 from ..run import Run
 from .findings import Finding
-
-# --- Values over steps: of one quantity, and of many tensors ---
-
-
-def lower_median(values: Iterable[float]) -> float:
-    """The middle value, or the lower one of two; NaN without any."""
-    ordered = sorted(values)
-    return ordered[(len(ordered) - 1) // 2] if ordered else math.nan
-
-
-@dataclass(frozen=True)
-class Series:
-    """One value over the steps that have it.
-
-    Attributes:
-        steps: ascending.
-        values: of these steps; some may not be finite.
-    """
-
-    steps: tuple[int, ...] = ()
-    values: tuple[float, ...] = ()
-
-    @classmethod
-    def of(cls, pairs: Iterable[tuple[int, float]]) -> Series:
-        """A series of pairs of a step and its value, ascending by step."""
-        found = dict(pairs)
-        return cls(tuple(found), tuple(found.values()))
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    @cached_property
-    def finite(self) -> Series:
-        """Without the values that are NaN or infinite."""
-        if all(map(math.isfinite, self.values)):
-            return self
-        return Series.of((step, value) for step, value in zip(self.steps, self.values, strict=True) if math.isfinite(value))
-
-    def since(self, step: int) -> Series:
-        """From ``step`` on."""
-        first = bisect_left(self.steps, step)
-        return Series(self.steps[first:], self.values[first:])
-
-    def before(self, step: int) -> Series:
-        """Up to ``step``, without it."""
-        last = bisect_left(self.steps, step)
-        return Series(self.steps[:last], self.values[:last])
-
-    def part(self, first: float, last: float) -> Series:
-        """From one share of the series to another: ``part(0.75, 1)`` is its last quarter. At least one value, if it has any."""
-        low = min(int(first * len(self)), max(len(self) - 1, 0))
-        high = max(math.ceil(last * len(self)), low + 1)
-        return Series(self.steps[low:high], self.values[low:high])
-
-    def at(self, share: float) -> float:
-        """The value at a share of the way from the first step to the last, or of the next step that has one."""
-        step = self.steps[0] + share * (self.steps[-1] - self.steps[0])
-        return self.values[min(bisect_left(self.steps, step), len(self) - 1)]
-
-    @property
-    def median(self) -> float:
-        """The lower median of the finite values; NaN without any."""
-        return lower_median(self.finite.values)
-
-
-#: Norms or factors that differ by less than this part are the same, as far as rounding goes.
-_SAME = 1e-3
-#: The fewest steps, and the smallest share of them, that have a factor or a bound in common.
-_FEW, _OFTEN = 3, 0.1
-
-
-def clip_bound(before: Series, after: Series) -> float | None:
-    """The norm to which gradients are clipped: most of the clipped steps have it in common, or many have it and none has more."""
-    clipped = dict(zip(after.steps, after.values, strict=True))
-    pairs = [(b, clipped[s]) for s, b in zip(before.steps, before.values, strict=True) if s in clipped]
-    cut = [a for b, a in pairs if math.isfinite(b) and a < (1 - _SAME) * b]
-    if not cut:
-        return None
-    usual, most = lower_median(cut), max(cut)
-    if sum(abs(a - usual) <= _SAME * usual for a in cut) > len(cut) / 2:
-        return usual
-    return most if sum(a >= (1 - _SAME) * most for a in cut) >= max(_FEW, _OFTEN * len(cut)) else None
-
-
-@dataclass(frozen=True)
-class GradientEdit:
-    """What the loop does to the norm of the whole gradient between backward and the optimizer's step: a clip, a scaling, or both.
-
-    Attributes:
-        bound: the norm that a clip leaves at most; None without one.
-        scales: by step, the factor that is no clip, such as one over the number of tokens of a summed loss; 1 in steps that it lacks.
-    """
-
-    bound: float | None = None
-    scales: Mapping[int, float] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, before: Series, after: Series, kept: Matrix | None) -> GradientEdit:
-        """From the norms of all gradients, and the norms of tensors after over before, if they are known.
-
-        A factor that steps of different norms have in common is a scaling, and a norm that they have in common a bound. Where factors
-        are all different, and no norms alike, the scaling is another one in each step.
-        """
-        used = {step: value for step, value in zip(after.steps, after.values, strict=True) if 0 < value < math.inf}
-        pairs = [(s, b, used[s]) for s, b in zip(before.steps, before.values, strict=True) if s in used and 0 < b < math.inf]
-        if not pairs or not scales_alike(kept):
-            return cls()  # of single parameters or elements, and not of the norm of all gradients together
-        factor = _common_factor([(a / b, b) for _, b, a in pairs])
-        if factor is not None:
-            scaled = Series.of((step, b * factor) for step, b, _ in pairs)
-            return cls(clip_bound(scaled, after), dict.fromkeys(before.steps, factor) if abs(factor - 1) > _SAME else {})
-        bound = clip_bound(before, after)
-        free = {step: a / b for step, b, a in pairs if bound is None or a < (1 - _SAME) * bound}
-        usual = lower_median(free.values()) if free else 1.0
-        return cls(bound, {step: free.get(step, usual) for step in before.steps})
-
-    def before_clip(self, norms: Series) -> Series:
-        """The norms that a clip gets, from those that backward brings."""
-        return Series.of((step, norm * self.scales.get(step, 1.0)) for step, norm in zip(norms.steps, norms.values, strict=True))
-
-
-def _common_factor(factors: Sequence[tuple[float, float]]) -> float | None:
-    """The factor, after over before, that most steps have in common, if their norms before differ; None if it is in too few of them."""
-    best: list[tuple[float, float]] = []
-    ordered = sorted(factors)
-    first = 0
-    for last, (factor, _) in enumerate(ordered):
-        while ordered[first][0] < (1 - _SAME) * factor:
-            first += 1
-        best = max(best, ordered[first : last + 1], key=len) if last - first >= len(best) else best
-    norms = [norm for _, norm in best]
-    is_common = len(best) >= max(min(_FEW, len(ordered)), _OFTEN * len(ordered)) and max(norms) > (1 + 2 * _SAME) * min(norms)
-    return lower_median(factor for factor, _ in best) if is_common else None
-
-
-def scales_alike(kept: Matrix | None) -> bool:
-    """Whether most steps that an edit reduced scaled all tensors by one factor; True if that is unknown. Takes norms after over before."""
-    if kept is None:
-        return True
-    smallest = kept.values.nan_to_num(math.inf, math.inf, -math.inf).amin(1)
-    largest = kept.values.nan_to_num(-math.inf, math.inf, -math.inf).amax(1)
-    reduced = (smallest < 0.999) & (largest > 0)
-    return 2 * int((reduced & (largest > smallest * 1.05)).sum()) <= int(reduced.sum())
-
-
-def _merge(names: list[str], new: Sequence[str]) -> None:
-    """Put each name that ``names`` lacks behind the one that it follows in ``new``: both are in model order."""
-    known, at = set(names), 0
-    if known.issuperset(new):
-        return
-    for name in new:
-        if name in known:
-            at = names.index(name) + 1
-        else:
-            names.insert(at, name)
-            at += 1
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """A built-in metric of many tensors over steps.
-
-    Attributes:
-        steps: ascending.
-        names: of the tensors, in model order.
-        values: float64 ``[steps, tensors]``; NaN where a tensor has no value or its value is NaN.
-    """
-
-    steps: tuple[int, ...]
-    names: tuple[str, ...]
-    values: Tensor
-
-    @classmethod
-    def of_tables(cls, tables: Iterable[tuple[int, StatsTable]], metric: str) -> Matrix | None:
-        """A built-in metric from the tables that have it, ascending by step; None without any."""
-        view = VIEWS[metric]
-        kept = [(step, table) for step, table in tables if view.columns <= table.columns | ALWAYS and table.names]
-        if not kept:
-            return None
-        names: list[str] = []
-        for new in dict.fromkeys(table.names for _, table in kept):  # nearly all tables have the same names
-            _merge(names, new)
-        counts = Counter(table.names for _, table in kept)
-        known = dict.fromkeys(names, 0)
-        for measured, count in counts.items():
-            for name in measured:
-                known[name] += count
-        names = list(fitting(known, len(kept)))
-        place = {name: column for column, name in enumerate(names)}
-        values = torch.full((len(kept), len(names)), math.nan, dtype=torch.float64, device="cpu")
-        columns: dict[tuple[str, ...], tuple[Tensor, Tensor]] = {}
-        for row, (_, table) in enumerate(kept):
-            if table.names not in columns:
-                there = [at for at, name in enumerate(table.names) if name in place]
-                columns[table.names] = (
-                    torch.tensor(there, dtype=torch.int64, device="cpu"),
-                    torch.tensor([place[table.names[at]] for at in there], dtype=torch.int64, device="cpu"),
-                )
-            at, column = columns[table.names]
-            found = torch.where(view.defined(table.rows), view.compute(table.rows), math.nan)
-            values[row, column] = found if len(at) == len(found) else found[at]
-        return cls(tuple(step for step, _ in kept), tuple(names), values)
-
-    def over(self, base: Matrix) -> Matrix | None:
-        """This matrix divided by ``base``, on the steps and tensors of both; NaN where ``base`` is not positive, None without any."""
-        steps, names = set(base.steps), set(base.names)
-        both = [step for step in self.steps if step in steps], [name for name in self.names if name in names]
-        if not all(both):
-            return None
-        above, below = self.of(*both), base.of(*both).values
-        return Matrix(above.steps, above.names, torch.where(below > 0, above.values / below, math.nan))
-
-    def column(self, name: str) -> Series:
-        """One tensor over the steps whose value is not NaN."""
-        values = self.values[:, self.names.index(name)].tolist()
-        return Series.of((step, value) for step, value in zip(self.steps, values, strict=True) if not math.isnan(value))
-
-    def of(self, steps: Iterable[int], names: Iterable[str]) -> Matrix:
-        """The part with these steps and tensors; it must have them all."""
-        row = {step: number for number, step in enumerate(self.steps)}
-        column = {name: number for number, name in enumerate(self.names)}
-        steps, names = tuple(steps), tuple(names)
-        values = self.values[[row[step] for step in steps]][:, [column[name] for name in names]]
-        return Matrix(steps, names, values)
-
-    def part(self, first: float, last: float) -> Matrix:
-        """Its steps from one share to another."""
-        rows = Series(self.steps, tuple(range(len(self.steps)))).part(first, last)
-        return Matrix(rows.steps, self.names, self.values[list(rows.values)])
-
-    def largest(self) -> dict[str, float]:
-        """The largest value of each tensor that has one; NaN is no value."""
-        found = self.values.nan_to_num(-math.inf, math.inf, -math.inf).amax(0).tolist() if len(self.steps) else []
-        return {name: value for name, value in zip(self.names, found, strict=bool(found)) if value > -math.inf}
-
-    def medians(self) -> dict[str, float]:
-        """The median value of each tensor that has one."""
-        found = torch.nanmedian(self.values, dim=0).values.tolist() if len(self.steps) else []
-        return {name: value for name, value in zip(self.names, found, strict=bool(found)) if not math.isnan(value)}
-
+from .series import GradientEdit, Matrix, Series, lower_median
 
 # --- Whether the model learns, which most rules need before they report a problem ---
 

@@ -18,7 +18,7 @@ from ...core.errors import display, nearest
 from ...core.keys import blocks_of
 from ...core.records import merged
 from ...runs.value_matrix import fitting
-from ..diagnosis.history import Series, clip_bound
+from ..diagnosis.series import Series, clip_bound
 from . import elements as colours
 from .elements import (
     LAYER_VIEWS,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...core import keys as n
-from ..diagnosis.history import Series, lower_median
+from ..diagnosis.series import Series, lower_median
 
 # --- Colours that are distinct for the colour-blind, on light and on dark pages ---
 

@@ -17,7 +17,7 @@ from ...core.records import ModelOrder, SpikeEvent, StepRecord, loss_among
 from ...runs.reader import RunReader
 from ...runs.stats_series import StatsSeries
 from ...runs.value_matrix import fitting
-from ..diagnosis.history import Series
+from ..diagnosis.series import Series
 from .elements import LAYER_VIEWS, Gap, Panel, PlotView, RecordedSteps
 
 # --- Where drawn values come from: a run directory, or the records in a monitor's memory ---

@@ -19,7 +19,8 @@ from .. import diff as text
 from ..comparison import ComparisonResult
 from ..diagnosis.diagnose import diagnose_history
 from ..diagnosis.findings import Diagnosis, Finding
-from ..diagnosis.history import History, Series
+from ..diagnosis.history import History
+from ..diagnosis.series import Series
 from ..plots import charts
 from ..plots.charts import PanelPair, RunPair, blocks, by_block, pair_layers, pair_norm, pair_update
 from ..plots.elements import (

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...analysis.diagnosis.history import lower_median
+from ...analysis.diagnosis.series import lower_median
 from ...analysis.plots.charts import blocks
 from ...analysis.run import Run
 from ...core import keys as n

@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ...analysis.diagnosis.history import Series, lower_median
+from ...analysis.diagnosis.series import Series, lower_median
 from ...analysis.run import Run, load_run
 from ...core.keys import SUMMARY, Key
 from ...core.moments import Column

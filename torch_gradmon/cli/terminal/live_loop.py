@@ -14,7 +14,7 @@ from rich.console import Group
 from rich.live import Live as Display
 from rich.text import Text
 
-from ...analysis.diagnosis.history import Series, lower_median
+from ...analysis.diagnosis.series import Series, lower_median
 from ...core.formatting import cut_start, duration, factor_text, number, percent
 from ...core.keys import SUMMARY, Key
 from .layer_table import rates_in

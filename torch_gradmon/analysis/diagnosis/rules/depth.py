@@ -13,7 +13,8 @@ from ....core.records import Severity
 from ....spikes.attribution import ParameterAttribution, SpikeCause, spike_cause
 from ....spikes.signals import Episode, largest, size
 from ..findings import UNDONE, Finding, NotMeasured
-from ..history import History, Matrix, Precautions, Series, lower_median, rank_shift, trend
+from ..history import History, Precautions, rank_shift, trend
+from ..series import Matrix, Series, lower_median
 
 # --- depth ---
 

@@ -14,19 +14,8 @@ from ....core.loop_mistakes import MISTAKES, NON_FINITE_INPUT, RANK_FAULTS, SETU
 from ....core.moments import Column
 from ....core.records import Severity, StatsTable
 from ..findings import Finding, NotMeasured
-from ..history import (
-    PERHAPS,
-    History,
-    Matrix,
-    Precautions,
-    Series,
-    falls_without_bound,
-    lower_median,
-    may_fall,
-    rank_shift,
-    spread,
-    trend,
-)
+from ..history import PERHAPS, History, Precautions, falls_without_bound, may_fall, rank_shift, spread, trend
+from ..series import Matrix, Series, lower_median
 from .nonfinite import rounding_unknown
 
 # --- Learning rates, judged by the size of updates relative to the weights, and by the loss ---

@@ -17,7 +17,8 @@ from ....core.keys import blocks_of
 from ....core.loop_mistakes import ABOUT_TO_DIVERGE, DIVERGENCE_ADVICE, LoopFinding
 from ....core.records import Severity
 from ..findings import Finding, NotMeasured
-from ..history import History, Matrix, Series, falls_without_bound, spread
+from ..history import History, falls_without_bound, spread
+from ..series import Matrix, Series
 
 # --- Weights that grow without bound, or sit on one ---
 
