@@ -122,7 +122,7 @@ def _over_floor(run: rivals.Run, tensors: list[Tensor]) -> float:
 def demo_share() -> float:
     """The monitor's share of the time of the demo's training, in percent, in the median step."""
     from torch_gradmon.cli import demo
-    from torch_gradmon.cli.demo import CharacterGPT, Sizes, corpus
+    from torch_gradmon.cli.demo_model import CharacterGPT, Sizes, corpus
 
     torch.manual_seed(0)
     _, data, characters = corpus()

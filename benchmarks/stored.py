@@ -43,7 +43,7 @@ QUICK = 50, 1500, 2
 def records(trained: int = TRAINED) -> list[tuple[StepRecord, StepRecord]]:
     """Of each step of the demo its record as the step ends, and with what is logged after it."""
     from torch_gradmon.cli import demo
-    from torch_gradmon.cli.demo import CharacterGPT, Sizes, corpus
+    from torch_gradmon.cli.demo_model import CharacterGPT, Sizes, corpus
 
     found: list[list[StepRecord]] = []
 

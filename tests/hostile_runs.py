@@ -252,7 +252,8 @@ def read_all(path: Path) -> str:
 def show_all(path: Path, report: Path | None) -> None:
     """Print what a run that can be read has, and draw it into `report`. Needs rich and plotly."""
     from torch_gradmon.analysis.report.page import write
-    from torch_gradmon.cli.terminal.summary_view import QuietConsole, show, summarize
+    from torch_gradmon.cli.terminal.layer_table import summarize
+    from torch_gradmon.cli.terminal.summary_view import QuietConsole, show
 
     with closing(load_run(path)) as run:
         if not run.steps:

@@ -16,7 +16,7 @@ from benchmarks.launches import Loop, count, layers
 from tests.simulated import AT, DEVICE, Programs, races_of, without
 from torch_gradmon import testing
 from torch_gradmon.capture import parameters
-from torch_gradmon.cli.demo import CharacterGPT, Sizes
+from torch_gradmon.cli.demo_model import CharacterGPT, Sizes
 from torch_gradmon.core.errors import WarningLog
 from torch_gradmon.core.moments import ALL_COLUMNS
 from torch_gradmon.core.simulated.timeline import Memory

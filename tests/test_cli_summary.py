@@ -19,8 +19,7 @@ import torch_gradmon as gradmon
 from torch_gradmon import load_run
 from torch_gradmon.analysis.diagnosis.series import lower_median
 from torch_gradmon.cli.main import main
-from torch_gradmon.cli.terminal.layer_table import MOST, SORTS, LayerRow, groups, sort_rows
-from torch_gradmon.cli.terminal.summary_view import RunSummary, summarize
+from torch_gradmon.cli.terminal.layer_table import MOST, SORTS, LayerRow, RunSummary, groups, sort_rows, summarize
 from torch_gradmon.core.records import SpikeEvent
 from torch_gradmon.runs.writer import RunWriter
 from torch_gradmon.spikes.attribution import spike_cause

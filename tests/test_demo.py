@@ -29,7 +29,7 @@ _BLOCKED = "import sys\nsys.modules[{name!r}] = None\nfrom torch_gradmon.cli.mai
 
 
 def _sizes() -> Any:
-    from torch_gradmon.cli.demo import Sizes
+    from torch_gradmon.cli.demo_model import Sizes
 
     return Sizes(blocks=2, width=16, heads=2, context=12, batch=3)
 
@@ -49,7 +49,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def plain() -> tuple[dict[str, dict[str, Tensor]], float]:
     """The same training without a monitor: gradients before and after the clip, parameters and updates of step 20, and its loss."""
-    from torch_gradmon.cli.demo import LEARNING_RATE, MAX_NORM, WARM_UP, CharacterGPT, corpus, draw
+    from torch_gradmon.cli.demo import LEARNING_RATE, MAX_NORM, WARM_UP
+    from torch_gradmon.cli.demo_model import CharacterGPT, corpus, draw
 
     torch.manual_seed(SEED)
     _, data, characters = corpus()

@@ -296,8 +296,10 @@ def test_a_function_of_every_token_leaves_two_numbers_behind() -> None:
 
 def test_patterns_are_not_searched_again_on_every_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     searched: list[str] = []
-    matches = gradmon.core.metric.Metric.matches
-    monkeypatch.setattr(gradmon.core.metric.Metric, "matches", lambda self, name: (searched.append(name), matches(self, name))[1])
+    matches = gradmon.core.records.Metric.matches
+    monkeypatch.setattr(
+        gradmon.core.records.Metric, "matches", lambda self, name: (searched.append(name), matches(self, name))[1]
+    )
     model = mlp()
     monitor = ModuleMonitor(model)
     monitor.add_activation_metric("norm")

@@ -105,7 +105,7 @@ def test_calls_are_still_known_in_their_order(tmp_path: Path) -> None:
 
 
 def test_a_table_of_another_run_with_two_optimizers_is_in_order_in_the_terminal(tmp_path: Path) -> None:
-    from torch_gradmon.cli.terminal.summary_view import summarize
+    from torch_gradmon.cli.terminal.layer_table import summarize
 
     model = Net(late=True)
     train(model, tmp_path).detach()

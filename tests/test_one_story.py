@@ -19,8 +19,8 @@ from torch_gradmon import ModuleMonitor, SpikeDetector, load_run
 from torch_gradmon.analysis.diagnosis.history import History
 from torch_gradmon.analysis.spike_report import explain
 from torch_gradmon.cli.main import main
+from torch_gradmon.cli.terminal.layer_table import summarize
 from torch_gradmon.cli.terminal.live import LiveRun
-from torch_gradmon.cli.terminal.summary_view import summarize
 from torch_gradmon.core.keys import GRADIENT_BEFORE_CLIP, SUMMARY, Key
 from torch_gradmon.core.moments import ALL_COLUMNS, Column, identity
 from torch_gradmon.core.records import SpikeEvent, StatsTable, StepRecord

@@ -15,10 +15,10 @@ import torch_gradmon as gradmon
 from tests.browser import available, resize, wait_for
 from torch_gradmon.analysis.plots import charts
 from torch_gradmon.analysis.plots.sources import PanelSet, ValueSource
-from torch_gradmon.analysis.report.content import LOG_SCALE
 
 for package in ("plotly", "jinja2"):
     pytest.importorskip(package)
+from torch_gradmon.analysis.report.content import LOG_SCALE  # noqa: E402
 from torch_gradmon.analysis.report.page import write, write_both  # noqa: E402
 
 pytestmark = [pytest.mark.extra, pytest.mark.skipif(not available(), reason="there is no Chromium")]

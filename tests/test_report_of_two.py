@@ -19,11 +19,12 @@ from torch_gradmon.analysis.plots import charts
 from torch_gradmon.analysis.plots.charts import RunPair, relative
 from torch_gradmon.analysis.plots.elements import downsampled
 from torch_gradmon.analysis.plots.sources import PanelSet, ValueSource
-from torch_gradmon.analysis.report.content import LOG_SCALE
 from torch_gradmon.cli.main import main
 
 for package in ("plotly", "jinja2"):
     pytest.importorskip(package)
+from torch_gradmon.analysis.report.content import LOG_SCALE  # noqa: E402
+
 pytestmark = pytest.mark.extra
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"

@@ -11,8 +11,8 @@ from torch_gradmon import load_run
 from torch_gradmon.analysis.diagnosis.series import Matrix
 from torch_gradmon.analysis.plots.charts import RunPair
 from torch_gradmon.analysis.plots.sources import PanelSet, ValueSource
+from torch_gradmon.cli.terminal.layer_table import summarize
 from torch_gradmon.cli.terminal.live import LiveRun
-from torch_gradmon.cli.terminal.summary_view import summarize
 from torch_gradmon.core.keys import GRADIENT
 from torch_gradmon.core.records import StatsTable, StepRecord
 from torch_gradmon.runs import value_matrix

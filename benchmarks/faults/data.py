@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from torch_gradmon.cli.demo import Sizes, corpus, draw
+from torch_gradmon.cli.demo_model import Sizes, corpus, draw
 
 Batch = tuple[Tensor, Tensor]
 CLASSES, FEATURES = 10, 20

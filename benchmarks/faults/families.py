@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_gradmon.cli.demo import CharacterGPT
+from torch_gradmon.cli.demo_model import CharacterGPT
 
 from . import data
 from .data import Batch

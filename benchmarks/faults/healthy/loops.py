@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from torch_gradmon.cli.demo import CharacterGPT
+from torch_gradmon.cli.demo_model import CharacterGPT
 
 from .. import data
 from ..families import Task, adamw, task

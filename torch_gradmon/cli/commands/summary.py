@@ -6,8 +6,7 @@ import argparse
 import json
 
 from ...core.keys import compile_pattern
-from ..terminal.layer_table import MOST, SORTS
-from ..terminal.summary_view import summarize
+from ..terminal.layer_table import MOST, SORTS, summarize
 from .common import JSON, RUN, Command, UsageError, flag, open_run, positive, requires_extra, value
 
 COMMAND = Command(
