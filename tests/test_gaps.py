@@ -20,7 +20,7 @@ from torch_gradmon.analysis.plots.charts import RunPair
 from torch_gradmon.analysis.plots.elements import LAYER_VIEWS, Heatmap, Line, LineChart, Panel, Subplot, downsampled
 from torch_gradmon.analysis.plots.sources import PanelSet, ValueSource
 from torch_gradmon.cli.terminal.live import LiveRun
-from torch_gradmon.cli.terminal.live_loop import Columns
+from torch_gradmon.cli.terminal.sparkline import Columns
 from torch_gradmon.core.keys import Key
 from torch_gradmon.core.records import StepRecord
 from torch_gradmon.runs.writer import RunWriter

@@ -232,7 +232,7 @@ def test_no_reader_makes_norms_of_other_columns(metric: str, tmp_path: Path) -> 
         assert not any(key.rpartition("/")[2] in ("norm", "rms", "std", "ratio") for key in keys)
         with pytest.raises(KeyError):
             run.series("gradient/head.weight/norm")
-        rows = rows_of_layers.rows(run, rows_of_layers.groups([name for name, _ in model.named_parameters()]))
+        rows = rows_of_layers.layer_rows(run, rows_of_layers.groups([name for name, _ in model.named_parameters()]))
         for row in rows:
             assert all(value != value for value in (row.norm, row.largest, row.share, row.update, row.clipped)), row
         live = LiveRun(run, 100)

@@ -323,7 +323,7 @@ def test_the_fourteen_whole_model_values(family: str, max_norm: float | None) ->
         assert metrics.pop("gradmon/overhead_pct") > 0
         assert math.isfinite(metrics.pop("gradmon/spike_score", math.nan)) == (step >= 4)
         check_tables(metrics, {}, expected, f"step {step}")
-        every = {f"gradmon/{key}" for key in gradmon.step.presets.PRESETS["standard"].keys}
+        every = {f"gradmon/{key}" for key in gradmon.step.planner.PRESETS["standard"].keys}
         assert len(every) == 14
         assert seen.missing.keys() == every - seen.metrics.keys()
     assert max_norm is None or 0 < sum(shares) < len(shares)

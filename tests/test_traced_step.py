@@ -49,7 +49,7 @@ class Trace:
     """Calls of the package's functions: the files that they reach, and those that go up the layers."""
 
     def __init__(self) -> None:
-        self.files: set[str] = set()
+        self.files: Counter[str] = Counter()
         self.up: Counter[tuple[str, str]] = Counter()
 
     @staticmethod
@@ -60,7 +60,7 @@ class Trace:
     def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
         if event != "call" or not (callee := self._file(frame)):
             return
-        self.files.add(callee)
+        self.files[callee] += 1
         back = frame.f_back
         while back is not None and back.f_code.co_name in ("<listcomp>", "<genexpr>", "<dictcomp>", "<lambda>"):
             back = back.f_back
