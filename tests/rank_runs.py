@@ -34,7 +34,6 @@ from torch_gradmon.core.errors import WarningLog
 from torch_gradmon.core.keys import GRADIENT, Key
 from torch_gradmon.core.moments import ALL_COLUMNS, Column, identity
 from torch_gradmon.monitor.runtime import at_exit
-from torch_gradmon.monitor.services import Queries
 from torch_gradmon.step.buffer import StepBuffer
 from torch_gradmon.step.exchange import RankExchange
 from torch_gradmon.step.ranks import Ranks
@@ -701,7 +700,7 @@ def batches_of(rank: int, wrap: str) -> tuple[list[str], Any, dict[str, list[flo
                 loss.backward()
         optimizer.step()
     everybody = of_everybody(norms)
-    record = Queries(monitor._runtime).settle_now()
+    record = monitor._runtime.settle_now()
     assert record is not None
     found = record.context.get("batch_norms") or monitor.missing()["gradmon/batch_norm_max"]
     monitor.detach()

@@ -24,7 +24,6 @@ from torch_gradmon.cli.terminal.live import LiveRun
 from torch_gradmon.core.keys import GRADIENT_BEFORE_CLIP, SUMMARY, Key
 from torch_gradmon.core.moments import ALL_COLUMNS, Column, identity
 from torch_gradmon.core.records import SpikeEvent, StatsTable, StepRecord
-from torch_gradmon.monitor.services import Queries
 from torch_gradmon.runs.writer import RunWriter
 from torch_gradmon.spikes.attribution import Baseline, GradientNormHistory, ParameterAttribution, spike_cause
 from torch_gradmon.spikes.hampel import Hampel
@@ -222,7 +221,7 @@ _OPTIMIZERS = {"sgd": lambda p: torch.optim.SGD(p, lr=0.02), "adam": lambda p: t
 @pytest.mark.parametrize("optimizer", _OPTIMIZERS.values(), ids=_OPTIMIZERS)
 def test_a_loss_times_100_is_blamed_on_no_layer(optimizer: Any, clip: float | None, tmp_path: Path) -> None:
     monitor = _train(tmp_path, 60, [], scaled=lambda step: 100.0 if step == 50 else 1.0, optimizer=optimizer, clip=clip)
-    Queries(monitor._runtime).settle_now()
+    monitor._runtime.settle_now()
     made = _made(monitor, 50)
     assert (made.layer, made.is_common) == ("", True)
     assert made.did.startswith("all 3 layers rose together, by ")
@@ -258,7 +257,7 @@ def test_a_large_share_beside_a_common_rise_is_explained(usual: float, words: st
 
 def test_a_batch_of_outliers_is_blamed_on_no_layer() -> None:
     monitor = _train(None, 60, [], batch=lambda step, x: 30 * x if step == 50 else x)
-    Queries(monitor._runtime).settle_now()
+    monitor._runtime.settle_now()
     made = _made(monitor, 50)
     assert (made.layer, made.is_common) == ("", True)
     assert "3 layers rose together" in made.did
@@ -268,7 +267,7 @@ def test_a_batch_of_outliers_is_blamed_on_no_layer() -> None:
 @pytest.mark.parametrize("steps", [12, 60])
 def test_one_layer_that_is_spoiled_is_named(layer: str, steps: int) -> None:
     monitor = _train(None, steps + 3, [steps], layer=layer, factor=1000.0)
-    Queries(monitor._runtime).settle_now()
+    monitor._runtime.settle_now()
     made = _made(monitor, steps)
     assert (made.layer, made.is_common) == (layer, False)
     assert made.words.startswith(f"{layer} (")

@@ -4,82 +4,63 @@ from __future__ import annotations
 
 import os
 import re
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from ..capture.compiled import unwrapped
+from ..capture.reference import frozen_copy
 from ..core import keys as n
 from ..core import validation as check
+from ..core.errors import display, nearest
 from ..core.keys import Key
+from ..core.loop_mistakes import LoopFinding
 from ..core.records import SpikeEvent
-from ..core.torch_modes import is_compiling
+from ..core.torch_modes import is_compiling, outside_dispatch_modes
 from ..plugins.clipping import AdaptiveClip
 from ..plugins.spike_policy.policy import Counts, Policy, RolledBack
-from ..runs.detail_request import DetailRequest
+from ..runs.detail_request import DetailRequest, detail_request
 from ..spikes.detector import SpikeDetector
 from ..statistics.request import DEFAULT_EPS
 from ..step.model_index import GradientSource
-from ..step.planner import PresetName
+from ..step.plan import checked_aggregation
+from ..step.planner import PRESETS, PresetName
 from ..step.plugin import Plugin
+from ..step.summary import KEY_DOCUMENTATION, MicroBatchStats, top_shares
+from . import inspection
 from .builder import MonitorConfig, build
-from .services import (
-    AggregationFunction,
-    LoopService,
-    ManualLoop,
-    MetricFunction,
-    MetricsService,
-    ModelService,
-    OutputsService,
-    Pattern,
-    Queries,
-    StateService,
-    ValuesService,
-    attention_source,
-    gradient_sources,
-    module_sources,
-)
+from .manual_loop import ManualLoop, clip_gradients
+from .records import RunDirectory
+from .runtime import NO_MODULE, AggregationFunction, MetricFunction, Pattern, Runtime, at_exit
+from .steps import unlink
 
 if TYPE_CHECKING:
     from ..analysis.diagnosis import Diagnosis
     from ..plugins.replica_check.replay import Replay
 
 
-#: The documentation of what all methods share that add metrics of tensors.
-_ARGUMENTS = """
-    Args:
-        metric_name: last part of the key; without ``metric_fn`` one of the built-ins that the class lists.
-        metric_fn: a function of the tensor that returns a number; None for the built-in.
-        metric_regex: searched (``re.search``) in the name of the parameter.
-        metric_aggregation_fn: merges several values of a step: ``"mean"``, ``"sum"``, ``"min"``, ``"max"`` or a function of them.
-        every: compute it only on steps that are divisible by it.
-        shardwise: call the function on each rank's part of a sharded tensor, and merge.
+def sources(argument: str, given: str | Iterable[str], known: Mapping[str, str]) -> list[str]:
+    """The sources of keys of the kinds that are named: stages of a gradient, or tensors of a module.
 
     Raises:
-        TypeError, ValueError: an argument is wrong, see the class.
+        TypeError: neither a name nor several.
+        ValueError: none, or an unknown one.
     """
-
-
-def _adder(source: str, documentation: str) -> Callable[..., None]:
-    """The method that adds metrics of ``source``."""
-
-    def add(
-        self: ModuleMonitor,
-        metric_name: str,
-        metric_fn: MetricFunction = None,
-        metric_regex: Pattern = ".*",
-        metric_aggregation_fn: AggregationFunction = None,
-        *,
-        every: int = 1,
-        shardwise: bool = False,
-    ) -> None:
-        metrics = MetricsService(self._runtime)
-        metrics.add([source], metric_name, metric_fn, metric_regex, metric_aggregation_fn, every, shardwise=shardwise)
-
-    add.__doc__ = f"{documentation.rstrip()}\n{_ARGUMENTS}"
-    return add
+    if not isinstance(given, (str, Iterable)):
+        raise TypeError(f"{argument} must name one or several of {', '.join(known)}, got {display(given)}")
+    kinds = (given,) if isinstance(given, str) else tuple(given)
+    for kind in kinds:
+        if kind not in known:
+            raise ValueError(f"{argument}={kind!r} is none of {', '.join(known)}{nearest(str(kind), known)}")
+    if not kinds:
+        raise ValueError(f"{argument} is empty; name at least one of {', '.join(known)}")
+    return [known[kind] for kind in kinds]
 
 
 class ModuleMonitor:
@@ -226,7 +207,22 @@ class ModuleMonitor:
             plugins=plugins,
         )
         self._runtime = build(config, module)
-        ModelService(self._runtime).introduce(self)
+        self._introduce()
+
+    def _introduce(self) -> None:
+        runtime, planner = self._runtime, self._runtime.planner
+        runtime.owner = self  # an attached runtime keeps the monitor for modules with MonitorMixin
+        if planner.module is None:
+            return
+        runtime.warn_of_idle(planner.registry.metrics)
+        assert planner.inventory is not None
+        assert planner.representative is not None  # as the module
+        runtime.factory.layers.warn_of_idle(planner.inventory.names)
+        if not runtime.fence.inert:
+            runtime.link()
+            model = planner.representative
+            runtime.pipeline.directory.annotate(model=type(model if model is None else unwrapped(model)).__name__)
+            runtime.factory.model.update(planner.inventory.facts)
 
     # --- modules -------------------------------------------------------------------------------------------------------------
 
@@ -237,8 +233,14 @@ class ModuleMonitor:
             TypeError: it is no ``nn.Module``.
             ValueError: there is a module already, or metrics of one name overlap on this one.
         """
-        ModelService(self._runtime).set(module)
-        ModelService(self._runtime).introduce(self)
+        check.module(module)
+        watched = self._runtime.planner.module
+        if watched is not None:
+            raise ValueError(
+                f"this monitor is one of a {type(watched).__name__} already; make another ModuleMonitor for another model"
+            )
+        self._runtime.planner.watch(module)
+        self._introduce()
 
     @property
     def module(self) -> nn.Module | None:
@@ -248,7 +250,9 @@ class ModuleMonitor:
     @property
     def module_names(self) -> dict[nn.Module, str]:
         """The names of the watched modules, as in keys."""
-        return ModelService(self._runtime).names()
+        inventory = self._runtime.planner.inventory
+        known = {} if inventory is None else inventory.modules
+        return {module: name for name, reference in known.items() if (module := reference()) is not None}
 
     def module_name(self, module: str | nn.Module) -> str:
         """The canonical name of a watched module. A str is returned unchanged.
@@ -257,7 +261,15 @@ class ModuleMonitor:
             TypeError: neither a module nor a name.
             ValueError: the module is not part of the watched model.
         """
-        return ModelService(self._runtime).name(module)
+        if isinstance(module, str):
+            return module
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"expected a module of the watched model or a name for it, got {display(module)}")
+        for known, name in self.module_names.items():
+            if known is module:
+                return name
+        what = type(module).__name__
+        raise ValueError(f"this {what} is not part of the watched model; pass its name as a str, or watch its model")
 
     @property
     def reference_module(self) -> nn.Module | None:
@@ -282,7 +294,18 @@ class ModuleMonitor:
             TypeError: neither a module nor ``"init"``.
             ValueError: the watched model itself, no model to copy, or a model that cannot be copied.
         """
-        ModelService(self._runtime).set_reference(module)
+        watched = self._runtime.planner.module
+        if isinstance(module, str):
+            check.one_of("module", module, ("init",))
+            if watched is None:
+                raise ValueError("there is no module to copy; pass it to ModuleMonitor(model) or call set_module(model) first")
+            with outside_dispatch_modes():
+                self._runtime.set_reference(frozen_copy(watched), follows=True)
+            return
+        check.module(module)
+        if watched is not None and unwrapped(module) is unwrapped(watched):
+            raise ValueError("the reference is the watched model itself; pass a copy, or 'init' for one as it is now")
+        self._runtime.set_reference(module, follows=False)
 
     def remove_reference_module(self) -> None:
         """Remove the reference module."""
@@ -322,31 +345,81 @@ class ModuleMonitor:
         Raises:
             TypeError, ValueError: an argument is wrong, see the class.
         """
-        sources, metrics = gradient_sources(stages), MetricsService(self._runtime)
-        metrics.add(sources, metric_name, metric_fn, metric_regex, metric_aggregation_fn, every, shardwise=shardwise)
+        self._runtime.add_metrics(
+            sources("stages", stages, n.GRADIENT_STAGES),
+            metric_name,
+            metric_fn,
+            metric_regex,
+            metric_aggregation_fn,
+            every,
+            shardwise=shardwise,
+        )
 
-    add_parameter_metric = _adder(
-        n.PARAMETER,
-        """Of the parameter before the optimizer's step: ``parameter/{param}/{metric}``.""",
-    )
-    add_update_metric = _adder(
-        n.UPDATE,
+    def add_parameter_metric(
+        self,
+        metric_name: str,
+        metric_fn: MetricFunction = None,
+        metric_regex: Pattern = ".*",
+        metric_aggregation_fn: AggregationFunction = None,
+        *,
+        every: int = 1,
+        shardwise: bool = False,
+    ) -> None:
+        """Of the parameter before the optimizer's step: ``parameter/{param}/{metric}``.
+
+        Args:
+            metric_name, metric_fn, metric_regex, metric_aggregation_fn, every, shardwise: see the class.
+        """
+        self._runtime.add_metrics(
+            [n.PARAMETER], metric_name, metric_fn, metric_regex, metric_aggregation_fn, every, shardwise=shardwise
+        )
+
+    def add_update_metric(
+        self,
+        metric_name: str,
+        metric_fn: MetricFunction = None,
+        metric_regex: Pattern = ".*",
+        metric_aggregation_fn: AggregationFunction = None,
+        *,
+        every: int = 1,
+        shardwise: bool = False,
+    ) -> None:
         """Of the optimizer's change, parameter after minus before: ``update/{param}/{metric}``. Needs :meth:`attach`.
 
-    Further built-in: ``ratio``, the norm of the update over that of the parameter before it, ``angle`` in radians between the parameter
-    before and after, and ``growth`` of its norm; all absent for a zero parameter.
-    On the steps that measure it, the parameters of an optimizer are copied while it steps. ``every`` makes these steps rarer, and
-    ``update_sample`` of the monitor limits the copy.
-    """,
-    )
-    add_optimizer_metric = _adder(
-        n.OPTIMIZER,
+        Further built-in: ``ratio``, the norm of the update over that of the parameter before it, ``angle`` in radians between the parameter
+        before and after, and ``growth`` of its norm; all absent for a zero parameter.
+        On the steps that measure it, the parameters of an optimizer are copied while it steps. ``every`` makes these steps rarer, and
+        ``update_sample`` of the monitor limits the copy.
+
+        Args:
+            metric_name, metric_fn, metric_regex, metric_aggregation_fn, every, shardwise: see the class.
+        """
+        self._runtime.add_metrics(
+            [n.UPDATE], metric_name, metric_fn, metric_regex, metric_aggregation_fn, every, shardwise=shardwise
+        )
+
+    def add_optimizer_metric(
+        self,
+        metric_name: str,
+        metric_fn: MetricFunction = None,
+        metric_regex: Pattern = ".*",
+        metric_aggregation_fn: AggregationFunction = None,
+        *,
+        every: int = 1,
+        shardwise: bool = False,
+    ) -> None:
         """Of the optimizer's state for a parameter, after its step: ``optimizer/{param}/{metric}``. Needs :meth:`attach`.
 
-    Built-in, instead of the usual ones: ``exp_avg_norm``, ``exp_avg_sq_norm``, ``grad_momentum_cosine``, ``out_of_step``. A function gets
-    a dict: the state, ``param``, ``grad``, and ``group``, the settings of the parameter's group. If it returns None, there is no key.
-    """,
-    )
+        Built-in, instead of the usual ones: ``exp_avg_norm``, ``exp_avg_sq_norm``, ``grad_momentum_cosine``, ``out_of_step``. A function
+        gets a dict: the state, ``param``, ``grad``, and ``group``, the settings of the parameter's group. If it returns None, there is no
+        key.
+
+        Args:
+            metric_name, metric_fn, metric_regex, metric_aggregation_fn, every, shardwise: see the class.
+        """
+        self._runtime.add_metrics(
+            [n.OPTIMIZER], metric_name, metric_fn, metric_regex, metric_aggregation_fn, every, shardwise=shardwise
+        )
 
     def add_activation_metric(
         self,
@@ -375,25 +448,58 @@ class ModuleMonitor:
 
         Inside ``torch.compile`` only built-ins of outputs that are views of the statistics are measured.
         """
-        sources, metrics = module_sources(of), MetricsService(self._runtime)
-        metrics.add(sources, metric_name, metric_fn, metric_regex, metric_aggregation_fn, every, split_calls=split_calls)
+        self._runtime.add_metrics(
+            sources("of", of, n.MODULE_KINDS),
+            metric_name,
+            metric_fn,
+            metric_regex,
+            metric_aggregation_fn,
+            every,
+            split_calls=split_calls,
+        )
 
-    add_activation_difference_metric = _adder(
-        n.ACTIVATION_DIFFERENCE,
+    def add_activation_difference_metric(
+        self,
+        metric_name: str,
+        metric_fn: MetricFunction = None,
+        metric_regex: Pattern = ".*",
+        metric_aggregation_fn: AggregationFunction = None,
+        *,
+        every: int = 1,
+        shardwise: bool = False,
+    ) -> None:
         """Of a module's output and that of the same module of the reference: ``activation_difference/{module}/{metric}``.
 
-    A function gets both outputs; a built-in measures their difference. On the steps that measure it the reference runs once before
-    the model, on the same inputs and with the same random numbers; see :meth:`set_reference_module`.
-    """,
-    )
+        A function gets both outputs; a built-in measures their difference. On the steps that measure it the reference runs once before
+        the model, on the same inputs and with the same random numbers; see :meth:`set_reference_module`.
 
-    add_parameter_difference_metric = _adder(
-        n.PARAMETER_DIFFERENCE,
+        Args:
+            metric_name, metric_fn, metric_regex, metric_aggregation_fn, every, shardwise: see the class.
+        """
+        self._runtime.add_metrics(
+            [n.ACTIVATION_DIFFERENCE], metric_name, metric_fn, metric_regex, metric_aggregation_fn, every, shardwise=shardwise
+        )
+
+    def add_parameter_difference_metric(
+        self,
+        metric_name: str,
+        metric_fn: MetricFunction = None,
+        metric_regex: Pattern = ".*",
+        metric_aggregation_fn: AggregationFunction = None,
+        *,
+        every: int = 1,
+        shardwise: bool = False,
+    ) -> None:
         """Of a parameter and that of the reference module: ``parameter_difference/{param}/{metric}``.
 
-    A function gets both parameters; a built-in measures their difference.
-    """,
-    )
+        A function gets both parameters; a built-in measures their difference.
+
+        Args:
+            metric_name, metric_fn, metric_regex, metric_aggregation_fn, every, shardwise: see the class.
+        """
+        self._runtime.add_metrics(
+            [n.PARAMETER_DIFFERENCE], metric_name, metric_fn, metric_regex, metric_aggregation_fn, every, shardwise=shardwise
+        )
 
     def add_coordinate_metric(
         self,
@@ -411,8 +517,7 @@ class ModuleMonitor:
         Args:
             metric_name, metric_fn, metric_regex, metric_aggregation_fn, every: see the class.
         """
-        metrics = MetricsService(self._runtime)
-        metrics.add(n.RCC_SOURCES, metric_name, metric_fn, metric_regex, metric_aggregation_fn, every)
+        self._runtime.add_metrics(n.RCC_SOURCES, metric_name, metric_fn, metric_regex, metric_aggregation_fn, every)
 
     def add_attention_metric(
         self, metric_name: str, metric_regex: Pattern = ".*", *, heads: bool = False, every: int = 1
@@ -435,8 +540,10 @@ class ModuleMonitor:
                 ``.activation``; by default they measure ``{module}.query`` and so on, for all heads together.
             every: only on steps that are divisible by it.
         """
-        source, metrics = attention_source(metric_name), MetricsService(self._runtime)
-        metrics.add([source], metric_name, None, metric_regex, None, every, per_head=check.flag(heads=heads))
+        if metric_name not in n.ATTENTION_SOURCES:
+            raise ValueError(f"there is no attention metric {metric_name!r}{nearest(str(metric_name), n.ATTENTION_SOURCES)}")
+        source = n.ATTENTION_SOURCES[metric_name]
+        self._runtime.add_metrics([source], metric_name, None, metric_regex, None, every, per_head=check.flag(heads=heads))
 
     def add_batch_metrics(self, batch_size: int = 1) -> None:
         """Measure the gradient of each micro-batch on each rank, before accumulation and reduction.
@@ -452,7 +559,10 @@ class ModuleMonitor:
         Raises:
             ValueError: ``batch_size`` is no positive int.
         """
-        MetricsService(self._runtime).add_batch_metrics(batch_size)
+        check.positive_int("batch_size", batch_size)
+        self._runtime.factory.summary.add_batches(MicroBatchStats(batch_size))
+        self._runtime.planner.measure_each_batch()
+        self._runtime.planner.changed()
 
     def add_summary_metric(self, metric_name: str) -> None:
         """Show one more whole-model value, as ``gradmon/{metric_name}``: one of a preset, or ``grad_mean``, ``grad_std`` or
@@ -461,7 +571,9 @@ class ModuleMonitor:
         Raises:
             ValueError: no such value, or it was added already.
         """
-        MetricsService(self._runtime).add_summary_metric(metric_name)
+        check.one_of("metric_name", metric_name, tuple(KEY_DOCUMENTATION))
+        self._runtime.factory.summary.choice.add(metric_name)
+        self._runtime.planner.changed()
 
     def add_preset(self, name: PresetName) -> None:
         """Whole-model values under ``gradmon/``: ``"cheap"`` (nine, of gradients only), ``"standard"`` (fourteen), or ``"full"``
@@ -470,11 +582,19 @@ class ModuleMonitor:
         Raises:
             ValueError: no such preset.
         """
-        MetricsService(self._runtime).add_preset(name)
+        check.one_of("preset", name, tuple(PRESETS))
+        preset, planner, pipeline = PRESETS[name], self._runtime.planner, self._runtime.pipeline
+        make = planner.registry.make
+        hidden = [make(source, metric, every=every, shown=False) for source, metric, every in preset.layer_metrics]
+        planner.registry.replace_hidden(hidden)
+        self._runtime.factory.summary.choice.use(preset.keys)
+        pipeline.detection.add(SpikeDetector(), of_preset=True)
+        pipeline.directory.annotate(preset=name)
+        planner.changed()
 
     def describe(self) -> dict[str, str]:
         """The meaning and unit of each value that is shown, by key; keys of metrics have the pattern in the place of a name."""
-        return MetricsService(self._runtime).describe()
+        return inspection.describe(self._runtime)
 
     def set_detail(
         self,
@@ -512,14 +632,20 @@ class ModuleMonitor:
         Raises:
             ValueError: nothing to change, or an argument has a wrong value.
         """
-        MetricsService(self._runtime).set_detail(every, preset, steps, from_step, reset)
+        change = detail_request(every, preset, steps, from_step)
+        if reset and change != DetailRequest():
+            raise ValueError("reset=True goes back to the settings of the script, and takes no other argument")
+        if change.is_reset and not reset:
+            raise ValueError("nothing to change; give every= or preset=, or reset=True to go back to the settings of the script")
+        if not self._runtime.fence.inert:
+            self._runtime.plugin("live_detail").request(change)
 
     @property
     def detail(self) -> DetailRequest | None:
         """The live change of the step in flight, or else of the next one: its ``every``, its ``preset``, and in ``steps`` the number of
         steps left. None without a change.
         """
-        return MetricsService(self._runtime).detail()
+        return inspection.detail_of(self._runtime)
 
     # --- the loop, by hooks --------------------------------------------------------------------------------------------------
 
@@ -543,7 +669,7 @@ class ModuleMonitor:
             ValueError: no module, no optimizer, already attached, or no optimizer holds a parameter of the model.
             TypeError: not an optimizer, or not a scaler.
         """
-        LoopService(self._runtime).attach(optimizers, scaler, start_step)
+        self._runtime.attach(optimizers, scaler, start_step)
         return self
 
     def detach(self) -> None:
@@ -551,7 +677,11 @@ class ModuleMonitor:
 
         The metrics stay; :meth:`attach` may follow.
         """
-        LoopService(self._runtime).detach()
+        self._runtime.mark = None
+        self._runtime.detach()
+        module = self._runtime.planner.module
+        for child in () if module is None else module.modules():
+            unlink(child)
 
     def __enter__(self) -> ModuleMonitor:
         return self
@@ -570,7 +700,10 @@ class ModuleMonitor:
         Raises:
             TypeError, ValueError: not a whole number of at least 0, or no module is set.
         """
-        return LoopService(self._runtime).begin_step(step)
+        check.step_number("step", step)
+        if self._runtime.planner.inventory is None:
+            raise ValueError(NO_MODULE)
+        return bool(self._runtime.begin_step(step))
 
     def end_step(self) -> None:
         """End the step and publish its values. Synchronises the device. Without an open step it does nothing."""
@@ -627,7 +760,12 @@ class ModuleMonitor:
             TypeError: an argument is of a wrong type.
             ValueError: no module is set, a pattern is no regular expression, or it fits nothing in the model.
         """
-        ModelService(self._runtime).expect(frozen, trains, dtype, batch_varies)
+        runtime = self._runtime
+        if runtime.planner.module is None:
+            raise ValueError("there is no module yet; pass it to ModuleMonitor(model) or call set_module(model) first")
+        setup = runtime.plugin("setup_check")
+        if setup is not None:
+            setup.expectations.declare(runtime.planner, frozen, trains, dtype, batch_varies, is_watched=runtime.loop is not None)
 
     def replay_step(self, compute: Callable[[nn.Module], Tensor], times: int = 3) -> Replay:
         """Run forward and backward of one batch several times with the same random numbers, and compare the results bit for bit, to
@@ -648,15 +786,26 @@ class ModuleMonitor:
             ValueError: there is no model or no trained parameter; ``times`` is no integer from 2 on; ``compute`` called the model itself
                 or returned a loss without a graph or gradients.
         """
-        return LoopService(self._runtime).replay(compute, times)
+        from ..plugins.replica_check.replay import Replay, replay
+
+        check.positive_int("times", times)
+        if times < 2:
+            raise ValueError(f"replay_step(times={times}) compares nothing; give at least 2")
+        module = self._runtime.planner.module
+        if module is None:
+            raise ValueError(NO_MODULE)
+        if self._runtime.fence.inert:
+            return Replay((), (), (), 0, "equal")
+        with self._runtime.lifecycle.paused():
+            return replay(module, compute, times)
 
     def is_monitoring(self) -> bool:
         """Whether a monitored step is open and not paused, and this is neither an evaluation pass nor recomputation."""
-        return not is_compiling() and Queries(self._runtime).is_listening
+        return not is_compiling() and self._runtime.is_listening
 
     def is_step_monitored(self, step: int) -> bool:
         """Whether ``step`` was monitored, or will be by the current settings."""
-        return not self._runtime.fence.inert and Queries(self._runtime).would_monitor(step)
+        return not self._runtime.fence.inert and self._runtime.would_monitor(step)
 
     @property
     def step(self) -> int | None:
@@ -690,8 +839,8 @@ class ModuleMonitor:
     @property
     def counts(self) -> Counts:
         """Numbers of steps that were attempted, applied, skipped, overflowed, or had NaN or Inf. Synchronises at most once a step."""
-        Queries(self._runtime).settle_now()
-        return Queries(self._runtime).counts()
+        self._runtime.settle_now()
+        return self._runtime.counts()
 
     def clip_grad_norm_(
         self,
@@ -725,18 +874,20 @@ class ModuleMonitor:
                 measured, or of sharded gradients while a rank has no monitor. Nothing is changed then.
             RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
         """
-        return LoopService(self._runtime).clip(parameters, max_norm, norm_type, error_if_nonfinite, exact)
+        return clip_gradients(self._runtime, parameters, max_norm, norm_type, error_if_nonfinite, exact)
 
     # --- values --------------------------------------------------------------------------------------------------------------
 
     def get_step_metrics(self) -> dict[str, float]:
         """Values of the step that ended last, plain floats by key; empty when it was not monitored. Synchronises once."""
-        record = Queries(self._runtime).settle_now()
+        record = self._runtime.settle_now()
         return {} if record is None else self._runtime.pipeline.publisher.shown(record)
 
     def get_all_metrics(self) -> dict[int, dict[str, float]]:
         """The same for the last ``history`` monitored steps, by step."""
-        return ValuesService(self._runtime).all_metrics()
+        self._runtime.settle_now()
+        pipeline = self._runtime.pipeline
+        return {record.step: pipeline.publisher.shown(record) for record in pipeline.history.records()}
 
     @property
     def last_events(self) -> tuple[SpikeEvent, ...]:
@@ -744,8 +895,8 @@ class ModuleMonitor:
 
         Synchronises once. Signals logged after this call are evaluated when the next step begins.
         """
-        Queries(self._runtime).judge_now()
-        record = Queries(self._runtime).settle_now()
+        self._runtime.judge_now()
+        record = self._runtime.settle_now()
         return () if record is None else record.events
 
     def log_scalar(
@@ -769,12 +920,27 @@ class ModuleMonitor:
             TypeError: ``key`` is no str, or the value no number.
             ValueError: a tensor of several elements; :meth:`log_tensor` takes those. Or an unknown ``reduce``.
         """
-        if aggregation_fn is not None or reduce is not None or not self._runtime.lifecycle.values.keep(key, value):
-            ValuesService(self._runtime).log_scalar(key, value, aggregation_fn, reduce)
+        if aggregation_fn is None and reduce is None and self._runtime.lifecycle.values.keep(key, value):
+            return
+        check.log_key(key)
+        if reduce is not None:
+            check.one_of("reduce", reduce, ("mean", "sum", "min", "max"))
+        with outside_dispatch_modes():
+            if isinstance(value, Tensor) and value.numel() != 1:
+                shape = tuple(value.shape)
+                raise ValueError(f"log_scalar({key!r}) takes one number, got a tensor of shape {shape}; use log_tensor")
+            if isinstance(value, Tensor) and value.is_complex():
+                raise TypeError(f"log_scalar({key!r}) takes a real number, got a complex one, {display(value)}; log its abs()")
+        if not isinstance(value, (int, float, Tensor)) and not hasattr(value, "__float__"):
+            raise TypeError(f"log_scalar({key!r}) takes a number, got {display(value)}")
+        self.log_key(Key("", key, ""), value, aggregation_fn, reduce or "")
 
     def log_scalars(self, values: Mapping[str, Any]) -> None:
         """Log several numbers by key, see :meth:`log_scalar`."""
-        ValuesService(self._runtime).log_scalars(values)
+        if not isinstance(values, Mapping):
+            raise TypeError(f"log_scalars takes a dict of numbers by key, got {display(values)}")
+        for key, value in values.items():
+            self.log_scalar(key, value)
 
     def log_tensor(self, key: str, tensor: Tensor, aggregation_fn: str | Callable[..., Any] | None = None) -> None:
         """Log a tensor as one number: its elements from all calls in the step, merged by ``aggregation_fn`` (by default the mean
@@ -783,7 +949,15 @@ class ModuleMonitor:
         Raises:
             TypeError: ``key`` is no str, or ``tensor`` no tensor.
         """
-        ValuesService(self._runtime).log_tensor(key, tensor, aggregation_fn)
+        check.log_key(key)
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"log_tensor({key!r}) takes a tensor, got {display(tensor)}; use log_scalar")
+        with outside_dispatch_modes():
+            if tensor.is_complex():
+                raise TypeError(f"log_tensor({key!r}) takes real numbers, got dtype {tensor.dtype}; log its abs()")
+        if self._runtime.is_listening:
+            aggregation = checked_aggregation(aggregation_fn, "aggregation_fn")
+            self._runtime.lifecycle.values.log(Key("", key, ""), tensor, aggregation, is_measured=True)
 
     def log_rows(self, ids: Sequence[int | str] | Tensor, losses: Tensor) -> None:
         """The loss of each row of the batch, before ``optimizer.step()``; again for each micro-batch. Only in monitored steps.
@@ -799,7 +973,7 @@ class ModuleMonitor:
         Raises:
             TypeError, ValueError: wrong types, or other shapes.
         """
-        ValuesService(self._runtime).log_rows(ids, losses)
+        self._runtime.log_rows(inspection.checked_ids(ids, losses), losses)
 
     def log_key(self, key: Key, value: Any, aggregation_fn: str | Callable[..., Any] | None = None, reducer: str = "") -> None:
         """Log a value under a key in parts; see :meth:`log_scalar` and :meth:`log_tensor`.
@@ -807,7 +981,9 @@ class ModuleMonitor:
         Raises:
             TypeError: ``key`` is no :class:`Key`.
         """
-        ValuesService(self._runtime).log_key(key, value, aggregation_fn, reducer)
+        if not isinstance(key, Key):
+            raise TypeError(f"log_key takes a Key(source, name, metric), and log_scalar a text; got {key!r}")
+        self._runtime.lifecycle.values.log(key, value, checked_aggregation(aggregation_fn, "aggregation_fn"), reducer)
 
     def tag(self, **facts: Any) -> None:
         """Facts about the step in flight, such as ``batch_ids=[...]``, for the run directory and the report on a spike.
@@ -819,7 +995,7 @@ class ModuleMonitor:
 
     def missing(self) -> dict[str, str]:
         """The reason why each requested key has no value in the step that ended last, by key."""
-        return ValuesService(self._runtime).missing()
+        return inspection.missing(self._runtime)
 
     def complaints(self) -> dict[str, int]:
         """Number of times that each problem occurred, by cause; only the first of each gives a warning.
@@ -831,7 +1007,10 @@ class ModuleMonitor:
 
     def top_parameters(self, count: int = 10) -> list[tuple[str, float]]:
         """The parameters with the largest share of the squared gradient norm in the step that ended last, largest first."""
-        return ValuesService(self._runtime).top_parameters(count)
+        check.positive_int("count", count)
+        record = self._runtime.settle_now()
+        with outside_dispatch_modes():
+            return [] if record is None else top_shares(record.tables.get(n.GRADIENT_BEFORE_CLIP), count)
 
     # --- analysis ------------------------------------------------------------------------------------------------------------
 
@@ -843,7 +1022,7 @@ class ModuleMonitor:
         saturation and attention need; ``unseen`` lists the rules that lacked a value. Takes about a second for a thousand
         parameters. Synchronises once.
         """
-        return ValuesService(self._runtime).diagnose()
+        return inspection.diagnose(self._runtime)
 
     def why(self, step: int | None = None) -> str:
         """The report on a step, by default on the worst step of the largest spike, on one screen, to print: its reasons, the
@@ -856,7 +1035,7 @@ class ModuleMonitor:
         Raises:
             TypeError, ValueError: ``step`` is no step number, or no longer in memory; or no detector looks for spikes.
         """
-        return ValuesService(self._runtime).why(step)
+        return inspection.why(self._runtime, step)
 
     def plot(self, kind: str = "heatmap", engine: str = "plotly", **options: Any) -> Any:
         """A figure of the run so far, for a notebook or a dashboard: ``wandb.log({"heatmap": monitor.plot()})``.
@@ -882,7 +1061,7 @@ class ModuleMonitor:
             TypeError: this kind has no such option.
             ImportError: the engine is not installed.
         """
-        return ValuesService(self._runtime).plot(kind, engine, options)
+        return inspection.plot(self._runtime, kind, engine, options)
 
     # --- outputs -------------------------------------------------------------------------------------------------------------
 
@@ -918,7 +1097,21 @@ class ModuleMonitor:
             TypeError: ``sink`` is none of these.
             ValueError: ``keys`` is no valid pattern, ``every`` no positive int, or ``thread`` is set for a W&B run.
         """
-        OutputsService(self._runtime).add_sink(sink, keys, every, deferred, thread, on_all_ranks)
+        from ..sinks.filtered_sink import FilteredSink, adapted, logged_anyhow
+        from ..sinks.wandb import WandbSink
+
+        pipeline, complaints = self._runtime.pipeline, self._runtime.fence.complaints
+        for each in adapted(sink):
+            if thread and isinstance(each, WandbSink):
+                raise ValueError(
+                    "W&B takes rows without delay, and those of another thread would come between; leave thread=True out"
+                )
+            kept = _Kept(weakref.ref(pipeline.directory))
+            filtered = FilteredSink(each, keys, every, complaints, deferred, thread, kept, logged_anyhow(sink))
+            filtered.stand_for(sink, on_all_ranks)
+            if callable(before_finish := getattr(each, "before_finish", None)):
+                before_finish(partial(at_exit, weakref.ref(self._runtime)))
+            pipeline.publisher.add(filtered)
 
     def add_alert(self, target: str | Callable[[Any], object], on: Iterable[str] = ("spike", "finding")) -> None:
         """Call a webhook or a function about spikes and findings, from a thread of its own: training never waits for it, and never stops.
@@ -937,7 +1130,11 @@ class ModuleMonitor:
             ValueError: the address is not one of http or https, or ``on`` is unknown. A training that stalls cannot call: ``"stalled"``
                 comes from outside, by ``gradmon serve --alert``.
         """
-        OutputsService(self._runtime).add_alert(target, on)
+        from ..sinks.alerts import AlertSink
+
+        place = self._runtime.pipeline.directory.path
+        sink = AlertSink(target, on, "" if place is None else str(place), partial(_findings, weakref.ref(self._runtime)))
+        self.add_sink(sink, deferred=True)
 
     def remove_sink(self, sink: Any) -> None:
         """Send waiting rows to ``sink``, close it and remove it.
@@ -945,7 +1142,14 @@ class ModuleMonitor:
         Raises:
             ValueError: :meth:`add_sink` was not called with it.
         """
-        OutputsService(self._runtime).remove_sink(sink)
+        self._runtime.settle_now()
+        publisher = self._runtime.pipeline.publisher
+        own = [filtered for filtered in publisher.sinks if filtered.given == sink]
+        if not own:
+            raise ValueError(f"this sink was not added, got {display(sink)}")
+        publisher.publish()
+        for filtered in own:
+            publisher.remove(filtered)
 
     def add_detector(self, detector: SpikeDetector) -> None:
         """Feed ``detector`` with the whole-model value, or the logged scalar, that its ``signal`` names.
@@ -954,13 +1158,16 @@ class ModuleMonitor:
             TypeError: it is no :class:`SpikeDetector`.
             ValueError: its signal has a detector already. A detector of a preset is replaced instead.
         """
-        OutputsService(self._runtime).add_detector(detector)
+        if not isinstance(detector, SpikeDetector):
+            raise TypeError(f"expected a SpikeDetector, got {display(detector)}; a rule goes into one: SpikeDetector(rule)")
+        self._runtime.pipeline.detection.add(detector)
+        self._runtime.planner.changed()
 
     # --- state ---------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Step number, counters, and the state of detectors and of adaptive clips by name, as plain numbers and lists."""
-        return StateService(self._runtime).state_dict()
+        return self._runtime.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a :meth:`state_dict`: the next step has the number after its last one.
@@ -968,14 +1175,31 @@ class ModuleMonitor:
         Raises:
             TypeError, ValueError: not such a state.
         """
-        StateService(self._runtime).load_state_dict(state)
+        self._runtime.load_state_dict(state)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy watches nothing, so objects that hold their monitor, the model included, can be copied and saved."""
         return ModuleMonitor, ()
 
     def __repr__(self) -> str:
-        return StateService(self._runtime).text()
+        return f"ModuleMonitor({', '.join(inspection.words(self._runtime))})"
 
     def __str__(self) -> str:
-        return StateService(self._runtime).table()
+        setup = self._runtime.plugin("setup_check")
+        return "\n  ".join([repr(self), *map(str, [] if setup is None else setup.parts())])
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """The run directory as text, while it has all rows and its monitor lives."""
+
+    directory: Callable[[], RunDirectory | None]
+
+    def __str__(self) -> str:
+        directory = self.directory()
+        return "" if directory is None or directory.has_lost else directory.description
+
+
+def _findings(runtime: Callable[[], Runtime | None]) -> list[LoopFinding]:
+    """What the plugins of a runtime have found, while it lives."""
+    return [] if (alive := runtime()) is None else alive.findings()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,19 +13,26 @@ from torch.optim import Optimizer
 
 from ..capture.gradients import reciprocal, scale_of
 from ..capture.hooks import Hook, WrappedMethod
+from ..core import keys as n
+from ..core import validation as check
+from ..core.errors import display, nearest, warn_user
 from ..core.fence import Fence, fenced
 from ..core.keys import GRADIENT, GRADIENT_BEFORE_CLIP
+from ..core.loop_mistakes import LoopFinding
+from ..core.records import Metric, StepRecord
 from ..core.torch_modes import outside_dispatch_modes
+from ..plugins.spike_policy.policy import Counts
 from ..step.active_step import Mode
 from ..step.buffer import StepBuffer
 from ..step.model_index import GradientSource
 from ..step.planner import Planner
 from ..step.plugin import Plugin
+from .builder import BUILT_IN_PLUGINS
 from .loop_hooks import LoopHooks
 from .machine import StepCycle, StepMachine, StepState
 from .optimizer_hooks import IdleStretch, LoopDriver
 from .records import RecordFactory, RecordPipeline
-from .steps import Captures, Decisions, Ownership, StepLifecycle, StepMeasurement
+from .steps import Captures, Decisions, Ownership, StepLifecycle, StepMeasurement, link, linkable
 from .values import OverflowLog
 
 # --- An unmodified training loop: reports the events of its hooks to the step machine ---
@@ -408,6 +416,27 @@ class LoopConnection:
 # --- One monitor at work: the step machine, what carries out its actions, and the life cycle of hooks ---
 
 
+MetricFunction = Callable[..., Any] | None
+Pattern = str | re.Pattern[str]
+AggregationFunction = str | Callable[..., Any] | None
+
+#: Suffixes that the tensors of an attention module add to its name.
+_SUFFIXES = {n.ACTIVATION: ("", *(f"{head}.{of}" for head in ("", ".head_0") for of in ("query", "key", "value", "activation")))}
+NO_MODULE = "there is no module to watch; pass it to ModuleMonitor(model) or call set_module(model) first"
+_GONE = "the attached optimizers are gone; call monitor.detach(), then monitor.attach() with the new ones"
+_UNATTACHED = (
+    "the parameters have changed since the attached optimizer stepped last: another optimizer steps them, or the loop itself; call "
+    "monitor.detach(), then monitor.attach() with the optimizer whose step() the loop calls"
+)
+_CAPTURED = "the loop was captured into a graph, whose replays call no hooks; call optimizer.step() outside of the graph"
+#: Plugins that find something while the training runs.
+_FINDERS = ("loop_audit", "replica_check", "setup_check", "data_check", "foresight")
+#: Parts that are absent from states of monitors without a spike policy, and of earlier versions.
+_OPTIONAL_PARTS = {"attempted", "acting", "clipping", "plugins"}
+#: Parts of plugins that a monitor brings, with their names; those of the user's are in the part ``plugins`` by name.
+_PARTS = {"acting": "spike_policy", "clipping": "clipping"}
+
+
 class Runtime:
     """The state of one monitor. :class:`torch_gradmon.ModuleMonitor` is its facade.
 
@@ -522,6 +551,185 @@ class Runtime:
         for records in self.lifecycle.plugins.call("rest"):
             self.pipeline.backfill(records)
 
+    # --- metrics and the model -----------------------------------------------------------------------------------------------
+
+    def add_metrics(
+        self,
+        sources: Sequence[str],
+        name: str,
+        function: MetricFunction,
+        regex: Pattern,
+        aggregation: AggregationFunction,
+        every: int,
+        **flags: bool,
+    ) -> None:
+        """Add one metric for each of ``sources``, all or none."""
+        for flag, value in flags.items():
+            check.flag(**{flag: value})
+        check.positive_int("every", every)
+        planner = self.planner
+        made = [planner.registry.make(source, name, function, regex, aggregation, every=every, **flags) for source in sources]
+        planner.registry.add(made, planner.matchable())
+        planner.changed()
+        self.replan()
+        self.warn_of_idle(made[:1])
+
+    def warn_of_idle(self, metrics: Iterable[Metric]) -> None:
+        """Warn about each metric whose pattern matches nothing in the model, at the line that called the monitor."""
+        planner = self.planner
+        names = planner.matchable()
+        # modules with MonitorMixin log activations under names of their own, which only the first forward shows
+        if planner.module is not None and linkable(planner.module):
+            metrics = [metric for metric in metrics if metric.source not in n.MODULE_SOURCES]
+        for metric in metrics if names is not None else ():
+            known = names[metric.source]  # type: ignore[index]
+            if not any(metric.matches(name + suffix) for name in known for suffix in _SUFFIXES.get(metric.source, ("",))):
+                pattern = metric.pattern.pattern
+                warn_user(
+                    f"the pattern {pattern!r} of the {metric.source} metric {metric.name!r} matches nothing "
+                    f"in the model{nearest(pattern, known)}"
+                )
+
+    def link(self) -> None:
+        """Link the modules that ask for their monitor."""
+        assert self.planner.module is not None
+        for module in linkable(self.planner.module):
+            link(module, self.owner)
+
+    # --- what is known by now ------------------------------------------------------------------------------------------------
+
+    def would_monitor(self, step: int) -> bool:
+        """Whether ``step`` is monitored by the cadence, or as one of the steps after a spike or under a live change."""
+        clock, cadence, active = (
+            self.state.clock,
+            self.lifecycle.planning.cadence,
+            self.lifecycle.active,
+        )
+        if clock.step is not None and step <= clock.step:
+            is_open = self.state.is_open and step == clock.step and active is not None and active.is_monitored
+            is_known = self.lifecycle.queue.newest(step) is not None or step in self.pipeline.history
+            return is_open or is_known or cadence.foretells(step, None)
+        ahead = step - clock.next_step if clock.step is None else (step - clock.step - 1) // clock.stride
+        return cadence.foretells(step, ahead)
+
+    def findings(self) -> list[LoopFinding]:
+        """What the plugins have found so far."""
+        plugins = (self.plugin(name) for name in _FINDERS)
+        return [finding for plugin in plugins if plugin is not None for finding in plugin.facts()]
+
+    @property
+    def is_listening(self) -> bool:
+        """Whether a value from inside of a forward counts."""
+        return self.lifecycle.values.is_listening(self._may_be_forward)
+
+    def _may_be_forward(self) -> bool:
+        """Whether, though no step is open, this may be the forward of the next one: no hook saw the last one's, or this is the first,
+        or only its backward pass shows it.
+        """
+        state = self.state
+        may_be = state.patterns.hides_forward or state.patterns.is_undecided or state.clock.ended is None
+        leads = self.loop is not None and not state.is_manual and torch.is_grad_enabled()
+        return may_be and leads and self.lifecycle.planning.would_measure(state.clock.next_step)
+
+    @property
+    def stale_reason(self) -> str:
+        """Why values of the last step would be stale; empty where they are not."""
+        if self.fence.is_captured:
+            return _CAPTURED
+        if self.loop is None or self.state.is_manual:
+            return ""
+        if self.loop.is_orphaned:
+            return _GONE
+        in_step = self.state.is_open and not self.state.progress.has_stepped
+        with outside_dispatch_modes():
+            is_stale = any(self.lifecycle.plugins.call("is_stale", in_step))
+        return _UNATTACHED if is_stale else ""
+
+    def counts(self) -> Counts:
+        """Of the steps so far, as far as their values have come."""
+        summary, policy, attempts = (
+            self.factory.summary,
+            self.plugin("spike_policy"),
+            self.state.clock.attempts,
+        )
+        skipped, rollbacks = (0, 0) if policy is None else (policy.skipped, policy.rollbacks)
+        applied, overflowed = attempts - summary.not_applied, summary.not_applied - skipped - summary.interrupted
+        return Counts(attempts, applied, skipped, overflowed, summary.nonfinite, rollbacks, summary.interrupted)
+
+    def settle_now(self) -> StepRecord | None:
+        """The record of the last step, None where it was not monitored. Waits for the device."""
+        self._flush_fenced()  # does nothing inside a fenced call, such as on_spike
+        return None if self.stale_reason else self.pipeline.last
+
+    @fenced
+    def judge_now(self) -> None:
+        """Make the record of the last step, and judge already now what was logged since."""
+        self.cycle.release()
+        self.lifecycle.flush_pending()
+        self.pipeline.detect_late()
+
+    @fenced
+    def _flush_fenced(self) -> None:
+        self.cycle.release()
+        self.lifecycle.flush_pending()
+
+    # --- state ---------------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as plain numbers and lists."""
+        self.settle_now()
+        self.lifecycle.hooks.wake()  # so that plugins have seen all steps
+        records = {"summary": self.factory.summary.state_dict(), "detectors": self.pipeline.detection.state_dict()}
+        steps = {"next_step": self.state.next_attempt, "attempted": self.state.clock.attempts}
+        parts = {part: plugin.state_dict() for part, name in _PARTS.items() if (plugin := self.plugin(name)) is not None}
+        states = {plugin.name: plugin.state_dict() for plugin in self.plugins if plugin.name not in BUILT_IN_PLUGINS}
+        own = {name: state for name, state in states.items() if state is not None}
+        return {**steps, **records, **parts, **({"plugins": own} if own else {})}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state, or leave everything as it was and raise."""
+        self._check_state(state)
+        before, part = self.state_dict(), ""
+        try:
+            for part in before:
+                if part in state or part not in _OPTIONAL_PARTS:
+                    self._load_part(part, state[part])
+        except Exception as error:  # a checkpoint may be of somebody else
+            for each, value in before.items():
+                self._load_part(each, value)
+            raise ValueError(
+                f"state[{part!r}] is not what ModuleMonitor.state_dict() gives, got {display(state.get(part))}; nothing was loaded"
+            ) from error
+
+    def _check_state(self, state: object) -> None:
+        if not isinstance(state, Mapping):
+            raise TypeError(f"expected the dict of ModuleMonitor.state_dict(), got {display(state)}")
+        absent = {"next_step", "summary", "detectors"} - state.keys()
+        if absent:
+            raise ValueError(f"this is no state of a ModuleMonitor: it lacks {', '.join(sorted(absent))}; it has {sorted(state)}")
+        mine = self.pipeline.detection.detector_set.detectors
+        if not isinstance(state["detectors"], Mapping) or set(state["detectors"]) != set(mine):
+            raise ValueError(
+                f"state['detectors'] has {display(state['detectors'])} and this monitor detectors of {sorted(mine)}; "
+                "add detectors of the same signals before loading"
+            )
+
+    def _load_part(self, part: str, value: Any) -> None:
+        if part == "next_step":
+            self.connection.continue_at(int(value))
+        elif part == "attempted":
+            self.state.clock.count_from(int(value))
+        elif part in _PARTS:
+            self.plugin(_PARTS[part]).load_state_dict(value)
+        elif part == "plugins":
+            for plugin in self.plugins:
+                if plugin.name in value:
+                    plugin.load_state_dict(value[plugin.name])
+        elif part == "summary":
+            self.factory.summary.load_state_dict(value)
+        else:
+            self.pipeline.detection.load_state_dict(value)
+
     # --- life cycle ----------------------------------------------------------------------------------------------------------
 
     def set_reference(self, module: nn.Module | None, follows: bool) -> None:
@@ -538,6 +746,44 @@ class Runtime:
     def replan(self) -> None:
         """What is measured changed: register the hooks for it."""
         self.lifecycle.planning.replan(self.lifecycle.active, drop_hooks=False)
+
+    def attach(
+        self,
+        optimizers: Sequence[Any],
+        scaler: torch.amp.GradScaler | None,
+        start_step: int | None,
+        before: Callable[[nn.Module], object] = lambda module: None,
+    ) -> None:
+        """Follow the loop by hooks. ``before`` is called after all checks, and before the first hook is installed."""
+        module, planner = self.planner.module, self.planner
+        if module is None:
+            raise ValueError(NO_MODULE)
+        if self.loop is not None:
+            raise ValueError("already attached; name all optimizers in one attach() call, or call detach() first")
+        check.grad_scaler(scaler)
+        if start_step is not None:
+            check.step_number("start_step", start_step)
+        bare = check.optimizers(module, optimizers, planner.source)
+        source = planner.source
+        if (source.outer is not None or source.is_pipeline) and self.plugin("spike_policy") is not None:
+            raise ValueError(
+                "on_spike= of this monitor skips or undoes steps. An engine that steps by itself does not allow that, and the stages of "
+                'a pipeline would have to do it together; use on_spike="warn" or "raise"'
+            )
+        # the user's function may raise, so it runs before anything is installed
+        self.lifecycle.planning.cadence.asked(self.state.clock.next_step if start_step is None else start_step)
+        if self.fence.inert:
+            return
+        before(module)
+        if start_step is not None:
+            self.connection.continue_at(start_step)
+        self.link()
+        known = (scaler, self.connection.scaler, check.scaler_around(optimizers))
+        chosen = next((each for each in known if each is not None), None)
+        around = check.wrappers(optimizers)
+        if (outer := planner.source.outer) is not None:
+            around += [(outer, optimizer) for optimizer in bare]
+        self.connection.follow(self, module, bare, chosen, around)
 
     def leave(self) -> None:
         """End the step in flight, or drop it if it is unfinished, and take what is recorded."""

@@ -13,7 +13,6 @@ from ..core.simulated.device import SimulatedDevice, Work
 from ..core.simulated.graph import SimulatedGraph
 from ..core.simulated.registration import simulated_device
 from .monitor import ModuleMonitor
-from .services import Queries
 
 __all__ = ["RecordingSink", "SimulatedDevice", "SimulatedGraph", "Work", "collect_records", "simulated_device"]
 
@@ -82,7 +81,7 @@ def collect_records(monitor: ModuleMonitor) -> Iterator[list[StepRecord]]:
         2.0
     """
     runtime = monitor._runtime
-    Queries(runtime).settle_now()  # a step that ended before the block is not part of it
+    runtime.settle_now()  # a step that ended before the block is not part of it
     records: list[StepRecord] = []
 
     def observe(record: StepRecord, is_update: bool) -> None:
@@ -94,7 +93,7 @@ def collect_records(monitor: ModuleMonitor) -> Iterator[list[StepRecord]]:
     runtime.pipeline.observers.append(observe)
     try:
         yield records
-        Queries(runtime).judge_now()
-        Queries(runtime).settle_now()
+        runtime.judge_now()
+        runtime.settle_now()
     finally:
         runtime.pipeline.observers.remove(observe)

@@ -19,7 +19,6 @@ from ..step.planner import PRESETS, PresetName, source_for
 from .monitor import ModuleMonitor
 from .options import MonitorOptions, OnSpike, check_names
 from .runtime import Runtime
-from .services import LoopService
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -87,7 +86,7 @@ def attach(
             _replace(other, type(unwrapped(module)).__name__)
         monitor._runtime.mark = Mark(unwrapped(module), monitor, owner)
 
-    LoopService(monitor._runtime).attach(optimizers, scaler, start_step, before)
+    monitor._runtime.attach(optimizers, scaler, start_step, before)
     return monitor
 
 
