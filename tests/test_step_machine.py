@@ -99,22 +99,22 @@ class Loop:
             case "B":
                 return machine.backward_ended(is_nested=False, in_scaler_step=False)
             case "[":
-                return machine.optimizers.step_began(name, has_closure=False, within=False)
+                return machine.step_began(name, has_closure=False, within=False)
             case "{":
-                return machine.optimizers.step_began(name, has_closure=True, within=False)
+                return machine.step_began(name, has_closure=True, within=False)
             case "}":
-                return machine.optimizers.closure_ended(name)
+                return machine.closure_ended(name)
             case "^":
-                return machine.optimizers.closure_raised(name)
+                return machine.closure_raised(name)
             case "]":
-                return machine.optimizers.step_ended(name, within=False, in_scaler_step=False)
+                return machine.step_ended(name, within=False, in_scaler_step=False)
             case ")":
-                return machine.optimizers.step_ended(name, within=False, in_scaler_step=True)
+                return machine.step_ended(name, within=False, in_scaler_step=True)
             case "!":
-                return machine.optimizers.step_overflowed(name, in_scaler_step=True)
+                return machine.step_overflowed(name, in_scaler_step=True)
             case "~":
-                machine.optimizers.step_began(name, has_closure=False, within=True)
-                return machine.optimizers.step_ended(name, within=True, in_scaler_step=False)
+                machine.step_began(name, has_closure=False, within=True)
+                return machine.step_ended(name, within=True, in_scaler_step=False)
             case "U":
                 return machine.scaler_updated()
             case "<":

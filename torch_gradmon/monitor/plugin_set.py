@@ -8,6 +8,21 @@ from typing import Any
 from ..core.errors import GradmonWarning, SpikeError, WarningLog
 from ..step.plugin import Plugin
 
+#: Names of the plugins that a monitor brings.
+BUILT_IN_PLUGINS = frozenset(
+    (
+        "overhead_budget",
+        "flight_recorder",
+        "spike_policy",
+        "live_detail",
+        "post_spike_detail",
+        "clipping",
+        "loop_audit",
+        "replica_check",
+        "setup_check",
+        "data_check",
+    )
+)
 #: Called for stopped plugins too, so that they release what they hold.
 _ALWAYS = {"on_detach", "close"}
 #: Called in idle steps too, of plugins that watch these.

@@ -27,10 +27,10 @@ from ..step.buffer import StepBuffer
 from ..step.model_index import GradientSource
 from ..step.planner import Planner
 from ..step.plugin import Plugin
-from .builder import BUILT_IN_PLUGINS
 from .loop_hooks import LoopHooks
 from .machine import StepCycle, StepMachine, StepState
 from .optimizer_hooks import IdleStretch, LoopDriver
+from .plugin_set import BUILT_IN_PLUGINS
 from .records import RecordFactory, RecordPipeline
 from .steps import Captures, Decisions, Ownership, StepLifecycle, StepMeasurement, link, linkable
 from .values import OverflowLog
@@ -250,7 +250,7 @@ class FollowedLoop(LoopDriver):
         if not self._is_due:
             return
         self.hooks.scaler.wrapper_began(optimizer)
-        self.machine.optimizers.wrapper_began(id(optimizer))
+        self.machine.wrapper_began(id(optimizer))
 
     def wrapper_ended(self, optimizer: Optimizer) -> None:
         source = self._lifecycle.planning.planner.source
@@ -261,7 +261,7 @@ class FollowedLoop(LoopDriver):
                 )
             self.step_overflowed(optimizer)
         else:
-            self.machine.optimizers.wrapper_ended(id(optimizer))
+            self.machine.wrapper_ended(id(optimizer))
 
     def step_began(self, optimizer: Optimizer, has_closure: bool, within: bool) -> bool:
         if self.fence.is_captured:
@@ -271,26 +271,26 @@ class FollowedLoop(LoopDriver):
             self.hooks.backward.optimizer_steps(optimizer)
         self.hooks.scaler.step_began(optimizer, takes_values=not self.machine.state.is_open or self._lifecycle.has_values)
         self._lifecycle.plugins.call("on_optimizer_step", optimizer, has_closure)
-        return self.machine.optimizers.step_began(id(optimizer), has_closure, within)
+        return self.machine.step_began(id(optimizer), has_closure, within)
 
     def closure_ended(self, optimizer: Optimizer) -> bool:
         if (active := self._lifecycle.active) is not None and active.buffer is not None:
             active.buffer.end_rows()
-        return self.machine.optimizers.closure_ended(id(optimizer))
+        return self.machine.closure_ended(id(optimizer))
 
     def closure_raised(self, optimizer: Optimizer, error: str) -> None:
-        self.machine.optimizers.closure_raised(id(optimizer), error)
+        self.machine.closure_raised(id(optimizer), error)
 
     def step_ended(self, optimizer: Optimizer, found_inf: Tensor | None, within: bool) -> None:
         self.hooks.stretch.step_followed()
         self._lifecycle.plugins.call("on_optimizer_stepped", optimizer)
         if found_inf is not None and not within:
             self._overflows.note(found_inf)
-        self.machine.optimizers.step_ended(id(optimizer), within, self.hooks.scaler.in_step)
+        self.machine.step_ended(id(optimizer), within, self.hooks.scaler.in_step)
 
     def step_overflowed(self, optimizer: Optimizer) -> None:
         self._lifecycle.plugins.call("on_optimizer_overflowed", optimizer)
-        self.machine.optimizers.step_overflowed(id(optimizer), self.hooks.scaler.in_step)
+        self.machine.step_overflowed(id(optimizer), self.hooks.scaler.in_step)
 
     def loss_scaled(self) -> None:
         self._lifecycle.plugins.call("on_loss_scaled")
