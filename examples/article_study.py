@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification
 
 import torch_gradmon as gradmon
-from torch_gradmon.cli.demo import corpus
+from torch_gradmon.cli.demo_model import corpus
 
 RATES = (10.0, 0.1, 0.001, 0.00005)
 STEPS, BATCH, PAIRS = 80, 16, 256

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
-from torch_gradmon.cli.demo import CharacterGPT, Sizes, corpus, draw
+from torch_gradmon.cli.demo_model import CharacterGPT, Sizes, corpus, draw
 
 STEPS, RATE, SIZES = 180, 2e-3, Sizes(blocks=2, width=64, heads=2, context=32)
 ACCIDENTS = {"shuffled labels": 80, "huge learning rate": 120, "overflow": 150}

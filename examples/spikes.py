@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
-from torch_gradmon.cli.demo import CharacterGPT, Sizes, corpus, draw
+from torch_gradmon.cli.demo_model import CharacterGPT, Sizes, corpus, draw
 
 STEPS = 180
 SHUFFLED, HUGE_RATE, OVERFLOW = 80, 120, 170
