@@ -80,7 +80,7 @@ class Database:
         self._base.execute("INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?)", row)
         self._base.executemany(
             "INSERT INTO tables VALUES (?, ?, ?)",
-            [(record.step, source, data) for source, data in zip(tables, blobs, strict=True)],
+            [(record.step, source, data) for source, (_, data) in zip(tables, blobs, strict=True)],
         )
         self._base.execute("COMMIT")
 

@@ -30,9 +30,9 @@ from torch_gradmon.core.moments import ALL_COLUMNS
 from torch_gradmon.core.records import StatsTable, StepRecord
 from torch_gradmon.runs import format as f
 from torch_gradmon.runs import index
-from torch_gradmon.runs.index import Successors
+from torch_gradmon.runs import writer as writing
 from torch_gradmon.runs.log import LogReader, framed
-from torch_gradmon.runs.writer import RunWriter, Superseded
+from torch_gradmon.runs.writer import RunWriter, Successors, Superseded
 
 from . import forked
 from .hostile_runs import made, records_in
@@ -458,11 +458,11 @@ def test_a_later_file_that_takes_long_to_read_holds_no_training_up(tmp_path: Pat
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LogReader, "_bytes", counted)
-        patch.setattr(index, "_LOOK_SECONDS", 0.0)  # each look has time for one read of each file
+        patch.setattr(writing, "_LOOK_SECONDS", 0.0)  # each look has time for one read of each file
         for _ in range(3):
             writer._looked = -math.inf
             writer.log(replace(record, step=record.step + 1))
-    assert reads[0] <= 3 * 2 * index._SUCCESSORS
+    assert reads[0] <= 3 * 2 * writing._SUCCESSORS
     writer.close()
 
 

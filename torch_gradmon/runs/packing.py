@@ -1,8 +1,8 @@
 """Pack statistics into blobs of float32.
 
-The blob of a source and step has for each tensor: count (if it can change between steps), mean, spread (population standard deviation, or
-rms if no sum was measured), mean of |x|, near-zero count, non-finite count, smallest and largest value. float32 keeps seven digits of each;
-of raw sums it would lose the spread.
+The blob of a source and step has columns, each with a number for every tensor: count (if it can change between steps), mean, mean of |x|,
+spread (population standard deviation, or rms if no sum was measured), near-zero count, non-finite count, smallest and largest value.
+float32 keeps seven digits of each; of raw sums it would lose the spread. Columns that are 0 everywhere are left out, but one.
 """
 
 from __future__ import annotations
@@ -42,16 +42,6 @@ class TableLayout(NamedTuple):
     counts: tuple[int, ...]
     same_as: str
 
-    @property
-    def width(self) -> int:
-        """Bytes of a tensor."""
-        return 4 * len(_index(self.columns, bool(self.counts)))
-
-    @property
-    def size(self) -> int:
-        """Bytes of a step."""
-        return 0 if self.same_as else self.width * len(self.names)
-
     def definition(self) -> dict[str, Any]:
         """As JSON."""
         return {
@@ -64,9 +54,39 @@ class TableLayout(NamedTuple):
             "same_as": self.same_as,
         }
 
+    def dense(self, absent: int, data: bytes) -> bytes:
+        """The blob of a step with all columns; ``absent`` has a bit for each that was left out.
+
+        Raises:
+            Unreadable: it has another size.
+        """
+        width, columns = 4 * len(self.names), len(_index(self.columns, bool(self.counts)))
+        there = [] if self.same_as else [not absent >> column & 1 for column in range(columns)]
+        if len(data) != width * sum(there) or (there and not any(there)):
+            raise Unreadable("rows are not of the size of their layout")
+        if all(there):
+            return data
+        parts = (data[begin : begin + width] for begin in range(0, len(data), width or 1))
+        return b"".join(next(parts, b"") if is_there else bytes(width) for is_there in there)
+
     def rows(self, blobs: Sequence[bytes]) -> torch.Tensor:
         """The statistics of several steps, float64 ``[steps, tensors, 8]``."""
-        return unpack_steps(b"".join(blobs), len(blobs), self)
+        rows = np.zeros((len(blobs), len(self.names), WIDTH))
+        rows[..., Column.MIN], rows[..., Column.MAX] = np.inf, -np.inf
+        if not rows.size:
+            return torch.from_numpy(rows)
+        stored = np.frombuffer(b"".join(blobs), "<f4").reshape(len(blobs), -1, len(self.names))
+        rows[..., _index(self.columns, bool(self.counts))] = stored.swapaxes(1, 2)
+        if self.counts:
+            rows[..., Column.COUNT] = self.counts
+        count, spread = rows[..., Column.COUNT], rows[..., Column.SQUARE_SUM].copy()
+        mean = rows[..., Column.SUM].copy() if Column.SUM in self.columns else 0.0
+        with np.errstate(all="ignore"):
+            rows[..., Column.SUM] *= count
+            rows[..., Column.ABS_SUM] *= count
+            rows[..., Column.SQUARE_SUM] = count * np.where(np.isfinite(spread), mean * mean + spread * spread, spread)
+        rows[count == 0] = [0.0] * SUMMED + [np.inf, -np.inf]
+        return torch.from_numpy(rows)
 
     def table(self, blob: bytes) -> StatsTable:
         """The statistics of one step."""
@@ -79,8 +99,8 @@ class TableLayout(NamedTuple):
             return self, data
         rows = [row for row, name in enumerate(self.names) if name in kept]
         counts = tuple(self.counts[row] for row in rows) if self.counts else ()
-        part = self._replace(names=tuple(self.names[row] for row in rows), counts=counts)
-        return part, b"".join(data[self.width * row : self.width * (row + 1)] for row in rows)
+        columns = np.frombuffer(data, "<f4").reshape(-1, len(self.names))
+        return self._replace(names=tuple(self.names[row] for row in rows), counts=counts), columns[:, rows].tobytes()
 
 
 def layout_of(facts: Mapping[str, Any]) -> TableLayout:
@@ -131,46 +151,32 @@ def _index(columns: frozenset[Column], counted: bool) -> np.ndarray:
     return np.array(_stored(columns, counted))
 
 
-def pack(tables: Sequence[tuple[StatsTable, bool]]) -> list[bytes]:
-    """Each table, with its rows, as little-endian float32, tensor after tensor, measured columns in the order of :class:`Column`.
+def pack(tables: Sequence[tuple[StatsTable, bool]]) -> list[tuple[int, bytes]]:
+    """Of each table, with its rows, the columns that are left out, a bit for each, and the blob of the others.
 
     All tables are packed together, since each operation on small arrays costs the same. Each comes with whether to leave out its counts,
     which are then stored with the layout.
     """
     if not tables:
         return []
-    rows = np.concatenate([table.rows.numpy() for table, _ in tables])
+    rows = np.concatenate([table.rows.numpy() for table, _ in tables]).T
     ends = np.cumsum([len(table.names) for table, _ in tables]).tolist()
     parts = list(zip([0, *ends], ends, tables, strict=False))
     for begin, end, (table, _) in parts:
         if Column.SUM not in table.columns:
-            rows[begin:end, Column.SUM] = 0.0  # which makes the spread the rms
+            rows[Column.SUM, begin:end] = 0.0  # which makes the spread the rms
     with np.errstate(all="ignore"):
-        rows[:, Column.SUM : Column.SQUARE_SUM + 1] /= rows[:, : Column.COUNT + 1]
-        mean, square = rows[:, Column.SUM], rows[:, Column.SQUARE_SUM]
+        rows[Column.SUM : Column.SQUARE_SUM + 1] /= rows[Column.COUNT]
+        mean, square = rows[Column.SUM], rows[Column.SQUARE_SUM]
         variance = np.maximum(square - mean * mean, 0.0)
         # if the spread is not finite, store the mean square, which keeps NaN and infinity apart
-        rows[:, Column.SQUARE_SUM] = np.sqrt(np.where(np.isfinite(square), variance, square))
-        rows[rows[:, Column.COUNT] <= 0] = 0.0
-        packed = rows.astype("<f4")
-    return [packed[begin:end, _index(table.columns, counted)].tobytes() for begin, end, (table, counted) in parts]
-
-
-def unpack_steps(data: bytes, steps: int, layout: TableLayout) -> torch.Tensor:
-    """The inverse of :func:`pack` for the concatenated blobs of ``steps`` steps: rows ``[steps, tensors, 8]``, float64."""
-    tensors, columns = len(layout.names), layout.columns
-    rows = np.zeros((steps, tensors, WIDTH))
-    rows[..., Column.MIN], rows[..., Column.MAX] = np.inf, -np.inf
-    if not rows.size:
-        return torch.from_numpy(rows)
-    rows[..., _index(columns, bool(layout.counts))] = np.frombuffer(data, "<f4").reshape(steps, tensors, -1)
-    if layout.counts:
-        rows[..., Column.COUNT] = layout.counts
-    count, spread = rows[..., Column.COUNT], rows[..., Column.SQUARE_SUM].copy()
-    mean = rows[..., Column.SUM].copy() if Column.SUM in columns else 0.0
-    with np.errstate(all="ignore"):
-        rows[..., Column.SUM] *= count
-        rows[..., Column.ABS_SUM] *= count
-        rows[..., Column.SQUARE_SUM] = count * np.where(np.isfinite(spread), mean * mean + spread * spread, spread)
-    rows[count == 0] = [0.0] * SUMMED + [np.inf, -np.inf]
-    return torch.from_numpy(rows)
+        rows[Column.SQUARE_SUM] = np.sqrt(np.where(np.isfinite(square), variance, square))
+        rows[:, rows[Column.COUNT] <= 0] = 0.0
+        packed = rows.astype("<f4", order="C")
+    found = []
+    for begin, end, (table, counted) in parts:
+        columns = packed[_index(table.columns, counted), begin:end]
+        there = columns.any(axis=1)
+        there[0] |= not there.any()
+        found.append((sum(1 << column for column in np.flatnonzero(~there).tolist()), columns[there].tobytes()))
+    return found
