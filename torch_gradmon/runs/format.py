@@ -46,6 +46,8 @@ ENTRY = np.dtype(
         ("layouts", "<u4"), ("keys", "<u4"), ("flags", "u1"),
     ]
 )  # fmt: skip
+#: The same, packed.
+of_entry = struct.Struct("<qqdqqIIB").pack
 #: No record takes fewer bytes.
 _SMALLEST = 24
 #: Kind, number of values, number of the key.
@@ -294,9 +296,8 @@ def tables_of(record: bytes, step: int | None = None) -> list[tuple[int, int, by
 
 
 def squeezed(numbers: np.ndarray) -> bytes:
-    """Numbers of 8 bytes: the differences between them as integers, first the lowest byte of each, then the next, compressed by zlib."""
-    differences = np.diff(numbers.view("<i8"), prepend=np.int64(0))
-    return zlib.compress(differences.view("u1").reshape(-1, 8).T.tobytes(), 1)
+    """Numbers of 8 bytes, compressed by zlib: first the lowest byte of each, then the next, since these are most alike."""
+    return zlib.compress(numbers.view("u1").reshape(-1, 8).T.tobytes(), 1)
 
 
 def unsqueezed(data: bytes, count: int) -> np.ndarray:
@@ -312,8 +313,7 @@ def unsqueezed(data: bytes, count: int) -> np.ndarray:
         raise Unreadable("numbers cannot be decompressed") from None
     if len(found) != 8 * count or not inflate.eof or inflate.unused_data:
         raise Unreadable("there are other numbers than there should be")
-    differences = np.ascontiguousarray(np.frombuffer(found, "u1").reshape(8, -1).T).view("<i8")[:, 0]
-    return np.cumsum(differences, dtype="<i8")
+    return np.ascontiguousarray(np.frombuffer(found, "u1").reshape(8, -1).T).view("<i8")[:, 0]
 
 
 class Index(NamedTuple):
@@ -335,7 +335,7 @@ class Index(NamedTuple):
         numbers = [each.view("<i8") if each.dtype == "<f8" else each.astype("<i8") for each in map(np.ascontiguousarray, fields)]
         places = np.array([[*self.columns], [*self.columns.values()]], "<i8")
         head = _INDEX.pack(INDEX, len(self.entries), len(self.columns), *self.before)
-        return head + squeezed(np.concatenate((*numbers, *places)))
+        return head + squeezed(np.diff(np.concatenate((*numbers, *places)), prepend=np.int64(0)))
 
 
 def before_index(record: bytes) -> tuple[int, int]:
@@ -360,7 +360,7 @@ def index_of(record: bytes, begin: int) -> Index:
     _, count, keys, *_ = _INDEX.unpack_from(record)
     if not count or not first <= last <= begin or _SMALLEST * (count + keys) > begin - last:  # before it takes any memory
         raise Unreadable("an index has no records, or more than there is room for")
-    numbers = unsqueezed(record[_INDEX.size :], 8 * count + 2 * keys)
+    numbers = np.cumsum(unsqueezed(record[_INDEX.size :], 8 * count + 2 * keys))
     fields, (key, place) = numbers[: 8 * count].reshape(8, count), numbers[8 * count :].reshape(2, keys)
     begins, steps, bits, rows, ends, layouts, sets, flags = fields
     is_sound = _is_sound(steps, bits.view("<f8")) & (rows >= 0) & (ends >= 0)
@@ -380,7 +380,7 @@ def index_of(record: bytes, begin: int) -> Index:
 
 def of_column(key: int, values: np.ndarray) -> bytes:
     """The values of one key in the records of an index, in their order."""
-    return _COLUMN.pack(COLUMN, len(values), key) + squeezed(values.astype("<f8", copy=False))
+    return _COLUMN.pack(COLUMN, len(values), key) + squeezed(np.ascontiguousarray(values, "<f8"))
 
 
 def column_of(record: bytes, key: int, count: int) -> np.ndarray:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,7 +49,7 @@ class TableLayout(NamedTuple):
             "is": "layout",
             "source": self.source,
             "measured": [_NAMES[column] for column in sorted(self.columns)],
-            "stored": [_NAMES[column] for column in _stored(self.columns, bool(self.counts))],
+            "stored": [_NAMES[Column(column)] for column in _stored(self.columns, bool(self.counts))],
             "tensors": self.names,
             "counts": self.counts,
             "same_as": self.same_as,
@@ -60,7 +61,7 @@ class TableLayout(NamedTuple):
         Raises:
             Unreadable: it has another size.
         """
-        width, columns = 4 * len(self.names), len(_index(self.columns, bool(self.counts)))
+        width, columns = 4 * len(self.names), len(_stored(self.columns, bool(self.counts)))
         there = [] if self.same_as else [not absent >> column & 1 for column in range(columns)]
         if len(data) != width * sum(there) or (there and not any(there)):
             raise Unreadable("rows are not of the size of their layout")
@@ -76,7 +77,7 @@ class TableLayout(NamedTuple):
         if not rows.size:
             return torch.from_numpy(rows)
         stored = np.frombuffer(b"".join(blobs), "<f4").reshape(len(blobs), -1, len(self.names))
-        rows[..., _index(self.columns, bool(self.counts))] = stored.swapaxes(1, 2)
+        rows[..., _stored(self.columns, bool(self.counts))] = stored.swapaxes(1, 2)
         if self.counts:
             rows[..., Column.COUNT] = self.counts
         count, spread = rows[..., Column.COUNT], rows[..., Column.SQUARE_SUM].copy()
@@ -120,7 +121,7 @@ def layout_of(facts: Mapping[str, Any]) -> TableLayout:
     if len(counts) not in (0, len(names)) or not all(type(count) is int and 0 <= count < 2**62 for count in counts):
         raise Unreadable("a layout has counts that are none")
     columns = frozenset(_COLUMNS[column] for column in measured if isinstance(column, str) and column in _COLUMNS)
-    if stored != [_NAMES[column] for column in _stored(columns, bool(counts))] or len(set(names)) != len(names):
+    if stored != [_NAMES[Column(column)] for column in _stored(columns, bool(counts))] or len(set(names)) != len(names):
         raise Unreadable("a layout has other columns, or names twice")
     return TableLayout(source, tuple(names), columns, tuple(counts), same_as)
 
@@ -142,13 +143,9 @@ def _integers(numbers: bytes) -> tuple[int, ...]:
     return tuple(map(int, np.frombuffer(numbers, np.float64)))
 
 
-def _stored(columns: frozenset[Column], counted: bool) -> list[Column]:
-    return sorted((columns | ALWAYS) - ({Column.COUNT} if counted else set()))
-
-
 @cache
-def _index(columns: frozenset[Column], counted: bool) -> np.ndarray:
-    return np.array(_stored(columns, counted))
+def _stored(columns: frozenset[Column], counted: bool) -> list[int]:
+    return sorted(map(int, (columns | ALWAYS) - ({Column.COUNT} if counted else set())))
 
 
 def pack(tables: Sequence[tuple[StatsTable, bool]]) -> list[tuple[int, bytes]]:
@@ -160,7 +157,7 @@ def pack(tables: Sequence[tuple[StatsTable, bool]]) -> list[tuple[int, bytes]]:
     if not tables:
         return []
     rows = np.concatenate([table.rows.numpy() for table, _ in tables]).T
-    ends = np.cumsum([len(table.names) for table, _ in tables]).tolist()
+    ends = list(accumulate([len(table.names) for table, _ in tables]))
     parts = list(zip([0, *ends], ends, tables, strict=False))
     for begin, end, (table, _) in parts:
         if Column.SUM not in table.columns:
@@ -172,11 +169,14 @@ def pack(tables: Sequence[tuple[StatsTable, bool]]) -> list[tuple[int, bytes]]:
         # if the spread is not finite, store the mean square, which keeps NaN and infinity apart
         rows[Column.SQUARE_SUM] = np.sqrt(np.where(np.isfinite(square), variance, square))
         rows[:, rows[Column.COUNT] <= 0] = 0.0
-        packed = rows.astype("<f4", order="C")
+        packed, size = rows.astype("<f4").tobytes(), 4 * len(mean)
     found = []
     for begin, end, (table, counted) in parts:
-        columns = packed[_index(table.columns, counted), begin:end]
-        there = columns.any(axis=1)
-        there[0] |= not there.any()
-        found.append((sum(1 << column for column in np.flatnonzero(~there).tolist()), columns[there].tobytes()))
+        zero, begin, end = bytes(4 * (end - begin)), 4 * begin, 4 * end
+        columns = [packed[column * size + begin : column * size + end] for column in _stored(table.columns, counted)]
+        absent = sum([1 << place for place, column in enumerate(columns) if column == zero])
+        if absent + 1 == 1 << len(columns):
+            absent -= 1  # the first one stays
+        kept = [column for column in columns if column != zero] if absent else columns
+        found.append((absent, b"".join(kept or columns[:1])))
     return found

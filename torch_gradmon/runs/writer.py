@@ -157,7 +157,7 @@ class RunWriter:
         self._number, self._values, self._successors = number, values, Successors(self.path, number)
         self._rows: LogWriter | None = None
         self._begin_index()
-        self._entries.append((begin, 0, 0.0, 0, 0, 0, 0, f.IS_JSON))
+        self._entries.append(f.of_entry(begin, 0, 0.0, 0, 0, 0, 0, f.IS_JSON))
         self._ids: dict[Key, int] = {}
         self._key_sets: dict[tuple[Key, ...], tuple[int, tuple[int, ...]]] = {}  # the number of each, and those of its keys
         self._key_set = 0  # the last one that was defined
@@ -178,28 +178,31 @@ class RunWriter:
 
     def _put(self, facts: Mapping[str, Any]) -> None:
         begin, _ = self._values.append(f.of_json(facts))
-        self._entries.append((begin, 0, 0.0, 0, 0, 0, 0, f.IS_JSON))
+        self._entries.append(f.of_entry(begin, 0, 0.0, 0, 0, 0, 0, f.IS_JSON))
 
     def _begin_index(self, before: tuple[int, int] = (0, 0)) -> None:
         self._before_index = before
-        self._entries: list[tuple[Any, ...]] = []  # of an index of the records since the last one
+        self._entries: list[bytes] = []  # of an index of the records since the last one
         self._indexed: dict[tuple[int, ...], list[tuple[int, np.ndarray]]] = {}  # by keys: numbers of records, and their values
         self._waiting = 0  # so many values
 
     def _put_index(self) -> None:
         """Write an index of the records since the last one, and their values by key, so that a reader need not read all of them."""
-        columns: dict[int, tuple[list[int], list[np.ndarray]]] = {}
-        for keys, found in self._indexed.items():
-            numbers = [number for number, _ in found]
-            for key, values in zip(keys, np.stack([values for _, values in found], axis=1), strict=True):
-                before = columns.setdefault(key, ([], []))
-                before[0].extend(numbers)
-                before[1].append(values)
+        places = [np.array([number for number, _ in found]) for found in self._indexed.values()]
+        columns: dict[int, list[tuple[int, np.ndarray]]] = {}  # by key: number of the set, values
+        for number, (keys, found) in enumerate(self._indexed.items()):
+            for key, values in zip(keys, np.concatenate([values for _, values in found]).reshape(-1, len(keys)).T, strict=True):
+                columns.setdefault(key, []).append((number, values))
+        orders: dict[tuple[int, ...], np.ndarray] = {}
         begins = {}
-        for key, (numbers, parts) in columns.items():
-            values = parts[0] if len(parts) == 1 else np.concatenate(parts)[np.argsort(numbers)]
+        for key, parts in columns.items():
+            sets = tuple([number for number, _ in parts])
+            if sets not in orders:
+                orders[sets] = np.argsort(np.concatenate([places[number] for number in sets]))
+            values = np.concatenate([values for _, values in parts])[orders[sets]]
             begins[key] = self._values.append(f.of_column(key, values))[0]
-        self._begin_index(self._values.append(f.Index(self._before_index, np.array(self._entries, f.ENTRY), begins).packed()))
+        index = f.Index(self._before_index, np.frombuffer(b"".join(self._entries), f.ENTRY), begins)
+        self._begin_index(self._values.append(index.packed()))
 
     def _row_file(self) -> LogWriter:
         if self._rows is None:
@@ -367,7 +370,7 @@ class RunWriter:
         if keys:
             self._indexed.setdefault(keys, []).append((len(self._entries), frame.values))
             self._waiting += len(keys)
-        self._entries.append((begin, frame.step, frame.time, *rows, layouts, number, frame.flags))
+        self._entries.append(f.of_entry(begin, frame.step, frame.time, *rows, layouts, number, frame.flags))
 
     def _parts(self, tables: Mapping[str, StatsTable], rng: Mapping[str, torch.Tensor]) -> list[tuple[int, int, bytes]]:
         layouts = {source: self._layout_of(source, table) for source, table in tables.items()}
