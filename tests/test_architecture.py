@@ -55,7 +55,7 @@ ALSO = {
     "cli.commands.diagnose": {"rich"},
     "cli.demo": {"rich", "tqdm"},
     "cli.demo_table": {"rich"},
-    "runs.export.arrow": {"pyarrow"},
+    "runs.export": {"pyarrow"},
     "integrations.accelerate": {"accelerate"},
     "integrations.ignite": {"ignite"},
     "integrations.lightning": {"lightning"},

@@ -11,10 +11,9 @@ from ..core import keys as n
 from ..core.errors import display
 from ..core.progress import ProgressBar
 from ..core.trained_parts import TrainedPart, before_schedule, model_text, trained_parts
-from ..runs.export import files
-from ..runs.export.tables import TABLES, chosen_steps, frame_of, table_of
-from ..runs.reader import RunReader
-from ..runs.window import single_threaded
+from ..runs import export as files
+from ..runs.export import TABLES, chosen_steps, frame_of, table_of
+from ..runs.reader import RunReader, single_threaded
 from ..spikes.suspect_history import GradientNormHistory
 from ..spikes.suspects import REMEMBERED, ParameterAttribution
 from .many_runs.find import no_run

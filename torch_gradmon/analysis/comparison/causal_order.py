@@ -9,7 +9,7 @@ from ...core import keys as n
 from ...core.keys import Key
 from ...core.loss_keys import is_loss
 from ...core.moments import VIEWS
-from ...runs.window import COUNT
+from ...runs.reader import COUNT
 
 #: The source of a step's facts: ``context/lr``, ``context/amp_scale`` and ``context/applied``.
 CONTEXT = "context"

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ...core.keys import Key, format_key
-from ...runs.value_matrix import ValueMatrix
-from ...runs.window import Window, is_of_layer
+from ...runs.reader import ValueMatrix, Window, is_of_layer
 from .causal_order import CONTEXT, stage_of
 from .matching import SheetComparison
 from .result import Divergence

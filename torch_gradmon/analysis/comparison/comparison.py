@@ -15,8 +15,7 @@ from ...core import keys as n
 from ...core.keys import Key, format_key
 from ...core.loss_keys import loss_among
 from ...core.moments import VIEWS
-from ...runs.value_matrix import ValueMatrix
-from ...runs.window import is_of_layer
+from ...runs.reader import ValueMatrix, is_of_layer
 from ..run import Run
 from .causal_order import CONTEXT, STAGES, Order, stage_of
 from .cells import Cell, facts_of, item_key

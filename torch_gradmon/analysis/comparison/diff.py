@@ -12,7 +12,7 @@ from typing import Any
 from ...core import validation as check
 from ...core.keys import format_key
 from ...core.progress import ProgressBar
-from ...runs.window import between, single_threaded
+from ...runs.reader import between, single_threaded
 from ..run import Run, load_run
 from ..run_settings import optimizer_settings, settings_that_differ
 from .comparison import Comparison

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ...core import keys as n
 from ...core.keys import Key
-from ...runs.value_matrix import ValueMatrix
-from ...runs.window import COUNT
+from ...runs.reader import COUNT, ValueMatrix
 from .rules import Rules
 
 #: A value that may be close to zero because it is a difference, or a count of few, is compared relative to a share of another

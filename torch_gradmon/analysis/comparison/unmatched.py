@@ -7,7 +7,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from ...core import keys as n
 from ...core.keys import Key, format_key
 from ...core.moments import VIEWS
-from ...runs.window import COUNT
+from ...runs.reader import COUNT
 from ..run import Run
 from .causal_order import FACTS
 from .result import Unmatched

@@ -21,7 +21,7 @@ from ...core.moments import Column
 from ...core.records import Severity, SpikeEvent, StatsTable, StepRecord
 from ...core.subsampling import subsample_steps
 from ...core.trainers import advice_for
-from ...runs.window import Window
+from ...runs.reader import Window
 from ...spikes.episodes import Episode, by_size, episodes
 from ...spikes.suspect_history import GradientNormHistory
 from ...spikes.suspects import ParameterAttribution

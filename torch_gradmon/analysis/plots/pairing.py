@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...core.model_order import merged
-from ...runs.value_matrix import fitting
+from ...runs.reader import fitting
 from .gaps import intersection
 from .panel_set import PanelSet
 from .views import Panel, PlotView

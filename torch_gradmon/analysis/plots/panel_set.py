@@ -13,8 +13,7 @@ from ...core import keys as n
 from ...core.keys import Key
 from ...core.loss_keys import loss_among
 from ...core.moments import Column
-from ...runs.stats_series import StatsSeries
-from ...runs.value_matrix import fitting
+from ...runs.reader import StatsSeries, fitting
 from ..diagnosis.series import Series
 from .gaps import Gap, RecordedSteps
 from .sources import ValueSource

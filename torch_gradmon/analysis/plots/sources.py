@@ -11,8 +11,7 @@ import torch
 from ...core.keys import Key
 from ...core.model_order import ModelOrder
 from ...core.records import SpikeEvent, StepRecord
-from ...runs.reader import RunReader
-from ...runs.stats_series import StatsSeries
+from ...runs.reader import RunReader, StatsSeries
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from ...analysis.plots.block_rows import blocks
 from ...analysis.run import Run
 from ...core import keys as n
 from ...core.moments import Column
-from ...runs.stats_series import StatsSeries, paired
-from ...runs.value_matrix import most_cells
+from ...runs.reader import StatsSeries, most_cells, paired
 
 #: More parameters than this are grouped by block; so many rows are never too many for the steps.
 MOST, _FEW = 40, 160

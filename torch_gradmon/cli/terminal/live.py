@@ -17,7 +17,7 @@ from ...core.keys import SUMMARY, Key
 from ...core.loss_keys import loss_among
 from ...core.moments import Column
 from ...core.records import SpikeEvent, StepRecord
-from ...runs.value_matrix import most_cells
+from ...runs.reader import most_cells
 from ...spikes.episodes import Episode, episodes, largest
 from ...spikes.suspects import REMEMBERED, ParameterAttribution, ranked
 from ...spikes.usual import Baseline
