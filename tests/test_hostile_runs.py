@@ -171,7 +171,7 @@ def _step(step: int, rows: tuple[int, int] = (0, 0), layouts: int = 0) -> f.Step
 def _index(before: tuple[int, int], places: list[int], step: int, columns: dict[int, int] | None = None) -> bytes:
     """An index of JSON records, and of a step at the last place."""
     entries = [(place, 0, 0.0, 0, 0, 0, 0, f.IS_JSON) for place in places[:-1]]
-    return f.Index(before, np.array([*entries, _entry(places[-1], step)], f.ENTRY), columns or {}).packed()
+    return f.of_index(before, np.array([*entries, _entry(places[-1], step)], f.ENTRY), columns or {})
 
 
 def _entry(place: int, step: int) -> tuple[object, ...]:
@@ -278,7 +278,7 @@ def test_records_of_an_index_do_not_lie_within_one_another(tmp_path: Path) -> No
     inner = framed(_step(1)._replace(context=b"{}" + b" " * 500).packed(), 0)
     outer, end = file.append(_step(0)._replace(context=inner).packed())
     entries = [*((place, 0, 0.0, 0, 0, 0, 0, f.IS_JSON) for place in _FIRST), _entry(outer, 0), _entry(end - len(inner), 1)]
-    file.append(f.Index((0, 0), np.array(entries, f.ENTRY), {}).packed())
+    file.append(f.of_index((0, 0), np.array(entries, f.ENTRY), {}))
     file.close()
     with closing(RunIndex(_settled(tmp_path))) as index:
         assert index.read(1).values == {0: 1.0}

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta, timezone
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any, Literal, Protocol, TypeVar
+from typing import IO, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -58,15 +58,6 @@ class Field:
     name: str
     kind: Kind
     words: tuple[str, ...] = ()
-
-
-class Frame(Protocol):
-    """A table in parts."""
-
-    fields: tuple[Field, ...]
-
-    def parts(self) -> Iterator[tuple[int, list[ColumnValues]]]:
-        """The number of steps and the columns of each part; ascending by step."""
 
 
 class TensorFrame:
@@ -201,6 +192,10 @@ class StepFrame:
         at = _whole([self._keys[key] for key in sheet.keys])
         values[:, at], there[:, at] = sheet.values, sheet.there
         return ValueMatrix(tuple(self._keys), values, there)
+
+
+#: A table in parts.
+Frame = TensorFrame | StepFrame
 
 
 def _windows(run: RunReader, steps: Sequence[int], size: int) -> Iterator[Window]:

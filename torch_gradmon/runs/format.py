@@ -316,26 +316,20 @@ def unsqueezed(data: bytes, count: int) -> np.ndarray:
     return np.ascontiguousarray(np.frombuffer(found, "u1").reshape(8, -1).T).view("<i8")[:, 0]
 
 
-class Index(NamedTuple):
-    """The records since the last index.
+def of_index(before: tuple[int, int], entries: np.ndarray, columns: Mapping[int, int]) -> bytes:
+    """An index of the records since the last one.
 
-    Attributes:
+    Args:
         before: where the last index begins and ends; both 0 without one.
         entries: of each record, see :data:`ENTRY`.
         columns: by the number of a key where the record with its values begins.
     """
-
-    before: tuple[int, int]
-    entries: np.ndarray
-    columns: dict[int, int]
-
-    def packed(self) -> bytes:
-        """The record."""
-        fields = [self.entries[name] for name in ENTRY.names or ()]
-        numbers = [each.view("<i8") if each.dtype == "<f8" else each.astype("<i8") for each in map(np.ascontiguousarray, fields)]
-        places = np.array([[*self.columns], [*self.columns.values()]], "<i8")
-        head = _INDEX.pack(INDEX, len(self.entries), len(self.columns), *self.before)
-        return head + squeezed(np.diff(np.concatenate((*numbers, *places)), prepend=np.int64(0)))
+    fields = [np.ascontiguousarray(entries[name]) for name in ENTRY.names or ()]
+    numbers = [each.view("<i8") if each.dtype == "<f8" else each.astype("<i8") for each in fields]
+    head = _INDEX.pack(INDEX, len(entries), len(columns), *before)
+    return head + squeezed(
+        np.diff(np.concatenate((*numbers, *np.array([[*columns], [*columns.values()]], "<i8"))), prepend=np.int64(0))
+    )
 
 
 def before_index(record: bytes) -> tuple[int, int]:
@@ -350,8 +344,8 @@ def before_index(record: bytes) -> tuple[int, int]:
     return begin, end
 
 
-def index_of(record: bytes, begin: int) -> Index:
-    """The index that begins at ``begin``.
+def index_of(record: bytes, begin: int) -> tuple[np.ndarray, dict[int, int]]:
+    """The entries and columns of the index that begins at ``begin``.
 
     Raises:
         Unreadable: it is none, or names other records than those between the last index and itself, each once.
@@ -375,7 +369,7 @@ def index_of(record: bytes, begin: int) -> Index:
     entries = np.empty(count, ENTRY)
     for name, field in zip(ENTRY.names or (), fields, strict=True):
         entries[name] = field if name != "time" else field.view("<f8")
-    return Index((first, last), entries, dict(zip(key.tolist(), place.tolist(), strict=True)))
+    return entries, dict(zip(key.tolist(), place.tolist(), strict=True))
 
 
 def of_column(key: int, values: np.ndarray) -> bytes:

@@ -6,10 +6,10 @@ import contextlib
 import os
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -75,11 +75,15 @@ class Pair:
         if place not in self._known:
             record = self.rows.at(place)
             if record is None and self.rows.age <= SETTLED:
-                raise f.Unreadable(f"the definition of rows at {place} is damaged")
-            self._known[place] = None if record is None else _defined(record)
+                raise f.Unreadable
+            self._known[place] = None
+            with contextlib.suppress(f.Unreadable):
+                facts = f.json_of(record or b"")
+                device = facts.get("device") if facts.get("is") == "rng" else None
+                self._known[place] = device if type(device) is str else layout_of(facts)
         found = self._known[place]
         if found is None:
-            raise f.Unreadable(f"the record at {place} defines no rows")
+            raise f.Unreadable
         return found
 
     def close(self) -> None:
@@ -89,24 +93,15 @@ class Pair:
             self._rows.close()
 
 
-def _defined(record: bytes) -> TableLayout | str | None:
-    try:
-        facts = f.json_of(record)
-        return facts["device"] if facts.get("is") == "rng" and type(facts.get("device")) is str else layout_of(facts)
-    except f.Unreadable:
-        return None
-
-
-@dataclass
-class StoredStep:
-    """All that is stored of a step but its rows; ``values`` by the numbers of their keys."""
+class StoredStep(NamedTuple):
+    """All that is stored of a step but its rows; ``values`` by the numbers of their keys, context and events as JSON."""
 
     step: int
     time: float
     applied: bool
-    context: bytes = b"{}"
-    events: bytes = b"[]"
-    values: dict[int, float] = field(default_factory=dict)
+    context: bytes
+    events: bytes
+    values: dict[int, float]
 
     def parsed_context(self) -> dict[str, Any]:
         """Learning rates, loss scale and tags."""
@@ -120,12 +115,9 @@ class StoredStep:
     def spikes(self) -> tuple[SpikeEvent, ...]:
         """The spikes. Fields that only a later version knows are ignored."""
         found = _parsed(self.events)
-        events = (
-            [{name: value for name, value in event.items() if name in _EVENT} for event in found if f.is_event(event)]
-            if isinstance(found, list)
-            else []
-        )
-        return tuple(SpikeEvent(**event) for event in events if event.keys() >= _REQUIRED)
+        events = [event for event in found if f.is_event(event)] if isinstance(found, list) else []
+        known = [{name: value for name, value in event.items() if name in _EVENT} for event in events]
+        return tuple(SpikeEvent(**event) for event in known if event.keys() >= _REQUIRED)
 
 
 def _parsed(text: bytes) -> Any:
@@ -156,10 +148,7 @@ class RunIndex:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._why = ""  # a pair could not be read
-        self._changed: int | None = None  # since the last look that was no error, as of :meth:`_earlier`
-        self._begin_anew()
-
-    def _begin_anew(self) -> None:
+        self._changed: int | None = None  # since the last look that was no error, as of :func:`_earlier`
         self._pairs: list[Pair] = []
         self.meta: dict[str, Any] = {}
         self.steps: list[int] = []
@@ -215,14 +204,10 @@ class RunIndex:
         if changed is None:
             return None
         self._ordered = None
-        self.meta = self._facts()
-        return changed if changed >= 0 else self.steps[-1] if self.steps else None
-
-    def _facts(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        self.meta = {}
         for pair in [pair for pair in self._pairs if pair.has_claimed] or self._pairs[-1:]:
-            found.update(pair.facts)
-        return found
+            self.meta.update(pair.facts)
+        return changed if changed >= 0 else self.steps[-1] if self.steps else None
 
     def _take_from(self, pair: Pair) -> None:
         limit = min((each.begins for each in self._pairs[pair.place + 1 :]), default=_NEVER)
@@ -271,17 +256,17 @@ class RunIndex:
         first: int | None = None
         for record in reversed(self._indices(pair)):
             try:
-                index = f.index_of(record.data, record.begin)
-                is_json = index.entries["flags"] & f.IS_JSON > 0
-                begins = index.entries["begin"][is_json].tolist()
-                ends = np.append(index.entries["begin"][1:], record.end)[is_json].tolist()
+                entries, columns = f.index_of(record.data, record.begin)
+                is_json = entries["flags"] & f.IS_JSON > 0
+                begins = entries["begin"][is_json].tolist()
+                ends = np.append(entries["begin"][1:], record.end)[is_json].tolist()
                 facts = [f.json_of(_up_to(end, pair.values.record(begin))) for begin, end in zip(begins, ends, strict=True)]
             except f.Unreadable:
                 break
-            entries = index.entries[~is_json]
             rows = entries[entries["end"] > 0]
-            if not self._are_there(pair, index.entries) or (len(rows) and rows["rows"][0] < pair.rows_end):
+            if not self._are_there(pair, entries) or (len(rows) and rows["rows"][0] < pair.rows_end):
                 break
+            entries = entries[~is_json]
             pair.rows_end = max([pair.rows_end, *rows["end"][-1:].tolist()])
             base, new = self._size, self._new_frames(len(entries))
             for name in f.ENTRY.names or ():
@@ -298,8 +283,8 @@ class RunIndex:
             first = _earlier(first, self._take_steps(pair, base + at, entries[at:], limit))
             sets, which = np.unique(entries["keys"], return_inverse=True)
             new["keys"] = np.array([self._sets[pair.sets.get(each, ())] for each in sets.tolist()], np.uint32)[which]
-            columns = {pair.ids[key]: begin for key, begin in index.columns.items() if key in pair.ids}
-            pair.columns.append((range(base, base + len(entries)), record.end, columns))
+            own = {pair.ids[key]: begin for key, begin in columns.items() if key in pair.ids}
+            pair.columns.append((range(base, base + len(entries)), record.end, own))
             pair.values.offset = record.end
         return first
 
@@ -503,7 +488,7 @@ class RunIndex:
         return is_unknown or any(isinstance(layout, TableLayout) and layout.source == source for layout in found)
 
     def _of_sets(self, among: Iterable[int] | None = None) -> tuple[list[int], np.ndarray]:
-        """The first frame with each set of layouts, in the order of the steps, and for each frame which of them has its set."""
+        """The first frame with each set of layouts, in the order of the steps, and for each frame which of these has its set."""
         frames = self._in_order(among)[0]
         sets = self._table["pair"].astype(np.int64)[frames] << 32 | self._table["layouts"][frames]
         _, firsts, which = np.unique(sets, return_index=True, return_inverse=True)
@@ -520,20 +505,23 @@ class RunIndex:
 
     def read(self, step: int) -> StoredStep:
         """A step without its rows."""
-        found: StoredStep | None = None
-        for pair, frame in self._frames(step):
-            if found is None:
-                found = StoredStep(step, frame.time, bool(frame.flags & f.APPLIED))
-            if frame.context:
-                found.time, found.applied, found.context, found.events = (
-                    frame.time,
-                    bool(frame.flags & f.APPLIED),
-                    frame.context,
-                    frame.events,
-                )
-            found.values.update(zip(pair.sets.get(frame.keys, ()), frame.values.tolist(), strict=False))
-            found.values.pop(_UNKNOWN, None)
-        return found if found is not None else StoredStep(step, self.times([step])[0], True)
+        told: f.StepFrame | None = None
+        values: dict[int, float] = {}
+        for number in self._frames_of(step):
+            pair = self._pair_of(number)
+            try:
+                frame = f.frame_of(self._record(number))
+                if frame.step != step:
+                    raise f.Unreadable
+            except f.Unreadable:  # it was there when the index was made
+                self._miss(number)
+                continue
+            told = frame if told is None or frame.context else told
+            values.update(zip(pair.sets.get(frame.keys, ()), frame.values.tolist(), strict=False))
+        values.pop(_UNKNOWN, None)
+        if told is None:
+            return StoredStep(step, self.times([step])[0], True, b"", b"", values)
+        return StoredStep(step, told.time, bool(told.flags & f.APPLIED), told.context, told.events, values)
 
     def rows(self, step: int) -> dict[str, tuple[TableLayout, bytes]]:
         """The packed rows of a step by source, and by ``"rng:<device>"`` the states of random generators."""
@@ -590,17 +578,6 @@ class RunIndex:
                         is_known[part] = has[part]
         return found, is_known
 
-    def _frames(self, step: int) -> Iterator[tuple[Pair, f.StepFrame]]:
-        for number in self._frames_of(step):
-            try:
-                frame = f.frame_of(self._record(number))
-                if frame.step != step:
-                    raise f.Unreadable
-            except f.Unreadable:  # it was there when the index was made
-                self._miss(number)
-                continue
-            yield self._pair_of(number), frame
-
     def _miss(self, frame: int) -> None:
         self.unreadable.append((self._pair_of(frame).values.name, int(self._table["begin"][frame])))
 
@@ -614,9 +591,8 @@ class RunIndex:
         """The record of a frame; empty if there is none that ends before the next frame begins."""
         pair, following = self._pair_of(frame), self._table[frame + 1 : self._size]
         is_followed = len(following) > 0 and following["pair"][0] == pair.place
-        return _up_to(
-            following["begin"][0] if is_followed else pair.values.size, pair.values.record(int(self._table["begin"][frame]))
-        )
+        end = following["begin"][0] if is_followed else pair.values.size
+        return _up_to(end, pair.values.record(int(self._table["begin"][frame])))
 
     def close(self) -> None:
         """Close the files."""

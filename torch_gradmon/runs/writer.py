@@ -68,14 +68,8 @@ class Successors:
             OSError
         ):  # there is none, or it cannot be asked for now, which must not keep the training waiting
             while len(self._files) < _SUCCESSORS:
-                self._files.append(self._opened(self._number + 1 + len(self._files)))
+                self._files.append(LogReader(self._directory / f.name_of(self._number + 1 + len(self._files), f.VALUES)))
         return any(self._has_claimed(place) for place in range(len(self._files)))
-
-    def _opened(self, number: int) -> LogReader | None:
-        try:
-            return LogReader(self._directory / f.name_of(number, f.VALUES))
-        except ValueError:
-            return None
 
     def _has_claimed(self, place: int) -> bool:
         file = self._files[place]
@@ -201,8 +195,8 @@ class RunWriter:
                 orders[sets] = np.argsort(np.concatenate([places[number] for number in sets]))
             values = np.concatenate([values for _, values in parts])[orders[sets]]
             begins[key] = self._values.append(f.of_column(key, values))[0]
-        index = f.Index(self._before_index, np.frombuffer(b"".join(self._entries), f.ENTRY), begins)
-        self._begin_index(self._values.append(index.packed()))
+        entries = np.frombuffer(b"".join(self._entries), f.ENTRY)
+        self._begin_index(self._values.append(f.of_index(self._before_index, entries, begins)))
 
     def _row_file(self) -> LogWriter:
         if self._rows is None:
@@ -317,7 +311,8 @@ class RunWriter:
         if self._is_superseded():
             raise Superseded
         if not (update or backfill):
-            self._spoiled = self._spoiled + 1 if self._written is not None and _is_spoiled(self._written) else 0
+            before = self._written.events if self._written is not None else ()
+            self._spoiled = self._spoiled + 1 if any(not math.isfinite(event.value) for event in before) else 0
             if len(self._entries) >= f.INDEXED or self._waiting >= f.INDEXED_VALUES:
                 with contextlib.suppress(OSError):  # the step says so; a later step tries it again
                     self._put_index()
@@ -430,8 +425,3 @@ class RunWriter:
 def _facts(record: StepRecord) -> tuple[object, ...]:
     """What is stored of a record beside values and rows."""
     return record.time, record.applied, record.context, record.events
-
-
-def _is_spoiled(record: StepRecord) -> bool:
-    """Whether NaN or Inf is a spike of this step."""
-    return any(not math.isfinite(event.value) for event in record.events)
