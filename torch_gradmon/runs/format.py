@@ -57,22 +57,14 @@ _TABLES, _PART = struct.Struct("<c3xIq"), struct.Struct("<QII")
 
 
 def name_of(number: int, kind: str) -> str:
-    """The name of a file.
-
-    Raises:
-        FileNotFoundError: there is no such number.
-    """
+    """The name of a file. Raises FileNotFoundError if there is no such number."""
     if number >= 10**9:
         raise FileNotFoundError(f"gradmon.{number - 1}.{kind} has the last number of a file")
     return f"gradmon.{number:06d}.{kind}"
 
 
 def pairs_in(directory: str | os.PathLike[str]) -> list[int]:
-    """The numbers of the pairs in a directory, ascending.
-
-    Raises:
-        OSError: there is no such directory, or it cannot be read.
-    """
+    """The numbers of the pairs in a directory, ascending. Raises OSError if it cannot be read."""
     return sorted(_numbers(directory, _NAME))
 
 
@@ -99,11 +91,7 @@ def has_run(directory: Path) -> bool:
 
 
 def identity(path: str | os.PathLike[str]) -> tuple[int, int]:
-    """What distinguishes the run in ``path`` from another that takes its place.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
+    """What distinguishes the run in ``path`` from another that takes its place. Raises FileNotFoundError if there is none."""
     directory = directory_of(path)
     numbers = pairs_in(directory)
     if not numbers:
@@ -154,11 +142,7 @@ def of_json(facts: Mapping[str, Any]) -> bytes:
 
 
 def json_of(record: bytes) -> dict[str, Any]:
-    """The object in a JSON record.
-
-    Raises:
-        Unreadable: there is none.
-    """
+    """The object in a JSON record. Raises Unreadable if there is none."""
     found = parsed(record[1:])
     if record[:1] != JSON or not isinstance(found, dict):
         raise Unreadable("a record is no JSON object")
@@ -166,11 +150,7 @@ def json_of(record: bytes) -> dict[str, Any]:
 
 
 def parsed(text: bytes) -> Any:
-    """What stands there as JSON, within bounds. All texts of a run come through here, each made printable, on one line.
-
-    Raises:
-        Unreadable: nothing.
-    """
+    """What stands there as JSON, within bounds; Unreadable if it is none. All texts of a run come through here, each made printable."""
     deepest = text.count(b"[") + text.count(b"{")
     if len(text) > _LARGEST_JSON or deepest > 1000 + len(text) // 8:
         raise Unreadable("JSON is too large")
@@ -252,11 +232,7 @@ def time_of(record: bytes) -> float | None:
 
 
 def frame_of(record: bytes) -> StepFrame:
-    """A step.
-
-    Raises:
-        Unreadable: it is none.
-    """
+    """A step. Raises Unreadable if it is none."""
     if len(record) < _STEP.size or record[:1] != STEP:
         raise Unreadable("a step is too short")
     _, flags, count, step, time, begin, size, layouts, keys, length = _STEP.unpack_from(record)
@@ -275,11 +251,7 @@ def of_tables(step: int, parts: Sequence[tuple[int, int, bytes]]) -> bytes:
 
 
 def tables_of(record: bytes, step: int | None = None) -> list[tuple[int, int, bytes]]:
-    """The inverse of :func:`of_tables`.
-
-    Raises:
-        Unreadable: these are no rows, or none of ``step``.
-    """
+    """The inverse of :func:`of_tables`. Raises Unreadable if these are no rows, or none of ``step``."""
     if len(record) < _TABLES.size:
         raise Unreadable("rows are too short")
     kind, count, number = _TABLES.unpack_from(record)
@@ -301,11 +273,7 @@ def squeezed(numbers: np.ndarray) -> bytes:
 
 
 def unsqueezed(data: bytes, count: int) -> np.ndarray:
-    """The inverse of :func:`squeezed`, int64; never takes more memory than ``count`` numbers need.
-
-    Raises:
-        Unreadable: there are more or fewer.
-    """
+    """The inverse of :func:`squeezed`, int64, in no more memory than ``count`` numbers need; Unreadable if there are others."""
     inflate = zlib.decompressobj()
     try:
         found = inflate.decompress(data, 8 * count + 1)
@@ -333,11 +301,7 @@ def of_index(before: tuple[int, int], entries: np.ndarray, columns: Mapping[int,
 
 
 def before_index(record: bytes) -> tuple[int, int]:
-    """Where the index before this one begins and ends; both 0 without one.
-
-    Raises:
-        Unreadable: it is none.
-    """
+    """Where the index before this one begins and ends; both 0 without one. Raises Unreadable if this is none."""
     if len(record) < _INDEX.size or record[:1] != INDEX:
         raise Unreadable("an index is too short")
     _, _, _, begin, end = _INDEX.unpack_from(record)
@@ -378,11 +342,7 @@ def of_column(key: int, values: np.ndarray) -> bytes:
 
 
 def column_of(record: bytes, key: int, count: int) -> np.ndarray:
-    """The inverse of :func:`of_column`.
-
-    Raises:
-        Unreadable: it is none of ``key``, or has another number of values than ``count``.
-    """
+    """The inverse of :func:`of_column`. Raises Unreadable if it is of another key, or has another number of values than ``count``."""
     if len(record) < _COLUMN.size or _COLUMN.unpack_from(record) != (COLUMN, count, key):
         raise Unreadable("a column is not of its key, or of other records than its index")
     return unsqueezed(record[_COLUMN.size :], count).view("<f8")

@@ -67,11 +67,7 @@ class Pair:
         return self._rows
 
     def layout(self, place: int) -> TableLayout | str:
-        """What is defined at this place of the file with rows: a layout, or the device of a random state.
-
-        Raises:
-            Unreadable: nothing.
-        """
+        """What is defined there in the file with rows: a layout, or the device of a random state. Raises Unreadable if nothing is."""
         if place not in self._known:
             record = self.rows.at(place)
             if record is None and self.rows.age <= SETTLED:

@@ -56,11 +56,7 @@ class TableLayout(NamedTuple):
         }
 
     def dense(self, absent: int, data: bytes) -> bytes:
-        """The blob of a step with all columns; ``absent`` has a bit for each that was left out.
-
-        Raises:
-            Unreadable: it has another size.
-        """
+        """The blob of a step with all columns; ``absent`` has a bit for each that was left out. Unreadable if it has another size."""
         width, columns = 4 * len(self.names), len(_stored(self.columns, bool(self.counts)))
         there = [] if self.same_as else [not absent >> column & 1 for column in range(columns)]
         if len(data) != width * sum(there) or (there and not any(there)):
@@ -105,11 +101,7 @@ class TableLayout(NamedTuple):
 
 
 def layout_of(facts: Mapping[str, Any]) -> TableLayout:
-    """The layout that was defined so.
-
-    Raises:
-        Unreadable: it is none.
-    """
+    """The layout that was defined so. Raises Unreadable if it is none."""
     source, same_as = facts.get("source"), facts.get("same_as")
     names, measured, stored, counts = (_listed(facts, name) for name in ("tensors", "measured", "stored", "counts"))
     if (

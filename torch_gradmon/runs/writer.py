@@ -251,11 +251,7 @@ class RunWriter:
     # --- facts ----------------------------------------------------------------------------------------------------------------------
 
     def claim(self, facts: Mapping[str, Any]) -> None:
-        """Become the writer of this run, with these facts. An earlier writer stops within a second.
-
-        Raises:
-            OSError: it could not be written.
-        """
+        """Become the writer of this run, with these facts; an earlier writer stops within a second. Raises OSError."""
         self._meta, self._is_done = dict(facts), False
         if self._before is not None:  # the last look at what earlier writers wrote
             self._before.look()
@@ -270,11 +266,7 @@ class RunWriter:
             self._put({"is": "claim", "claims": True, "facts": self._meta})
 
     def annotate(self, facts: Mapping[str, Any]) -> None:
-        """Store facts about the run, as JSON, unless another writer has claimed it.
-
-        Raises:
-            OSError: they could not be written.
-        """
+        """Store facts about the run, as JSON, unless another writer has claimed it. Raises OSError."""
         self._meta.update(facts)
         self._looked = -math.inf  # facts are few, so that each looks
         if not self._is_superseded():
@@ -292,11 +284,7 @@ class RunWriter:
         return self._before is not None and bool(self._before.steps) and step <= self._before.steps[0]
 
     def rewind(self, step: int) -> None:
-        """Replace the steps from ``step`` on.
-
-        Raises:
-            OSError: it could not be written.
-        """
+        """Replace the steps from ``step`` on. Raises OSError."""
         if self._last is not None and step <= self._last and not self._is_superseded():
             self._put({"is": "rewind", "step": step})
             self._last = self._written = None
