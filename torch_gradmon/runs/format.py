@@ -7,6 +7,7 @@ run. The first byte of a record is its kind: ``J`` for a JSON object, ``S`` for 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -102,15 +103,11 @@ def identity(path: str | os.PathLike[str]) -> tuple[int, int]:
 
 def version(directory: Path) -> str:
     """Changes with each write to the run in a directory, and with another run in its place; empty if there is none."""
-    found: list[int] = []
     for number in reversed(pairs_in(directory) if directory.is_dir() else []):
-        try:
+        with contextlib.suppress(OSError):
             status = os.stat(directory / name_of(number, VALUES))
-        except OSError:
-            continue
-        found += [status.st_ino, status.st_size, status.st_mtime_ns]
-        break
-    return "-".join(map(str, found))
+            return f"{status.st_ino}-{status.st_size}-{status.st_mtime_ns}"
+    return ""
 
 
 def directory_of(path: str | os.PathLike[str]) -> Path:

@@ -520,7 +520,7 @@ class RunIndex:
         return StoredStep(step, told.time, bool(told.flags & f.APPLIED), told.context, told.events, values)
 
     def rows(self, step: int) -> dict[str, tuple[TableLayout, bytes]]:
-        """The packed rows of a step by source, and by ``"rng:<device>"`` the states of random generators."""
+        """The packed rows of a step by source, those of another source as well, and by ``"rng:<device>"`` states of random generators."""
         found: dict[str, tuple[TableLayout, bytes]] = {}
         for frame in self._frames_of(step):
             pair, (begin, end) = self._pair_of(frame), self._rows_of(frame)
@@ -531,15 +531,17 @@ class RunIndex:
                 for place, absent, data in f.tables_of(pair.rows.at(begin, end) or b"", step):
                     layout = pair.layout(place)
                     if isinstance(layout, str):
-                        own[f"{RNG}{layout}"] = (_NO_LAYOUT, data)
+                        own[f"{RNG}{layout}"] = (NO_LAYOUT, data)
                     else:
                         own[layout.source] = (layout, layout.dense(absent, data))
                 found.update(own)
             except (f.Unreadable, OSError):
                 self.unreadable.append((f.name_of(pair.number, f.ROWS), begin))
-        for source, (layout, _) in list(found.items()):
-            if layout.same_as and (layout.same_as not in found or found[layout.same_as][0].same_as):
-                del found[source]
+        for source in [source for source, (layout, _) in found.items() if layout.same_as]:
+            layout, _ = found.pop(source)
+            stored, data = found.get(layout.same_as, (NO_LAYOUT, b""))
+            if stored.names and not stored.same_as:
+                found[source] = stored.part(data, layout.names)
         return found
 
     def values(self, key: Key) -> dict[int, float]:
@@ -642,4 +644,5 @@ def _earlier(first: int | None, other: int | None) -> int | None:
     return max(first, other) if min(first, other) < 0 else min(first, other)
 
 
-_NO_LAYOUT = TableLayout("", (), frozenset(), (), "")
+#: Where there is none.
+NO_LAYOUT = TableLayout("", (), frozenset(), (), "")

@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from ..core.model_order import ModelOrder
 from ..core.moments import ALWAYS, VIEWS, WIDTH, Column, merge_by_group
 from ..core.records import SpikeEvent, StatsTable, StepRecord
 from ..step.view_values import evaluate_view, value_in
-from .index import RNG, RunIndex, StoredStep, open_run
+from .index import NO_LAYOUT, RNG, RunIndex, StoredStep, open_run
 from .liveness import RunStatus, status_in
 from .packing import TableLayout
 
@@ -195,32 +195,18 @@ class RunReader:
 
     def stacks(self, source: str, since: int | None = None) -> Iterator[StatsSeries]:
         """The statistics of ``source`` in the steps from ``since`` on that have them, ascending, some hundred steps at a time."""
-        steps: list[int] = []
-        blobs: list[bytes] = []
-        last: TableLayout | None = None
-        size = 0
-        for step, layout, data in self._packed(source, since):
-            if layout != last or size > _AT_ONCE or len(steps) >= _STEPS:
-                if last is not None:
-                    yield StatsSeries(tuple(steps), last.names, last.rows(blobs), last.columns)
-                last, steps, blobs, size = layout, [], [], 0
+        steps, blobs, last, size = list[int](), list[bytes](), NO_LAYOUT, 0
+        wanted = self._since(since, self._index.steps_with(source))
+        found = ((step, *self._index.rows(step).get(source, (NO_LAYOUT, b""))) for step in wanted)
+        for step, layout, data in chain(found, [(-1, NO_LAYOUT, b"")]):
+            if layout is NO_LAYOUT and step >= 0:  # rows of other sources alone
+                continue
+            if steps and (layout != last or size > _AT_ONCE or len(steps) >= _STEPS):
+                yield StatsSeries(tuple(steps), last.names, last.rows(blobs), last.columns)
+                steps, blobs, size = [], [], 0
+            last, size = layout, size + len(data)
             steps.append(step)
             blobs.append(data)
-            size += len(data)
-        if last is not None:
-            yield StatsSeries(tuple(steps), last.names, last.rows(blobs), last.columns)
-
-    def _packed(self, source: str, since: int | None) -> Iterator[tuple[int, TableLayout, bytes]]:
-        """The packed statistics of ``source``."""
-        for step in self._since(since, self._index.steps_with(source)):
-            rows = self._index.rows(step)
-            if source in rows:
-                layout, data = rows[source]
-                if not layout.same_as:
-                    yield step, layout, data
-                elif layout.same_as in rows:  # that another source of the same step stores
-                    stored, data = rows[layout.same_as]
-                    yield step, *stored.part(data, layout.names)
 
     def window(self, steps: Iterable[int]) -> Window:
         """All values of some steps, as matrices; steps that the run does not have are left out."""
@@ -485,16 +471,9 @@ class Window:
             self.facts[step] = found.facts()
             self.spikes[step] = found.spikes()
             self._numbers[step] = found.values
-            rows = index.rows(step)
-            for source, (layout, data) in rows.items():
-                if source not in LAYER_SOURCES:
-                    continue
-                if layout.same_as:
-                    if layout.same_as not in rows:
-                        continue
-                    stored, data = rows[layout.same_as]
-                    layout, data = stored.part(data, layout.names)
-                self._packed.setdefault(source, {})[step] = layout, data
+            for source, packed in index.rows(step).items():
+                if source in LAYER_SOURCES:
+                    self._packed.setdefault(source, {})[step] = packed
 
     def scalars(self, step: int) -> dict[Key, float]:
         """The stored values of one step."""
@@ -559,7 +538,8 @@ class Window:
         for layout, of_steps in groups.items():
             at = torch.tensor([row for row, _ in of_steps], device="cpu").unsqueeze(1)
             columns = torch.tensor([names[name] for name in layout.names], dtype=torch.int64, device="cpu")
-            rows = _unpacked(layout, [data for _, data in of_steps])
+            # column by column, since views read columns
+            rows = layout.rows([data for _, data in of_steps]).reshape(-1, WIDTH).t().contiguous().t()
             for number, metric in enumerate(metrics):
                 view = VIEWS[metric]
                 if view.columns <= layout.columns | ALWAYS:
@@ -580,8 +560,3 @@ def _keys(source: str, names: tuple[str, ...], metrics: tuple[str, ...]) -> tupl
 def is_of_layer(key: Key) -> bool:
     """Whether it is a metric of a tensor or an attention head, not of the whole model."""
     return key.source in LAYER_SOURCES and bool(key.name)
-
-
-def _unpacked(layout: TableLayout, blobs: Sequence[bytes]) -> Tensor:
-    """The rows of several steps, concatenated; stored column by column, since views read columns."""
-    return layout.rows(blobs).reshape(-1, WIDTH).t().contiguous().t()
