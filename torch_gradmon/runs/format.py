@@ -35,7 +35,7 @@ APPLIED, AMENDS, BACKFILLS, HAS_EVENTS = 1, 2, 4, 8
 #: Flag of a JSON record in an index.
 IS_JSON = 128
 #: An index is written after so many records, or so many values, which the writer keeps for it.
-INDEXED, INDEXED_VALUES = 2048, 1 << 16
+INDEXED, INDEXED_VALUES = 1024, 1 << 16
 #: Kind, flags, number of values, step, time, where its rows begin, their bytes, its sets of layouts and of keys, bytes of context.
 _STEP = struct.Struct("<cB2xIqdQIIII")
 #: Kind, number of records, of columns; where the last index begins and ends, both 0 without one.

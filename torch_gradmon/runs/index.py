@@ -29,7 +29,7 @@ _MOST_KEYS = 1 << 20
 #: Stands for keys whose names are damaged.
 _UNKNOWN = -1
 #: Of each frame its entry, with its set of keys by the number in the run; its pair, and the frame of its step that it amends, or -1.
-_FRAME = np.dtype([*f.ENTRY.descr, ("pair", "<u4"), ("before", "<i8")])
+_FRAME = {**{name: f.ENTRY[name] for name in f.ENTRY.names or ()}, "pair": np.dtype("<u4"), "before": np.dtype("<i8")}
 #: What the state of a random generator is named by among rows.
 RNG = "rng:"
 _EVENT = frozenset(field.name for field in fields(SpikeEvent))
@@ -55,7 +55,7 @@ class Pair:
         self.ids: dict[int, int] = {}  # of the run, by those of the file
         self.sets: dict[int, tuple[int, ...]] = {0: ()}  # of keys, by the numbers of the run
         self.layouts: dict[int, tuple[int, ...]] = {0: ()}  # where each set of them is defined
-        self.columns: list[tuple[range, int, dict[int, int]]] = []  # of each index: frames, end, where keys are
+        self.columns: list[tuple[slice, int, dict[int, int]]] = []  # of each index: frames, end, where keys are
         self._rows: LogReader | None = None
         self._known: dict[int, TableLayout | str | None] = {}  # None where a record is none, which each step would ask for again
 
@@ -152,7 +152,7 @@ class RunIndex:
         self.keys: dict[Key, int] = {}
         self.unreadable: list[tuple[str, int]] = []
         self._last: dict[int, int] = {}  # the frame of each step, or the last one that amends it
-        self._table, self._size = np.empty(64, _FRAME), 0
+        self._table, self._size = {name: np.empty(64, kind) for name, kind in _FRAME.items()}, 0
         self._sets: dict[tuple[int, ...], int] = {(): 0}  # of keys
         self._ordered: tuple[np.ndarray, np.ndarray] | None = None
         for number in f.pairs_in(self._directory):
@@ -226,8 +226,10 @@ class RunIndex:
                     pair.rows_end = max(pair.rows_end, end)
                     keys = self._sets[pair.sets.get(frame.keys, ())]
                     number = self._size
-                    entry = record.begin, frame.step, frame.time, begin, end, frame.layouts, keys, frame.flags
-                    self._new_frames(1)[0] = (*entry, pair.place, -1)
+                    part = self._new_frames(1)
+                    entry = record.begin, frame.step, frame.time, begin, end, frame.layouts, keys, frame.flags, pair.place
+                    for name, value in zip(_FRAME, entry, strict=False):
+                        self._table[name][part] = value
                     touched = self._take_step(pair, number, frame.step, frame.flags, limit)
                 elif kind != f.JSON and pair.has_head:  # an index, or what only a later version knows
                     continue
@@ -240,12 +242,13 @@ class RunIndex:
                 continue
             self._changed = _earlier(self._changed, touched)
 
-    def _new_frames(self, count: int) -> np.ndarray:
-        first, self._size = self._size, self._size + count
-        if self._size > len(self._table):
-            table, self._table = self._table, np.empty(2 * self._size, _FRAME)
-            self._table.view("u1")[: table.nbytes] = table.view("u1")
-        return self._table[first : self._size]
+    def _new_frames(self, count: int) -> slice:
+        """Room for so many frames, which begin a step unless they are told to amend one."""
+        part = slice(self._size, self._size + count)
+        if part.stop > len(self._table["begin"]):
+            self._table = {name: np.resize(column, 2 * part.stop) for name, column in self._table.items()}
+        self._size, self._table["before"][part] = part.stop, -1
+        return part
 
     def _take_indexed(self, pair: Pair, limit: float) -> int | None:
         """Read what indices know of a file, instead of the file; nothing where these records may still be on their way."""
@@ -266,8 +269,8 @@ class RunIndex:
             pair.rows_end = max([pair.rows_end, *rows["end"][-1:].tolist()])
             base, new = self._size, self._new_frames(len(entries))
             for name in f.ENTRY.names or ():
-                new[name] = entries[name]
-            new["pair"], new["before"] = pair.place, -1
+                self._table[name][new] = entries[name]
+            self._table["pair"][new] = pair.place
             at = 0
             for until, begin, found in zip(np.cumsum(~is_json)[is_json].tolist(), begins, facts, strict=True):
                 first = _earlier(first, self._take_steps(pair, base + at, entries[at:until], limit))
@@ -278,9 +281,9 @@ class RunIndex:
                 at = until
             first = _earlier(first, self._take_steps(pair, base + at, entries[at:], limit))
             sets, which = np.unique(entries["keys"], return_inverse=True)
-            new["keys"] = np.array([self._sets[pair.sets.get(each, ())] for each in sets.tolist()], np.uint32)[which]
+            self._table["keys"][new] = np.array([self._sets[pair.sets.get(each, ())] for each in sets.tolist()], np.uint32)[which]
             own = {pair.ids[key]: begin for key, begin in columns.items() if key in pair.ids}
-            pair.columns.append((range(base, base + len(entries)), record.end, own))
+            pair.columns.append((new, record.end, own))
             pair.values.offset = record.end
         return first
 
@@ -410,9 +413,9 @@ class RunIndex:
         return [(pair.values.name, each) for pair in self._pairs for each in pair.values.damage]
 
     def _frames_of(self, step: int) -> list[int]:
-        found = [self._last[step]]
-        while (before := int(self._table["before"][found[-1]])) >= 0:
-            found.append(before)
+        found, before = [self._last[step]], self._table["before"]
+        while (frame := before.item(found[-1])) >= 0:
+            found.append(frame)
         return found[::-1]
 
     def __contains__(self, step: int) -> bool:
@@ -486,14 +489,14 @@ class RunIndex:
     def _of_sets(self, among: Iterable[int] | None = None) -> tuple[list[int], np.ndarray]:
         """The first frame with each set of layouts, in the order of the steps, and for each frame which of these has its set."""
         frames = self._in_order(among)[0]
-        sets = self._table["pair"].astype(np.int64)[frames] << 32 | self._table["layouts"][frames]
+        sets = self._table["pair"][frames].astype(np.int64) << 32 | self._table["layouts"][frames]
         _, firsts, which = np.unique(sets, return_index=True, return_inverse=True)
         order = np.argsort(firsts)
         return frames[firsts[order]].tolist(), np.argsort(order)[which]
 
     def _places(self, frame: int) -> Sequence[int]:
         """Where the layouts of a step are defined, which its rows know too."""
-        pair, number = self._pair_of(frame), int(self._table["layouts"][frame])
+        pair, number = self._pair_of(frame), self._table["layouts"].item(frame)
         if number not in pair.layouts:
             with contextlib.suppress(f.Unreadable, OSError):
                 pair.layouts[number] = tuple(place for place, _, _ in f.tables_of(pair.rows.at(*self._rows_of(frame)) or b""))
@@ -519,29 +522,31 @@ class RunIndex:
             return StoredStep(step, self.times([step])[0], True, b"", b"", values)
         return StoredStep(step, told.time, bool(told.flags & f.APPLIED), told.context, told.events, values)
 
-    def rows(self, step: int) -> dict[str, tuple[TableLayout, bytes]]:
-        """The packed rows of a step by source, those of another source as well, and by ``"rng:<device>"`` states of random generators."""
+    def rows(self, step: int, wanted: str | None = None) -> dict[str, tuple[TableLayout, bytes]]:
+        """The packed rows of a step by source, and by ``"rng:<device>"`` states of random generators; of one source alone if it is given.
+
+        Rows that another source stores come with its layout.
+        """
+        parts: dict[str, tuple[TableLayout, int, bytes]] = {}
         found: dict[str, tuple[TableLayout, bytes]] = {}
         for frame in self._frames_of(step):
             pair, (begin, end) = self._pair_of(frame), self._rows_of(frame)
-            if not end:
-                continue
-            own: dict[str, tuple[TableLayout, bytes]] = {}
             try:
-                for place, absent, data in f.tables_of(pair.rows.at(begin, end) or b"", step):
+                for place, absent, data in f.tables_of(pair.rows.at(begin, end) or b"", step) if end else ():
                     layout = pair.layout(place)
                     if isinstance(layout, str):
-                        own[f"{RNG}{layout}"] = (NO_LAYOUT, data)
+                        found[f"{RNG}{layout}"] = NO_LAYOUT, data
+                    elif layout.has_size(absent, data):
+                        parts[layout.source] = layout, absent, data
                     else:
-                        own[layout.source] = (layout, layout.dense(absent, data))
-                found.update(own)
+                        raise f.Unreadable
             except (f.Unreadable, OSError):
                 self.unreadable.append((f.name_of(pair.number, f.ROWS), begin))
-        for source in [source for source, (layout, _) in found.items() if layout.same_as]:
-            layout, _ = found.pop(source)
-            stored, data = found.get(layout.same_as, (NO_LAYOUT, b""))
-            if stored.names and not stored.same_as:
-                found[source] = stored.part(data, layout.names)
+        for source in parts if wanted is None else parts.keys() & {wanted}:
+            names, same_as = parts[source][0].names, parts[source][0].same_as
+            if (same_as or source) in parts and not parts[same_as or source][0].same_as:
+                layout, absent, data = parts[same_as or source]
+                found[source] = layout.part(layout.dense(absent, data), names)
         return found
 
     def values(self, key: Key) -> dict[int, float]:
@@ -570,27 +575,27 @@ class RunIndex:
             for frames, end, columns in pair.columns:
                 if key in columns and own is not None:
                     with contextlib.suppress(f.Unreadable):
-                        part = slice(frames.start, frames.stop)
                         record = _up_to(end, pair.values.record(columns[key]))
-                        found[part][has[part]] = f.column_of(record, own, int(has[part].sum()))
-                        is_known[part] = has[part]
+                        found[frames][has[frames]] = f.column_of(record, own, int(has[frames].sum()))
+                        is_known[frames] = has[frames]
         return found, is_known
 
     def _miss(self, frame: int) -> None:
-        self.unreadable.append((self._pair_of(frame).values.name, int(self._table["begin"][frame])))
+        self.unreadable.append((self._pair_of(frame).values.name, self._table["begin"].item(frame)))
 
     def _pair_of(self, frame: int) -> Pair:
-        return self._pairs[int(self._table["pair"][frame])]
+        place: int = self._table["pair"].item(frame)
+        return self._pairs[place]
 
     def _rows_of(self, frame: int) -> tuple[int, int]:
-        return int(self._table["rows"][frame]), int(self._table["end"][frame])
+        return self._table["rows"].item(frame), self._table["end"].item(frame)
 
     def _record(self, frame: int) -> bytes:
         """The record of a frame; empty if there is none that ends before the next frame begins."""
-        pair, following = self._pair_of(frame), self._table[frame + 1 : self._size]
-        is_followed = len(following) > 0 and following["pair"][0] == pair.place
-        end = following["begin"][0] if is_followed else pair.values.size
-        return _up_to(end, pair.values.record(int(self._table["begin"][frame])))
+        pair = self._pair_of(frame)
+        is_followed = frame + 1 < self._size and self._table["pair"].item(frame + 1) == pair.place
+        end = self._table["begin"].item(frame + 1) if is_followed else pair.values.size
+        return _up_to(end, pair.values.record(self._table["begin"].item(frame)))
 
     def close(self) -> None:
         """Close the files."""

@@ -55,16 +55,19 @@ class TableLayout(NamedTuple):
             "same_as": self.same_as,
         }
 
+    def has_size(self, absent: int, data: bytes) -> bool:
+        """Whether these can be the rows of a step; ``absent`` has a bit for each column that is left out."""
+        columns = 0 if self.same_as else len(_stored(self.columns, bool(self.counts)))
+        there = columns - (absent & (1 << columns) - 1).bit_count()
+        return len(data) == 4 * len(self.names) * there and (there > 0 or not columns)
+
     def dense(self, absent: int, data: bytes) -> bytes:
-        """The blob of a step with all columns; ``absent`` has a bit for each that was left out. Unreadable if it has another size."""
-        width, columns = 4 * len(self.names), len(_stored(self.columns, bool(self.counts)))
-        there = [] if self.same_as else [not absent >> column & 1 for column in range(columns)]
-        if len(data) != width * sum(there) or (there and not any(there)):
-            raise Unreadable("rows are not of the size of their layout")
-        if all(there):
-            return data
-        parts = (data[begin : begin + width] for begin in range(0, len(data), width or 1))
-        return b"".join(next(parts, b"") if is_there else bytes(width) for is_there in there)
+        """The rows of a step with all columns."""
+        width = 4 * len(self.names)
+        for place in range(len(_stored(self.columns, bool(self.counts)))):
+            if absent >> place & 1:
+                data = data[: width * place] + bytes(width) + data[width * place :]
+        return data
 
     def rows(self, blobs: Sequence[bytes]) -> torch.Tensor:
         """The statistics of several steps, float64 ``[steps, tensors, 8]``."""
@@ -91,8 +94,7 @@ class TableLayout(NamedTuple):
 
     def part(self, data: bytes, names: Sequence[str]) -> tuple[TableLayout, bytes]:
         """The layout and data of those of its tensors that are among ``names``."""
-        kept = set(names)
-        if kept.issuperset(self.names):
+        if names == self.names or (kept := set(names)).issuperset(self.names):
             return self, data
         rows = [row for row, name in enumerate(self.names) if name in kept]
         counts = tuple(self.counts[row] for row in rows) if self.counts else ()

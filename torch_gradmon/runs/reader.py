@@ -197,7 +197,7 @@ class RunReader:
         """The statistics of ``source`` in the steps from ``since`` on that have them, ascending, some hundred steps at a time."""
         steps, blobs, last, size = list[int](), list[bytes](), NO_LAYOUT, 0
         wanted = self._since(since, self._index.steps_with(source))
-        found = ((step, *self._index.rows(step).get(source, (NO_LAYOUT, b""))) for step in wanted)
+        found = ((step, *self._index.rows(step, source).get(source, (NO_LAYOUT, b""))) for step in wanted)
         for step, layout, data in chain(found, [(-1, NO_LAYOUT, b"")]):
             if layout is NO_LAYOUT and step >= 0:  # rows of other sources alone
                 continue
