@@ -26,7 +26,7 @@ import numpy as np
 from tests.stored_runs import bytes_read
 from torch_gradmon.analysis.many_runs import run_card
 from torch_gradmon.analysis.run import load_run
-from torch_gradmon.core.records import StepRecord
+from torch_gradmon.core.records import StepRecord, StepValues
 from torch_gradmon.runs.packing import pack
 from torch_gradmon.runs.writer import RunWriter
 
@@ -60,6 +60,22 @@ def records(trained: int = TRAINED) -> list[tuple[StepRecord, StepRecord]]:
     return [(each[0], each[-1]) for each in found]
 
 
+def varied(made: tuple[StepRecord, StepRecord], number: int) -> tuple[StepRecord, StepRecord]:
+    """Both records of a step as those of step ``number``, with other values than any other step: equal ones would compress."""
+    step, late = made
+    chance = np.random.default_rng(number)
+    before = StepValues.of(step.values)
+    blocks = [
+        block
+        if block.table
+        else block._replace(numbers=(np.array(block.numbers) * chance.uniform(0.9, 1.1, len(block.keys))).tolist())
+        for block in before.blocks
+    ]
+    logged = {key: value * chance.uniform(0.9, 1.1) for key, value in StepValues.of(late.values).since(before).items()}
+    values = StepValues(*blocks)
+    return replace(step, step=number, values=values), replace(late, step=number, values=values.updated(logged))
+
+
 class Database:
     """The same in SQLite, by hand: a row of values, and a row of statistics for each source."""
 
@@ -80,7 +96,7 @@ class Database:
         self._base.execute("INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?)", row)
         self._base.executemany(
             "INSERT INTO tables VALUES (?, ?, ?)",
-            [(record.step, source, data) for source, data in zip(tables, blobs, strict=True)],
+            [(record.step, source, data) for source, (_, data) in zip(tables, blobs, strict=True)],
         )
         self._base.execute("COMMIT")
 
@@ -96,7 +112,7 @@ def writing(made: Sequence[tuple[StepRecord, StepRecord]], rounds: int) -> dict[
         stores = {"ours": RunWriter(Path(place) / "run"), "sqlite": Database(Path(place) / "base" / "base")}
         times: dict[tuple[str, str], dict[int, float]] = {}
         for number in range(rounds):
-            step, late = (replace(each, step=number) for each in made[number % len(made)])
+            step, late = varied(made[number % len(made)], number)
             for name in sorted(stores, reverse=bool(number % 2)):
                 for what, record in (("step", step), ("late", late)):
                     start = time.perf_counter()
@@ -122,7 +138,7 @@ def reading(made: Sequence[tuple[StepRecord, StepRecord]], steps: int, times: in
         store = RunWriter(place)
         began = time.time() - 1e5 - steps
         for number in range(steps):
-            step, late = (replace(each, step=number, time=began + number) for each in made[number % len(made)])
+            step, late = (replace(each, time=began + number) for each in varied(made[number % len(made)], number))
             store.log(step)
             store.log(late, update=True)
         size = sum(file.stat().st_size for file in Path(place).iterdir())

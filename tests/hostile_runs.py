@@ -7,12 +7,14 @@ import json
 import os
 import random
 import struct
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import closing, redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -27,6 +29,8 @@ from .stored_runs import ROWS, VALUES
 
 #: What a run may be refused with; nothing else, and nothing once it was opened.
 REFUSED = ("is not a run", "no run in", "is of format", "could not be read", "no recorded step yet")
+#: Where the compressed numbers of records begin.
+_COMPRESSED = {f.INDEX: 28, f.COLUMN: 12}
 _STRANGE: tuple[Any, ...] = (
     "\ud800",
     None, True, -1, 0, 2**31, 2**63, 2**64, -(2**63), 10**39, 0.5, 1e300, -1e300, float("nan"), float("inf"), "", "x", "a\nb\x1b[2J",
@@ -136,6 +140,9 @@ class Mutator:
         for _ in range(chance.randint(1, 3)):
             kind = chance.choice(sorted({record[:1] for record in records} - {f.JSON}))
             place = chance.choice([each for each, record in enumerate(records) if record[:1] == kind])
+            if kind in _COMPRESSED and chance.random() < 0.7:
+                records[place] = self._compressed(chance, records[place])
+                continue
             data = bytearray(records[place])
             at = 4 * chance.randrange(max(1, min(len(data), chance.choice([64, len(data)])) // 4))
             made = [
@@ -149,6 +156,31 @@ class Mutator:
             data[at : at + len(new)] = new
             records[place] = bytes(data[: chance.choice([len(data)] * 3 + [at])])
         return _log(records)
+
+    def _compressed(self, chance: random.Random, record: bytes) -> bytes:
+        """Other numbers in what is compressed, more or fewer of them, or a bomb."""
+        head = _COMPRESSED[record[:1]]
+        try:
+            numbers = np.frombuffer(zlib.decompress(record[head:]), "u1").reshape(8, -1).T.copy().view("<i8")[:, 0]
+        except (ValueError, zlib.error):  # changed before
+            return record
+        for _ in range(chance.randint(1, 3)):
+            at = chance.randrange(len(numbers) or 1)
+            what = chance.randrange(5)
+            if what == 0:
+                numbers[at : at + 1] = chance.choice([0, -1, 1, 2**31, 2**32, 2**53, 2**62, -(2**63), 0x7FF0000000000001])
+            elif what == 1:
+                numbers[at : at + 1] += chance.choice([-1, 1, 7, 32768])
+            elif what == 2:
+                numbers = np.delete(numbers, range(at, min(len(numbers), at + chance.choice([1, 8]))))
+            elif what == 3:
+                numbers = np.insert(numbers, at, [0] * chance.choice([1, 8, 10**6]))
+            else:
+                numbers = np.roll(numbers, chance.choice([1, 8]))
+        data = f.squeezed(numbers)
+        return record[:head] + chance.choice(
+            [data, data, data, data[: len(data) // 2], data + b"x", zlib.compress(bytes(10**8), 1)]
+        )
 
     def _json(self, chance: random.Random, name: str) -> bytes:
         """Members of JSON: of other types, numbers, names, depth."""

@@ -59,7 +59,7 @@ ALSO = {
     "core.formatting": {"tqdm"},
     "cli.commands.diagnose": {"rich"},
     "cli.demo": {"rich", "tqdm"},
-    "runs.export.arrow": {"pyarrow"},
+    "runs.export": {"pyarrow"},
     "integrations.accelerate": {"accelerate"},
     "integrations.ignite": {"ignite"},
     "integrations.lightning": {"lightning"},

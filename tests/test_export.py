@@ -21,7 +21,7 @@ from torch_gradmon.cli.main import main
 from torch_gradmon.core.keys import Key
 from torch_gradmon.core.moments import ALL_COLUMNS, VIEWS
 from torch_gradmon.core.records import StatsTable, StepRecord
-from torch_gradmon.runs.export import frames
+from torch_gradmon.runs import export as frames
 from torch_gradmon.runs.writer import RunWriter
 from torch_gradmon.spikes import MedianMad
 from torch_gradmon.statistics.eager import measure
@@ -361,7 +361,6 @@ def test_a_missing_package_is_named(
     for name in [name for name in sys.modules if name.split(".")[0] == "pyarrow"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    monkeypatch.delitem(sys.modules, "torch_gradmon.runs.export.arrow", raising=False)
     assert main(["export", str(path), "--to", str(tmp_path / "out.parquet")]) == 2
     assert capsys.readouterr().err == (
         'gradmon: error: Parquet needs pyarrow: pip install "torch_gradmon[export]"; .csv and .jsonl need nothing\n'

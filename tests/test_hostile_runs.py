@@ -6,8 +6,11 @@ import os
 import resource
 import shutil
 import signal
+import struct
 import sys
+import tracemalloc
 import warnings
+import zlib
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -145,8 +148,10 @@ def test_links_in_a_run_directory_are_not_followed(mutator: Mutator, tmp_path: P
 
 
 _HEAD = f.of_json({"is": "head", "format": 1, "writer": "", "claims": True, "facts": {}})
-_KEYS = len(framed(_HEAD, 0))  # where the keys begin
-_SET = np.zeros(1, "<u4").tobytes()
+_KEYS = f.of_json({"is": "keys", "first": 0, "keys": [["", "loss", ""]]})
+_SETS = f.of_json({"is": "sets", "number": 1, "keys": [0]})
+#: Where the records of a file begin that has these.
+_FIRST = [0, len(framed(_HEAD, 0)), len(framed(_HEAD, 0)) + len(framed(_KEYS, 0))]
 
 
 def _begun(path: Path, name: str = VALUES) -> LogWriter:
@@ -154,17 +159,23 @@ def _begun(path: Path, name: str = VALUES) -> LogWriter:
     file = LogWriter(path / name)
     if name == VALUES:
         file.append(_HEAD)
-        file.append(f.of_json({"is": "keys", "first": 0, "keys": [["", "loss", ""]]}))
+        file.append(_KEYS)
+        file.append(_SETS)
     return file
 
 
 def _step(step: int, rows: tuple[int, int] = (0, 0), layouts: int = 0) -> f.StepFrame:
-    return f.StepFrame(step, 1e9 + step, f.APPLIED, rows, layouts, np.zeros(1, np.uint32), np.ones(1), b"{}", b"")
+    return f.StepFrame(step, 1e9 + step, f.APPLIED, rows, layouts, 1, np.ones(1), b"{}", b"")
 
 
-def _indexed(places: list[int], step: int) -> list[tuple[object, ...]]:
-    """Entries of an index: JSON records, and the last one a step."""
-    return [*((place, 0, 0.0, 0, 0, 0, 0, f.IS_JSON) for place in places[:-1]), (places[-1], step, 1e9 + step, 0, 0, 0, 0, 1)]
+def _index(before: tuple[int, int], places: list[int], step: int, columns: dict[int, int] | None = None) -> bytes:
+    """An index of JSON records, and of a step at the last place."""
+    entries = [(place, 0, 0.0, 0, 0, 0, 0, f.IS_JSON) for place in places[:-1]]
+    return f.of_index(before, np.array([*entries, _entry(places[-1], step)], f.ENTRY), columns or {})
+
+
+def _entry(place: int, step: int) -> tuple[object, ...]:
+    return place, step, 1e9 + step, 0, 0, 0, 1, 1
 
 
 def _settled(path: Path) -> Path:
@@ -178,7 +189,7 @@ def test_an_index_names_each_record_since_the_last_one_once(what: str, tmp_path:
     file = _begun(tmp_path)
     one = file.append(f.of_json({"is": "facts", "facts": {"one": 1}}))[0]
     step = file.append(_step(0).packed())[0]
-    before = file.append(f.Index((0, 0), f.entries_of(_indexed([0, _KEYS, one, step], 0)), [_SET], {}).packed())
+    before = file.append(_index((0, 0), [*_FIRST, one, step], 0))
     two = file.append(f.of_json({"is": "facts", "facts": {"two": 2}}))[0]
     step = file.append(_step(1).packed())[0]
     places = {
@@ -187,25 +198,58 @@ def test_an_index_names_each_record_since_the_last_one_once(what: str, tmp_path:
         "of the last index": [one, two, step],
         "behind": [two, step, file.size + 2000],
     }[what]
-    file.append(f.Index(before, f.entries_of(_indexed(places, 1)), [_SET], {}).packed())
+    file.append(_index(before, places, 1))
     file.close()
     with mock.patch.object(f, "json_of", wraps=f.json_of) as parsed, closing(RunIndex(_settled(tmp_path))) as index:
         assert index.steps == [0, 1]
         assert index.meta == {"one": 1, "two": 2}
-        assert parsed.call_count <= 4
+        assert parsed.call_count <= 5
 
 
-@pytest.mark.parametrize("place", [0, 1])
-def test_a_column_belongs_to_one_index_and_its_records(place: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["more values", "fewer values", "another key", "other records", "no stream", "more behind it"])
+def test_a_column_belongs_to_one_index_and_its_records(what: str, tmp_path: Path) -> None:
     file, before = _begun(tmp_path), (0, 0)
-    column = file.append(f.of_column(0, np.array([2 + place]), np.array([7.0])))[0]  # of the step in the first index, or of none
-    for step in range(3 - 2 * place):
-        places = [0, _KEYS] if not step else []
-        entries = _indexed([*places, file.append(_step(step).packed())[0]], step)
-        before = file.append(f.Index(before, f.entries_of(entries), [_SET], {0: column}).packed())
+    column = f.of_column(1 if what == "another key" else 0, np.full({"more values": 2, "fewer values": 0}.get(what, 1), 7.0))
+    column = {"no stream": column[:12] + b"?" * 20, "more behind it": column + b"?"}.get(what, column)
+    begin = file.append(column)[0]  # of the step in the first index
+    for step in range(3 if what == "other records" else 1):
+        places = [*(_FIRST if not step else []), file.append(_step(step).packed())[0]]
+        columns = {} if what == "other records" and not step else {0: begin}
+        before = file.append(_index(before, places, step, columns))
     file.close()
     with closing(RunIndex(_settled(tmp_path))) as index:
         assert index.values(Key("", "loss", "")) == dict.fromkeys(index.steps, 1.0)  # as the steps themselves say
+
+
+@pytest.mark.parametrize("what", ["index", "column", "count of the index", "rows"])
+def test_what_is_compressed_takes_no_more_than_its_place(what: str, tmp_path: Path) -> None:
+    """A few bytes that stand for a gigabyte."""
+    rows, file = _begun(tmp_path, ROWS), _begun(tmp_path)
+    bomb = zlib.compress(bytes(1 << 30), 1)
+    begin = file.append(struct.pack("<c3xII", f.COLUMN, 1, 0) + bomb)[0]
+    names = [str(number) for number in range(1000)]
+    layout = {"is": "layout", "source": "activation", "tensors": names, "counts": [1] * 1000, "same_as": ""}
+    stored = ["mean", "abs_mean", "std", "near_zero", "nonfinite", "min", "max"]
+    place = rows.append(f.of_json({**layout, "measured": ["count", *stored] if what == "rows" else [], "stored": stored}))[0]
+    found = rows.append(f.of_tables(0, [(place, (1 << 32) - 1, b"")]))  # which leaves all columns out
+    step = file.append(_step(0, found).packed())[0]
+    index = _index((0, 0), [*_FIRST, step], 0, {0: begin} if what == "column" else None)
+    if what == "index":
+        index = index[:28] + bomb
+    elif what == "count of the index":
+        index = struct.pack("<c3xIIQQ", f.INDEX, 1 << 27, 0, 0, 0) + bomb
+    file.append(index)
+    rows.close()
+    file.close()
+    _settled(tmp_path)
+    tracemalloc.start()
+    try:
+        with closing(RunIndex(tmp_path)) as run:
+            assert run.values(Key("", "loss", "")) == {0: 1.0}
+            assert run.rows(0) == {}
+        assert tracemalloc.get_traced_memory()[1] < 60 << 20  # the bytes of the bomb, some times over
+    finally:
+        tracemalloc.stop()
 
 
 def test_two_steps_do_not_share_their_rows(tmp_path: Path) -> None:
@@ -233,8 +277,8 @@ def test_records_of_an_index_do_not_lie_within_one_another(tmp_path: Path) -> No
     file = _begun(tmp_path)
     inner = framed(_step(1)._replace(context=b"{}" + b" " * 500).packed(), 0)
     outer, end = file.append(_step(0)._replace(context=inner).packed())
-    entries = _indexed([0, _KEYS, outer], 0) + _indexed([end - len(inner)], 1)
-    file.append(f.Index((0, 0), f.entries_of(entries), [_SET], {}).packed())
+    entries = [*((place, 0, 0.0, 0, 0, 0, 0, f.IS_JSON) for place in _FIRST), _entry(outer, 0), _entry(end - len(inner), 1)]
+    file.append(f.of_index((0, 0), np.array(entries, f.ENTRY), {}))
     file.close()
     with closing(RunIndex(_settled(tmp_path))) as index:
         assert index.read(1).values == {0: 1.0}

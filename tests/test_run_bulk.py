@@ -20,8 +20,7 @@ from torch_gradmon.core.moments import ALL_COLUMNS, VIEWS
 from torch_gradmon.core.records import SpikeEvent, StatsTable, StepRecord
 from torch_gradmon.runs import format as f
 from torch_gradmon.runs.log import BLOCK
-from torch_gradmon.runs.reader import _STEPS
-from torch_gradmon.runs.stats_series import StatsSeries
+from torch_gradmon.runs.reader import _STEPS, StatsSeries
 from torch_gradmon.runs.writer import RunWriter
 from torch_gradmon.statistics.eager import measure
 

@@ -16,8 +16,8 @@ from torch_gradmon import ModuleMonitor, Run, load_run
 from torch_gradmon.core.keys import GRADIENT, GRADIENT_BEFORE_CLIP, TENSOR_SOURCES, Key, format_key
 from torch_gradmon.core.moments import ALL_COLUMNS, ALWAYS, VIEWS, Column
 from torch_gradmon.core.records import StatsTable, StepRecord
-from torch_gradmon.runs import window
-from torch_gradmon.runs.window import COUNT, single_threaded
+from torch_gradmon.runs import reader as window
+from torch_gradmon.runs.reader import COUNT, single_threaded
 from torch_gradmon.runs.writer import RunWriter
 from torch_gradmon.statistics.eager import measure
 from torch_gradmon.step.plan import evaluate_view

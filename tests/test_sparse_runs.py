@@ -15,8 +15,8 @@ from torch_gradmon.cli.terminal.layer_table import summarize
 from torch_gradmon.cli.terminal.live import LiveRun
 from torch_gradmon.core.keys import GRADIENT
 from torch_gradmon.core.records import StatsTable, StepRecord
-from torch_gradmon.runs import value_matrix
-from torch_gradmon.runs.value_matrix import fitting
+from torch_gradmon.runs import reader as value_matrix
+from torch_gradmon.runs.reader import fitting
 from torch_gradmon.runs.writer import RunWriter
 
 from .synthetic_run import table

@@ -23,10 +23,9 @@ from torch_gradmon.core.records import StepRecord
 from torch_gradmon.integrations.common import AdapterMonitor
 from torch_gradmon.monitor.options import MonitorOptions, WatchOptions
 from torch_gradmon.runs import format as f
-from torch_gradmon.runs.index import Successors
 from torch_gradmon.runs.liveness import run_status
 from torch_gradmon.runs.log import LogReader
-from torch_gradmon.runs.writer import RunWriter, Superseded
+from torch_gradmon.runs.writer import RunWriter, Successors, Superseded
 from torch_gradmon.step.planner import PresetName
 
 AGAIN = "was watched already: the earlier monitor is detached"
@@ -460,7 +459,7 @@ def test_a_monitor_that_is_given_to_the_adapter_of_a_new_trainer_goes_on_there()
 def _written(path: Path) -> list[tuple[int, int]]:
     """The number of the writer, and the step, of all that was written, also of what was replaced."""
     records = [(number, LogReader(path / f.name_of(number, f.VALUES)).follow()) for number in f.pairs_in(path)]
-    return [(number, f.head_of(record.data).step) for number, found in records for record in found if record.data[:1] == f.STEP]
+    return [(number, f.frame_of(record.data).step) for number, found in records for record in found if record.data[:1] == f.STEP]
 
 
 @pytest.fixture
@@ -611,6 +610,6 @@ def test_a_directory_that_cannot_be_asked_does_not_hold_up(tmp_path: Path, monke
         assert len(asked) < 5  # not for ever
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("torch_gradmon.runs.index.LogReader", refused)
+    monkeypatch.setattr("torch_gradmon.runs.writer.LogReader", refused)
     assert not Successors(tmp_path, 1).have_claimed()
     assert len(asked) == 1

@@ -19,8 +19,7 @@ from ..core.formatting import listed, strict
 from ..core.keys import Key, compile_pattern, format_key, parse_key
 from ..core.moments import VIEWS
 from ..core.records import is_loss, loss_among
-from ..runs.value_matrix import ValueMatrix
-from ..runs.window import COUNT, Window, is_of_layer
+from ..runs.reader import COUNT, ValueMatrix, Window, is_of_layer
 from .run import Run
 
 # --- causal order ---

@@ -13,7 +13,7 @@ from typing import Any
 from ..core import validation as check
 from ..core.formatting import ProgressBar, ShownAsText, cut_start, listed, part_of
 from ..core.keys import SUMMARY, format_key
-from ..runs.window import between, single_threaded
+from ..runs.reader import between, single_threaded
 from .comparison import Comparison, ComparisonResult, Divergence, Patterns, Rules, Unmatched, check_use, find_unmatched
 from .run import Run, load_run, optimizer_settings, settings_that_differ
 

@@ -12,11 +12,10 @@ from ..core import keys as n
 from ..core.errors import display
 from ..core.formatting import ProgressBar, listed, printable
 from ..core.records import TrainedPart, before_schedule, model_text, trained_parts
-from ..runs.export import files
-from ..runs.export.tables import TABLES, chosen_steps, frame_of, table_of
+from ..runs import export as files
+from ..runs.export import TABLES, chosen_steps, frame_of, table_of
 from ..runs.format import is_run
-from ..runs.reader import RunReader
-from ..runs.window import single_threaded
+from ..runs.reader import RunReader, single_threaded
 from ..spikes.attribution import REMEMBERED, GradientNormHistory, ParameterAttribution
 
 # --- What a run was made with: model, optimizers, torch ---

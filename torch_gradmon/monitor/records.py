@@ -57,7 +57,7 @@ def last_word(path: str | os.PathLike[str]) -> str:
     """
     from ..analysis.diagnosis.diagnose import diagnose
     from ..analysis.diagnosis.findings import SEVERITIES
-    from ..runs.window import single_threaded
+    from ..runs.reader import single_threaded
 
     with outside_dispatch_modes(), single_threaded():
         found = [finding for finding, _ in diagnose(path).grouped() if finding.severity != "info"]

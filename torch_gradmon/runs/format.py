@@ -7,17 +7,20 @@ run. The first byte of a record is its kind: ``J`` for a JSON object, ``S`` for 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from ..core.formatting import printable
+from ..core.keys import NO_ATTENTION
 
 FORMAT = 1
 VALUES, ROWS = "values", "rows"
@@ -31,45 +34,38 @@ JSON, STEP, TABLES, INDEX, COLUMN = b"J", b"S", b"R", b"I", b"C"
 APPLIED, AMENDS, BACKFILLS, HAS_EVENTS = 1, 2, 4, 8
 #: Flag of a JSON record in an index.
 IS_JSON = 128
-#: An index is written after so many records.
-INDEXED = 512
-#: Kind, flags, number of values, step, time, where its rows begin and end, number of its set of layouts, bytes of context and of events.
-_STEP = struct.Struct("<cB2xIqdQQIII4x")
-_VALUE = struct.Struct("<d")
-#: Kind, number of records, of sets of keys, of columns, bytes of all sets; where the last index begins and ends, both 0 without one.
-_INDEX = struct.Struct("<c3xIIIIQQ")
-#: Of each record: where it begins, its step and time, where its rows begin and end, its set of layouts and of keys, and its flags.
-_ENTRY = np.dtype(
-    {
-        "names": ["begin", "step", "time", "rows", "end", "layouts", "keys", "flags"],
-        "formats": ["<u8", "<i8", "<f8", "<u8", "<u8", "<u4", "<u4", "<u1"],
-    }
-)
-#: Of each column: the number of its key, and where it begins.
-_COLUMNS = np.dtype([("key", "<u4"), ("begin", "<u8")])
+#: An index is written after so many records, or so many values, which the writer keeps for it.
+INDEXED, INDEXED_VALUES = 1024, 1 << 16
+#: Kind, flags, number of values, step, time, where its rows begin, their bytes, its sets of layouts and of keys, bytes of context.
+_STEP = struct.Struct("<cB2xIqdQIIII")
+#: Kind, number of records, of columns; where the last index begins and ends, both 0 without one.
+_INDEX = struct.Struct("<c3xIIQQ")
+#: Of each record: where it begins, its step and time, where its rows begin and end, its sets of layouts and keys, and its flags.
+ENTRY = np.dtype(
+    [
+        ("begin", "<i8"), ("step", "<i8"), ("time", "<f8"), ("rows", "<i8"), ("end", "<i8"),
+        ("layouts", "<u4"), ("keys", "<u4"), ("flags", "u1"),
+    ]
+)  # fmt: skip
+#: The same, packed.
+of_entry = struct.Struct("<qqdqqIIB").pack
+#: No record takes fewer bytes.
+_SMALLEST = 24
 #: Kind, number of values, number of the key.
 _COLUMN = struct.Struct("<c3xII")
-#: Kind, number of parts, step; then of each part where the record that defines it begins, and its bytes.
-_TABLES, _PART = struct.Struct("<c3xIq"), struct.Struct("<QQ")
+#: Kind, number of parts, step; then of each part where the record that defines it begins, its bytes, and the columns that it leaves out.
+_TABLES, _PART = struct.Struct("<c3xIq"), struct.Struct("<QII")
 
 
 def name_of(number: int, kind: str) -> str:
-    """The name of a file.
-
-    Raises:
-        FileNotFoundError: there is no such number.
-    """
+    """The name of a file. Raises FileNotFoundError if there is no such number."""
     if number >= 10**9:
         raise FileNotFoundError(f"gradmon.{number - 1}.{kind} has the last number of a file")
     return f"gradmon.{number:06d}.{kind}"
 
 
 def pairs_in(directory: str | os.PathLike[str]) -> list[int]:
-    """The numbers of the pairs in a directory, ascending.
-
-    Raises:
-        OSError: there is no such directory, or it cannot be read.
-    """
+    """The numbers of the pairs in a directory, ascending. Raises OSError if it cannot be read."""
     return sorted(_numbers(directory, _NAME))
 
 
@@ -96,11 +92,7 @@ def has_run(directory: Path) -> bool:
 
 
 def identity(path: str | os.PathLike[str]) -> tuple[int, int]:
-    """What distinguishes the run in ``path`` from another that takes its place.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
+    """What distinguishes the run in ``path`` from another that takes its place. Raises FileNotFoundError if there is none."""
     directory = directory_of(path)
     numbers = pairs_in(directory)
     if not numbers:
@@ -111,15 +103,11 @@ def identity(path: str | os.PathLike[str]) -> tuple[int, int]:
 
 def version(directory: Path) -> str:
     """Changes with each write to the run in a directory, and with another run in its place; empty if there is none."""
-    found: list[int] = []
     for number in reversed(pairs_in(directory) if directory.is_dir() else []):
-        try:
+        with contextlib.suppress(OSError):
             status = os.stat(directory / name_of(number, VALUES))
-        except OSError:
-            continue
-        found += [status.st_ino, status.st_size, status.st_mtime_ns]
-        break
-    return "-".join(map(str, found))
+            return f"{status.st_ino}-{status.st_size}-{status.st_mtime_ns}"
+    return ""
 
 
 def directory_of(path: str | os.PathLike[str]) -> Path:
@@ -137,17 +125,21 @@ class Unreadable(ValueError):
     """A record has the right checksum, but is none of this format."""
 
 
+_ENCODER = json.JSONEncoder(default=str, skipkeys=True, separators=(",", ":"))
+
+
+def text_of(facts: object) -> bytes:
+    """As JSON."""
+    return _ENCODER.encode(facts).encode()
+
+
 def of_json(facts: Mapping[str, Any]) -> bytes:
     """A JSON record."""
-    return JSON + json.dumps(facts, default=str, skipkeys=True, separators=(",", ":")).encode("utf-8", "backslashreplace")
+    return JSON + text_of(facts)
 
 
 def json_of(record: bytes) -> dict[str, Any]:
-    """The object in a JSON record.
-
-    Raises:
-        Unreadable: there is none.
-    """
+    """The object in a JSON record. Raises Unreadable if there is none."""
     found = parsed(record[1:])
     if record[:1] != JSON or not isinstance(found, dict):
         raise Unreadable("a record is no JSON object")
@@ -155,11 +147,7 @@ def json_of(record: bytes) -> dict[str, Any]:
 
 
 def parsed(text: bytes) -> Any:
-    """What stands there as JSON, within bounds. All texts of a run come through here, each made printable, on one line.
-
-    Raises:
-        Unreadable: nothing.
-    """
+    """What stands there as JSON, within bounds; Unreadable if it is none. All texts of a run come through here, each made printable."""
     deepest = text.count(b"[") + text.count(b"{")
     if len(text) > _LARGEST_JSON or deepest > 1000 + len(text) // 8:
         raise Unreadable("JSON is too large")
@@ -204,7 +192,7 @@ class StepFrame(NamedTuple):
         flags: see :data:`APPLIED` and the following.
         rows: where the record with its rows begins and ends in the other file; both 0 without one.
         layouts: number of the set of layouts of these rows.
-        ids: uint32, the numbers of the keys of its values.
+        keys: number of the set of keys of its values.
         values: float64.
         context, events: JSON; empty in an amendment that leaves them as they are.
     """
@@ -214,65 +202,22 @@ class StepFrame(NamedTuple):
     flags: int
     rows: tuple[int, int]
     layouts: int
-    ids: np.ndarray
+    keys: int
     values: np.ndarray
     context: bytes
     events: bytes
 
     def packed(self) -> bytes:
         """The record."""
-        head = _STEP.pack(
-            STEP,
-            self.flags,
-            len(self.values),
-            self.step,
-            self.time,
-            *self.rows,
-            self.layouts,
-            len(self.context),
-            len(self.events),
-        )
-        return b"".join(
-            (
-                head,
-                self.values.astype("<f8", copy=False).tobytes(),
-                self.ids.astype("<u4", copy=False).tobytes(),
-                self.context,
-                self.events,
-            )
-        )
+        begin, end = self.rows
+        facts = self.flags, len(self.values), self.step, self.time, begin, end - begin, self.layouts, self.keys, len(self.context)
+        head = _STEP.pack(STEP, *facts)
+        return b"".join((head, self.values.astype("<f8", copy=False).tobytes(), self.context, self.events))
 
 
 def _is_sound(step: Any, time: Any) -> Any:
     """Whether there can be such a step at such a time, of which there is a date; of numbers or arrays."""
     return (step >= 0) & (step < 1 << 53) & (time > -6e10) & (time < 2.5e11)
-
-
-class StepHead(NamedTuple):
-    """The fixed part of a step, see :class:`StepFrame`, with the sizes of the others."""
-
-    step: int
-    time: float
-    flags: int
-    rows: tuple[int, int]
-    layouts: int
-    values: int
-    context: int
-    events: int
-
-
-def head_of(record: bytes) -> StepHead:
-    """The fixed part of a step.
-
-    Raises:
-        Unreadable: it is none.
-    """
-    if len(record) < _STEP.size or record[:1] != STEP:
-        raise Unreadable("a step is too short")
-    _, flags, count, step, time, begin, end, layouts, context, events = _STEP.unpack_from(record)
-    if _STEP.size + 12 * count + context + events != len(record) or begin > end or not _is_sound(step, time):
-        raise Unreadable("the parts of a step are not of its size")
-    return StepHead(step, time, flags, (begin, end), layouts, count, context, events)
 
 
 def time_of(record: bytes) -> float | None:
@@ -283,47 +228,27 @@ def time_of(record: bytes) -> float | None:
     return written
 
 
-def ids_of(record: bytes, head: StepHead) -> bytes:
-    """The numbers of the keys of a step, uint32."""
-    begin = _STEP.size + 8 * head.values
-    return record[begin : begin + 4 * head.values]
-
-
 def frame_of(record: bytes) -> StepFrame:
-    """A step.
-
-    Raises:
-        Unreadable: it is none.
-    """
-    head = head_of(record)
-    values = np.frombuffer(record, "<f8", head.values, _STEP.size)
-    ids = np.frombuffer(record, "<u4", head.values, _STEP.size + 8 * head.values)
-    text = _STEP.size + 12 * head.values
-    return StepFrame(
-        head.step, head.time, head.flags, head.rows, head.layouts, ids, values,
-        record[text : text + head.context], record[text + head.context :],
-    )  # fmt: skip
+    """A step. Raises Unreadable if it is none."""
+    if len(record) < _STEP.size or record[:1] != STEP:
+        raise Unreadable("a step is too short")
+    _, flags, count, step, time, begin, size, layouts, keys, length = _STEP.unpack_from(record)
+    text = _STEP.size + 8 * count
+    if text + length > len(record) or not _is_sound(step, time):
+        raise Unreadable("the parts of a step are not of its size")
+    values = np.frombuffer(record, "<f8", count, _STEP.size)
+    rows = begin, begin + size
+    return StepFrame(step, time, flags, rows, layouts, keys, values, record[text : text + length], record[text + length :])
 
 
-def value_at(record: bytes, place: int) -> float:
-    """One value of a step. Raises Unreadable as :func:`head_of`."""
-    if place >= head_of(record).values:
-        raise Unreadable("a step has fewer values")
-    return float(_VALUE.unpack_from(record, _STEP.size + 8 * place)[0])
+def of_tables(step: int, parts: Sequence[tuple[int, int, bytes]]) -> bytes:
+    """The rows of a step: of each part where it is defined, the columns that it leaves out, see :mod:`.packing`, and its data."""
+    heads = [_PART.pack(place, len(data), absent) for place, absent, data in parts]
+    return b"".join((_TABLES.pack(TABLES, len(parts), step), *heads, *[data for _, _, data in parts]))
 
 
-def of_tables(step: int, parts: Sequence[tuple[int, bytes]]) -> bytes:
-    """The rows of a step: of each part where it is defined, and its data."""
-    heads = [_PART.pack(place, len(data)) for place, data in parts]
-    return b"".join((_TABLES.pack(TABLES, len(parts), step), *heads, *[data for _, data in parts]))
-
-
-def tables_of(record: bytes, step: int | None = None) -> list[tuple[int, bytes]]:
-    """The inverse of :func:`of_tables`.
-
-    Raises:
-        Unreadable: these are no rows, or none of ``step``.
-    """
+def tables_of(record: bytes, step: int | None = None) -> list[tuple[int, int, bytes]]:
+    """The inverse of :func:`of_tables`. Raises Unreadable if these are no rows, or none of ``step``."""
     if len(record) < _TABLES.size:
         raise Unreadable("rows are too short")
     kind, count, number = _TABLES.unpack_from(record)
@@ -331,94 +256,205 @@ def tables_of(record: bytes, step: int | None = None) -> list[tuple[int, bytes]]
     if kind != TABLES or step not in (None, number) or at > len(record):
         raise Unreadable(f"there are no rows of step {step} where they should be")
     found = []
-    for place, length in _PART.iter_unpack(record[_TABLES.size : at]):
-        found.append((place, record[at : at + length]))
+    for place, length, absent in _PART.iter_unpack(record[_TABLES.size : at]):
+        found.append((place, absent, record[at : at + length]))
         at += length
     if at != len(record):
         raise Unreadable(f"the rows of step {step} are not of their size")
     return found
 
 
-class Index(NamedTuple):
-    """The records since the last index.
+def squeezed(numbers: np.ndarray) -> bytes:
+    """Numbers of 8 bytes, compressed by zlib: first the lowest byte of each, then the next, since these are most alike."""
+    return zlib.compress(numbers.view("u1").reshape(-1, 8).T.tobytes(), 1)
 
-    Attributes:
+
+def unsqueezed(data: bytes, count: int) -> np.ndarray:
+    """The inverse of :func:`squeezed`, int64, in no more memory than ``count`` numbers need; Unreadable if there are others."""
+    inflate = zlib.decompressobj()
+    try:
+        found = inflate.decompress(data, 8 * count + 1)
+    except zlib.error:
+        raise Unreadable("numbers cannot be decompressed") from None
+    if len(found) != 8 * count or not inflate.eof or inflate.unused_data:
+        raise Unreadable("there are other numbers than there should be")
+    return np.ascontiguousarray(np.frombuffer(found, "u1").reshape(8, -1).T).view("<i8")[:, 0]
+
+
+def of_index(before: tuple[int, int], entries: np.ndarray, columns: Mapping[int, int]) -> bytes:
+    """An index of the records since the last one.
+
+    Args:
         before: where the last index begins and ends; both 0 without one.
-        entries: a structured array; of a step its head, of a JSON record where it begins.
-        sets: the numbers of keys, uint32, that steps have values of.
+        entries: of each record, see :data:`ENTRY`.
         columns: by the number of a key where the record with its values begins.
     """
-
-    before: tuple[int, int]
-    entries: np.ndarray
-    sets: list[bytes]
-    columns: dict[int, int]
-
-    def packed(self) -> bytes:
-        """The record."""
-        lengths = np.array([len(each) // 4 for each in self.sets], "<u4").tobytes()
-        columns = np.array(list(self.columns.items()), _COLUMNS) if self.columns else np.empty(0, _COLUMNS)
-        sets = b"".join(self.sets)
-        head = _INDEX.pack(INDEX, len(self.entries), len(self.sets), len(columns), len(sets), *self.before)
-        return b"".join((head, self.entries.tobytes(), columns.tobytes(), lengths, sets))
+    fields = [np.ascontiguousarray(entries[name]) for name in ENTRY.names or ()]
+    numbers = [each.view("<i8") if each.dtype == "<f8" else each.astype("<i8") for each in fields]
+    head = _INDEX.pack(INDEX, len(entries), len(columns), *before)
+    return head + squeezed(
+        np.diff(np.concatenate((*numbers, *np.array([[*columns], [*columns.values()]], "<i8"))), prepend=np.int64(0))
+    )
 
 
-def entries_of(rows: Sequence[tuple[Any, ...]]) -> np.ndarray:
-    """The entries of an index, from tuples in the order of its fields."""
-    return np.array(rows, _ENTRY)
+def before_index(record: bytes) -> tuple[int, int]:
+    """Where the index before this one begins and ends; both 0 without one. Raises Unreadable if this is none."""
+    if len(record) < _INDEX.size or record[:1] != INDEX:
+        raise Unreadable("an index is too short")
+    _, _, _, begin, end = _INDEX.unpack_from(record)
+    return begin, end
 
 
-def index_of(record: bytes, begin: int) -> Index:
-    """The index that begins at ``begin``.
+def index_of(record: bytes, begin: int) -> tuple[np.ndarray, dict[int, int]]:
+    """The entries and columns of the index that begins at ``begin``.
 
     Raises:
         Unreadable: it is none, or names other records than those between the last index and itself, each once.
     """
-    if len(record) < _INDEX.size or record[:1] != INDEX:
-        raise Unreadable("an index is too short")
-    _, count, sets, columns, size, *before = _INDEX.unpack_from(record)
-    at = _INDEX.size
-    if at + count * _ENTRY.itemsize + columns * _COLUMNS.itemsize + 4 * sets + size != len(record):
-        raise Unreadable("the parts of an index are not of its size")
-    entries = np.frombuffer(record, _ENTRY, count, at)
-    at += entries.nbytes
-    if not _is_sound(entries["step"], entries["time"]).all():
+    first, last = before_index(record)
+    _, count, keys, *_ = _INDEX.unpack_from(record)
+    if not count or not first <= last <= begin or _SMALLEST * (count + keys) > begin - last:  # before it takes any memory
+        raise Unreadable("an index has no records, or more than there is room for")
+    numbers = np.cumsum(unsqueezed(record[_INDEX.size :], 8 * count + 2 * keys))
+    fields, (key, place) = numbers[: 8 * count].reshape(8, count), numbers[8 * count :].reshape(2, keys)
+    begins, steps, bits, rows, ends, layouts, sets, flags = fields
+    is_sound = _is_sound(steps, bits.view("<f8")) & (rows >= 0) & (ends >= 0)
+    if not (is_sound & (layouts | sets >= 0) & (layouts | sets < 1 << 32) & (flags >= 0) & (flags < 1 << 8)).all():
         raise Unreadable("the entries of an index are none")
-    places = np.frombuffer(record, _COLUMNS, columns, at)
-    at += places.nbytes
-    for named in (entries["begin"], np.sort(places["begin"])):
-        if len(named) and not (before[1] <= named[0] and named[-1] < begin and (named[1:] > named[:-1]).all()):
+    for named in (begins, np.sort(place)):
+        if len(named) and not (last <= named[0] and named[-1] < begin and (named[1:] > named[:-1]).all()):
             raise Unreadable("an index names records of another one, or one twice")
-    has_rows = entries[entries["end"] > 0]
-    if not ((has_rows["rows"] < has_rows["end"]).all() and (has_rows["rows"][1:] >= has_rows["end"][:-1]).all()):
+    rows, ends = rows[ends > 0], ends[ends > 0]
+    if not ((rows < ends).all() and (rows[1:] >= ends[:-1]).all()):
         raise Unreadable("two steps of an index have the same rows")
-    lengths = np.frombuffer(record, "<u4", sets, at)
-    ends = (at + 4 * sets + 4 * np.cumsum(lengths, dtype=np.int64)).tolist()
-    if (ends or [len(record)])[-1] != len(record) or (count and sets <= int(entries["keys"].max())):
-        raise Unreadable("the sets of an index are not of their size")
-    begins = [at + 4 * sets, *ends[:-1]] if ends else []
-    found = [record[begin:end] for begin, end in zip(begins, ends, strict=True)]
-    return Index((before[0], before[1]), entries, found, dict(zip(places["key"].tolist(), places["begin"].tolist(), strict=True)))
+    entries = np.empty(count, ENTRY)
+    for name, field in zip(ENTRY.names or (), fields, strict=True):
+        entries[name] = field if name != "time" else field.view("<f8")
+    return entries, dict(zip(key.tolist(), place.tolist(), strict=True))
 
 
-def of_column(key: int, places: np.ndarray, values: np.ndarray) -> bytes:
-    """The values of one key in the records of an index: the numbers of the records that have one, and the values."""
-    head = _COLUMN.pack(COLUMN, len(values), key)
-    return head + values.astype("<f8", copy=False).tobytes() + places.astype("<u4", copy=False).tobytes()
+def of_column(key: int, values: np.ndarray) -> bytes:
+    """The values of one key in the records of an index, in their order."""
+    return _COLUMN.pack(COLUMN, len(values), key) + squeezed(np.ascontiguousarray(values, "<f8"))
 
 
-def column_of(record: bytes, key: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """The inverse of :func:`of_column`: places and values.
+def column_of(record: bytes, key: int, count: int) -> np.ndarray:
+    """The inverse of :func:`of_column`. Raises Unreadable if it is of another key, or has another number of values than ``count``."""
+    if len(record) < _COLUMN.size or _COLUMN.unpack_from(record) != (COLUMN, count, key):
+        raise Unreadable("a column is not of its key, or of other records than its index")
+    return unsqueezed(record[_COLUMN.size :], count).view("<f8")
 
-    Raises:
-        Unreadable: it is none of ``key``, or of an index with more records than ``count``.
-    """
-    if len(record) < _COLUMN.size or record[:1] != COLUMN:
-        raise Unreadable("a column is too short")
-    _, known, number = _COLUMN.unpack_from(record)
-    if number != key or len(record) != _COLUMN.size + 12 * known:
-        raise Unreadable("a column is not of its key or size")
-    places = np.frombuffer(record, "<u4", known, _COLUMN.size + 8 * known)
-    if known and places.max() >= count:
-        raise Unreadable("a column is of more records than its index")
-    return places, np.frombuffer(record, "<f8", known, _COLUMN.size)
+
+# --- the forms of what stands as JSON, which somebody else may have written -------------------------------------------------------
+
+_Found = TypeVar("_Found")
+Form = Callable[[Any], bool]
+
+
+def _is(*kinds: type) -> Form:
+    return lambda found: type(found) in kinds
+
+
+def _list_of(form: Form) -> Form:
+    return lambda found: type(found) is list and all(map(form, found))
+
+
+def _by_name(form: Form) -> Form:
+    return lambda found: type(found) is dict and all(map(form, found.values()))
+
+
+def _object(*required: str, **forms: Form) -> Form:
+    """An object that has the ``required`` ones of these members; others than these may be anything."""
+    return lambda found: (
+        type(found) is dict
+        and all(name in found for name in required)
+        and all(form(found[name]) for name, form in forms.items() if name in found)
+    )
+
+
+def _maybe(form: Form) -> Form:
+    return lambda found: found is None or form(found)
+
+
+_TEXT, _WHOLE, _NUMBER, _FLAG = _is(str), _is(int), _is(int, float), _is(bool)
+_NAMES, _NUMBERS, _ANYTHING = _list_of(_TEXT), _list_of(_NUMBER), _by_name(lambda found: True)
+_FINDINGS = _list_of(
+    _object(
+        "rule", "first", "last", "count",
+        rule=_TEXT, first=_WHOLE, last=_WHOLE, count=_WHOLE, where=_NAMES, evidence=_by_name(_NUMBER),
+    )
+)  # fmt: skip
+_CHANGE = _object(
+    "number",
+    number=_WHOLE, since=_maybe(_WHOLE), until=_maybe(_WHOLE), first=_maybe(_WHOLE), steps=_maybe(_WHOLE), every=_maybe(_WHOLE),
+    preset=_maybe(_TEXT), ended=_TEXT,
+)  # fmt: skip
+_FACTS: dict[str, Form] = {
+    "torch": _TEXT,
+    "model": _TEXT,
+    "preset": _maybe(_TEXT),
+    "trainer": _TEXT,
+    "every": _maybe(lambda found: _WHOLE(found) and found > 0),
+    "parameters": _by_name(_object("shape", shape=_list_of(_WHOLE), dtype=_TEXT)),
+    "kinds": _by_name(_TEXT),
+    "matrices": _by_name(_WHOLE),
+    "frozen": _NAMES,
+    "optimizers": _list_of(
+        _object("optimizer", "settings", "parameters", optimizer=_TEXT, number=_WHOLE, parameters=_NAMES, settings=_object(
+            lr=_maybe(_NUMBER), initial_lr=_maybe(_NUMBER), weight_decay=_maybe(_NUMBER),
+        ))
+    ),
+    "chance": _by_name(_NUMBER),
+    "process": _ANYTHING,
+    "clip_bound": _maybe(_NUMBER),
+    "raised": _TEXT,
+    "unwritten": _WHOLE,
+    "lost_after": _maybe(_WHOLE),
+    "lost_why": _TEXT,
+    "tune": _object(
+        session=_TEXT, listens=_FLAG, ended=_FLAG, number=_WHOLE, why=_TEXT,
+        in_force=_maybe(_CHANGE), waits=_maybe(_CHANGE), last=_maybe(_CHANGE),
+    ),
+    "audit": _FINDINGS, "replicas": _FINDINGS, "setup": _FINDINGS, "data": _FINDINGS, "foresight": _FINDINGS,
+}  # fmt: skip
+_CONTEXT: dict[str, Form] = {
+    "lr": _NUMBERS,
+    "amp_scale": _maybe(_NUMBER),
+    "overhead_pct": _maybe(_NUMBER),
+    "tags": _ANYTHING,
+    "batch_norms": lambda found: _by_name(_NUMBERS)(found) and all(name.isdecimal() and len(name) < 10 for name in found),
+    "rows": _object(
+        "ids", "losses", "count", "sum", "nonfinite", ids=_list_of(_is(int, str)), losses=_NUMBERS, count=_WHOLE, sum=_NUMBER,
+        nonfinite=_WHOLE,
+    ),
+    "skipped": _TEXT,
+    "interrupted": _TEXT,
+    "action": _TEXT,
+    NO_ATTENTION: _TEXT,
+    # these stand elsewhere
+    "time": lambda found: False,
+    "applied": lambda found: False,
+}  # fmt: skip
+_EVENT: dict[str, Form] = {
+    "step": _WHOLE, "signal": _TEXT, "value": _NUMBER, "score": _NUMBER, "threshold": _NUMBER, "reason": _TEXT,
+    "usual": _maybe(_NUMBER), "where": _TEXT, "action": _TEXT,
+}  # fmt: skip
+
+
+def _fitting(found: Mapping[str, _Found], forms: Mapping[str, Form]) -> dict[str, _Found]:
+    return {name: value for name, value in found.items() if name not in forms or forms[name](value)}
+
+
+def facts_of(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the facts about a run that are of their form, or of none that is known."""
+    return _fitting(found, _FACTS)
+
+
+def context_of(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Likewise of the context of a step."""
+    return _fitting(found, _CONTEXT)
+
+
+def is_event(found: Any) -> bool:
+    """Whether it is a spike, whatever else it says."""
+    return type(found) is dict and _fitting(found, _EVENT).keys() == found.keys()

@@ -5,20 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..core.keys import Key
 from ..core.records import SpikeEvent
 from . import format as f
-from .forms import context_of, facts_of, is_event
-from .log import SETTLED, Damage, LogReader, Record, reading_within
+from .log import SETTLED, Damage, LogReader, Record
 from .packing import TableLayout, layout_of
 
 _NEVER = float("inf")
@@ -26,12 +24,12 @@ _NEVER = float("inf")
 _SOON = 60.0
 #: The last index is looked for in so many blocks at the end of a file.
 _LOOKED_THROUGH = 64
-#: So many later writers of a run are looked at, each for so many seconds a look.
-_SUCCESSORS, _LOOK_SECONDS = 16, 0.02
 #: A run has no more keys.
 _MOST_KEYS = 1 << 20
 #: Stands for keys whose names are damaged.
 _UNKNOWN = -1
+#: Of each frame its entry, with its set of keys by the number in the run; its pair, and the frame of its step that it amends, or -1.
+_FRAME = {**{name: f.ENTRY[name] for name in f.ENTRY.names or ()}, "pair": np.dtype("<u4"), "before": np.dtype("<i8")}
 #: What the state of a random generator is named by among rows.
 RNG = "rng:"
 _EVENT = frozenset(field.name for field in fields(SpikeEvent))
@@ -55,8 +53,9 @@ class Pair:
         self.begins = _NEVER
         self.rows_end = 0  # of the last step that has any
         self.ids: dict[int, int] = {}  # of the run, by those of the file
+        self.sets: dict[int, tuple[int, ...]] = {0: ()}  # of keys, by the numbers of the run
         self.layouts: dict[int, tuple[int, ...]] = {0: ()}  # where each set of them is defined
-        self.columns: list[tuple[range, int, dict[int, int]]] = []  # of each index: frames, end, where keys are
+        self.columns: list[tuple[slice, int, dict[int, int]]] = []  # of each index: frames, end, where keys are
         self._rows: LogReader | None = None
         self._known: dict[int, TableLayout | str | None] = {}  # None where a record is none, which each step would ask for again
 
@@ -68,19 +67,19 @@ class Pair:
         return self._rows
 
     def layout(self, place: int) -> TableLayout | str:
-        """What is defined at this place of the file with rows: a layout, or the device of a random state.
-
-        Raises:
-            Unreadable: nothing.
-        """
+        """What is defined there in the file with rows: a layout, or the device of a random state. Raises Unreadable if nothing is."""
         if place not in self._known:
             record = self.rows.at(place)
             if record is None and self.rows.age <= SETTLED:
-                raise f.Unreadable(f"the definition of rows at {place} is damaged")
-            self._known[place] = None if record is None else _defined(record)
+                raise f.Unreadable
+            self._known[place] = None
+            with contextlib.suppress(f.Unreadable):
+                facts = f.json_of(record or b"")
+                device = facts.get("device") if facts.get("is") == "rng" else None
+                self._known[place] = device if type(device) is str else layout_of(facts)
         found = self._known[place]
         if found is None:
-            raise f.Unreadable(f"the record at {place} defines no rows")
+            raise f.Unreadable
         return found
 
     def close(self) -> None:
@@ -90,29 +89,20 @@ class Pair:
             self._rows.close()
 
 
-def _defined(record: bytes) -> TableLayout | str | None:
-    try:
-        facts = f.json_of(record)
-        return facts["device"] if facts.get("is") == "rng" and type(facts.get("device")) is str else layout_of(facts)
-    except f.Unreadable:
-        return None
-
-
-@dataclass
-class StoredStep:
-    """All that is stored of a step but its rows; ``values`` by the numbers of their keys."""
+class StoredStep(NamedTuple):
+    """All that is stored of a step but its rows; ``values`` by the numbers of their keys, context and events as JSON."""
 
     step: int
     time: float
     applied: bool
-    context: bytes = b"{}"
-    events: bytes = b"[]"
-    values: dict[int, float] = field(default_factory=dict)
+    context: bytes
+    events: bytes
+    values: dict[int, float]
 
     def parsed_context(self) -> dict[str, Any]:
         """Learning rates, loss scale and tags."""
         found = _parsed(self.context)
-        return context_of(found) if isinstance(found, dict) else {}
+        return f.context_of(found) if isinstance(found, dict) else {}
 
     def facts(self) -> dict[str, Any]:
         """The same with the time, and whether the step was applied."""
@@ -121,12 +111,9 @@ class StoredStep:
     def spikes(self) -> tuple[SpikeEvent, ...]:
         """The spikes. Fields that only a later version knows are ignored."""
         found = _parsed(self.events)
-        events = (
-            [{name: value for name, value in event.items() if name in _EVENT} for event in found if is_event(event)]
-            if isinstance(found, list)
-            else []
-        )
-        return tuple(SpikeEvent(**event) for event in events if event.keys() >= _REQUIRED)
+        events = [event for event in found if f.is_event(event)] if isinstance(found, list) else []
+        known = [{name: value for name, value in event.items() if name in _EVENT} for event in events]
+        return tuple(SpikeEvent(**event) for event in known if event.keys() >= _REQUIRED)
 
 
 def _parsed(text: bytes) -> Any:
@@ -157,11 +144,7 @@ class RunIndex:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._why = ""  # a pair could not be read
-        self._uses_indices = True
-        self._changed: int | None = None  # since the last look that was no error, as of :meth:`_earlier`
-        self._begin_anew()
-
-    def _begin_anew(self) -> None:
+        self._changed: int | None = None  # since the last look that was no error, as of :func:`_earlier`
         self._pairs: list[Pair] = []
         self.meta: dict[str, Any] = {}
         self.steps: list[int] = []
@@ -169,14 +152,9 @@ class RunIndex:
         self.keys: dict[Key, int] = {}
         self.unreadable: list[tuple[str, int]] = []
         self._last: dict[int, int] = {}  # the frame of each step, or the last one that amends it
-        self._before = array("q")  # of each frame the one of its step that it amends; -1 of one that begins a step
-        # of each frame: its pair, where it begins, its time, set of keys, set of layouts, and whether it has events
-        self._pair, self._begin, self._time = array("I"), array("Q"), array("d")
-        self._set, self._layouts, self._flags = array("I"), array("I"), array("B")
-        self._rows, self._rows_end = array("Q"), array("Q")
+        self._table, self._size = {name: np.empty(64, kind) for name, kind in _FRAME.items()}, 0
+        self._sets: dict[tuple[int, ...], int] = {(): 0}  # of keys
         self._ordered: tuple[np.ndarray, np.ndarray] | None = None
-        self._sets: dict[tuple[int, bytes], int] = {}
-        self._members: list[tuple[int, ...]] = []  # numbers of the keys of a set
         for number in f.pairs_in(self._directory):
             with contextlib.suppress(FileNotFoundError):  # it was removed just now
                 self._open(number)
@@ -213,32 +191,19 @@ class RunIndex:
         Returns:
             The first step that may be new or changed; None if nothing was written.
         """
-        try:
-            self._take_new()
-        except f.Unreadable:  # an index is not of its file
-            self.close()
-            self._uses_indices = False
-            self._begin_anew()
-            return self.steps[0] if self.steps else None
-        changed, self._changed = self._changed, None
-        if changed is None:
-            return None
-        self._ordered = None
-        self.meta = self._facts()
-        return changed if changed >= 0 else self.steps[-1] if self.steps else None
-
-    def _take_new(self) -> None:
         for pair in self._pairs:
             self._take_from(pair)
         with contextlib.suppress(FileNotFoundError):
             while (begun := self._open(self._pairs[-1].number + 1)) is not None:
                 self._take_from(begun)
-
-    def _facts(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        changed, self._changed = self._changed, None
+        if changed is None:
+            return None
+        self._ordered = None
+        self.meta = {}
         for pair in [pair for pair in self._pairs if pair.has_claimed] or self._pairs[-1:]:
-            found.update(pair.facts)
-        return found
+            self.meta.update(pair.facts)
+        return changed if changed >= 0 else self.steps[-1] if self.steps else None
 
     def _take_from(self, pair: Pair) -> None:
         limit = min((each.begins for each in self._pairs[pair.place + 1 :]), default=_NEVER)
@@ -249,17 +214,23 @@ class RunIndex:
             kind = record.data[:1]
             try:
                 if kind == f.STEP:
-                    head = f.head_of(record.data)
-                    if head.rows[1] and not pair.rows_end <= head.rows[0] < head.rows[1]:
+                    frame = f.frame_of(record.data)
+                    begin, end = frame.rows
+                    if end and not pair.rows_end <= begin < end:
                         raise f.Unreadable  # the rows of another step
-                    if head.rows[1] > available:
+                    if end > available:
                         available = self._rows_there(pair)
-                        if head.rows[1] > available:
+                        if end > available:
                             pair.values.offset = record.begin  # it is there with its rows
                             break
-                    pair.rows_end = max(pair.rows_end, head.rows[1])
-                    self._add_frame(pair, record.begin, head, self._set_of(pair, f.ids_of(record.data, head)))
-                    touched = self._take_step(pair, len(self._begin) - 1, head.step, head.flags, limit)
+                    pair.rows_end = max(pair.rows_end, end)
+                    keys = self._sets[pair.sets.get(frame.keys, ())]
+                    number = self._size
+                    part = self._new_frames(1)
+                    entry = record.begin, frame.step, frame.time, begin, end, frame.layouts, keys, frame.flags, pair.place
+                    for name, value in zip(_FRAME, entry, strict=False):
+                        self._table[name][part] = value
+                    touched = self._take_step(pair, number, frame.step, frame.flags, limit)
                 elif kind != f.JSON and pair.has_head:  # an index, or what only a later version knows
                     continue
                 else:
@@ -271,60 +242,64 @@ class RunIndex:
                 continue
             self._changed = _earlier(self._changed, touched)
 
+    def _new_frames(self, count: int) -> slice:
+        """Room for so many frames, which begin a step unless they are told to amend one."""
+        part = slice(self._size, self._size + count)
+        if part.stop > len(self._table["begin"]):
+            self._table = {name: np.resize(column, 2 * part.stop) for name, column in self._table.items()}
+        self._size, self._table["before"][part] = part.stop, -1
+        return part
+
     def _take_indexed(self, pair: Pair, limit: float) -> int | None:
         """Read what indices know of a file, instead of the file; nothing where these records may still be on their way."""
         first: int | None = None
-        for end, index in reversed(self._indices(pair) if self._uses_indices else []):
-            entries = index.entries
-            if not len(entries) or not self._are_there(pair, entries):
+        for record in reversed(self._indices(pair)):
+            try:
+                entries, columns = f.index_of(record.data, record.begin)
+                is_json = entries["flags"] & f.IS_JSON > 0
+                begins = entries["begin"][is_json].tolist()
+                ends = np.append(entries["begin"][1:], record.end)[is_json].tolist()
+                facts = [f.json_of(_up_to(end, pair.values.record(begin))) for begin, end in zip(begins, ends, strict=True)]
+            except f.Unreadable:
                 break
-            has_rows = entries[entries["end"] > 0]
-            if len(has_rows) and has_rows["rows"][0] < pair.rows_end:
-                raise f.Unreadable
-            pair.rows_end = max(pair.rows_end, int(entries["end"].max()))
-            is_json = np.flatnonzero(entries["flags"] & f.IS_JSON).tolist()
-            begins = [*entries["begin"].tolist(), end]
-            facts = [f.json_of(_up_to(begins[place + 1], pair.values.record(begins[place]))) for place in is_json]
-            base = len(self._begin)
-            for name, column in (
-                ("begin", self._begin),
-                ("time", self._time),
-                ("layouts", self._layouts),
-                ("rows", self._rows),
-                ("end", self._rows_end),
-                ("flags", self._flags),
-            ):
-                column.frombytes(np.ascontiguousarray(entries[name]).tobytes())
-            self._pair.extend([pair.place] * len(entries))
-            self._before.extend([-1] * len(entries))
+            rows = entries[entries["end"] > 0]
+            if not self._are_there(pair, entries) or (len(rows) and rows["rows"][0] < pair.rows_end):
+                break
+            entries = entries[~is_json]
+            pair.rows_end = max([pair.rows_end, *rows["end"][-1:].tolist()])
+            base, new = self._size, self._new_frames(len(entries))
+            for name in f.ENTRY.names or ():
+                self._table[name][new] = entries[name]
+            self._table["pair"][new] = pair.place
             at = 0
-            for place, record in zip([*is_json, len(entries)], [*facts, None], strict=True):
-                first = _earlier(first, self._take_steps(pair, base + at, entries[at:place], limit))
-                if record is not None:
-                    first = _earlier(first, self._take_facts(pair, record, limit))
-                at = place + 1
-            if not (pair.ids.keys() >= index.columns.keys() and pair.layouts.keys() >= set(entries["layouts"].tolist())):
-                raise f.Unreadable
-            sets = np.array([self._set_of(pair, ids) for ids in index.sets], "<u4")
-            self._set.frombytes(sets[entries["keys"]].tobytes())
-            frames = range(base, base + len(entries))
-            pair.columns.append((frames, end, {pair.ids[key]: begin for key, begin in index.columns.items()}))
-            pair.values.offset = end
+            for until, begin, found in zip(np.cumsum(~is_json)[is_json].tolist(), begins, facts, strict=True):
+                first = _earlier(first, self._take_steps(pair, base + at, entries[at:until], limit))
+                try:
+                    first = _earlier(first, self._take_facts(pair, found, limit))
+                except f.Unreadable:
+                    self.unreadable.append((pair.values.name, begin))
+                at = until
+            first = _earlier(first, self._take_steps(pair, base + at, entries[at:], limit))
+            sets, which = np.unique(entries["keys"], return_inverse=True)
+            self._table["keys"][new] = np.array([self._sets[pair.sets.get(each, ())] for each in sets.tolist()], np.uint32)[which]
+            own = {pair.ids[key]: begin for key, begin in columns.items() if key in pair.ids}
+            pair.columns.append((new, record.end, own))
+            pair.values.offset = record.end
         return first
 
     @staticmethod
-    def _indices(pair: Pair) -> list[tuple[int, f.Index]]:
-        """The indices of a file and where they end, the last one first."""
+    def _indices(pair: Pair) -> list[Record]:
+        """The indices of a file, the last one first."""
         last = pair.values.found_backwards(f.INDEX, _LOOKED_THROUGH)
-        found = [] if last is None else [(last.end, f.index_of(last.data, last.begin))]
-        until = 0 if last is None else last.begin
-        while found and (before := found[-1][1].before)[1]:
-            data = pair.values.at(*before)
-            if data is None or before[1] > until:
-                raise f.Unreadable
-            found.append((before[1], f.index_of(data, before[0])))
-            until = before[0]
-        return found
+        found = [] if last is None else [last]
+        with contextlib.suppress(f.Unreadable):
+            while found and (before := f.before_index(found[-1].data))[1]:
+                record = pair.values.record(*before)
+                if record is None or record.end > found[-1].begin:
+                    return []
+                found.append(record)
+            return found
+        return []
 
     def _are_there(self, pair: Pair, entries: np.ndarray) -> bool:
         """Whether what an index knows can be read too, and is not on its way."""
@@ -343,7 +318,7 @@ class RunIndex:
         what = record.get("is")
         is_sound = True
         if isinstance(facts := record.get("facts"), dict):
-            sound = facts_of(facts)
+            sound = f.facts_of(facts)
             pair.facts.update(sound)
             is_sound = len(sound) == len(facts)
         pair.has_claimed |= record.get("claims") is True
@@ -364,11 +339,16 @@ class RunIndex:
             if not all(map(_is_key, keys)):
                 raise f.Unreadable
             return None
-        if what == "layouts":
-            number, places = _natural(record.get("number")), record.get("at")
+        if what in ("sets", "layouts"):
+            number, places = _natural(record.get("number")), record.get("at" if what == "layouts" else "keys")
             if not isinstance(places, list):
                 raise f.Unreadable
-            pair.layouts[number] = tuple(map(_natural, places))
+            places = tuple(map(_natural, places))
+            if what == "layouts":
+                pair.layouts[number] = places
+            else:
+                pair.sets[number] = own = tuple([pair.ids.get(each, _UNKNOWN) for each in places])
+                self._sets.setdefault(own, len(self._sets))
             return None
         if what == "rewind" and type(step := record.get("step")) is int:
             return self._cut(pair, step) if limit == _NEVER else None
@@ -384,10 +364,10 @@ class RunIndex:
         first, last = int(steps[0]), self.steps[-1] if self.steps else -1
         is_in_order = bool((np.sign(np.diff(steps)) == ~is_late[1:]).all()) and not (is_late[0] or (flags & f.BACKFILLS).any())
         if limit == _NEVER and first > last and is_in_order:  # each a new step, or adds to the one before it: all at once
-            frames = range(frame, frame + len(steps))
-            self.steps += steps[~is_late].tolist()
-            self._last.update(zip(steps.tolist(), frames, strict=True))
-            self._before[frame : frame + len(steps)] = array("q", np.where(is_late, np.array(frames) - 1, -1).tobytes())
+            new = steps[~is_late].tolist()
+            self.steps += new
+            self._last.update(zip(new, (np.flatnonzero(np.append(~is_late[1:], True)) + frame).tolist(), strict=True))
+            self._table["before"][frame : frame + len(steps)][is_late] = np.flatnonzero(is_late) + frame - 1
             pair.begins = min(pair.begins, first)
             return first
         touched: int | None = None
@@ -398,9 +378,9 @@ class RunIndex:
     def _take_step(self, pair: Pair, frame: int, step: int, flags: int, limit: float) -> int | None:
         known = self._last.get(step)
         if flags & f.AMENDS:
-            if known is None or self._pair[known] != pair.place:
+            if known is None or self._table["pair"][known] != pair.place:
                 return None
-            self._before[frame], self._last[step] = known, frame
+            self._table["before"][frame], self._last[step] = known, frame
             return step
         if step >= limit:  # of a writer that had been replaced
             return None
@@ -413,24 +393,6 @@ class RunIndex:
             self.steps.insert(bisect_left(self.steps, step), step)
         self._last[step] = frame
         return step
-
-    def _add_frame(self, pair: Pair, begin: int, head: f.StepHead, members: int) -> None:
-        self._pair.append(pair.place)
-        self._before.append(-1)
-        self._begin.append(begin)
-        self._time.append(head.time)
-        self._set.append(members)
-        self._layouts.append(head.layouts)
-        self._rows.append(head.rows[0])
-        self._rows_end.append(head.rows[1])
-        self._flags.append(head.flags)
-
-    def _set_of(self, pair: Pair, ids: bytes) -> int:
-        found = self._sets.get((pair.number, ids))
-        if found is None:
-            found = self._sets[pair.number, ids] = len(self._members)
-            self._members.append(tuple(pair.ids.get(each, _UNKNOWN) for each in np.frombuffer(ids, "<u4").tolist()))
-        return found
 
     def _cut(self, pair: Pair, step: int) -> int:
         """Drop the steps from ``step`` on; returns ``step``."""
@@ -451,23 +413,27 @@ class RunIndex:
         return [(pair.values.name, each) for pair in self._pairs for each in pair.values.damage]
 
     def _frames_of(self, step: int) -> list[int]:
-        found = [self._last[step]]
-        while (before := self._before[found[-1]]) >= 0:
-            found.append(before)
+        found, before = [self._last[step]], self._table["before"]
+        while (frame := before.item(found[-1])) >= 0:
+            found.append(frame)
         return found[::-1]
 
     def __contains__(self, step: int) -> bool:
         return step in self._last
 
-    def time(self, step: int) -> float:
-        """When a step ended, in seconds since the epoch."""
-        return self._time[self._frames_of(step)[0]]
+    def times(self, steps: Sequence[int]) -> list[float]:
+        """When steps ended, in seconds since the epoch."""
+        frames = np.fromiter(map(self._last.__getitem__, steps), np.int64, len(steps))
+        while (is_late := (before := self._table["before"][frames]) >= 0).any():
+            frames[is_late] = before[is_late]
+        found: list[float] = self._table["time"][frames].tolist()
+        return found
 
     def _in_order(self, among: Iterable[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
         """The frames of steps, by default of all, and the step of each, ascending."""
         if self._ordered is None:
-            before, steps = np.array(self._before, np.int64), np.array(self.steps, np.int64)
-            frames = np.array([*map(self._last.__getitem__, self.steps)], np.int64)
+            before, steps = self._table["before"], np.array(self.steps, np.int64)
+            frames = np.fromiter(map(self._last.__getitem__, self.steps), np.int64, len(self.steps))
             parts = [(frames, steps)]
             while len(frames):
                 frames = before[frames]
@@ -483,19 +449,19 @@ class RunIndex:
     def with_events(self) -> list[int]:
         """The steps with spikes."""
         frames, steps = self._in_order()
-        found: list[int] = np.unique(steps[np.array(self._flags)[frames] & f.HAS_EVENTS > 0]).tolist()
+        found: list[int] = np.unique(steps[self._table["flags"][frames] & f.HAS_EVENTS > 0]).tolist()
         return found
 
     def stored_keys(self, among: Iterable[int] | None = None) -> list[Key]:
         """The keys that any step, or any of some, has a stored value of, in the order of their first one."""
-        members = np.unique(np.array(self._set)[self._in_order(among)[0]]).tolist()
-        there = {number for each in members for number in self._members[each]}
+        used, members = np.unique(self._table["keys"][self._in_order(among)[0]]).tolist(), list(self._sets)
+        there = {number for each in used for number in members[each]}
         return [key for key, number in self.keys.items() if number in there]
 
     def layouts(self, among: Iterable[int] | None = None) -> list[TableLayout]:
         """The layouts of the steps, or of some, in the order of their first use."""
         firsts = self._of_sets(among)[0]
-        places = dict.fromkeys((self._pair[frame], place) for frame in firsts for place in self._places(frame))
+        places = dict.fromkeys((int(self._table["pair"][frame]), place) for frame in firsts for place in self._places(frame))
         found = []
         for pair, place in places:
             try:
@@ -512,71 +478,75 @@ class RunIndex:
         return steps
 
     def _may_have(self, frame: int, source: str) -> bool:
-        pair, places = self._pairs[self._pair[frame]], self._places(frame)
+        pair, places = self._pair_of(frame), self._places(frame)
         try:
             found = [pair.layout(place) for place in places]
         except (f.Unreadable, OSError):
             return True
-        is_unknown = not places and self._rows_end[frame] > 0
+        is_unknown = not places and self._table["end"][frame] > 0
         return is_unknown or any(isinstance(layout, TableLayout) and layout.source == source for layout in found)
 
     def _of_sets(self, among: Iterable[int] | None = None) -> tuple[list[int], np.ndarray]:
-        """The first frame with each set of layouts, in the order of the steps, and for each frame which of them has its set."""
+        """The first frame with each set of layouts, in the order of the steps, and for each frame which of these has its set."""
         frames = self._in_order(among)[0]
-        sets = np.array(self._pair, np.int64)[frames] << 32 | np.array(self._layouts)[frames]
+        sets = self._table["pair"][frames].astype(np.int64) << 32 | self._table["layouts"][frames]
         _, firsts, which = np.unique(sets, return_index=True, return_inverse=True)
         order = np.argsort(firsts)
         return frames[firsts[order]].tolist(), np.argsort(order)[which]
 
     def _places(self, frame: int) -> Sequence[int]:
         """Where the layouts of a step are defined, which its rows know too."""
-        pair, number = self._pairs[self._pair[frame]], self._layouts[frame]
+        pair, number = self._pair_of(frame), self._table["layouts"].item(frame)
         if number not in pair.layouts:
             with contextlib.suppress(f.Unreadable, OSError):
-                record = pair.rows.at(self._rows[frame], self._rows_end[frame]) or b""
-                pair.layouts[number] = tuple(each for each, _ in f.tables_of(record))
+                pair.layouts[number] = tuple(place for place, _, _ in f.tables_of(pair.rows.at(*self._rows_of(frame)) or b""))
         return pair.layouts.get(number, ())
 
     def read(self, step: int) -> StoredStep:
         """A step without its rows."""
-        found: StoredStep | None = None
-        for pair, frame in self._frames(step):
-            if found is None:
-                found = StoredStep(step, frame.time, bool(frame.flags & f.APPLIED))
-            if frame.context:
-                found.time, found.applied, found.context, found.events = (
-                    frame.time,
-                    bool(frame.flags & f.APPLIED),
-                    frame.context,
-                    frame.events,
-                )
-            keys = [pair.ids.get(each, _UNKNOWN) for each in frame.ids.tolist()]
-            found.values.update(zip(keys, frame.values.tolist(), strict=True))
-            found.values.pop(_UNKNOWN, None)
-        return found if found is not None else StoredStep(step, self.time(step), True)
+        told: f.StepFrame | None = None
+        values: dict[int, float] = {}
+        for number in self._frames_of(step):
+            pair = self._pair_of(number)
+            try:
+                frame = f.frame_of(self._record(number))
+                if frame.step != step:
+                    raise f.Unreadable
+            except f.Unreadable:  # it was there when the index was made
+                self._miss(number)
+                continue
+            told = frame if told is None or frame.context else told
+            values.update(zip(pair.sets.get(frame.keys, ()), frame.values.tolist(), strict=False))
+        values.pop(_UNKNOWN, None)
+        if told is None:
+            return StoredStep(step, self.times([step])[0], True, b"", b"", values)
+        return StoredStep(step, told.time, bool(told.flags & f.APPLIED), told.context, told.events, values)
 
-    def rows(self, step: int) -> dict[str, tuple[TableLayout, bytes]]:
-        """The packed rows of a step by source, and by ``"rng:<device>"`` the states of random generators."""
+    def rows(self, step: int, wanted: str | None = None) -> dict[str, tuple[TableLayout, bytes]]:
+        """The packed rows of a step by source, and by ``"rng:<device>"`` states of random generators; of one source alone if it is given.
+
+        Rows that another source stores come with its layout.
+        """
+        parts: dict[str, tuple[TableLayout, int, bytes]] = {}
         found: dict[str, tuple[TableLayout, bytes]] = {}
         for frame in self._frames_of(step):
-            pair, begin, end = self._pairs[self._pair[frame]], self._rows[frame], self._rows_end[frame]
-            if not end:
-                continue
+            pair, (begin, end) = self._pair_of(frame), self._rows_of(frame)
             try:
-                parts = [(pair.layout(place), data) for place, data in f.tables_of(pair.rows.at(begin, end) or b"", step)]
-                if not all(isinstance(layout, str) or len(data) == layout.size for layout, data in parts):
-                    raise f.Unreadable
+                for place, absent, data in f.tables_of(pair.rows.at(begin, end) or b"", step) if end else ():
+                    layout = pair.layout(place)
+                    if isinstance(layout, str):
+                        found[f"{RNG}{layout}"] = NO_LAYOUT, data
+                    elif layout.has_size(absent, data):
+                        parts[layout.source] = layout, absent, data
+                    else:
+                        raise f.Unreadable
             except (f.Unreadable, OSError):
                 self.unreadable.append((f.name_of(pair.number, f.ROWS), begin))
-                continue
-            for layout, data in parts:
-                if isinstance(layout, str):
-                    found[f"{RNG}{layout}"] = (_NO_LAYOUT, data)
-                else:
-                    found[layout.source] = (layout, data)
-        for source, (layout, _) in list(found.items()):
-            if layout.same_as and (layout.same_as not in found or found[layout.same_as][0].same_as):
-                del found[source]
+        for source in parts if wanted is None else parts.keys() & {wanted}:
+            names, same_as = parts[source][0].names, parts[source][0].same_as
+            if (same_as or source) in parts and not parts[same_as or source][0].same_as:
+                layout, absent, data = parts[same_as or source]
+                found[source] = layout.part(layout.dense(absent, data), names)
         return found
 
     def values(self, key: Key) -> dict[int, float]:
@@ -584,53 +554,48 @@ class RunIndex:
         number = self.keys.get(key)
         if number is None:
             return {}
-        frames, steps = self._in_order()
-        place_in = np.array([members.index(number) if number in members else -1 for members in self._members], np.int64)
-        place_in = place_in[np.array(self._set)[frames]]
-        frames, steps, place_in = (each[place_in >= 0] for each in (frames, steps, place_in))
-        values, is_known = self._indexed_values(number)
-        found, there = values[frames], is_known[frames]
-        for at in np.flatnonzero(~there).tolist():
-            frame = int(frames[at])
-            pair = self._pairs[self._pair[frame]]
+        places = np.array([members.index(number) if number in members else -1 for members in self._sets], np.int64)
+        has = (places >= 0)[sets := self._table["keys"][: self._size]]
+        values, is_known = self._indexed_values(number, has)
+        frames, steps = (each[has[self._in_order()[0]]] for each in self._in_order())
+        for frame in frames[~is_known[frames]].tolist():
             try:
-                found[at] = f.value_at(self._record(frame), int(place_in[at]))
-                there[at] = True
-            except f.Unreadable:
-                self.unreadable.append((pair.values.name, self._begin[frame]))
-        return dict(zip(steps[there].tolist(), found[there].tolist(), strict=True))  # of a step the last one
+                values[frame] = f.frame_of(self._record(frame)).values[places[sets[frame]]]
+                is_known[frame] = True
+            except (f.Unreadable, IndexError):
+                self._miss(frame)
+        there = is_known[frames]
+        return dict(zip(steps[there].tolist(), values[frames[there]].tolist(), strict=True))  # of a step the last one
 
-    def _indexed_values(self, key: int) -> tuple[np.ndarray, np.ndarray]:
-        """By frame, the value of a key, and whether an index knows it."""
-        found, is_known = np.full(len(self._begin), np.nan), np.zeros(len(self._begin), bool)
+    def _indexed_values(self, key: int, has: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """By frame, the value of a key, which the frames that ``has`` names have, and whether an index knows it."""
+        found, is_known = np.full(self._size, np.nan), np.zeros(self._size, bool)
         for pair in self._pairs:
             own = next((own for own, number in pair.ids.items() if number == key), None)
             for frames, end, columns in pair.columns:
                 if key in columns and own is not None:
                     with contextlib.suppress(f.Unreadable):
                         record = _up_to(end, pair.values.record(columns[key]))
-                        places, values = f.column_of(record, own, len(frames))
-                        known = places.astype(np.int64) + frames.start
-                        found[known], is_known[known] = values, True
+                        found[frames][has[frames]] = f.column_of(record, own, int(has[frames].sum()))
+                        is_known[frames] = has[frames]
         return found, is_known
 
-    def _frames(self, step: int) -> Iterator[tuple[Pair, f.StepFrame]]:
-        for number in self._frames_of(step):
-            pair = self._pairs[self._pair[number]]
-            try:
-                frame = f.frame_of(self._record(number))
-                if frame.step != step:
-                    raise f.Unreadable
-            except f.Unreadable:  # it was there when the index was made
-                self.unreadable.append((pair.values.name, self._begin[number]))
-                continue
-            yield pair, frame
+    def _miss(self, frame: int) -> None:
+        self.unreadable.append((self._pair_of(frame).values.name, self._table["begin"].item(frame)))
+
+    def _pair_of(self, frame: int) -> Pair:
+        place: int = self._table["pair"].item(frame)
+        return self._pairs[place]
+
+    def _rows_of(self, frame: int) -> tuple[int, int]:
+        return self._table["rows"].item(frame), self._table["end"].item(frame)
 
     def _record(self, frame: int) -> bytes:
         """The record of a frame; empty if there is none that ends before the next frame begins."""
-        pair = self._pairs[self._pair[frame]]
-        is_followed = self._pair[frame + 1 : frame + 2].tolist() == [pair.place]
-        return _up_to(self._begin[frame + 1] if is_followed else pair.values.size, pair.values.record(self._begin[frame]))
+        pair = self._pair_of(frame)
+        is_followed = frame + 1 < self._size and self._table["pair"].item(frame + 1) == pair.place
+        end = self._table["begin"].item(frame + 1) if is_followed else pair.values.size
+        return _up_to(end, pair.values.record(self._table["begin"].item(frame)))
 
     def close(self) -> None:
         """Close the files."""
@@ -667,54 +632,6 @@ def open_run(path: str | os.PathLike[str]) -> RunIndex:
         raise ValueError(f"{str(path)!r} could not be read: {error}") from error
 
 
-class Successors:
-    """Later writers of a run. A look reads what is new of the first of their files, for a limited time: the training waits for it.
-
-    Args:
-        directory: of the run.
-        number: of the pair of files before theirs.
-    """
-
-    def __init__(self, directory: Path, number: int) -> None:
-        self._directory, self._number = directory, number
-        self._files: list[LogReader | None] = []  # None for a file of something else
-
-    def have_claimed(self) -> bool:
-        """Whether one of them has claimed the run."""
-        with contextlib.suppress(
-            OSError
-        ):  # there is none, or it cannot be asked for now, which must not keep the training waiting
-            while len(self._files) < _SUCCESSORS:
-                self._files.append(self._opened(self._number + 1 + len(self._files)))
-        return any(self._has_claimed(place) for place in range(len(self._files)))
-
-    def _opened(self, number: int) -> LogReader | None:
-        try:
-            return LogReader(self._directory / f.name_of(number, f.VALUES))
-        except ValueError:
-            return None
-
-    def _has_claimed(self, place: int) -> bool:
-        file = self._files[place]
-        try:
-            with reading_within(_LOOK_SECONDS):
-                for record in file.follow() if file is not None else ():
-                    kind = record.data[:1]
-                    if kind == f.STEP or (kind == f.JSON and f.json_of(record.data).get("claims") is True):
-                        return True
-        except ValueError:  # it takes too long, or is of something else
-            self._files[place] = None
-        except OSError:
-            pass
-        return False
-
-    def close(self) -> None:
-        """Close the files."""
-        for file in self._files:
-            if file is not None:
-                file.close()
-
-
 def _natural(number: object) -> int:
     if type(number) is not int or not 0 <= number < 1 << 62:
         raise f.Unreadable("a number is none")
@@ -732,4 +649,5 @@ def _earlier(first: int | None, other: int | None) -> int | None:
     return max(first, other) if min(first, other) < 0 else min(first, other)
 
 
-_NO_LAYOUT = TableLayout("", (), frozenset(), (), "")
+#: Where there is none.
+NO_LAYOUT = TableLayout("", (), frozenset(), (), "")

@@ -39,11 +39,7 @@ _UNTIL: ContextVar[tuple[float, float] | None] = ContextVar("until", default=Non
 
 @contextlib.contextmanager
 def reading_within(seconds: float) -> Iterator[None]:
-    """Give all reading in the block so much time, so that one run of a stranger does not hold up those of others.
-
-    Raises:
-        Overspent: it takes longer.
-    """
+    """Give all reading in the block so much time, lest one run of a stranger hold up others. Raises Overspent if it takes longer."""
     token = _UNTIL.set((time.monotonic() + seconds, seconds))
     try:
         yield
@@ -95,11 +91,7 @@ class LogWriter:
         self._is_torn = False  # what a failed write left behind could not be cut off
 
     def append(self, record: bytes) -> tuple[int, int]:
-        """Append ``record``; returns where it begins and ends.
-
-        Raises:
-            OSError: it could not be written. What was written of it is cut off again.
-        """
+        """Append ``record``; returns where it begins and ends. Raises OSError; what was written of it is cut off again."""
         filler = b"\xff" * (-self.size % BLOCK) if self._is_torn else b""  # readers look for the next frame at the next block
         at = self.size + len(filler)
         data = filler + framed(record, at)

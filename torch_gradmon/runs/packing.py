@@ -1,14 +1,15 @@
 """Pack statistics into blobs of float32.
 
-The blob of a source and step has for each tensor: count (if it can change between steps), mean, spread (population standard deviation, or
-rms if no sum was measured), mean of |x|, near-zero count, non-finite count, smallest and largest value. float32 keeps seven digits of each;
-of raw sums it would lose the spread.
+The blob of a source and step has columns, each with a number for every tensor: count (if it can change between steps), mean, mean of |x|,
+spread (population standard deviation, or rms if no sum was measured), near-zero count, non-finite count, smallest and largest value.
+float32 keeps seven digits of each; of raw sums it would lose the spread. Columns that are 0 everywhere are left out, but one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,31 +43,50 @@ class TableLayout(NamedTuple):
     counts: tuple[int, ...]
     same_as: str
 
-    @property
-    def width(self) -> int:
-        """Bytes of a tensor."""
-        return 4 * len(_index(self.columns, bool(self.counts)))
-
-    @property
-    def size(self) -> int:
-        """Bytes of a step."""
-        return 0 if self.same_as else self.width * len(self.names)
-
     def definition(self) -> dict[str, Any]:
         """As JSON."""
         return {
             "is": "layout",
             "source": self.source,
             "measured": [_NAMES[column] for column in sorted(self.columns)],
-            "stored": [_NAMES[column] for column in _stored(self.columns, bool(self.counts))],
+            "stored": [_NAMES[Column(column)] for column in _stored(self.columns, bool(self.counts))],
             "tensors": self.names,
             "counts": self.counts,
             "same_as": self.same_as,
         }
 
+    def has_size(self, absent: int, data: bytes) -> bool:
+        """Whether these can be the rows of a step; ``absent`` has a bit for each column that is left out."""
+        columns = 0 if self.same_as else len(_stored(self.columns, bool(self.counts)))
+        there = columns - (absent & (1 << columns) - 1).bit_count()
+        return len(data) == 4 * len(self.names) * there and (there > 0 or not columns)
+
+    def dense(self, absent: int, data: bytes) -> bytes:
+        """The rows of a step with all columns."""
+        width = 4 * len(self.names)
+        for place in range(len(_stored(self.columns, bool(self.counts)))):
+            if absent >> place & 1:
+                data = data[: width * place] + bytes(width) + data[width * place :]
+        return data
+
     def rows(self, blobs: Sequence[bytes]) -> torch.Tensor:
         """The statistics of several steps, float64 ``[steps, tensors, 8]``."""
-        return unpack_steps(b"".join(blobs), len(blobs), self)
+        rows = np.zeros((len(blobs), len(self.names), WIDTH))
+        rows[..., Column.MIN], rows[..., Column.MAX] = np.inf, -np.inf
+        if not rows.size:
+            return torch.from_numpy(rows)
+        stored = np.frombuffer(b"".join(blobs), "<f4").reshape(len(blobs), -1, len(self.names))
+        rows[..., _stored(self.columns, bool(self.counts))] = stored.swapaxes(1, 2)
+        if self.counts:
+            rows[..., Column.COUNT] = self.counts
+        count, spread = rows[..., Column.COUNT], rows[..., Column.SQUARE_SUM].copy()
+        mean = rows[..., Column.SUM].copy() if Column.SUM in self.columns else 0.0
+        with np.errstate(all="ignore"):
+            rows[..., Column.SUM] *= count
+            rows[..., Column.ABS_SUM] *= count
+            rows[..., Column.SQUARE_SUM] = count * np.where(np.isfinite(spread), mean * mean + spread * spread, spread)
+        rows[count == 0] = [0.0] * SUMMED + [np.inf, -np.inf]
+        return torch.from_numpy(rows)
 
     def table(self, blob: bytes) -> StatsTable:
         """The statistics of one step."""
@@ -74,21 +94,16 @@ class TableLayout(NamedTuple):
 
     def part(self, data: bytes, names: Sequence[str]) -> tuple[TableLayout, bytes]:
         """The layout and data of those of its tensors that are among ``names``."""
-        kept = set(names)
-        if kept.issuperset(self.names):
+        if names == self.names or (kept := set(names)).issuperset(self.names):
             return self, data
         rows = [row for row, name in enumerate(self.names) if name in kept]
         counts = tuple(self.counts[row] for row in rows) if self.counts else ()
-        part = self._replace(names=tuple(self.names[row] for row in rows), counts=counts)
-        return part, b"".join(data[self.width * row : self.width * (row + 1)] for row in rows)
+        columns = np.frombuffer(data, "<f4").reshape(-1, len(self.names))
+        return self._replace(names=tuple(self.names[row] for row in rows), counts=counts), columns[:, rows].tobytes()
 
 
 def layout_of(facts: Mapping[str, Any]) -> TableLayout:
-    """The layout that was defined so.
-
-    Raises:
-        Unreadable: it is none.
-    """
+    """The layout that was defined so. Raises Unreadable if it is none."""
     source, same_as = facts.get("source"), facts.get("same_as")
     names, measured, stored, counts = (_listed(facts, name) for name in ("tensors", "measured", "stored", "counts"))
     if (
@@ -100,7 +115,7 @@ def layout_of(facts: Mapping[str, Any]) -> TableLayout:
     if len(counts) not in (0, len(names)) or not all(type(count) is int and 0 <= count < 2**62 for count in counts):
         raise Unreadable("a layout has counts that are none")
     columns = frozenset(_COLUMNS[column] for column in measured if isinstance(column, str) and column in _COLUMNS)
-    if stored != [_NAMES[column] for column in _stored(columns, bool(counts))] or len(set(names)) != len(names):
+    if stored != [_NAMES[Column(column)] for column in _stored(columns, bool(counts))] or len(set(names)) != len(names):
         raise Unreadable("a layout has other columns, or names twice")
     return TableLayout(source, tuple(names), columns, tuple(counts), same_as)
 
@@ -122,55 +137,40 @@ def _integers(numbers: bytes) -> tuple[int, ...]:
     return tuple(map(int, np.frombuffer(numbers, np.float64)))
 
 
-def _stored(columns: frozenset[Column], counted: bool) -> list[Column]:
-    return sorted((columns | ALWAYS) - ({Column.COUNT} if counted else set()))
-
-
 @cache
-def _index(columns: frozenset[Column], counted: bool) -> np.ndarray:
-    return np.array(_stored(columns, counted))
+def _stored(columns: frozenset[Column], counted: bool) -> list[int]:
+    return sorted(map(int, (columns | ALWAYS) - ({Column.COUNT} if counted else set())))
 
 
-def pack(tables: Sequence[tuple[StatsTable, bool]]) -> list[bytes]:
-    """Each table, with its rows, as little-endian float32, tensor after tensor, measured columns in the order of :class:`Column`.
+def pack(tables: Sequence[tuple[StatsTable, bool]]) -> list[tuple[int, bytes]]:
+    """Of each table, with its rows, the columns that are left out, a bit for each, and the blob of the others.
 
     All tables are packed together, since each operation on small arrays costs the same. Each comes with whether to leave out its counts,
     which are then stored with the layout.
     """
     if not tables:
         return []
-    rows = np.concatenate([table.rows.numpy() for table, _ in tables])
-    ends = np.cumsum([len(table.names) for table, _ in tables]).tolist()
+    rows = np.concatenate([table.rows.numpy() for table, _ in tables]).T
+    ends = list(accumulate([len(table.names) for table, _ in tables]))
     parts = list(zip([0, *ends], ends, tables, strict=False))
     for begin, end, (table, _) in parts:
         if Column.SUM not in table.columns:
-            rows[begin:end, Column.SUM] = 0.0  # which makes the spread the rms
+            rows[Column.SUM, begin:end] = 0.0  # which makes the spread the rms
     with np.errstate(all="ignore"):
-        rows[:, Column.SUM : Column.SQUARE_SUM + 1] /= rows[:, : Column.COUNT + 1]
-        mean, square = rows[:, Column.SUM], rows[:, Column.SQUARE_SUM]
+        rows[Column.SUM : Column.SQUARE_SUM + 1] /= rows[Column.COUNT]
+        mean, square = rows[Column.SUM], rows[Column.SQUARE_SUM]
         variance = np.maximum(square - mean * mean, 0.0)
         # if the spread is not finite, store the mean square, which keeps NaN and infinity apart
-        rows[:, Column.SQUARE_SUM] = np.sqrt(np.where(np.isfinite(square), variance, square))
-        rows[rows[:, Column.COUNT] <= 0] = 0.0
-        packed = rows.astype("<f4")
-    return [packed[begin:end, _index(table.columns, counted)].tobytes() for begin, end, (table, counted) in parts]
-
-
-def unpack_steps(data: bytes, steps: int, layout: TableLayout) -> torch.Tensor:
-    """The inverse of :func:`pack` for the concatenated blobs of ``steps`` steps: rows ``[steps, tensors, 8]``, float64."""
-    tensors, columns = len(layout.names), layout.columns
-    rows = np.zeros((steps, tensors, WIDTH))
-    rows[..., Column.MIN], rows[..., Column.MAX] = np.inf, -np.inf
-    if not rows.size:
-        return torch.from_numpy(rows)
-    rows[..., _index(columns, bool(layout.counts))] = np.frombuffer(data, "<f4").reshape(steps, tensors, -1)
-    if layout.counts:
-        rows[..., Column.COUNT] = layout.counts
-    count, spread = rows[..., Column.COUNT], rows[..., Column.SQUARE_SUM].copy()
-    mean = rows[..., Column.SUM].copy() if Column.SUM in columns else 0.0
-    with np.errstate(all="ignore"):
-        rows[..., Column.SUM] *= count
-        rows[..., Column.ABS_SUM] *= count
-        rows[..., Column.SQUARE_SUM] = count * np.where(np.isfinite(spread), mean * mean + spread * spread, spread)
-    rows[count == 0] = [0.0] * SUMMED + [np.inf, -np.inf]
-    return torch.from_numpy(rows)
+        rows[Column.SQUARE_SUM] = np.sqrt(np.where(np.isfinite(square), variance, square))
+        rows[:, rows[Column.COUNT] <= 0] = 0.0
+        packed, size = rows.astype("<f4").tobytes(), 4 * len(mean)
+    found = []
+    for begin, end, (table, counted) in parts:
+        zero, begin, end = bytes(4 * (end - begin)), 4 * begin, 4 * end
+        columns = [packed[column * size + begin : column * size + end] for column in _stored(table.columns, counted)]
+        absent = sum([1 << place for place, column in enumerate(columns) if column == zero])
+        if absent + 1 == 1 << len(columns):
+            absent -= 1  # the first one stays
+        kept = [column for column in columns if column != zero] if absent else columns
+        found.append((absent, b"".join(kept or columns[:1])))
+    return found

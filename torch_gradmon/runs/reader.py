@@ -1,30 +1,62 @@
-"""Read a run directory, of a run that has ended, is still running, or was killed."""
+"""Read a run directory, of a run that has ended, is still running, or was killed: its steps, and their values as matrices."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..core import keys as n
+from ..core import validation as check
 from ..core.errors import display, nearest
-from ..core.keys import Key, format_key, parse_key
-from ..core.moments import ALWAYS, VIEWS
+from ..core.keys import ATTENTION_SOURCES, TENSOR_SOURCES, Key, format_key, parse_key
+from ..core.moments import ALWAYS, VIEWS, WIDTH, Column, merge_by_group
 from ..core.records import ModelOrder, SpikeEvent, StatsTable, StepRecord
 from ..step.plan import evaluate_view, value_in
-from .index import RNG, StoredStep, open_run
+from .index import NO_LAYOUT, RNG, RunIndex, StoredStep, open_run
 from .liveness import RunStatus, status_in
 from .packing import TableLayout
-from .stats_series import StatsSeries
-from .window import LAYER_SOURCES, Window, is_of_layer
 
 #: Rows read at a time, in bytes and in steps.
 _AT_ONCE, _STEPS = 4 << 20, 200
+#: Sources whose keys name a tensor, or an attention module and its heads.
+LAYER_SOURCES = (*TENSOR_SOURCES, *ATTENTION_SOURCES.values())
+#: Stands for all values that are of no layer.
+_OTHERS = ""
+#: The number of elements, next to the built-in metrics of a tensor.
+COUNT = "count"
+
+
+@contextlib.contextmanager
+def single_threaded() -> Iterator[None]:
+    """Use one thread: for many operations on a few megabytes threads gain little, and on busy cores they cost tenfold."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def between(steps: Sequence[int], first: int | None, last: int | None) -> list[int]:
+    """The steps from ``first`` to ``last``, inclusive; None for no bound.
+
+    Raises:
+        TypeError, ValueError: a bound is not a step number.
+    """
+    for name, value in (("first", first), ("last", last)):
+        if value is not None:
+            check.step_number(name, value)
+    return [step for step in steps if (first is None or step >= first) and (last is None or step <= last)]
 
 
 class RunReader:
@@ -79,7 +111,7 @@ class RunReader:
     def sources(self) -> list[str]:
         """The sources with statistics in any step."""
         there = {layout.source for layout in self._index.layouts()}
-        return [source for source in n.TENSOR_SOURCES if source in there]
+        return [source for source in TENSOR_SOURCES if source in there]
 
     def tensors(self, source: str) -> list[str]:
         """The tensors with statistics of ``source`` in any step, in model order."""
@@ -90,7 +122,7 @@ class RunReader:
         return list(dict.fromkeys(name for names in sorted(self._measured(source), key=len, reverse=True) for name in names))
 
     def in_model_order(self, source: str, measured: Iterable[Sequence[str]]) -> list[str]:
-        """All names in ``measured``, which are of ``source``; see :class:`torch_gradmon.core.records.ModelOrder`."""
+        """All names in ``measured``, which are of ``source``; see :class:`torch_gradmon.core.model_order.ModelOrder`."""
         return ModelOrder(self.meta.get("parameters", ()), self.meta.get("kinds", ())).sorted(source, measured)
 
     def _measured(self, source: str) -> list[tuple[str, ...]]:
@@ -131,7 +163,7 @@ class RunReader:
         """
         metrics, key = self.metrics(step), parse_key(signal)
         found = metrics.get(signal, metrics.get(f"{n.SUMMARY}/{signal}"))
-        return value_in(self.table(key.source, step), key) if found is None and key.source in n.TENSOR_SOURCES else found
+        return value_in(self.table(key.source, step), key) if found is None and key.source in TENSOR_SOURCES else found
 
     def table(self, source: str, step: int) -> StatsTable | None:
         """The statistics of ``source`` in a step, or None if they were not measured.
@@ -162,32 +194,18 @@ class RunReader:
 
     def stacks(self, source: str, since: int | None = None) -> Iterator[StatsSeries]:
         """The statistics of ``source`` in the steps from ``since`` on that have them, ascending, some hundred steps at a time."""
-        steps: list[int] = []
-        blobs: list[bytes] = []
-        last: TableLayout | None = None
-        size = 0
-        for step, layout, data in self._packed(source, since):
-            if layout != last or size > _AT_ONCE or len(steps) >= _STEPS:
-                if last is not None:
-                    yield StatsSeries(tuple(steps), last.names, last.rows(blobs), last.columns)
-                last, steps, blobs, size = layout, [], [], 0
+        steps, blobs, last, size = list[int](), list[bytes](), NO_LAYOUT, 0
+        wanted = self._since(since, self._index.steps_with(source))
+        found = ((step, *self._index.rows(step, source).get(source, (NO_LAYOUT, b""))) for step in wanted)
+        for step, layout, data in chain(found, [(-1, NO_LAYOUT, b"")]):
+            if layout is NO_LAYOUT and step >= 0:  # rows of other sources alone
+                continue
+            if steps and (layout != last or size > _AT_ONCE or len(steps) >= _STEPS):
+                yield StatsSeries(tuple(steps), last.names, last.rows(blobs), last.columns)
+                steps, blobs, size = [], [], 0
+            last, size = layout, size + len(data)
             steps.append(step)
             blobs.append(data)
-            size += len(data)
-        if last is not None:
-            yield StatsSeries(tuple(steps), last.names, last.rows(blobs), last.columns)
-
-    def _packed(self, source: str, since: int | None) -> Iterator[tuple[int, TableLayout, bytes]]:
-        """The packed statistics of ``source``."""
-        for step in self._since(since, self._index.steps_with(source)):
-            rows = self._index.rows(step)
-            if source in rows:
-                layout, data = rows[source]
-                if not layout.same_as:
-                    yield step, layout, data
-                elif layout.same_as in rows:  # that another source of the same step stores
-                    stored, data = rows[layout.same_as]
-                    yield step, *stored.part(data, layout.names)
 
     def window(self, steps: Iterable[int]) -> Window:
         """All values of some steps, as matrices; steps that the run does not have are left out."""
@@ -285,3 +303,259 @@ class RunReader:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self._index.steps)} steps: {self._span()}, {len(self.events)} events)"
+
+
+# --- values of several steps ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StatsSeries:
+    """Like :class:`torch_gradmon.core.records.StatsTable`, for many steps with the same tensors and columns.
+
+    Attributes:
+        steps: ascending.
+        names: of the tensors, in model order.
+        rows: float64 ``[steps, tensors, 8]`` on the host; only ``columns`` were measured.
+        columns: the measured ones.
+    """
+
+    steps: tuple[int, ...]
+    names: tuple[str, ...]
+    rows: Tensor
+    columns: frozenset[Column]
+
+    def has(self, metric: str) -> bool:
+        """Whether the measured columns suffice for a built-in metric."""
+        return VIEWS[metric].columns <= self.columns | ALWAYS
+
+    def values(self, metric: str) -> Tensor:
+        """A built-in metric, float64 ``[steps, tensors]``; NaN if it was not measured or is undefined for a tensor."""
+        if not self.has(metric):
+            return torch.full(self.rows.shape[:2], torch.nan, dtype=torch.float64, device="cpu")
+        view, flat = VIEWS[metric], self.rows.reshape(-1, WIDTH)
+        return torch.where(view.defined(flat), view.compute(flat), torch.nan).reshape(self.rows.shape[:2])
+
+    def of(self, names: tuple[str, ...]) -> StatsSeries:
+        """Only these tensors, which must all be present."""
+        if names == self.names:
+            return self
+        place = {name: number for number, name in enumerate(self.names)}
+        return StatsSeries(self.steps, names, self.rows[:, [place[name] for name in names]], self.columns)
+
+    def at(self, places: Sequence[int]) -> StatsSeries:
+        """Only the steps at these positions."""
+        if len(places) == len(self.steps):
+            return self
+        return StatsSeries(tuple(self.steps[place] for place in places), self.names, self.rows[list(places)], self.columns)
+
+    def merged(self, names: tuple[str, ...], groups: list[int]) -> StatsSeries:
+        """Sum tensors into the groups ``names``; ``groups`` has the group of each tensor. Exact, since rows are additive."""
+        count = len(self.steps)
+        offsets = len(names) * torch.arange(count, device="cpu").unsqueeze(1)
+        index = torch.tensor(groups, dtype=torch.int64, device="cpu") + offsets
+        rows = merge_by_group(self.rows.reshape(-1, WIDTH), index.flatten(), count * len(names))
+        return StatsSeries(self.steps, names, rows.reshape(count, len(names), WIDTH), self.columns)
+
+
+def paired(some: Iterable[StatsSeries], others: Iterable[StatsSeries]) -> Iterator[tuple[StatsSeries, StatsSeries]]:
+    """Pairs with the common steps and tensors, such as of updates and weights. Both inputs are ascending and consumed once."""
+    coming, waiting = iter(others), list[StatsSeries]()
+    for one in some:
+        while not waiting or waiting[-1].steps[-1] < one.steps[-1]:
+            following = next(coming, None)
+            if following is None:
+                break
+            waiting.append(following)
+        for other in waiting:
+            common = set(one.steps).intersection(other.steps)
+            names = set(one.names).intersection(other.names)
+            if common and names:
+                pair = [each.at([place for place, step in enumerate(each.steps) if step in common]) for each in (one, other)]
+                shared = tuple(name for name in one.names if name in names)
+                yield pair[0].of(shared), pair[1].of(shared)
+        waiting = [other for other in waiting if other.steps[-1] > one.steps[-1]]
+
+
+#: A matrix of steps by names may have so many cells, or so many for each value that is stored: a run of a few bytes can have one step with
+#: thousands of tensors, and thousands of steps with another one.
+_CELLS, _PER_VALUE = 1 << 22, 16
+
+
+def most_cells(values: int) -> int:
+    """How many cells a matrix of so many values may have."""
+    return max(_CELLS, _PER_VALUE * values)
+
+
+def fitting(values: Mapping[str, int], steps: int) -> tuple[str, ...]:
+    """The columns of a matrix of so many steps, in the order of ``values``, which has how many values each has.
+
+    These are all, unless nearly all cells were empty and there are more than :func:`most_cells`; then those with the most values.
+    """
+    most = most_cells(sum(values.values())) // max(steps, 1)
+    if len(values) <= most:
+        return tuple(values)
+    kept = set(sorted(values, key=lambda name: -values[name])[:most])
+    return tuple(name for name in values if name in kept)
+
+
+@dataclass(frozen=True)
+class ValueMatrix:
+    """Values of some steps.
+
+    Attributes:
+        keys: of the columns.
+        values: float64 ``[steps, keys]``; NaN where absent.
+        there: bool ``[steps, keys]``; which values are present. A present value may be NaN.
+    """
+
+    keys: tuple[Key, ...]
+    values: Tensor
+    there: Tensor
+
+    def columns(self, chosen: Sequence[int]) -> ValueMatrix:
+        """The columns ``chosen``."""
+        if tuple(chosen) == tuple(range(len(self.keys))):
+            return self
+        return ValueMatrix(tuple(self.keys[column] for column in chosen), self.values[:, chosen], self.there[:, chosen])
+
+    def with_absent(self, keys: Sequence[Key]) -> ValueMatrix:
+        """With empty columns for ``keys`` appended."""
+        if not keys:
+            return self
+        count = len(keys)
+        return ValueMatrix((*self.keys, *keys), _padded(self.values, count, torch.nan), _padded(self.there, count, False))
+
+    def overlaid(self, other: ValueMatrix) -> ValueMatrix:
+        """With the values of ``other`` in place of its own; keys that only ``other`` has are appended."""
+        place = {key: column for column, key in enumerate(dict.fromkeys((*self.keys, *other.keys)))}
+        new = len(place) - len(self.keys)
+        values, there = _padded(self.values, new, torch.nan), _padded(self.there, new, False)
+        columns = torch.tensor([place[key] for key in other.keys], dtype=torch.int64, device="cpu")
+        values[:, columns] = torch.where(other.there, other.values, values[:, columns])
+        there[:, columns] |= other.there
+        return ValueMatrix(tuple(place), values, there)
+
+
+def empty_matrix(*shape: int) -> tuple[Tensor, Tensor]:
+    """Absent values of a shape: NaN, float64, and which of them are present: none."""
+    return torch.full(shape, torch.nan, dtype=torch.float64, device="cpu"), torch.zeros(shape, dtype=torch.bool, device="cpu")
+
+
+def _padded(values: Tensor, columns: int, fill: float) -> Tensor:
+    return torch.cat([values, values.new_full((len(values), columns), fill)], dim=1)
+
+
+class Window:
+    """All values of some steps.
+
+    Args:
+        index: of the run.
+        steps: some that it knows, ascending.
+
+    Attributes:
+        facts: by step what :meth:`torch_gradmon.runs.reader.RunReader.context` returns.
+        spikes: likewise its spikes.
+    """
+
+    def __init__(self, index: RunIndex, steps: Sequence[int]) -> None:
+        self.steps = tuple(steps)
+        self._keys = list(index.keys)
+        self._row = {step: row for row, step in enumerate(self.steps)}
+        self.facts: dict[int, dict[str, Any]] = {}
+        self.spikes: dict[int, tuple[SpikeEvent, ...]] = {}
+        self._numbers: dict[int, dict[int, float]] = {}  # by step and number of the key
+        self._packed: dict[str, dict[int, tuple[TableLayout, bytes]]] = {}
+        for step in self.steps:
+            found = index.read(step)
+            self.facts[step] = found.facts()
+            self.spikes[step] = found.spikes()
+            self._numbers[step] = found.values
+            for source, packed in index.rows(step).items():
+                if source in LAYER_SOURCES:
+                    self._packed.setdefault(source, {})[step] = packed
+
+    def scalars(self, step: int) -> dict[Key, float]:
+        """The stored values of one step."""
+        return {self._keys[number]: value for number, value in self._numbers.get(step, {}).items()}
+
+    def table(self, source: str, step: int) -> StatsTable | None:
+        """The statistics of a source in one step, or None."""
+        found = self._packed.get(source, {}).get(step)
+        return None if found is None else found[0].table(found[1])
+
+    def is_like(self, other: Window, source: str) -> bool:
+        """Whether the stored statistics of ``source`` are equal byte for byte."""
+        own, theirs = self._packed.get(source, {}), other._packed.get(source, {})
+        return own == theirs and source not in self._grouped and source not in other._grouped
+
+    @property
+    def sources(self) -> list[str]:
+        """The sources of tensors and attention heads with any value, in the order of :data:`LAYER_SOURCES`."""
+        return [source for source in LAYER_SOURCES if source in self._packed or source in self._grouped]
+
+    def sheet(self, source: str) -> ValueMatrix:
+        """All metrics of a source, as ``RunReader.series`` returns them by key, and the numbers of elements."""
+        statistics = self._statistics(source)
+        return statistics.overlaid(self._scalars(source)) if source in self._grouped else statistics
+
+    @cached_property
+    def others(self) -> ValueMatrix:
+        """Whole-model values and logged values."""
+        return self._scalars(_OTHERS)
+
+    @cached_property
+    def _grouped(self) -> dict[str, dict[int, dict[int, float]]]:
+        """The stored values of each source of layers, and all others: by step and number of the key."""
+        group = [key.source if is_of_layer(key) else _OTHERS for key in self._keys]
+        grouped: dict[str, dict[int, dict[int, float]]] = {}
+        for step, values in self._numbers.items():
+            for number, value in values.items():
+                grouped.setdefault(group[number], {}).setdefault(step, {})[number] = value
+        return grouped
+
+    def _scalars(self, group: str) -> ValueMatrix:
+        """The stored values of one group alone: the steps by the keys of all could be far more than these values."""
+        by_step = self._grouped.get(group, {})
+        numbers = sorted({number for values in by_step.values() for number in values})
+        place = {number: column for column, number in enumerate(numbers)}
+        values, there = empty_matrix(len(self.steps), len(numbers))
+        for step, found in by_step.items():
+            if found:
+                at = torch.tensor([place[number] for number in found], device="cpu")
+                values[self._row[step], at] = torch.tensor(list(found.values()), dtype=torch.float64, device="cpu")
+                there[self._row[step], at] = True
+        return ValueMatrix(tuple(self._keys[number] for number in numbers), values, there)
+
+    def _statistics(self, source: str) -> ValueMatrix:
+        groups: dict[TableLayout, list[tuple[int, bytes]]] = {}
+        for step, (layout, data) in sorted(self._packed.get(source, {}).items()):
+            groups.setdefault(layout, []).append((self._row[step], data))
+        names = {name: at for at, name in enumerate(dict.fromkeys(name for layout in groups for name in layout.names))}
+        measured = frozenset(column for layout in groups for column in layout.columns) | ALWAYS
+        metrics = [metric for metric, view in VIEWS.items() if view.columns <= measured] if groups else []
+        values, there = empty_matrix(len(self.steps), len(metrics) + bool(groups), len(names))
+        for layout, of_steps in groups.items():
+            at = torch.tensor([row for row, _ in of_steps], device="cpu").unsqueeze(1)
+            columns = torch.tensor([names[name] for name in layout.names], dtype=torch.int64, device="cpu")
+            # column by column, since views read columns
+            rows = layout.rows([data for _, data in of_steps]).reshape(-1, WIDTH).t().contiguous().t()
+            for number, metric in enumerate(metrics):
+                view = VIEWS[metric]
+                if view.columns <= layout.columns | ALWAYS:
+                    defined = view.defined(rows)
+                    found = torch.where(defined, view.compute(rows), torch.nan)
+                    values[at, number, columns] = found.reshape(len(of_steps), -1)
+                    there[at, number, columns] = defined.reshape(len(of_steps), -1)
+            values[at, -1, columns] = rows[:, Column.COUNT].reshape(len(of_steps), -1)
+            there[at, -1, columns] = True
+        return ValueMatrix(_keys(source, tuple(names), (*metrics, COUNT)), values.flatten(1), there.flatten(1))
+
+
+@lru_cache(maxsize=256)
+def _keys(source: str, names: tuple[str, ...], metrics: tuple[str, ...]) -> tuple[Key, ...]:
+    return tuple(Key(source, name, metric) for metric in metrics for name in names)
+
+
+def is_of_layer(key: Key) -> bool:
+    """Whether it is a metric of a tensor or an attention head, not of the whole model."""
+    return key.source in LAYER_SOURCES and bool(key.name)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import math
 import os
 import secrets
@@ -26,8 +25,8 @@ from ..core.keys import Key
 from ..core.records import StatsTable, StepRecord, StepValues
 from ..core.torch_modes import HomeProcess
 from . import format as f
-from .index import RunIndex, Successors
-from .log import LogReader, LogWriter
+from .index import RunIndex
+from .log import LogReader, LogWriter, reading_within
 from .packing import TableLayout, fixed_counts, pack
 
 #: Steps with NaN or Inf in a row whose states of random generators are stored, 5 kB each: after these a run is NaN for good.
@@ -40,12 +39,56 @@ _SETS = 256
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 #: Seconds between looks at who else writes to the directory.
 _LOOKS = 1.0
+#: So many later writers of a run are looked at, each for so many seconds a look.
+_SUCCESSORS, _LOOK_SECONDS = 16, 0.02
 #: Seconds between syncs, and the largest share of the time that they may take.
 _SYNCS, _SHARE = 2.0, 0.001
 
 
 class Superseded(Exception):
     """Another writer has claimed the run directory."""
+
+
+class Successors:
+    """Later writers of a run. A look reads what is new of the first of their files, for a limited time: the training waits for it.
+
+    Args:
+        directory: of the run.
+        number: of the pair of files before theirs.
+    """
+
+    def __init__(self, directory: Path, number: int) -> None:
+        self._directory, self._number = directory, number
+        self._files: list[LogReader | None] = []  # None for a file of something else
+
+    def have_claimed(self) -> bool:
+        """Whether one of them has claimed the run."""
+        with contextlib.suppress(
+            OSError
+        ):  # there is none, or it cannot be asked for now, which must not keep the training waiting
+            while len(self._files) < _SUCCESSORS:
+                self._files.append(LogReader(self._directory / f.name_of(self._number + 1 + len(self._files), f.VALUES)))
+        return any(self._has_claimed(place) for place in range(len(self._files)))
+
+    def _has_claimed(self, place: int) -> bool:
+        file = self._files[place]
+        try:
+            with reading_within(_LOOK_SECONDS):
+                for record in file.follow() if file is not None else ():
+                    kind = record.data[:1]
+                    if kind == f.STEP or (kind == f.JSON and f.json_of(record.data).get("claims") is True):
+                        return True
+        except ValueError:  # it takes too long, or is of something else
+            self._files[place] = None
+        except OSError:
+            pass
+        return False
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files:
+            if file is not None:
+                file.close()
 
 
 class RunWriter:
@@ -107,13 +150,18 @@ class RunWriter:
         self._number, self._values, self._successors = number, values, Successors(self.path, number)
         self._rows: LogWriter | None = None
         self._begin_index()
-        self._entries.append((begin, 0, 0.0, 0, 0, 0, 0, f.IS_JSON))
+        self._entries.append(f.of_entry(begin, 0, 0.0, 0, 0, 0, 0, f.IS_JSON))
         self._ids: dict[Key, int] = {}
-        self._id_sets: dict[tuple[Key, ...], np.ndarray] = {}
+        self._key_sets: dict[tuple[Key, ...], tuple[int, tuple[int, ...]]] = {}  # the number of each, and those of its keys
+        self._key_set = 0  # the last one that was defined
         self._layouts: dict[TableLayout | str, int] = {}  # where each is defined
+        self._latest: dict[str, tuple[TableLayout, int]] = {}  # the same of each source, since hashing all names takes time
         self._layout_sets: dict[tuple[int, ...], int] = {(): 0}
 
     def _close_files(self) -> None:
+        if len(self._entries) >= f.INDEXED // 8 and not self._is_done:
+            with contextlib.suppress(OSError):  # which costs readers time only
+                self._put_index()
         for file in self._files:
             with contextlib.suppress(OSError):
                 file.sync()
@@ -123,28 +171,31 @@ class RunWriter:
 
     def _put(self, facts: Mapping[str, Any]) -> None:
         begin, _ = self._values.append(f.of_json(facts))
-        self._entries.append((begin, 0, 0.0, 0, 0, 0, 0, f.IS_JSON))
+        self._entries.append(f.of_entry(begin, 0, 0.0, 0, 0, 0, 0, f.IS_JSON))
 
     def _begin_index(self, before: tuple[int, int] = (0, 0)) -> None:
         self._before_index = before
-        self._entries: list[tuple[Any, ...]] = []  # of an index of the records since the last one
-        self._sets: dict[bytes, int] = {b"": 0}
-        self._indexed: list[tuple[int, np.ndarray, np.ndarray]] = []  # by number of the record: keys and values
+        self._entries: list[bytes] = []  # of an index of the records since the last one
+        self._indexed: dict[tuple[int, ...], list[tuple[int, np.ndarray]]] = {}  # by keys: numbers of records, and their values
+        self._waiting = 0  # so many values
 
     def _put_index(self) -> None:
         """Write an index of the records since the last one, and their values by key, so that a reader need not read all of them."""
-        columns: dict[int, tuple[list[int], list[float]]] = {}
-        for number, ids, values in self._indexed:
-            for key, value in zip(ids.tolist(), values.tolist(), strict=True):
-                places, numbers = columns.setdefault(key, ([], []))
-                places.append(number)
-                numbers.append(value)
-        begins = {
-            key: self._values.append(f.of_column(key, np.array(places), np.array(numbers)))[0]
-            for key, (places, numbers) in columns.items()
-        }
-        index = f.Index(self._before_index, f.entries_of(self._entries), list(self._sets), begins)
-        self._begin_index(self._values.append(index.packed()))
+        places = [np.array([number for number, _ in found]) for found in self._indexed.values()]
+        columns: dict[int, list[tuple[int, np.ndarray]]] = {}  # by key: number of the set, values
+        for number, (keys, found) in enumerate(self._indexed.items()):
+            for key, values in zip(keys, np.concatenate([values for _, values in found]).reshape(-1, len(keys)).T, strict=True):
+                columns.setdefault(key, []).append((number, values))
+        orders: dict[tuple[int, ...], np.ndarray] = {}
+        begins = {}
+        for key, parts in columns.items():
+            sets = tuple([number for number, _ in parts])
+            if sets not in orders:
+                orders[sets] = np.argsort(np.concatenate([places[number] for number in sets]))
+            values = np.concatenate([values for _, values in parts])[orders[sets]]
+            begins[key] = self._values.append(f.of_column(key, values))[0]
+        entries = np.frombuffer(b"".join(self._entries), f.ENTRY)
+        self._begin_index(self._values.append(f.of_index(self._before_index, entries, begins)))
 
     def _row_file(self) -> LogWriter:
         if self._rows is None:
@@ -199,11 +250,7 @@ class RunWriter:
     # --- facts ----------------------------------------------------------------------------------------------------------------------
 
     def claim(self, facts: Mapping[str, Any]) -> None:
-        """Become the writer of this run, with these facts. An earlier writer stops within a second.
-
-        Raises:
-            OSError: it could not be written.
-        """
+        """Become the writer of this run, with these facts; an earlier writer stops within a second. Raises OSError."""
         self._meta, self._is_done = dict(facts), False
         if self._before is not None:  # the last look at what earlier writers wrote
             self._before.look()
@@ -218,11 +265,7 @@ class RunWriter:
             self._put({"is": "claim", "claims": True, "facts": self._meta})
 
     def annotate(self, facts: Mapping[str, Any]) -> None:
-        """Store facts about the run, as JSON, unless another writer has claimed it.
-
-        Raises:
-            OSError: they could not be written.
-        """
+        """Store facts about the run, as JSON, unless another writer has claimed it. Raises OSError."""
         self._meta.update(facts)
         self._looked = -math.inf  # facts are few, so that each looks
         if not self._is_superseded():
@@ -240,11 +283,7 @@ class RunWriter:
         return self._before is not None and bool(self._before.steps) and step <= self._before.steps[0]
 
     def rewind(self, step: int) -> None:
-        """Replace the steps from ``step`` on.
-
-        Raises:
-            OSError: it could not be written.
-        """
+        """Replace the steps from ``step`` on. Raises OSError."""
         if self._last is not None and step <= self._last and not self._is_superseded():
             self._put({"is": "rewind", "step": step})
             self._last = self._written = None
@@ -259,8 +298,9 @@ class RunWriter:
         if self._is_superseded():
             raise Superseded
         if not (update or backfill):
-            self._spoiled = self._spoiled + 1 if self._written is not None and _is_spoiled(self._written) else 0
-            if len(self._entries) >= f.INDEXED:
+            before = self._written.events if self._written is not None else ()
+            self._spoiled = self._spoiled + 1 if any(not math.isfinite(event.value) for event in before) else 0
+            if len(self._entries) >= f.INDEXED or self._waiting >= f.INDEXED_VALUES:
                 with contextlib.suppress(OSError):  # the step says so; a later step tries it again
                     self._put_index()
             if sum(file.size for file in self._files) > _LARGEST or self._is_to_begin_anew():
@@ -293,37 +333,41 @@ class RunWriter:
             values = StepValues.of(record.values).since(StepValues.of(known.values))
             rng, is_news = {} if known.events else record.rng, _facts(record) != _facts(known)
         parts = self._parts(tables, rng if record.events and self._spoiled < _SPOILED else {})
-        layouts = self._layout_set(tuple([place for place, _ in parts]))
+        layouts = self._layout_set(tuple([place for place, _, _ in parts]))
         rows = self._row_file().append(f.of_tables(record.step, parts)) if parts else (0, 0)
         by_key = record.values_beside_views(values).by_key
+        number, keys = self._keys_of(tuple(by_key))
         frame = f.StepFrame(
             record.step,
             record.time,
             flags | (f.APPLIED if record.applied else 0) | (f.HAS_EVENTS if record.events else 0),
             rows,
             layouts,
-            self._ids_of(tuple(by_key)),
+            number,
             np.array(list(by_key.values()), np.float64),
-            json.dumps(record.context, default=str, skipkeys=True).encode() if is_news else b"",
-            json.dumps([asdict(event) for event in record.events]).encode() if is_news and record.events else b"",
+            f.text_of(record.context) if is_news else b"",
+            f.text_of([asdict(event) for event in record.events]) if is_news and record.events else b"",
         )
         begin, _ = self._values.append(frame.packed())
-        self._indexed.append((len(self._entries), frame.ids, frame.values))
-        keys = self._sets.setdefault(frame.ids.tobytes(), len(self._sets))
-        self._entries.append((begin, frame.step, frame.time, *rows, layouts, keys, frame.flags))
+        if keys:
+            self._indexed.setdefault(keys, []).append((len(self._entries), frame.values))
+            self._waiting += len(keys)
+        self._entries.append(f.of_entry(begin, frame.step, frame.time, *rows, layouts, number, frame.flags))
 
-    def _parts(self, tables: Mapping[str, StatsTable], rng: Mapping[str, torch.Tensor]) -> list[tuple[int, bytes]]:
-        counts = {source: fixed_counts(source, table) for source, table in tables.items()}
+    def _parts(self, tables: Mapping[str, StatsTable], rng: Mapping[str, torch.Tensor]) -> list[tuple[int, int, bytes]]:
+        layouts = {source: self._layout_of(source, table) for source, table in tables.items()}
         stored = [source for source, table in tables.items() if not table.same_as]
-        blobs = dict(zip(stored, pack([(tables[source], bool(counts[source])) for source in stored]), strict=True))
-        parts = [
-            (
-                self._defined(TableLayout(source, table.names, table.columns, counts[source], table.same_as)),
-                blobs.get(source, b""),
-            )
-            for source, table in tables.items()
-        ]
-        return parts + [(self._defined(device), bytes(state.tolist())) for device, state in rng.items()]
+        blobs = dict(zip(stored, pack([(tables[source], bool(layouts[source][0].counts)) for source in stored]), strict=True))
+        parts = [(place, *blobs.get(source, (0, b""))) for source, (_, place) in layouts.items()]
+        return parts + [(self._defined(device), 0, bytes(state.tolist())) for device, state in rng.items()]
+
+    def _layout_of(self, source: str, table: StatsTable) -> tuple[TableLayout, int]:
+        """The layout of a table, and where it is defined."""
+        layout = TableLayout(source, table.names, table.columns, fixed_counts(source, table), table.same_as)
+        known = self._latest.get(source)
+        if known is None or known[0] != layout:
+            known = self._latest[source] = layout, self._defined(layout)
+        return known
 
     def _defined(self, layout: TableLayout | str) -> int:
         """Where a layout, or the device of a random state, is defined in the file with rows."""
@@ -341,17 +385,20 @@ class RunWriter:
             self._layout_sets[places] = number
         return number
 
-    def _ids_of(self, keys: tuple[Key, ...]) -> np.ndarray:
-        ids = self._id_sets.get(keys)
-        if ids is None:
-            new = [key for key in keys if key not in self._ids]
-            if new:
+    def _keys_of(self, keys: tuple[Key, ...]) -> tuple[int, tuple[int, ...]]:
+        """The number of a set of keys, and those of the keys."""
+        found = self._key_sets.get(keys) if keys else (0, ())
+        if found is None:
+            if new := [key for key in keys if key not in self._ids]:
                 self._put({"is": "keys", "first": len(self._ids), "keys": new})
                 self._ids.update(zip(new, range(len(self._ids), len(self._ids) + len(new)), strict=True))
-            if len(self._id_sets) >= _SETS:
-                self._id_sets.clear()
-            ids = self._id_sets[keys] = np.array([self._ids[key] for key in keys], np.uint32)
-        return ids
+            found = self._key_set + 1, tuple([self._ids[key] for key in keys])
+            self._put({"is": "sets", "number": found[0], "keys": found[1]})
+            self._key_set = found[0]
+            if len(self._key_sets) >= _SETS:
+                self._key_sets.clear()
+            self._key_sets[keys] = found
+        return found
 
     def close(self) -> None:
         """Close the files. In a forked child, where they belong to the parent, do nothing."""
@@ -365,8 +412,3 @@ class RunWriter:
 def _facts(record: StepRecord) -> tuple[object, ...]:
     """What is stored of a record beside values and rows."""
     return record.time, record.applied, record.context, record.events
-
-
-def _is_spoiled(record: StepRecord) -> bool:
-    """Whether NaN or Inf is a spike of this step."""
-    return any(not math.isfinite(event.value) for event in record.events)

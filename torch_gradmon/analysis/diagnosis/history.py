@@ -20,7 +20,7 @@ from ...core.moments import Column
 from ...core.records import Severity, SpikeEvent, StatsTable, StepRecord, is_loss_of_network, is_whole_loss, loss_among
 from ...core.trainers import advice_for
 from ...core.validation import subsample_steps
-from ...runs.window import Window
+from ...runs.reader import Window
 from ...spikes.attribution import GradientNormHistory, ParameterAttribution
 from ...spikes.signals import Episode, by_size, episodes
 from ..run import Run

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...core.moments import ALWAYS, VIEWS
 from ...core.records import StatsTable
-from ...runs.value_matrix import fitting
+from ...runs.reader import fitting
 
 
 def lower_median(values: Iterable[float]) -> float:

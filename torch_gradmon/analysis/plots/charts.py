@@ -17,7 +17,7 @@ from ...core import validation as check
 from ...core.errors import display, nearest
 from ...core.keys import blocks_of
 from ...core.records import merged
-from ...runs.value_matrix import fitting
+from ...runs.reader import fitting
 from ..diagnosis.series import Series, clip_bound
 from . import elements as colours
 from .elements import (

@@ -14,9 +14,7 @@ from ...core import keys as n
 from ...core.keys import Key
 from ...core.moments import Column
 from ...core.records import ModelOrder, SpikeEvent, StepRecord, loss_among
-from ...runs.reader import RunReader
-from ...runs.stats_series import StatsSeries
-from ...runs.value_matrix import fitting
+from ...runs.reader import RunReader, StatsSeries, fitting
 from ..diagnosis.series import Series
 from .elements import LAYER_VIEWS, Gap, Panel, PlotView, RecordedSteps
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ...runs.export.files import FORMATS
+from ...runs.export import FORMATS
 from .common import FIRST, LAST, RUN, Command, UsageError, argument, open_run, output, print_written, to_file, value
 
 COMMAND = Command(

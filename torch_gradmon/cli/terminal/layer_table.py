@@ -23,8 +23,7 @@ from ...core.formatting import printable
 from ...core.keys import SUMMARY, Key
 from ...core.moments import Column
 from ...core.records import SpikeEvent, StepRecord, TrainedPart, loss_among
-from ...runs.stats_series import StatsSeries, paired
-from ...runs.value_matrix import most_cells
+from ...runs.reader import StatsSeries, most_cells, paired
 from ...spikes.signals import Episode, episodes, largest
 from ...step.summary import KEY_DOCUMENTATION
 

@@ -18,7 +18,7 @@ from ...core.keys import SUMMARY, Key
 from ...core.moments import Column
 from ...core.records import SpikeEvent, StepRecord, loss_among
 from ...runs.format import identity
-from ...runs.value_matrix import most_cells
+from ...runs.reader import most_cells
 from ...spikes.attribution import REMEMBERED, Baseline, ParameterAttribution, ranked
 from ...spikes.signals import Episode, episodes, largest
 from .layer_table import gradient_source

@@ -1,23 +1,34 @@
-"""A run as two tables, in parts: one row per tensor and step, and one row per step."""
+"""A run as tables for other programs: Parquet, CSV, JSON lines, Arrow and pandas.
+
+There are two, made in parts: one row per tensor and step, and one row per step.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import csv
+import io
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from datetime import datetime, timedelta, timezone
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from ...core.formatting import strict
-from ...core.keys import format_key
-from ...core.moments import VIEWS
-from ..reader import RunReader
-from ..value_matrix import ValueMatrix, empty_matrix
-from ..window import COUNT, LAYER_SOURCES, Window, is_of_layer
+from ..core import validation as check
+from ..core.errors import nearest
+from ..core.files import replacing
+from ..core.formatting import plain, strict
+from ..core.keys import format_key
+from ..core.moments import VIEWS
+from .reader import COUNT, LAYER_SOURCES, RunReader, ValueMatrix, Window, between, empty_matrix, is_of_layer, single_threaded
 
+TABLES = ("tensors", "steps")
 #: Contents of a column: integers, reals, booleans, microseconds since the epoch, a word of a fixed set, or JSON.
 Kind = Literal["whole", "real", "flag", "time", "word", "json"]
 #: Approximate number of rows in a part, and of cells where there are many metrics.
@@ -47,15 +58,6 @@ class Field:
     name: str
     kind: Kind
     words: tuple[str, ...] = ()
-
-
-class Frame(Protocol):
-    """A table in parts."""
-
-    fields: tuple[Field, ...]
-
-    def parts(self) -> Iterator[tuple[int, list[ColumnValues]]]:
-        """The number of steps and the columns of each part; ascending by step."""
 
 
 class TensorFrame:
@@ -179,9 +181,9 @@ class StepFrame:
             columns.append(_real([fact.pop("amp_scale", None) for fact in facts]))
         others = self._spread(window.others)
         columns += [ColumnValues(others.values[:, column], others.there[:, column]) for column in range(len(self._keys))]
-        events = [_text([asdict(event) for event in window.spikes[step]]) for step in window.steps]
-        tags = [_text(fact.pop("tags", None)) for fact in facts]
-        return [*columns, ColumnValues(tags), ColumnValues(events), ColumnValues([_text(fact) for fact in facts])]
+        events = [_json([asdict(event) for event in window.spikes[step]]) for step in window.steps]
+        tags = [_json(fact.pop("tags", None)) for fact in facts]
+        return [*columns, ColumnValues(tags), ColumnValues(events), ColumnValues([_json(fact) for fact in facts])]
 
     def _spread(self, sheet: ValueMatrix) -> ValueMatrix:
         """Expand to one column for each key of the run."""
@@ -190,6 +192,10 @@ class StepFrame:
         at = _whole([self._keys[key] for key in sheet.keys])
         values[:, at], there[:, at] = sheet.values, sheet.there
         return ValueMatrix(tuple(self._keys), values, there)
+
+
+#: A table in parts.
+Frame = TensorFrame | StepFrame
 
 
 def _windows(run: RunReader, steps: Sequence[int], size: int) -> Iterator[Window]:
@@ -208,7 +214,7 @@ def _free(names: Iterable[str], taken: Iterable[str]) -> list[str]:
     return found
 
 
-def _text(facts: Any) -> str | None:
+def _json(facts: Any) -> str | None:
     return json.dumps(strict(facts), allow_nan=False) if facts else None
 
 
@@ -226,3 +232,208 @@ def _whole(numbers: Sequence[int]) -> Tensor:
 def _real(numbers: Sequence[float | None]) -> ColumnValues:
     there = torch.tensor([number is not None for number in numbers], dtype=torch.bool, device="cpu")
     return ColumnValues(torch.tensor([math.nan if x is None else x for x in numbers], dtype=torch.float64, device="cpu"), there)
+
+
+def chosen_steps(run: RunReader, first: int | None, last: int | None) -> list[int]:
+    """The steps of the run from ``first`` to ``last``.
+
+    Raises:
+        ValueError: there are none.
+    """
+    steps = between(run.steps, first, last)
+    if not steps and run.steps:
+        raise ValueError(f"the run has no step between {first} and {last}; it has {run.steps[0]} to {run.steps[-1]}")
+    return steps
+
+
+def frame_of(run: RunReader, table: str, sources: str | Sequence[str] | None, first: int | None, last: int | None) -> Frame:
+    """One of the two tables.
+
+    Raises:
+        ValueError: the table, the steps or a source do not exist.
+    """
+    check.one_of("table", table, TABLES)
+    steps = chosen_steps(run, first, last)
+    if table == "steps":
+        return StepFrame(run, steps)
+    wanted = [sources] if isinstance(sources, str) else sources
+    there = {*run.sources, *(key.source for key in run.scalars if is_of_layer(key))}
+    for source in wanted or ():
+        if source not in there:
+            raise ValueError(f"the run has nothing of the source {source!r}{nearest(str(source), there)}")
+    return TensorFrame(run, steps, wanted)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------------------
+
+
+def write(frames: Mapping[Path, Frame], advance: Callable[[int], None]) -> None:
+    """Write each frame into its file, part by part. Files get their names once all are complete.
+
+    Args:
+        frames: by path; missing directories are created, existing files replaced.
+        advance: called with the number of steps written.
+
+    Raises:
+        ValueError: a path has no supported extension.
+        ImportError: a package is missing.
+        OSError: a file could not be written; none is left.
+    """
+    for path in frames:
+        check_path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        for path, frame in frames.items():
+            target = stack.enter_context(replacing(path))
+            with FORMATS[path.suffix.lower()](target, frame.fields) as add:
+                for steps, columns in frame.parts():
+                    add(columns)
+                    advance(steps)
+
+
+def check_path(path: Path) -> None:
+    """Check the path of an output file before anything is read.
+
+    Raises:
+        ValueError: it has no supported extension, or is a directory.
+    """
+    if path.suffix.lower() not in FORMATS:
+        raise ValueError(f"{str(path)!r} ends in none of {', '.join(FORMATS)}, by which the format is chosen")
+    if path.is_dir():
+        raise ValueError(f"{str(path)!r} is a directory; name a file in it")
+
+
+#: Adds a part to a file.
+_Add = Callable[[Sequence[ColumnValues]], object]
+
+
+@contextlib.contextmanager
+def _text(file: IO[bytes]) -> Iterator[io.TextIOWrapper]:
+    text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+    try:
+        yield text
+    finally:
+        text.detach()
+
+
+@contextlib.contextmanager
+def _csv(file: IO[bytes], fields: Sequence[Field]) -> Iterator[_Add]:
+    """Rows below a header. Absent values are empty; NaN and infinite values are ``nan`` and ``inf``."""
+    with _text(file) as text:
+        writer = csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
+        writer.writerow(_harmless(field.name) for field in fields)
+        yield lambda columns: writer.writerows(_rows(fields, columns))
+
+
+@contextlib.contextmanager
+def _jsonl(file: IO[bytes], fields: Sequence[Field]) -> Iterator[_Add]:
+    """An object per row, without absent values. NaN and infinite values are strings, as in :class:`JsonlSink`."""
+    names = [field.name for field in fields]
+
+    def line(row: Sequence[Any]) -> str:
+        found = {name: value for name, value in zip(names, row, strict=True) if value is not None}
+        return json.dumps(found, allow_nan=False) + "\n"
+
+    with _text(file) as text:
+        yield lambda columns: text.writelines(map(line, _rows(fields, columns, nested=True)))
+
+
+@contextlib.contextmanager
+def _parquet(file: IO[bytes], fields: Sequence[Field]) -> Iterator[_Add]:
+    """Each part as a row group."""
+    try:
+        from pyarrow.parquet import ParquetWriter
+    except ModuleNotFoundError as error:
+        raise ImportError('Parquet needs pyarrow: pip install "torch_gradmon[export]"; .csv and .jsonl need nothing') from error
+    with ParquetWriter(file, _schema(fields), compression="zstd") as writer:
+        yield lambda columns: writer.write_batch(_batch(fields, columns))
+
+
+#: Writers by file extension.
+FORMATS: Mapping[str, Callable[[IO[bytes], Sequence[Field]], contextlib.AbstractContextManager[_Add]]] = {
+    ".parquet": _parquet,
+    ".csv": _csv,
+    ".jsonl": _jsonl,
+}
+
+
+def _harmless(text: str) -> str:
+    """A text that a spreadsheet does not take for a formula."""
+    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
+
+
+def _rows(fields: Sequence[Field], columns: Sequence[ColumnValues], nested: bool = False) -> Iterator[tuple[Any, ...]]:
+    """The rows as Python values, None where absent; ``nested`` decodes JSON texts."""
+    return zip(*[_cells(field, column, nested) for field, column in zip(fields, columns, strict=True)], strict=True)
+
+
+def _cells(field: Field, column: ColumnValues, nested: bool) -> list[Any]:
+    if not isinstance(column.values, Tensor):
+        decoded: Callable[[str], Any] = json.loads if nested else _harmless
+        return [None if text is None else decoded(text) for text in column.values]
+    found: list[Any] = column.values.tolist()
+    if field.kind == "word":
+        words = field.words if nested else [*map(_harmless, field.words)]
+        found = [words[number] for number in found]
+    elif field.kind == "time":
+        found = [datetime.fromtimestamp(0, timezone.utc) + timedelta(microseconds=number) for number in found]
+        found = [moment.isoformat(timespec="microseconds") for moment in found]
+    elif field.kind == "flag" and not nested:
+        found = ["true" if flag else "false" for flag in found]
+    elif field.kind == "real" and nested and not bool(column.values.isfinite().all()):
+        found = [plain(value) for value in found]
+    if column.there is None:
+        return found
+    return [value if there else None for value, there in zip(found, column.there.tolist(), strict=True)]
+
+
+# --- Arrow, with pyarrow ----------------------------------------------------------------------------------------------------------
+
+
+def table_of(frame: Frame, what: str, *packages: str) -> Any:
+    """All rows in memory, as a ``pyarrow.Table``: absent values are null, NaN stays NaN.
+
+    Args:
+        frame: the rows.
+        what: the caller's name.
+        packages: that the caller needs.
+
+    Raises:
+        ImportError: one is missing.
+    """
+    for package in packages:
+        if find_spec(package) is None:
+            raise ImportError(f'{what} needs {package}: pip install "torch_gradmon[export]"')
+    import pyarrow as pa
+
+    with single_threaded():
+        return pa.Table.from_batches([_batch(frame.fields, columns) for _, columns in frame.parts()], _schema(frame.fields))
+
+
+def _schema(fields: Sequence[Field]) -> Any:
+    import pyarrow as pa
+
+    types = {
+        "whole": pa.int64(),
+        "real": pa.float64(),
+        "flag": pa.bool_(),
+        "time": pa.timestamp("us", "UTC"),
+        "word": pa.dictionary(pa.int32(), pa.string()),
+        "json": pa.string(),
+    }
+    return pa.schema([(field.name, types[field.kind]) for field in fields])
+
+
+def _batch(fields: Sequence[Field], columns: Sequence[ColumnValues]) -> Any:
+    import pyarrow as pa
+
+    def array(field: Field, column: ColumnValues, kind: Any) -> Any:
+        if not isinstance(column.values, Tensor):
+            return pa.array(column.values, kind)
+        values = column.values.contiguous().numpy()
+        if field.kind == "word":
+            return pa.DictionaryArray.from_arrays(pa.array(values, pa.int32()), pa.array(field.words, pa.string()))
+        return pa.array(values, kind, mask=None if column.there is None else (~column.there).numpy(), from_pandas=False)
+
+    schema = _schema(fields)
+    return pa.record_batch([array(*each) for each in zip(fields, columns, schema.types, strict=True)], schema=schema)
