@@ -303,10 +303,6 @@ class AttentionRecorder:
         if self._metrics:
             self._callers.know(inventory)
 
-    def set_compiled(self, compiled: bool) -> None:
-        """Whether a part of the model is compiled."""
-        self.compiled = compiled
-
     def end(self, has_graphs: bool = False) -> None:
         """End the step; ``has_graphs``: a compiled graph contains a hook."""
         self.compiled |= has_graphs

@@ -98,7 +98,7 @@ class TracedStatistics:
     def __init__(self, name: str, module: nn.Module, of: CompiledHooks, root: nn.Module) -> None:
         self.name, self._of = name, of
         self.module, self._root = weakref.ref(module), weakref.ref(unwrapped(root))
-        self.eps, self.is_late = of.eps, of.has_graphs
+        self.eps, self.is_late = of.eps, len(of.traced) > 0
         self.refused: dict[str, str] = {}
         self.request(frozenset())
 
@@ -202,6 +202,7 @@ class CompiledHooks:
 
     Attributes:
         gate: enables writing in graphs with our hooks.
+        traced: the hooks that are part of a graph.
         eps: as a number of 64 bits.
     """
 
@@ -213,7 +214,7 @@ class CompiledHooks:
     def clear(self) -> None:
         """All hooks were removed."""
         self._taps: dict[tuple[str, str], TracedStatistics] = {}  # by kind of hook and name
-        self._traced: list[TracedStatistics] = []
+        self.traced: list[TracedStatistics] = []
         self._slots: dict[torch.device, list[_Slot]] = {}
         self._columns: frozenset[Column] = frozenset()
         self._inside: Container[tuple[str, str]] = ()
@@ -231,7 +232,7 @@ class CompiledHooks:
     def remove(self, kind: str, name: str) -> None:
         """The hook was removed."""
         tap = self._taps.pop((kind, name))
-        self._traced = [each for each in self._traced if each is not tap]
+        self.traced = [each for each in self.traced if each is not tap]
         kept = {device: [slot for slot in slots if slot.tap is not tap] for device, slots in self._slots.items()}
         self._slots = {device: slots for device, slots in kept.items() if slots}
 
@@ -251,11 +252,11 @@ class CompiledHooks:
             taken: names of modules, which no path may have.
         """
         self._inside, self._taken, self._reasons = inside, taken, None
-        if not (self._traced and self._columns):
+        if not (self.traced and self._columns):
             views = (metric.columns for metric in metrics if metric.source == n.ACTIVATION and metric.function is None)
             self._columns = frozenset[Column]().union(*views)
         for place, tap in self._taps.items():
-            if not self._traced or (tap.is_late and not tap.is_traced):
+            if not self.traced or (tap.is_late and not tap.is_traced):
                 tap.request(self._columns if place in measured else frozenset())
 
     def path(self, name: str, rest: str) -> str:
@@ -264,7 +265,7 @@ class CompiledHooks:
 
     def note_trace(self, tap: TracedStatistics) -> None:
         """The hook is part of a graph."""
-        self._traced.append(tap)
+        self.traced.append(tap)
         self._reasons = None
 
     def note_refusal(self) -> None:
@@ -276,14 +277,9 @@ class CompiledHooks:
         self._slots.setdefault(slot.sums.device, []).append(slot)
 
     @property
-    def has_graphs(self) -> bool:
-        """Whether any compiled graph contains a hook of ours."""
-        return bool(self._traced)
-
-    @property
     def has_parts(self) -> bool:
         """Whether any contains one on another module than the root."""
-        return any(tap.name != n.ROOT for tap in self._traced)
+        return any(tap.name != n.ROOT for tap in self.traced)
 
     def has_hook(self, module: nn.Module) -> bool:
         """Whether the output of ``module`` has a hook."""
@@ -323,12 +319,12 @@ class CompiledHooks:
         """Why hooks in graphs have no values: by source and path, or source, name and metric."""
         found: dict[tuple[str, str], str] = {}
         refused: dict[str, dict[str, str]] = {}  # of blocks that share a graph only one was traced
-        for tap in self._traced:
+        for tap in self.traced:
             refused.setdefault(_like(tap.name), {}).update(tap.refused)
-        for tap in self._traced:
+        for tap in self.traced:
             found.update({(n.ACTIVATION, self.path(tap.name, rest)): why for rest, why in refused[_like(tap.name)].items()})
         late = [tap for place, tap in self._taps.items() if tap.is_late and not tap.is_traced and place in self._inside]
-        for tap in (*self._traced, *late):
+        for tap in (*self.traced, *late):
             columns = tap.columns if tap.is_traced else frozenset()
             for metric in metrics:
                 if metric.source in n.MODULE_SOURCES and metric.matches(tap.name):

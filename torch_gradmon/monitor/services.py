@@ -73,7 +73,7 @@ class ManualLoop:
     def record_attention(self, name: str, named: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> None:
         """Measure one call of attention, unless the monitor has recognised it."""
         with outside_dispatch_modes():
-            self.runtime.captures.modules.attention.report(
+            self.runtime.captures.modules.report_attention(
                 name, named, {"query": named["query"], "key": named["key"], **arguments}
             )
 

@@ -274,7 +274,7 @@ class PendingStep:
         readback: its values.
         active: what was known of it when it closed.
         inventory: the model as it was.
-        modules: computes the built-in values of modules from tables.
+        modules: computes the built-in values of modules from tables; None if none are due.
         groups: names of the parameters of each of the optimizers' groups.
         tags: facts for its context.
         cost: time spent in the monitor, in percent of the time since the last monitored step; None for an unmonitored one.
@@ -289,7 +289,7 @@ class PendingStep:
     readback: PendingReadback
     active: ActiveStep
     inventory: ModelIndex
-    modules: Callable[[dict[str, StatsTable]], list[Block]]
+    modules: Callable[[dict[str, StatsTable]], list[Block]] | None
     groups: list[tuple[str, frozenset[str]]]
     tags: dict[str, Any]
     cost: float | None
@@ -357,7 +357,7 @@ class PendingStep:
             custom[summary_key("overhead_pct")] = self.cost
         custom.update(self.active.values)
         attention, heads = head_values(tables, buffer.unshown)
-        modules = [*self.modules(tables), *StepValues.of(attention).blocks]
+        modules = [*(() if self.modules is None else self.modules(tables)), *StepValues.of(attention).blocks]
         record, signals = assemble(
             facts,
             tables,
