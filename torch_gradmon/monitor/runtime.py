@@ -267,7 +267,7 @@ class FollowedLoop(LoopDriver):
 
     def closure_ended(self, optimizer: Optimizer) -> bool:
         if (active := self._lifecycle.active) is not None and active.buffer is not None:
-            active.buffer.end_rows()
+            active.buffer.are_rows_over = True
         return self.machine.optimizers.closure_ended(id(optimizer))
 
     def closure_raised(self, optimizer: Optimizer, error: str) -> None:

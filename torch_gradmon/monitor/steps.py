@@ -869,7 +869,7 @@ class StepLifecycle:
             self._aside[-1][1].update(self.values.late.tags.take_late())
             self.values.go_to(active.buffer)
             if active.buffer is not None and active.is_monitored:
-                active.buffer.begins(self.planning.random_states())
+                active.buffer.rng = self.planning.random_states()
 
     def rejoin(self, parts: int) -> None:
         """The last ``parts`` parts that were set aside belong to the same step as what came since."""
