@@ -87,7 +87,6 @@ class FunctionPatch:
                 self._restore()
 
     def called(self, function: _Observed, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        """``function`` was called by this thread."""
         if self._observers and function is self._last():  # and not another one, which is called by what somebody has put over it
             thread = threading.get_ident()
             for observer, of_thread in list(self._observers.items()):
@@ -156,7 +155,6 @@ class CallObserver:
         self._kept: _Observed | None = None  # so that code compiled with it stays valid in the next forward
 
     def enter(self) -> None:
-        """Observe the calls of this thread until :meth:`leave`."""
         self._kept = self._patch.add(self)
 
     def leave(self) -> None:
@@ -164,7 +162,6 @@ class CallObserver:
         self._patch.discard(self)
 
     def saw(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        """This thread has called the function."""
         if (saw := self._saw()) is not None:
             saw(args, kwargs, result)
 
@@ -295,7 +292,6 @@ class AttentionRecorder:
         self.compiled = False
 
     def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: ModelIndex) -> None:
-        """Start a step with the metrics due in it."""
         self._buffer, self._reason = buffer, _NO_CALL
         self._reported, self._observed = set(), set()
         sources = frozenset(n.ATTENTION_SOURCES.values())
@@ -324,7 +320,6 @@ class AttentionRecorder:
                 self._observer.enter()
 
     def leave(self) -> None:
-        """Stop recording. Idempotent."""
         self._observer.leave()
 
     def _saw(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Tensor) -> None:

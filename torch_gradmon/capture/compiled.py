@@ -58,7 +58,6 @@ class RecordingFlag:
         return self._flags[device]
 
     def set(self, is_open: bool) -> None:
-        """Set all flags."""
         if is_open != self._open:
             self._open = is_open
             for flag in self._flags.values():
@@ -134,7 +133,6 @@ class TracedStatistics:
 
     @property
     def is_traced(self) -> bool:
-        """Whether the hook is part of a graph."""
         return "in_graph" in self.__dict__
 
     def _note(self) -> int:
@@ -212,7 +210,6 @@ class CompiledHooks:
         self.clear()
 
     def clear(self) -> None:
-        """All hooks were removed."""
         self._taps: dict[tuple[str, str], TracedStatistics] = {}  # by kind of hook and name
         self.traced: list[TracedStatistics] = []
         self._slots: dict[torch.device, list[_Slot]] = {}
@@ -230,7 +227,6 @@ class CompiledHooks:
         """What a hook hears that is there for a graph only."""
 
     def remove(self, kind: str, name: str) -> None:
-        """The hook was removed."""
         tap = self._taps.pop((kind, name))
         self.traced = [each for each in self.traced if each is not tap]
         kept = {device: [slot for slot in slots if slot.tap is not tap] for device, slots in self._slots.items()}
@@ -264,16 +260,13 @@ class CompiledHooks:
         return name + rest_of(name + rest, name, self._taken)
 
     def note_trace(self, tap: TracedStatistics) -> None:
-        """The hook is part of a graph."""
         self.traced.append(tap)
         self._reasons = None
 
     def note_refusal(self) -> None:
-        """A tensor got no slots."""
         self._reasons = None
 
     def note_slot(self, slot: _Slot) -> None:
-        """A graph writes there."""
         self._slots.setdefault(slot.sums.device, []).append(slot)
 
     @property
@@ -282,11 +275,9 @@ class CompiledHooks:
         return any(tap.name != n.ROOT for tap in self.traced)
 
     def has_hook(self, module: nn.Module) -> bool:
-        """Whether the output of ``module`` has a hook."""
         return any(kind == n.ACTIVATION and tap.module() is module for (kind, _), tap in self._taps.items())
 
     def is_traced(self, kind: str, name: str) -> bool:
-        """Whether this hook is part of a graph."""
         return self._taps[kind, name].is_traced
 
     def collect(self, buffer: StepBuffer, values: ModuleValues, metrics: Sequence[Metric]) -> None:
@@ -408,7 +399,6 @@ def wrapped_by(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether any part of ``module`` is compiled by ``torch.compile``."""
     return any(True for _ in _compiled_parts(module))
 
 

@@ -82,19 +82,15 @@ class CheckTerms:
     def begin(
         self, buffer: StepBuffer, metrics: tuple[Metric, ...], modules: Mapping[str, Callable[[], nn.Module | None]]
     ) -> None:
-        """Start a step with the metrics of the check that are due in it; ``modules`` by name."""
         self._buffer, self._metrics, self._modules = buffer, metrics, modules
 
     def end(self) -> None:
-        """End the step."""
         self._buffer = None
 
     def wants(self, name: str) -> bool:
-        """Whether a metric matches the module ``name``."""
         return any(metric.matches(name) for metric in self._metrics)
 
     def set_absent(self, name: str, reason: str, sources: tuple[str, ...] = n.RCC_SOURCES) -> None:
-        """Set why a module has no values."""
         assert self._buffer is not None
         for source in sources:
             self._buffer.absent[source, name] = reason
@@ -208,12 +204,10 @@ class _Frame:
         self.moved: Mapping[str, Tensor] = {}
 
     def start_run(self) -> ReplayedForward:
-        """Start a run of the counterpart."""
         self.run = ReplayedForward()
         return self.run
 
     def set_moved(self, outputs: Mapping[str, Tensor]) -> None:
-        """Keep the counterpart's outputs."""
         self.moved = outputs
 
 
@@ -256,12 +250,10 @@ class ForwardCheck:
         return self._run is None and len(self._frames) > 0 and threading.get_ident() == self._thread
 
     def part_called(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """A part of the reference is called."""
         if self._run is not None and threading.get_ident() == self._thread:
             self._run.called(name, args, kwargs)
 
     def part_returned(self, name: str, output: Any) -> None:
-        """A part of the reference has returned."""
         if self._run is not None and threading.get_ident() == self._thread:
             self._run.returned(name, output)
 
@@ -307,7 +299,6 @@ class ForwardCheck:
             return self._reference.run_part(part, module, self._root, args, kwargs, run.note)
 
     def returned(self, name: str, module: nn.Module, output: Any) -> None:
-        """A module has returned."""
         while len(self._frames) > 1:  # inner calls that did not return have raised
             frame = self._frames.pop()
             if frame.name == name:
@@ -358,7 +349,6 @@ class CoordinateCheck:
         self.due = self.seen = False
 
     def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: ModelIndex) -> None:
-        """Start a step with the metrics due in it."""
         due = tuple(metric for metric in metrics if metric.source in n.RCC_SOURCES)
         self._terms.begin(buffer, due, inventory.modules)
         self._buffer, self._inventory, self.due, self.seen = buffer, inventory, bool(due), False
@@ -426,7 +416,6 @@ class CoordinateCheck:
         self._handles.of_module(module.register_forward_hook(ModuleHook(returned, name)))
 
     def wants(self, name: str) -> bool:
-        """Whether the module ``name`` is checked in this step."""
         return self.due and self._terms.wants(name)
 
     def leave(self) -> None:

@@ -50,7 +50,6 @@ class LocalGradients:
         self._uncommitted, self._accumulated, self._batches = {}, {}, {}
 
     def end(self) -> None:
-        """End the step: store the rows of micro-batches."""
         if self._buffer is not None:
             rank = self._measurer.ranks.rank
             for number, rows in enumerate(self._batches.values()):
@@ -112,7 +111,6 @@ class GradScale:
         self._plain_steps: Counter[int] = Counter()  # consecutive steps without the scaler
 
     def adopt(self, scaler: torch.amp.GradScaler) -> None:
-        """This scaler scales the gradients."""
         self.scaler = scaler
 
     def inverse(self, optimizer: Optimizer | None, stepping: bool) -> Tensor | None:
@@ -249,7 +247,6 @@ class GradientCapture:
         self._seen, self._held, self._clipped, self._scaled, self._spent = {}, {}, {}, False, set()
 
     def there(self, positions: Iterable[int]) -> list[int]:
-        """The positions with a gradient now."""
         return list(self._gradients(positions))
 
     def not_clipped(self, positions: Sequence[int]) -> list[int]:
@@ -283,7 +280,6 @@ class GradientCapture:
         self._local.forget_batches()
 
     def end(self) -> None:
-        """End the step and release everything it held."""
         self._local.end()
         self._buffer, self._seen, self._held = None, {}, {}
 

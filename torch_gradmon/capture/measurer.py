@@ -80,12 +80,10 @@ class Measurer:
         self.functions = MetricFunctions(complaints)
 
     def measure(self, wanted: Measurement) -> None:
-        """Run the statistics and the metric functions of the plan."""
         self.statistics(wanted)
         self.run_functions(wanted)
 
     def statistics(self, wanted: Measurement) -> None:
-        """Measure the statistics that the plan needs."""
         plan, tensors = wanted.plan, wanted.tensors
         if plan.measured != tuple(tensors):  # in most steps all are there
             tensors = {p: tensors[p] for p in plan.measured if p in tensors}
@@ -105,7 +103,6 @@ class Measurer:
             self._measure(wanted, list(found), list(found.values()))
 
     def _measure(self, wanted: Measurement, positions: Sequence[int], values: Sequence[Tensor]) -> None:
-        """Store the statistics of these tensors, all on one device."""
         plan, others = wanted.plan, None
         if wanted.second is not None:
             second = {p: wanted.second[p] for p in positions}
@@ -116,7 +113,6 @@ class Measurer:
         put(plan.source, plan.names_at(positions), rows, plan.columns)
 
     def run_functions(self, wanted: Measurement) -> None:
-        """Run the metric functions of the plan."""
         plan, second = wanted.plan, wanted.second
         due = [position for position in plan.functions if position in wanted.tensors]
         if self.ranks.has_parts:

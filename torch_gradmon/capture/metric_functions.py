@@ -68,7 +68,6 @@ class StateNorm(OfProducts):
         self._names = names
 
     def pairs(self, state: State) -> list[tuple[Tensor, Tensor]]:
-        """None without such a state."""
         found = _first_of(state, self._names)
         return [] if found is None else [(found, found)]
 
@@ -80,7 +79,6 @@ class Cosine(OfProducts):
         super().__init__("cosine", cosine)
 
     def pairs(self, state: State) -> list[tuple[Tensor, Tensor]]:
-        """None without momentum."""
         gradient = state["grad"]
         momentum = _first_of(state, ("exp_avg", "momentum_buffer"))
         if gradient is None or momentum is None or momentum.shape != gradient.shape:
@@ -122,7 +120,6 @@ class OutOfStep:
         return None if sums is None else (sums[0] / sums[1]).sqrt()
 
     def contribution(self, state: State) -> tuple[str, Tensor] | None:
-        """What one rank's part of a tensor contributes, and how contributions merge."""
         sums = self._sums(state)
         return None if sums is None else ("rms", sums)
 

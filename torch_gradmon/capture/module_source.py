@@ -75,7 +75,6 @@ class TensorGradientHooks:
         self._probes = () if inventory is None else _accumulators(inventory)
 
     def end(self) -> None:
-        """Remove all hooks."""
         self._handles.remove()
         self._leaves, self._probes = {}, ()
 
@@ -190,7 +189,6 @@ class ModuleCalls:
         return self._numbers.keys()
 
     def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: ModelIndex) -> None:
-        """Start a step with the metrics due in it."""
         self._buffer, self.misses_root = buffer, False
         self._numbers.clear()
         self._values.begin(buffer, metrics, inventory.modules)
@@ -215,14 +213,12 @@ class ModuleCalls:
         self._numbers.clear()
 
     def drop_scaled(self, reason: str) -> None:
-        """Drop the gradients measured so far in this step, because their scale was wrong or missing."""
         if self._buffer is not None:
             self._values.forget(_GRADIENTS, reason)
 
     # --- hooks -----------------------------------------------------------------------------------------------------------------
 
     def called(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        """Measure a module's inputs."""
         if name == n.ROOT and self.misses_root:
             return
         named: dict[int | str, Any] = dict(enumerate(args))
@@ -231,7 +227,6 @@ class ModuleCalls:
         self._take(name, module, value, n.INPUT, n.INPUT_GRADIENT)
 
     def returned(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Measure a module's outputs."""
         self._take(name, module, output, n.ACTIVATION, n.ACTIVATION_GRADIENT)
 
     def _take(self, name: str, module: nn.Module, value: Any, source: str, gradient_source: str) -> None:
@@ -289,7 +284,6 @@ class ModuleCalls:
             self._values.measure_pairs(name, value, call, self._of_reference)
 
     def wants_difference(self, name: str) -> bool:
-        """Whether a difference of this module's output to the reference's is requested in this step."""
         return self._values.wants(n.ACTIVATION_DIFFERENCE, name)
 
     def _of_reference(self, path: str) -> Tensor | str:
@@ -449,7 +443,6 @@ class ForwardHooks:
 
     @property
     def root(self) -> nn.Module | None:
-        """The module that hooks were installed for last."""
         return None if self._root is None else self._root()
 
     @property
@@ -459,7 +452,6 @@ class ForwardHooks:
 
     @property
     def has_hooks(self) -> bool:
-        """Whether any module has a hook."""
         return self.on_root or self.on_parts
 
     @property
@@ -707,17 +699,14 @@ class ModuleSource:
         return self._check.awaits_forward and not self.hooks.has_compiled_parts
 
     def drop_scaled(self, reason: str) -> None:
-        """Drop the gradients measured so far in this step, because their scale was wrong or missing."""
         self._calls.drop_scaled(reason)
 
     def report_attention(self, name: str, named: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> None:
-        """See :meth:`AttentionRecorder.report`."""
         if self._step is not None and self._buffer is None:
             self._begin_measuring()
         self.attention.report(name, named, arguments)
 
     def capture(self, name: str, output: Any) -> None:
-        """Measure ``output``, a tensor or a container of tensors, under the name of its module."""
         self._has_forward |= self.passes.root_trains is None
         self._calls.capture(name, output)
 
@@ -739,7 +728,6 @@ class ModuleSource:
         self.hooks.graphs.gate.set(self.passes.is_open and not is_paused)
 
     def backward_ended(self) -> None:
-        """A backward pass has ended in this step."""
         self.was_trained = True
         if torch._C._current_autograd_node() is not None:  # a nested one
             return
@@ -815,12 +803,10 @@ class ModuleSource:
         return self.passes.forward_seen and self.hooks.has_removable_hooks
 
     def uninstall(self, metrics: Sequence[Metric]) -> None:
-        """Remove the hooks that only monitored steps need."""
         self.hooks.uninstall(_stays(self.reference, metrics))
         self.passes.root_trains = None
 
     def remove(self) -> None:
-        """Remove all hooks. Idempotent."""
         self.hooks.uninstall(stays_on_root=False)
         self._leave_forward()
 
@@ -864,7 +850,6 @@ class ModuleSource:
             self.reference.run(root, self._calls.wants_difference, args, kwargs, note)
 
     def root_ended(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """The root has returned or raised."""
         trains = self.passes.root_trains is True and not self.passes.paused
         if torch._C._current_graph_task_id() != -1:  # a recomputation
             return

@@ -220,7 +220,6 @@ class DeadUnits:
             self._alive |= alive
 
     def discard(self) -> None:
-        """Forget the outputs of this step."""
         if self._alive is not None:
             self._alive = torch.zeros_like(self._alive)
 
@@ -247,11 +246,9 @@ class DeadUnitTracker:
         self._seen: set[str] = set()
 
     def clear(self) -> None:
-        """Discard which outputs were seen in this step."""
         self._seen.clear()
 
     def discard(self) -> None:
-        """Forget the outputs of this step."""
         for path in self._seen:
             self._units[path].discard()
         self._seen.clear()
@@ -264,7 +261,6 @@ class DeadUnitTracker:
         self._seen.add(path)
 
     def end_step(self, buffer: StepBuffer) -> None:
-        """Store the shares of dead units of outputs seen in this step."""
         for path in self._seen:
             share = self._units[path].end_step()
             if share is not None:
@@ -344,7 +340,6 @@ class RequestedMetrics:
 
     @property
     def others(self) -> bool:
-        """Whether metrics other than views are requested."""
         return bool(self.functions or self.dead or self.reasons)
 
 
@@ -375,7 +370,6 @@ class MetricLookup:
         self._last: dict[str, tuple[tuple[str, ...], _Calls, list[ViewGroup]]] = {}
 
     def begin(self, metrics: tuple[Metric, ...], modules: Mapping[str, Callable[[], nn.Module | None]]) -> None:
-        """Start a step with the metrics due in it; ``modules`` by name."""
         if metrics != self._metrics or modules is not self.modules:
             self._metrics, self.modules, self._asked, self._columns = metrics, modules, {}, {}
             for metric in metrics:
@@ -538,7 +532,6 @@ class HostRows:
         self._small.drain()
 
     def append(self, source: str, paths: list[str], columns: frozenset[Column], rows: Tensor) -> None:
-        """Add rows that were measured elsewhere."""
         self._rows.append(_MeasuredCall(source, paths, columns, rows))
 
     def measure(
@@ -609,7 +602,6 @@ class _Waiting:
     columns: frozenset[Column] = frozenset()
 
     def add(self, copy: Tensor, place: tuple[str, str], columns: frozenset[Column]) -> None:
-        """One more copy, by source and path."""
         self.copies.append(copy)
         self.paths.append(place)
         self.columns |= columns
@@ -652,7 +644,6 @@ class DeviceRows:
         return True
 
     def flush(self) -> None:
-        """Measure all copies, and store their rows in the buffer."""
         waiting, self._waiting = self._waiting, {}
         for (device, _), copies in waiting.items():
             self._flush(copies, device)
@@ -712,7 +703,6 @@ class ModuleValues:
     def begin(
         self, buffer: StepBuffer, metrics: tuple[Metric, ...], modules: Mapping[str, Callable[[], nn.Module | None]]
     ) -> None:
-        """Start a step with the metrics due in it; ``modules`` by name."""
         self._buffer = buffer
         self._rows.begin(buffer)
         self._device_rows = None  # an interrupt at the end of the last step may have left some
@@ -752,7 +742,6 @@ class ModuleValues:
         return any(each.views and not each.split for each in asked)
 
     def wants(self, source: str, name: str) -> bool:
-        """Whether anything is requested of this source of this module in this step."""
         return bool(self._lookup.requested(source, name))
 
     def measure(
@@ -884,7 +873,6 @@ class ModuleValues:
         return self._rows.measure(source, name, asked[0].columns, tensor)
 
     def _measure_others(self, source: str, item: _Item, inverse_scale: Tensor | None) -> None:
-        """Measure what is not a view of the statistics."""
         assert self._buffer is not None
         for metric, reason in item.asked.reasons.items():
             self._buffer.absent[source, f"{item.path}/{metric}"] = reason

@@ -69,11 +69,9 @@ class ParameterCapture:
         self._shared: set[int] = set()  # positions of parameters that several optimizers step
 
     def compare_with(self, reference: Mapping[str, nn.Parameter]) -> None:
-        """Measure differences to these parameters, by name."""
         self._reference = reference
 
     def share(self, positions: set[int]) -> None:
-        """Several optimizers step the parameters at these positions."""
         self._shared = positions
 
     def sample_description(self) -> str | None:
@@ -96,7 +94,6 @@ class ParameterCapture:
         self._before, self._measured = {}, set()
 
     def end(self) -> None:
-        """End the step and release everything it held."""
         self._buffer, self._before = None, {}
 
     def _live(self, positions: Iterable[int]) -> Mapping[int, Tensor]:
@@ -158,7 +155,6 @@ class ParameterCapture:
             self._version = self._buffer.version_of(PARAMETER)
 
     def forget(self, positions: Iterable[int]) -> None:
-        """Drop the copies of parameters that are not stepped after all."""
         for position in positions:
             self._before.pop(position, None)
             self._measured.discard(position)

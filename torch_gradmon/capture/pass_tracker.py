@@ -59,7 +59,6 @@ class PassTracker:
         self.counts_eval = self.is_tentative = in_eval
 
     def set_open(self, is_open: bool) -> None:
-        """Whether values count from now on."""
         self.is_open = is_open
         self.missed &= is_open  # an unmonitored step misses nothing
 
@@ -70,7 +69,6 @@ class PassTracker:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Measure nothing inside."""
         self.is_paused = True
         try:
             yield
@@ -87,7 +85,6 @@ class PassTracker:
         return self.root_trains
 
     def trains(self, module: nn.Module) -> bool:
-        """Whether a call of ``module`` now is training."""
         if torch.is_grad_enabled():
             return module.training or self.counts_eval
         return self.by_hand and module.training and not is_called_by(TRACER)

@@ -219,7 +219,6 @@ class ReplayedForward:
             self._origins[id(copy)] = tensor, tensor._version, copy, copy._version
 
     def called(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """A part is called."""
         number = self._calls[name]
         self._calls[name] += 1
         outcome = ReplayedOutputs(self._traced((args, dict(kwargs))))
@@ -239,7 +238,6 @@ class ReplayedForward:
                 return
 
     def outcome(self, name: str, number: int) -> ReplayedOutputs | None:
-        """The call of that number, counted from 0, or None."""
         return self._outcomes.get((name, number))
 
     def outputs_for(self, name: str, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor] | None:
@@ -427,7 +425,6 @@ class ReferencePass:
         return kept.popleft() if kept else None
 
     def forget(self) -> None:
-        """Drop all outputs that were not taken."""
         self._kept = {}
 
 
@@ -490,7 +487,6 @@ class LoopForward:
     outputs: dict[str, deque[Tensor]] = field(default_factory=dict)
 
     def returned(self, name: str, output: Any) -> None:
-        """A part has returned."""
         self.run.returned(name, output)
         for path, tensor in tensors_of(output, name):
             if refusal(tensor) is None:
@@ -532,7 +528,6 @@ class LoopRun:
             self._handles.of_module(reference.register_forward_hook(ModuleHook(self._ended), always_call=True))
 
     def end(self) -> None:
-        """End the step."""
         self._handles.remove()
         self._running = self._ran = self._leads = None
 

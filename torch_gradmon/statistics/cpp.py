@@ -92,7 +92,6 @@ class CppStatistics(EagerStatistics):
         return batch.add_implicit_zeros(rows)
 
     def inner_products(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
-        """See :meth:`Backend.inner_products`."""
         if not first[0].is_cpu:
             return super().inner_products(first, second)
         with torch.no_grad():
@@ -108,14 +107,12 @@ class CppStatistics(EagerStatistics):
             return products
 
     def _products(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
-        """Of pairs that the kernel can read."""
         entries, products = _entries(first, second), torch.empty(len(first), dtype=torch.float64, device="cpu")
         self._kernel.products(len(first), entries.buffer_info()[0], torch.get_num_threads(), products.data_ptr())
         return products
 
 
 def _entries(values: Sequence[Tensor], others: Sequence[Tensor] | None) -> array[int]:
-    """The kernel's table of these tensors."""
     entries = array("q", bytes(8 * 4 * len(values)))
     entries[0::4] = array("q", map(Tensor.data_ptr, values))
     entries[1::4] = array("q", map(Tensor.data_ptr, others) if others else bytes(8 * len(values)))
@@ -199,7 +196,6 @@ def compiled() -> Kernel:
 
 
 def loaded(library: str) -> Kernel:
-    """The kernel in this shared library."""
     of_library, pointer = ctypes.CDLL(library), ctypes.c_void_p
     of_rows = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, pointer, pointer, ctypes.c_float, ctypes.c_int, pointer)
     of_products = ctypes.CFUNCTYPE(None, ctypes.c_int64, pointer, ctypes.c_int, pointer)

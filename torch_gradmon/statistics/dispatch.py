@@ -61,7 +61,6 @@ class Statistics:
             return backend.row_of(tensor, columns, self.eps, inverse_scale)
 
     def inner_products(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
-        """See :meth:`Backend.inner_products`."""
         backend = self._backend(first[0].device)
         with self._lock:
             try:

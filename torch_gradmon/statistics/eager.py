@@ -69,7 +69,6 @@ class Chunk:
         self.pad(buffer, 0.0)
 
     def pad(self, buffer: Tensor, value: float) -> None:
-        """Set the padding to ``value``."""
         if self.padding is not None:
             buffer.index_fill_(0, self.padding, value)
 
@@ -235,7 +234,6 @@ class EagerStatistics(Backend):
         self._request = Request(frozenset(), 0.0, None)
 
     def rows(self, tensors: Sequence[Tensor], request: Request, minus: Sequence[Tensor] | None = None) -> Tensor:
-        """See :meth:`Backend.rows`."""
         if not tensors:
             return identity(0)
         device = tensors[0].device
@@ -248,7 +246,6 @@ class EagerStatistics(Backend):
             return self._measure(batch, request, device)
 
     def inner_products(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
-        """See :meth:`Backend.inner_products`."""
         with torch.no_grad():
             if not first[0].is_cpu:
                 return self._on_device.inner_products(first, second)

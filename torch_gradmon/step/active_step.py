@@ -73,7 +73,6 @@ class ActiveStep:
         return part
 
     def rejoin(self, part: ActiveStep) -> None:
-        """What was set aside is of this step."""
         if self.buffer is not None and part.buffer is not None:
             self.buffer.rejoin(part.buffer)
         self.annotations, self.values = {**part.annotations, **self.annotations}, {**part.values, **self.values}

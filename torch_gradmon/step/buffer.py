@@ -125,7 +125,6 @@ def part_of(values: Tensor, aggregation: Aggregation, weight: int = 1) -> Tensor
 
 
 def merged_parts(parts: list[Tensor], aggregation: str) -> Tensor:
-    """Merge several contributions into one."""
     stacked = torch.stack(parts)
     if aggregation in ("mean", "sum"):
         return stacked.sum(dim=0)
@@ -310,7 +309,6 @@ class DeviceToHostCopy:
         return all(group.copied is not None and group.copied.query() for group in self._groups)
 
     def wait(self) -> None:
-        """Wait for the copies."""
         for group in self._groups:
             if group.copied is not None:
                 group.copied.synchronize()
@@ -417,12 +415,10 @@ def rows_text(rows: Mapping[str, Any]) -> str:
 
 
 def _joined(high: float, middle: float, low: float) -> int:
-    """An identity of its parts."""
     return (int(high) << 2 * _BITS) + (int(middle) << _BITS) + int(low)
 
 
 def _plain(name: Any) -> Any:
-    """As JSON has it."""
     return int(name) if hasattr(name, "__index__") else str(name)
 
 

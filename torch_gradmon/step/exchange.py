@@ -127,7 +127,6 @@ class BoundedStore:
             self._is_waiting = False
 
     def values(self, keys: Sequence[str], limit: float | None = None) -> list[bytes]:
-        """The values of keys that exist."""
         if self.has_many:
             found: list[bytes] = self.call("multi_get", list(keys), limit=limit)
             return found
@@ -264,7 +263,6 @@ class Agreement:
         )
 
     def _meet(self, call: str, card: Mapping[str, str]) -> Answer:
-        """Wait for the others."""
         answer = self._arrive(call, card)
         if answer is None:
             answer = self._answer(call, PATIENCE)
@@ -546,7 +544,6 @@ class RankExchange:
         return what in self._agreements and not (self._agreements[what].is_met and self._has_told[what])
 
     def why_not(self, what: str) -> str:
-        """Why not all of it is exchanged."""
         agreement = self._agreement(what)
         if agreement.differing:
             return "; ".join(
@@ -654,7 +651,6 @@ class ExchangePolicy:
         self._planner, self._summary, self._detectors = planner, summary, detectors
 
     def reduce(self) -> None:
-        """A value was logged to be merged over ranks."""
         self._reduces = True
 
     @contextlib.contextmanager

@@ -266,7 +266,6 @@ class Registry:
         _refuse_overlaps(self.metrics, self.metrics, tensors)
 
     def of(self, source: str) -> list[Metric]:
-        """The metrics of ``source``, in the order of addition."""
         return [metric for metric in self.metrics if metric.source == source]
 
 
@@ -466,7 +465,6 @@ class SourcePlan:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to do for this source."""
         return not self.measured and not self.functions
 
     @property

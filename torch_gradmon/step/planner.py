@@ -115,7 +115,6 @@ class Planner:
         self.measures_each_batch = False  # the gradients of each micro-batch separately
 
     def measure_each_batch(self) -> None:
-        """Measure the gradients of each micro-batch separately."""
         self.measures_each_batch = True
 
     @property
@@ -125,7 +124,6 @@ class Planner:
 
     @property
     def has_lost_model(self) -> bool:
-        """Whether the watched model was collected."""
         return self._module is not None and self._module() is None
 
     @property

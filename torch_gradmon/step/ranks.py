@@ -27,12 +27,10 @@ GATHERED = 1 << 20
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is a sharded DTensor."""
     return is_dtensor(tensor) and tensor.device_mesh.size() > 1 and not all(p.is_replicate() for p in tensor.placements)  # type: ignore[attr-defined]
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is a DTensor."""
     return type(tensor) not in PLAIN and hasattr(tensor, "_local_tensor") and hasattr(tensor, "placements")
 
 
@@ -81,7 +79,6 @@ class Ranks:
 
     @property
     def rank(self) -> int:
-        """The number of this rank."""
         return torch.distributed.get_rank(self.group) if self._is_distributed() else 0
 
     @property

@@ -302,7 +302,6 @@ class PendingStep:
 
     @property
     def step(self) -> int:
-        """The number of the step."""
         return self.readback.buffer.step
 
     def add(self, late: StepBuffer) -> None:
@@ -312,7 +311,6 @@ class PendingStep:
         self.late.absorb(late)
 
     def count_refusal_after(self, is_interrupted: bool) -> None:
-        """A step after this one was neither monitored nor applied."""
         self.refusals_after += 1
         self.interruptions_after += is_interrupted
 

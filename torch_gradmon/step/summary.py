@@ -318,7 +318,6 @@ def _distribution(table: StatsTable, wanted: Collection[str]) -> dict[str, float
 
 
 def norm_of(table: StatsTable) -> float:
-    """The L2 norm of all elements."""
     return math.sqrt(table.sums[Column.SQUARE_SUM])
 
 
@@ -407,11 +406,9 @@ class MicroBatchStats:
         self._noise += step * (noise - self._noise)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers."""
         return {"signal": self._signal, "noise": self._noise, "weight": self._weight}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
         self._signal, self._noise, self._weight = (float(state[name]) for name in ("signal", "noise", "weight"))
 
 
@@ -484,7 +481,6 @@ UPDATE_KEYS = tuple(k for k in KEY_DOCUMENTATION if k.startswith("update_"))
 
 @cache
 def key(name: str) -> Key:
-    """The key of a whole-model value."""
     return Key(n.SUMMARY, "", name)
 
 
@@ -559,7 +555,6 @@ class SummaryChoice:
         return self._keys if self._instead is None else self._instead
 
     def use(self, keys: Iterable[str]) -> None:
-        """Show the values of a preset."""
         self._keys = tuple(keys)
 
     def add(self, name: str) -> None:
@@ -573,7 +568,6 @@ class SummaryChoice:
         self._more = (*self._more, name)
 
     def add_batches(self) -> None:
-        """Show values of the gradients of micro-batches."""
         self._with_batches = True
 
     def require(self, *signals: str) -> None:
@@ -581,7 +575,6 @@ class SummaryChoice:
         self._signals.update(signals)
 
     def store_all_columns(self) -> None:
-        """Measure every statistic of the gradients, and of the rest on every tenth step."""
         self._all_columns = True
 
     def override_keys(self, keys: Iterable[str] | None) -> None:
@@ -667,7 +660,6 @@ def update_values(update: StatsTable, base: StatsTable, matrices: Set[str], abse
 
 
 def rows_of(table: StatsTable, names: Set[str]) -> StatsTable:
-    """The rows of ``table`` for ``names``."""
     if names >= set(table.names):
         return table
     kept = [row for row, name in enumerate(table.names) if name in names]
@@ -741,7 +733,6 @@ class ClipWindow:
         self._steps.append(_Step(edited, before, factor, _SAME if _is_one(factor) else max(_SAME, rounding)))
 
     def extend(self, other: ClipWindow) -> None:
-        """Add the steps of ``other``."""
         self._steps.extend(other._steps)
 
     def __len__(self) -> int:
@@ -749,7 +740,6 @@ class ClipWindow:
 
     @property
     def has_edits(self) -> bool:
-        """Whether the gradients of any step were written to."""
         return any(step.edited for step in self._steps)
 
     def share(self) -> tuple[float | None, float | None]:
@@ -773,7 +763,6 @@ class ClipWindow:
         return [[int(step.edited), step.norm, step.factor, step.slack] for step in self._steps]
 
     def load(self, state: Iterable[Sequence[float]]) -> None:
-        """The inverse of :meth:`state`."""
         self._steps = deque((_Step(bool(edited), *map(float, rest)) for edited, *rest in state), maxlen=WINDOW)
 
 
@@ -941,7 +930,6 @@ class Summary:
         self._plain: deque[tuple[StatsTable, StatsTable, float]] = deque(maxlen=_REMEMBERED)
 
     def add_batches(self, batches: MicroBatchStats) -> None:
-        """Show values of the gradients of micro-batches."""
         self._batches = batches
         self.choice.add_batches()
 
@@ -1058,7 +1046,6 @@ class Summary:
         return {**counts, "clips": self._clips.window.state(), **batches}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
         self.not_applied, self.nonfinite = int(state["not_applied"]), int(state.get("nonfinite", 0))
         self.interrupted = int(state.get("interrupted", 0))
         self._clips.window.load(state["clips"])
