@@ -186,7 +186,7 @@ def _without(output: Tensor | None, module: nn.Module) -> Tensor | None:
     return output.to(wide) - bias.detach().to(output.device)
 
 
-# --- forward ---
+# --- The running calls of one forward ---
 
 
 class _Frame:
@@ -202,13 +202,6 @@ class _Frame:
         self.name, self.run, self.start = name, run, start
         self.calls: Counter[str] = Counter()
         self.moved: Mapping[str, Tensor] = {}
-
-    def start_run(self) -> ReplayedForward:
-        self.run = ReplayedForward()
-        return self.run
-
-    def set_moved(self, outputs: Mapping[str, Tensor]) -> None:
-        self.moved = outputs
 
 
 class ForwardCheck:
@@ -276,7 +269,7 @@ class ForwardCheck:
             self._terms.set_absent(name, "the reference module has no such module, or called it less often")
         else:
             try:  # before metric functions, which may draw random numbers
-                frame.set_moved(self._moved(frame, around, part, module, args, kwargs))
+                frame.moved = self._moved(frame, around, part, module, args, kwargs)
             finally:
                 self._terms.of_inputs(name, module, dict(first_of(args, kwargs)), outcome.first)
 
@@ -294,7 +287,7 @@ class ForwardCheck:
             known = None if outer.run is None else outer.run.outputs_for(frame.name, number, args, kwargs)
             if known is not None:
                 return known
-        run = frame.start_run()
+        run = frame.run = ReplayedForward()
         with self._passes.pause(), self.noting(run):  # model and reference may share modules
             return self._reference.run_part(part, module, self._root, args, kwargs, run.note)
 
@@ -308,7 +301,7 @@ class ForwardCheck:
                 return
 
 
-# --- source ---
+# --- One forward after the other ---
 
 
 _COMPILED = "inside torch.compile modules cannot be run once more at the reference's weights"

@@ -110,9 +110,6 @@ class GradScale:
         self._around = around
         self._plain_steps: Counter[int] = Counter()  # consecutive steps without the scaler
 
-    def adopt(self, scaler: torch.amp.GradScaler) -> None:
-        self.scaler = scaler
-
     def inverse(self, optimizer: Optimizer | None, stepping: bool) -> Tensor | None:
         """The factor for the gradients, float32 on their device; None if they are unscaled.
 
@@ -191,7 +188,6 @@ def calling_scaler() -> torch.amp.GradScaler | None:
 
 
 _NARROW = frozenset({torch.float16, torch.bfloat16})
-_GRADIENTS_SQUARES = ALWAYS | {Column.SQUARE_SUM}
 _Seen = dict[int, tuple["weakref.ref[Tensor]", int]]
 
 
@@ -200,6 +196,9 @@ class GradientCapture:
 
     Rows of the first are never reused for the second: identity and version counter do not show an edit through ``.data``, no sum shows
     every edit, and comparing all elements costs as much as measuring them.
+
+    Attributes:
+        local: the gradients of micro-batches.
     """
 
     def __init__(self, measurer: Measurer) -> None:
@@ -215,7 +214,7 @@ class GradientCapture:
         self._at_rest: frozenset[int] = frozenset()  # positions that were frozen when the model was seen
         self._clipped: _Seen = {}  # gradients after a clip by the monitor
         self._spent: set[int] = set()  # positions whose gradients an optimizer has used
-        self._local = LocalGradients(measurer)
+        self.local = LocalGradients(measurer)
 
     def begin(
         self,
@@ -243,7 +242,7 @@ class GradientCapture:
         self._doubtful = (
             frozenset(p for p, name in enumerate(plans[GRADIENT].names) if name in doubtful) if doubtful else frozenset()
         )
-        self._local.begin(buffer, plans.get(GRADIENT_LOCAL), parameters, by_batch)
+        self.local.begin(buffer, plans.get(GRADIENT_LOCAL), parameters, by_batch)
         self._seen, self._held, self._clipped, self._scaled, self._spent = {}, {}, {}, False, set()
 
     def there(self, positions: Iterable[int]) -> list[int]:
@@ -275,12 +274,8 @@ class GradientCapture:
             return None
         return self._buffer.rows_of(GRADIENT_BEFORE_CLIP, names)
 
-    def forget_batches(self) -> None:
-        """See :meth:`LocalGradients.forget_batches`."""
-        self._local.forget_batches()
-
     def end(self) -> None:
-        self._local.end()
+        self.local.end()
         self._buffer, self._seen, self._held = None, {}, {}
 
     def _gradients(self, positions: Iterable[int], are_used: bool = False) -> dict[int, Tensor]:
@@ -401,14 +396,6 @@ class GradientCapture:
 
     def _untouched(self, position: int, gradient: Tensor) -> bool:
         return _is_as(self._seen[position], gradient)
-
-    def local(self, position: int, gradient: Tensor | None, inverse_scale: Tensor | None) -> None:
-        """See :meth:`LocalGradients.measure`."""
-        self._local.measure(position, gradient, inverse_scale)
-
-    def commit_local(self, position: int) -> None:
-        """See :meth:`LocalGradients.commit`."""
-        self._local.commit(position)
 
 
 def _tells_edits(gradient: Tensor) -> bool:

@@ -17,7 +17,7 @@ from .request import accumulator_dtype, flat_values
 # --- kurtosis ---
 
 
-NAME = "kurtosis"
+KURTOSIS = "kurtosis"
 #: Elements per block, which bounds the scratch memory; on CPU a block also fits a cache.
 _CPU_BLOCK, _DEVICE_BLOCK = 1 << 17, 1 << 24
 _FIELDS = 5

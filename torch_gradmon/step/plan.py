@@ -20,10 +20,6 @@ from ..core.keys import Key, compile_pattern
 from ..core.moments import NEEDS, VIEWS, Column, StatView, have
 from ..core.records import REDUCERS, Block, ForModule, Metric, StatsTable
 from ..statistics import attention, histogram
-from ..statistics import histogram as kurtosis
-from ..statistics import histogram as spectrum
-
-# --- built ins ---
 
 
 @dataclass(frozen=True)
@@ -42,7 +38,7 @@ def _of_tensors(subject: str) -> dict[str, BuiltIn]:
     words = f"number of elements of the {subject} with that floor(log2 |x|), and of zeros; a class without any is absent"
     found[histogram.HISTOGRAM_NAME] = BuiltIn(frozenset(), "count", words, histogram.log2_counts, histogram.as_metrics)
     words = f"Pearson's kurtosis of the {subject}, 3 for a normal distribution; absent if all elements are equal"
-    found[kurtosis.NAME] = BuiltIn(frozenset(), "1", words, kurtosis.central_sums, kurtosis.kurtosis)
+    found[histogram.KURTOSIS] = BuiltIn(frozenset(), "1", words, histogram.central_sums, histogram.kurtosis)
     return found
 
 
@@ -54,8 +50,8 @@ def _of_parameters(subject: str) -> dict[str, BuiltIn]:
     )
     return {
         **_of_tensors(subject),
-        spectrum.SPECTRAL_NORM: BuiltIn(frozenset(), "1", size, spectrum.spectral_norm),
-        spectrum.STABLE_RANK: BuiltIn(frozenset(), "1", rank, spectrum.stable_rank),
+        histogram.SPECTRAL_NORM: BuiltIn(frozenset(), "1", size, histogram.spectral_norm),
+        histogram.STABLE_RANK: BuiltIn(frozenset(), "1", rank, histogram.stable_rank),
     }
 
 
@@ -447,7 +443,7 @@ class SourcePlan:
     spread: frozenset[int] = frozenset()
     is_whole: bool = False
     kernels: frozenset[int] = frozenset()
-    _last: dict[str, tuple[tuple[str, ...], list[ViewGroup]]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _last: dict[tuple[str, ...], list[ViewGroup]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def exchanged(self) -> list[str]:
@@ -463,11 +459,11 @@ class SourcePlan:
                 found.setdefault(metric, []).append(position)
         return list(found.items())
 
-    @property
+    @cached_property
     def empty(self) -> bool:
         return not self.measured and not self.functions
 
-    @property
+    @cached_property
     def positions(self) -> tuple[int, ...]:
         """Positions of the tensors on which anything is computed."""
         return tuple(sorted({*self.measured, *self.functions}))
@@ -482,15 +478,16 @@ class SourcePlan:
 
     def _groups(self, names: tuple[str, ...]) -> list[ViewGroup]:
         """The metrics that apply to any of these tensors: those that the rows suffice for, and ratios."""
-        known, groups = self._last.get(self.source, ((), []))
-        if known != names:  # most tables of a source have the same names
+        groups = self._last.get(names)
+        if groups is None:  # most tables of a source have the same names
             where = {name: row for row, name in enumerate(names)}
             applied = [(metric, [key for key in wanted if key.name in where]) for metric, wanted in self.views]
             found = [(metric.name, keys, [where[key.name] for key in keys]) for metric, keys in applied if keys]
             views = [one for one in found if one[0] != "ratio"]
             ratios = [one for one in found if one[0] == "ratio"]
             groups = [view_group(of, len(names), table) for of, table in ((views, self.source), (ratios, "")) if of]
-            self._last[self.source] = names, groups
+            self._last.clear()
+            self._last[names] = groups
         return groups
 
 

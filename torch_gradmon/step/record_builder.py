@@ -12,8 +12,6 @@ from ..core.keys import Key
 from ..core.moments import VIEWS, Column
 from ..core.records import ASKED_LATE, Block, Metric, StatsTable, StepRecord, StepValues
 from ..statistics import histogram
-from ..statistics import histogram as kurtosis
-from ..statistics import histogram as spectrum
 from .active_step import ActiveStep
 from .buffer import PendingReadback, StepBuffer, merged
 from .model_index import ModelIndex
@@ -33,13 +31,10 @@ from .summary import (
 )
 from .summary import key as summary_key
 
-# --- Build the record of a step from its values on the host ---
-
-
 _UNDEFINED = {
     "grad_momentum_cosine": "the gradient or the momentum is zero",
-    kurtosis.NAME: "all its elements are equal",
-    spectrum.STABLE_RANK: "all its elements are zero",
+    histogram.KURTOSIS: "all its elements are equal",
+    histogram.STABLE_RANK: "all its elements are zero",
 }
 _UNDEFINED_OF = {
     (n.UPDATE, "angle"): "the parameter is zero before the step, or after it",
