@@ -56,10 +56,6 @@ class FunctionPatch:
 
     A mode that overrides torch's functions would see calls by other ways too, but it makes torch take other code paths, as in an encoder
     in evaluation mode, and stops the compiler. A replacement left behind by an interrupt only passes calls on.
-
-    Args:
-        home: the module that defines the function.
-        name: its name there.
     """
 
     def __init__(self, home: types.ModuleType, name: str) -> None:
@@ -145,7 +141,6 @@ class CallObserver:
     """Observes the calls that one thread makes, between :meth:`enter` and :meth:`leave`.
 
     Args:
-        patch: of the function.
         saw: called with the arguments and the result of each call; a bound method does not keep its object alive.
     """
 
@@ -267,12 +262,6 @@ class _Callers:
 
 class AttentionRecorder:
     """Measures attention calls, reported by the model or observed.
-
-    Args:
-        complaints: gets failures.
-        values: measures query, key and value as activations.
-        fence: counts the time.
-        in_forward: whether the model's training forward is running.
 
     Attributes:
         compiled: a part of the model is compiled, so observing would cause a recompilation.

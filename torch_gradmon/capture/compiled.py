@@ -81,8 +81,6 @@ class TracedStatistics:
     are made when the guards of a shared graph look for them (``__getattr__``), which also tells that the hook is part of that graph.
 
     Args:
-        name, module: of the hook.
-        of: all hooks of this monitor.
         root: the watched model; graphs of evaluation passes get nothing.
 
     Attributes:
@@ -195,13 +193,9 @@ class TracedStatistics:
 class CompiledHooks:
     """What the hooks on modules do in compiled graphs.
 
-    Args:
-        eps: an element counts as near zero when ``|x| <= eps``.
-
     Attributes:
         gate: enables writing in graphs with our hooks.
         traced: the hooks that are part of a graph.
-        eps: as a number of 64 bits.
     """
 
     def __init__(self, eps: float) -> None:

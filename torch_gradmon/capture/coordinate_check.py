@@ -67,11 +67,7 @@ RCC_BUILT_INS = {
 
 
 class CheckTerms:
-    """Puts the terms of calls into a step's buffer.
-
-    Args:
-        measurer: runs the metric functions.
-    """
+    """Puts the terms of calls into a step's buffer."""
 
     def __init__(self, measurer: Measurer) -> None:
         self._measurer = measurer
@@ -207,12 +203,6 @@ class _Frame:
 class ForwardCheck:
     """Runs the counterparts of called modules, and measures the terms of each call.
 
-    Args:
-        root: the watched model.
-        reference: the module to compare with.
-        terms: measures.
-        passes: paused while a counterpart runs.
-
     Attributes:
         parts: modules of the reference by name.
     """
@@ -319,12 +309,6 @@ class CoordinateCheck:
     Hooks are installed on the modules and on those of the reference only while such a forward runs.
 
     Memory: the first inputs and the outputs of the reference's modules, until the forward has ended.
-
-    Args:
-        measurer: runs metric functions and gets failures.
-        fence: counts the time.
-        passes: paused while the reference runs.
-        reference: the module to compare with.
 
     Attributes:
         due: a check is due in this step.

@@ -26,11 +26,7 @@ _SQUARES = ALWAYS | {Column.SQUARE_SUM}
 
 
 class LocalGradients:
-    """Measures each backward pass of one step after the other.
-
-    Args:
-        measurer: measures.
-    """
+    """Measures each backward pass of one step after the other."""
 
     def __init__(self, measurer: Measurer) -> None:
         self._measurer = measurer
@@ -100,9 +96,6 @@ class GradScale:
 
     Args:
         around: returns further ids that the scaler may use for an optimizer.
-
-    Attributes:
-        scaler: the one that is known.
     """
 
     def __init__(self, around: Callable[[Optimizer], Iterable[int]] = lambda _: ()) -> None:

@@ -65,12 +65,7 @@ class Measurer:
     """Runs the statistics and the metric functions.
 
     Args:
-        built_in: measures the statistics of built-in metrics.
-        complaints: gets failures.
         ranks: those over which rows are merged.
-
-    Attributes:
-        functions: runs the metric functions.
     """
 
     def __init__(self, built_in: Statistics, complaints: WarningLog, ranks: Ranks | None = None) -> None:

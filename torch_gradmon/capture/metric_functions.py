@@ -231,11 +231,7 @@ NO_STATE = "the optimizer keeps no such state for it"
 
 
 class MetricFunctions:
-    """Runs metric functions safely.
-
-    Args:
-        complaints: gets failures.
-    """
+    """Runs metric functions safely."""
 
     def __init__(self, complaints: WarningLog) -> None:
         self._complaints = complaints

@@ -156,13 +156,6 @@ _MISSED = "a part of the model was called in training before the step had begun,
 class ModuleCalls:
     """Measures the calls of each step.
 
-    Args:
-        measurer: receives failures.
-        fence: counts the time.
-        passes: knows which calls are training.
-        reference: has the outputs to compare with.
-        values: measures the tensors.
-
     Attributes:
         gradients: those of inputs and outputs.
         on_part: called with a part of the model that runs while no step is open.
@@ -337,7 +330,6 @@ class ForwardHooks:
     Args:
         of_root: hears of calls of the root; hooks hold both listeners weakly.
         listener: hears of calls of matched modules, which may include the root.
-        eps: an element counts as near zero when ``|x| <= eps``.
 
     Attributes:
         graphs: what the hooks do in compiled graphs.
@@ -558,10 +550,6 @@ class ModuleSource:
 
     Evaluation passes (the root module in eval mode, or without gradients in a step that the loop has not begun explicitly) and
     recomputation in activation checkpointing are not training.
-
-    Args:
-        measurer: measures.
-        fence: counts the time.
 
     Attributes:
         was_trained: the model has had a training forward or a backward pass in this step.

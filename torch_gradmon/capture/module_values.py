@@ -471,11 +471,7 @@ class _MeasuredCall(NamedTuple):
 
 
 class HostRows:
-    """The rows of one step in the order of the calls, until :meth:`flush`. Small tensors are copied, and measured together.
-
-    Args:
-        statistics: measures.
-    """
+    """The rows of one step in the order of the calls, until :meth:`flush`. Small tensors are copied, and measured together."""
 
     def __init__(self, statistics: Statistics) -> None:
         self._statistics = statistics
@@ -580,13 +576,7 @@ class _Waiting:
 
 
 class DeviceRows:
-    """Copies of tensors until :meth:`flush`, or until they fill the memory that they may take.
-
-    Args:
-        statistics: measures.
-        buffer: takes the rows.
-        complaints: gets failures.
-    """
+    """Copies of tensors until :meth:`flush`, or until they fill the memory that they may take."""
 
     def __init__(self, statistics: Statistics, buffer: StepBuffer, complaints: WarningLog) -> None:
         self._statistics, self._buffer, self._complaints = statistics, buffer, complaints
@@ -655,11 +645,7 @@ class _Item(NamedTuple):
 
 
 class ModuleValues:
-    """Measures what the metrics of modules request, one step after the other. Tensors are not kept; small ones are copied.
-
-    Args:
-        measurer: measures.
-    """
+    """Measures what the metrics of modules request, one step after the other. Tensors are not kept; small ones are copied."""
 
     def __init__(self, measurer: Measurer) -> None:
         self._measurer = measurer

@@ -50,7 +50,6 @@ class ParameterCapture:
     """Measures parameters before the optimizer's step, and updates: parameters after it minus before it.
 
     Args:
-        measurer: measures.
         update_sample: limits the copies for updates: None for all, an int for at most that many rows (evenly spaced slices of the first
             dimension) of each parameter, or a pattern for the names of parameters.
 

@@ -500,10 +500,6 @@ class LoopRun:
     reference ran before the model. A loop that runs it after the model, such as a teacher, has another purpose.
 
     Memory: copies of the first inputs and of the outputs of the requested parts.
-
-    Args:
-        passes: knows when nothing is measured.
-        fence: gets failures and counts the time.
     """
 
     def __init__(self, passes: PassTracker, fence: Fence) -> None:

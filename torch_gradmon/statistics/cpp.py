@@ -45,11 +45,7 @@ class Kernel(NamedTuple):
 
 
 class CppStatistics(EagerStatistics):
-    """:class:`EagerStatistics`, with a compiled kernel for float32, bfloat16 and float16.
-
-    Args:
-        kernel: of :func:`found` or :func:`compiled`.
-    """
+    """:class:`EagerStatistics`, with a compiled kernel for float32, bfloat16 and float16."""
 
     def __init__(self, kernel: Kernel) -> None:
         super().__init__()

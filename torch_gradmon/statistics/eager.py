@@ -130,11 +130,7 @@ class Scratch:
 
 
 class PackedStatistics:
-    """Measures batches of small tensors. Caches packing layouts.
-
-    Args:
-        scratch: memory for the packed tensors.
-    """
+    """Measures batches of small tensors. Caches packing layouts."""
 
     def __init__(self, scratch: Scratch) -> None:
         self._scratch = scratch

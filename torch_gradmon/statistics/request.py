@@ -51,12 +51,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 class PlainTensors(list[Tensor]):
-    """Tensors that :func:`is_plain` accepts, so they need not be checked again.
-
-    Args:
-        tensors: as found by :func:`as_plain`.
-        dtypes: theirs.
-    """
+    """Tensors that :func:`is_plain` accepts, so they need not be checked again."""
 
     def __init__(self, tensors: Iterable[Tensor], dtypes: frozenset[torch.dtype]) -> None:
         super().__init__(tensors)

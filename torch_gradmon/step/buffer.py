@@ -438,10 +438,6 @@ class StepBuffer:
 
     Rows are stored, where the last one counts, or merged, over micro-batches and calls. Values merge over micro-batches and ranks by named
     reducers or functions.
-
-    Args:
-        step: its number.
-        complaints: gets failures of aggregation functions.
     """
 
     def __init__(self, step: int, complaints: WarningLog) -> None:
@@ -921,8 +917,6 @@ class PendingReadback:
     """The values of a step on their way to the host.
 
     Attributes:
-        buffer: their source.
-        arrival: the copy.
         extras: what plugins have sent along, once the copy has landed: float64.
     """
 

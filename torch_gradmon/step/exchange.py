@@ -392,10 +392,6 @@ _PARTIAL = {"tensors": {NAMES, METRICS}}
 class RankExchange:
     """The exchange of a step. Every rank enters it with the same rows, whether or not it has values for them.
 
-    Args:
-        ranks: that take part.
-        complaints: gets a warning if some are missing.
-
     Attributes:
         takes_place: whether there was any exchange.
         shares_values: whether ranks have exchanged values of their batches.
@@ -633,14 +629,7 @@ class ExchangePolicy:
     """Merges the values of a step over ranks. The plan determines which, not what this rank has seen.
 
     Args:
-        exchange: with the other ranks.
-        planner: knows the model and the metrics.
-        summary: knows the whole-model values.
-        detectors: use values.
         every: steps from one monitored step to the next; None if a function decides.
-
-    Attributes:
-        exchange: with the other ranks.
     """
 
     def __init__(

@@ -86,10 +86,6 @@ class Planner:
     """Compiles plans once, and again when a metric is added or parameters appear, thaw, freeze or are replaced.
 
     Args:
-        registry: the metrics.
-        excluded: see :class:`ModelIndex`.
-        format_name: see :class:`ModelIndex`.
-        distinct: see :class:`ModelIndex`.
         source: where gradients are; None for what fits the model.
 
     Attributes:

@@ -266,15 +266,11 @@ class PendingStep:
     """A step that has ended, without its record.
 
     Attributes:
-        readback: its values.
         active: what was known of it when it closed.
-        inventory: the model as it was.
         modules: computes the built-in values of modules from tables; None if none are due.
         groups: names of the parameters of each of the optimizers' groups.
         tags: facts for its context.
         cost: time spent in the monitor, in percent of the time since the last monitored step; None for an unmonitored one.
-        ranks: number of ranks over which values of batches are merged.
-        attached: hooks on optimizers took part.
         late: merges values that were logged after its end.
         late_readback: these on their way to the host, once the next step has begun.
         refusals_after: steps neither monitored nor applied, between this one and the next monitored one.

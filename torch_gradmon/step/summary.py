@@ -189,11 +189,9 @@ class ReasonContext:
     """What is known of a step.
 
     Attributes:
-        inventory: the model as it was.
         plans: the requested measurements of parameters, by source.
         due: the metrics of modules that were due.
         shown: the names of the requested whole-model values; a live change may have requested others since.
-        attached: hooks on optimizers took part.
         refused: a reason by source if some of its tensors could not be measured.
     """
 
@@ -486,19 +484,15 @@ class StepFacts:
     """Facts about a step, without its values.
 
     Attributes:
-        step: its number.
-        applied: the optimizer applied it.
         updates_void: updates of zero were measured, because a fused optimizer found infinite gradients.
         edited: the gradients were written to between backward and the optimizer; if not, their values can show it.
         rounding: relative rounding of the gradients that the optimizer uses, if larger than in float32.
         rounds: they were rounded once more in between, as a GradScaler does when it unscales them.
         used: names of the parameters whose gradients an optimizer has used, or would have if they had existed.
-        trainable: names of the trainable parameters.
         matrices: names of the parameters of two or more dimensions.
         groups: names of the parameters of each of the optimizers' groups.
         refused: a reason by source if some of its tensors could not be measured.
         context: learning rates and the like, for the record.
-        ranks: number of ranks over which values of batches are merged.
         refusal: a GradScaler did not let the optimizer apply it.
         is_interrupted: the loop left it by an error before it was applied.
         nonfinite: a gradient holds NaN or Inf, before clipping or as the optimizer uses it.
@@ -852,9 +846,6 @@ _REMEMBERED = 8
 
 class Summary:
     """Computes the whole-model values of a step.
-
-    Args:
-        choice: which are shown or needed.
 
     Attributes:
         not_applied: the number of steps that were not applied.
