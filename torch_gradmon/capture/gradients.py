@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -181,6 +182,7 @@ def calling_scaler() -> torch.amp.GradScaler | None:
 
 
 _NARROW = frozenset({torch.float16, torch.bfloat16})
+_VERSION = attrgetter("_version")
 _Seen = dict[int, tuple["weakref.ref[Tensor]", int]]
 
 
@@ -249,7 +251,7 @@ class GradientCapture:
 
     def clipped(self, positions: Sequence[int]) -> None:
         """Mark these gradients as just clipped."""
-        self._clipped.update((p, (weakref.ref(g), _version(g))) for p, g in self._gradients(positions).items())
+        self._clipped.update(_seen(self._gradients(positions)))
 
     def are_measured(self, positions: Iterable[int]) -> bool:
         """Whether all existing gradients were measured before clipping."""
@@ -300,7 +302,7 @@ class GradientCapture:
         plan = self._plans[GRADIENT_BEFORE_CLIP]
         self._scaled |= inverse_scale is not None
         gradients = self._gradients(positions)
-        seen = {position: (weakref.ref(gradient), _version(gradient)) for position, gradient in gradients.items()}
+        seen = _seen(gradients)
         if held_for is None:
             target = self._buffer
             # values of gradients that were discarded since, as by zero_grad in a closure, are dropped
@@ -354,7 +356,7 @@ class GradientCapture:
         self._buffer.used.update(names)
         if len(gradients) < len(positions):
             self._note_frozen({*positions}.difference(gradients, self._at_rest))
-        if self._seen and any(p in self._seen and p not in gradients for p in positions):
+        if not self._seen.keys().isdisjoint({*positions}.difference(gradients)):
             self._buffer.noted["edited"] = True
         elif gradients and self._seen.keys() >= gradients.keys():
             self._note_edits(gradients)
@@ -381,14 +383,11 @@ class GradientCapture:
     def _note_edits(self, gradients: Mapping[int, Tensor]) -> None:
         """Note whether these were written to since they were measured before clipping; without a note the values decide."""
         assert self._buffer is not None
-        if any(_tells_edits(gradient) and not self._untouched(p, gradient) for p, gradient in gradients.items()):
+        if any(_tells_edits(gradient) and not _is_as(self._seen[p], gradient) for p, gradient in gradients.items()):
             self._buffer.noted["edited"] = True
         # unscaling moves no version counter, but rounds in low precision: other values without an edit
         elif self._scaled and any(gradient.dtype in _NARROW for gradient in gradients.values()):
             self._buffer.noted["rounds"] = True
-
-    def _untouched(self, position: int, gradient: Tensor) -> bool:
-        return _is_as(self._seen[position], gradient)
 
 
 def _tells_edits(gradient: Tensor) -> bool:
@@ -405,3 +404,10 @@ def _is_as(seen: tuple[weakref.ref[Tensor], int], gradient: Tensor) -> bool:
 
 def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
+
+
+def _seen(gradients: Mapping[int, Tensor]) -> _Seen:
+    """The gradients by position, with their versions; found without one call for each."""
+    tensors = gradients.values()
+    versions = map(_version if any(map(Tensor.is_inference, tensors)) else _VERSION, tensors)
+    return dict(zip(gradients, zip(map(weakref.ref, tensors), versions, strict=True), strict=True))

@@ -76,7 +76,8 @@ class Measurer:
 
     def measure(self, wanted: Measurement) -> None:
         self.statistics(wanted)
-        self.run_functions(wanted)
+        if wanted.plan.functions:
+            self.run_functions(wanted)
 
     def statistics(self, wanted: Measurement) -> None:
         plan, tensors = wanted.plan, wanted.tensors

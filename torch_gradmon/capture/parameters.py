@@ -96,8 +96,10 @@ class ParameterCapture:
         self._buffer, self._before = None, {}
 
     def _live(self, positions: Iterable[int]) -> Mapping[int, Tensor]:
-        found = {position: self._parameters[position]() for position in positions}
-        there = {position: parameter for position, parameter in found.items() if parameter is not None}
+        there: dict[int, nn.Parameter] = {}
+        for position in positions:
+            if (parameter := self._parameters[position]()) is not None:
+                there[position] = parameter
         if self._source is PLAIN_GRADIENTS:
             return there  # functions get detached ones
         return {position: self._source.value(parameter).detach() for position, parameter in there.items()}

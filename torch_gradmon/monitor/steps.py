@@ -174,7 +174,7 @@ class Ownership:
 
     def all_positions(self) -> list[int]:
         """Positions of all parameters."""
-        return sorted({*self.unowned, *(position for own in self._owned.values() for position in own)})
+        return sorted({*self.unowned}.union(*self._owned.values()))
 
     def update(self, planner: Planner, order: Iterable[Hashable]) -> None:
         """Take the groups of the optimizers as they are now."""

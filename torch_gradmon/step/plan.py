@@ -121,6 +121,8 @@ class Registry:
         self._asked: tuple[Metric, ...] = ()  # metrics of the script, including those of its preset
         self._overlays: dict[str, Overlay] = {}
         self._once_overlaid: set[tuple[str, str]] = set()
+        #: Source and name of the metrics that are hidden or were in an overlay: their last values may still be on their way.
+        self.hidden: set[tuple[str, str]] = set()
 
     def make(
         self,
@@ -237,6 +239,8 @@ class Registry:
             }
             found += new
         self.metrics = found
+        shown = {(metric.source, metric.name) for metric in found if metric.shown}
+        self.hidden = self._once_overlaid.union((metric.source, metric.name) for metric in found if not metric.shown) - shown
 
     @property
     def unseen(self) -> tuple[Metric, ...]:
@@ -247,11 +251,6 @@ class Registry:
     def own(self) -> tuple[Metric, ...]:
         """The metrics that every rank has: those of the script, and overlays that replace some of them."""
         return self._asked + tuple(m for overlay in self._overlays.values() if overlay.replaces_hidden for m in overlay.metrics)
-
-    def hidden(self) -> set[tuple[str, str]]:
-        """Source and name of the metrics that are hidden or were in an overlay: their last values may still be on their way."""
-        hidden = self._once_overlaid.union((metric.source, metric.name) for metric in self.metrics if not metric.shown)
-        return hidden.difference((metric.source, metric.name) for metric in self.metrics if metric.shown)
 
     def check(self, tensors: Mapping[str, Sequence[str]]) -> None:
         """Check all metrics once the names are known.

@@ -87,7 +87,12 @@ def assemble(
     first.update({key: value for key, value in custom.items() if key.source == n.SUMMARY})
     of_layers = layers.values(whole if layers.takes_sums else tables, base, facts.groups, names)
     last = {key: value for key, value in custom.items() if key not in undefined}
-    blocks = [block for source, plan in plans.items() if source in tables for block in plan.evaluate(tables[source], base)]
+    blocks = [
+        block
+        for source, plan in plans.items()
+        if plan.views and source in tables
+        for block in plan.evaluate(tables[source], base)
+    ]
     values = StepValues(Block(tuple(first), tuple(first.values())), *modules, *blocks, *of_layers).updated(last)
     hidden = heads
     if unshown:
@@ -353,7 +358,7 @@ class PendingStep:
             custom,
             self.active.plans,
             modules,
-            registry.hidden(),
+            registry.hidden,
             heads,
             summary,
             layers,
