@@ -44,26 +44,6 @@ _FUNCTIONAL = ("inductor", "aot_", "cudagraphs")
 _SUMS = (Column.COUNT, Column.SUM, Column.ABS_SUM, Column.SQUARE_SUM, Column.NEAR_ZERO, Column.NONFINITE)
 
 
-class RecordingFlag:
-    """The flags that let compiled graphs write, one per device. Changing them launches a fill and does not synchronise."""
-
-    def __init__(self) -> None:
-        self._open = True
-        self._flags: dict[torch.device, Tensor] = {}
-
-    def flag(self, device: torch.device) -> Tensor:
-        """The flag on ``device``, a 0-d bool."""
-        if device not in self._flags:
-            self._flags[device] = torch.full((), self._open, dtype=torch.bool, device=device)
-        return self._flags[device]
-
-    def set(self, is_open: bool) -> None:
-        if is_open != self._open:
-            self._open = is_open
-            for flag in self._flags.values():
-                flag.fill_(is_open)
-
-
 class _Slot(NamedTuple):
     """Where graphs write the statistics of one tensor in a module's output."""
 
@@ -186,7 +166,7 @@ class TracedStatistics:
             extremes = torch.full((2,), -torch.inf, dtype=wide, device=device)
         setattr(self, f"sums_at_{place}", sums)
         setattr(self, f"extremes_at_{place}", extremes)
-        setattr(self, f"flag_at_{place}", self._of.gate.flag(device))
+        setattr(self, f"flag_at_{place}", self._of.flag(device))
         self._of.note_slot(_Slot(self, self._of.path(self.name, rest), sums, extremes))
 
 
@@ -194,14 +174,27 @@ class CompiledHooks:
     """What the hooks on modules do in compiled graphs.
 
     Attributes:
-        gate: enables writing in graphs with our hooks.
         traced: the hooks that are part of a graph.
     """
 
     def __init__(self, eps: float) -> None:
         self.eps = threshold(eps, torch.float64)
-        self.gate = RecordingFlag()
+        self._is_open = True
+        self._flags: dict[torch.device, Tensor] = {}
         self.clear()
+
+    def flag(self, device: torch.device) -> Tensor:
+        """The flag that lets compiled graphs write on ``device``, a 0-d bool."""
+        if device not in self._flags:
+            self._flags[device] = torch.full((), self._is_open, dtype=torch.bool, device=device)
+        return self._flags[device]
+
+    def open(self, is_open: bool) -> None:
+        """Set all flags. That launches a fill for each device, and does not synchronise."""
+        if is_open != self._is_open:
+            self._is_open = is_open
+            for flag in self._flags.values():
+                flag.fill_(is_open)
 
     def clear(self) -> None:
         self._taps: dict[tuple[str, str], TracedStatistics] = {}  # by kind of hook and name

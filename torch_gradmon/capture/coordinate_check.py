@@ -232,13 +232,10 @@ class ForwardCheck:
         """Whether a call now is one of the model. Not in runs of the reference or replicas of DataParallel."""
         return self._run is None and len(self._frames) > 0 and threading.get_ident() == self._thread
 
-    def part_called(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if self._run is not None and threading.get_ident() == self._thread:
-            self._run.called(name, args, kwargs)
-
-    def part_returned(self, name: str, output: Any) -> None:
-        if self._run is not None and threading.get_ident() == self._thread:
-            self._run.returned(name, output)
+    @property
+    def noted(self) -> ReplayedForward | None:
+        """The run in which a part of the reference is called now."""
+        return self._run if threading.get_ident() == self._thread else None
 
     def called(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Runs before the module works in place or draws random numbers."""
@@ -413,12 +410,12 @@ class CoordinateCheck:
     # --- hooks -----------------------------------------------------------------------------------------------------------------
 
     def _part_called(self, name: str, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        if self._forward is not None:
-            self._forward.part_called(name, args, kwargs or {})
+        if self._forward is not None and (run := self._forward.noted) is not None:
+            run.called(name, args, kwargs or {})
 
     def _part_returned(self, name: str, part: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._forward is not None:
-            self._forward.part_returned(name, output)
+        if self._forward is not None and (run := self._forward.noted) is not None:
+            run.returned(name, output)
 
     def _module_called(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         self._fenced(name, lambda forward: forward.called(name, module, args, kwargs or {}))

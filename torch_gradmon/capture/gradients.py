@@ -16,7 +16,7 @@ from ..core.keys import BATCH_GRADIENT, GRADIENT, GRADIENT_BEFORE_CLIP, GRADIENT
 from ..core.moments import ALWAYS, Column, merge
 from ..statistics.request import accumulator_dtype, dtypes_of
 from ..step.buffer import StepBuffer
-from ..step.model_index import PLAIN_GRADIENTS, GradientSource, Place
+from ..step.model_index import PLAIN_GRADIENTS, GradientSource, Place, there
 from ..step.plan import SourcePlan
 from .measurer import Measurement, Measurer
 
@@ -231,8 +231,8 @@ class GradientCapture:
             source: where gradients are.
         """
         if parameters is not self._parameters:
-            known = ((position, place()) for position, place in enumerate(parameters))
-            self._at_rest = frozenset(position for position, q in known if q is not None and not q.requires_grad)
+            known = there(parameters, range(len(parameters))).items()
+            self._at_rest = frozenset(position for position, parameter in known if not parameter.requires_grad)
         self._buffer, self._plans, self._parameters, self._source = buffer, plans, parameters, source
         self._doubtful = (
             frozenset(p for p, name in enumerate(plans[GRADIENT].names) if name in doubtful) if doubtful else frozenset()
@@ -240,7 +240,7 @@ class GradientCapture:
         self.local.begin(buffer, plans.get(GRADIENT_LOCAL), parameters, by_batch)
         self._seen, self._held, self._clipped, self._scaled, self._spent = {}, {}, {}, False, set()
 
-    def there(self, positions: Iterable[int]) -> list[int]:
+    def with_gradient(self, positions: Iterable[int]) -> list[int]:
         return list(self._gradients(positions))
 
     def not_clipped(self, positions: Sequence[int]) -> list[int]:
@@ -275,22 +275,15 @@ class GradientCapture:
 
     def _gradients(self, positions: Iterable[int], are_used: bool = False) -> dict[int, Tensor]:
         """By position: as accumulated, or as the optimizer uses them."""
-        found = {}
+        parameters = there(self._parameters, positions)
         if self._buffer is not None and self._doubtful:
             # a gradient is no sign of it: zero_grad(set_to_none=False) leaves one to a layer that stays frozen
-            thawed = (
-                p for p in self._doubtful.intersection(positions) if (q := self._parameters[p]()) is not None and q.requires_grad
-            )
+            thawed = (p for p in self._doubtful.intersection(parameters) if parameters[p].requires_grad)
             self._buffer.thawed.update(self._plans[GRADIENT].names[p] for p in thawed)
-        if self._source is not PLAIN_GRADIENTS:
-            read = self._source.used if are_used else self._source.accumulated
-            known = ((p, parameter) for p in positions if (parameter := self._parameters[p]()) is not None)
-            return {p: gradient for p, parameter in known if (gradient := read(parameter)) is not None}
-        for position in positions:
-            parameter = self._parameters[position]()
-            if parameter is not None and (gradient := parameter.grad) is not None:
-                found[position] = gradient
-        return found
+        if self._source is PLAIN_GRADIENTS:
+            return {p: gradient for p, parameter in parameters.items() if (gradient := parameter.grad) is not None}
+        read = self._source.used if are_used else self._source.accumulated
+        return {p: gradient for p, parameter in parameters.items() if (gradient := read(parameter)) is not None}
 
     def before_clip(self, positions: Sequence[int], inverse_scale: Tensor | None, held_for: Hashable | None = None) -> None:
         """Measure the gradients now: accumulated and not yet clipped. Replaces an earlier call's values.
@@ -371,8 +364,8 @@ class GradientCapture:
     def _note_frozen(self, positions: Collection[int]) -> None:
         """Note which of these, without a gradient, were frozen since the step began."""
         assert self._buffer is not None
-        found = ((p, self._parameters[p]()) for p in positions)
-        frozen = [p for p, parameter in found if parameter is not None and not parameter.requires_grad]
+        found = there(self._parameters, sorted(positions))
+        frozen = [p for p, parameter in found.items() if not parameter.requires_grad]
         self._buffer.frozen.update(self._plans[GRADIENT].names_at(frozen))
 
     def _note_replacement(self, gradients: Mapping[int, Tensor]) -> None:

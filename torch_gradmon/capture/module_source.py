@@ -703,7 +703,7 @@ class ModuleSource:
         if not (is_open or self.passes.is_open or self.passes.missed):
             return  # as in most steps
         self.passes.set_open(is_open)
-        self.hooks.graphs.gate.set(is_open and not self.passes.paused)
+        self.hooks.graphs.open(is_open and not self.passes.paused)
 
     def pause(self, is_paused: bool) -> None:
         """Measure nothing, or go on."""
@@ -713,7 +713,7 @@ class ModuleSource:
             elif not is_in_backward():
                 self._awaited.clear()  # what was interrupted meanwhile has measured nothing
         self.passes.is_paused = is_paused
-        self.hooks.graphs.gate.set(self.passes.is_open and not is_paused)
+        self.hooks.graphs.open(self.passes.is_open and not is_paused)
 
     def backward_ended(self) -> None:
         self.was_trained = True

@@ -144,7 +144,7 @@ class FollowedLoop(LoopDriver):
         """Register the hooks on parameters that a monitored step needs."""
         assert planner.inventory is not None
         self.ownership.update(planner, self.machine.order)
-        self._lifecycle.captures.parameters.share(self.ownership.shared)
+        self._lifecycle.captures.parameters.shared = self.ownership.shared
         places = planner.inventory.references
         local = [
             (places[position], Hook(self.gradient_came, position), Hook(self.gradient_accumulated, position))
@@ -531,7 +531,7 @@ class Runtime:
             reference.remove()
         else:
             reference.set(module, self.planner.rename, follows)
-        self.captures.parameters.compare_with({} if module is None else reference.parameters)
+        self.captures.parameters.reference = {} if module is None else reference.parameters
         self.planner.changed()
         self.replan()
 

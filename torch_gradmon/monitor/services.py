@@ -116,7 +116,7 @@ class ManualLoop:
         positions = self.runtime.captures.gradients.not_clipped(positions if loop is None else loop.to_step(positions))
         self._measured = set(positions)
         self._measure_gradients(
-            True, self.runtime.captures.gradients.there(positions)
+            True, self.runtime.captures.gradients.with_gradient(positions)
         )  # a parameter without a gradient has nothing to clip
 
     @fenced
@@ -319,7 +319,7 @@ class MetricsService:
         """Measure the gradient of each micro-batch."""
         check.positive_int("batch_size", batch_size)
         self.runtime.factory.summary.add_batches(MicroBatchStats(batch_size))
-        self.runtime.planner.measure_each_batch()
+        self.runtime.planner.measures_each_batch = True
         self.runtime.planner.changed()
 
     def add_summary_metric(self, metric_name: str) -> None:

@@ -1013,7 +1013,7 @@ class StepMeasurement:
     def _refuse_before_clip(self, optimizer: Hashable) -> None:
         """A backward pass was interrupted, and neither another one came after it nor a clip by the monitor, which measures."""
         active, gradients, positions = self._lifecycle.active, self._captures.gradients, self._ownership.positions(optimizer)
-        if active is not None and active.buffer is not None and gradients.there(gradients.not_clipped(positions)):
+        if active is not None and active.buffer is not None and gradients.with_gradient(gradients.not_clipped(positions)):
             active.buffer.refuse_all(GRADIENT_BEFORE_CLIP, _UNFINISHED)
 
     def measure_unowned(self) -> None:

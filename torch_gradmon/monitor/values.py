@@ -305,7 +305,7 @@ class ValueLog:
                 self._fence.complaints.add(f"away:{text}", f"{text} was logged while the monitor is detached, and is dropped")
             return
         if reducer:
-            self._exchange.reduce()
+            self._exchange.reduces = True
         if not stands_in:
             self.of_trainer.discard(key)
         elif key not in self.logged:

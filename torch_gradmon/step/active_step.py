@@ -31,7 +31,9 @@ class ActiveStep:
     """The open step, or the one that closed last.
 
     Attributes:
+        number: of the step.
         stride: the difference to the number of the step before; the next step is expected as far ahead.
+        mode: what is measured.
         buffer: its values; None where nothing is measured, and once it has closed.
         plans: what is measured, by source of parameters.
         due: metrics of modules that are measured.
@@ -71,6 +73,7 @@ class ActiveStep:
         return part
 
     def rejoin(self, part: ActiveStep) -> None:
+        """What was set aside is of this step."""
         if self.buffer is not None and part.buffer is not None:
             self.buffer.rejoin(part.buffer)
         self.annotations, self.values = {**part.annotations, **self.annotations}, {**part.values, **self.values}

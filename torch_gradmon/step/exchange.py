@@ -509,7 +509,7 @@ class RankExchange:
             return self._has_told[what]
         is_met = agreement.ask(lambda: {part: digest_of(value) for part, value in parts().items()}, step)
         if what == "tensors":
-            self.ranks.be_alone(not self.are_equal(what))
+            self.ranks.is_alone = not self.are_equal(what)
         if not is_met and agreement.is_open:
             return False
         takes_part = is_met and agreement.differing.keys() <= _PARTIAL.get(what, set())
@@ -636,11 +636,8 @@ class ExchangePolicy:
         self, exchange: RankExchange, planner: Planner, summary: Summary, detectors: ValueDetectors, every: int | None = 1
     ) -> None:
         self.exchange, self._every = exchange, every
-        self._reduces = self._is_leaving = False
+        self.reduces = self._is_leaving = False  # a value was logged to be merged over ranks; the run ends here
         self._planner, self._summary, self._detectors = planner, summary, detectors
-
-    def reduce(self) -> None:
-        self._reduces = True
 
     @contextlib.contextmanager
     def without_others(self) -> Iterator[None]:
@@ -679,7 +676,7 @@ class ExchangePolicy:
     @property
     def _has_values(self) -> bool:
         """Whether values are exchanged. The plan decides, since a rank cannot know whether the others have any."""
-        return self._is_sharded or self._reduces or self._planner.measures_batches or self._detectors.watches_values
+        return self._is_sharded or self.reduces or self._planner.measures_batches or self._detectors.watches_values
 
     @property
     def exchanges_values(self) -> bool:

@@ -46,6 +46,24 @@ class ModuleParameterRef:
             return None
 
 
+def there(places: Sequence[Place], positions: Iterable[int]) -> dict[int, nn.Parameter]:
+    """The parameters that exist of those at these positions; found without one call for each that a module has."""
+    found: dict[int, nn.Parameter] = {}
+    for position in positions:
+        place = places[position]
+        if type(place) is ModuleParameterRef:
+            module = place._module()
+            try:
+                parameter = None if module is None else module._parameters[place._name]
+            except KeyError:
+                continue
+        else:
+            parameter = place()
+        if parameter is not None:
+            found[position] = parameter
+    return found
+
+
 class FsdpParameterRef:
     """A sharded parameter of ``fully_shard``. During a forward or backward pass another one, whose storage is freed afterwards, is in its
     place.

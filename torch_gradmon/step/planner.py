@@ -105,13 +105,10 @@ class Planner:
         self._module: weakref.ref[nn.Module] | None = None
         self._excluded, self._format_name, self._distinct = excluded, format_name, distinct
         self._named_source, self.source = source, source or PLAIN_GRADIENTS
-        self._whole: WholeModel | None = None
+        self.whole: WholeModel | None = None  # the model that the watched module is a part of
         self._cache: dict[Any, dict[str, SourcePlan]] = {}
         self.version = 0
         self.measures_each_batch = False  # the gradients of each micro-batch separately
-
-    def measure_each_batch(self) -> None:
-        self.measures_each_batch = True
 
     @property
     def module(self) -> nn.Module | None:
@@ -146,10 +143,6 @@ class Planner:
         self._module, self.inventory = weakref.ref(module), inventory
         self.changed()
 
-    def widen(self, whole: WholeModel) -> None:
-        """The module that will be watched is a part of this model."""
-        self._whole = whole
-
     def use(self, source: GradientSource) -> None:
         """Gradients are there, unless the user has named another place."""
         if self._named_source is None:
@@ -183,7 +176,7 @@ class Planner:
 
     def _index_of(self, module: nn.Module) -> ModelIndex:
         with outside_dispatch_modes():
-            return ModelIndex(module, self._excluded, self._format_name, self._distinct, self.source, self._whole)
+            return ModelIndex(module, self._excluded, self._format_name, self._distinct, self.source, self.whole)
 
     def plans(self, step: int, summary: Summary, gradients_only: bool = False) -> dict[str, SourcePlan]:
         """The plan of each parameter source for ``step``; ``gradients_only``: without metrics, only what the summary needs of gradients."""

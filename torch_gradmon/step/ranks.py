@@ -48,7 +48,7 @@ class Ranks:
 
     def __init__(self, group: Any = None) -> None:
         self.group = group
-        self._is_alone = False
+        self.is_alone = False  # others have no monitor of the same tensors, so that no collective is entered for one of them
         self._homes: Sequence[int] | None = None
         self._counting: dict[tuple[Any, tuple[Any, ...], int | None], bool] = {}
 
@@ -67,10 +67,6 @@ class Ranks:
         """Whether this rank counts all elements of the parameter at ``position``, whose tensors these are, and no other rank counts any."""
         here = self._homes is not None and self._homes[position] == torch.distributed.get_rank()
         return here and not any(map(is_dtensor, tensors))
-
-    def be_alone(self, is_alone: bool) -> None:
-        """Whether other ranks have no monitor of the same tensors, so that no collective is entered for one of them."""
-        self._is_alone = is_alone
 
     @property
     def count(self) -> int:
@@ -136,7 +132,7 @@ class Ranks:
         sharded: Any = tensor.detach()
         placements = tuple(Replicate() if p.is_partial() or not spread else p for p in sharded.placements)
         if placements != tuple(sharded.placements):
-            if self._is_alone:
+            if self.is_alone:
                 return tensor  # no other rank would come to the collective; such a tensor is refused later
             sharded = sharded.redistribute(placements=placements)
         local: Tensor = sharded.to_local()
