@@ -32,10 +32,7 @@ from ..step.model_index import ModelIndex
 from .compiled import wrapped_by
 from .module_values import ModuleValues
 
-# --- source ---
-
-
-# --- function patch ---
+# --- A function that is replaced while somebody observes it ---
 
 
 #: The module that calls a model compiled by ``torch.compile``.
@@ -210,7 +207,7 @@ def is_called_by(caller: str) -> bool:
     return False
 
 
-# --- source ---
+# --- What is measured of its calls ---
 
 
 _COLUMNS = frozenset({Column.COUNT, Column.SUM, Column.NONFINITE, Column.MIN, Column.MAX})

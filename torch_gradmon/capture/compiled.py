@@ -23,9 +23,6 @@ from ..step.buffer import StepBuffer
 from ..step.model_index import wrapped_in
 from .module_values import ModuleValues, rest_of, tensors_of
 
-# --- compiled ---
-
-
 _WHAT = {
     n.INPUT: "inputs",
     n.INPUT_GRADIENT: "gradients of inputs",

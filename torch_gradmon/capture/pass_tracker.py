@@ -14,8 +14,6 @@ from .attention import TRACER, is_called_by
 from .hooks import Hook
 from .module_values import tensors_of
 
-# --- pass tracker ---
-
 
 class PassTracker:
     """The state of the running forward.

@@ -31,7 +31,7 @@ from .metric_functions import untouched_rng
 from .module_values import tensors_of
 from .pass_tracker import PassTracker
 
-# --- isolated call ---
+# --- A call without side effects ---
 
 
 #: Called with a tensor and its copy.
@@ -173,10 +173,7 @@ def _accept(_: Iterable[Any]) -> None:
 _EAGER, _WITHOUT_ADVICE = SharedContext(lambda: torch.compiler.set_stance("force_eager")), SharedContext(_without_advice)
 
 
-# --- source ---
-
-
-# --- replay ---
+# --- The calls of its parts while the reference runs ---
 
 
 #: Types compared by value; other non-tensor inputs are never equal.
@@ -284,7 +281,7 @@ def first_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str
     return list(tensors_of(args[0] if args else next(iter(kwargs.values()), None), ""))
 
 
-# --- source ---
+# --- Its runs ---
 
 
 class ReferencePass:
@@ -411,9 +408,7 @@ class ReferencePass:
             handles.remove()
 
     def _returned(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        for path, tensor in tensors_of(output, name):
-            if refusal(tensor) is None:
-                self._kept.setdefault(path, deque()).append(tensor.detach().clone())
+        _keep(self._kept, name, output)
 
     def adopt(self, outputs: dict[str, deque[Tensor]]) -> None:
         """Keep ``outputs`` of a run by the loop itself, by path."""
@@ -426,6 +421,13 @@ class ReferencePass:
 
     def forget(self) -> None:
         self._kept = {}
+
+
+def _keep(outputs: dict[str, deque[Tensor]], name: str, output: Any) -> None:
+    """Add copies of what the part ``name`` has returned, by path."""
+    for path, tensor in tensors_of(output, name):
+        if refusal(tensor) is None:
+            outputs.setdefault(path, deque()).append(tensor.detach().clone())
 
 
 def frozen_copy(
@@ -476,7 +478,7 @@ def _follow(module: nn.Module, watched: nn.Module) -> None:
                 setattr(thing, attribute, getattr(theirs.get(name, thing), attribute))
 
 
-# --- loop run ---
+# --- Its runs by the training loop ---
 
 
 @dataclass
@@ -488,9 +490,7 @@ class LoopForward:
 
     def returned(self, name: str, output: Any) -> None:
         self.run.returned(name, output)
-        for path, tensor in tensors_of(output, name):
-            if refusal(tensor) is None:
-                self.outputs.setdefault(path, deque()).append(tensor.detach().clone())
+        _keep(self.outputs, name, output)
 
 
 class LoopRun:

@@ -26,9 +26,6 @@ from .on_device import DeviceStatistics
 from .precise import inner_product, measure_precisely, needs_precise_pass, row_needs_precise_pass
 from .request import NARROW, Backend, Batch, Request, is_plain, threshold, threshold_of_squares
 
-# --- packing ---
-
-
 #: Elements of the buffer: it fits the second-level cache while a handful of operations pass over it.
 CAPACITY = 1 << 18
 
@@ -197,7 +194,7 @@ class PackedStatistics:
         return found
 
 
-# --- eager ---
+# --- Any tensors ---
 
 
 #: Elements per block and thread on CPU: 4 MB of float32 and as much scratch, which fit the third-level cache.

@@ -236,7 +236,7 @@ def _stands_for(given: Key, own: Key) -> bool:
     return given == own or (is_whole_loss(given) and is_whole_loss(own))
 
 
-# --- stream join ---
+# --- Streams, and the copy to the host ---
 
 
 class StreamJoin:
@@ -268,9 +268,6 @@ class StreamJoin:
                     keep_for_current_stream(value)  # else the next tensor of its own stream may get this memory early
         for device in here:
             self.note(device)
-
-
-# --- device transfer ---
 
 
 class _DeviceGroup(NamedTuple):

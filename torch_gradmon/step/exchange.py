@@ -104,11 +104,6 @@ class BoundedStore:
         self._store = within(STORE_LIMIT, lambda: store_of(prefix, connected_anew))
         self._is_waiting = False
 
-    @property
-    def has_many(self) -> bool:
-        """Whether it can return several values at once."""
-        return bool(getattr(self._store, "has_extended_api", bool)())
-
     def call(self, method: str, *args: Any, limit: float | None = None) -> Any:
         """What the store's method returns; ``limit``: in seconds, by default :data:`STORE_LIMIT`.
 
@@ -127,7 +122,7 @@ class BoundedStore:
             self._is_waiting = False
 
     def values(self, keys: Sequence[str], limit: float | None = None) -> list[bytes]:
-        if self.has_many:
+        if getattr(self._store, "has_extended_api", bool)():
             found: list[bytes] = self.call("multi_get", list(keys), limit=limit)
             return found
         return [self.call("get", key, limit=limit) for key in keys]

@@ -57,9 +57,6 @@ PRESETS: dict[str, Preset] = {
 }
 
 
-# --- What to measure in which step: the registry and the summary's needs, compiled for the current model ---
-
-
 _GRADIENTS = frozenset({n.GRADIENT, n.GRADIENT_BEFORE_CLIP})
 #: Sources of inputs and outputs of modules.
 OF_MODULES = frozenset({*n.MODULE_SOURCES, *n.RCC_SOURCES, *n.ATTENTION_SOURCES.values()})

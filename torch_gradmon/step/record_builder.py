@@ -85,7 +85,9 @@ def assemble(
     absent.update({(n.SUMMARY, name): reason for name, reason in reasons.items()})
     first = {summary_key(name): summarised[name] for name in summary.choice.shown if name in summarised}
     first.update({key: value for key, value in custom.items() if key.source == n.SUMMARY})
-    of_layers = layers.values(whole if layers.takes_sums else tables, base, facts.groups, names)
+    chosen: list[Block] = []
+    if layers.choice is not None:
+        chosen = layers.values(whole if layers.takes_sums else tables, base, facts.groups, names)
     last = {key: value for key, value in custom.items() if key not in undefined}
     blocks = [
         block
@@ -93,7 +95,7 @@ def assemble(
         if plan.views and source in tables
         for block in plan.evaluate(tables[source], base)
     ]
-    values = StepValues(Block(tuple(first), tuple(first.values())), *modules, *blocks, *of_layers).updated(last)
+    values = StepValues(Block(tuple(first), tuple(first.values())), *modules, *blocks, *chosen).updated(last)
     hidden = heads
     if unshown:
         # the metric in a key of attention is the aggregation over heads
@@ -319,7 +321,8 @@ class PendingStep:
         """The record, and all whole-model values by name. Waits for the values."""
         buffer = self.readback.buffer
         tables, custom, noted = self.readback.land()
-        summary.count_rejected(int(noted.pop("unseen_refusals", 0)))
+        if refusals := int(noted.pop("unseen_refusals", 0)):
+            summary.count_rejected(refusals)
         edited, found_inf = bool(noted.pop("edited", 0)), bool(noted.pop("found_inf", 0))
         rounding, rounds = noted.pop("rounding", 0.0), bool(noted.pop("rounds", 0))
         is_assigned, is_dropped = bool(noted.pop("assigned", 0)), bool(noted.pop("dropped", 0))

@@ -88,8 +88,6 @@ class LayerSelection:
         names: Sequence[str],
     ) -> list[Block]:
         """The chosen values of one step; ``groups`` are the optimizers' parameter groups by name, ``names`` all parameters."""
-        if self.choice is None:
-            return []
         squares = {source: table for source, table in tables.items() if table.has("norm")}
         gradients, updates = squares.get(n.GRADIENT_BEFORE_CLIP), squares.get(n.UPDATE)
         if self.choice == "top":
@@ -283,12 +281,7 @@ DISTRIBUTION = {"grad_mean": "mean", "grad_std": "std", "grad_sparsity": "sparsi
 
 
 def gradient_values(before: StatsTable, wanted: Collection[str] = ()) -> dict[str, float]:
-    """The values by name, without undefined ones.
-
-    Args:
-        before: statistics of the gradients before clipping, of all parameters.
-        wanted: names in :data:`DISTRIBUTION` to compute as well.
-    """
+    """The values by name, without undefined ones; ``wanted``: names in :data:`DISTRIBUTION` to compute as well."""
     values = {"grad_norm": norm_of(before), "grad_nonfinite": before.sums[Column.NONFINITE]}
     if VIEWS["max"].columns <= before.columns:
         largest = max(before.largest[Column.MAX], -before.rows[:, Column.MIN].amin().item())
@@ -625,14 +618,7 @@ _TENTHS = torch.tensor([0.1, 0.9], dtype=torch.float64, device="cpu")
 
 
 def update_values(update: StatsTable, base: StatsTable, matrices: Set[str], absent: dict[str, str]) -> dict[str, float]:
-    """The values of updates by name.
-
-    Args:
-        update: statistics of the updates.
-        base: of the updated parameters before the update.
-        matrices: names of the parameters of two or more dimensions.
-        absent: gets a reason for each missing value.
-    """
+    """The values of updates by name; ``base`` has the updated parameters before the update, ``absent`` gets reasons for missing values."""
     values = {"update_norm": norm_of(update)}
     if (norm := norm_of(base)) > 0:
         values["update_ratio"] = values["update_norm"] / norm
@@ -710,13 +696,8 @@ class ClipWindow:
         self._steps: deque[_Step] = deque(maxlen=WINDOW)
 
     def add(self, edited: bool, before: float, after: float, rounding: float = 0.0) -> None:
-        """Add a step.
-
-        Args:
-            edited: its gradients were written to between the two measurements.
-            before: norm before clipping.
-            after: norm after clipping.
-            rounding: relative rounding of the gradients in between.
+        """Add a step with these norms before and after clipping; ``edited``: its gradients were written to in between, with this relative
+        ``rounding``.
         """
         factor = after / before if 0 < before < float("inf") else 1.0
         self._steps.append(_Step(edited, before, factor, _SAME if _is_one(factor) else max(_SAME, rounding)))
