@@ -19,6 +19,7 @@ from ..step.buffer import StepBuffer
 from ..step.model_index import PLAIN_GRADIENTS, GradientSource, Place, there
 from ..step.plan import SourcePlan
 from .measurer import Measurement, Measurer
+from .metric_functions import version_of
 
 # --- The gradients of single micro-batches on this rank, before they are accumulated and reduced ---
 
@@ -392,15 +393,11 @@ def _tells_edits(gradient: Tensor) -> bool:
 
 def _is_as(seen: tuple[weakref.ref[Tensor], int], gradient: Tensor) -> bool:
     reference, version = seen
-    return reference() is gradient and version == _version(gradient)
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+    return reference() is gradient and version == version_of(gradient)
 
 
 def _seen(gradients: Mapping[int, Tensor]) -> _Seen:
     """The gradients by position, with their versions; found without one call for each."""
     tensors = gradients.values()
-    versions = map(_version if any(map(Tensor.is_inference, tensors)) else _VERSION, tensors)
+    versions = map(version_of if any(map(Tensor.is_inference, tensors)) else _VERSION, tensors)
     return dict(zip(gradients, zip(map(weakref.ref, tensors), versions, strict=True), strict=True))

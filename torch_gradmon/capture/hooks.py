@@ -129,7 +129,7 @@ class Handles:
     def on_accumulate(self, place: Place, hook: Hook, first: bool = False) -> None:
         """Register ``hook`` after the accumulation of the parameter's gradient. ``first``: before all such hooks; none may be running."""
         if (parameter := place()) is not None:
-            self._on_tensor(place, "_post_accumulate_grad_hooks", parameter.register_post_accumulate_grad_hook, hook)
+            self._on_tensor(place, parameter, "_post_accumulate_grad_hooks", parameter.register_post_accumulate_grad_hook, hook)
             hooks: Any = parameter._post_accumulate_grad_hooks
             if first and len(hooks) > 1:
                 *others, own = hooks.items()
@@ -138,12 +138,11 @@ class Handles:
     def on_gradient(self, place: Place, hook: Hook) -> None:
         """Register ``hook`` on the gradient of each backward pass."""
         if (parameter := place()) is not None:
-            self._on_tensor(place, "_backward_hooks", parameter.register_hook, hook)
+            self._on_tensor(place, parameter, "_backward_hooks", parameter.register_hook, hook)
 
-    def _on_tensor(self, place: Place, attribute: str, register: Callable[..., Any], hook: Hook) -> None:
-        parameter = place()
-        if parameter is None:
-            return
+    def _on_tensor(
+        self, place: Place, parameter: torch.nn.Parameter, attribute: str, register: Callable[..., Any], hook: Hook
+    ) -> None:
         self._hooked.append((place, attribute))
         with _thawed(parameter):
             self.add(register(hook))

@@ -287,10 +287,10 @@ class MetricFunctions:
         first = key not in self._proven
         given = [each_tensor(x, (lambda t: t.detach().clone()) if first else (lambda t: t.detach())) for x in inputs]
         tensors = tensors_in(given)
-        versions = [_version(t) for t in tensors]
+        versions = [version_of(t) for t in tensors]
         with torch.no_grad(), no_autocast(_device_type(inputs)):
             value = metric.function(*given)
-        moved = versions != [_version(t) for t in tensors]
+        moved = versions != [version_of(t) for t in tensors]
         # NumPy and the like write without moving a version counter; on the copy the values show it
         moved = moved or (first and not all(_equal(a, b) for a, b in zip(tensors, tensors_in(inputs), strict=True)))
         if moved:
@@ -333,7 +333,7 @@ def each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 

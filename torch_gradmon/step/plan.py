@@ -100,14 +100,6 @@ VIEW_BUILT_INS: dict[str, dict[str, BuiltIn]] = {
 # --- The registry of metrics ---
 
 
-@dataclass(frozen=True)
-class Overlay:
-    """Temporary hidden metrics; ``replaces_hidden``: instead of the script's hidden ones."""
-
-    metrics: tuple[Metric, ...]
-    replaces_hidden: bool
-
-
 class Registry:
     """All requested metrics.
 
@@ -119,7 +111,7 @@ class Registry:
         self.built_ins = built_ins
         self.metrics: tuple[Metric, ...] = ()
         self._asked: tuple[Metric, ...] = ()  # metrics of the script, including those of its preset
-        self._overlays: dict[str, Overlay] = {}
+        self._overlays: dict[str, tuple[tuple[Metric, ...], bool]] = {}  # hidden metrics, and whether they replace hidden ones
         self._once_overlaid: set[tuple[str, str]] = set()
         #: Source and name of the metrics that are hidden or were in an overlay: their last values may still be on their way.
         self.hidden: set[tuple[str, str]] = set()
@@ -224,19 +216,17 @@ class Registry:
         self._overlays.pop(name, None)
         if metrics is not None:
             first = {(metric.source, metric.name): metric for metric in reversed(metrics)}
-            self._overlays[name] = Overlay(tuple(first.values())[::-1], replaces_hidden)
+            self._overlays[name] = tuple(first.values())[::-1], replaces_hidden
         self._compose()
 
     def _compose(self) -> None:
         found = self._asked
         # those that replace come first
-        for overlay in sorted(self._overlays.values(), key=lambda each: not each.replaces_hidden):
-            if overlay.replaces_hidden:
+        for metrics, replaces_hidden in sorted(self._overlays.values(), key=lambda each: not each[1]):
+            if replaces_hidden:
                 found = tuple(metric for metric in found if metric.shown)
-            new = _unknown(overlay.metrics, found)
-            self._once_overlaid |= {
-                (metric.source, metric.name) for metric in (overlay.metrics if overlay.replaces_hidden else new)
-            }
+            new = _unknown(metrics, found)
+            self._once_overlaid |= {(metric.source, metric.name) for metric in (metrics if replaces_hidden else new)}
             found += new
         self.metrics = found
         shown = {(metric.source, metric.name) for metric in found if metric.shown}
@@ -250,7 +240,7 @@ class Registry:
     @property
     def own(self) -> tuple[Metric, ...]:
         """The metrics that every rank has: those of the script, and overlays that replace some of them."""
-        return self._asked + tuple(m for overlay in self._overlays.values() if overlay.replaces_hidden for m in overlay.metrics)
+        return self._asked + tuple(m for metrics, replaces_hidden in self._overlays.values() if replaces_hidden for m in metrics)
 
     def check(self, tensors: Mapping[str, Sequence[str]]) -> None:
         """Check all metrics once the names are known.

@@ -21,7 +21,7 @@ from ..core import keys as n
 from ..core.errors import nearest, warn_user
 from ..core.formatting import times
 from ..core.keys import Key, blocks_of, compile_pattern, shared_key
-from ..core.moments import ALL_COLUMNS, VIEWS, Column, merge_by_group
+from ..core.moments import ALL_COLUMNS, SQUARES, VIEWS, Column, merge_by_group
 from ..core.records import ASKED_LATE, Block, Metric, StatsTable, StepRecord, are_others, brings_others
 from .model_index import ModelIndex
 from .plan import SourcePlan
@@ -56,7 +56,7 @@ class LayerSelection:
     @property
     def needs(self) -> dict[str, frozenset[Column]]:
         """The statistics of all parameters that the values of every step need, by source."""
-        return {} if self.choice is None else {n.GRADIENT_BEFORE_CLIP: frozenset({Column.COUNT, Column.SQUARE_SUM})}
+        return {} if self.choice is None else {n.GRADIENT_BEFORE_CLIP: SQUARES}
 
     @property
     def takes_sums(self) -> bool:
@@ -583,12 +583,11 @@ class SummaryChoice:
 
     def needs_of_gradients(self) -> dict[str, frozenset[Column]]:
         """The statistics of gradients that all values need, by source."""
-        square = frozenset({Column.COUNT, Column.SQUARE_SUM})
         views = ["max", *(view for name, view in DISTRIBUTION.items() if name in self.wanted)]
         return {
-            n.GRADIENT_BEFORE_CLIP: ALL_COLUMNS if self._all_columns else square.union(*(VIEWS[view].columns for view in views)),
+            n.GRADIENT_BEFORE_CLIP: ALL_COLUMNS if self._all_columns else SQUARES.union(*(VIEWS[view].columns for view in views)),
             # sums and squares show a run directory that gradients are unchanged, so it stores them once
-            n.GRADIENT: square | {Column.SUM} if self._all_columns else square,
+            n.GRADIENT: SQUARES | {Column.SUM} if self._all_columns else SQUARES,
         }
 
     def needs(self, step: int) -> dict[str, frozenset[Column]]:
@@ -596,15 +595,15 @@ class SummaryChoice:
         return self._needs[step % self.update_every == 0]
 
     def _needed(self, is_update_step: bool) -> dict[str, frozenset[Column]]:
-        needs, square = dict(self._of_layers), frozenset({Column.COUNT, Column.SQUARE_SUM})
+        needs = dict(self._of_layers)
         if self.wanted or self._with_batches:
             needs |= self.needs_of_gradients()
         if self._with_batches:
-            needs[n.GRADIENT_LOCAL] = square
+            needs[n.GRADIENT_LOCAL] = SQUARES
         if "param_norm" in self.wanted:
-            needs[n.PARAMETER] = square
+            needs[n.PARAMETER] = SQUARES
         if is_update_step and not self.wanted.isdisjoint(UPDATE_KEYS):
-            needs[n.UPDATE] = square
+            needs[n.UPDATE] = SQUARES
         if self._all_columns:
             stored = (n.PARAMETER, n.UPDATE, n.GRADIENT_BEFORE_CLIP) if is_update_step else (n.GRADIENT_BEFORE_CLIP,)
             needs.update({source: ALL_COLUMNS for source in stored if source in needs})
