@@ -305,24 +305,17 @@ class ReferencePass:
         self.remove()
 
     def __bool__(self) -> bool:
-        return self._module is not None
-
-    @property
-    def module(self) -> nn.Module | None:
-        """The reference without wrappers, or None."""
-        return self._module
-
-    @property
-    def is_off(self) -> bool:
-        """Whether it failed and will not run any more; :attr:`reason` has the cause."""
-        return self._off
+        return self.module is not None
 
     def remove(self) -> None:
         """Remove the reference and all kept outputs. Idempotent."""
         self.forget()
-        self._module: nn.Module | None = None
+        #: Without its wrappers.
+        self.module: nn.Module | None = None
         self._rename: Callable[[str], str] = str
-        self._follows = self._off = False
+        #: It failed and does not run any more; :attr:`reason` has the cause.
+        self.is_off = False
+        self._follows = False
         #: The reference's parameters by canonical and renamed name; their values are live.
         self.parameters: Mapping[str, nn.Parameter] = {}
         #: Why the last run kept nothing.
@@ -338,12 +331,12 @@ class ReferencePass:
                 initialisation, and parameters their requires_grad, which also selects kernels.
         """
         self.remove()
-        self._module, self._rename, self._follows = _unwrapped(module), rename, follows
-        self.parameters = {rename(name): parameter for name, parameter in _named(self._module.named_parameters()).items()}
+        self.module, self._rename, self._follows = _unwrapped(module), rename, follows
+        self.parameters = {rename(name): parameter for name, parameter in _named(self.module.named_parameters()).items()}
 
     def parts(self) -> dict[str, nn.Module]:
         """The reference's modules by canonical and renamed name."""
-        found = {} if self._module is None else _named(self._module.named_modules())
+        found = {} if self.module is None else _named(self.module.named_modules())
         return {self._rename(name): part for name, part in found.items()}
 
     def run(
@@ -364,21 +357,21 @@ class ReferencePass:
             SpikeError, GradmonWarning: from within the reference; or anything, if complaints raise.
         """
         self.forget()
-        if self._module is None or self._off:
+        if self.module is None or self.is_off:
             return
         hooked = {name: part for name, part in self.parts().items() if wanted(name) and takes_hooks(part)}
         if not hooked and note is None:
             self.reason = "the reference module has none of the modules that are measured"
             return
         try:
-            with call_isolated(self._module):
-                self._call(self._module, root, hooked, private((args, kwargs), carrier(root, self._module), note))
+            with call_isolated(self.module):
+                self._call(self.module, root, hooked, private((args, kwargs), carrier(root, self.module), note))
             self.reason = None if self._kept else "none of the modules that are measured ran in the reference module"
         except Exception as error:
             self.forget()
             if isinstance(error, (SpikeError, GradmonWarning)):
                 raise
-            self._off, self.reason = True, f"the reference module is off, because it raised {type(error).__name__}: {error}"
+            self.is_off, self.reason = True, f"the reference module is off, because it raised {type(error).__name__}: {error}"
             self._complaints.add("reference", "the reference module failed and is off; training continues", error)
 
     def run_part(
@@ -387,9 +380,9 @@ class ReferencePass:
         """The outputs of ``part`` of the reference on the inputs of its counterpart ``watched``, by path. As :meth:`run`, but failures are
         raised.
         """
-        assert self._module is not None
+        assert self.module is not None
         with outside_dispatch_modes(), torch.no_grad():
-            args, kwargs = private((args, kwargs), carrier(root, self._module), note)
+            args, kwargs = private((args, kwargs), carrier(root, self.module), note)
         with call_isolated(part, tensors_inside((args, kwargs), {})):  # a dropout has no tensors: its inputs give the device
             if self._follows:
                 _follow(part, watched)

@@ -959,7 +959,6 @@ class StepMeasurement:
     # --- gradients -----------------------------------------------------------------------------------------------------------
 
     def backward_ended(self) -> None:
-        """See :class:`StepMeasurements`, as for all methods here."""
         self._captures.modules.backward_ended()
 
     def measure_before_clip(self, done: Set[Hashable], in_backward: Set[Hashable]) -> None:
