@@ -703,18 +703,16 @@ class StepBuffer:
         if not (known or self._parts or self._pending or self._vectors):
             return
 
-        def is_gone(of: str, name: str) -> bool:
-            return of == source and (gone is None or name in gone)
-
         if gone is None or gone.issuperset(known):
             self._forget(source)
         elif not gone.isdisjoint(known):
             self._whole.pop(source, None)
             self._places[source] = {name: place for name, place in known.items() if name not in gone}
-        self._parts = {where: parts for where, parts in self._parts.items() if not is_gone(*where)}
+        if self._parts:
+            self._parts = {w: p for w, p in self._parts.items() if w[0] != source or (gone is not None and w[1] not in gone)}
         for keys, _ in self._vectors:
-            keys[:] = [None if key and is_gone(key.source, key.name) else key for key in keys]
-        for key in [key for key in self._pending if is_gone(key.source, key.name)]:
+            keys[:] = [None if key and key.source == source and (gone is None or key.name in gone) else key for key in keys]
+        for key in [key for key in self._pending if key.source == source and (gone is None or key.name in gone)]:
             del self._pending[key]
 
     def absorb(self, other: StepBuffer) -> None:
@@ -733,7 +731,7 @@ class StepBuffer:
 
     def take_over(self, other: StepBuffer, source: str, names: Iterable[str]) -> None:
         """Replace the values of these tensors by those in ``other``."""
-        wanted = list(names)
+        wanted = dict.fromkeys(names)
         other.join_streams()
         self.clear(source, wanted)
         self._take_rows(other, source, wanted)
