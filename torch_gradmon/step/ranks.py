@@ -95,9 +95,7 @@ class Ranks:
         """Whether the first rank writes the output of this one; ``has_output_on_all``: each rank writes its own."""
         return not (has_output_on_all or self.is_first)
 
-    @staticmethod
-    def _is_distributed() -> bool:
-        return torch.distributed.is_available() and torch.distributed.is_initialized()
+    _is_distributed = staticmethod(torch.distributed.is_initialized if torch.distributed.is_available() else bool)
 
     def own_parts(self, tensors: Mapping[int, Tensor], spread: Container[int]) -> Mapping[int, Tensor]:
         """:meth:`own_part` of each, by position; ``spread`` has the positions of those whose rows will be merged."""
