@@ -499,7 +499,7 @@ def test_the_closer_look_after_a_spike_goes_on_beside_it() -> None:
             optimizer.step()
     assert [record.step for record in records if "activation" in record.tables] == [50, 51, 52, 53]
     assert [record.step for record in records if "activation_gradient" in record.tables] == [51, 52, 53]
-    assert monitor._runtime.planner.registry.hidden() >= {("activation", "std")}
+    assert monitor._runtime.planner.registry.hidden >= {("activation", "std")}
     assert monitor._runtime.planner.registry.metrics == ()
     assert not monitor._runtime.captures.modules.hooks.has_hooks
 

@@ -383,7 +383,7 @@ def test_a_reference_with_modules_of_torchscript_is_left_as_it_was() -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     monitor = ModuleMonitor(model)
     monitor.set_reference_module("init")
-    reference = monitor._runtime.captures.modules.reference._module
+    reference = monitor._runtime.captures.modules.reference.module
     assert reference is not None
     before = {name: value.clone() for name, value in reference.state_dict().items()}
     monitor.add_activation_difference_metric("norm")

@@ -365,7 +365,7 @@ def test_buffers_and_saved_states_stay_as_they_are(init: bool) -> None:
     reference = copy.deepcopy(model)
     before = {name: tensor.clone() for name, tensor in reference.state_dict().items()}
     monitor, optimizer = watched(model, "init" if init else reference)
-    reference = monitor._runtime.captures.modules.reference._module if init else reference
+    reference = monitor._runtime.captures.modules.reference.module if init else reference
     others = torch.optim.SGD(plain.parameters(), 0.3)
     for _ in range(3):
         x, state = torch.randn(5, 6), torch.get_rng_state()

@@ -32,10 +32,7 @@ from ..step.model_index import ModelIndex
 from .compiled import wrapped_by
 from .module_values import ModuleValues
 
-# --- source ---
-
-
-# --- function patch ---
+# --- A function that is replaced while somebody observes it ---
 
 
 #: The module that calls a model compiled by ``torch.compile``.
@@ -56,10 +53,6 @@ class FunctionPatch:
 
     A mode that overrides torch's functions would see calls by other ways too, but it makes torch take other code paths, as in an encoder
     in evaluation mode, and stops the compiler. A replacement left behind by an interrupt only passes calls on.
-
-    Args:
-        home: the module that defines the function.
-        name: its name there.
     """
 
     def __init__(self, home: types.ModuleType, name: str) -> None:
@@ -87,7 +80,6 @@ class FunctionPatch:
                 self._restore()
 
     def called(self, function: _Observed, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        """``function`` was called by this thread."""
         if self._observers and function is self._last():  # and not another one, which is called by what somebody has put over it
             thread = threading.get_ident()
             for observer, of_thread in list(self._observers.items()):
@@ -146,7 +138,6 @@ class CallObserver:
     """Observes the calls that one thread makes, between :meth:`enter` and :meth:`leave`.
 
     Args:
-        patch: of the function.
         saw: called with the arguments and the result of each call; a bound method does not keep its object alive.
     """
 
@@ -156,7 +147,6 @@ class CallObserver:
         self._kept: _Observed | None = None  # so that code compiled with it stays valid in the next forward
 
     def enter(self) -> None:
-        """Observe the calls of this thread until :meth:`leave`."""
         self._kept = self._patch.add(self)
 
     def leave(self) -> None:
@@ -164,7 +154,6 @@ class CallObserver:
         self._patch.discard(self)
 
     def saw(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        """This thread has called the function."""
         if (saw := self._saw()) is not None:
             saw(args, kwargs, result)
 
@@ -218,7 +207,7 @@ def is_called_by(caller: str) -> bool:
     return False
 
 
-# --- source ---
+# --- What is measured of its calls ---
 
 
 _COLUMNS = frozenset({Column.COUNT, Column.SUM, Column.NONFINITE, Column.MIN, Column.MAX})
@@ -271,12 +260,6 @@ class _Callers:
 class AttentionRecorder:
     """Measures attention calls, reported by the model or observed.
 
-    Args:
-        complaints: gets failures.
-        values: measures query, key and value as activations.
-        fence: counts the time.
-        in_forward: whether the model's training forward is running.
-
     Attributes:
         compiled: a part of the model is compiled, so observing would cause a recompilation.
     """
@@ -295,17 +278,12 @@ class AttentionRecorder:
         self.compiled = False
 
     def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: ModelIndex) -> None:
-        """Start a step with the metrics due in it."""
         self._buffer, self._reason = buffer, _NO_CALL
         self._reported, self._observed = set(), set()
         sources = frozenset(n.ATTENTION_SOURCES.values())
         self._metrics = [metric for metric in metrics if metric.source in sources]
         if self._metrics:
             self._callers.know(inventory)
-
-    def set_compiled(self, compiled: bool) -> None:
-        """Whether a part of the model is compiled."""
-        self.compiled = compiled
 
     def end(self, has_graphs: bool = False) -> None:
         """End the step; ``has_graphs``: a compiled graph contains a hook."""
@@ -328,7 +306,6 @@ class AttentionRecorder:
                 self._observer.enter()
 
     def leave(self) -> None:
-        """Stop recording. Idempotent."""
         self._observer.leave()
 
     def _saw(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Tensor) -> None:

@@ -23,9 +23,6 @@ from ..step.buffer import StepBuffer
 from ..step.model_index import wrapped_in
 from .module_values import ModuleValues, rest_of, tensors_of
 
-# --- compiled ---
-
-
 _WHAT = {
     n.INPUT: "inputs",
     n.INPUT_GRADIENT: "gradients of inputs",
@@ -42,27 +39,6 @@ RECOMPUTED = "inside a checkpoint in torch.compile they need torch 2.9 or newer,
 #: 2.13 raises in the backward pass if one of them was written to.
 _FUNCTIONAL = ("inductor", "aot_", "cudagraphs")
 _SUMS = (Column.COUNT, Column.SUM, Column.ABS_SUM, Column.SQUARE_SUM, Column.NEAR_ZERO, Column.NONFINITE)
-
-
-class RecordingFlag:
-    """The flags that let compiled graphs write, one per device. Changing them launches a fill and does not synchronise."""
-
-    def __init__(self) -> None:
-        self._open = True
-        self._flags: dict[torch.device, Tensor] = {}
-
-    def flag(self, device: torch.device) -> Tensor:
-        """The flag on ``device``, a 0-d bool."""
-        if device not in self._flags:
-            self._flags[device] = torch.full((), self._open, dtype=torch.bool, device=device)
-        return self._flags[device]
-
-    def set(self, is_open: bool) -> None:
-        """Set all flags."""
-        if is_open != self._open:
-            self._open = is_open
-            for flag in self._flags.values():
-                flag.fill_(is_open)
 
 
 class _Slot(NamedTuple):
@@ -82,8 +58,6 @@ class TracedStatistics:
     are made when the guards of a shared graph look for them (``__getattr__``), which also tells that the hook is part of that graph.
 
     Args:
-        name, module: of the hook.
-        of: all hooks of this monitor.
         root: the watched model; graphs of evaluation passes get nothing.
 
     Attributes:
@@ -98,7 +72,7 @@ class TracedStatistics:
     def __init__(self, name: str, module: nn.Module, of: CompiledHooks, root: nn.Module) -> None:
         self.name, self._of = name, of
         self.module, self._root = weakref.ref(module), weakref.ref(unwrapped(root))
-        self.eps, self.is_late = of.eps, of.has_graphs
+        self.eps, self.is_late = of.eps, len(of.traced) > 0
         self.refused: dict[str, str] = {}
         self.request(frozenset())
 
@@ -134,7 +108,6 @@ class TracedStatistics:
 
     @property
     def is_traced(self) -> bool:
-        """Whether the hook is part of a graph."""
         return "in_graph" in self.__dict__
 
     def _note(self) -> int:
@@ -190,30 +163,39 @@ class TracedStatistics:
             extremes = torch.full((2,), -torch.inf, dtype=wide, device=device)
         setattr(self, f"sums_at_{place}", sums)
         setattr(self, f"extremes_at_{place}", extremes)
-        setattr(self, f"flag_at_{place}", self._of.gate.flag(device))
+        setattr(self, f"flag_at_{place}", self._of.flag(device))
         self._of.note_slot(_Slot(self, self._of.path(self.name, rest), sums, extremes))
 
 
 class CompiledHooks:
     """What the hooks on modules do in compiled graphs.
 
-    Args:
-        eps: an element counts as near zero when ``|x| <= eps``.
-
     Attributes:
-        gate: enables writing in graphs with our hooks.
-        eps: as a number of 64 bits.
+        traced: the hooks that are part of a graph.
     """
 
     def __init__(self, eps: float) -> None:
         self.eps = threshold(eps, torch.float64)
-        self.gate = RecordingFlag()
+        self._is_open = True
+        self._flags: dict[torch.device, Tensor] = {}
         self.clear()
 
+    def flag(self, device: torch.device) -> Tensor:
+        """The flag that lets compiled graphs write on ``device``, a 0-d bool."""
+        if device not in self._flags:
+            self._flags[device] = torch.full((), self._is_open, dtype=torch.bool, device=device)
+        return self._flags[device]
+
+    def open(self, is_open: bool) -> None:
+        """Set all flags. That launches a fill for each device, and does not synchronise."""
+        if is_open != self._is_open:
+            self._is_open = is_open
+            for flag in self._flags.values():
+                flag.fill_(is_open)
+
     def clear(self) -> None:
-        """All hooks were removed."""
         self._taps: dict[tuple[str, str], TracedStatistics] = {}  # by kind of hook and name
-        self._traced: list[TracedStatistics] = []
+        self.traced: list[TracedStatistics] = []
         self._slots: dict[torch.device, list[_Slot]] = {}
         self._columns: frozenset[Column] = frozenset()
         self._inside: Container[tuple[str, str]] = ()
@@ -229,9 +211,8 @@ class CompiledHooks:
         """What a hook hears that is there for a graph only."""
 
     def remove(self, kind: str, name: str) -> None:
-        """The hook was removed."""
         tap = self._taps.pop((kind, name))
-        self._traced = [each for each in self._traced if each is not tap]
+        self.traced = [each for each in self.traced if each is not tap]
         kept = {device: [slot for slot in slots if slot.tap is not tap] for device, slots in self._slots.items()}
         self._slots = {device: slots for device, slots in kept.items() if slots}
 
@@ -251,11 +232,11 @@ class CompiledHooks:
             taken: names of modules, which no path may have.
         """
         self._inside, self._taken, self._reasons = inside, taken, None
-        if not (self._traced and self._columns):
+        if not (self.traced and self._columns):
             views = (metric.columns for metric in metrics if metric.source == n.ACTIVATION and metric.function is None)
             self._columns = frozenset[Column]().union(*views)
         for place, tap in self._taps.items():
-            if not self._traced or (tap.is_late and not tap.is_traced):
+            if not self.traced or (tap.is_late and not tap.is_traced):
                 tap.request(self._columns if place in measured else frozenset())
 
     def path(self, name: str, rest: str) -> str:
@@ -263,34 +244,24 @@ class CompiledHooks:
         return name + rest_of(name + rest, name, self._taken)
 
     def note_trace(self, tap: TracedStatistics) -> None:
-        """The hook is part of a graph."""
-        self._traced.append(tap)
+        self.traced.append(tap)
         self._reasons = None
 
     def note_refusal(self) -> None:
-        """A tensor got no slots."""
         self._reasons = None
 
     def note_slot(self, slot: _Slot) -> None:
-        """A graph writes there."""
         self._slots.setdefault(slot.sums.device, []).append(slot)
-
-    @property
-    def has_graphs(self) -> bool:
-        """Whether any compiled graph contains a hook of ours."""
-        return bool(self._traced)
 
     @property
     def has_parts(self) -> bool:
         """Whether any contains one on another module than the root."""
-        return any(tap.name != n.ROOT for tap in self._traced)
+        return any(tap.name != n.ROOT for tap in self.traced)
 
     def has_hook(self, module: nn.Module) -> bool:
-        """Whether the output of ``module`` has a hook."""
         return any(kind == n.ACTIVATION and tap.module() is module for (kind, _), tap in self._taps.items())
 
     def is_traced(self, kind: str, name: str) -> bool:
-        """Whether this hook is part of a graph."""
         return self._taps[kind, name].is_traced
 
     def collect(self, buffer: StepBuffer, values: ModuleValues, metrics: Sequence[Metric]) -> None:
@@ -323,12 +294,12 @@ class CompiledHooks:
         """Why hooks in graphs have no values: by source and path, or source, name and metric."""
         found: dict[tuple[str, str], str] = {}
         refused: dict[str, dict[str, str]] = {}  # of blocks that share a graph only one was traced
-        for tap in self._traced:
+        for tap in self.traced:
             refused.setdefault(_like(tap.name), {}).update(tap.refused)
-        for tap in self._traced:
+        for tap in self.traced:
             found.update({(n.ACTIVATION, self.path(tap.name, rest)): why for rest, why in refused[_like(tap.name)].items()})
         late = [tap for place, tap in self._taps.items() if tap.is_late and not tap.is_traced and place in self._inside]
-        for tap in (*self._traced, *late):
+        for tap in (*self.traced, *late):
             columns = tap.columns if tap.is_traced else frozenset()
             for metric in metrics:
                 if metric.source in n.MODULE_SOURCES and metric.matches(tap.name):
@@ -412,7 +383,6 @@ def wrapped_by(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether any part of ``module`` is compiled by ``torch.compile``."""
     return any(True for _ in _compiled_parts(module))
 
 

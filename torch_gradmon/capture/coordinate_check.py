@@ -67,11 +67,7 @@ RCC_BUILT_INS = {
 
 
 class CheckTerms:
-    """Puts the terms of calls into a step's buffer.
-
-    Args:
-        measurer: runs the metric functions.
-    """
+    """Puts the terms of calls into a step's buffer."""
 
     def __init__(self, measurer: Measurer) -> None:
         self._measurer = measurer
@@ -82,19 +78,15 @@ class CheckTerms:
     def begin(
         self, buffer: StepBuffer, metrics: tuple[Metric, ...], modules: Mapping[str, Callable[[], nn.Module | None]]
     ) -> None:
-        """Start a step with the metrics of the check that are due in it; ``modules`` by name."""
         self._buffer, self._metrics, self._modules = buffer, metrics, modules
 
     def end(self) -> None:
-        """End the step."""
         self._buffer = None
 
     def wants(self, name: str) -> bool:
-        """Whether a metric matches the module ``name``."""
         return any(metric.matches(name) for metric in self._metrics)
 
     def set_absent(self, name: str, reason: str, sources: tuple[str, ...] = n.RCC_SOURCES) -> None:
-        """Set why a module has no values."""
         assert self._buffer is not None
         for source in sources:
             self._buffer.absent[source, name] = reason
@@ -190,7 +182,7 @@ def _without(output: Tensor | None, module: nn.Module) -> Tensor | None:
     return output.to(wide) - bias.detach().to(output.device)
 
 
-# --- forward ---
+# --- The running calls of one forward ---
 
 
 class _Frame:
@@ -207,24 +199,9 @@ class _Frame:
         self.calls: Counter[str] = Counter()
         self.moved: Mapping[str, Tensor] = {}
 
-    def start_run(self) -> ReplayedForward:
-        """Start a run of the counterpart."""
-        self.run = ReplayedForward()
-        return self.run
-
-    def set_moved(self, outputs: Mapping[str, Tensor]) -> None:
-        """Keep the counterpart's outputs."""
-        self.moved = outputs
-
 
 class ForwardCheck:
     """Runs the counterparts of called modules, and measures the terms of each call.
-
-    Args:
-        root: the watched model.
-        reference: the module to compare with.
-        terms: measures.
-        passes: paused while a counterpart runs.
 
     Attributes:
         parts: modules of the reference by name.
@@ -255,15 +232,10 @@ class ForwardCheck:
         """Whether a call now is one of the model. Not in runs of the reference or replicas of DataParallel."""
         return self._run is None and len(self._frames) > 0 and threading.get_ident() == self._thread
 
-    def part_called(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """A part of the reference is called."""
-        if self._run is not None and threading.get_ident() == self._thread:
-            self._run.called(name, args, kwargs)
-
-    def part_returned(self, name: str, output: Any) -> None:
-        """A part of the reference has returned."""
-        if self._run is not None and threading.get_ident() == self._thread:
-            self._run.returned(name, output)
+    @property
+    def noted(self) -> ReplayedForward | None:
+        """The run in which a part of the reference is called now."""
+        return self._run if threading.get_ident() == self._thread else None
 
     def called(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Runs before the module works in place or draws random numbers."""
@@ -284,7 +256,7 @@ class ForwardCheck:
             self._terms.set_absent(name, "the reference module has no such module, or called it less often")
         else:
             try:  # before metric functions, which may draw random numbers
-                frame.set_moved(self._moved(frame, around, part, module, args, kwargs))
+                frame.moved = self._moved(frame, around, part, module, args, kwargs)
             finally:
                 self._terms.of_inputs(name, module, dict(first_of(args, kwargs)), outcome.first)
 
@@ -302,12 +274,11 @@ class ForwardCheck:
             known = None if outer.run is None else outer.run.outputs_for(frame.name, number, args, kwargs)
             if known is not None:
                 return known
-        run = frame.start_run()
+        run = frame.run = ReplayedForward()
         with self._passes.pause(), self.noting(run):  # model and reference may share modules
             return self._reference.run_part(part, module, self._root, args, kwargs, run.note)
 
     def returned(self, name: str, module: nn.Module, output: Any) -> None:
-        """A module has returned."""
         while len(self._frames) > 1:  # inner calls that did not return have raised
             frame = self._frames.pop()
             if frame.name == name:
@@ -317,7 +288,7 @@ class ForwardCheck:
                 return
 
 
-# --- source ---
+# --- One forward after the other ---
 
 
 _COMPILED = "inside torch.compile modules cannot be run once more at the reference's weights"
@@ -336,12 +307,6 @@ class CoordinateCheck:
 
     Memory: the first inputs and the outputs of the reference's modules, until the forward has ended.
 
-    Args:
-        measurer: runs metric functions and gets failures.
-        fence: counts the time.
-        passes: paused while the reference runs.
-        reference: the module to compare with.
-
     Attributes:
         due: a check is due in this step.
         seen: a forward was checked in this step.
@@ -358,7 +323,6 @@ class CoordinateCheck:
         self.due = self.seen = False
 
     def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: ModelIndex) -> None:
-        """Start a step with the metrics due in it."""
         due = tuple(metric for metric in metrics if metric.source in n.RCC_SOURCES)
         self._terms.begin(buffer, due, inventory.modules)
         self._buffer, self._inventory, self.due, self.seen = buffer, inventory, bool(due), False
@@ -426,7 +390,6 @@ class CoordinateCheck:
         self._handles.of_module(module.register_forward_hook(ModuleHook(returned, name)))
 
     def wants(self, name: str) -> bool:
-        """Whether the module ``name`` is checked in this step."""
         return self.due and self._terms.wants(name)
 
     def leave(self) -> None:
@@ -447,12 +410,12 @@ class CoordinateCheck:
     # --- hooks -----------------------------------------------------------------------------------------------------------------
 
     def _part_called(self, name: str, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        if self._forward is not None:
-            self._forward.part_called(name, args, kwargs or {})
+        if self._forward is not None and (run := self._forward.noted) is not None:
+            run.called(name, args, kwargs or {})
 
     def _part_returned(self, name: str, part: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._forward is not None:
-            self._forward.part_returned(name, output)
+        if self._forward is not None and (run := self._forward.noted) is not None:
+            run.returned(name, output)
 
     def _module_called(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         self._fenced(name, lambda forward: forward.called(name, module, args, kwargs or {}))

@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -15,9 +16,10 @@ from ..core.keys import BATCH_GRADIENT, GRADIENT, GRADIENT_BEFORE_CLIP, GRADIENT
 from ..core.moments import ALWAYS, Column, merge
 from ..statistics.request import accumulator_dtype, dtypes_of
 from ..step.buffer import StepBuffer
-from ..step.model_index import PLAIN_GRADIENTS, GradientSource, Place
+from ..step.model_index import PLAIN_GRADIENTS, GradientSource, Place, there
 from ..step.plan import SourcePlan
 from .measurer import Measurement, Measurer
+from .metric_functions import version_of
 
 # --- The gradients of single micro-batches on this rank, before they are accumulated and reduced ---
 
@@ -26,11 +28,7 @@ _SQUARES = ALWAYS | {Column.SQUARE_SUM}
 
 
 class LocalGradients:
-    """Measures each backward pass of one step after the other.
-
-    Args:
-        measurer: measures.
-    """
+    """Measures each backward pass of one step after the other."""
 
     def __init__(self, measurer: Measurer) -> None:
         self._measurer = measurer
@@ -50,7 +48,6 @@ class LocalGradients:
         self._uncommitted, self._accumulated, self._batches = {}, {}, {}
 
     def end(self) -> None:
-        """End the step: store the rows of micro-batches."""
         if self._buffer is not None:
             rank = self._measurer.ranks.rank
             for number, rows in enumerate(self._batches.values()):
@@ -101,19 +98,12 @@ class GradScale:
 
     Args:
         around: returns further ids that the scaler may use for an optimizer.
-
-    Attributes:
-        scaler: the one that is known.
     """
 
     def __init__(self, around: Callable[[Optimizer], Iterable[int]] = lambda _: ()) -> None:
         self.scaler: torch.amp.GradScaler | None = None
         self._around = around
         self._plain_steps: Counter[int] = Counter()  # consecutive steps without the scaler
-
-    def adopt(self, scaler: torch.amp.GradScaler) -> None:
-        """This scaler scales the gradients."""
-        self.scaler = scaler
 
     def inverse(self, optimizer: Optimizer | None, stepping: bool) -> Tensor | None:
         """The factor for the gradients, float32 on their device; None if they are unscaled.
@@ -193,7 +183,7 @@ def calling_scaler() -> torch.amp.GradScaler | None:
 
 
 _NARROW = frozenset({torch.float16, torch.bfloat16})
-_GRADIENTS_SQUARES = ALWAYS | {Column.SQUARE_SUM}
+_VERSION = attrgetter("_version")
 _Seen = dict[int, tuple["weakref.ref[Tensor]", int]]
 
 
@@ -202,6 +192,9 @@ class GradientCapture:
 
     Rows of the first are never reused for the second: identity and version counter do not show an edit through ``.data``, no sum shows
     every edit, and comparing all elements costs as much as measuring them.
+
+    Attributes:
+        local: the gradients of micro-batches.
     """
 
     def __init__(self, measurer: Measurer) -> None:
@@ -217,7 +210,7 @@ class GradientCapture:
         self._at_rest: frozenset[int] = frozenset()  # positions that were frozen when the model was seen
         self._clipped: _Seen = {}  # gradients after a clip by the monitor
         self._spent: set[int] = set()  # positions whose gradients an optimizer has used
-        self._local = LocalGradients(measurer)
+        self.local = LocalGradients(measurer)
 
     def begin(
         self,
@@ -239,17 +232,16 @@ class GradientCapture:
             source: where gradients are.
         """
         if parameters is not self._parameters:
-            known = ((position, place()) for position, place in enumerate(parameters))
-            self._at_rest = frozenset(position for position, q in known if q is not None and not q.requires_grad)
+            known = there(parameters, range(len(parameters))).items()
+            self._at_rest = frozenset(position for position, parameter in known if not parameter.requires_grad)
         self._buffer, self._plans, self._parameters, self._source = buffer, plans, parameters, source
         self._doubtful = (
             frozenset(p for p, name in enumerate(plans[GRADIENT].names) if name in doubtful) if doubtful else frozenset()
         )
-        self._local.begin(buffer, plans.get(GRADIENT_LOCAL), parameters, by_batch)
+        self.local.begin(buffer, plans.get(GRADIENT_LOCAL), parameters, by_batch)
         self._seen, self._held, self._clipped, self._scaled, self._spent = {}, {}, {}, False, set()
 
-    def there(self, positions: Iterable[int]) -> list[int]:
-        """The positions with a gradient now."""
+    def with_gradient(self, positions: Iterable[int]) -> list[int]:
         return list(self._gradients(positions))
 
     def not_clipped(self, positions: Sequence[int]) -> list[int]:
@@ -260,7 +252,7 @@ class GradientCapture:
 
     def clipped(self, positions: Sequence[int]) -> None:
         """Mark these gradients as just clipped."""
-        self._clipped.update((p, (weakref.ref(g), _version(g))) for p, g in self._gradients(positions).items())
+        self._clipped.update(_seen(self._gradients(positions)))
 
     def are_measured(self, positions: Iterable[int]) -> bool:
         """Whether all existing gradients were measured before clipping."""
@@ -278,33 +270,21 @@ class GradientCapture:
             return None
         return self._buffer.rows_of(GRADIENT_BEFORE_CLIP, names)
 
-    def forget_batches(self) -> None:
-        """See :meth:`LocalGradients.forget_batches`."""
-        self._local.forget_batches()
-
     def end(self) -> None:
-        """End the step and release everything it held."""
-        self._local.end()
+        self.local.end()
         self._buffer, self._seen, self._held = None, {}, {}
 
     def _gradients(self, positions: Iterable[int], are_used: bool = False) -> dict[int, Tensor]:
         """By position: as accumulated, or as the optimizer uses them."""
-        found = {}
+        parameters = there(self._parameters, positions)
         if self._buffer is not None and self._doubtful:
             # a gradient is no sign of it: zero_grad(set_to_none=False) leaves one to a layer that stays frozen
-            thawed = (
-                p for p in self._doubtful.intersection(positions) if (q := self._parameters[p]()) is not None and q.requires_grad
-            )
+            thawed = (p for p in self._doubtful.intersection(parameters) if parameters[p].requires_grad)
             self._buffer.thawed.update(self._plans[GRADIENT].names[p] for p in thawed)
-        if self._source is not PLAIN_GRADIENTS:
-            read = self._source.used if are_used else self._source.accumulated
-            known = ((p, parameter) for p in positions if (parameter := self._parameters[p]()) is not None)
-            return {p: gradient for p, parameter in known if (gradient := read(parameter)) is not None}
-        for position in positions:
-            parameter = self._parameters[position]()
-            if parameter is not None and (gradient := parameter.grad) is not None:
-                found[position] = gradient
-        return found
+        if self._source is PLAIN_GRADIENTS:
+            return {p: gradient for p, parameter in parameters.items() if (gradient := parameter.grad) is not None}
+        read = self._source.used if are_used else self._source.accumulated
+        return {p: gradient for p, parameter in parameters.items() if (gradient := read(parameter)) is not None}
 
     def before_clip(self, positions: Sequence[int], inverse_scale: Tensor | None, held_for: Hashable | None = None) -> None:
         """Measure the gradients now: accumulated and not yet clipped. Replaces an earlier call's values.
@@ -316,7 +296,7 @@ class GradientCapture:
         plan = self._plans[GRADIENT_BEFORE_CLIP]
         self._scaled |= inverse_scale is not None
         gradients = self._gradients(positions)
-        seen = {position: (weakref.ref(gradient), _version(gradient)) for position, gradient in gradients.items()}
+        seen = _seen(gradients)
         if held_for is None:
             target = self._buffer
             # values of gradients that were discarded since, as by zero_grad in a closure, are dropped
@@ -370,7 +350,7 @@ class GradientCapture:
         self._buffer.used.update(names)
         if len(gradients) < len(positions):
             self._note_frozen({*positions}.difference(gradients, self._at_rest))
-        if self._seen and any(p in self._seen and p not in gradients for p in positions):
+        if not self._seen.keys().isdisjoint({*positions}.difference(gradients)):
             self._buffer.noted["edited"] = True
         elif gradients and self._seen.keys() >= gradients.keys():
             self._note_edits(gradients)
@@ -385,8 +365,8 @@ class GradientCapture:
     def _note_frozen(self, positions: Collection[int]) -> None:
         """Note which of these, without a gradient, were frozen since the step began."""
         assert self._buffer is not None
-        found = ((p, self._parameters[p]()) for p in positions)
-        frozen = [p for p, parameter in found if parameter is not None and not parameter.requires_grad]
+        found = there(self._parameters, sorted(positions))
+        frozen = [p for p, parameter in found.items() if not parameter.requires_grad]
         self._buffer.frozen.update(self._plans[GRADIENT].names_at(frozen))
 
     def _note_replacement(self, gradients: Mapping[int, Tensor]) -> None:
@@ -397,22 +377,11 @@ class GradientCapture:
     def _note_edits(self, gradients: Mapping[int, Tensor]) -> None:
         """Note whether these were written to since they were measured before clipping; without a note the values decide."""
         assert self._buffer is not None
-        if any(_tells_edits(gradient) and not self._untouched(p, gradient) for p, gradient in gradients.items()):
+        if any(_tells_edits(gradient) and not _is_as(self._seen[p], gradient) for p, gradient in gradients.items()):
             self._buffer.noted["edited"] = True
         # unscaling moves no version counter, but rounds in low precision: other values without an edit
         elif self._scaled and any(gradient.dtype in _NARROW for gradient in gradients.values()):
             self._buffer.noted["rounds"] = True
-
-    def _untouched(self, position: int, gradient: Tensor) -> bool:
-        return _is_as(self._seen[position], gradient)
-
-    def local(self, position: int, gradient: Tensor | None, inverse_scale: Tensor | None) -> None:
-        """See :meth:`LocalGradients.measure`."""
-        self._local.measure(position, gradient, inverse_scale)
-
-    def commit_local(self, position: int) -> None:
-        """See :meth:`LocalGradients.commit`."""
-        self._local.commit(position)
 
 
 def _tells_edits(gradient: Tensor) -> bool:
@@ -424,8 +393,11 @@ def _tells_edits(gradient: Tensor) -> bool:
 
 def _is_as(seen: tuple[weakref.ref[Tensor], int], gradient: Tensor) -> bool:
     reference, version = seen
-    return reference() is gradient and version == _version(gradient)
+    return reference() is gradient and version == version_of(gradient)
 
 
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+def _seen(gradients: Mapping[int, Tensor]) -> _Seen:
+    """The gradients by position, with their versions; found without one call for each."""
+    tensors = gradients.values()
+    versions = map(version_of if any(map(Tensor.is_inference, tensors)) else _VERSION, tensors)
+    return dict(zip(gradients, zip(map(weakref.ref, tensors), versions, strict=True), strict=True))

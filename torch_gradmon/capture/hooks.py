@@ -45,7 +45,6 @@ class Hook:
         self.__name__ = "torch_gradmon_hook"  # code that inspects hooks expects a name
 
     def __call__(self, *args: object) -> Any:
-        """Call the method if its object is alive."""
         # compiled autograd, which would trace what comes, and whose engine takes no callbacks; or all gradients of a Jacobian at once
         if torch.compiler.is_dynamo_compiling() or (args and is_batched(args[-1])):
             return None
@@ -74,7 +73,6 @@ class ModuleHook(Hook):
         self._tap = tap
 
     def __call__(self, *args: object) -> Any:
-        """Call the method unless it is being traced."""
         # not torch.compiler.is_compiling(), which is True in all threads while one of them compiles
         if torch.compiler.is_dynamo_compiling():
             if self._tap is not None and not is_exporting():
@@ -131,7 +129,7 @@ class Handles:
     def on_accumulate(self, place: Place, hook: Hook, first: bool = False) -> None:
         """Register ``hook`` after the accumulation of the parameter's gradient. ``first``: before all such hooks; none may be running."""
         if (parameter := place()) is not None:
-            self._on_tensor(place, "_post_accumulate_grad_hooks", parameter.register_post_accumulate_grad_hook, hook)
+            self._on_tensor(place, parameter, "_post_accumulate_grad_hooks", parameter.register_post_accumulate_grad_hook, hook)
             hooks: Any = parameter._post_accumulate_grad_hooks
             if first and len(hooks) > 1:
                 *others, own = hooks.items()
@@ -140,18 +138,16 @@ class Handles:
     def on_gradient(self, place: Place, hook: Hook) -> None:
         """Register ``hook`` on the gradient of each backward pass."""
         if (parameter := place()) is not None:
-            self._on_tensor(place, "_backward_hooks", parameter.register_hook, hook)
+            self._on_tensor(place, parameter, "_backward_hooks", parameter.register_hook, hook)
 
-    def _on_tensor(self, place: Place, attribute: str, register: Callable[..., Any], hook: Hook) -> None:
-        parameter = place()
-        if parameter is None:
-            return
+    def _on_tensor(
+        self, place: Place, parameter: torch.nn.Parameter, attribute: str, register: Callable[..., Any], hook: Hook
+    ) -> None:
         self._hooked.append((place, attribute))
         with _thawed(parameter):
             self.add(register(hook))
 
     def remove(self) -> None:
-        """Remove all hooks. Idempotent."""
         for handle in self._handles:
             saving.remove(handle)
         for place, attribute in self._hooked:
@@ -202,7 +198,6 @@ class WrappedMethod:
         return getattr(type(owner), self._name).__get__(owner)  # type: ignore[no-any-return]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the original, or the function around it."""
         if self._around is None:
             return self._original()(*args, **kwargs)
         return self._around(self._original(), *args, **kwargs)

@@ -65,12 +65,7 @@ class Measurer:
     """Runs the statistics and the metric functions.
 
     Args:
-        built_in: measures the statistics of built-in metrics.
-        complaints: gets failures.
         ranks: those over which rows are merged.
-
-    Attributes:
-        functions: runs the metric functions.
     """
 
     def __init__(self, built_in: Statistics, complaints: WarningLog, ranks: Ranks | None = None) -> None:
@@ -80,12 +75,11 @@ class Measurer:
         self.functions = MetricFunctions(complaints)
 
     def measure(self, wanted: Measurement) -> None:
-        """Run the statistics and the metric functions of the plan."""
         self.statistics(wanted)
-        self.run_functions(wanted)
+        if wanted.plan.functions:
+            self.run_functions(wanted)
 
     def statistics(self, wanted: Measurement) -> None:
-        """Measure the statistics that the plan needs."""
         plan, tensors = wanted.plan, wanted.tensors
         if plan.measured != tuple(tensors):  # in most steps all are there
             tensors = {p: tensors[p] for p in plan.measured if p in tensors}
@@ -105,7 +99,6 @@ class Measurer:
             self._measure(wanted, list(found), list(found.values()))
 
     def _measure(self, wanted: Measurement, positions: Sequence[int], values: Sequence[Tensor]) -> None:
-        """Store the statistics of these tensors, all on one device."""
         plan, others = wanted.plan, None
         if wanted.second is not None:
             second = {p: wanted.second[p] for p in positions}
@@ -116,7 +109,6 @@ class Measurer:
         put(plan.source, plan.names_at(positions), rows, plan.columns)
 
     def run_functions(self, wanted: Measurement) -> None:
-        """Run the metric functions of the plan."""
         plan, second = wanted.plan, wanted.second
         due = [position for position in plan.functions if position in wanted.tensors]
         if self.ranks.has_parts:

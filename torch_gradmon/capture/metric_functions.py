@@ -68,7 +68,6 @@ class StateNorm(OfProducts):
         self._names = names
 
     def pairs(self, state: State) -> list[tuple[Tensor, Tensor]]:
-        """None without such a state."""
         found = _first_of(state, self._names)
         return [] if found is None else [(found, found)]
 
@@ -80,7 +79,6 @@ class Cosine(OfProducts):
         super().__init__("cosine", cosine)
 
     def pairs(self, state: State) -> list[tuple[Tensor, Tensor]]:
-        """None without momentum."""
         gradient = state["grad"]
         momentum = _first_of(state, ("exp_avg", "momentum_buffer"))
         if gradient is None or momentum is None or momentum.shape != gradient.shape:
@@ -122,7 +120,6 @@ class OutOfStep:
         return None if sums is None else (sums[0] / sums[1]).sqrt()
 
     def contribution(self, state: State) -> tuple[str, Tensor] | None:
-        """What one rank's part of a tensor contributes, and how contributions merge."""
         sums = self._sums(state)
         return None if sums is None else ("rms", sums)
 
@@ -234,11 +231,7 @@ NO_STATE = "the optimizer keeps no such state for it"
 
 
 class MetricFunctions:
-    """Runs metric functions safely.
-
-    Args:
-        complaints: gets failures.
-    """
+    """Runs metric functions safely."""
 
     def __init__(self, complaints: WarningLog) -> None:
         self._complaints = complaints
@@ -294,10 +287,10 @@ class MetricFunctions:
         first = key not in self._proven
         given = [each_tensor(x, (lambda t: t.detach().clone()) if first else (lambda t: t.detach())) for x in inputs]
         tensors = tensors_in(given)
-        versions = [_version(t) for t in tensors]
+        versions = [version_of(t) for t in tensors]
         with torch.no_grad(), no_autocast(_device_type(inputs)):
             value = metric.function(*given)
-        moved = versions != [_version(t) for t in tensors]
+        moved = versions != [version_of(t) for t in tensors]
         # NumPy and the like write without moving a version counter; on the copy the values show it
         moved = moved or (first and not all(_equal(a, b) for a, b in zip(tensors, tensors_in(inputs), strict=True)))
         if moved:
@@ -340,7 +333,7 @@ def each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 

@@ -1,6 +1,7 @@
 """Inputs and outputs of a model's modules in training, and their gradients.
 
-:class:`ForwardHooks` observe calls, :class:`PassTracker` knows which are training, :class:`ModuleCalls` measures them.
+:class:`ForwardHooks` observe calls, :class:`PassTracker` knows which are training, :class:`ModuleCalls` measures them, and
+:class:`ModuleSource` is all of it, for one monitor.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, MutableSet, Sequence, Set
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +33,6 @@ from .module_values import ModuleValues, tensors_of
 from .pass_tracker import PassTracker
 from .reference import LoopRun, ReferencePass
 
-# --- Calls of modules in training: measure inputs and outputs in hooks, and gradients when they arrive ---
-
-
 # --- Gradients of modules' inputs and outputs: hooks on tensors, and which backward passes count ---
 
 
@@ -52,6 +50,7 @@ class TensorGradientHooks:
 
     Attributes:
         inverse_scale: returns the factor for gradients.
+        is_reentrant: a forward without gradients was seen in training, as in the first pass of a re-entrant checkpoint.
         awaited: backward passes that have reached one of the tensors, and have not ended: they are running, or were interrupted.
         has_ended: a backward pass that accumulates gradients has reached one of the tensors in this step, and ended.
     """
@@ -59,7 +58,7 @@ class TensorGradientHooks:
     def __init__(self, came: Callable[[str, str, str, int, bool, Tensor | None], None]) -> None:
         self._came = came
         self.inverse_scale: Callable[[], Tensor | None] = lambda: None
-        self._is_reentrant = False
+        self.is_reentrant = False
         self._handles = Handles()
         self._leaves: dict[tuple[str, str, int, int], weakref.ref[Tensor]] = {}
         self._round = 0
@@ -68,23 +67,14 @@ class TensorGradientHooks:
         self.awaited: set[int] = set()
         self.has_ended = False
 
-    def connect(self, inverse_scale: Callable[[], Tensor | None]) -> None:
-        """Use this factor for gradients from now on."""
-        self.inverse_scale = inverse_scale
-
-    def note_reentrant(self) -> None:
-        """A forward without gradients was seen in training, as in the first pass of a re-entrant checkpoint."""
-        self._is_reentrant = True
-
     def begin(self, inventory: ModelIndex | None) -> None:
         """Start a step; without ``inventory`` no gradients are due in it."""
         self._round += 1
-        self._is_reentrant = self.has_ended = False
+        self.is_reentrant = self.has_ended = False
         self.awaited.clear()
         self._probes = () if inventory is None else _accumulators(inventory)
 
     def end(self) -> None:
-        """Remove all hooks."""
         self._handles.remove()
         self._leaves, self._probes = {}, ()
 
@@ -122,7 +112,7 @@ class TensorGradientHooks:
         if self._task[0] != task:
             found = any(_is_executed(node) for node in self._probes)
             # parameters in a re-entrant checkpoint are no leaves of the outer graph, and only backward() passes through one
-            whole = self._is_reentrant and torch.autograd.Variable._execution_engine.is_checkpoint_valid()
+            whole = self.is_reentrant and torch.autograd.Variable._execution_engine.is_checkpoint_valid()
             self._task = task, bool(self._probes) and (found or whole)
             if self._task[1]:
                 self.awaited.add(task)
@@ -163,95 +153,43 @@ _BY_PARTS = "the reference module runs when the whole model is called, but here 
 _MISSED = "a part of the model was called in training before the step had begun, so not all calls were measured"
 
 
-class OutputDifferences:
-    """Compares outputs of modules with those of the reference.
-
-    Args:
-        reference: has the outputs to compare with.
-        values: measures the tensors.
-        passes: knows whether the whole model runs.
-
-    Attributes:
-        due: whether differences are due in this step.
-    """
-
-    def __init__(self, reference: ReferencePass, values: ModuleValues, passes: PassTracker) -> None:
-        self._reference, self._values, self._passes = reference, values, passes
-        self.due = False
-
-    def begin(self, buffer: StepBuffer, due: bool) -> None:
-        """Start a step in which differences may be ``due``."""
-        self.due = due
-        if due and not self._reference:
-            buffer.absent[n.ACTIVATION_DIFFERENCE, ""] = "no reference module is set; see set_reference_module()"
-
-    def wants(self, name: str) -> bool:
-        """Whether a difference of this module's output to the reference's is requested in this step."""
-        return self._values.wants(n.ACTIVATION_DIFFERENCE, name)
-
-    def measure(self, name: str, value: Any, call: int) -> None:
-        """Measure the differences of the outputs of this call, if any are requested."""
-        if self._reference and self._values.wants(n.ACTIVATION_DIFFERENCE, name):
-            self._values.measure_pairs(name, value, call, self._other)
-
-    def _other(self, path: str) -> Tensor | str:
-        if (other := self._reference.take(path)) is not None:
-            return other
-        if not self._reference.is_off and self._passes.root_trains is None:
-            return _BY_PARTS
-        return self._reference.reason or "the reference module has no such output"
-
-
 class ModuleCalls:
     """Measures the calls of each step.
 
-    Args:
-        measurer: receives failures.
-        fence: counts the time.
-        passes: knows which calls are training.
-        differences: compares outputs with the reference's.
-        values: measures the tensors.
-
     Attributes:
         gradients: those of inputs and outputs.
+        on_part: called with a part of the model that runs while no step is open.
+        differences_due: outputs are compared with the reference's in this step.
         seen: whether a module other than the root was called in this step.
         misses_root: the hook on the root's inputs came too late for the first call in this step, so no call counts.
     """
 
     def __init__(
-        self, measurer: Measurer, fence: Fence, passes: PassTracker, differences: OutputDifferences, values: ModuleValues
+        self, measurer: Measurer, fence: Fence, passes: PassTracker, reference: ReferencePass, values: ModuleValues
     ) -> None:
         self._complaints, self._fence, self._passes = measurer.complaints, fence, passes
-        self._differences, self._values = differences, values
+        self._reference, self._values = reference, values
         self.gradients = TensorGradientHooks(self._gradient_came)
-        self._on_part: Callable[[nn.Module], object] = lambda _: None
+        self.on_part: Callable[[nn.Module], object] = lambda _: None
         self._lock = threading.RLock()  # hooks may fire on several threads, and share buffers
         self._buffer: StepBuffer | None = None
         self._numbers: Counter[tuple[str, str]] = Counter()
-        self.seen = self.misses_root = False
+        self.seen = self.misses_root = self.differences_due = False
 
     @property
     def places(self) -> Set[tuple[str, str]]:
         """The sources and names of the modules that were called in the last forward."""
         return self._numbers.keys()
 
-    def connect(self, inverse_scale: Callable[[], Tensor | None], part_called: Callable[[nn.Module], object]) -> None:
-        """See :meth:`ModuleSource.connect`."""
-        self.gradients.connect(inverse_scale)
-        self._on_part = part_called
-
-    def miss_root(self) -> None:
-        """Ignore the root's inputs in this step, because the hook on them came too late."""
-        self.misses_root = True
-
     def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: ModelIndex) -> None:
-        """Start a step with the metrics due in it."""
         self._buffer, self.misses_root = buffer, False
         self._numbers.clear()
         self._values.begin(buffer, metrics, inventory.modules)
         sources = {metric.source for metric in metrics}
         self.gradients.begin(None if sources.isdisjoint(_GRADIENTS) else inventory)
-        self._differences.begin(buffer, n.ACTIVATION_DIFFERENCE in sources)
+        self.differences_due = n.ACTIVATION_DIFFERENCE in sources
+        if self.differences_due and not self._reference:
+            buffer.absent[n.ACTIVATION_DIFFERENCE, ""] = "no reference module is set; see set_reference_module()"
 
     def end(self) -> None:
         """End the step; its values can still be evaluated."""
@@ -268,14 +206,12 @@ class ModuleCalls:
         self._numbers.clear()
 
     def drop_scaled(self, reason: str) -> None:
-        """Drop the gradients measured so far in this step, because their scale was wrong or missing."""
         if self._buffer is not None:
             self._values.forget(_GRADIENTS, reason)
 
     # --- hooks -----------------------------------------------------------------------------------------------------------------
 
     def called(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        """Measure a module's inputs."""
         if name == n.ROOT and self.misses_root:
             return
         named: dict[int | str, Any] = dict(enumerate(args))
@@ -284,7 +220,6 @@ class ModuleCalls:
         self._take(name, module, value, n.INPUT, n.INPUT_GRADIENT)
 
     def returned(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Measure a module's outputs."""
         self._take(name, module, output, n.ACTIVATION, n.ACTIVATION_GRADIENT)
 
     def _take(self, name: str, module: nn.Module, value: Any, source: str, gradient_source: str) -> None:
@@ -312,7 +247,7 @@ class ModuleCalls:
                 call = -1 if recomputed else self._numbers[source, name]
                 # no gradients within a pass that has them: the first pass of a re-entrant checkpoint
                 if not grad and not recomputed and passes.builds_graph and _is_trained(module):
-                    self.gradients.note_reentrant()
+                    self.gradients.is_reentrant = True
                 self._numbers[source, name] += not recomputed
                 wanted = grad and self._values.wants(gradient_source, name)
                 if wanted and not self.gradients.follow(gradient_source, name, value, call):
@@ -328,9 +263,9 @@ class ModuleCalls:
 
     def _part_called(self, module: nn.Module, value: Any) -> None:
         if (self._buffer is None or self._passes.is_tentative) and self._passes.part_began():
-            self._on_part(module)
+            self.on_part(module)
         elif self._buffer is not None and not (module.training or self._passes.counts_eval):
-            self._on_part(module)  # in evaluation mode, after a call in training mode that has opened the step
+            self.on_part(module)  # in evaluation mode, after a call in training mode that has opened the step
         try:
             self._passes.watch_part(module, value, missed=self._buffer is None)
         except Exception as error:
@@ -338,8 +273,18 @@ class ModuleCalls:
 
     def _measure(self, source: str, name: str, value: Any, call: int) -> None:
         self._values.measure(source, name, value, call)
-        if source == n.ACTIVATION and self._differences.due:
-            self._differences.measure(name, value, call)
+        if source == n.ACTIVATION and self.differences_due and self._reference and self.wants_difference(name):
+            self._values.measure_pairs(name, value, call, self._of_reference)
+
+    def wants_difference(self, name: str) -> bool:
+        return self._values.wants(n.ACTIVATION_DIFFERENCE, name)
+
+    def _of_reference(self, path: str) -> Tensor | str:
+        if (other := self._reference.take(path)) is not None:
+            return other
+        if not self._reference.is_off and self._passes.root_trains is None:
+            return _BY_PARTS
+        return self._reference.reason or "the reference module has no such output"
 
     def _gradient_came(self, source: str, name: str, path: str, call: int, within: bool, gradient: Tensor | None) -> None:
         if self._buffer is None or self._passes.paused or gradient is None or not (within or self.gradients.accumulates()):
@@ -379,46 +324,27 @@ _LEFT_OUT = "left out by excluded_modules_regex"
 _Place = tuple[str, str]
 
 
-class RootListener(Protocol):
-    """Listener of the hooks on the root."""
-
-    def root_began(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        """Called before the root's other forward pre-hooks."""
-
-    def root_ended(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Called after the root has returned or raised, and after the hook on its own output."""
-
-
-class Listener(Protocol):
-    """Listener of the hooks on matched modules, which may include the root."""
-
-    def called(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        """A module with a metric of inputs is called."""
-
-    def returned(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """A module with a metric of outputs has returned."""
-
-
 class ForwardHooks:
     """The hooks on a model's modules. Only modules with a metric have one, and the root if needed.
 
     Args:
-        of_root: listens to the root; hooks hold both listeners weakly.
-        listener: listens to matched modules.
-        eps: an element counts as near zero when ``|x| <= eps``.
+        of_root: hears of calls of the root; hooks hold both listeners weakly.
+        listener: hears of calls of matched modules, which may include the root.
 
     Attributes:
         graphs: what the hooks do in compiled graphs.
+        on_root: the root has hooks.
+        on_root_inputs: the root's inputs have a hook.
         has_compiled_parts: whether the model had any when hooks were installed.
     """
 
-    def __init__(self, of_root: RootListener, listener: Listener, eps: float) -> None:
+    def __init__(self, of_root: ModuleSource, listener: ModuleCalls, eps: float) -> None:
         self._of_root, self._listener, self.graphs = of_root, listener, CompiledHooks(eps)
         self._before_root, self._after_root = Handles(), Handles()
         # with the module, since another one may take its name, and even its address
         self._hooks: dict[_Place, tuple[weakref.ref[nn.Module], Handles]] = {}
         self._version: int | None = None
-        self.has_compiled_parts = False
+        self.on_root = self.on_root_inputs = self.has_compiled_parts = False
         self._left_out: list[str] = []  # names of modules that no metric applies to
         self._unhooked: list[str] = []  # names of modules that accept no hooks
         self._root: weakref.ref[nn.Module] | None = None
@@ -442,8 +368,10 @@ class ForwardHooks:
                 self.graphs.remove(*place)
                 del self._hooks[place]
         needs_root = (on_root or bool(wanted)) and takes_hooks(root)
-        if needs_root and not self._before_root:
-            self._before_root.of_module(root.register_forward_pre_hook(self._began_hook(root), prepend=True, with_kwargs=True))
+        if needs_root and not self.on_root:
+            began = ModuleHook(self._of_root.root_began, tap=self.graphs.add("", n.ROOT, root, root))
+            self._before_root.of_module(root.register_forward_pre_hook(began, prepend=True, with_kwargs=True))
+            self.on_root = True
         new, taken = wanted.keys() - self._hooks.keys(), frozenset(inventory.modules)
         for place, module in wanted.items():
             if place in new:
@@ -454,8 +382,9 @@ class ForwardHooks:
         if needs_root and (new or not self._after_root):  # after the hook on the root's own output
             self._after_root.remove()
             self._after_root.of_module(root.register_forward_hook(ModuleHook(self._of_root.root_ended), always_call=True))
-        if not needs_root and not self.graphs.has_graphs:
+        if not needs_root and not self.graphs.traced:
             self._leave_root()
+        self.on_root_inputs = (_INPUTS[0], n.ROOT) in self._hooks
         self.has_compiled_parts = is_compiled(root)
         self._left_out = _left_out(root, inventory)
         modules = ((name, reference()) for name, reference in inventory.modules.items())
@@ -482,9 +411,6 @@ class ForwardHooks:
             handles.of_module(module.register_forward_hook(hook))
         return handles
 
-    def _began_hook(self, root: nn.Module) -> ModuleHook:
-        return ModuleHook(self._of_root.root_began, tap=self.graphs.add("", n.ROOT, root, root))
-
     def collect(self, buffer: StepBuffer, values: ModuleValues) -> None:
         """See :meth:`CompiledHooks.collect`."""
         if self._asked is not None:
@@ -509,18 +435,7 @@ class ForwardHooks:
 
     @property
     def root(self) -> nn.Module | None:
-        """The module that hooks were installed for last."""
         return None if self._root is None else self._root()
-
-    @property
-    def on_root(self) -> bool:
-        """Whether the root has hooks."""
-        return bool(self._before_root)
-
-    @property
-    def on_root_inputs(self) -> bool:
-        """Whether the root's inputs have a hook."""
-        return (_INPUTS[0], n.ROOT) in self._hooks
 
     @property
     def on_parts(self) -> bool:
@@ -529,11 +444,10 @@ class ForwardHooks:
 
     @property
     def has_hooks(self) -> bool:
-        """Whether any module has a hook."""
         return self.on_root or self.on_parts
 
     @property
-    def has_hooks_on_parts(self) -> bool:
+    def measures(self) -> bool:
         """Whether any module, including the root, has hooks on inputs or outputs."""
         return len(self._hooks) > 0
 
@@ -543,13 +457,14 @@ class ForwardHooks:
 
         A compiled model would be recompiled whenever a module's hooks change, so its hooks stay, which costs nothing.
         """
-        return bool(self._hooks) and not self.has_compiled_parts and not self.graphs.has_graphs
+        return bool(self._hooks) and not self.has_compiled_parts and not self.graphs.traced
 
     def uninstall(self, stays_on_root: bool) -> None:
         """Remove the hooks that only monitored steps need; also those on the root, unless it must keep them."""
         for _, handles in self._hooks.values():
             handles.remove()
         self._hooks, self._version, self._asked = {}, None, None
+        self.on_root_inputs = False
         self.graphs.clear()
         if not stays_on_root:
             self._leave_root()
@@ -557,6 +472,7 @@ class ForwardHooks:
     def _leave_root(self) -> None:
         self._before_root.remove()
         self._after_root.remove()
+        self.on_root = False
 
 
 def _wanted(inventory: ModelIndex, metrics: Sequence[Metric]) -> dict[_Place, nn.Module]:
@@ -607,75 +523,7 @@ def _left_out(root: nn.Module, inventory: ModelIndex) -> list[str]:
     return list(canonical_names(name for name, module in root.named_modules() if id(module) not in there).values())
 
 
-# --- Inputs and outputs of a model's modules in training, and their gradients ---
-
-
-# --- forward scope ---
-
-
-class ForwardScope:
-    """Runs the reference before the model, then enables the coordinate check and the recording of attention.
-
-    Args:
-        measurer: measures.
-        fence: counts the time.
-        passes: paused while the reference runs.
-        values: measures activations.
-    """
-
-    def __init__(self, measurer: Measurer, fence: Fence, passes: PassTracker, values: ModuleValues) -> None:
-        self._fence, self._passes = fence, passes
-        self.reference = ReferencePass(measurer.complaints)
-        self.attention = AttentionRecorder(measurer.complaints, values, fence, passes.in_forward)
-        self._differences = OutputDifferences(self.reference, values, passes)
-        self.calls = ModuleCalls(measurer, fence, passes, self._differences, values)
-        self.check = CoordinateCheck(measurer, fence, passes, self.reference)
-        self._loop_run = LoopRun(passes, fence)
-
-    def begin_step(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: ModelIndex, by_hand: bool) -> None:
-        """Start a step with the metrics due in it."""
-        self.calls.begin(buffer, metrics, inventory)
-        self.attention.begin(buffer, metrics, inventory)
-        self.check.begin(buffer, metrics, inventory)
-        if by_hand and self._needs_reference and (module := self.reference.module) is not None:
-            parts = self.reference.parts().items()
-            self._loop_run.begin(module, {n: p for n, p in parts if self.check.wants(n) or self._differences.wants(n)})
-
-    def end_step(self, has_compiled_parts: bool, has_graphs: bool) -> None:
-        """End the step; its values can still be evaluated."""
-        self.calls.end()
-        self._loop_run.end()
-        self.attention.end(has_graphs)
-        self.check.end(has_compiled_parts or has_graphs)
-        self.reference.forget()
-
-    @property
-    def _needs_reference(self) -> bool:
-        return bool(self.reference) and (self._differences.due or self.check.due)
-
-    def start(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Start a training forward of ``root`` with these arguments."""
-        start = time.perf_counter()
-        if self._needs_reference:
-            self._run_reference(root, args, kwargs)
-        self.attention.enter()
-        self._fence.add_time(time.perf_counter() - start)
-
-    def _run_reference(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if (ran := self._loop_run.take()) is not None:
-            self.reference.adopt(ran.outputs)
-            self.check.behind(root, ran.run)
-            return
-        with self.check.beside(root) as note, self._passes.pause():  # the two may share modules
-            self.reference.run(root, self._differences.wants, args, kwargs, note)
-
-    def leave(self) -> None:
-        """End the forward. Idempotent."""
-        self.attention.leave()
-        self.check.leave()
-
-
-# --- Inputs and outputs of a model's modules in training, and their gradients ---
+# --- All of it ---
 
 
 _ROOT_MISSED = "it was asked for after the step had begun, with the call of the model"
@@ -703,12 +551,10 @@ class ModuleSource:
     Evaluation passes (the root module in eval mode, or without gradients in a step that the loop has not begun explicitly) and
     recomputation in activation checkpointing are not training.
 
-    Args:
-        measurer: measures.
-        fence: counts the time.
-
     Attributes:
         was_trained: the model has had a training forward or a backward pass in this step.
+        passes: which calls are training.
+        values: what was measured.
         hooks: those on modules.
     """
 
@@ -717,14 +563,17 @@ class ModuleSource:
     def __init__(self, measurer: Measurer, fence: Fence) -> None:
         self._handled = id(sys.exc_info()[1])  # the exception that the script handled when it called the root
         self._sign = ModuleSource._last_called = object()
-        self._measurer, self._passes = measurer, PassTracker()
-        self.values = ModuleValues(measurer)
-        self._scope = ForwardScope(measurer, fence, self._passes, self.values)
-        self._calls, self.reference, self.attention = self._scope.calls, self._scope.reference, self._scope.attention
+        self._measurer, self._fence, self.passes = measurer, fence, PassTracker()
+        self.values, self.reference = ModuleValues(measurer), ReferencePass(measurer.complaints)
+        self.attention = AttentionRecorder(measurer.complaints, self.values, fence, self.passes.in_forward)
+        self._calls = ModuleCalls(measurer, fence, self.passes, self.reference, self.values)
+        self._check = CoordinateCheck(measurer, fence, self.passes, self.reference)
+        self._loop_run = LoopRun(self.passes, fence)
         self.hooks = ForwardHooks(self, self._calls, measurer.built_in.eps)
         self._opening: Callable[[nn.Module], object] = lambda _: None
         self.was_trained = False
-        self._buffer: StepBuffer | None = None
+        self._step: tuple[StepBuffer, tuple[Metric, ...], ModelIndex, bool] | None = None
+        self._buffer: StepBuffer | None = None  # None also while nothing is asked of modules
         self._due = False
         self._awaited: MutableSet[int] = set()
         self._has_forward = self._has_backward = False  # of this step, which was not interrupted
@@ -746,52 +595,65 @@ class ModuleSource:
             awaited: backward passes that have reached a parameter, until they end.
         """
         self._opening, self._awaited = opening, set() if awaited is None else awaited
-        self._calls.connect(inverse_scale, part_called)
+        self._calls.gradients.inverse_scale, self._calls.on_part = inverse_scale, part_called
 
     # --- steps -----------------------------------------------------------------------------------------------------------------
 
     def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: ModelIndex, by_hand: bool) -> None:
-        """Start a step with the metrics due in it; ``by_hand``: the loop has begun it explicitly."""
+        """Start a step with the metrics due in it; ``by_hand``: the loop has begun it explicitly. Where no metric is due and no module has
+        a hook, nothing else is called in the step.
+        """
+        self._step, self._buffer, self.was_trained = (buffer, metrics, inventory, by_hand), None, False
+        passes = self.passes
+        passes.by_hand = by_hand
+        if metrics or self._awaited or self.hooks.on_root or passes.is_open or passes.missed or self.hooks.graphs.traced:
+            self._begin_measuring()
+
+    def _begin_measuring(self) -> None:
+        assert self._step is not None
         if self._awaited:
             self._drop_interrupted(calls=0)
-        self._buffer, self.was_trained, self._lost = buffer, False, ()
+        buffer, metrics, inventory, by_hand = self._step
+        self._buffer, self._lost = buffer, ()
         self._has_forward = self._has_backward = False
-        self._passes.use_training_mode(by_hand)
-        self._scope.begin_step(buffer, metrics, inventory, by_hand)
+        self._calls.begin(buffer, metrics, inventory)
+        self.attention.begin(buffer, metrics, inventory)
+        self._check.begin(buffer, metrics, inventory)
+        if by_hand and self._needs_reference and (module := self.reference.module) is not None:
+            parts = self.reference.parts().items()
+            wanted = {name: part for name, part in parts if self._check.wants(name) or self._calls.wants_difference(name)}
+            self._loop_run.begin(module, wanted)
         self._due = any(metric.source in n.MODULE_SOURCES for metric in metrics)
         self.set_recording(self._due)
 
-    def step_began(self, in_eval: bool) -> None:
-        """A step began; ``in_eval``: by a call in evaluation mode, which :meth:`step_confirmed` may confirm as training."""
-        self._passes.begin_step(in_eval)
-
-    def count_eval(self) -> None:
-        """Count calls in evaluation mode as training from now on in this step."""
-        self._passes.count_eval()
-
     def root_inputs_missed(self) -> None:
         """The step began in a call of the root, for which the hook on its inputs was installed too late."""
-        assert self._buffer is not None
-        self._calls.miss_root()
-        self._buffer.absent.update(((source, n.ROOT), _ROOT_MISSED) for source in (n.INPUT, n.INPUT_GRADIENT))
-
-    def step_confirmed(self) -> None:
-        """A backward pass or an optimizer step follows the call that began the step."""
-        self._passes.confirm()
+        if self._buffer is not None:
+            self._calls.misses_root = True
+            self._buffer.absent.update(((source, n.ROOT), _ROOT_MISSED) for source in (n.INPUT, n.INPUT_GRADIENT))
 
     def end(self) -> None:
         """End the step; its values can still be evaluated."""
-        if self._buffer is None:
+        if self._step is None:
             return
-        if self._awaited or self._passes.root_trains is not None or self._calls.gradients.awaited:
+        self._step = None
+        if self._awaited or self.passes.root_trains is not None or self._calls.gradients.awaited:
             self._drop_interrupted(calls=0)
-        self._collect(self._buffer)
-        self._scope.end_step(self.hooks.has_compiled_parts, self.hooks.graphs.has_graphs)
+        self.was_trained, was_trained = False, self.was_trained
+        if (buffer := self._buffer) is None:
+            return
+        has_graphs = len(self.hooks.graphs.traced) > 0
+        self._collect(buffer, was_trained)
+        self._calls.end()
+        self._loop_run.end()
+        self.attention.end(has_graphs)
+        self._check.end(self.hooks.has_compiled_parts or has_graphs)
+        self.reference.forget()
         for source in self._lost:
-            self._explain_lost(self._buffer, source)
-        self.hooks.explain(self._buffer.absent)
-        self._buffer, self.was_trained = None, False
-        self._passes.forget_forward()  # also if a forward was interrupted
+            self._explain_lost(buffer, source)
+        self.hooks.explain(buffer.absent)
+        self._buffer = None
+        self.passes.root_trains = None  # also if a forward was interrupted
 
     def set_aside(self) -> None:
         """The values so far are about to be set aside: store them in the buffer."""
@@ -802,13 +664,13 @@ class ModuleSource:
                 self._explain_lost(self._buffer, source)
             self._has_forward = self._has_backward = False
 
-    def _collect(self, buffer: StepBuffer) -> None:
+    def _collect(self, buffer: StepBuffer, was_trained: bool) -> None:
         """Collect what compiled graphs have written, or warn that no graph contains a hook."""
         self.hooks.collect(buffer, self.values)
         seen = self.hooks.graphs.has_parts or self._calls.seen
-        if not (self._due and self.was_trained):
+        if not (self._due and was_trained):
             return
-        if self.hooks.graphs.has_graphs:
+        if self.hooks.graphs.traced:
             buffer.absent.setdefault((n.ACTIVATION, ""), _NOT_IN_GRAPH)
         if self.hooks.on_parts and not seen and compiled_graphs() > 0:
             reason = _NOT_SEEN if TELLS_EXPORT else OLD_RELEASE
@@ -822,28 +684,26 @@ class ModuleSource:
     @property
     def awaits_check(self) -> bool:
         """Whether the coordinate check is due but has seen no forward, although it could."""
-        return self._scope.check.awaits_forward and not self.hooks.has_compiled_parts
+        return self._check.awaits_forward and not self.hooks.has_compiled_parts
 
     def drop_scaled(self, reason: str) -> None:
-        """Drop the gradients measured so far in this step, because their scale was wrong or missing."""
         self._calls.drop_scaled(reason)
 
+    def report_attention(self, name: str, named: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> None:
+        if self._step is not None and self._buffer is None:
+            self._begin_measuring()
+        self.attention.report(name, named, arguments)
+
     def capture(self, name: str, output: Any) -> None:
-        """Measure ``output``, a tensor or a container of tensors, under the name of its module."""
-        self._has_forward |= self._passes.root_trains is None
+        self._has_forward |= self.passes.root_trains is None
         self._calls.capture(name, output)
 
     def set_recording(self, is_open: bool) -> None:
         """Whether compiled graphs with our hooks write values from now on. Does not synchronise."""
-        if not (is_open or self._passes.is_open or self._passes.missed):
+        if not (is_open or self.passes.is_open or self.passes.missed):
             return  # as in most steps
-        self._passes.set_open(is_open)
-        self.hooks.graphs.gate.set(is_open and not self._passes.paused)
-
-    @property
-    def paused(self) -> bool:
-        """Whether nothing is measured at the moment."""
-        return self._passes.paused
+        self.passes.set_open(is_open)
+        self.hooks.graphs.open(is_open and not self.passes.paused)
 
     def pause(self, is_paused: bool) -> None:
         """Measure nothing, or go on."""
@@ -852,11 +712,10 @@ class ModuleSource:
                 self._drop_interrupted(calls=0)
             elif not is_in_backward():
                 self._awaited.clear()  # what was interrupted meanwhile has measured nothing
-        self._passes.set_paused(is_paused)
-        self.hooks.graphs.gate.set(self._passes.is_open and not is_paused)
+        self.passes.is_paused = is_paused
+        self.hooks.graphs.open(self.passes.is_open and not is_paused)
 
     def backward_ended(self) -> None:
-        """A backward pass has ended in this step."""
         self.was_trained = True
         if torch._C._current_autograd_node() is not None:  # a nested one
             return
@@ -873,7 +732,7 @@ class ModuleSource:
         ``calls``: of the root are known to run.
         """
         root, gradients = self.hooks.root, self._calls.gradients
-        if (trains := self._passes.root_trains) is not None and (root is None or running_calls(root) <= calls):
+        if (trains := self.passes.root_trains) is not None and (root is None or running_calls(root) <= calls):
             self._leave_root()  # by what is no Exception, so that no hook has seen the end
             if trains:
                 self._drop(_OF_PASSES, is_alone=not self._has_forward)
@@ -903,7 +762,7 @@ class ModuleSource:
                 self.hooks.graphs.discard()
                 self.values.discard()
                 self._calls.forward_began()
-                self._calls.seen = self._scope.check.seen = self._has_forward = False
+                self._calls.seen = self._check.seen = self._has_forward = False
             else:
                 self.values.flush()
             for source in sources:
@@ -924,29 +783,26 @@ class ModuleSource:
         ``root_too``: on the root in any case, because modules log values themselves.
         """
         if self.hooks.install(root, inventory, metrics, version, root_too or _stays(self.reference, metrics)):
-            self.attention.set_compiled(self.hooks.has_compiled_parts)
+            self.attention.compiled = self.hooks.has_compiled_parts
 
     @property
     def has_removable_hooks(self) -> bool:
         """Whether hooks may be removed on unmonitored steps; unknown before the first forward, since the model may be compiled."""
-        return self._passes.forward_seen and self.hooks.has_removable_hooks
+        return self.passes.forward_seen and self.hooks.has_removable_hooks
 
     def uninstall(self, metrics: Sequence[Metric]) -> None:
-        """Remove the hooks that only monitored steps need."""
         self.hooks.uninstall(_stays(self.reference, metrics))
-        self._passes.forget_forward()
+        self.passes.root_trains = None
 
     def remove(self) -> None:
-        """Remove all hooks. Idempotent."""
         self.hooks.uninstall(stays_on_root=False)
-        self._passes.forget_forward()
-        self._scope.leave()
+        self._leave_forward()
 
     # --- the root --------------------------------------------------------------------------------------------------------------
 
     def root_began(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         """The root is called; ``kwargs`` is None after its hook was removed."""
-        if self._awaited or self._passes.root_trains is not None or self._calls.gradients.awaited:
+        if self._awaited or self.passes.root_trains is not None or self._calls.gradients.awaited:
             self._drop_interrupted(calls=1)
         # before the reference runs, since it has copies of the model's own hooks; so the step may have to be opened here
         self._opening(module)
@@ -954,20 +810,35 @@ class ModuleSource:
         # step has removed it, no hook would see the end of this forward
         if kwargs is None or not self.hooks.on_root or torch._C._current_graph_task_id() != -1:
             return
-        if not self._passes.forward_seen and self.hooks.install_in_compiled():
-            self.attention.set_compiled(True)
-        trains = self._passes.root_began(module)
+        if not self.passes.forward_seen and self.hooks.install_in_compiled():
+            self.attention.compiled = True
+        trains = self.passes.root_began(module)
         self.was_trained |= trains
         self._handled, ModuleSource._last_called = id(sys.exc_info()[1]), self._sign
         self._has_forward |= len(self._calls.places) > 0  # of parts that were called directly
         self._calls.forward_began()
-        if self._buffer is None or self._passes.paused or not trains:
+        if self._buffer is None or self.passes.paused or not trains:
             return
-        self._scope.start(module, args, kwargs)
+        start = time.perf_counter()
+        if self._needs_reference:
+            self._run_reference(module, args, kwargs)
+        self.attention.enter()
+        self._fence.add_time(time.perf_counter() - start)
+
+    @property
+    def _needs_reference(self) -> bool:
+        return bool(self.reference) and (self._calls.differences_due or self._check.due)
+
+    def _run_reference(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if (ran := self._loop_run.take()) is not None:
+            self.reference.adopt(ran.outputs)
+            self._check.behind(root, ran.run)
+            return
+        with self._check.beside(root) as note, self.passes.pause():  # the two may share modules
+            self.reference.run(root, self._calls.wants_difference, args, kwargs, note)
 
     def root_ended(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """The root has returned or raised."""
-        trains = self._passes.root_trains is True and not self._passes.paused
+        trains = self.passes.root_trains is True and not self.passes.paused
         if torch._C._current_graph_task_id() != -1:  # a recomputation
             return
         self._leave_root()
@@ -977,9 +848,14 @@ class ModuleSource:
             self._has_forward |= trains
 
     def _leave_root(self) -> None:
-        self._passes.root_ended()
-        self._scope.leave()
+        self.passes.builds_graph = True
+        self._leave_forward()
         self.reference.forget()
+
+    def _leave_forward(self) -> None:
+        self.passes.root_trains = None
+        self.attention.leave()
+        self._check.leave()
 
     def ending(self) -> str:
         """The exception that ends the training now, as text; empty without one."""
@@ -988,12 +864,7 @@ class ModuleSource:
     def training_began(self) -> None:
         """The root's training forward began; its own hook may have been installed too late to see it."""
         self._handled, ModuleSource._last_called = id(sys.exc_info()[1]), self._sign
-        self._passes.training_began(end_is_seen=self.hooks.on_root)
-
-    @property
-    def in_training(self) -> bool:
-        """False inside an evaluation pass and inside a recomputation, which happens while a backward pass runs."""
-        return self._passes.in_training
+        self.passes.training_began(end_is_seen=self.hooks.on_root)
 
 
 def _stays(reference: ReferencePass, metrics: Iterable[Metric]) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -76,7 +76,7 @@ def rest_of(path: str, name: str, taken: Container[str]) -> str:
     return f"[{rest[1:first]}]{rest[first:]}"
 
 
-# --- unit metrics ---
+# --- Metrics of units ---
 
 
 #: Consecutive monitored steps without output after which a unit counts as dead.
@@ -220,7 +220,6 @@ class DeadUnits:
             self._alive |= alive
 
     def discard(self) -> None:
-        """Forget the outputs of this step."""
         if self._alive is not None:
             self._alive = torch.zeros_like(self._alive)
 
@@ -247,11 +246,9 @@ class DeadUnitTracker:
         self._seen: set[str] = set()
 
     def clear(self) -> None:
-        """Discard which outputs were seen in this step."""
         self._seen.clear()
 
     def discard(self) -> None:
-        """Forget the outputs of this step."""
         for path in self._seen:
             self._units[path].discard()
         self._seen.clear()
@@ -264,7 +261,6 @@ class DeadUnitTracker:
         self._seen.add(path)
 
     def end_step(self, buffer: StepBuffer) -> None:
-        """Store the shares of dead units of outputs seen in this step."""
         for path in self._seen:
             share = self._units[path].end_step()
             if share is not None:
@@ -316,9 +312,6 @@ ACTIVATION_BUILT_INS = {
 }
 
 
-# --- Values of modules' inputs, outputs and their gradients, merged over calls and micro-batches ---
-
-
 # --- The metrics requested of each module, and the built-in values of a step's tables ---
 
 
@@ -344,7 +337,6 @@ class RequestedMetrics:
 
     @property
     def others(self) -> bool:
-        """Whether metrics other than views are requested."""
         return bool(self.functions or self.dead or self.reasons)
 
 
@@ -375,7 +367,6 @@ class MetricLookup:
         self._last: dict[str, tuple[tuple[str, ...], _Calls, list[ViewGroup]]] = {}
 
     def begin(self, metrics: tuple[Metric, ...], modules: Mapping[str, Callable[[], nn.Module | None]]) -> None:
-        """Start a step with the metrics due in it; ``modules`` by name."""
         if metrics != self._metrics or modules is not self.modules:
             self._metrics, self.modules, self._asked, self._columns = metrics, modules, {}, {}
             for metric in metrics:
@@ -463,52 +454,15 @@ def _asked(metrics: Iterable[Metric], module: nn.Module | None, split: bool, col
     return RequestedMetrics(columns if views else frozenset(), tuple(views), tuple(functions), dead, split, reasons)
 
 
-# --- Batches small tensors, to amortise call overhead ---
-
-
-#: Elements in the buffer: 4 MB of float32, copied while they are in a cache.
-CAPACITY = 1 << 20
-T = TypeVar("T")
-
-
-class SmallTensorBatch(Generic[T]):
-    """A bounded buffer of copies of small CPU tensors, each with an item of data."""
-
-    def __init__(self) -> None:
-        self._pool: Tensor | None = None
-        self._used = 0
-        self._waiting: list[tuple[T, Tensor]] = []
-
-    def takes(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` should be batched: it is on the CPU, small, and exact in float32."""
-        return tensor.numel() <= SMALL and tensor.dtype in NARROW and is_plain(tensor)
-
-    def has_room(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` fits without draining the buffer."""
-        return self._used + tensor.numel() <= CAPACITY
-
-    def put(self, item: T, tensor: Tensor, inverse_scale: Tensor | None = None) -> None:
-        """Copy ``tensor``, for which there must be room, times ``inverse_scale``, in float32 as ``GradScaler.unscale_`` does."""
-        if self._pool is None:
-            with torch.inference_mode(False):  # the buffer is written to outside of that mode
-                self._pool = torch.empty(CAPACITY, dtype=torch.float32, device="cpu")
-        copy = self._pool[self._used : self._used + tensor.numel()].view(tensor.shape).copy_(tensor)
-        if inverse_scale is not None:
-            copy.mul_(inverse_scale)
-        self._used += tensor.numel()
-        self._waiting.append((item, copy))
-
-    def drain(self) -> list[tuple[T, Tensor]]:
-        """All items and copies, in order; the copies are valid until the next :meth:`put`."""
-        waiting, self._waiting, self._used = self._waiting, [], 0
-        return waiting
-
-
 # --- Rows of small and of large CPU tensors, which are kept as numbers and stored all at once ---
 
 
+#: Elements of the copies of small tensors that are measured together: 4 MB of float32, copied while they are in a cache.
+CAPACITY = 1 << 20
+
+
 class _MeasuredCall(NamedTuple):
-    """What was measured in one call: the numbers of one row, rows as a tensor, or None for a row of the batch of small tensors."""
+    """What was measured in one call: the numbers of one row, rows as a tensor, or None for a row of one of the small tensors."""
 
     source: str
     paths: list[str]
@@ -517,59 +471,65 @@ class _MeasuredCall(NamedTuple):
 
 
 class HostRows:
-    """The rows of one step in the order of the calls, until :meth:`flush`.
-
-    Args:
-        statistics: measures.
-    """
+    """The rows of one step in the order of the calls, until :meth:`flush`. Small tensors are copied, and measured together."""
 
     def __init__(self, statistics: Statistics) -> None:
         self._statistics = statistics
         self._buffer: StepBuffer | None = None
         self._rows: list[_MeasuredCall] = []
-        self._small: SmallTensorBatch[frozenset[Column]] = SmallTensorBatch()
+        self._pool: Tensor | None = None
+        self._used = 0  # elements of it
+        self._small: list[tuple[frozenset[Column], Tensor]] = []
 
     def __bool__(self) -> bool:
         return len(self._rows) > 0
 
     def begin(self, buffer: StepBuffer) -> None:
         """Start a step; an interrupt at the end of the last one may have left rows."""
-        self._buffer, self._rows = buffer, []
-        self._small.drain()
+        self._buffer, self._rows, self._small, self._used = buffer, [], [], 0
 
     def append(self, source: str, paths: list[str], columns: frozenset[Column], rows: Tensor) -> None:
-        """Add rows that were measured elsewhere."""
         self._rows.append(_MeasuredCall(source, paths, columns, rows))
 
     def measure(
         self, source: str, path: str, columns: frozenset[Column], tensor: Tensor, inverse_scale: Tensor | None = None
     ) -> bool:
-        """Measure a CPU tensor into numbers, or add a small one to the batch. Returns False if neither is possible."""
+        """Measure a CPU tensor into numbers, or copy a small one. Returns False if neither is possible."""
         if inverse_scale is not None and not inverse_scale.is_cpu:
             return False
         row = self._statistics.row_of(tensor, columns, inverse_scale)
         if row is not None:
             self._rows.append(_MeasuredCall(source, [path], columns, row))
             return True
-        if not self._small.takes(tensor):
+        if not (tensor.numel() <= SMALL and tensor.dtype in NARROW and is_plain(tensor)):
             return False
-        if not self._small.has_room(tensor):
+        if self._used + tensor.numel() > CAPACITY:
             self.flush()
-        self._small.put(columns, tensor, inverse_scale)
+        self._small.append((columns, self._copied(tensor, inverse_scale)))
         self._rows.append(_MeasuredCall(source, [path], columns, None))
         return True
 
+    def _copied(self, tensor: Tensor, inverse_scale: Tensor | None) -> Tensor:
+        """A copy, valid until :meth:`flush`, times ``inverse_scale`` in float32 as ``GradScaler.unscale_`` does."""
+        if self._pool is None:
+            with torch.inference_mode(False):  # it is written to outside of that mode
+                self._pool = torch.empty(CAPACITY, dtype=torch.float32, device="cpu")
+        copy = self._pool[self._used : self._used + tensor.numel()].view(tensor.shape).copy_(tensor)
+        self._used += tensor.numel()
+        return copy if inverse_scale is None else copy.mul_(inverse_scale)
+
     def flush(self) -> None:
-        """Store all rows in the buffer, after measuring the batch of small tensors."""
+        """Store all rows in the buffer, after measuring the small tensors."""
         assert self._buffer is not None
-        measured, self._rows = self._rows, []
+        measured, small = self._rows, self._small
+        self._rows, self._small, self._used = [], [], 0
         if not measured:
             return
         waited: Iterator[list[float]] = iter(())
         together = frozenset[Column]()
-        if waiting := self._small.drain():
-            together = together.union(*{of for of, _ in waiting})
-            waited = iter(self._statistics.measure([tensor for _, tensor in waiting], together).tolist())
+        if small:
+            together = together.union(*{of for of, _ in small})
+            waited = iter(self._statistics.measure([tensor for _, tensor in small], together).tolist())
         single = [call.row for call in measured if not isinstance(call.row, Tensor)]
         rows = [next(waited) if row is None else row for row in single]
         table = iter(torch.tensor(rows, dtype=torch.float64, device="cpu"))
@@ -609,7 +569,6 @@ class _Waiting:
     columns: frozenset[Column] = frozenset()
 
     def add(self, copy: Tensor, place: tuple[str, str], columns: frozenset[Column]) -> None:
-        """One more copy, by source and path."""
         self.copies.append(copy)
         self.paths.append(place)
         self.columns |= columns
@@ -617,13 +576,7 @@ class _Waiting:
 
 
 class DeviceRows:
-    """Copies of tensors until :meth:`flush`, or until they fill the memory that they may take.
-
-    Args:
-        statistics: measures.
-        buffer: takes the rows.
-        complaints: gets failures.
-    """
+    """Copies of tensors until :meth:`flush`, or until they fill the memory that they may take."""
 
     def __init__(self, statistics: Statistics, buffer: StepBuffer, complaints: WarningLog) -> None:
         self._statistics, self._buffer, self._complaints = statistics, buffer, complaints
@@ -652,7 +605,6 @@ class DeviceRows:
         return True
 
     def flush(self) -> None:
-        """Measure all copies, and store their rows in the buffer."""
         waiting, self._waiting = self._waiting, {}
         for (device, _), copies in waiting.items():
             self._flush(copies, device)
@@ -693,11 +645,7 @@ class _Item(NamedTuple):
 
 
 class ModuleValues:
-    """Measures what the metrics of modules request, one step after the other. Tensors are not kept; small ones are copied.
-
-    Args:
-        measurer: measures.
-    """
+    """Measures what the metrics of modules request, one step after the other. Tensors are not kept; small ones are copied."""
 
     def __init__(self, measurer: Measurer) -> None:
         self._measurer = measurer
@@ -712,7 +660,6 @@ class ModuleValues:
     def begin(
         self, buffer: StepBuffer, metrics: tuple[Metric, ...], modules: Mapping[str, Callable[[], nn.Module | None]]
     ) -> None:
-        """Start a step with the metrics due in it; ``modules`` by name."""
         self._buffer = buffer
         self._rows.begin(buffer)
         self._device_rows = None  # an interrupt at the end of the last step may have left some
@@ -752,7 +699,6 @@ class ModuleValues:
         return any(each.views and not each.split for each in asked)
 
     def wants(self, source: str, name: str) -> bool:
-        """Whether anything is requested of this source of this module in this step."""
         return bool(self._lookup.requested(source, name))
 
     def measure(
@@ -884,7 +830,6 @@ class ModuleValues:
         return self._rows.measure(source, name, asked[0].columns, tensor)
 
     def _measure_others(self, source: str, item: _Item, inverse_scale: Tensor | None) -> None:
-        """Measure what is not a view of the statistics."""
         assert self._buffer is not None
         for metric, reason in item.asked.reasons.items():
             self._buffer.absent[source, f"{item.path}/{metric}"] = reason

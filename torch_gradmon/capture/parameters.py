@@ -14,7 +14,7 @@ from ..core.keys import OPTIMIZER, PARAMETER, PARAMETER_DIFFERENCE, UPDATE, UPDA
 from ..core.moments import SQUARES
 from ..statistics.on_device import copies
 from ..step.buffer import StepBuffer
-from ..step.model_index import PLAIN_GRADIENTS, GradientSource, Place
+from ..step.model_index import PLAIN_GRADIENTS, GradientSource, Place, there
 from ..step.plan import SourcePlan
 from .measurer import Measurement, Measurer
 from .metric_functions import TurnOf
@@ -50,9 +50,12 @@ class ParameterCapture:
     """Measures parameters before the optimizer's step, and updates: parameters after it minus before it.
 
     Args:
-        measurer: measures.
         update_sample: limits the copies for updates: None for all, an int for at most that many rows (evenly spaced slices of the first
             dimension) of each parameter, or a pattern for the names of parameters.
+
+    Attributes:
+        reference: parameters by name, whose differences are measured.
+        shared: positions of parameters that several optimizers step.
 
     Memory: during one optimizer's step, a copy of its parameters (or of the sample).
     """
@@ -64,17 +67,9 @@ class ParameterCapture:
         self._before: dict[int, Tensor] = {}
         self._measured: set[int] = set()  # positions whose copies are what was measured as parameters, in this version
         self._version = 0
-        self._reference: Mapping[str, nn.Parameter] = {}
+        self.reference: Mapping[str, nn.Parameter] = {}
         self._source = PLAIN_GRADIENTS
-        self._shared: set[int] = set()  # positions of parameters that several optimizers step
-
-    def compare_with(self, reference: Mapping[str, nn.Parameter]) -> None:
-        """Measure differences to these parameters, by name."""
-        self._reference = reference
-
-    def share(self, positions: set[int]) -> None:
-        """Several optimizers step the parameters at these positions."""
-        self._shared = positions
+        self.shared: set[int] = set()
 
     def sample_description(self) -> str | None:
         """What update values cover, if not all elements of every parameter."""
@@ -96,15 +91,13 @@ class ParameterCapture:
         self._before, self._measured = {}, set()
 
     def end(self) -> None:
-        """End the step and release everything it held."""
         self._buffer, self._before = None, {}
 
     def _live(self, positions: Iterable[int]) -> Mapping[int, Tensor]:
-        found = {position: self._parameters[position]() for position in positions}
-        there = {position: parameter for position, parameter in found.items() if parameter is not None}
+        parameters = there(self._parameters, positions)
         if self._source is PLAIN_GRADIENTS:
-            return there  # functions get detached ones
-        return {position: self._source.value(parameter).detach() for position, parameter in there.items()}
+            return parameters  # functions get detached ones
+        return {position: self._source.value(parameter).detach() for position, parameter in parameters.items()}
 
     def _parts(self, positions: Iterable[int]) -> Mapping[int, Tensor]:
         """The part of each parameter that this rank counts."""
@@ -120,10 +113,10 @@ class ParameterCapture:
         plan = self._plans[PARAMETER_DIFFERENCE]
         if plan.empty:
             return
-        there, reference = {}, {}
+        own, reference = {}, {}
         for position in set(plan.positions) & parameters.keys():
             name = plan.names[position]
-            other = self._reference.get(name)
+            other = self.reference.get(name)
             if other is None or other.shape != parameters[position].shape:
                 why = "has no such parameter" if other is None else f"has another shape there, {tuple(other.shape)}"
                 self._buffer.absent[PARAMETER_DIFFERENCE, name] = f"the reference module {why}"
@@ -131,8 +124,8 @@ class ParameterCapture:
                 why = "the reference module's is not sharded over ranks in the same way"
                 self._buffer.absent[PARAMETER_DIFFERENCE, name] = why
             else:
-                there[position], reference[position] = parameters[position], other.detach().to(parameters[position].device)
-        self._measurer.measure(Measurement(self._buffer, plan, there, second=reference))
+                own[position], reference[position] = parameters[position], other.detach().to(parameters[position].device)
+        self._measurer.measure(Measurement(self._buffer, plan, own, second=reference))
 
     def before_step(self, positions: Iterable[int], as_measured: bool) -> None:
         """Copy what the step will change; ``as_measured``: nothing has changed since :meth:`measure`."""
@@ -158,7 +151,6 @@ class ParameterCapture:
             self._version = self._buffer.version_of(PARAMETER)
 
     def forget(self, positions: Iterable[int]) -> None:
-        """Drop the copies of parameters that are not stepped after all."""
         for position in positions:
             self._before.pop(position, None)
             self._measured.discard(position)
@@ -170,7 +162,7 @@ class ParameterCapture:
         positions = list(positions)
         before = {position: self._before[position] for position in positions if position in self._before}
         self._before = {
-            position: copy for position, copy in self._before.items() if position not in before or position in self._shared
+            position: copy for position, copy in self._before.items() if position not in before or position in self.shared
         }
         after = {position: self._rows(parameter) for position, parameter in self._parts(before).items()}
         plan = self._plans[UPDATE]

@@ -14,8 +14,6 @@ from .attention import TRACER, is_called_by
 from .hooks import Hook
 from .module_values import tensors_of
 
-# --- pass tracker ---
-
 
 class PassTracker:
     """The state of the running forward.
@@ -27,6 +25,7 @@ class PassTracker:
     has reached the inputs or outputs of such a call.
 
     Attributes:
+        is_paused: nothing is measured; :attr:`paused` knows more.
         root_trains: whether the running forward of the root is training; None while none is running.
         forward_seen: the root was ever called.
         counts_eval: calls in evaluation mode are training, because such a call began the step or the loop trains so.
@@ -40,7 +39,7 @@ class PassTracker:
 
     def __init__(self) -> None:
         self.root_trains: bool | None = None
-        self.forward_seen = self._is_paused = self.awaits_part = self.missed = False
+        self.forward_seen = self.is_paused = self.awaits_part = self.missed = False
         self.counts_eval = self.is_tentative = self.by_hand = False
         self.is_open = self.builds_graph = True
         self._root_trained = self._parts_lead = False
@@ -49,28 +48,15 @@ class PassTracker:
     @property
     def paused(self) -> bool:
         """Nothing is measured at the moment: a reference runs, or a graph is captured, whose values come with its replays."""
-        return self._is_paused or (self._captures is not None and self._captures())
+        return self.is_paused or (self._captures is not None and self._captures())
 
     # --- steps -----------------------------------------------------------------------------------------------------------------
 
-    def use_training_mode(self, by_hand: bool) -> None:
-        """Whether training mode alone decides what is training, because the loop has begun the step explicitly."""
-        self.by_hand = by_hand
-
     def begin_step(self, in_eval: bool) -> None:
-        """Start a step, begun by a call in evaluation mode if ``in_eval``."""
+        """Start a step, begun by a call in evaluation mode if ``in_eval``, which a backward pass may confirm as training."""
         self.counts_eval = self.is_tentative = in_eval
 
-    def count_eval(self) -> None:
-        """Count calls in evaluation mode as training from now on."""
-        self.counts_eval = True
-
-    def confirm(self) -> None:
-        """A backward pass or an optimizer step follows the call that began the step."""
-        self.is_tentative = False
-
     def set_open(self, is_open: bool) -> None:
-        """Whether values count from now on."""
         self.is_open = is_open
         self.missed &= is_open  # an unmonitored step misses nothing
 
@@ -79,18 +65,13 @@ class PassTracker:
         missed, self.missed = self.missed, False
         return missed
 
-    def set_paused(self, paused: bool) -> None:
-        """Whether nothing is measured from now on."""
-        self._is_paused = paused
-
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Measure nothing inside."""
-        self._is_paused = True
+        self.is_paused = True
         try:
             yield
         finally:
-            self._is_paused = False
+            self.is_paused = False
 
     # --- the root --------------------------------------------------------------------------------------------------------------
 
@@ -102,14 +83,9 @@ class PassTracker:
         return self.root_trains
 
     def trains(self, module: nn.Module) -> bool:
-        """Whether a call of ``module`` now is training."""
         if torch.is_grad_enabled():
             return module.training or self.counts_eval
         return self.by_hand and module.training and not is_called_by(TRACER)
-
-    def forget_forward(self) -> None:
-        """No forward of the root is running, though its end was not seen."""
-        self.root_trains = None
 
     def training_began(self, end_is_seen: bool) -> None:
         """The root's training forward began, which its own hook may have missed; ``end_is_seen``: a hook will see its end."""
@@ -118,10 +94,6 @@ class PassTracker:
             self._root_trained, self.awaits_part = True, False
         if end_is_seen:
             self.root_trains = True
-
-    def root_ended(self) -> None:
-        """The root has returned or raised."""
-        self.root_trains, self.builds_graph = None, True
 
     @property
     def in_training(self) -> bool:

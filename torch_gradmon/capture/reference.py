@@ -31,7 +31,7 @@ from .metric_functions import untouched_rng
 from .module_values import tensors_of
 from .pass_tracker import PassTracker
 
-# --- isolated call ---
+# --- A call without side effects ---
 
 
 #: Called with a tensor and its copy.
@@ -173,10 +173,7 @@ def _accept(_: Iterable[Any]) -> None:
 _EAGER, _WITHOUT_ADVICE = SharedContext(lambda: torch.compiler.set_stance("force_eager")), SharedContext(_without_advice)
 
 
-# --- source ---
-
-
-# --- replay ---
+# --- The calls of its parts while the reference runs ---
 
 
 #: Types compared by value; other non-tensor inputs are never equal.
@@ -219,7 +216,6 @@ class ReplayedForward:
             self._origins[id(copy)] = tensor, tensor._version, copy, copy._version
 
     def called(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """A part is called."""
         number = self._calls[name]
         self._calls[name] += 1
         outcome = ReplayedOutputs(self._traced((args, dict(kwargs))))
@@ -239,7 +235,6 @@ class ReplayedForward:
                 return
 
     def outcome(self, name: str, number: int) -> ReplayedOutputs | None:
-        """The call of that number, counted from 0, or None."""
         return self._outcomes.get((name, number))
 
     def outputs_for(self, name: str, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor] | None:
@@ -286,7 +281,7 @@ def first_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str
     return list(tensors_of(args[0] if args else next(iter(kwargs.values()), None), ""))
 
 
-# --- source ---
+# --- Its runs ---
 
 
 class ReferencePass:
@@ -310,24 +305,17 @@ class ReferencePass:
         self.remove()
 
     def __bool__(self) -> bool:
-        return self._module is not None
-
-    @property
-    def module(self) -> nn.Module | None:
-        """The reference without wrappers, or None."""
-        return self._module
-
-    @property
-    def is_off(self) -> bool:
-        """Whether it failed and will not run any more; :attr:`reason` has the cause."""
-        return self._off
+        return self.module is not None
 
     def remove(self) -> None:
         """Remove the reference and all kept outputs. Idempotent."""
         self.forget()
-        self._module: nn.Module | None = None
+        #: Without its wrappers.
+        self.module: nn.Module | None = None
         self._rename: Callable[[str], str] = str
-        self._follows = self._off = False
+        #: It failed and does not run any more; :attr:`reason` has the cause.
+        self.is_off = False
+        self._follows = False
         #: The reference's parameters by canonical and renamed name; their values are live.
         self.parameters: Mapping[str, nn.Parameter] = {}
         #: Why the last run kept nothing.
@@ -343,12 +331,12 @@ class ReferencePass:
                 initialisation, and parameters their requires_grad, which also selects kernels.
         """
         self.remove()
-        self._module, self._rename, self._follows = _unwrapped(module), rename, follows
-        self.parameters = {rename(name): parameter for name, parameter in _named(self._module.named_parameters()).items()}
+        self.module, self._rename, self._follows = _unwrapped(module), rename, follows
+        self.parameters = {rename(name): parameter for name, parameter in _named(self.module.named_parameters()).items()}
 
     def parts(self) -> dict[str, nn.Module]:
         """The reference's modules by canonical and renamed name."""
-        found = {} if self._module is None else _named(self._module.named_modules())
+        found = {} if self.module is None else _named(self.module.named_modules())
         return {self._rename(name): part for name, part in found.items()}
 
     def run(
@@ -369,21 +357,21 @@ class ReferencePass:
             SpikeError, GradmonWarning: from within the reference; or anything, if complaints raise.
         """
         self.forget()
-        if self._module is None or self._off:
+        if self.module is None or self.is_off:
             return
         hooked = {name: part for name, part in self.parts().items() if wanted(name) and takes_hooks(part)}
         if not hooked and note is None:
             self.reason = "the reference module has none of the modules that are measured"
             return
         try:
-            with call_isolated(self._module):
-                self._call(self._module, root, hooked, private((args, kwargs), carrier(root, self._module), note))
+            with call_isolated(self.module):
+                self._call(self.module, root, hooked, private((args, kwargs), carrier(root, self.module), note))
             self.reason = None if self._kept else "none of the modules that are measured ran in the reference module"
         except Exception as error:
             self.forget()
             if isinstance(error, (SpikeError, GradmonWarning)):
                 raise
-            self._off, self.reason = True, f"the reference module is off, because it raised {type(error).__name__}: {error}"
+            self.is_off, self.reason = True, f"the reference module is off, because it raised {type(error).__name__}: {error}"
             self._complaints.add("reference", "the reference module failed and is off; training continues", error)
 
     def run_part(
@@ -392,9 +380,9 @@ class ReferencePass:
         """The outputs of ``part`` of the reference on the inputs of its counterpart ``watched``, by path. As :meth:`run`, but failures are
         raised.
         """
-        assert self._module is not None
+        assert self.module is not None
         with outside_dispatch_modes(), torch.no_grad():
-            args, kwargs = private((args, kwargs), carrier(root, self._module), note)
+            args, kwargs = private((args, kwargs), carrier(root, self.module), note)
         with call_isolated(part, tensors_inside((args, kwargs), {})):  # a dropout has no tensors: its inputs give the device
             if self._follows:
                 _follow(part, watched)
@@ -413,9 +401,7 @@ class ReferencePass:
             handles.remove()
 
     def _returned(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        for path, tensor in tensors_of(output, name):
-            if refusal(tensor) is None:
-                self._kept.setdefault(path, deque()).append(tensor.detach().clone())
+        _keep(self._kept, name, output)
 
     def adopt(self, outputs: dict[str, deque[Tensor]]) -> None:
         """Keep ``outputs`` of a run by the loop itself, by path."""
@@ -427,8 +413,14 @@ class ReferencePass:
         return kept.popleft() if kept else None
 
     def forget(self) -> None:
-        """Drop all outputs that were not taken."""
         self._kept = {}
+
+
+def _keep(outputs: dict[str, deque[Tensor]], name: str, output: Any) -> None:
+    """Add copies of what the part ``name`` has returned, by path."""
+    for path, tensor in tensors_of(output, name):
+        if refusal(tensor) is None:
+            outputs.setdefault(path, deque()).append(tensor.detach().clone())
 
 
 def frozen_copy(
@@ -479,7 +471,7 @@ def _follow(module: nn.Module, watched: nn.Module) -> None:
                 setattr(thing, attribute, getattr(theirs.get(name, thing), attribute))
 
 
-# --- loop run ---
+# --- Its runs by the training loop ---
 
 
 @dataclass
@@ -490,11 +482,8 @@ class LoopForward:
     outputs: dict[str, deque[Tensor]] = field(default_factory=dict)
 
     def returned(self, name: str, output: Any) -> None:
-        """A part has returned."""
         self.run.returned(name, output)
-        for path, tensor in tensors_of(output, name):
-            if refusal(tensor) is None:
-                self.outputs.setdefault(path, deque()).append(tensor.detach().clone())
+        _keep(self.outputs, name, output)
 
 
 class LoopRun:
@@ -504,10 +493,6 @@ class LoopRun:
     reference ran before the model. A loop that runs it after the model, such as a teacher, has another purpose.
 
     Memory: copies of the first inputs and of the outputs of the requested parts.
-
-    Args:
-        passes: knows when nothing is measured.
-        fence: gets failures and counts the time.
     """
 
     def __init__(self, passes: PassTracker, fence: Fence) -> None:
@@ -532,7 +517,6 @@ class LoopRun:
             self._handles.of_module(reference.register_forward_hook(ModuleHook(self._ended), always_call=True))
 
     def end(self) -> None:
-        """End the step."""
         self._handles.remove()
         self._running = self._ran = self._leads = None
 

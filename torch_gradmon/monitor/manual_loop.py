@@ -43,7 +43,7 @@ class ManualLoop:
     def record_attention(self, name: str, named: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> None:
         """Measure one call of attention, unless the monitor has recognised it."""
         with outside_dispatch_modes():
-            self.runtime.captures.modules.attention.report(
+            self.runtime.captures.modules.report_attention(
                 name, named, {"query": named["query"], "key": named["key"], **arguments}
             )
 
@@ -86,7 +86,7 @@ class ManualLoop:
         positions = self.runtime.captures.gradients.not_clipped(positions if loop is None else loop.to_step(positions))
         self._measured = set(positions)
         self._measure_gradients(
-            True, self.runtime.captures.gradients.there(positions)
+            True, self.runtime.captures.gradients.with_gradient(positions)
         )  # a parameter without a gradient has nothing to clip
 
     @fenced

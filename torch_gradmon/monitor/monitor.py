@@ -561,7 +561,7 @@ class ModuleMonitor:
         """
         check.positive_int("batch_size", batch_size)
         self._runtime.factory.summary.add_batches(MicroBatchStats(batch_size))
-        self._runtime.planner.measure_each_batch()
+        self._runtime.planner.measures_each_batch = True
         self._runtime.planner.changed()
 
     def add_summary_metric(self, metric_name: str) -> None:

@@ -801,7 +801,7 @@ class ScalerHooks:
             self._adopt(scaler)
 
     def _adopt(self, scaler: torch.amp.GradScaler) -> None:
-        self._scales.adopt(scaler)
+        self._scales.scaler = scaler
         around = {"step": self._step, "update": self._update, "scale": self._scale, "unscale_": self._unscale}
         self._wrapped += [WrappedMethod(scaler, name, method) for name, method in around.items()]
 

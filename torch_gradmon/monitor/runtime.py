@@ -152,7 +152,7 @@ class FollowedLoop(LoopDriver):
         """Register the hooks on parameters that a monitored step needs."""
         assert planner.inventory is not None
         self.ownership.update(planner, self.machine.order)
-        self._lifecycle.captures.parameters.share(self.ownership.shared)
+        self._lifecycle.captures.parameters.shared = self.ownership.shared
         places = planner.inventory.references
         local = [
             (places[position], Hook(self.gradient_came, position), Hook(self.gradient_accumulated, position))
@@ -176,12 +176,12 @@ class FollowedLoop(LoopDriver):
     def gradient_came(self, position: int, gradient: Tensor | None) -> None:
         """A backward pass brought a gradient for the parameter at ``position``."""
         if self.machine.gradient_arrived():
-            self._lifecycle.captures.gradients.local(position, gradient, self.measurement.inverse_scale())
+            self._lifecycle.captures.gradients.local.measure(position, gradient, self.measurement.inverse_scale())
 
     @fenced
     def gradient_accumulated(self, position: int, parameter: Tensor) -> None:
         """That gradient was accumulated."""
-        self._lifecycle.captures.gradients.commit_local(position)
+        self._lifecycle.captures.gradients.local.commit(position)
 
     # --- events --------------------------------------------------------------------------------------------------------------
 
@@ -275,7 +275,7 @@ class FollowedLoop(LoopDriver):
 
     def closure_ended(self, optimizer: Optimizer) -> bool:
         if (active := self._lifecycle.active) is not None and active.buffer is not None:
-            active.buffer.end_rows()
+            active.buffer.are_rows_over = True
         return self.machine.closure_ended(id(optimizer))
 
     def closure_raised(self, optimizer: Optimizer, error: str) -> None:
@@ -739,7 +739,7 @@ class Runtime:
             reference.remove()
         else:
             reference.set(module, self.planner.rename, follows)
-        self.captures.parameters.compare_with({} if module is None else reference.parameters)
+        self.captures.parameters.reference = {} if module is None else reference.parameters
         self.planner.changed()
         self.replan()
 

@@ -174,7 +174,7 @@ class Ownership:
 
     def all_positions(self) -> list[int]:
         """Positions of all parameters."""
-        return sorted({*self.unowned, *(position for own in self._owned.values() for position in own)})
+        return sorted({*self.unowned}.union(*self._owned.values()))
 
     def update(self, planner: Planner, order: Iterable[Hashable]) -> None:
         """Take the groups of the optimizers as they are now."""
@@ -387,7 +387,7 @@ class HookSchedule:
             self._modules.uninstall(self._planner.module_metrics())
         if self.loop is not None:
             self.loop.uninstall()
-        self.is_bare = not self._modules.hooks.has_hooks_on_parts
+        self.is_bare = not self._modules.hooks.measures
 
     def mark_stale(self) -> None:
         """What is registered may not be what is needed any more."""
@@ -491,7 +491,7 @@ class StepPlanning:
         step = self.state.clock.next_step
         if self.hooks.loop is not None and self.hooks.is_partial and self.would_measure(step):
             self.hooks.install()  # the first thing seen of the next step may be its backward pass
-        if self.captures.modules.hooks.graphs.has_graphs:  # or its forward, in a compiled graph
+        if self.captures.modules.hooks.graphs.traced:  # or its forward, in a compiled graph
             self.captures.modules.set_recording(self.would_measure(step))
         elif (
             may_rest
@@ -624,7 +624,7 @@ class StepClosing:
         if self._cost.is_due:
             self._cost.step_closed()
         buffer, inventory, found = self._take(active, tags)
-        evaluate = self._planning.captures.modules.values.evaluator()
+        evaluate = self._planning.captures.modules.values.evaluator() if active.due else None
         readback = buffer.start_readback()
         self._plugins.call("annotate", active)
         self._queue.start(
@@ -702,7 +702,7 @@ class StepLifecycle:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Measure nothing inside the block."""
-        before = self.captures.modules.paused
+        before = self.captures.modules.passes.paused
         self._pause(True)
         try:
             yield
@@ -752,7 +752,8 @@ class StepLifecycle:
         if not is_idle or self.plugins.watch_idle_steps:
             self.plugins.call("on_step_open", active, is_idle=is_idle)
         if is_idle:
-            modules.set_recording(False)
+            if modules.passes.is_open or modules.passes.missed:
+                modules.set_recording(False)
             if not self.hooks.is_bare:
                 self.hooks.uninstall()
         else:
@@ -761,7 +762,7 @@ class StepLifecycle:
                 modules.root_inputs_missed()
             if was_undecided and hides_forward and active.buffer is not None:
                 active.buffer.absent.update(((source, ""), _IN_EVAL) for source in OF_MODULES)
-        modules.step_began(in_eval=is_tentative)
+        modules.passes.begin_step(in_eval=is_tentative)
         self.values.step_opened(active.buffer, active.is_monitored, hides_forward, is_tentative)
 
     def pass_idle(self, step: int) -> None:
@@ -770,12 +771,12 @@ class StepLifecycle:
 
     def confirm(self) -> None:
         """The open step trains, although a call in evaluation mode opened it."""
-        self.captures.modules.step_confirmed()
+        self.captures.modules.passes.is_tentative = False
         self.values.take_early()
 
     def count_eval(self) -> None:
         """From now on calls in evaluation mode count as training in the open step."""
-        self.captures.modules.count_eval()
+        self.captures.modules.passes.counts_eval = True
 
     def release(self) -> None:
         """What was logged since an undecided call belongs to the last step."""
@@ -790,7 +791,7 @@ class StepLifecycle:
             SpikeError: a plugin stops the run.
         """
         active, loop = self.active, self.hooks.loop
-        is_measured = active is not None and active.buffer is not None and not self.captures.modules.paused
+        is_measured = active is not None and active.buffer is not None and not self.captures.modules.passes.paused
         if active is None or loop is None or not is_measured or not self.plugins.has("before_optimizer_step"):
             return False
         context = loop.decisions.context_of(optimizer, done, overflowed, is_overflowed)
@@ -868,7 +869,7 @@ class StepLifecycle:
             self._aside[-1][1].update(self.values.late.tags.take_late())
             self.values.go_to(active.buffer)
             if active.buffer is not None and active.is_monitored:
-                active.buffer.begins(self.planning.random_states())
+                active.buffer.rng = self.planning.random_states()
 
     def rejoin(self, parts: int) -> None:
         """The last ``parts`` parts that were set aside belong to the same step as what came since."""
@@ -897,7 +898,7 @@ class StepLifecycle:
         if active.mode is IDLE:
             self.captures.end()
         else:
-            self.captures.gradients.forget_batches()
+            self.captures.gradients.local.forget_batches()
         self.values.step_opened(active.buffer, active.is_monitored, hides_forward=False, is_tentative=False)
         if active.mode is not IDLE or self.plugins.watch_idle_steps:
             self.plugins.call("on_step_open", active, is_idle=active.mode is IDLE)
@@ -958,7 +959,6 @@ class StepMeasurement:
     # --- gradients -----------------------------------------------------------------------------------------------------------
 
     def backward_ended(self) -> None:
-        """See :class:`StepMeasurements`, as for all methods here."""
         self._captures.modules.backward_ended()
 
     def measure_before_clip(self, done: Set[Hashable], in_backward: Set[Hashable]) -> None:
@@ -1012,7 +1012,7 @@ class StepMeasurement:
     def _refuse_before_clip(self, optimizer: Hashable) -> None:
         """A backward pass was interrupted, and neither another one came after it nor a clip by the monitor, which measures."""
         active, gradients, positions = self._lifecycle.active, self._captures.gradients, self._ownership.positions(optimizer)
-        if active is not None and active.buffer is not None and gradients.there(gradients.not_clipped(positions)):
+        if active is not None and active.buffer is not None and gradients.with_gradient(gradients.not_clipped(positions)):
             active.buffer.refuse_all(GRADIENT_BEFORE_CLIP, _UNFINISHED)
 
     def measure_unowned(self) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..capture.module_source import ModuleSource
 from ..capture.module_values import copied
+from ..capture.pass_tracker import PassTracker
 from ..core.errors import GradmonWarning
 from ..core.fence import Fence
 from ..core.keys import Key
@@ -170,9 +170,9 @@ class ValueLog:
         of_trainer: those of them that only a trainer has logged.
     """
 
-    def __init__(self, state: StepState, fence: Fence, late: LateValues, exchange: ExchangePolicy, modules: ModuleSource) -> None:
+    def __init__(self, state: StepState, fence: Fence, late: LateValues, exchange: ExchangePolicy, passes: PassTracker) -> None:
         self._state, self._fence, self.late = state, fence, late
-        self._exchange, self._modules = exchange, modules
+        self._exchange, self._passes = exchange, passes
         self.buffer: StepBuffer | None = None
         self.is_recording = self._is_detached = False
         self._early: StepBuffer | None = None  # logged for the step to come
@@ -270,7 +270,7 @@ class ValueLog:
 
     def is_listening(self, may_be_forward: Callable[[], bool]) -> bool:
         """Whether a value from inside of a forward counts. ``may_be_forward``: this may be the forward of the next step."""
-        if self._modules.paused or not self._modules.in_training:
+        if self._passes.paused or not self._passes.in_training:
             return False
         return self.buffer is not None and self.is_recording if self._state.is_open else may_be_forward()
 
@@ -305,7 +305,7 @@ class ValueLog:
                 self._fence.complaints.add(f"away:{text}", f"{text} was logged while the monitor is detached, and is dropped")
             return
         if reducer:
-            self._exchange.reduce()
+            self._exchange.reduces = True
         if not stands_in:
             self.of_trainer.discard(key)
         elif key not in self.logged:

@@ -200,7 +200,7 @@ def meet(runtime: Runtime, parts: PipelineParts, named: Sequence[Any]) -> None:
             "every rank of it, in the same order as other monitors, or name its ranks by process_group="
         )
     facts = parts.facts(named)
-    runtime.planner.widen(WholeModel.gathered(ranks, list(facts.values()), parts.kinds(), _cards(facts, named)))
+    runtime.planner.whole = WholeModel.gathered(ranks, list(facts.values()), parts.kinds(), _cards(facts, named))
 
 
 # --- The one line ---

@@ -45,11 +45,7 @@ class Kernel(NamedTuple):
 
 
 class CppStatistics(EagerStatistics):
-    """:class:`EagerStatistics`, with a compiled kernel for float32, bfloat16 and float16.
-
-    Args:
-        kernel: of :func:`found` or :func:`compiled`.
-    """
+    """:class:`EagerStatistics`, with a compiled kernel for float32, bfloat16 and float16."""
 
     def __init__(self, kernel: Kernel) -> None:
         super().__init__()
@@ -63,7 +59,7 @@ class CppStatistics(EagerStatistics):
         if not (is_plain(tensor) and _is_readable(tensor, None)):
             return None
         self._entry[:] = [tensor.data_ptr(), 0, tensor.numel(), _KINDS[tensor.dtype]]
-        scale, limit = _scale(inverse_scale), threshold(eps, torch.float32)
+        scale, limit = None if inverse_scale is None else _scale(inverse_scale), threshold(eps, torch.float32)
         nonfinite = self._kernel.rows(1, self._entry, scale, limit, torch.get_num_threads(), self._one_row)
         return None if nonfinite else list(self._one_row)
 
@@ -83,16 +79,16 @@ class CppStatistics(EagerStatistics):
     def _by_kernel(self, batch: Batch, values: list[Tensor], others: list[Tensor] | None, request: Request) -> Tensor:
         """Rows of a batch whose numbers are in ``values``, less those in ``others``; the kernel can read both."""
         entries, rows = _entries(values, others), torch.empty(len(values), WIDTH, dtype=torch.float64, device="cpu")
-        limit, scale = threshold(request.eps, torch.float32), _scale(request.inverse_scale)
+        limit = threshold(request.eps, torch.float32)
+        scale = None if request.inverse_scale is None else _scale(request.inverse_scale)
         if self._kernel.rows(len(values), entries.buffer_info()[0], scale, limit, torch.get_num_threads(), rows.data_ptr()):
             closer, _ = needs_precise_pass(rows, ALL_COLUMNS)
             rows = batch.add_implicit_zeros(rows)
             rows[closer] = measure_precisely(batch.take(closer), request)
             return rows
-        return batch.add_implicit_zeros(rows)
+        return batch.add_implicit_zeros(rows) if batch.zeros else rows
 
     def inner_products(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
-        """See :meth:`Backend.inner_products`."""
         if not first[0].is_cpu:
             return super().inner_products(first, second)
         with torch.no_grad():
@@ -108,14 +104,12 @@ class CppStatistics(EagerStatistics):
             return products
 
     def _products(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
-        """Of pairs that the kernel can read."""
         entries, products = _entries(first, second), torch.empty(len(first), dtype=torch.float64, device="cpu")
         self._kernel.products(len(first), entries.buffer_info()[0], torch.get_num_threads(), products.data_ptr())
         return products
 
 
 def _entries(values: Sequence[Tensor], others: Sequence[Tensor] | None) -> array[int]:
-    """The kernel's table of these tensors."""
     entries = array("q", bytes(8 * 4 * len(values)))
     entries[0::4] = array("q", map(Tensor.data_ptr, values))
     entries[1::4] = array("q", map(Tensor.data_ptr, others) if others else bytes(8 * len(values)))
@@ -164,8 +158,8 @@ def _are_readable(tensors: Sequence[Tensor], others: Sequence[Tensor] | None) ->
     return in_order and (all(map(Tensor.data_ptr, tensors)) or all(t.data_ptr() or not t.numel() for t in tensors))
 
 
-def _scale(inverse_scale: Tensor | None) -> ctypes.Array[ctypes.c_float] | None:
-    return None if inverse_scale is None else (ctypes.c_float * 1)(inverse_scale.item())
+def _scale(inverse_scale: Tensor) -> ctypes.Array[ctypes.c_float]:
+    return (ctypes.c_float * 1)(inverse_scale.item())
 
 
 @lru_cache(maxsize=1)
@@ -199,7 +193,6 @@ def compiled() -> Kernel:
 
 
 def loaded(library: str) -> Kernel:
-    """The kernel in this shared library."""
     of_library, pointer = ctypes.CDLL(library), ctypes.c_void_p
     of_rows = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, pointer, pointer, ctypes.c_float, ctypes.c_int, pointer)
     of_products = ctypes.CFUNCTYPE(None, ctypes.c_int64, pointer, ctypes.c_int, pointer)

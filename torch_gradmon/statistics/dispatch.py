@@ -61,7 +61,6 @@ class Statistics:
             return backend.row_of(tensor, columns, self.eps, inverse_scale)
 
     def inner_products(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
-        """See :meth:`Backend.inner_products`."""
         backend = self._backend(first[0].device)
         with self._lock:
             try:
@@ -93,7 +92,8 @@ class Statistics:
         """Rows ``[len(tensors), 8]`` of tensors on one device, on that device. See :meth:`Backend.measure`."""
         if not tensors:
             return identity(0)
-        backend, request = self._backend(tensors[0].device), Request(columns, self.eps, inverse_scale)
+        device = tensors[0].device
+        backend, request = self._of.get(device.type) or self._backend(device), Request(columns, self.eps, inverse_scale)
         with self._lock:
             try:
                 return backend.rows(tensors, request, minus)
@@ -101,7 +101,7 @@ class Statistics:
                 if backend is self._eager:
                     raise
                 rows = self._eager.rows(tensors, request, minus)
-                self._give_up(tensors[0].device, error)
+                self._give_up(device, error)
                 return rows
 
     def _give_up(self, device: torch.device, error: Exception) -> None:

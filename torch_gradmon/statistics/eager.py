@@ -26,9 +26,6 @@ from .on_device import DeviceStatistics
 from .precise import inner_product, measure_precisely, needs_precise_pass, row_needs_precise_pass
 from .request import NARROW, Backend, Batch, Request, is_plain, threshold, threshold_of_squares
 
-# --- packing ---
-
-
 #: Elements of the buffer: it fits the second-level cache while a handful of operations pass over it.
 CAPACITY = 1 << 18
 
@@ -69,7 +66,6 @@ class Chunk:
         self.pad(buffer, 0.0)
 
     def pad(self, buffer: Tensor, value: float) -> None:
-        """Set the padding to ``value``."""
         if self.padding is not None:
             buffer.index_fill_(0, self.padding, value)
 
@@ -131,11 +127,7 @@ class Scratch:
 
 
 class PackedStatistics:
-    """Measures batches of small tensors. Caches packing layouts.
-
-    Args:
-        scratch: memory for the packed tensors.
-    """
+    """Measures batches of small tensors. Caches packing layouts."""
 
     def __init__(self, scratch: Scratch) -> None:
         self._scratch = scratch
@@ -202,7 +194,7 @@ class PackedStatistics:
         return found
 
 
-# --- eager ---
+# --- Any tensors ---
 
 
 #: Elements per block and thread on CPU: 4 MB of float32 and as much scratch, which fit the third-level cache.
@@ -235,7 +227,6 @@ class EagerStatistics(Backend):
         self._request = Request(frozenset(), 0.0, None)
 
     def rows(self, tensors: Sequence[Tensor], request: Request, minus: Sequence[Tensor] | None = None) -> Tensor:
-        """See :meth:`Backend.rows`."""
         if not tensors:
             return identity(0)
         device = tensors[0].device
@@ -248,7 +239,6 @@ class EagerStatistics(Backend):
             return self._measure(batch, request, device)
 
     def inner_products(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
-        """See :meth:`Backend.inner_products`."""
         with torch.no_grad():
             if not first[0].is_cpu:
                 return self._on_device.inner_products(first, second)

@@ -67,7 +67,6 @@ def packed(found: Tensor) -> Tensor:
 
 
 def unpacked(copy: Tensor) -> Tensor:
-    """The inverse of :func:`packed`, from a copy of any dtype."""
     return copy.to(torch.int16).view(torch.int64)
 
 

@@ -14,10 +14,7 @@ from ..core.torch_modes import copied_to_device
 from .dispatch import Statistics
 from .request import accumulator_dtype, flat_values
 
-# --- kurtosis ---
-
-
-NAME = "kurtosis"
+KURTOSIS = "kurtosis"
 #: Elements per block, which bounds the scratch memory; on CPU a block also fits a cache.
 _CPU_BLOCK, _DEVICE_BLOCK = 1 << 17, 1 << 24
 _FIELDS = 5
@@ -62,7 +59,7 @@ def kurtosis(parts: Tensor) -> Tensor:
     return torch.where((squares <= rounding) | (total == 0), torch.inf, total * fourths / squares**2)
 
 
-# --- spectrum ---
+# --- Singular values ---
 
 
 SPECTRAL_NORM, STABLE_RANK, PARTICIPATION_RATIO = "spectral_norm", "stable_rank", "participation_ratio"

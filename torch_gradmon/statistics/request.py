@@ -51,12 +51,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 class PlainTensors(list[Tensor]):
-    """Tensors that :func:`is_plain` accepts, so they need not be checked again.
-
-    Args:
-        tensors: as found by :func:`as_plain`.
-        dtypes: theirs.
-    """
+    """Tensors that :func:`is_plain` accepts, so they need not be checked again."""
 
     def __init__(self, tensors: Iterable[Tensor], dtypes: frozenset[torch.dtype]) -> None:
         super().__init__(tensors)
@@ -80,7 +75,6 @@ def as_plain(tensors: Sequence[Tensor]) -> PlainTensors | None:
 
 
 def dtypes_of(tensors: Iterable[Tensor]) -> frozenset[torch.dtype]:
-    """The dtypes of ``tensors``."""
     return tensors.dtypes if isinstance(tensors, PlainTensors) else frozenset(map(dtype_of, tensors))
 
 
@@ -231,17 +225,14 @@ class Request:
 
     @cached_property
     def squares(self) -> bool:
-        """Whether to sum squares."""
         return Column.SQUARE_SUM in self.columns
 
     @cached_property
     def magnitudes(self) -> bool:
-        """Whether any column needs magnitudes."""
         return not self.columns.isdisjoint((Column.ABS_SUM, Column.NEAR_ZERO))
 
     @cached_property
     def near_zero(self) -> bool:
-        """Whether to count small magnitudes."""
         return Column.NEAR_ZERO in self.columns
 
     def zeros_by_squares(self, dtype: torch.dtype) -> bool:
@@ -251,7 +242,6 @@ class Request:
 
     @cached_property
     def extremes(self) -> bool:
-        """Whether any column needs extremes."""
         return not self.columns.isdisjoint((Column.MIN, Column.MAX))
 
     @cached_property

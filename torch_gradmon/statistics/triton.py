@@ -263,7 +263,7 @@ def merged_sums(out: tl.tensor, entries: tl.tensor, parts: tl.tensor, LANES: tl.
 INTERPRETED = not isinstance(merged_rows, triton.JITFunction)
 
 
-# --- triton ---
+# --- Their launches ---
 
 
 #: Elements per program of the first kernel: 64 to 256 kB; ten million elements still give 306 programs.

@@ -83,7 +83,7 @@ class ActiveStep:
         self.number = number
         if self.buffer is not None:
             self.mode = Mode.MONITORED if self.is_skipped else mode
-            self.buffer.renumber(number)
+            self.buffer.step = number
             self.buffer = None if self.mode is IDLE else self.buffer
 
 

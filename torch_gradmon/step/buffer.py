@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
 from itertools import accumulate, chain, count, islice, repeat
 from typing import Any, NamedTuple
 
@@ -35,279 +36,11 @@ from ..core.records import REDUCERS, StatsTable, is_whole_loss
 from ..core.torch_modes import copied_to_host, current_stream, keep_for_current_stream, stream_number
 from ..statistics.request import accumulator_dtype, refusal
 
-# --- Where the rows of one source are stored ---
-
-
-class RowPlaces:
-    """Block and row of each tensor of a source.
-
-    In most steps one block has all of them, in order; then no dict of places is built.
-
-    Args:
-        whole: names of the rows of one block, and its number, if that has all rows.
-        by_name: otherwise block and row by name.
-
-    Attributes:
-        whole: the same; None if there are several blocks, or rows that were replaced.
-    """
-
-    def __init__(self, whole: tuple[tuple[str, ...], int] | None, by_name: dict[str, tuple[int, int]] | None = None) -> None:
-        self.whole, self._by_name = whole, by_name
-
-    @property
-    def by_name(self) -> dict[str, tuple[int, int]]:
-        """Block and row by name."""
-        if self._by_name is None:
-            assert self.whole is not None
-            names, block = self.whole
-            self._by_name = dict(zip(names, zip(repeat(block), count()), strict=False))
-        return self._by_name
-
-    def put(self, names: Iterable[str], block: int) -> None:
-        """A new block replaces the rows of these names."""
-        self.add(dict(zip(names, zip(repeat(block), count()), strict=False)))
-
-    def add(self, places: Mapping[str, tuple[int, int]]) -> None:
-        """More places, or others for these names."""
-        self.by_name.update(places)
-        self.whole = None
-
-    def remove(self, names: Collection[str]) -> None:
-        """Forget the rows of these names."""
-        kept = {name: place for name, place in self.by_name.items() if name not in names}
-        if len(kept) < len(self.by_name):
-            self._by_name, self.whole = kept, None
-
-    def renumbered(self, number: dict[int, int]) -> RowPlaces:
-        """The same places with other numbers of blocks."""
-        whole = None if self.whole is None else (self.whole[0], number[self.whole[1]])
-        return RowPlaces(whole, {name: (number[block], row) for name, (block, row) in self.by_name.items()})
-
-
-# --- Rows of statistics of one step, on the device ---
+# --- Rows and values ---
 
 
 #: Columns that show whether two rows are of the same values.
 _WITNESSES = frozenset({Column.COUNT, Column.SUM, Column.SQUARE_SUM})
-
-
-class RowStore:
-    """Rows by source and name: stored ones, where the last one counts, and merged ones of micro-batches and calls."""
-
-    def __init__(self) -> None:
-        self._blocks: list[Tensor] = []
-        self._places: dict[str, RowPlaces] = {}  # by source
-        self._parts: dict[tuple[str, str], list[Tensor]] = {}
-        self._columns: dict[str, frozenset[Column]] = {}
-        self._exchanged: set[tuple[str, str]] = set()  # tensors whose rows are merged over ranks
-        self._versions: Counter[str] = Counter()
-        self._dropped: set[tuple[str, str | None]] | None = (
-            None  # what replaces nothing that was set aside; None where nothing was
-        )
-
-    def _note_stream(self, device: torch.device) -> None:
-        """A row is computed on the current stream of ``device``."""
-
-    def put_rows(self, source: str, names: Sequence[str], rows: Tensor, columns: frozenset[Column]) -> None:
-        """Store statistics ``[len(names), 8]``, replacing those of the same names."""
-        if not rows.is_cpu:
-            self._note_stream(rows.device)
-        if len(self._blocks) >= 64:
-            self._drop_replaced()
-        if len(names) != len(rows):
-            raise ValueError(f"{len(rows)} rows of {source} for {len(names)} names")
-        if (places := self._places.get(source)) is None:
-            self._places[source] = RowPlaces((tuple(names), len(self._blocks)))
-        else:
-            places.put(names, len(self._blocks))
-        self._blocks.append(rows)
-        self._versions[source] += 1
-        self._narrow(source, columns)
-
-    def _narrow(self, source: str, columns: frozenset[Column]) -> None:
-        """Of this source, only columns are known that all its rows have."""
-        known = self._columns.setdefault(source, columns)
-        if known is not columns:
-            self._columns[source] = known & columns
-
-    def repeat_rows(self, source: str, names: Sequence[str], of: str, columns: frozenset[Column]) -> None:
-        """Rows of ``source`` are those of the same names of the source ``of``, which must exist."""
-        there = self._places[of]
-        if source not in self._places and there.whole is not None and there.whole[0] == tuple(names):
-            self._places[source] = RowPlaces(there.whole)
-        else:
-            places = self._places.setdefault(source, RowPlaces(None, {}))
-            places.add({name: there.by_name[name] for name in names})
-        self._narrow(source, columns)
-
-    def version_of(self, source: str) -> int:
-        """How often rows of this source were stored."""
-        return self._versions[source]
-
-    @property
-    def block_count(self) -> int:
-        """Number of stored blocks of rows."""
-        return len(self._blocks)
-
-    def names_of(self, source: str) -> set[str]:
-        """The tensors of ``source`` with stored rows."""
-        return set(self._by_name(source))
-
-    def _by_name(self, source: str) -> Mapping[str, tuple[int, int]]:
-        places = self._places.get(source)
-        return {} if places is None else places.by_name
-
-    def rows_of(self, source: str, names: Iterable[str]) -> Tensor:
-        """The stored rows of these names, which must exist: ``[names, 8]``, on the device."""
-        places = self._by_name(source)
-        return torch.stack([self._blocks[block][row] for block, row in (places[name] for name in names)])
-
-    def _drop_replaced(self) -> None:
-        kept = sorted({block for places in self._places.values() for block, _ in places.by_name.values()})
-        number = {block: index for index, block in enumerate(kept)}
-        self._blocks = [self._blocks[block] for block in kept]
-        self._places = {source: places.renumbered(number) for source, places in self._places.items() if places.by_name}
-
-    def merge_rows(self, source: str, names: Sequence[str], rows: Tensor | Sequence[Tensor], columns: frozenset[Column]) -> None:
-        """Merge statistics of one micro-batch or call with those of the same names."""
-        if len(rows) and not rows[0].is_cpu:
-            self._note_stream(rows[0].device)
-        for name, row in zip(names, rows, strict=True):
-            parts = self._parts.setdefault((source, name), [])
-            parts.append(row)
-            if len(parts) == 64:  # bounds the memory for many micro-batches
-                parts[:] = [merge(torch.stack(parts))]
-        self._narrow(source, columns)
-
-    def expect_row(self, source: str, name: str) -> None:
-        """A row will be merged later, and has its place now: the order of rows is that of the calls."""
-        self._parts.setdefault((source, name), [])
-
-    def drop_parts(self, source: str, name: str) -> None:
-        """Forget what was merged of this name, or was expected."""
-        self._parts.pop((source, name), None)
-
-    def rows_or_none(self, source: str, names: Sequence[str]) -> Tensor:
-        """The stored rows of these names, or the identity for missing ones: ``[names, 8]``."""
-        known = self._by_name(source)
-        places = [(row, known[name]) for row, name in enumerate(names) if name in known]
-        if not places:
-            return identity(len(names))
-        found = torch.stack([self._blocks[block][row] for _, (block, row) in places])
-        rows = identity(len(names), found.device, found.dtype)
-        rows[[row for row, _ in places]] = found
-        return rows
-
-    def put_exchanged(self, source: str, names: Sequence[str], rows: Tensor, columns: frozenset[Column]) -> None:
-        """Store rows merged over all ranks; those without elements on any rank are dropped on the host."""
-        if source in self._places and self._by_name(source).keys() <= set(names):
-            del self._places[source]  # in this order on each rank, whatever it has had itself: sums are then the same
-        self.put_rows(source, names, rows, columns)
-        for name in names:
-            self._parts.pop((source, name), None)
-            self._exchanged.add((source, name))
-
-    def merged_rows_of_calls(self) -> dict[tuple[str, str], Tensor]:
-        """The merged rows of :meth:`merge_rows`, without those of micro-batch gradients: ``[8]`` by source and name."""
-        found = {where: parts for where, parts in self._parts.items() if parts and where[0] not in PARAMETER_SOURCES}
-        return {where: merge(torch.stack(parts)) if len(parts) > 1 else parts[0] for where, parts in found.items()}
-
-    def parts_of(self, source: str) -> list[Tensor]:
-        """The rows of :meth:`merge_rows` of all tensors of a source: ``[8]`` each."""
-        return [row for (of, _), rows in self._parts.items() if of == source for row in rows]
-
-    def collect(self, blocks: list[Tensor], merged: Sequence[tuple[str, str]]) -> dict[str, StatsTable]:
-        """The tables by source, from the stored blocks on the host; the last block has the ``merged`` rows."""
-        if not blocks:
-            return {}
-        edited = {source for source, _ in self._exchanged}.union(source for source, _ in merged)
-        tables: dict[str, StatsTable] = {}
-        collected: dict[str, dict[str, tuple[int, int]]] = {}
-        for source, places in self._places.items():
-            if places.whole is not None and source not in edited:
-                names, block = places.whole
-                if names:
-                    tables[source] = StatsTable(names, blocks[block], self._columns[source])
-            else:
-                collected[source] = dict(places.by_name)
-        for source, name in self._exchanged:
-            place = collected.get(source, {}).get(name)
-            if place is not None and not blocks[place[0]][place[1], Column.COUNT] > 0:  # no rank had any
-                del collected[source][name]
-        for row, (source, name) in enumerate(merged):
-            collected.setdefault(source, {})[name] = len(blocks) - 1, row
-        tables.update(
-            (source, StatsTable(tuple(found), _rows_at(blocks, [*found.values()]), self._columns[source]))
-            for source, found in collected.items()
-            if found
-        )
-        if GRADIENT in tables and GRADIENT_BEFORE_CLIP in tables:
-            tables[GRADIENT] = _shared(tables[GRADIENT], tables[GRADIENT_BEFORE_CLIP])
-        return tables
-
-    def has_rows(self, source: str) -> bool:
-        """Whether there are rows of ``source``."""
-        return source in self._places or any(of == source for (of, _), parts in self._parts.items() if parts)
-
-    def clear_rows(self, source: str, names: Collection[str] | None) -> None:
-        """Remove the rows of ``source``, or of some of its tensors."""
-        if names is None:
-            self._places.pop(source, None)
-        elif (places := self._places.get(source)) is not None:
-            places.remove(names)
-            if not places.by_name:
-                del self._places[source]
-        if self._parts:
-            self._parts = {
-                w: parts for w, parts in self._parts.items() if w[0] != source or (names is not None and w[1] not in names)
-            }
-
-    def absorb_rows(self, other: RowStore) -> None:
-        """Merge the rows of :meth:`merge_rows` in ``other``."""
-        for (source, name), parts in other._parts.items():
-            for row in parts:
-                self.merge_rows(source, [name], row.unsqueeze(0), other._columns[source])
-
-    def take_all_rows(self, other: RowStore) -> None:
-        """Have all rows of ``other``, which begins anew."""
-        self._blocks, self._places, self._parts = other._blocks, other._places, other._parts
-        self._columns, self._dropped = dict(other._columns), other._dropped
-
-    def begin_rows_anew(self) -> None:
-        """Another store has all rows."""
-        self._blocks, self._places, self._parts, self._dropped = [], {}, {}, set()
-
-    def _is_dropped(self, source: str, name: str) -> bool:
-        return bool(self._dropped) and not self._dropped.isdisjoint({(source, name), (source, None)})  # type: ignore[union-attr]
-
-    def take_back_rows(self, earlier: RowStore, first: Collection[str]) -> None:
-        """Take all rows of ``earlier`` that were not replaced since; of the sources ``first``, where the first rows count, all."""
-        for source, places in earlier._places.items():
-            kept = set() if source in first else set(self._by_name(source))
-            names = [name for name in places.by_name if name not in kept and not self._is_dropped(source, name)]
-            self.take_rows(earlier, source, names)
-        parts = {where: list(rows) for where, rows in earlier._parts.items() if not self._is_dropped(*where)}
-        for where, rows in self._parts.items():
-            parts.setdefault(where, []).extend(rows)
-        self._parts = parts
-        self._dropped = None if earlier._dropped is None else earlier._dropped | (self._dropped or set())
-        for source in {source for source, _ in parts} & earlier._columns.keys():
-            self._narrow(source, earlier._columns[source])
-
-    def take_rows(self, other: RowStore, source: str, names: Iterable[str]) -> None:
-        """Store the rows of ``other`` for those of these names that it has."""
-        known = other._by_name(source)
-        found = [name for name in names if name in known]
-        if found:
-            self.put_rows(source, found, other.rows_of(source, found), other._columns[source])
-
-    def share_rows(self, other: RowStore, sources: Iterable[str]) -> None:
-        """Start with the stored rows of ``other`` for ``sources``."""
-        wanted = set(sources)
-        self._blocks = list(other._blocks)
-        self._places = {source: places for source, places in other._places.items() if source in wanted}
-        self._drop_replaced()
-        self._columns = {source: columns for source, columns in other._columns.items() if source in wanted}
 
 
 def _rows_at(blocks: Sequence[Tensor], places: Sequence[tuple[int, int]]) -> Tensor:
@@ -392,7 +125,6 @@ def part_of(values: Tensor, aggregation: Aggregation, weight: int = 1) -> Tensor
 
 
 def merged_parts(parts: list[Tensor], aggregation: str) -> Tensor:
-    """Merge several contributions into one."""
     stacked = torch.stack(parts)
     if aggregation in ("mean", "sum"):
         return stacked.sum(dim=0)
@@ -490,9 +222,6 @@ def _scalar(value: Any, key: Key) -> Tensor:
     return tensor[0]
 
 
-# --- Values of one step that are not statistics: of metric functions, and logged ones ---
-
-
 #: Sources of values of a rank's own batch.
 SHARED_SOURCES = frozenset((*MODULE_SOURCES, *RCC_SOURCES))
 _BY_FUNCTION = (
@@ -502,202 +231,12 @@ _BY_FUNCTION = (
 _SEVERAL = "ranks merge one value for each key, and its aggregation function returns several"
 
 
-class ValueStore:
-    """Values by key, merged over micro-batches and ranks by named reducers or functions."""
-
-    def __init__(self) -> None:
-        self._pending: dict[Key, PendingValue] = {}
-        self._reducers: dict[Key, str] = {}
-        self._contributions: dict[Key, tuple[str, Tensor]] = {}
-        self._vectors: list[tuple[list[Key | None], Tensor]] = []  # None for a value that was removed
-        self._stand_ins: set[Key] = set()  # values of a trainer that the script has not logged
-        self._counts: dict[Key, Tensor] = {}  # for values that may not exist: the number of contributing ranks, or a flag
-        self._replaced: set[Key] = set()
-        self._shared: set[Key] = set()  # values that are those of all ranks by now
-
-    def _note_stream(self, device: torch.device) -> None:
-        """A value is computed on the current stream of ``device``."""
-
-    def withhold(self, key: Key, reason: str) -> None:
-        """Remove a value that is not that of all ranks."""
-        self._pending.pop(key, None)
-
-    def contribute(self, key: Key, reducer: str, sums: Tensor) -> None:
-        """Add this rank's sums to a value of the whole tensor, a ``"norm"`` or ``"cosine"``."""
-        if not sums.is_cpu:
-            self._note_stream(sums.device)
-        self._contributions[key] = reducer, row_of_sums(sums)
-
-    def share(self, key: Key, reducer: str) -> None:
-        """Merge the value of ``key`` over ranks by ``reducer``."""
-        self._reducers[key] = reducer
-
-    def shared_values(self, watches: Callable[[Key], bool]) -> dict[Key, tuple[str, Tensor]]:
-        """How each value merges over ranks, and this rank's contribution.
-
-        These are values logged to be shared or that a detector ``watches``, and metrics of modules. What has no named reducer is withheld:
-        a function cannot be applied to values of ranks, each of which has applied it to its own.
-        """
-        found = dict(self._contributions)
-        for key, pending in list(self._pending.items()):
-            reducer = self._reducers.get(key) or ("mean" if not key.source and watches(key) else "")
-            if not reducer and key.source in SHARED_SOURCES:
-                if not isinstance(pending.aggregation, str):
-                    self.withhold(key, _BY_FUNCTION)
-                    continue
-                reducer = pending.aggregation
-            if reducer:
-                with contextlib.suppress(Exception):  # of a user's aggregation; reported when the step ends
-                    if (row := contribution(key, pending, reducer)) is not None:
-                        found[key] = reducer, row
-                    else:
-                        self.withhold(key, _SEVERAL)
-        return found
-
-    def put_shared(self, key: Key, reducer: str, row: Tensor) -> None:
-        """Store the merged contributions of all ranks; dropped on the host if there were none."""
-        self._pending[key] = PendingValue(reducer if reducer in REDUCERS else "sum", [part_from(row, reducer)])
-        self._counts[key] = row[Column.COUNT]
-        self._shared.add(key)
-
-    def put_where(self, key: Key, value: Tensor, there: Tensor) -> None:
-        """Store a value that exists only if ``there``, 0-d on the device, is true; replaces an earlier one."""
-        self.put_value(key, value)
-        self._counts[key] = there
-
-    def put_value(self, key: Key, value: Any, aggregation: Aggregation = "mean", weight: int = 1) -> None:
-        """Store a scalar, or a tensor whose elements ``aggregation`` reduces; replaces an earlier value."""
-        self._pending.pop(key, None)
-        self._replaced.add(key)
-        self.merge_value(key, value, aggregation, weight)
-
-    def merge_value(self, key: Key, value: Any, aggregation: Aggregation = "mean", weight: int = 1) -> None:
-        """Merge a scalar or tensor of one micro-batch with the others of this step by ``aggregation``.
-
-        Raises:
-            TypeError: neither a number nor a real tensor.
-            ValueError: a tensor without elements.
-        """
-        self._merge(key, [part_of(as_tensor(value, key), aggregation, weight)], aggregation)
-
-    def merge_logged(self, key: Key, value: Any, aggregation: Aggregation, stands_in: bool) -> bool:
-        """Merge a logged value, as :meth:`merge_value` does; returns whether it was taken.
-
-        A value of a trainer ``stands_in`` for one that the script may log: whichever comes first, the script's value replaces it.
-        """
-        if not self._takes(key, stands_in):
-            return False
-        self.merge_value(key, value, aggregation)
-        return True
-
-    def _takes(self, key: Key, stands_in: bool) -> bool:
-        if stands_in:
-            if any(_stands_for(key, own) for own in self.logged - self._stand_ins):
-                return False
-            self._stand_ins.add(key)
-        elif self._stand_ins:
-            for given in [given for given in self._stand_ins if _stands_for(given, key)]:
-                self._stand_ins.remove(given)
-                self._pending.pop(given, None)
-        return True
-
-    def put_values(self, keys: Sequence[Key], values: Tensor) -> None:
-        """Store final values ``[len(keys)]``, replacing earlier ones that came in this way."""
-        if not values.is_cpu:
-            self._note_stream(values.device)
-        names: list[Key | None] = list(keys)
-        self._vectors = [one for one in self._vectors if one[0] != names]  # an optimizer may step often in a step
-        self._vectors.append((names, values))
-
-    def _merge(self, key: Key, parts: list[Tensor], aggregation: Aggregation) -> None:
-        for part in parts:
-            if not part.is_cpu:
-                self._note_stream(part.device)
-        pending = self._pending.setdefault(key, PendingValue(aggregation, []))
-        if pending.aggregation != aggregation and isinstance(pending.aggregation, str) | isinstance(aggregation, str):
-            first, second = (repr(each) if isinstance(each, str) else "a function" for each in (pending.aggregation, aggregation))
-            raise ValueError(f"the values of one key in one step need one aggregation, and were logged with {first} and {second}")
-        pending.parts += parts
-        if len(pending.parts) >= 64 and isinstance(aggregation, str):
-            pending.parts[:] = [merged_parts(pending.parts, aggregation)]
-
-    @property
-    def logged(self) -> frozenset[Key]:
-        """The keys of logged values."""
-        return frozenset(key for key in self._pending if not key.source)
-
-    def clear_values(self, source: str, names: Collection[str] | None) -> None:
-        """Remove the values of ``source``, or of some of its tensors."""
-        for keys, _ in self._vectors:
-            keys[:] = [None if key and key.source == source and (names is None or key.name in names) else key for key in keys]
-        if self._pending:
-            gone = [key for key in self._pending if key.source == source and (names is None or key.name in names)]
-            for key in gone:
-                del self._pending[key]
-
-    def absorb_values(self, other: ValueStore) -> None:
-        """Merge the values in ``other``, unless the value here is that of all ranks."""
-        for key, pending in other._pending.items():
-            if key not in self._shared and (key.source or self._takes(key, key in other._stand_ins)):
-                self._merge(key, pending.parts, pending.aggregation)
-        self._vectors += other._vectors
-        self._reducers.update(other._reducers)
-
-    def take_all_values(self, other: ValueStore) -> None:
-        """Have all values of ``other``, which begins anew."""
-        self._pending, self._vectors, self._counts = other._pending, other._vectors, other._counts
-        self._contributions, self._reducers, self._replaced = other._contributions, dict(other._reducers), other._replaced
-        self._shared = other._shared
-
-    def begin_values_anew(self) -> None:
-        """Another store has all values."""
-        self._pending, self._vectors, self._counts, self._contributions, self._replaced = {}, [], {}, {}, set()
-        self._shared = set()
-
-    def take_back_values(self, earlier: ValueStore, first: Collection[str], is_dropped: Callable[[str, str], bool]) -> None:
-        """Take all values of ``earlier`` that were not replaced since; of the sources ``first``, where the first values count, all."""
-        found: dict[Key, PendingValue] = {}
-        for key, value in earlier._pending.items():
-            if key.source in first or not (key in self._replaced or is_dropped(key.source, key.name)):
-                found[key] = PendingValue(value.aggregation, list(value.parts))
-        for key, value in self._pending.items():
-            if key in found and key.source not in first:
-                found[key].parts += value.parts
-            else:
-                found.setdefault(key, value)
-        known = {key for keys, _ in self._vectors for key in keys if key is not None and key.source not in first}
-        again = {key for keys, _ in earlier._vectors for key in keys if key is not None and key.source in first}
-        older = [
-            ([None if key is None or key in known or is_dropped(key.source, key.name) else key for key in keys], values)
-            for keys, values in earlier._vectors
-        ]
-        newer = [([None if key in again else key for key in keys], values) for keys, values in self._vectors]
-        self._pending, self._vectors = found, [*older, *newer]
-        self._replaced |= earlier._replaced
-        self._shared |= earlier._shared
-        self._contributions = {**earlier._contributions, **self._contributions}
-        self._counts, self._reducers = {**earlier._counts, **self._counts}, {**earlier._reducers, **self._reducers}
-
-    def take_values(self, other: ValueStore, source: str, names: set[str]) -> None:
-        """Take the values of these tensors from ``other``."""
-        self._pending.update({key: p for key, p in other._pending.items() if key.source == source and key.name in names})
-        for keys, values in other._vectors:
-            self._vectors.append(([key if key and key.source == source and key.name in names else None for key in keys], values))
-
-    def share_logged(self, other: ValueStore, reducers: bool = False) -> None:
-        """Start with the logged values of ``other``, and on request how ranks merge them."""
-        self._pending = {key: PendingValue(p.aggregation, list(p.parts)) for key, p in other._pending.items() if not key.source}
-        self._stand_ins, self._shared = set(other._stand_ins), set(other._shared)
-        if reducers:
-            self._reducers = dict(other._reducers)
-
-
 def _stands_for(given: Key, own: Key) -> bool:
     """Whether a trainer's value ``given`` tells the same as ``own`` of the script."""
     return given == own or (is_whole_loss(given) and is_whole_loss(own))
 
 
-# --- stream join ---
+# --- Streams, and the copy to the host ---
 
 
 class StreamJoin:
@@ -729,9 +268,6 @@ class StreamJoin:
                     keep_for_current_stream(value)  # else the next tensor of its own stream may get this memory early
         for device in here:
             self.note(device)
-
-
-# --- device transfer ---
 
 
 class _DeviceGroup(NamedTuple):
@@ -770,7 +306,6 @@ class DeviceToHostCopy:
         return all(group.copied is not None and group.copied.query() for group in self._groups)
 
     def wait(self) -> None:
-        """Wait for the copies."""
         for group in self._groups:
             if group.copied is not None:
                 group.copied.synchronize()
@@ -877,12 +412,10 @@ def rows_text(rows: Mapping[str, Any]) -> str:
 
 
 def _joined(high: float, middle: float, low: float) -> int:
-    """An identity of its parts."""
     return (int(high) << 2 * _BITS) + (int(middle) << _BITS) + int(low)
 
 
 def _plain(name: Any) -> Any:
-    """As JSON has it."""
     return int(name) if hasattr(name, "__index__") else str(name)
 
 
@@ -897,60 +430,375 @@ _ADDED = frozenset({"edited", "found_inf", "unseen_refusals"})
 SKEW = "ranks/skew"
 
 
-class StepBuffer(RowStore, ValueStore):
-    """What was measured in one step: rows of statistics, values, and facts.
+class StepBuffer:
+    """What was measured in one step: rows of statistics by source and name, values by key, and facts.
 
-    Args:
-        step: its number.
-        complaints: gets failures of aggregation functions.
+    Rows are stored, where the last one counts, or merged, over micro-batches and calls. Values merge over micro-batches and ranks by named
+    reducers or functions.
     """
 
     def __init__(self, step: int, complaints: WarningLog) -> None:
-        RowStore.__init__(self)
-        ValueStore.__init__(self)
-        self.step = step
+        self.step, self._complaints = step, complaints
+        self._columns: dict[str, frozenset[Column]] = {}  # that all rows of a source have
+        self._exchanged: set[tuple[str, str]] = set()  # tensors whose rows are merged over ranks
+        self._versions: Counter[str] = Counter()
+        self._reducers: dict[Key, str] = {}
+        self._stand_ins: set[Key] = set()  # values of a trainer that the script has not logged
+        self.unshown: set[tuple[str, str]] = set()  # source and name of rows for the run directory only
+        self._dropped: set[tuple[str, str | None]] | None = None  # replaces nothing that was set aside; None where nothing was
+        self._begin()
+
+    def _begin(self) -> None:
+        self._blocks: list[Tensor] = []
+        self._whole: dict[str, tuple[tuple[str, ...], int]] = {}  # sources of which one block has all rows: names and block
+        self._places: dict[
+            str, dict[str, tuple[int, int]]
+        ] = {}  # by source and name the block and the row, where this is asked for
+        self._parts: dict[tuple[str, str], list[Tensor]] = {}
+        self._pending: dict[Key, PendingValue] = {}
+        self._contributions: dict[Key, tuple[str, Tensor]] = {}
+        self._vectors: list[tuple[list[Key | None], Tensor]] = []  # None for a value that was removed
+        self._counts: dict[Key, Tensor] = {}  # for values that may not exist: the number of contributing ranks, or a flag
+        self._replaced: set[Key] = set()
+        self._shared: set[Key] = set()  # values that are those of all ranks by now
         self.noted: dict[str, Tensor | float] = {}  # facts about the step
         self.extras: dict[str, Tensor] = {}  # small tensors for plugins, by a name that begins with theirs
         self.rows: list[tuple[Identities, int]] = []  # logged ones, call by call; their losses are extras
-        self._are_rows_over = False  # the next ones are those of another evaluation
+        self.are_rows_over = False  # all of the batch are logged; where a closure is evaluated again, they come anew
         self.thawed: set[str] = set()  # parameters frozen only for a part of the step
         self.frozen: set[str] = set()  # parameters frozen since the step began
         self.used: set[str] = set()  # parameters of the optimizers that stepped, with or without a gradient
         self.absent: dict[tuple[str, str], str] = {}
         self.refused: dict[str, str] = {}
         self.rng: dict[str, Tensor] = {}  # states of the random generators at its beginning
-        self.unshown: set[tuple[str, str]] = set()  # source and name of rows for the run directory only
-        self._complaints = complaints
         self._streams: StreamJoin | None = None
 
-    def join_streams(self) -> None:
-        """Whatever the stream that a value was computed on, the current one may read it from now on. The host does not wait."""
-        if self._streams is not None:
-            self._streams.join(self._on_device)
+    def put_rows(self, source: str, names: Sequence[str], rows: Tensor, columns: frozenset[Column]) -> None:
+        """Store statistics ``[len(names), 8]``, replacing those of the same names."""
+        if not rows.is_cpu:
+            self._note_stream(rows.device)
+        if len(self._blocks) >= 64:
+            self._drop_replaced()
+        if len(names) != len(rows):
+            raise ValueError(f"{len(rows)} rows of {source} for {len(names)} names")
+        if source in self._whole or source in self._places:
+            self._change(source, dict(zip(names, zip(repeat(len(self._blocks)), count()), strict=False)))
+        else:
+            self._whole[source] = tuple(names), len(self._blocks)
+        self._blocks.append(rows)
+        self._versions[source] += 1
+        self._narrow(source, columns)
 
-    def _note_stream(self, device: torch.device) -> None:
-        if self._streams is None:
-            self._streams = StreamJoin()
-        self._streams.note(device)
+    def _at(self, source: str) -> dict[str, tuple[int, int]]:
+        """Block and row of each tensor of a source; not to be changed."""
+        if source in self._whole and source not in self._places:
+            names, block = self._whole[source]
+            self._places[source] = dict(zip(names, zip(repeat(block), count()), strict=False))
+        return self._places.get(source, {})
 
-    def _on_device(self) -> Iterator[Tensor]:
-        yield from self._blocks
-        yield from chain(*self._parts.values(), *(pending.parts for pending in self._pending.values()))
-        yield from (values for _, values in self._vectors)
-        yield from self._counts.values()
-        yield from (sums for _, sums in self._contributions.values())
-        yield from (fact for fact in self.noted.values() if isinstance(fact, Tensor))
-        yield from self.extras.values()
+    def _change(self, source: str, places: Mapping[str, tuple[int, int]]) -> None:
+        """More places, or others for these names."""
+        self._places[source] = {**self._at(source), **places}
+        self._whole.pop(source, None)
+
+    def _narrow(self, source: str, columns: frozenset[Column]) -> None:
+        known = self._columns.setdefault(source, columns)
+        if known is not columns:
+            self._columns[source] = known & columns
+
+    def repeat_rows(self, source: str, names: Sequence[str], of: str, columns: frozenset[Column]) -> None:
+        """Rows of ``source`` are those of the same names of the source ``of``, which must exist."""
+        there = self._whole.get(of)
+        if there is not None and there[0] == tuple(names) and source not in self._whole and source not in self._places:
+            self._whole[source] = there
+        else:
+            known = self._at(of)
+            self._change(source, {name: known[name] for name in names})
+        self._narrow(source, columns)
+
+    def version_of(self, source: str) -> int:
+        """How often rows of this source were stored."""
+        return self._versions[source]
+
+    def names_of(self, source: str) -> set[str]:
+        """The tensors of ``source`` with stored rows."""
+        return set(self._at(source))
+
+    def rows_of(self, source: str, names: Iterable[str]) -> Tensor:
+        """The stored rows of these names, which must exist: ``[names, 8]``, on the device."""
+        places = self._at(source)
+        return torch.stack([self._blocks[block][row] for block, row in (places[name] for name in names)])
+
+    def _drop_replaced(self) -> None:
+        """Only the blocks are kept that a place refers to."""
+        used = {block for _, block in self._whole.values()}
+        kept = sorted(used.union(block for source in self._places for block, _ in self._at(source).values()))
+        number = {block: index for index, block in enumerate(kept)}
+        self._blocks = [self._blocks[block] for block in kept]
+        self._whole = {source: (names, number[block]) for source, (names, block) in self._whole.items()}
+        self._places = {
+            source: {name: (number[block], row) for name, (block, row) in places.items()}
+            for source, places in self._places.items()
+        }
+
+    def merge_rows(self, source: str, names: Sequence[str], rows: Tensor | Sequence[Tensor], columns: frozenset[Column]) -> None:
+        """Merge statistics of one micro-batch or call with those of the same names."""
+        if len(rows) and not rows[0].is_cpu:
+            self._note_stream(rows[0].device)
+        for name, row in zip(names, rows, strict=True):
+            parts = self._parts.setdefault((source, name), [])
+            parts.append(row)
+            if len(parts) == 64:  # bounds the memory for many micro-batches
+                parts[:] = [merge(torch.stack(parts))]
+        self._narrow(source, columns)
+
+    def expect_row(self, source: str, name: str) -> None:
+        """A row will be merged later, and has its place now: the order of rows is that of the calls."""
+        self._parts.setdefault((source, name), [])
+
+    def drop_parts(self, source: str, name: str) -> None:
+        self._parts.pop((source, name), None)
+
+    def rows_or_none(self, source: str, names: Sequence[str]) -> Tensor:
+        """The stored rows of these names, or the identity for missing ones: ``[names, 8]``."""
+        known = self._at(source)
+        places = [row for row, name in enumerate(names) if name in known]
+        if not places:
+            return identity(len(names))
+        found = self.rows_of(source, [names[row] for row in places])
+        rows = identity(len(names), found.device, found.dtype)
+        rows[places] = found
+        return rows
+
+    def put_exchanged(self, source: str, names: Sequence[str], rows: Tensor, columns: frozenset[Column]) -> None:
+        """Store rows merged over all ranks; those without elements on any rank are dropped on the host."""
+        if self._at(source).keys() <= set(names):
+            self._forget(source)  # in this order on each rank, whatever it has had itself: sums are then the same
+        self.put_rows(source, names, rows, columns)
+        for name in names:
+            self._parts.pop((source, name), None)
+            self._exchanged.add((source, name))
+
+    def _forget(self, source: str) -> None:
+        self._whole.pop(source, None)
+        self._places.pop(source, None)
+
+    def merged_rows_of_calls(self) -> dict[tuple[str, str], Tensor]:
+        """The merged rows of :meth:`merge_rows`, without those of micro-batch gradients: ``[8]`` by source and name."""
+        found = {where: parts for where, parts in self._parts.items() if parts and where[0] not in PARAMETER_SOURCES}
+        return {where: merge(torch.stack(parts)) if len(parts) > 1 else parts[0] for where, parts in found.items()}
+
+    def parts_of(self, source: str) -> list[Tensor]:
+        """The rows of :meth:`merge_rows` of all tensors of a source: ``[8]`` each."""
+        return [row for (of, _), rows in self._parts.items() if of == source for row in rows]
+
+    def contribute(self, key: Key, reducer: str, sums: Tensor) -> None:
+        """Add this rank's sums to a value of the whole tensor, a ``"norm"`` or ``"cosine"``."""
+        if not sums.is_cpu:
+            self._note_stream(sums.device)
+        self._contributions[key] = reducer, row_of_sums(sums)
+
+    def share(self, key: Key, reducer: str) -> None:
+        self._reducers[key] = reducer
+
+    def shared_values(self, watches: Callable[[Key], bool]) -> dict[Key, tuple[str, Tensor]]:
+        """How each value merges over ranks, and this rank's contribution.
+
+        These are values logged to be shared or that a detector ``watches``, and metrics of modules. What has no named reducer is withheld:
+        a function cannot be applied to values of ranks, each of which has applied it to its own.
+        """
+        found = dict(self._contributions)
+        for key, pending in list(self._pending.items()):
+            reducer = self._reducers.get(key) or ("mean" if not key.source and watches(key) else "")
+            if not reducer and key.source in SHARED_SOURCES:
+                if not isinstance(pending.aggregation, str):
+                    self.withhold(key, _BY_FUNCTION)
+                    continue
+                reducer = pending.aggregation
+            if reducer:
+                with contextlib.suppress(Exception):  # of a user's aggregation; reported when the step ends
+                    if (row := contribution(key, pending, reducer)) is not None:
+                        found[key] = reducer, row
+                    else:
+                        self.withhold(key, _SEVERAL)
+        return found
+
+    def put_shared(self, key: Key, reducer: str, row: Tensor) -> None:
+        """Store the merged contributions of all ranks; dropped on the host if there were none."""
+        self._pending[key] = PendingValue(reducer if reducer in REDUCERS else "sum", [part_from(row, reducer)])
+        self._counts[key] = row[Column.COUNT]
+        self._shared.add(key)
+
+    def put_where(self, key: Key, value: Tensor, there: Tensor) -> None:
+        """Store a value that exists only if ``there``, 0-d on the device, is true; replaces an earlier one."""
+        self.put_value(key, value)
+        self._counts[key] = there
+
+    def put_value(self, key: Key, value: Any, aggregation: Aggregation = "mean", weight: int = 1) -> None:
+        """Store a scalar, or a tensor whose elements ``aggregation`` reduces; replaces an earlier value."""
+        self._pending.pop(key, None)
+        self._replaced.add(key)
+        self.merge_value(key, value, aggregation, weight)
+
+    def merge_value(self, key: Key, value: Any, aggregation: Aggregation = "mean", weight: int = 1) -> None:
+        """Merge a scalar or tensor of one micro-batch with the others of this step by ``aggregation``.
+
+        Raises:
+            TypeError: neither a number nor a real tensor.
+            ValueError: a tensor without elements.
+        """
+        self._merge(key, [part_of(as_tensor(value, key), aggregation, weight)], aggregation)
+
+    def merge_logged(self, key: Key, value: Any, aggregation: Aggregation, stands_in: bool) -> bool:
+        """Merge a logged value, as :meth:`merge_value` does; returns whether it was taken.
+
+        A value of a trainer ``stands_in`` for one that the script may log: whichever comes first, the script's value replaces it.
+        """
+        if not self._takes(key, stands_in):
+            return False
+        self.merge_value(key, value, aggregation)
+        return True
+
+    def _takes(self, key: Key, stands_in: bool) -> bool:
+        if stands_in:
+            if any(_stands_for(key, own) for own in self.logged - self._stand_ins):
+                return False
+            self._stand_ins.add(key)
+        elif self._stand_ins:
+            for given in [given for given in self._stand_ins if _stands_for(given, key)]:
+                self._stand_ins.remove(given)
+                self._pending.pop(given, None)
+        return True
+
+    def put_values(self, keys: Sequence[Key], values: Tensor) -> None:
+        """Store final values ``[len(keys)]``, replacing earlier ones that came in this way."""
+        if not values.is_cpu:
+            self._note_stream(values.device)
+        names: list[Key | None] = list(keys)
+        self._vectors = [one for one in self._vectors if one[0] != names]  # an optimizer may step often in a step
+        self._vectors.append((names, values))
+
+    def _merge(self, key: Key, parts: list[Tensor], aggregation: Aggregation) -> None:
+        for part in parts:
+            if not part.is_cpu:
+                self._note_stream(part.device)
+        pending = self._pending.setdefault(key, PendingValue(aggregation, []))
+        if pending.aggregation != aggregation and isinstance(pending.aggregation, str) | isinstance(aggregation, str):
+            first, second = (repr(each) if isinstance(each, str) else "a function" for each in (pending.aggregation, aggregation))
+            raise ValueError(f"the values of one key in one step need one aggregation, and were logged with {first} and {second}")
+        pending.parts += parts
+        if len(pending.parts) >= 64 and isinstance(aggregation, str):
+            pending.parts[:] = [merged_parts(pending.parts, aggregation)]
+
+    @property
+    def logged(self) -> frozenset[Key]:
+        return frozenset(key for key in self._pending if not key.source)
 
     def clear(self, source: str, names: Iterable[str] | None = None) -> None:
         """Remove the values of ``source``, or of some of its tensors."""
+        gone = None if names is None else frozenset(names)
         if self._dropped is not None:
-            names = None if names is None else frozenset(names)
-            self._dropped.update([(source, None)] if names is None else ((source, name) for name in names))
-        if self.has_rows(source) or self._pending or self._vectors:
-            gone = None if names is None else frozenset(names)
-            self.clear_rows(source, gone)
-            self.clear_values(source, gone)
+            self._dropped.update([(source, None)] if gone is None else ((source, name) for name in gone))
+        known = self._at(source)
+        if not (known or self._parts or self._pending or self._vectors):
+            return
+
+        if gone is None or gone.issuperset(known):
+            self._forget(source)
+        elif not gone.isdisjoint(known):
+            self._whole.pop(source, None)
+            self._places[source] = {name: place for name, place in known.items() if name not in gone}
+        if self._parts:
+            self._parts = {w: p for w, p in self._parts.items() if w[0] != source or (gone is not None and w[1] not in gone)}
+        for keys, _ in self._vectors:
+            keys[:] = [None if key and key.source == source and (gone is None or key.name in gone) else key for key in keys]
+        for key in [key for key in self._pending if key.source == source and (gone is None or key.name in gone)]:
+            del self._pending[key]
+
+    def absorb(self, other: StepBuffer) -> None:
+        """Merge the values of :meth:`merge_rows` and :meth:`merge_value` in ``other``, unless the value here is that of all ranks."""
+        other.join_streams()
+        for (source, name), parts in other._parts.items():
+            for row in parts:
+                self.merge_rows(source, [name], row.unsqueeze(0), other._columns[source])
+        for key, pending in other._pending.items():
+            if key not in self._shared and (key.source or self._takes(key, key in other._stand_ins)):
+                self._merge(key, pending.parts, pending.aggregation)
+        self._vectors += other._vectors
+        self._reducers.update(other._reducers)
+        self.absent.update(other.absent)
+        self.refused.update(other.refused)
+
+    def take_over(self, other: StepBuffer, source: str, names: Iterable[str]) -> None:
+        """Replace the values of these tensors by those in ``other``."""
+        wanted = dict.fromkeys(names)
+        other.join_streams()
+        self.clear(source, wanted)
+        self._take_rows(other, source, wanted)
+
+        def is_taken(key: Key | None) -> bool:
+            return key is not None and key.source == source and key.name in wanted
+
+        self._pending.update({key: pending for key, pending in other._pending.items() if is_taken(key)})
+        self._vectors += [([key if is_taken(key) else None for key in keys], values) for keys, values in other._vectors]
+        self.absent.update({where: reason for where, reason in other.absent.items() if where[0] == source})
+
+    def _take_rows(self, other: StepBuffer, source: str, names: Iterable[str]) -> None:
+        known = other._at(source)
+        if found := [name for name in names if name in known]:
+            self.put_rows(source, found, other.rows_of(source, found), other._columns[source])
+
+    def scalars(self) -> StepBuffer:
+        """A new buffer that continues with the logged values."""
+        more = StepBuffer(self.step, self._complaints)
+        logged = ((key, pending) for key, pending in self._pending.items() if not key.source)
+        more._pending = {key: PendingValue(pending.aggregation, list(pending.parts)) for key, pending in logged}
+        more._stand_ins, more._shared = set(self._stand_ins), set(self._shared)
+        return more
+
+    def part(self, sources: Iterable[str]) -> StepBuffer:
+        """A new buffer with the stored rows of ``sources`` and the logged values. This one is unchanged."""
+        self.join_streams()
+        wanted, found = set(sources), self.scalars()
+        found._reducers, found._blocks = dict(self._reducers), list(self._blocks)
+        found._whole = {source: whole for source, whole in self._whole.items() if source in wanted}
+        found._places = {source: places for source, places in self._places.items() if source in wanted}
+        found._drop_replaced()
+        found._columns = {source: columns for source, columns in self._columns.items() if source in wanted}
+        found.refused.update({source: reason for source, reason in self.refused.items() if source in wanted})
+        return found
+
+    def set_aside(self) -> StepBuffer:
+        """A new buffer with all that was measured so far. This one begins anew."""
+        earlier = copy(self)
+        earlier.are_rows_over = False
+        self._begin()
+        self._dropped = set()
+        for name in ("_columns", "_exchanged", "_versions", "_reducers", "_stand_ins", "unshown"):
+            setattr(self, name, copy(getattr(self, name)))
+        return earlier
+
+    def rejoin(self, earlier: StepBuffer) -> None:
+        """What was set aside is of the same step: merge as if it never had been. Of parameters the first values count, of what an
+        optimizer's step gives the last ones.
+        """
+        earlier.join_streams()
+        _rejoin_values(self, earlier)
+        _rejoin_rows(self, earlier)
+        added = {name: earlier.noted[name] + fact for name, fact in self.noted.items() if name in _ADDED & earlier.noted.keys()}
+        self.noted = {**earlier.noted, **self.noted, **added}
+        calls = [*earlier.rows, *self.rows]
+        losses = [buffer.extras.pop(f"rows/{call}") for buffer in (earlier, self) for call in range(len(buffer.rows))]
+        self.extras = {**earlier.extras, **self.extras, **{f"rows/{call}": each for call, each in enumerate(losses)}}
+        self.rows, self.rng = calls, earlier.rng
+        self.thawed |= earlier.thawed
+        self.frozen |= earlier.frozen
+        self.used |= earlier.used
+        self.unshown |= earlier.unshown
+        self.absent, self.refused = {**earlier.absent, **self.absent}, {**earlier.refused, **self.refused}
+
+    def _is_dropped(self, source: str, name: str) -> bool:
+        return self._dropped is not None and not self._dropped.isdisjoint({(source, name), (source, None)})
 
     def refuse(self, source: str, name: str, reason: str) -> None:
         """Mark a tensor as not measurable, which also prevents sums over the whole source."""
@@ -964,7 +812,7 @@ class StepBuffer(RowStore, ValueStore):
 
     def withhold(self, key: Key, reason: str) -> None:
         """Remove a value that is not that of all ranks."""
-        super().withhold(key, reason)
+        self._pending.pop(key, None)
         self.absent[key.source, "/".join(filter(None, key[1:]))] = reason
 
     def withhold_values(self, watches: Callable[[Key], bool], reason: str) -> None:
@@ -983,173 +831,173 @@ class StepBuffer(RowStore, ValueStore):
 
     def log_rows(self, ids: Identities, losses: Tensor) -> None:
         """The losses of rows; the largest are kept."""
-        if self._are_rows_over:
+        if self.are_rows_over:
             for call in range(len(self.rows)):
                 del self.extras[f"rows/{call}"]
-            self.rows, self._are_rows_over = [], False
+            self.rows, self.are_rows_over = [], False
         self.extras[f"rows/{len(self.rows)}"] = largest_of(losses, ids)
         # a list may be filled anew before the numbers are on the host
         self.rows.append((ids if isinstance(ids, Tensor) else list(ids), len(losses)))
 
-    def end_rows(self) -> None:
-        """All rows of the batch are logged; where a closure is evaluated again, they come anew."""
-        self._are_rows_over = True
+    def _note_stream(self, device: torch.device) -> None:
+        """A value is computed on the current stream of ``device``."""
+        if self._streams is None:
+            self._streams = StreamJoin()
+        self._streams.note(device)
 
-    def absorb(self, other: StepBuffer) -> None:
-        """Merge the values of :meth:`merge_rows` and :meth:`merge_value` in ``other``."""
-        other.join_streams()
-        self.absorb_rows(other)
-        self.absorb_values(other)
-        self.absent.update(other.absent)
-        self.refused.update(other.refused)
+    def join_streams(self) -> None:
+        """Whatever the stream that a value was computed on, the current one may read it from now on. The host does not wait."""
+        if self._streams is not None:
+            self._streams.join(self._on_device)
 
-    def take_over(self, other: StepBuffer, source: str, names: Iterable[str]) -> None:
-        """Replace the values of these tensors by those in ``other``."""
-        names = list(names)
-        other.join_streams()
-        self.clear(source, names)
-        self.take_rows(other, source, names)
-        self.take_values(other, source, set(names))
-        self.absent.update({where: reason for where, reason in other.absent.items() if where[0] == source})
-
-    def set_aside(self) -> StepBuffer:
-        """A new buffer with all that was measured so far. This one begins anew."""
-        earlier = StepBuffer(self.step, self._complaints)
-        earlier._take_all(self)
-        self.begin_rows_anew()
-        self.begin_values_anew()
-        self._streams, self.noted, self.extras, self.rows, self.rng, self._are_rows_over = None, {}, {}, [], {}, False
-        self.thawed, self.frozen, self.used, self.unshown = set(), set(), set(), set(self.unshown)
-        self.absent, self.refused = {}, {}
-        return earlier
-
-    def _take_all(self, other: StepBuffer) -> None:
-        self.take_all_rows(other)
-        self.take_all_values(other)
-        self._streams, self.noted, self.extras, self.rows = other._streams, other.noted, other.extras, other.rows
-        self.thawed, self.frozen, self.used, self.unshown = other.thawed, other.frozen, other.used, other.unshown
-        self.rng, self.absent, self.refused = other.rng, other.absent, other.refused
-
-    def begins(self, rng: dict[str, Tensor]) -> None:
-        """What is measured from now on began with these states of the random generators."""
-        self.rng = rng
-
-    def renumber(self, step: int) -> None:
-        """The values are of this step."""
-        self.step = step
-
-    def rejoin(self, earlier: StepBuffer) -> None:
-        """What was set aside is of the same step: merge as if it never had been. Of parameters the first values count, of what an
-        optimizer's step gives the last ones.
-        """
-        earlier.join_streams()
-        self.take_back_values(earlier, _FIRST, self._is_dropped)
-        self.take_back_rows(earlier, _FIRST)
-        added = {name: earlier.noted[name] + fact for name, fact in self.noted.items() if name in _ADDED & earlier.noted.keys()}
-        self.noted = {**earlier.noted, **self.noted, **added}
-        calls = [*earlier.rows, *self.rows]
-        losses = [buffer.extras.pop(f"rows/{call}") for buffer in (earlier, self) for call in range(len(buffer.rows))]
-        self.extras = {**earlier.extras, **self.extras, **{f"rows/{call}": each for call, each in enumerate(losses)}}
-        self.rows, self.rng = calls, earlier.rng
-        self.thawed |= earlier.thawed
-        self.frozen |= earlier.frozen
-        self.used |= earlier.used
-        self.unshown |= earlier.unshown
-        self.absent, self.refused = {**earlier.absent, **self.absent}, {**earlier.refused, **self.refused}
-
-    def scalars(self) -> StepBuffer:
-        """A new buffer that continues with the logged values."""
-        more = StepBuffer(self.step, self._complaints)
-        more.share_logged(self)
-        return more
-
-    def part(self, sources: Iterable[str]) -> StepBuffer:
-        """A new buffer with the stored rows of ``sources`` and the logged values. This one is unchanged."""
-        self.join_streams()
-        wanted, found = set(sources), StepBuffer(self.step, self._complaints)
-        found.share_rows(self, wanted)
-        found.share_logged(self, reducers=True)
-        found.refused.update({source: reason for source, reason in self.refused.items() if source in wanted})
-        return found
+    def _on_device(self) -> Iterator[Tensor]:
+        yield from self._blocks
+        yield from chain(*self._parts.values(), *(pending.parts for pending in self._pending.values()))
+        yield from (values for _, values in self._vectors)
+        yield from self._counts.values()
+        yield from (sums for _, sums in self._contributions.values())
+        yield from (fact for fact in self.noted.values() if isinstance(fact, Tensor))
+        yield from self.extras.values()
 
     def start_readback(self) -> PendingReadback:
         """Start the copy to the host, after which nothing may be stored. Does not synchronise."""
         if self._streams is not None:
             self.join_streams()
-        # merged on the host, which is cheaper than one launch for each
-        self._parts = {where: parts for where, parts in self._parts.items() if parts}
-        parts = [part for parts in self._parts.values() for part in parts]
-        reduced = self._reduced()
-        noted = {name: fact for name, fact in self.noted.items() if isinstance(fact, Tensor)}
-        vectors = [values for _, values in self._vectors]
-        facts, extras = noted.values(), self.extras.values()
-        arrival = DeviceToHostCopy([*self._blocks, *parts, *reduced.values(), *facts, *self._counts.values(), *vectors, *extras])
-        merged = [(where, len(parts)) for where, parts in self._parts.items()]
-        keys = [keys for keys, _ in self._vectors]
-        return PendingReadback(self, arrival, merged, list(reduced), set(noted), list(self._counts), keys)
+        return PendingReadback(self)
 
     def flush(self) -> tuple[dict[str, StatsTable], dict[Key, float], dict[str, float]]:
         """:meth:`start_readback`, then wait: see :meth:`PendingReadback.land`."""
         return self.start_readback().land()
 
-    def _reduced(self) -> dict[Key, Tensor]:
-        """Final scalars; several for a key whose aggregation returned a dict."""
-        reduced: dict[Key, Tensor] = {}
-        for key, pending in self._pending.items():
-            try:
-                reduced.update(finished(key, pending))
-            except Exception as error:
-                name = getattr(pending.aggregation, "__name__", repr(pending.aggregation))
-                self._complaints.add(
-                    f"aggregation:{key}", f"the aggregation {name} of {'/'.join(filter(None, key))} failed", error
-                )
-                self.absent[key.source, key.name] = f"its aggregation function raised {type(error).__name__}: {error}"
-        return reduced
+
+def _rejoin_values(late: StepBuffer, earlier: StepBuffer) -> None:
+    found: dict[Key, PendingValue] = {}
+    for key, value in earlier._pending.items():
+        if key.source in _FIRST or not (key in late._replaced or late._is_dropped(key.source, key.name)):
+            found[key] = PendingValue(value.aggregation, list(value.parts))
+    for key, value in late._pending.items():
+        if key in found and key.source not in _FIRST:
+            found[key].parts += value.parts
+        else:
+            found.setdefault(key, value)
+    known = {key for keys, _ in late._vectors for key in keys if key is not None and key.source not in _FIRST}
+    again = {key for keys, _ in earlier._vectors for key in keys if key is not None and key.source in _FIRST}
+    older = [
+        ([None if key is None or key in known or late._is_dropped(key.source, key.name) else key for key in keys], values)
+        for keys, values in earlier._vectors
+    ]
+    newer = [([None if key in again else key for key in keys], values) for keys, values in late._vectors]
+    late._pending, late._vectors = found, [*older, *newer]
+    late._replaced |= earlier._replaced
+    late._shared |= earlier._shared
+    late._contributions = {**earlier._contributions, **late._contributions}
+    late._counts, late._reducers = {**earlier._counts, **late._counts}, {**earlier._reducers, **late._reducers}
 
 
-@dataclass
+def _rejoin_rows(late: StepBuffer, earlier: StepBuffer) -> None:
+    for source in dict.fromkeys((*earlier._whole, *earlier._places)):
+        kept = set() if source in _FIRST else late.names_of(source)
+        names = [name for name in earlier._at(source) if name not in kept and not late._is_dropped(source, name)]
+        late._take_rows(earlier, source, names)
+    parts = {where: list(rows) for where, rows in earlier._parts.items() if not late._is_dropped(*where)}
+    for where, rows in late._parts.items():
+        parts.setdefault(where, []).extend(rows)
+    late._parts = parts
+    late._dropped = None if earlier._dropped is None else earlier._dropped | (late._dropped or set())
+    for source in {source for source, _ in parts} & earlier._columns.keys():
+        late._narrow(source, earlier._columns[source])
+
+
 class PendingReadback:
     """The values of a step on their way to the host.
 
     Attributes:
-        buffer: their source.
-        arrival: the copy.
-        merged: tensors whose rows are yet to be merged, and how many.
-        reduced: the keys of values.
-        noted: the names of facts that are tensors.
-        counted: the keys of values that may not exist.
-        vectors: the keys of values that came together; None for one that was removed.
         extras: what plugins have sent along, once the copy has landed: float64.
     """
 
-    buffer: StepBuffer
-    arrival: DeviceToHostCopy
-    merged: list[tuple[tuple[str, str], int]]
-    reduced: list[Key]
-    noted: set[str]
-    counted: list[Key]
-    vectors: list[list[Key | None]]
-    extras: dict[str, Tensor] = field(default_factory=dict)
+    def __init__(self, buffer: StepBuffer) -> None:
+        self.buffer, self.extras = buffer, dict[str, Tensor]()
+        # merged on the host, which is cheaper than one launch for each
+        kept = {where: parts for where, parts in buffer._parts.items() if parts}
+        self._merged = [(where, len(parts)) for where, parts in kept.items()]
+        reduced = self._reduced(buffer)
+        self._keys = list(reduced)
+        noted = {name: fact for name, fact in buffer.noted.items() if isinstance(fact, Tensor)}
+        self._noted = set(noted)
+        self.arrival = DeviceToHostCopy(
+            [
+                *buffer._blocks,
+                *chain(*kept.values()),
+                *reduced.values(),
+                *noted.values(),
+                *buffer._counts.values(),
+                *(values for _, values in buffer._vectors),
+                *buffer.extras.values(),
+            ]
+        )
+
+    @staticmethod
+    def _reduced(buffer: StepBuffer) -> dict[Key, Tensor]:
+        """Final scalars; several for a key whose aggregation returned a dict."""
+        reduced: dict[Key, Tensor] = {}
+        for key, pending in buffer._pending.items():
+            try:
+                reduced.update(finished(key, pending))
+            except Exception as error:
+                name = getattr(pending.aggregation, "__name__", repr(pending.aggregation))
+                buffer._complaints.add(
+                    f"aggregation:{key}", f"the aggregation {name} of {'/'.join(filter(None, key))} failed", error
+                )
+                buffer.absent[key.source, key.name] = f"its aggregation function raised {type(error).__name__}: {error}"
+        return reduced
 
     def land(self) -> tuple[dict[str, StatsTable], dict[Key, float], dict[str, float]]:
         """Tables by source, custom values and facts, on the host. Waits for the copy, once per device."""
-        host = iter(self.arrival.land())
-        blocks = list(islice(host, self.buffer.block_count))
-        counts = [count for _, count in self.merged]
+        buffer, host = self.buffer, iter(self.arrival.land())
+        blocks = list(islice(host, len(buffer._blocks)))
+        counts = [count for _, count in self._merged]
         parts = list(islice(host, sum(counts)))
         if parts:
             rows = torch.stack(parts)
             owners = [number for number, count in enumerate(counts) for _ in range(count)]
             blocks.append(rows if len(parts) == len(counts) else merge_by_group(rows, owners, len(counts)))
-        tables = self.buffer.collect(blocks, [where for where, _ in self.merged])
-        values = {key: float(next(host)) for key in self.reduced}
-        facts = {name: float(next(host) if name in self.noted else fact) for name, fact in self.buffer.noted.items()}
+        tables = self._tables(blocks) if blocks else {}
+        values = {key: float(next(host)) for key in self._keys}
+        facts = {name: float(next(host) if name in self._noted else fact) for name, fact in buffer.noted.items()}
         if facts.pop(SKEW, 0.0):
-            self.buffer.out_of_step()
+            buffer.out_of_step()
             return {}, {}, facts
-        contributed = {key: float(next(host)) for key in self.counted}
+        contributed = {key: float(next(host)) for key in buffer._counts}
         values = {key: value for key, value in values.items() if contributed.get(key, 1.0)}
-        for keys in self.vectors:
+        for keys, _ in buffer._vectors:
             values.update((key, value) for key, value in zip(keys, next(host).tolist(), strict=True) if key is not None)
-        self.extras = dict(zip(self.buffer.extras, host, strict=True))
+        self.extras = dict(zip(buffer.extras, host, strict=True))
         return tables, values, facts
+
+    def _tables(self, blocks: list[Tensor]) -> dict[str, StatsTable]:
+        """The tables by source, from the stored blocks on the host; the last one has the merged rows."""
+        buffer, merged = self.buffer, [where for where, _ in self._merged]
+        edited = {source for source, _ in buffer._exchanged}.union(source for source, _ in merged)
+        tables: dict[str, StatsTable] = {}
+        places: dict[str, dict[str, tuple[int, int]]] = {}
+        for source in dict.fromkeys((*buffer._whole, *buffer._places)):
+            if source in buffer._whole and source not in edited:
+                names, block = buffer._whole[source]
+                if names:
+                    tables[source] = StatsTable(names, blocks[block], buffer._columns[source])
+            else:
+                places[source] = dict(buffer._at(source))
+        for source, name in buffer._exchanged:
+            place = places.get(source, {}).get(name)
+            if place is not None and not blocks[place[0]][place[1], Column.COUNT] > 0:  # no rank had any
+                del places[source][name]
+        for row, (source, name) in enumerate(merged):
+            places.setdefault(source, {})[name] = len(blocks) - 1, row
+        tables.update(
+            (source, StatsTable(tuple(found), _rows_at(blocks, [*found.values()]), buffer._columns[source]))
+            for source, found in places.items()
+            if found
+        )
+        if GRADIENT in tables and GRADIENT_BEFORE_CLIP in tables:
+            tables[GRADIENT] = _shared(tables[GRADIENT], tables[GRADIENT_BEFORE_CLIP])
+        return tables

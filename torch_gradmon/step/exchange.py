@@ -104,11 +104,6 @@ class BoundedStore:
         self._store = within(STORE_LIMIT, lambda: store_of(prefix, connected_anew))
         self._is_waiting = False
 
-    @property
-    def has_many(self) -> bool:
-        """Whether it can return several values at once."""
-        return bool(getattr(self._store, "has_extended_api", bool)())
-
     def call(self, method: str, *args: Any, limit: float | None = None) -> Any:
         """What the store's method returns; ``limit``: in seconds, by default :data:`STORE_LIMIT`.
 
@@ -127,8 +122,7 @@ class BoundedStore:
             self._is_waiting = False
 
     def values(self, keys: Sequence[str], limit: float | None = None) -> list[bytes]:
-        """The values of keys that exist."""
-        if self.has_many:
+        if getattr(self._store, "has_extended_api", bool)():
             found: list[bytes] = self.call("multi_get", list(keys), limit=limit)
             return found
         return [self.call("get", key, limit=limit) for key in keys]
@@ -264,7 +258,6 @@ class Agreement:
         )
 
     def _meet(self, call: str, card: Mapping[str, str]) -> Answer:
-        """Wait for the others."""
         answer = self._arrive(call, card)
         if answer is None:
             answer = self._answer(call, PATIENCE)
@@ -394,10 +387,6 @@ _PARTIAL = {"tensors": {NAMES, METRICS}}
 class RankExchange:
     """The exchange of a step. Every rank enters it with the same rows, whether or not it has values for them.
 
-    Args:
-        ranks: that take part.
-        complaints: gets a warning if some are missing.
-
     Attributes:
         takes_place: whether there was any exchange.
         shares_values: whether ranks have exchanged values of their batches.
@@ -515,7 +504,7 @@ class RankExchange:
             return self._has_told[what]
         is_met = agreement.ask(lambda: {part: digest_of(value) for part, value in parts().items()}, step)
         if what == "tensors":
-            self.ranks.be_alone(not self.are_equal(what))
+            self.ranks.is_alone = not self.are_equal(what)
         if not is_met and agreement.is_open:
             return False
         takes_part = is_met and agreement.differing.keys() <= _PARTIAL.get(what, set())
@@ -546,7 +535,6 @@ class RankExchange:
         return what in self._agreements and not (self._agreements[what].is_met and self._has_told[what])
 
     def why_not(self, what: str) -> str:
-        """Why not all of it is exchanged."""
         agreement = self._agreement(what)
         if agreement.differing:
             return "; ".join(
@@ -636,26 +624,15 @@ class ExchangePolicy:
     """Merges the values of a step over ranks. The plan determines which, not what this rank has seen.
 
     Args:
-        exchange: with the other ranks.
-        planner: knows the model and the metrics.
-        summary: knows the whole-model values.
-        detectors: use values.
         every: steps from one monitored step to the next; None if a function decides.
-
-    Attributes:
-        exchange: with the other ranks.
     """
 
     def __init__(
         self, exchange: RankExchange, planner: Planner, summary: Summary, detectors: ValueDetectors, every: int | None = 1
     ) -> None:
         self.exchange, self._every = exchange, every
-        self._reduces = self._is_leaving = False
+        self.reduces = self._is_leaving = False  # a value was logged to be merged over ranks; the run ends here
         self._planner, self._summary, self._detectors = planner, summary, detectors
-
-    def reduce(self) -> None:
-        """A value was logged to be merged over ranks."""
-        self._reduces = True
 
     @contextlib.contextmanager
     def without_others(self) -> Iterator[None]:
@@ -694,7 +671,7 @@ class ExchangePolicy:
     @property
     def _has_values(self) -> bool:
         """Whether values are exchanged. The plan decides, since a rank cannot know whether the others have any."""
-        return self._is_sharded or self._reduces or self._planner.measures_batches or self._detectors.watches_values
+        return self._is_sharded or self.reduces or self._planner.measures_batches or self._detectors.watches_values
 
     @property
     def exchanges_values(self) -> bool:

@@ -22,7 +22,7 @@ from ..core.keys import ROOT, WRAPPERS, canonical_name, canonical_names
 from ..core.torch_modes import fsdp_param_groups
 from .ranks import Ranks, is_dtensor, is_sharded
 
-# --- parameter refs ---
+# --- Where a parameter is ---
 
 
 #: Returns a parameter while it exists.
@@ -44,6 +44,24 @@ class ModuleParameterRef:
             return None if module is None else module._parameters[self._name]
         except KeyError:
             return None
+
+
+def there(places: Sequence[Place], positions: Iterable[int]) -> dict[int, nn.Parameter]:
+    """The parameters that exist of those at these positions; found without one call for each that a module has."""
+    found: dict[int, nn.Parameter] = {}
+    for position in positions:
+        place = places[position]
+        if type(place) is ModuleParameterRef:
+            module = place._module()
+            try:
+                parameter = None if module is None else module._parameters[place._name]
+            except KeyError:
+                continue
+        else:
+            parameter = place()
+        if parameter is not None:
+            found[position] = parameter
+    return found
 
 
 class FsdpParameterRef:
@@ -190,7 +208,7 @@ def _slots(module: nn.Module) -> Iterator[tuple[str, object]]:
         yield name, None if parameter is None else (id(parameter), parameter.requires_grad)
 
 
-# --- whole model ---
+# --- The whole model, of which this rank has parts ---
 
 
 class PartFacts(NamedTuple):
@@ -419,9 +437,6 @@ def checked(source: object) -> GradientSource | None:
     return source
 
 
-# --- fsdp1 ---
-
-
 class _FlatPlace:
     """The flat parameter of a handle of FSDP1."""
 
@@ -502,7 +517,7 @@ class Fsdp1Source(GradientSource):
         return tensor.detach().view(-1)[: self._lengths[id(parameter)]] if id(parameter) in self._lengths else tensor
 
 
-# --- model index ---
+# --- The index ---
 
 
 class TrainableNames:

@@ -20,10 +20,6 @@ from ..core.keys import Key, compile_pattern
 from ..core.moments import NEEDS, VIEWS, Column, StatView, have
 from ..core.records import REDUCERS, Block, ForModule, Metric, StatsTable
 from ..statistics import attention, histogram
-from ..statistics import histogram as kurtosis
-from ..statistics import histogram as spectrum
-
-# --- built ins ---
 
 
 @dataclass(frozen=True)
@@ -42,7 +38,7 @@ def _of_tensors(subject: str) -> dict[str, BuiltIn]:
     words = f"number of elements of the {subject} with that floor(log2 |x|), and of zeros; a class without any is absent"
     found[histogram.HISTOGRAM_NAME] = BuiltIn(frozenset(), "count", words, histogram.log2_counts, histogram.as_metrics)
     words = f"Pearson's kurtosis of the {subject}, 3 for a normal distribution; absent if all elements are equal"
-    found[kurtosis.NAME] = BuiltIn(frozenset(), "1", words, kurtosis.central_sums, kurtosis.kurtosis)
+    found[histogram.KURTOSIS] = BuiltIn(frozenset(), "1", words, histogram.central_sums, histogram.kurtosis)
     return found
 
 
@@ -54,8 +50,8 @@ def _of_parameters(subject: str) -> dict[str, BuiltIn]:
     )
     return {
         **_of_tensors(subject),
-        spectrum.SPECTRAL_NORM: BuiltIn(frozenset(), "1", size, spectrum.spectral_norm),
-        spectrum.STABLE_RANK: BuiltIn(frozenset(), "1", rank, spectrum.stable_rank),
+        histogram.SPECTRAL_NORM: BuiltIn(frozenset(), "1", size, histogram.spectral_norm),
+        histogram.STABLE_RANK: BuiltIn(frozenset(), "1", rank, histogram.stable_rank),
     }
 
 
@@ -104,14 +100,6 @@ VIEW_BUILT_INS: dict[str, dict[str, BuiltIn]] = {
 # --- The registry of metrics ---
 
 
-@dataclass(frozen=True)
-class Overlay:
-    """Temporary hidden metrics; ``replaces_hidden``: instead of the script's hidden ones."""
-
-    metrics: tuple[Metric, ...]
-    replaces_hidden: bool
-
-
 class Registry:
     """All requested metrics.
 
@@ -123,8 +111,10 @@ class Registry:
         self.built_ins = built_ins
         self.metrics: tuple[Metric, ...] = ()
         self._asked: tuple[Metric, ...] = ()  # metrics of the script, including those of its preset
-        self._overlays: dict[str, Overlay] = {}
+        self._overlays: dict[str, tuple[tuple[Metric, ...], bool]] = {}  # hidden metrics, and whether they replace hidden ones
         self._once_overlaid: set[tuple[str, str]] = set()
+        #: Source and name of the metrics that are hidden or were in an overlay: their last values may still be on their way.
+        self.hidden: set[tuple[str, str]] = set()
 
     def make(
         self,
@@ -226,21 +216,21 @@ class Registry:
         self._overlays.pop(name, None)
         if metrics is not None:
             first = {(metric.source, metric.name): metric for metric in reversed(metrics)}
-            self._overlays[name] = Overlay(tuple(first.values())[::-1], replaces_hidden)
+            self._overlays[name] = tuple(first.values())[::-1], replaces_hidden
         self._compose()
 
     def _compose(self) -> None:
         found = self._asked
         # those that replace come first
-        for overlay in sorted(self._overlays.values(), key=lambda each: not each.replaces_hidden):
-            if overlay.replaces_hidden:
+        for metrics, replaces_hidden in sorted(self._overlays.values(), key=lambda each: not each[1]):
+            if replaces_hidden:
                 found = tuple(metric for metric in found if metric.shown)
-            new = _unknown(overlay.metrics, found)
-            self._once_overlaid |= {
-                (metric.source, metric.name) for metric in (overlay.metrics if overlay.replaces_hidden else new)
-            }
+            new = _unknown(metrics, found)
+            self._once_overlaid |= {(metric.source, metric.name) for metric in (metrics if replaces_hidden else new)}
             found += new
         self.metrics = found
+        shown = {(metric.source, metric.name) for metric in found if metric.shown}
+        self.hidden = self._once_overlaid.union((metric.source, metric.name) for metric in found if not metric.shown) - shown
 
     @property
     def unseen(self) -> tuple[Metric, ...]:
@@ -250,12 +240,7 @@ class Registry:
     @property
     def own(self) -> tuple[Metric, ...]:
         """The metrics that every rank has: those of the script, and overlays that replace some of them."""
-        return self._asked + tuple(m for overlay in self._overlays.values() if overlay.replaces_hidden for m in overlay.metrics)
-
-    def hidden(self) -> set[tuple[str, str]]:
-        """Source and name of the metrics that are hidden or were in an overlay: their last values may still be on their way."""
-        hidden = self._once_overlaid.union((metric.source, metric.name) for metric in self.metrics if not metric.shown)
-        return hidden.difference((metric.source, metric.name) for metric in self.metrics if metric.shown)
+        return self._asked + tuple(m for metrics, replaces_hidden in self._overlays.values() if replaces_hidden for m in metrics)
 
     def check(self, tensors: Mapping[str, Sequence[str]]) -> None:
         """Check all metrics once the names are known.
@@ -266,7 +251,6 @@ class Registry:
         _refuse_overlaps(self.metrics, self.metrics, tensors)
 
     def of(self, source: str) -> list[Metric]:
-        """The metrics of ``source``, in the order of addition."""
         return [metric for metric in self.metrics if metric.source == source]
 
 
@@ -448,7 +432,7 @@ class SourcePlan:
     spread: frozenset[int] = frozenset()
     is_whole: bool = False
     kernels: frozenset[int] = frozenset()
-    _last: dict[str, tuple[tuple[str, ...], list[ViewGroup]]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _last: dict[tuple[str, ...], list[ViewGroup]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def exchanged(self) -> list[str]:
@@ -464,12 +448,11 @@ class SourcePlan:
                 found.setdefault(metric, []).append(position)
         return list(found.items())
 
-    @property
+    @cached_property
     def empty(self) -> bool:
-        """Whether there is nothing to do for this source."""
         return not self.measured and not self.functions
 
-    @property
+    @cached_property
     def positions(self) -> tuple[int, ...]:
         """Positions of the tensors on which anything is computed."""
         return tuple(sorted({*self.measured, *self.functions}))
@@ -484,15 +467,16 @@ class SourcePlan:
 
     def _groups(self, names: tuple[str, ...]) -> list[ViewGroup]:
         """The metrics that apply to any of these tensors: those that the rows suffice for, and ratios."""
-        known, groups = self._last.get(self.source, ((), []))
-        if known != names:  # most tables of a source have the same names
+        groups = self._last.get(names)
+        if groups is None:  # most tables of a source have the same names
             where = {name: row for row, name in enumerate(names)}
             applied = [(metric, [key for key in wanted if key.name in where]) for metric, wanted in self.views]
             found = [(metric.name, keys, [where[key.name] for key in keys]) for metric, keys in applied if keys]
             views = [one for one in found if one[0] != "ratio"]
             ratios = [one for one in found if one[0] == "ratio"]
             groups = [view_group(of, len(names), table) for of, table in ((views, self.source), (ratios, "")) if of]
-            self._last[self.source] = names, groups
+            self._last.clear()
+            self._last[names] = groups
         return groups
 
 

@@ -57,9 +57,6 @@ PRESETS: dict[str, Preset] = {
 }
 
 
-# --- What to measure in which step: the registry and the summary's needs, compiled for the current model ---
-
-
 _GRADIENTS = frozenset({n.GRADIENT, n.GRADIENT_BEFORE_CLIP})
 #: Sources of inputs and outputs of modules.
 OF_MODULES = frozenset({*n.MODULE_SOURCES, *n.RCC_SOURCES, *n.ATTENTION_SOURCES.values()})
@@ -86,10 +83,6 @@ class Planner:
     """Compiles plans once, and again when a metric is added or parameters appear, thaw, freeze or are replaced.
 
     Args:
-        registry: the metrics.
-        excluded: see :class:`ModelIndex`.
-        format_name: see :class:`ModelIndex`.
-        distinct: see :class:`ModelIndex`.
         source: where gradients are; None for what fits the model.
 
     Attributes:
@@ -109,14 +102,10 @@ class Planner:
         self._module: weakref.ref[nn.Module] | None = None
         self._excluded, self._format_name, self._distinct = excluded, format_name, distinct
         self._named_source, self.source = source, source or PLAIN_GRADIENTS
-        self._whole: WholeModel | None = None
+        self.whole: WholeModel | None = None  # the model that the watched module is a part of
         self._cache: dict[Any, dict[str, SourcePlan]] = {}
         self.version = 0
         self.measures_each_batch = False  # the gradients of each micro-batch separately
-
-    def measure_each_batch(self) -> None:
-        """Measure the gradients of each micro-batch separately."""
-        self.measures_each_batch = True
 
     @property
     def module(self) -> nn.Module | None:
@@ -125,7 +114,6 @@ class Planner:
 
     @property
     def has_lost_model(self) -> bool:
-        """Whether the watched model was collected."""
         return self._module is not None and self._module() is None
 
     @property
@@ -151,10 +139,6 @@ class Planner:
         self.registry.check(_matchable(inventory))
         self._module, self.inventory = weakref.ref(module), inventory
         self.changed()
-
-    def widen(self, whole: WholeModel) -> None:
-        """The module that will be watched is a part of this model."""
-        self._whole = whole
 
     def use(self, source: GradientSource) -> None:
         """Gradients are there, unless the user has named another place."""
@@ -189,7 +173,7 @@ class Planner:
 
     def _index_of(self, module: nn.Module) -> ModelIndex:
         with outside_dispatch_modes():
-            return ModelIndex(module, self._excluded, self._format_name, self._distinct, self.source, self._whole)
+            return ModelIndex(module, self._excluded, self._format_name, self._distinct, self.source, self.whole)
 
     def plans(self, step: int, summary: Summary, gradients_only: bool = False) -> dict[str, SourcePlan]:
         """The plan of each parameter source for ``step``; ``gradients_only``: without metrics, only what the summary needs of gradients."""

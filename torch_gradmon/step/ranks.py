@@ -27,12 +27,10 @@ GATHERED = 1 << 20
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is a sharded DTensor."""
     return is_dtensor(tensor) and tensor.device_mesh.size() > 1 and not all(p.is_replicate() for p in tensor.placements)  # type: ignore[attr-defined]
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is a DTensor."""
     return type(tensor) not in PLAIN and hasattr(tensor, "_local_tensor") and hasattr(tensor, "placements")
 
 
@@ -50,7 +48,7 @@ class Ranks:
 
     def __init__(self, group: Any = None) -> None:
         self.group = group
-        self._is_alone = False
+        self.is_alone = False  # others have no monitor of the same tensors, so that no collective is entered for one of them
         self._homes: Sequence[int] | None = None
         self._counting: dict[tuple[Any, tuple[Any, ...], int | None], bool] = {}
 
@@ -70,10 +68,6 @@ class Ranks:
         here = self._homes is not None and self._homes[position] == torch.distributed.get_rank()
         return here and not any(map(is_dtensor, tensors))
 
-    def be_alone(self, is_alone: bool) -> None:
-        """Whether other ranks have no monitor of the same tensors, so that no collective is entered for one of them."""
-        self._is_alone = is_alone
-
     @property
     def count(self) -> int:
         """Number of ranks; one without ``torch.distributed``."""
@@ -81,7 +75,6 @@ class Ranks:
 
     @property
     def rank(self) -> int:
-        """The number of this rank."""
         return torch.distributed.get_rank(self.group) if self._is_distributed() else 0
 
     @property
@@ -102,9 +95,7 @@ class Ranks:
         """Whether the first rank writes the output of this one; ``has_output_on_all``: each rank writes its own."""
         return not (has_output_on_all or self.is_first)
 
-    @staticmethod
-    def _is_distributed() -> bool:
-        return torch.distributed.is_available() and torch.distributed.is_initialized()
+    _is_distributed = staticmethod(torch.distributed.is_initialized if torch.distributed.is_available() else bool)
 
     def own_parts(self, tensors: Mapping[int, Tensor], spread: Container[int]) -> Mapping[int, Tensor]:
         """:meth:`own_part` of each, by position; ``spread`` has the positions of those whose rows will be merged."""
@@ -139,7 +130,7 @@ class Ranks:
         sharded: Any = tensor.detach()
         placements = tuple(Replicate() if p.is_partial() or not spread else p for p in sharded.placements)
         if placements != tuple(sharded.placements):
-            if self._is_alone:
+            if self.is_alone:
                 return tensor  # no other rank would come to the collective; such a tensor is refused later
             sharded = sharded.redistribute(placements=placements)
         local: Tensor = sharded.to_local()

@@ -12,8 +12,6 @@ from ..core.keys import Key
 from ..core.moments import VIEWS, Column
 from ..core.records import ASKED_LATE, Block, Metric, StatsTable, StepRecord, StepValues
 from ..statistics import histogram
-from ..statistics import histogram as kurtosis
-from ..statistics import histogram as spectrum
 from .active_step import ActiveStep
 from .buffer import PendingReadback, StepBuffer, merged
 from .model_index import ModelIndex
@@ -33,13 +31,10 @@ from .summary import (
 )
 from .summary import key as summary_key
 
-# --- Build the record of a step from its values on the host ---
-
-
 _UNDEFINED = {
     "grad_momentum_cosine": "the gradient or the momentum is zero",
-    kurtosis.NAME: "all its elements are equal",
-    spectrum.STABLE_RANK: "all its elements are zero",
+    histogram.KURTOSIS: "all its elements are equal",
+    histogram.STABLE_RANK: "all its elements are zero",
 }
 _UNDEFINED_OF = {
     (n.UPDATE, "angle"): "the parameter is zero before the step, or after it",
@@ -90,10 +85,17 @@ def assemble(
     absent.update({(n.SUMMARY, name): reason for name, reason in reasons.items()})
     first = {summary_key(name): summarised[name] for name in summary.choice.shown if name in summarised}
     first.update({key: value for key, value in custom.items() if key.source == n.SUMMARY})
-    of_layers = layers.values(whole if layers.takes_sums else tables, base, facts.groups, names)
+    chosen: list[Block] = []
+    if layers.choice is not None:
+        chosen = layers.values(whole if layers.takes_sums else tables, base, facts.groups, names)
     last = {key: value for key, value in custom.items() if key not in undefined}
-    blocks = [block for source, plan in plans.items() if source in tables for block in plan.evaluate(tables[source], base)]
-    values = StepValues(Block(tuple(first), tuple(first.values())), *modules, *blocks, *of_layers).updated(last)
+    blocks = [
+        block
+        for source, plan in plans.items()
+        if plan.views and source in tables
+        for block in plan.evaluate(tables[source], base)
+    ]
+    values = StepValues(Block(tuple(first), tuple(first.values())), *modules, *blocks, *chosen).updated(last)
     hidden = heads
     if unshown:
         # the metric in a key of attention is the aggregation over heads
@@ -271,15 +273,11 @@ class PendingStep:
     """A step that has ended, without its record.
 
     Attributes:
-        readback: its values.
         active: what was known of it when it closed.
-        inventory: the model as it was.
-        modules: computes the built-in values of modules from tables.
+        modules: computes the built-in values of modules from tables; None if none are due.
         groups: names of the parameters of each of the optimizers' groups.
         tags: facts for its context.
         cost: time spent in the monitor, in percent of the time since the last monitored step; None for an unmonitored one.
-        ranks: number of ranks over which values of batches are merged.
-        attached: hooks on optimizers took part.
         late: merges values that were logged after its end.
         late_readback: these on their way to the host, once the next step has begun.
         refusals_after: steps neither monitored nor applied, between this one and the next monitored one.
@@ -289,7 +287,7 @@ class PendingStep:
     readback: PendingReadback
     active: ActiveStep
     inventory: ModelIndex
-    modules: Callable[[dict[str, StatsTable]], list[Block]]
+    modules: Callable[[dict[str, StatsTable]], list[Block]] | None
     groups: list[tuple[str, frozenset[str]]]
     tags: dict[str, Any]
     cost: float | None
@@ -302,7 +300,6 @@ class PendingStep:
 
     @property
     def step(self) -> int:
-        """The number of the step."""
         return self.readback.buffer.step
 
     def add(self, late: StepBuffer) -> None:
@@ -312,7 +309,6 @@ class PendingStep:
         self.late.absorb(late)
 
     def count_refusal_after(self, is_interrupted: bool) -> None:
-        """A step after this one was neither monitored nor applied."""
         self.refusals_after += 1
         self.interruptions_after += is_interrupted
 
@@ -325,7 +321,8 @@ class PendingStep:
         """The record, and all whole-model values by name. Waits for the values."""
         buffer = self.readback.buffer
         tables, custom, noted = self.readback.land()
-        summary.count_rejected(int(noted.pop("unseen_refusals", 0)))
+        if refusals := int(noted.pop("unseen_refusals", 0)):
+            summary.count_rejected(refusals)
         edited, found_inf = bool(noted.pop("edited", 0)), bool(noted.pop("found_inf", 0))
         rounding, rounds = noted.pop("rounding", 0.0), bool(noted.pop("rounds", 0))
         is_assigned, is_dropped = bool(noted.pop("assigned", 0)), bool(noted.pop("dropped", 0))
@@ -357,14 +354,14 @@ class PendingStep:
             custom[summary_key("overhead_pct")] = self.cost
         custom.update(self.active.values)
         attention, heads = head_values(tables, buffer.unshown)
-        modules = [*self.modules(tables), *StepValues.of(attention).blocks]
+        modules = [*(() if self.modules is None else self.modules(tables)), *StepValues.of(attention).blocks]
         record, signals = assemble(
             facts,
             tables,
             custom,
             self.active.plans,
             modules,
-            registry.hidden(),
+            registry.hidden,
             heads,
             summary,
             layers,

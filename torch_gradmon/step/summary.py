@@ -21,13 +21,10 @@ from ..core import keys as n
 from ..core.errors import nearest, warn_user
 from ..core.formatting import times
 from ..core.keys import Key, blocks_of, compile_pattern, shared_key
-from ..core.moments import ALL_COLUMNS, VIEWS, Column, merge_by_group
+from ..core.moments import ALL_COLUMNS, SQUARES, VIEWS, Column, merge_by_group
 from ..core.records import ASKED_LATE, Block, Metric, StatsTable, StepRecord, are_others, brings_others
 from .model_index import ModelIndex
 from .plan import SourcePlan
-
-# --- layer values ---
-
 
 TOP = 10
 SHARE = "share"
@@ -59,7 +56,7 @@ class LayerSelection:
     @property
     def needs(self) -> dict[str, frozenset[Column]]:
         """The statistics of all parameters that the values of every step need, by source."""
-        return {} if self.choice is None else {n.GRADIENT_BEFORE_CLIP: frozenset({Column.COUNT, Column.SQUARE_SUM})}
+        return {} if self.choice is None else {n.GRADIENT_BEFORE_CLIP: SQUARES}
 
     @property
     def takes_sums(self) -> bool:
@@ -91,8 +88,6 @@ class LayerSelection:
         names: Sequence[str],
     ) -> list[Block]:
         """The chosen values of one step; ``groups`` are the optimizers' parameter groups by name, ``names`` all parameters."""
-        if self.choice is None:
-            return []
         squares = {source: table for source, table in tables.items() if table.has("norm")}
         gradients, updates = squares.get(n.GRADIENT_BEFORE_CLIP), squares.get(n.UPDATE)
         if self.choice == "top":
@@ -192,11 +187,9 @@ class ReasonContext:
     """What is known of a step.
 
     Attributes:
-        inventory: the model as it was.
         plans: the requested measurements of parameters, by source.
         due: the metrics of modules that were due.
         shown: the names of the requested whole-model values; a live change may have requested others since.
-        attached: hooks on optimizers took part.
         refused: a reason by source if some of its tensors could not be measured.
     """
 
@@ -288,12 +281,7 @@ DISTRIBUTION = {"grad_mean": "mean", "grad_std": "std", "grad_sparsity": "sparsi
 
 
 def gradient_values(before: StatsTable, wanted: Collection[str] = ()) -> dict[str, float]:
-    """The values by name, without undefined ones.
-
-    Args:
-        before: statistics of the gradients before clipping, of all parameters.
-        wanted: names in :data:`DISTRIBUTION` to compute as well.
-    """
+    """The values by name, without undefined ones; ``wanted``: names in :data:`DISTRIBUTION` to compute as well."""
     values = {"grad_norm": norm_of(before), "grad_nonfinite": before.sums[Column.NONFINITE]}
     if VIEWS["max"].columns <= before.columns:
         largest = max(before.largest[Column.MAX], -before.rows[:, Column.MIN].amin().item())
@@ -318,7 +306,6 @@ def _distribution(table: StatsTable, wanted: Collection[str]) -> dict[str, float
 
 
 def norm_of(table: StatsTable) -> float:
-    """The L2 norm of all elements."""
     return math.sqrt(table.sums[Column.SQUARE_SUM])
 
 
@@ -407,11 +394,9 @@ class MicroBatchStats:
         self._noise += step * (noise - self._noise)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers."""
         return {"signal": self._signal, "noise": self._noise, "weight": self._weight}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
         self._signal, self._noise, self._weight = (float(state[name]) for name in ("signal", "noise", "weight"))
 
 
@@ -484,7 +469,6 @@ UPDATE_KEYS = tuple(k for k in KEY_DOCUMENTATION if k.startswith("update_"))
 
 @cache
 def key(name: str) -> Key:
-    """The key of a whole-model value."""
     return Key(n.SUMMARY, "", name)
 
 
@@ -493,19 +477,15 @@ class StepFacts:
     """Facts about a step, without its values.
 
     Attributes:
-        step: its number.
-        applied: the optimizer applied it.
         updates_void: updates of zero were measured, because a fused optimizer found infinite gradients.
         edited: the gradients were written to between backward and the optimizer; if not, their values can show it.
         rounding: relative rounding of the gradients that the optimizer uses, if larger than in float32.
         rounds: they were rounded once more in between, as a GradScaler does when it unscales them.
         used: names of the parameters whose gradients an optimizer has used, or would have if they had existed.
-        trainable: names of the trainable parameters.
         matrices: names of the parameters of two or more dimensions.
         groups: names of the parameters of each of the optimizers' groups.
         refused: a reason by source if some of its tensors could not be measured.
         context: learning rates and the like, for the record.
-        ranks: number of ranks over which values of batches are merged.
         refusal: a GradScaler did not let the optimizer apply it.
         is_interrupted: the loop left it by an error before it was applied.
         nonfinite: a gradient holds NaN or Inf, before clipping or as the optimizer uses it.
@@ -538,9 +518,14 @@ class SummaryChoice:
     """The whole-model values of one monitor: those of a preset, others that were added, and those that detectors need.
 
     Args:
-        keys: names in :data:`KEY_DOCUMENTATION`.
         all_columns: measure every statistic of the gradients, and of the rest on every tenth step, for a run directory.
         of_layers: the needs of per-layer values, see :attr:`LayerSelection.needs`.
+
+    Attributes:
+        keys: the names of a preset's values: the script's, or those of an override.
+        shown: the names of all requested values.
+        wanted: the names of shown values and those that detectors need.
+        update_every: the interval of steps that measure updates: 1 if a detector needs them.
     """
 
     def __init__(
@@ -552,15 +537,19 @@ class SummaryChoice:
         self._signals: set[str] = set()
         self._all_columns, self._with_batches = all_columns, False
         self._of_layers = dict(of_layers or {})
+        self._changed()
 
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """The names of a preset's values: the script's, or those of an override."""
-        return self._keys if self._instead is None else self._instead
+    def _changed(self) -> None:
+        self.keys = keys = self._keys if self._instead is None else self._instead
+        batches = BATCH_DOCUMENTATION if self._with_batches else ()
+        self.shown = (*keys, *(name for name in self._more if name not in keys), *batches)
+        self.wanted = self._signals.union(keys, self._more).intersection(KEY_DOCUMENTATION)
+        self.update_every = UPDATE_EVERY if self._signals.isdisjoint(UPDATE_KEYS) else 1
+        self._needs = {is_update_step: self._needed(is_update_step) for is_update_step in (False, True)}
 
     def use(self, keys: Iterable[str]) -> None:
-        """Show the values of a preset."""
         self._keys = tuple(keys)
+        self._changed()
 
     def add(self, name: str) -> None:
         """Show one more value.
@@ -571,64 +560,52 @@ class SummaryChoice:
         if name in self._more:
             raise ValueError(f"the whole-model value {name!r} was added already")
         self._more = (*self._more, name)
+        self._changed()
 
     def add_batches(self) -> None:
-        """Show values of the gradients of micro-batches."""
         self._with_batches = True
+        self._changed()
 
     def require(self, *signals: str) -> None:
         """Compute these values in any case, because a detector or a decision needs them."""
         self._signals.update(signals)
+        self._changed()
 
     def store_all_columns(self) -> None:
-        """Measure every statistic of the gradients, and of the rest on every tenth step."""
-        self._all_columns = True
+        if not self._all_columns:
+            self._all_columns = True
+            self._changed()
 
     def override_keys(self, keys: Iterable[str] | None) -> None:
         """Override the names of the script's preset with ``keys``; None restores them."""
         self._instead = None if keys is None else tuple(keys)
-
-    @property
-    def shown(self) -> tuple[str, ...]:
-        """The names of all requested values."""
-        asked_for = (*self.keys, *(name for name in self._more if name not in self.keys))
-        return asked_for if not self._with_batches else (*asked_for, *BATCH_DOCUMENTATION)
-
-    @property
-    def wanted(self) -> set[str]:
-        """The names of shown values and those that detectors need."""
-        return self._signals.union(self.keys, self._more).intersection(KEY_DOCUMENTATION)
-
-    @property
-    def update_every(self) -> int:
-        """The interval of steps that measure updates: 1 if a detector needs them."""
-        return 1 if not self._signals.isdisjoint(UPDATE_KEYS) else UPDATE_EVERY
+        self._changed()
 
     def needs_of_gradients(self) -> dict[str, frozenset[Column]]:
         """The statistics of gradients that all values need, by source."""
-        square = frozenset({Column.COUNT, Column.SQUARE_SUM})
         views = ["max", *(view for name, view in DISTRIBUTION.items() if name in self.wanted)]
         return {
-            n.GRADIENT_BEFORE_CLIP: ALL_COLUMNS if self._all_columns else square.union(*(VIEWS[view].columns for view in views)),
+            n.GRADIENT_BEFORE_CLIP: ALL_COLUMNS if self._all_columns else SQUARES.union(*(VIEWS[view].columns for view in views)),
             # sums and squares show a run directory that gradients are unchanged, so it stores them once
-            n.GRADIENT: square | {Column.SUM} if self._all_columns else square,
+            n.GRADIENT: SQUARES | {Column.SUM} if self._all_columns else SQUARES,
         }
 
     def needs(self, step: int) -> dict[str, frozenset[Column]]:
         """The statistics that the next values need, by source, for all trainable parameters."""
-        wanted, needs = self.wanted, dict(self._of_layers)
-        square = frozenset({Column.COUNT, Column.SQUARE_SUM})
-        if wanted or self._with_batches:
+        return self._needs[step % self.update_every == 0]
+
+    def _needed(self, is_update_step: bool) -> dict[str, frozenset[Column]]:
+        needs = dict(self._of_layers)
+        if self.wanted or self._with_batches:
             needs |= self.needs_of_gradients()
         if self._with_batches:
-            needs[n.GRADIENT_LOCAL] = square
-        update_step = step % self.update_every == 0
-        if "param_norm" in wanted:
-            needs[n.PARAMETER] = square
-        if update_step and not wanted.isdisjoint(UPDATE_KEYS):
-            needs[n.UPDATE] = square
+            needs[n.GRADIENT_LOCAL] = SQUARES
+        if "param_norm" in self.wanted:
+            needs[n.PARAMETER] = SQUARES
+        if is_update_step and not self.wanted.isdisjoint(UPDATE_KEYS):
+            needs[n.UPDATE] = SQUARES
         if self._all_columns:
-            stored = (n.PARAMETER, n.UPDATE, n.GRADIENT_BEFORE_CLIP) if update_step else (n.GRADIENT_BEFORE_CLIP,)
+            stored = (n.PARAMETER, n.UPDATE, n.GRADIENT_BEFORE_CLIP) if is_update_step else (n.GRADIENT_BEFORE_CLIP,)
             needs.update({source: ALL_COLUMNS for source in stored if source in needs})
         return needs
 
@@ -640,14 +617,7 @@ _TENTHS = torch.tensor([0.1, 0.9], dtype=torch.float64, device="cpu")
 
 
 def update_values(update: StatsTable, base: StatsTable, matrices: Set[str], absent: dict[str, str]) -> dict[str, float]:
-    """The values of updates by name.
-
-    Args:
-        update: statistics of the updates.
-        base: of the updated parameters before the update.
-        matrices: names of the parameters of two or more dimensions.
-        absent: gets a reason for each missing value.
-    """
+    """The values of updates by name; ``base`` has the updated parameters before the update, ``absent`` gets reasons for missing values."""
     values = {"update_norm": norm_of(update)}
     if (norm := norm_of(base)) > 0:
         values["update_ratio"] = values["update_norm"] / norm
@@ -667,7 +637,6 @@ def update_values(update: StatsTable, base: StatsTable, matrices: Set[str], abse
 
 
 def rows_of(table: StatsTable, names: Set[str]) -> StatsTable:
-    """The rows of ``table`` for ``names``."""
     if names >= set(table.names):
         return table
     kept = [row for row, name in enumerate(table.names) if name in names]
@@ -691,9 +660,6 @@ def differ(before: StatsTable, after: StatsTable, rounding: float = 0.0) -> bool
     return False
 
 
-# --- clip window ---
-
-
 #: Number of steps over which clipping is counted.
 WINDOW = 100
 #: Relative difference below which factors are equal. Rounding of float32 gradients is far smaller, that of narrow ones larger.
@@ -713,7 +679,7 @@ class _Step(NamedTuple):
     slack: float = _SAME  # relative error of the factor
 
 
-_FACTOR, _SLACK = attrgetter("factor"), attrgetter("slack")
+_EDITED, _FACTOR, _SLACK = attrgetter("edited"), attrgetter("factor"), attrgetter("slack")
 
 
 class ClipWindow:
@@ -729,19 +695,13 @@ class ClipWindow:
         self._steps: deque[_Step] = deque(maxlen=WINDOW)
 
     def add(self, edited: bool, before: float, after: float, rounding: float = 0.0) -> None:
-        """Add a step.
-
-        Args:
-            edited: its gradients were written to between the two measurements.
-            before: norm before clipping.
-            after: norm after clipping.
-            rounding: relative rounding of the gradients in between.
+        """Add a step with these norms before and after clipping; ``edited``: its gradients were written to in between, with this relative
+        ``rounding``.
         """
         factor = after / before if 0 < before < float("inf") else 1.0
         self._steps.append(_Step(edited, before, factor, _SAME if _is_one(factor) else max(_SAME, rounding)))
 
     def extend(self, other: ClipWindow) -> None:
-        """Add the steps of ``other``."""
         self._steps.extend(other._steps)
 
     def __len__(self) -> int:
@@ -749,8 +709,7 @@ class ClipWindow:
 
     @property
     def has_edits(self) -> bool:
-        """Whether the gradients of any step were written to."""
-        return any(step.edited for step in self._steps)
+        return any(map(_EDITED, self._steps))
 
     def share(self) -> tuple[float | None, float | None]:
         """Share of clipped steps. None if gradients were only scaled; then also the largest factor."""
@@ -773,7 +732,6 @@ class ClipWindow:
         return [[int(step.edited), step.norm, step.factor, step.slack] for step in self._steps]
 
     def load(self, state: Iterable[Sequence[float]]) -> None:
-        """The inverse of :meth:`state`."""
         self._steps = deque((_Step(bool(edited), *map(float, rest)) for edited, *rest in state), maxlen=WINDOW)
 
 
@@ -816,58 +774,7 @@ def _scaling(run: Sequence[_Step]) -> list[float]:
     return [factor] if max(norms) > min(norms) * (1 + different) else []
 
 
-# --- Whole-model values of clipping: the norm after it, and how often it acts ---
-
-
-_KEYS = ("grad_norm_clipped", "clipped_share")
-
-
-class ClipSummary:
-    """Compares the gradients before and after clipping over the last steps.
-
-    Attributes:
-        window: these steps.
-    """
-
-    def __init__(self) -> None:
-        self.window = ClipWindow()
-
-    def add(self, before: StatsTable, after: StatsTable, facts: StepFacts) -> None:
-        """Add a step whose gradients were all used."""
-        edited = facts.edited or differ(before, after, facts.rounding if facts.rounds else 0.0)
-        # a removed gradient is not clipped
-        self.window.add(edited, norm_of(rows_of(before, set(after.names))), norm_of(after), facts.rounding)
-
-    def values(
-        self, before: StatsTable | None, after: StatsTable | None, facts: StepFacts, absent: MutableMapping[str, str]
-    ) -> dict[str, float]:
-        """The values of a step by name; ``absent`` gets a reason for each missing one."""
-        used_all = facts.used >= set(() if before is None else before.names)
-        if after is None and facts.used and used_all:
-            reason = facts.refused.get(n.GRADIENT, "all gradients were gone when the optimizers stepped")
-        elif after is None and not len(self.window):
-            reason = (
-                "the gradients that the optimizer uses were not measured: attach the optimizer, or call monitor.monitor_gradients() "
-                "after you clip"
-            )
-            reason = facts.refused.get(n.GRADIENT, reason)
-        elif not self.window.has_edits:
-            reason = _nothing_clipped(len(self.window))
-            if after is not None and facts.attached and facts.used >= facts.trainable and brings_others(before, after):
-                absent["clipped_share"] = reason
-                return {"grad_norm_clipped": norm_of(rows_of(after, facts.trainable))}
-        elif after is None or not used_all:
-            reason = not_applied(facts.context) if facts.is_interrupted else "not every attached optimizer stepped"
-        else:
-            share, factor = self.window.share()
-            if share is not None:
-                return {"grad_norm_clipped": norm_of(after), "clipped_share": share}
-            absent["clipped_share"] = (
-                f"gradients are multiplied by {factor:.4g} after backward, whatever their norm, which is no clip"
-            )
-            return {"grad_norm_clipped": norm_of(after)}
-        absent.update(dict.fromkeys(_KEYS, reason))
-        return {}
+_CLIP_KEYS = ("grad_norm_clipped", "clipped_share")
 
 
 def _nothing_clipped(steps: int) -> str:
@@ -913,18 +820,12 @@ def head_values(tables: dict[str, StatsTable], unshown: Set[tuple[str, str]]) ->
     return values, frozenset(key for key in values if not key.metric and (key.source, key.name) in unshown)
 
 
-# --- summary ---
-
-
 #: For so many steps whose gradients stayed in their tensors it is known what the loop did to them.
 _REMEMBERED = 8
 
 
 class Summary:
     """Computes the whole-model values of a step.
-
-    Args:
-        choice: which are shown or needed.
 
     Attributes:
         not_applied: the number of steps that were not applied.
@@ -936,19 +837,18 @@ class Summary:
         self.choice = choice
         self.not_applied = self.interrupted = self.nonfinite = 0
         self._batches: MicroBatchStats | None = None
-        self._clips = ClipSummary()
+        self._clips = ClipWindow()
         self._sets_others = False
         self._plain: deque[tuple[StatsTable, StatsTable, float]] = deque(maxlen=_REMEMBERED)
 
     def add_batches(self, batches: MicroBatchStats) -> None:
-        """Show values of the gradients of micro-batches."""
         self._batches = batches
         self.choice.add_batches()
 
     def of_one_step(self) -> Summary:
         """An independent summary of gradients for one unmonitored step."""
         found = Summary(SummaryChoice(name for name in CHEAP if name.startswith("grad_")))
-        found._clips.window.extend(self._clips.window)
+        found._clips.extend(self._clips)
         return found
 
     def count_rejected(self, steps: int, interrupted: int = 0) -> None:
@@ -1048,19 +948,54 @@ class Summary:
             if "grad_top_share" not in values:
                 absent["grad_top_share"] = f"the gradient norm is {norm}"
             if facts.applied and after is not None and facts.used >= set(before.names):
-                self._clips.add(before, after, facts)
-        values |= self._clips.values(before, after, facts, absent)
+                self._add_clip(before, after, facts)
+        values |= self._clip_values(before, after, facts, absent)
+
+    def _add_clip(self, before: StatsTable, after: StatsTable, facts: StepFacts) -> None:
+        """Add a step whose gradients were all used."""
+        edited = facts.edited or differ(before, after, facts.rounding if facts.rounds else 0.0)
+        # a removed gradient is not clipped
+        self._clips.add(edited, norm_of(rows_of(before, set(after.names))), norm_of(after), facts.rounding)
+
+    def _clip_values(
+        self, before: StatsTable | None, after: StatsTable | None, facts: StepFacts, absent: MutableMapping[str, str]
+    ) -> dict[str, float]:
+        used_all = facts.used >= set(() if before is None else before.names)
+        if after is None and facts.used and used_all:
+            reason = facts.refused.get(n.GRADIENT, "all gradients were gone when the optimizers stepped")
+        elif after is None and not len(self._clips):
+            reason = (
+                "the gradients that the optimizer uses were not measured: attach the optimizer, or call monitor.monitor_gradients() "
+                "after you clip"
+            )
+            reason = facts.refused.get(n.GRADIENT, reason)
+        elif not self._clips.has_edits:
+            reason = _nothing_clipped(len(self._clips))
+            if after is not None and facts.attached and facts.used >= facts.trainable and brings_others(before, after):
+                absent["clipped_share"] = reason
+                return {"grad_norm_clipped": norm_of(rows_of(after, facts.trainable))}
+        elif after is None or not used_all:
+            reason = not_applied(facts.context) if facts.is_interrupted else "not every attached optimizer stepped"
+        else:
+            share, factor = self._clips.share()
+            if share is not None:
+                return {"grad_norm_clipped": norm_of(after), "clipped_share": share}
+            absent["clipped_share"] = (
+                f"gradients are multiplied by {factor:.4g} after backward, whatever their norm, which is no clip"
+            )
+            return {"grad_norm_clipped": norm_of(after)}
+        absent.update(dict.fromkeys(_CLIP_KEYS, reason))
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """Counters and the clipping window, as plain numbers."""
         batches = {} if self._batches is None else {"batches": self._batches.state_dict()}
         counts = {"not_applied": self.not_applied, "interrupted": self.interrupted, "nonfinite": self.nonfinite}
-        return {**counts, "clips": self._clips.window.state(), **batches}
+        return {**counts, "clips": self._clips.state(), **batches}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
         self.not_applied, self.nonfinite = int(state["not_applied"]), int(state.get("nonfinite", 0))
         self.interrupted = int(state.get("interrupted", 0))
-        self._clips.window.load(state["clips"])
+        self._clips.load(state["clips"])
         if self._batches is not None and "batches" in state:
             self._batches.load_state_dict(state["batches"])
