@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -45,7 +45,7 @@ from ..step.plugin import Plugin
 from ..step.ranks import Ranks
 from ..step.summary import LayerSelection
 from .machine import StepState
-from .plugin_set import PluginSet
+from .plugin_set import BuiltInPlugins, PluginSet
 from .records import (
     PendingQueue,
     Publisher,
@@ -59,6 +59,9 @@ from .records import (
 from .runtime import Runtime, at_exit
 from .steps import Cadence, Captures, HookSchedule, StepLifecycle, StepPlanning
 from .values import LateValues, ValueLog
+
+if TYPE_CHECKING:
+    from ..plugins.replica_check.plugin import ReplicaCheck
 
 # --- The options of a monitor, checked together before anything is built from them ---
 
@@ -293,7 +296,8 @@ class MonitorContext:
         self._lifecycle.flush_pending()
 
     def detail_changed(self, is_back: bool) -> None:
-        self._lifecycle.plugins.call("on_detail_changed", is_back)
+        if (budget := self._lifecycle.plugins.built_in.budget) is not None:
+            self._lifecycle.plugins.call_one(budget, budget.on_detail_changed, is_back)
 
     def backfill(self, records: Sequence[StepRecord]) -> None:
         self._lifecycle.queue.pipeline.backfill(records)
@@ -329,10 +333,8 @@ def build(config: MonitorConfig, model: nn.Module | None = None) -> Runtime:
     between = RankExchange(ranks, complaints)
     exchange = ExchangePolicy(between, planner, factory.summary, detection.detector_set, config.interval)
     history = RecordHistory(config.history, detection.detector_set.history)
-    built_in = _plugins(config, planner, factory, detection.detector_set, directory, exchange, fence)
-    recorder = next(plugin for plugin in built_in if isinstance(plugin, FlightRecorder))
-    compared = _replica_check(config, planner, ranks, complaints, history, recorder)
-    plugins = PluginSet([*built_in, *compared, *config.plugins], complaints)
+    built_in = _plugins(config, planner, factory, detection.detector_set, directory, exchange, fence, history)
+    plugins = PluginSet(built_in, config.plugins, complaints)
     pipeline = RecordPipeline(
         detection,
         history,
@@ -341,8 +343,8 @@ def build(config: MonitorConfig, model: nn.Module | None = None) -> Runtime:
         SpikeNotification(_on_spike(config), detection.detector_set, plugins, complaints, is_muted),
         partial(plugins.call, "on_record"),
     )
-    state, queue = StepState(), PendingQueue(factory, pipeline, exchange.exchange, fence, plugins)
-    values = ValueLog(state, fence, LateValues(state, pipeline, queue, plugins), exchange, captures.modules)
+    state, queue = StepState(), PendingQueue(factory, pipeline, exchange.exchange, fence, built_in.recorder)
+    values = ValueLog(state, fence, LateValues(state, pipeline, queue, built_in.recorder), exchange, captures.modules)
     pipeline.publisher.leave_out(values.of_trainer)
     hooks, cadence = HookSchedule(planner, captures.modules), Cadence(config.is_step_monitored, plugins, config.interval)
     planning = StepPlanning(state, planner, captures, exchange, factory, hooks, cadence, fence)
@@ -376,45 +378,34 @@ def _plugins(
     directory: RunDirectory,
     exchange: ExchangePolicy,
     fence: Fence,
-) -> list[Plugin]:
-    """The plugins in the order in which they are called. The budget thins what the script asks for, and the others may ask for more;
-    a recorder keeps a step before the detectors learn of it.
-    """
+    history: RecordHistory,
+) -> BuiltInPlugins:
     summary, complaints = factory.summary, fence.complaints
     recorder = FlightRecorder(config.flight_recorder, planner.registry, summary)
     detectors.explanations.fetch_from(recorder.fetch_recorded)
     post_spike = PostSpikeDetail(planner, config.post_spike_steps)
     overlay = PresetOverlay(planner, summary, lambda: post_spike.may_add_hooks)
     detail = LiveDetail(overlay, directory, exchange, complaints)
-    budget: list[Plugin] = []
+    budget = acting = data = None
     if config.overhead_budget is not None:
         from ..plugins.overhead_budget import OverheadBudget
 
-        budget = [OverheadBudget(config.overhead_budget)]
+        budget = OverheadBudget(config.overhead_budget)
     policy = policy_of(config.on_spike)
-    acting: list[Plugin] = []
     if policy is not None and not fence.inert:
         from ..plugins.spike_policy.plugin import SpikePolicy
 
         decisions = RankExchange(exchange.exchange.ranks, complaints)
-        acting = [SpikePolicy(policy, detectors, decisions, complaints, exchange.parts_of_tensors)]
+        acting = SpikePolicy(policy, detectors, decisions, complaints, exchange.parts_of_tensors)
         # the decision needs these two, whether they are shown or have a detector or not
         summary.choice.require("grad_norm", "grad_nonfinite")
     audit = LoopAudit(planner, complaints, directory.annotate)
     setup = SetupCheck(planner, complaints, directory.annotate)
-    data = [DataCheck(config.interval or 1, setup.expectations, complaints, directory.annotate)] if config.check_data else []
-    clips = AdaptiveClips(may_skip=bool(acting))
-    return [
-        *budget,
-        recorder,
-        *acting,
-        detail,
-        post_spike,
-        clips,
-        audit,
-        setup,
-        *data,
-    ]
+    if config.check_data:
+        data = DataCheck(config.interval or 1, setup.expectations, complaints, directory.annotate)
+    clips = AdaptiveClips(may_skip=acting is not None)
+    replicas = _replica_check(config, planner, exchange.exchange.ranks, complaints, history, recorder)
+    return BuiltInPlugins(budget, recorder, acting, detail, post_spike, clips, audit, setup, data, replicas)
 
 
 def _replica_check(
@@ -424,15 +415,15 @@ def _replica_check(
     complaints: WarningLog,
     history: RecordHistory,
     recorder: FlightRecorder,
-) -> list[Plugin]:
+) -> ReplicaCheck | None:
     """The plugin, if there is anything to compare."""
     if not config.check_replicas or ranks.count == 1 or is_disabled():
-        return []
+        return None
     from ..plugins.replica_check.plugin import ReplicaCheck  # not needed by a single process
 
     distinct = compiled("rank_distinct_regex", config.rank_distinct_regex)
     every, sync_every = config.check_replicas, config.replicas_sync_every
-    return [ReplicaCheck(every, sync_every, distinct, ranks, planner, complaints, history.sample.records, recorder.look)]
+    return ReplicaCheck(every, sync_every, distinct, ranks, planner, complaints, history.sample.records, recorder.look)
 
 
 def _planner(config: MonitorConfig, model: nn.Module | None) -> Planner:

@@ -588,7 +588,7 @@ _UNATTACHED = (
 )
 _CAPTURED = "the loop was captured into a graph, whose replays call no hooks; call optimizer.step() outside of the graph"
 #: Plugins that find something while the training runs.
-_FINDERS = ("loop_audit", "replica_check", "setup_check", "data_check", "foresight")
+_FINDERS = ("loop_audit", "replica_check", "setup_check", "data_check")
 
 
 class Queries:
@@ -618,7 +618,8 @@ class Queries:
     def findings(self) -> list[LoopFinding]:
         """What the plugins have found so far."""
         plugins = (self._runtime.plugin(name) for name in _FINDERS)
-        return [finding for plugin in plugins if plugin is not None for finding in plugin.facts()]
+        found = [finding for plugin in plugins if plugin is not None for finding in plugin.facts()]
+        return [*found, *map(LoopFinding.of_dict, self._runtime.pipeline.directory.facts.get("foresight", ()))]
 
     @property
     def is_listening(self) -> bool:
@@ -645,7 +646,8 @@ class Queries:
             return _GONE
         in_step = self._runtime.state.is_open and not self._runtime.state.progress.has_stepped
         with outside_dispatch_modes():
-            is_stale = any(self._runtime.lifecycle.plugins.call("is_stale", in_step))
+            plugins = self._runtime.lifecycle.plugins
+            is_stale = plugins.call_one(plugins.built_in.audit, plugins.built_in.audit.is_stale, in_step)
         return _UNATTACHED if is_stale else ""
 
     def counts(self) -> Counts:

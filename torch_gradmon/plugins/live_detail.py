@@ -317,9 +317,8 @@ class LiveDetail(Plugin):
 
     def before_step(self, step: int) -> None:
         """A step is about to open, which may be the first one under a request that came since the last one closed."""
-        if self._watches_idle_steps:
-            self._accept()
-            self._change(step)
+        self._accept()
+        self._change(step)
 
     def on_step_open(self, step: ActiveStep) -> None:
         """The first step under a change is the one that is noted."""

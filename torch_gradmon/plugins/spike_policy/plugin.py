@@ -720,8 +720,9 @@ class SpikePolicy(Plugin):
         """Whether the step in flight, or the one that ended last, is skipped."""
         return self.act is not None and self.act.skipped
 
+    @property
     def overrules_scaler(self) -> bool:
-        """Whether ranks' scalers disagreed about the step, which is therefore skipped."""
+        """Whether ranks' scalers disagreed about the step: it is skipped, and must leave the scale as it was."""
         return self._votes.split
 
     def before_optimizer_step(self, step: ActiveStep, optimizer: OptimizerContext) -> None:
