@@ -35,7 +35,6 @@ class RequestFile:
     A check reads the clock, and once a second calls ``os.stat``. An invalid file does not stop training.
 
     Args:
-        directory: the run directory.
         session: the identifier of this monitor; requests for an earlier one are ignored.
         complaints: receives one warning about an invalid file.
         is_ours: whether this rank is the one that checks.
@@ -57,7 +56,6 @@ class RequestFile:
         self._last = DetailRequest()
 
     def look(self) -> DetailRequest | None:
-        """The new request, if there is one."""
         now = self._clock()
         if now < self._due:
             return None
@@ -130,7 +128,6 @@ class Requests:
 
     @property
     def has_peers(self) -> bool:
-        """Whether there are other ranks."""
         return self._ranks.count > 1
 
     def look(self) -> bool:
@@ -141,7 +138,6 @@ class Requests:
         return change is not None
 
     def receive(self) -> None:
-        """Take the request from the program itself, if any."""
         if self.from_code:
             self._take(numbered(self.from_code.pop(), self._number + 1))
 
@@ -150,12 +146,10 @@ class Requests:
         self.note(number=self._number, waits=change.facts(), why="")
 
     def take(self) -> DetailRequest | None:
-        """The request that the ranks agree on now."""
         asked, self.asked = self.asked, None
         return asked
 
     def clear(self) -> None:
-        """Forget what was requested."""
         self.from_code.clear()
         self.asked = None
 
@@ -171,13 +165,11 @@ class Requests:
             self.asked = None
 
     def refuse(self, why: str) -> None:
-        """Refuse the request, and record the reason."""
         self._complaints.add("tune:ranks", f"a change of detail is refused: {why}")
         number, self.asked = self._number, None
         self.note(waits=None, why=f"number {number} was refused: {why}")
 
     def agreed(self, number: int) -> None:
-        """Record that all ranks agreed to the request of this number."""
         self._number = max(self._number, number)
         if self.asked is not None and (not self._ranks.is_first or self.asked.number <= number):
             self.asked = None
@@ -185,12 +177,10 @@ class Requests:
     # --- the run directory -----------------------------------------------------------------------------------------------------
 
     def note_in_force(self, change: DetailRequest, since: int, until: int | None, why: str) -> None:
-        """Record a change that has its first step."""
         facts = {**change.facts(), "since": since, "until": until}
         self.note(in_force=facts, waits=None if self.asked is None else self.asked.facts(), why=why)
 
     def leave(self) -> None:
-        """Record that the monitor leaves the run."""
         self._has_left = True
         self.note(listens=False, ended=True, waits=None)
 
@@ -202,7 +192,6 @@ class Requests:
             self.note(listens=self._ranks.is_first, ended=None)
 
     def note(self, **facts: Any) -> None:
-        """Note facts that are new."""
         known = {name: value for name, value in {**self._facts, **facts}.items() if value not in (None, "")}
         if known != self._facts:
             self._facts = known
@@ -223,8 +212,6 @@ class PresetOverlay:
     """Measures the metrics of a preset in place of those that the script does not show.
 
     Args:
-        planner: knows the metrics.
-        summary: the whole-model values.
         may_add_hooks: whether modules may get hooks in the middle of a run.
 
     Attributes:
@@ -260,7 +247,6 @@ class LiveDetail(Plugin):
     """Temporarily replaces the cadence and preset of the script.
 
     Args:
-        overlay: what a preset measures.
         notes: the run directory, in which the state of changes is noted.
         exchange: broadcasts a request to the other ranks.
 
@@ -307,7 +293,6 @@ class LiveDetail(Plugin):
             self._agreed = requests.take()
 
     def _take_broadcast(self) -> None:
-        """Agree to what the first rank has broadcast."""
         received = self._exchange.exchange.take_received()
         if received[0]:
             self._agreed = DetailRequest.of_numbers(received)
@@ -341,7 +326,6 @@ class LiveDetail(Plugin):
             self._exchange.exchange.broadcast(self._requests.broadcast())
 
     def annotate(self, step: ActiveStep) -> None:
-        """Note the change in force in the record of the step."""
         if self.in_force is not None:
             facts = self.in_force.facts().items()
             step.annotations["tuned"] = {name: value for name, value in facts if name in ("every", "preset", "number")}
@@ -364,7 +348,6 @@ class LiveDetail(Plugin):
         return 0 if self._watches_idle_steps or self.in_force is not None else sys.maxsize
 
     def wants(self, step: int, asked: bool) -> bool:
-        """Whether ``step`` is monitored; ``asked`` is the script's own answer."""
         try:
             if self._requests.look():
                 self.watches_idle_steps = True
@@ -411,7 +394,6 @@ class LiveDetail(Plugin):
             self._requests.note(in_force=None, last=ended)
 
     def on_leave(self, last: int | None) -> None:
-        """Nothing stays in force."""
         self._requests.clear()
         self._agreed = None
         if self.in_force is not None:

@@ -133,7 +133,6 @@ class Origin:
 
 
 def origin_of(output: Tensor) -> Origin:
-    """What this output, which has a graph, was made by."""
     node = output.grad_fn
     bounds = next((bounds for operations, bounds in _BOUNDED if is_made_by(node, operations, is_exact=True)), None)
     return Origin(is_made_by(node, _RECTIFIES), bounds)
@@ -172,7 +171,6 @@ def facts_of(sample: Tensor, gradient: Tensor) -> Tensor | None:
 
     Args:
         sample: see :func:`sample_of`.
-        gradient: of the whole output.
     """
     z, every = sample.double(), rows_of(gradient)
     g = looked_at(every).double()
@@ -377,7 +375,6 @@ def share_of_own(ids: Tensor, gradient: Tensor) -> Tensor | None:
 
 
 def judge(shares: list[float], tallies: Tallies) -> None:
-    """Report what is odd about one batch."""
     rules = (_OF_OUTPUT,) if len(shares) == 1 else _RULES
     for (rule, fault, words), share in zip(rules, shares, strict=True):
         if not math.isnan(share):
@@ -437,9 +434,6 @@ _PER_CLASS = 4
 
 class Targets:
     """Collects heads.
-
-    Args:
-        tallies: receive mistakes.
 
     Attributes:
         chance: the loss of the best constant answer by ``"loss"``, and from how many ``"examples"`` it is known; of a mean square also

@@ -92,28 +92,6 @@ class Interval:
             self.carried = False
             self.writes += is_alone
 
-    def accumulated_unknown(self) -> None:
-        """Count an accumulation to a gradient that cannot be followed."""
-        self.fired += 1
-        self.doubtful = True
-
-    def exchanged(self) -> None:
-        """Count an exchange between ranks."""
-        self.synced += 1
-
-    def sum_dropped(self) -> None:
-        """Forget the exchanges of a sum that the loop has dropped; the next one starts from zero."""
-        if self.fired:
-            self.synced = 0
-
-    def pause(self) -> None:
-        """Record a backward pass outside training."""
-        self.doubtful = self.is_paused = True
-
-    def touch(self) -> None:
-        """Record a write before the step."""
-        self.touched = True
-
     def cleared(self, clears: bool) -> int:
         """The number of sums of gradients that were cleared. ``clears``: writes set them to zero."""
         return self.drops + (self.writes if clears else 0)
@@ -124,8 +102,6 @@ class Probe:
 
     Args:
         name: of the parameter in findings; empty if they need none.
-        place: a reference to it.
-        parameter: the parameter; it is not held.
 
     Attributes:
         gradient: the gradient at the last observation, held; None without one or if it is not plain.
@@ -149,7 +125,6 @@ class Probe:
         return isinstance(self.place, FsdpParameterRef) and self.place.is_offloaded
 
     def forget(self) -> None:
-        """Drop the history."""
         self.interval = Interval()
         self.gradient = self._last = None
 
@@ -158,11 +133,12 @@ class Probe:
         gradient, before = parameter.grad, self.gradient
         self.has_fired = True
         if self.is_sharded:
-            if gradient is not self._last:
-                self.interval.sum_dropped()
+            if gradient is not self._last and self.interval.fired:
+                self.interval.synced = 0  # the loop has dropped the sum; the next one starts from zero
             self._last = _held(gradient)
         if gradient is None or not is_plain(gradient):
-            self.interval.accumulated_unknown()
+            self.interval.fired += 1
+            self.interval.doubtful = True
             self.gradient = None
             return
         is_same, value_version = gradient is before, parameter._version
@@ -191,7 +167,7 @@ class Probe:
         """The gradient before the optimizer's step. Notes whether it was written to since the last accumulation."""
         gradient = parameter.grad
         if gradient is not None and gradient is self.gradient and self.interval.fired and gradient._version != self.version:
-            self.interval.touch()
+            self.interval.touched = True
         return gradient
 
     def stepped(self, parameter: Tensor | None) -> None:
@@ -222,10 +198,6 @@ _SAME = 1e-2
 class ScalerChecks:
     """Judges the order of one optimizer's gradients and the calls of its GradScaler.
 
-    Args:
-        tallies: receive the findings.
-        key: the optimizer's key there.
-
     Attributes:
         is_active: the scaler was called in this attempt.
         is_unscaled: it has unscaled the gradients.
@@ -237,7 +209,6 @@ class ScalerChecks:
         self.is_active = self.is_unscaled = self._is_scaled_since = self._is_mixed = False
 
     def loss_scaled(self) -> None:
-        """Record that a loss was scaled."""
         self.is_active = self._is_scaled_since = True
 
     def accumulated_unscaled(self) -> None:
@@ -245,7 +216,6 @@ class ScalerChecks:
         self._is_mixed |= self._is_scaled_since
 
     def unscaling(self, parameter: Tensor, probe: Probe, optimizer: Optimizer) -> None:
-        """Judge the probe before the scaler unscales the optimizer's gradients."""
         interval = probe.interval
         if interval.doubtful or not interval.fired or parameter.grad is not probe.gradient:
             return
@@ -254,7 +224,6 @@ class ScalerChecks:
             self._tallies.check("clipped-while-scaled", self._key, interval.touched, probe.name)
 
     def unscaled(self) -> None:
-        """Record that the gradients are unscaled."""
         self.is_active = self.is_unscaled = True
         self._is_scaled_since = False
 
@@ -269,7 +238,6 @@ class ScalerChecks:
         self.end_attempt()
 
     def end_attempt(self) -> None:
-        """Forget the scaler's calls of this attempt."""
         self.is_active = self.is_unscaled = self._is_scaled_since = self._is_mixed = False
 
 
@@ -339,7 +307,6 @@ class GradientWrites:
 
     @property
     def needs_values(self) -> bool:
-        """Whether the values of gradients have to be read."""
         return self.is_unclear or self.is_doubtful
 
     def begin(self) -> bool:
@@ -434,10 +401,6 @@ class LossChecks:
 
     A loss that goes backward again is recognised by a mark at its nodes. Equal gradients would prove nothing: those of an absolute error
     are equal for many targets.
-
-    Args:
-        tallies: receive the findings.
-        key: the optimizer's key there.
 
     Attributes:
         is_looking: the losses of the next backward passes are looked at.
@@ -539,10 +502,6 @@ _CLIPS = 4
 class StepChecks:
     """Judges the steps of one optimizer.
 
-    Args:
-        tallies: receive the findings.
-        key: the optimizer's key there.
-
     Attributes:
         writes: the loop's writes to its gradients.
         losses: those that go backward to its parameters.
@@ -568,16 +527,12 @@ class StepChecks:
 
     @property
     def needs_values(self) -> bool:
-        """Whether the values of gradients have to be read."""
         return self.writes.needs_values
 
     def step_with_gradient(self, probe: Probe, gradient: Tensor, optimizer: Optimizer, forwards: int, is_alone: bool) -> None:
         """Judge the probe, whose parameter has ``gradient``, before the optimizer's step.
 
         Args:
-            probe: of its optimizer.
-            gradient: of the probe.
-            optimizer: that is about to step.
             forwards: number of training forwards since the last step of any optimizer.
             is_alone: no other optimizer is attached, whose forwards they may be.
         """
@@ -692,7 +647,6 @@ class UnattachedUpdates:
         self._samples: list[_Sample] = []
 
     def compare(self, places: Sequence[Place]) -> None:
-        """Compare these parameters of the optimizer from now on."""
         self._places = places
 
     def backward_ended(self) -> bool:
@@ -824,8 +778,6 @@ class ProbedOptimizer:
     """The audit's state of one optimizer.
 
     Args:
-        optimizer: held weakly.
-        tallies: receive the findings.
         is_alone: no other one is attached, so that no parameter has to show which one a finding is about.
 
     Attributes:
@@ -871,7 +823,6 @@ class ProbedOptimizer:
                 self.probe = Probe("" if self._is_alone else inventory.names[number], place, parameter)
 
     def shares_parameters(self, other: ProbedOptimizer) -> bool:
-        """Whether both own some parameter."""
         return not self.owned.isdisjoint(other.owned)
 
     def rests(self) -> bool:
@@ -922,7 +873,6 @@ class ProbedOptimizer:
         return self._absent >= PATIENCE or not self._had_gradients
 
     def unscaling(self, optimizer: Optimizer) -> None:
-        """Judge the probe before the scaler unscales the gradients."""
         if self.probe is not None and (parameter := self.probe.place()) is not None:
             self.scaler.unscaling(parameter, self.probe, optimizer)
 

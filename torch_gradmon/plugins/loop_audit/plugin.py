@@ -15,12 +15,11 @@ from torch.optim import Optimizer
 
 from ...capture.hooks import Handles, Hook
 from ...core.errors import WarningLog
-from ...core.loop_mistakes import MISTAKES, SETUP_MISTAKES, LoopFinding
+from ...core.loop_mistakes import MISTAKES, SETUP_MISTAKES
 from ...step.model_index import PLAIN_GRADIENTS, ModelIndex, Place
 from ...step.planner import Planner
-from ...step.plugin import Plugin
 from ...step.ranks import is_dtensor
-from ..tallies import Tallies
+from ..tallies import Check, Tallies
 from .checks import LARGEST, PATIENCE, Probe, ProbedOptimizer, UnusedGradients, local_values
 
 # --- ownership ---
@@ -42,11 +41,6 @@ Found = Mapping[str, tuple[Tensor, Place]]
 
 class OwnershipChecks:
     """Checks all parameters of the model.
-
-    Args:
-        planner: knows the model.
-        tallies: receive the findings.
-        optimizers: the attached optimizers, held weakly.
 
     Attributes:
         next_step: the number of the next step that has to be reported, unless the model changes.
@@ -81,7 +75,6 @@ class OwnershipChecks:
         return is_due
 
     def step_ended(self) -> None:
-        """Check after the step whether frozen parameters have moved."""
         self._frozen.step_ended()
 
     def _check(self) -> None:
@@ -200,12 +193,10 @@ class FrozenParameters:
         self._compared = 0
 
     def step_began(self) -> None:
-        """Remember the value before a step."""
         if self.sample is not None:
             self.sample.take()
 
     def step_ended(self) -> None:
-        """Compare the value after a step."""
         if self.sample is not None and self.sample.value is not None:
             if self.sample.moved():
                 self._tallies.seen("frozen-but-moving", where=self.sample.names)
@@ -297,7 +288,6 @@ class Rest:
 
     @property
     def left(self) -> int:
-        """The number of steps until the pause ends."""
         return self._until - self._clean if self.is_on else 0
 
     def missed(self, steps: int) -> None:
@@ -326,10 +316,6 @@ class Rest:
 class GradientExchange:
     """Knows when a backward pass exchanges gradients, and when that has ended.
 
-    Args:
-        module: the watched model.
-        call: calls a function within the monitor's fence.
-
     Attributes:
         has_ranks: gradients may be exchanged.
         is_active: accumulations have to be reported.
@@ -344,7 +330,6 @@ class GradientExchange:
         self.update()
 
     def update(self) -> None:
-        """Look whether there are ranks by now."""
         distributed = torch.distributed
         self.has_ranks = distributed.is_available() and distributed.is_initialized()
         self.is_active = self.has_ranks or self._ddp is not None
@@ -353,7 +338,7 @@ class GradientExchange:
         """Count the exchange of a gradient that was accumulated, if there is any."""
         ddp = None if self._ddp is None else self._ddp()
         if probe.is_sharded or (ddp is not None and bool(getattr(ddp, "require_backward_grad_sync", False))):
-            probe.interval.exchanged()
+            probe.interval.synced += 1
         if self.has_ranks and probe not in self._settling:
             # look again when DDP has copied the reduced gradients back, which it does in such a callback
             self._settling.add(probe)
@@ -374,15 +359,7 @@ _OPTIMIZERS = 3
 
 
 class ProbeHooks:
-    """Chooses the probes of one loop and has hooks on them.
-
-    Args:
-        planner: knows the model.
-        tallies: receive the findings.
-        call: calls a function within the monitor's fence.
-        module: the watched model.
-        optimizers: the attached optimizers.
-    """
+    """Chooses the probes of one loop and has hooks on them."""
 
     def __init__(
         self, planner: Planner, tallies: Tallies, call: Callable[..., Any], module: nn.Module, optimizers: Sequence[Optimizer]
@@ -402,7 +379,6 @@ class ProbeHooks:
         self.register()
 
     def pause(self, is_paused: bool) -> None:
-        """Begin or end a part of the loop that is no training."""
         self.is_paused = is_paused
 
     def restart(self, probed: ProbedOptimizer) -> None:
@@ -422,7 +398,6 @@ class ProbeHooks:
                     self._handles.on_gradient(probed.probe.place, Hook(self._incoming_hook, key, probed.probe))
 
     def remove(self) -> None:
-        """Remove all hooks."""
         self._handles.remove()
 
     # --- backward passes -------------------------------------------------------------------------------------------------------
@@ -437,7 +412,7 @@ class ProbeHooks:
         if probe is None:
             return
         if self.is_paused:
-            probe.interval.pause()
+            probe.interval.doubtful = probe.interval.is_paused = True
             return
         probe.accumulated(parameter, self._clock)
         if probed.stepped_in != torch._C._current_graph_task_id():
@@ -507,7 +482,6 @@ class ProbeHooks:
         self.is_current = False
 
     def step_prevented(self) -> None:
-        """Count a step that the scaler has prevented."""
         self._clock += 1
 
 
@@ -518,34 +492,20 @@ class ProbeHooks:
 _MANY = 100
 
 
-class LoopAudit(Plugin):
-    """Observes a loop; it measures nothing and changes nothing.
-
-    Args:
-        planner: knows the model.
-        complaints: receives a warning about each certain mistake.
-        note: writes facts about the run to the run directory.
-    """
+class LoopAudit(Check):
+    """Observes a loop; it measures nothing and changes nothing."""
 
     name = "loop_audit"
-    stops_on_failure = True
 
     def __init__(self, planner: Planner, complaints: WarningLog, note: Callable[..., None]) -> None:
         self._planner = planner
-        self._tallies = Tallies(complaints, self._step, note, {**MISTAKES, **SETUP_MISTAKES})
+        super().__init__(complaints, note, {**MISTAKES, **SETUP_MISTAKES}, "audit")
         self._hooks: ProbeHooks | None = None
         self._ownership: OwnershipChecks | None = None
         self._rest = Rest()
         self._is_paused = False
         self._steps = 0  # since the audit began, without those that a scaler has prevented
         self._forwards = self._most_forwards = 0  # since the last step of any optimizer, and the most between two
-
-    def _step(self) -> int:
-        return self.context.step or 0
-
-    def facts(self) -> list[LoopFinding]:
-        """The mistakes that were seen often enough."""
-        return self._tallies.facts()
 
     def sees_alternation(self) -> bool:
         """Whether the optimizers have gradients of different numbers of backward passes since their last steps."""
@@ -562,10 +522,6 @@ class LoopAudit(Plugin):
         """
         return self._hooks is not None and any(probed.is_stale(in_step) for probed in self._hooks.probed)
 
-    def on_leave(self, last: int | None) -> None:
-        """Write the facts to the run directory, if they are new."""
-        self._tallies.write_facts()
-
     # --- life cycle ----------------------------------------------------------------------------------------------------------
 
     def on_attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -573,45 +529,41 @@ class LoopAudit(Plugin):
         self.on_detach()
         if self._planner.source is not PLAIN_GRADIENTS:
             return
-        self._ownership = OwnershipChecks(self._planner, self._tallies, optimizers)
+        self._ownership = OwnershipChecks(self._planner, self.tallies, optimizers)
         self._steps = 0
-        self._tallies.retract("unattached-optimizer")  # others are attached now
-        self._tallies.write_facts(begins=True)
-        self._hooks = ProbeHooks(self._planner, self._tallies, self.context.call, module, optimizers)
+        self.tallies.retract("unattached-optimizer")  # others are attached now
+        self.tallies.write_facts(begins=True)
+        self._hooks = ProbeHooks(self._planner, self.tallies, self.context.call, module, optimizers)
         self._hooks.pause(self._is_paused)
 
     def on_pause(self, is_paused: bool) -> None:
-        """Pause or resume: events are part of training only outside a pause."""
         self._is_paused = is_paused
         if self._hooks is not None:
             self._hooks.pause(is_paused)
 
     def on_detach(self) -> None:
-        """Remove all hooks, and keep only the facts."""
         if self._hooks is not None:
             self._hooks.remove()
         self._hooks, self._ownership, self._rest = None, None, Rest()
 
     def on_optimizers_lost(self) -> None:
         """Record that all optimizers were garbage-collected; the loop has warned about it."""
-        self._tallies.seen("unattached-optimizer", warns=False)
+        self.tallies.seen("unattached-optimizer", warns=False)
 
     def may_miss(self) -> int:
         """The steps of a pause, until the next check of all parameters."""
         hooks, ownership = self._hooks, self._ownership
-        if hooks is None or ownership is None or not (self._rest.is_on and hooks.is_current and self._tallies.is_empty):
+        if hooks is None or ownership is None or not (self._rest.is_on and hooks.is_current and self.tallies.is_empty):
             return 0
         return max(0, min(self._rest.left, ownership.next_step - self._steps) - 1)
 
     def on_missed(self, steps: int) -> None:
-        """Count the steps of a pause."""
         self._steps += steps
         self._rest.missed(steps)
 
     # --- forward and backward --------------------------------------------------------------------------------------------------
 
     def on_forward(self) -> None:
-        """Count a training forward of the model."""
         self._forwards += 1
         hooks = self._hooks
         if hooks is None:
@@ -623,14 +575,12 @@ class LoopAudit(Plugin):
             hooks.register(self._rest.is_on)
 
     def on_backward_ended(self) -> None:
-        """Replace a probe that took part in no backward pass, at the end of one in a monitored step."""
         if self._hooks is not None:
             self._hooks.backward_ended()
 
     # --- steps -----------------------------------------------------------------------------------------------------------------
 
     def on_optimizer_step(self, optimizer: Optimizer, has_closure: bool) -> None:
-        """Judge the gradients before an optimizer steps or calls its closure."""
         hooks, ownership = self._hooks, self._ownership
         if hooks is None or ownership is None or (probed := hooks.optimizers.get(id(optimizer))) is None:
             return
@@ -648,21 +598,20 @@ class LoopAudit(Plugin):
         for probed in hooks.optimizers.values() if index is not None else ():
             if index is not None and probed.rests():
                 steps = {"steps of the others": float(self._steps)}
-                self._tallies.seen("optimizer-never-steps", probed.key, probed.names(index), steps)
+                self.tallies.seen("optimizer-never-steps", probed.key, probed.names(index), steps)
 
     def on_optimizer_stepped(self, optimizer: Optimizer) -> None:
-        """Begin the next interval, and decide whether the next step is audited."""
         hooks, ownership = self._hooks, self._ownership
         if hooks is None or ownership is None or (probed := hooks.optimizers.get(id(optimizer))) is None:
             return
         if ownership.is_comparing:
             ownership.step_ended()
         if not probed.has_stepped:
-            self._tallies.retract("optimizer-never-steps", probed.key)  # it only began late
+            self.tallies.retract("optimizer-never-steps", probed.key)  # it only began late
         # With several optimizers the gradients of one are evidence about the others. In a loop without visible forwards only the
         # probe's hook shows backward passes without steps. Such loops never count as clean, nor do those with open questions.
         writes = probed.checks.writes
-        is_clean = self._tallies.is_empty and self._forwards > 0 and len(hooks.optimizers) == 1 and not hooks.exchange.has_ranks
+        is_clean = self.tallies.is_empty and self._forwards > 0 and len(hooks.optimizers) == 1 and not hooks.exchange.has_ranks
         is_clean = is_clean and probed.probe is not None and not (writes.is_unclear or writes.is_doubtful)
         if not (self._rest.is_on and is_clean) or probed.unattached.passes:
             self._interval_ended(hooks, probed, has_stepped=True)
@@ -675,7 +624,6 @@ class LoopAudit(Plugin):
             hooks.register(self._rest.is_on)
 
     def on_optimizer_overflowed(self, optimizer: Optimizer) -> None:
-        """Begin the next interval after the scaler prevented the optimizer's step."""
         if self._hooks is None:
             return
         self._hooks.step_prevented()
@@ -687,29 +635,25 @@ class LoopAudit(Plugin):
         for other in hooks.probed:
             if other is probed or other.shares_parameters(probed):
                 other.unattached.step_ended()
-                if not self._tallies.is_empty:
-                    self._tallies.retract("unattached-optimizer", other.key)
+                if not self.tallies.is_empty:
+                    self.tallies.retract("unattached-optimizer", other.key)
         if not self._rest.is_on:
             probed.step_ended(has_stepped, len(hooks.optimizers) == 1)
 
     # --- scaler ----------------------------------------------------------------------------------------------------------------
 
     def on_unscaling(self, optimizer: Optimizer) -> None:
-        """Judge the gradients before the scaler unscales them."""
         if self._hooks is not None and (probed := self._hooks.optimizers.get(id(optimizer))) is not None:
             probed.unscaling(optimizer)
 
     def on_unscaled(self, optimizer: Optimizer) -> None:
-        """Record that the optimizer's gradients are unscaled."""
         if self._hooks is not None and (probed := self._hooks.optimizers.get(id(optimizer))) is not None:
             probed.scaler.unscaled()
 
     def on_loss_scaled(self) -> None:
-        """Record that the scaler has scaled a loss."""
         for probed in () if self._hooks is None else self._hooks.optimizers.values():
             probed.scaler.loss_scaled()
 
     def on_scaler_updated(self) -> None:
-        """End the scaler's attempt."""
         for probed in () if self._hooks is None else self._hooks.optimizers.values():
             probed.scaler.end_attempt()

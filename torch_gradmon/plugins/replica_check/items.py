@@ -22,7 +22,6 @@ from ...step.ranks import digest_of, is_dtensor
 
 
 def is_ddp(module: nn.Module) -> TypeGuard[DistributedDataParallel]:
-    """Whether the module is wrapped in DDP."""
     return isinstance(module, DistributedDataParallel)
 
 
@@ -34,12 +33,7 @@ def ranks_of(module: DistributedDataParallel) -> list[int]:
 
 
 class Wrappers:
-    """The DDP modules in a model, at any depth. Does not keep them alive.
-
-    Args:
-        model: the watched one.
-        members: the ranks that are compared.
-    """
+    """The DDP modules in a model, at any depth. Does not keep them alive."""
 
     def __init__(self, model: nn.Module, members: Sequence[int]) -> None:
         found = [module for module in model.modules() if is_ddp(module)]
@@ -166,9 +160,7 @@ def items_of(
     """Everything that ranks must have in common when the optimizer has stepped.
 
     Args:
-        optimizer: of this rank.
         names: of parameters, by their ids.
-        common: what ranks have in common.
         is_averaged: only the parameters are equal, since ranks train by themselves and average them now and then.
         first: number of its first group among those of all optimizers.
     """
@@ -257,11 +249,7 @@ Found = dict[tuple[str, str], int]
 
 
 class Snapshot:
-    """The fingerprints of all that ranks have in common in one step.
-
-    Args:
-        step: its number.
-    """
+    """The fingerprints of all that ranks have in common in one step."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -284,7 +272,6 @@ class Snapshot:
             self.add(items)
 
     def add(self, items: Sequence[Item]) -> None:
-        """Take the fingerprints of ``items`` as they are now."""
         by_device: dict[torch.device, list[Item]] = {}
         for item in items:
             by_device.setdefault(item.tensor.device, []).append(item)
@@ -295,11 +282,9 @@ class Snapshot:
         self._layout += [(item.share, item.name, tuple(item.tensor.shape), str(item.tensor.dtype)) for item in parameters]
 
     def start_copy(self) -> None:
-        """All is there: send it to the host."""
         self._copy = DeviceToHostCopy(self._parts)
 
     def is_ready(self) -> bool:
-        """Whether the values are on the host."""
         return self._copy is not None and self._copy.is_ready()
 
     @cached_property

@@ -58,7 +58,6 @@ class Board:
     Args:
         subject: the same on all ranks that share the board.
         rank: of this process among them.
-        count: their number.
 
     Raises:
         ImportError, RuntimeError, ValueError: there is no store, or none that can be used beside the training.
@@ -181,8 +180,6 @@ def difference(reference: Found, other: Found, traces: Sequence[Trace] = (), equ
     """What differs between two ranks; None if nothing does that should not.
 
     Args:
-        reference: fingerprints of one rank.
-        other: of the other one.
         traces: statistics of their last steps.
         equal_in: the last step in which nothing differed.
     """
@@ -268,12 +265,10 @@ def parameter_of(kind: str, name: str) -> str:
 
 
 def to_json(found: Found) -> list[list[Any]]:
-    """Fingerprints as a list."""
     return [[kind, name, value] for (kind, name), value in found.items()]
 
 
 def of_json(items: Sequence[Sequence[Any]]) -> dict[tuple[str, str], int]:
-    """The inverse of :func:`to_json`."""
     return {(kind, name): value for kind, name, value in items}
 
 
@@ -380,7 +375,6 @@ def ranks_apart(
     """The findings that one rank was far from all others in several checks in a row.
 
     Args:
-        step: of this check.
         ranges: by rank and kind.
         streaks: by kind; brought up to date.
         names: numbers of the ranks among all processes.
@@ -454,15 +448,6 @@ class Memory:
     seen: dict[str, int] = field(default_factory=dict)
     streaks: dict[str, Streak] = field(default_factory=dict)
 
-    def was_good(self, step: int) -> None:
-        """Nothing differed in ``step``."""
-        self.last_good = step
-
-    def next_batch(self, batch: str | None) -> str | None:
-        """The batch before this one."""
-        before, self.batch = self.batch, batch
-        return before
-
     def next_ranges(self, records: Sequence[StepRecord], rank: int, step: int) -> dict[str, Range]:
         """The ranges of this rank's own values since the ranges before, where there are enough of them."""
         found: dict[str, Range] = {}
@@ -479,11 +464,8 @@ class Conversation:
     """One check, from the side of one rank.
 
     Args:
-        board: where messages are left.
-        snapshot: what this rank has found.
         records: the last records of this rank.
         recorded: those of steps that were not monitored, which waits for the device.
-        memory: what is known from checks before.
         global_ranks: the ranks on the board by their number among all processes.
         has_traces: the statistics of the last steps are those of equal ranks.
         compares_losses: each rank has batches of its own, which are of one kind.
@@ -514,7 +496,7 @@ class Conversation:
             return None
         if self._board.has_changed():
             self._left.clear()
-        self._leave("digests", self._digests)
+        self._leave("digests", lambda: self._own)
         if self._board.rank == 0:
             self._judge()
         question = self._read("question", [0])
@@ -523,7 +505,7 @@ class Conversation:
         facts = [LoopFinding.of_dict(fact) for fact in question[0]["facts"]]
         if not question[0]["ranks"]:
             if question[0]["compared"]:
-                self._memory.was_good(self._snapshot.step)
+                self._memory.last_good = self._snapshot.step
             return facts
         if self._board.rank in question[0]["ranks"]:
             self._answer()
@@ -531,16 +513,13 @@ class Conversation:
         if verdict is None:
             return None
         if not verdict[0]["facts"]:  # what differs does so on purpose
-            self._memory.was_good(self._snapshot.step)
+            self._memory.last_good = self._snapshot.step
         return [*facts, *map(LoopFinding.of_dict, verdict[0]["facts"])]
 
     def silent(self) -> tuple[int, int]:
         """How many ranks have left no digest in this training, and the first of them, by its number among all processes."""
         count, first = self._board.silent("digests")
         return count, self._global_ranks[first]
-
-    def _digests(self) -> dict[str, Any]:
-        return self._own
 
     @cached_property
     def _own(self) -> dict[str, Any]:
@@ -549,7 +528,7 @@ class Conversation:
         records = self._records() if self._compares_losses else []
         ranges = self._memory.next_ranges(records, self._board.rank, snapshot.step)
         rounded = {kind: [float(f"{value:.6g}") for value in each] for kind, each in ranges.items()}
-        before = self._memory.next_batch(snapshot.batch)
+        before, self._memory.batch = self._memory.batch, snapshot.batch
         return {
             "shares": snapshot.digests(),
             "batch": snapshot.batch,
@@ -668,9 +647,6 @@ class ReplicaCheck(Plugin):
         every: steps between two checks.
         sync_every: ranks average their parameters after each such number of steps, and train by themselves in between.
         distinct: pattern of parameters that differ between ranks.
-        ranks: that are compared.
-        planner: knows the names of parameters.
-        complaints: gets one warning for each kind of difference.
         records: the last records of this rank.
         recorded: those of steps that were not monitored, which waits for the device.
     """
@@ -706,7 +682,6 @@ class ReplicaCheck(Plugin):
         self._facts: dict[str, LoopFinding] = {}
 
     def facts(self) -> list[LoopFinding]:
-        """What was found so far."""
         return list(self._facts.values())
 
     # --- when ----------------------------------------------------------------------------------------------------------------
@@ -742,7 +717,6 @@ class ReplicaCheck(Plugin):
         self._wrappers, self._has_joined = None, False
 
     def may_miss(self) -> int:
-        """All idle steps before the next check."""
         if self._board is None:
             return sys.maxsize
         if self._snapshot is not None or self._due is None:
@@ -750,12 +724,10 @@ class ReplicaCheck(Plugin):
         return max(0, self._due - (self.context.step or 0) - 2)
 
     def on_alert(self, step: int) -> None:
-        """Check soon after a spike."""
         if self._snapshot is None:
             self._due = step + AFTER_ALERT
 
     def on_rewind(self, step: int) -> None:
-        """The run repeats steps."""
         self._end()
         self._due, self._memory = None, Memory()
 
@@ -840,7 +812,6 @@ class ReplicaCheck(Plugin):
         return {id(self._planner.source.stepped(parameter)): name for name, parameter in self._parameters()}
 
     def on_step_closed(self, step: ActiveStep) -> None:
-        """Go on with the messages of others."""
         snapshot, now = self._snapshot, self.context.step or 0
         if self._board is None or snapshot is None or not self._taken:
             return
