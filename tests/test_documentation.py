@@ -172,7 +172,7 @@ def test_outputs_that_nobody_checks_are_not_shown_as_such() -> None:
         for of, code, line, why in _blocks(_text(page))
         if of in _PYTHON and why
     }
-    files = [*ROOT.glob("examples/*.py"), *ROOT.glob("benchmarks/**/*.py")]
+    files = [*ROOT.glob("examples/**/*.py"), *ROOT.glob("benchmarks/**/*.py")]
     assert unchecked({**not_run, **{str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in files}}) == []
 
 

@@ -471,10 +471,7 @@ class Targets:
             self._judge_scale(head, micro_batches)
 
     def _count(self, rule: str, is_so: bool, **evidence: float) -> None:
-        if is_so:
-            self._tallies.seen(rule, evidence=evidence)
-        elif not self._tallies.is_empty:
-            self._tallies.missed(rule)
+        self._tallies.check(rule, None, is_so, "", **evidence)
 
     def _add_labels(self, head: Head, forwards: int) -> None:
         if not head.labels or sum(head.labels) < 2:

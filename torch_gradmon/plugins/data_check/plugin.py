@@ -130,7 +130,7 @@ class Acting:
         with a gradient, as adversarial ones do.
         """
         nodes = list(nodes_of([data], OUTPUT))
-        makers = [maker for node in nodes if (maker := notes_of(node).get(OUTPUT, _nothing)()) is not None]
+        makers = [maker for node in nodes if (maker := notes_of(node).get(OUTPUT, _nobody)()) is not None]
         if not makers and not any(isinstance(getattr(node, "variable", None), nn.Parameter) for node in nodes):
             return False
         self._through += 1
@@ -161,10 +161,6 @@ class Acting:
         if is_so != self.is_so:
             self.is_so = is_so
             self._note(acts=is_so)
-
-
-def _nothing() -> None:
-    """Of a node without a note."""
 
 
 def _rows(tensors: Sequence[Tensor]) -> Tensor | None:
@@ -241,7 +237,7 @@ def role_of(called: nn.Module, tensors: Sequence[Tensor], answers: Tensor) -> Ro
 
 
 def _nobody() -> None:
-    """The maker of data."""
+    """The maker of what no followed network has made."""
 
 
 class Answers:
@@ -497,17 +493,10 @@ class Batches:
         self._count("inputs-not-normalised", is_far, **{"mean": mean, "standard deviation": deviation})
 
     def spoiled(self, step: int) -> None:
-        self._tallies.seen(NON_FINITE_INPUT, self._part or None, self._where, step=step)
+        self._tallies.seen(NON_FINITE_INPUT, self._part or None, (self._part,) if self._part else (), step=step)
 
     def _count(self, rule: str, is_so: bool, **evidence: float) -> None:
-        if is_so:
-            self._tallies.seen(rule, self._part or None, self._where, evidence)
-        elif not self._tallies.is_empty:
-            self._tallies.missed(rule, self._part or None)
-
-    @property
-    def _where(self) -> tuple[str, ...]:
-        return (self._part,) if self._part else ()
+        self._tallies.check(rule, self._part or None, is_so, self._part, **evidence)
 
 
 # --- The check of the data: looks at the first batches, and at what comes back to the model's output ---
@@ -754,7 +743,7 @@ class DataCheck(Check):
             return
         if role not in self._pushes:  # the first of a step is enough
             waiting = Answers(answers, functools.partial(self._pushes.setdefault, role))
-            answers.register_hook(_Push(self, waiting))  # type: ignore[no-untyped-call]
+            answers.register_hook(Hook(self.context.call, _came_back, waiting))  # type: ignore[no-untyped-call]
 
     def _follow(self, look: _Look, module: nn.Module, result: Any) -> None:
         if (output := output_of(result)) is None:
@@ -766,7 +755,7 @@ class DataCheck(Check):
         sample = sample_of(output) if look.takes_sample(id(module)) else None
         origin = Origin() if sample is None else origin_of(output)
         tokens, look.tokens = look.tokens, None
-        output.register_hook(_Return(self, look, id(module), origin, sample, tokens))  # type: ignore[no-untyped-call]
+        output.register_hook(Hook(self.context.call, self.came_back, look, id(module), origin, sample, tokens))  # type: ignore[no-untyped-call]
 
     def came_back(
         self, look: _Look, module: int, output: Origin, sample: Tensor | None, tokens: Tensor | None, gradient: Tensor
@@ -846,10 +835,7 @@ class DataCheck(Check):
     def _judge_mode(self, name: str, in_training: bool) -> None:
         """That of one part of several; the setup check has that of the whole model."""
         root = None if self._root is None else self._root()
-        if not in_training and root is not None and root.training:
-            self.tallies.seen("eval-mode", name, (name,))
-        elif not self.tallies.is_empty:
-            self.tallies.missed("eval-mode", name)
+        self.tallies.check("eval-mode", name, not in_training and root is not None and root.training, name)
 
 
 def _is_spoiled(record: StepRecord) -> bool:
@@ -871,20 +857,7 @@ def _called_modules(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn
             yield from _called_modules(part, f"{name}.{own}" if name else own)
 
 
-class _Return(Hook):
-    def __init__(
-        self, check: DataCheck, look: _Look, module: int, output: Origin, sample: Tensor | None, tokens: Tensor | None
-    ) -> None:
-        super().__init__(check.context.call, check.came_back, look, module, output, sample, tokens)
-
-
-class _Push(Hook):
-    """Gives the gradient of answers to what waits for it, unless it is one of a penalty, which has a graph."""
-
-    def __init__(self, check: DataCheck, waiting: Answers) -> None:
-        super().__init__(check.context.call, _came_back, waiting)
-
-
 def _came_back(waiting: Answers, gradient: Tensor) -> None:
+    """Of a loss, not of a penalty, whose gradient has a graph."""
     if not torch.is_grad_enabled():
         waiting.came_back(gradient)

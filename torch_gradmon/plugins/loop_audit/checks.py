@@ -525,10 +525,6 @@ class StepChecks:
             is_clip = dropped is not None and interval.late <= _CLIPS and self.writes.is_late_clip(dropped)
             self._tallies.check("clip-after-step", self._key, is_clip, probe.name)
 
-    @property
-    def needs_values(self) -> bool:
-        return self.writes.needs_values
-
     def step_with_gradient(self, probe: Probe, gradient: Tensor, optimizer: Optimizer, forwards: int, is_alone: bool) -> None:
         """Judge the probe, whose parameter has ``gradient``, before the optimizer's step.
 
@@ -640,14 +636,11 @@ class UnattachedUpdates:
     """Counts backward passes since the optimizer's last step, and how often its parameters changed before one."""
 
     def __init__(self) -> None:
-        self._places: Sequence[Place] = ()
+        self.places: Sequence[Place] = ()  # parameters of the optimizer, which are compared
         self.passes = self._moves = self._looks = 0
         self._most = 1  # passes between two steps so far
         self._is_certain = False
         self._samples: list[_Sample] = []
-
-    def compare(self, places: Sequence[Place]) -> None:
-        self._places = places
 
     def backward_ended(self) -> bool:
         """Count a backward pass. Returns whether the parameters have changed before too many of them for a coincidence.
@@ -659,7 +652,7 @@ class UnattachedUpdates:
         beyond = self.passes - self._most
         if beyond <= 1:
             if beyond == 1:
-                self._samples = [_Sample(place) for place in self._places]
+                self._samples = [_Sample(place) for place in self.places]
             return False
         if self._is_certain:
             return True
@@ -818,7 +811,7 @@ class ProbedOptimizer:
             place = inventory.references[number]
             others = [each for size, each in found if size <= _LARGEST and each != number]
             chosen = others[:: max(1, len(others) // (_PLACES - 1))][: _PLACES - 1]
-            self.unattached.compare([place, *(inventory.references[each] for each in chosen)])
+            self.unattached.places = [place, *(inventory.references[each] for each in chosen)]
             if (parameter := place()) is not None:
                 self.probe = Probe("" if self._is_alone else inventory.names[number], place, parameter)
 

@@ -52,7 +52,7 @@ class OwnershipChecks:
         self._planner, self._inventory = planner, planner.inventory
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self._initial = InitialParameters(planner.inventory, tallies)
-        self._unowned, self._frozen = UnownedParameters(tallies), FrozenParameters(tallies)
+        self._unowned, self.frozen = UnownedParameters(tallies), FrozenParameters(tallies)
         self._cleared: tuple[ModelIndex | None, list[int]] = (None, [])
         self.next_step = self._next = 0
         self.version = planner.version  # of the model, at the last check
@@ -60,7 +60,7 @@ class OwnershipChecks:
 
     def step_began(self, step: int) -> bool:
         """Check the model before ``step``, from 1 on, while gradients exist. Returns whether a check was due."""
-        self._frozen.step_began()
+        self.frozen.step_began()
         has_changed = self.version != self._planner.version
         is_due = step >= self._next or has_changed or step in _EARLY
         if is_due:
@@ -70,12 +70,9 @@ class OwnershipChecks:
                 self._next = step + max(_LEAST, self._initial.count // 2)
             if has_changed:
                 self._next = min(self._next, step + 4)
-        self.is_comparing = self._frozen.sample is not None
+        self.is_comparing = self.frozen.sample is not None
         self.next_step = step + 1 if self.is_comparing else min(n for n in (*_EARLY, self._next) if n > step)
         return is_due
-
-    def step_ended(self) -> None:
-        self._frozen.step_ended()
 
     def _check(self) -> None:
         if not self._inventory.is_current():
@@ -94,7 +91,7 @@ class OwnershipChecks:
         suspicions = (
             self._initial.are_untied(set(inventory.names)),
             self._unowned.exist(found, owned),
-            self._frozen.exist(found, owned),
+            self.frozen.exist(found, owned),
             self._initial.are_replaced(found, owned),
         )
         # no check is needed until the model or the optimizers change
@@ -378,9 +375,6 @@ class ProbeHooks:
             probed.choose_probe(planner.now())
         self.register()
 
-    def pause(self, is_paused: bool) -> None:
-        self.is_paused = is_paused
-
     def restart(self, probed: ProbedOptimizer) -> None:
         """Drop the probe's history. The next forward adds or removes the hooks."""
         self.is_current = False
@@ -394,7 +388,7 @@ class ProbeHooks:
         for key, probed in self.optimizers.items():
             if probed.probe is not None and not probed.probe.is_offloaded and not is_resting:
                 self._handles.on_accumulate(probed.probe.place, Hook(self._accumulated_hook, key, probed.probe))
-                if probed.checks.needs_values:
+                if probed.checks.writes.needs_values:
                     self._handles.on_gradient(probed.probe.place, Hook(self._incoming_hook, key, probed.probe))
 
     def remove(self) -> None:
@@ -460,7 +454,7 @@ class ProbeHooks:
         if probe is not None and (parameter := probe.place()) is not None:
             writes.read_written(probe, parameter, gradient)
             writes.read_carried(probe, parameter, gradient)
-            self.is_current &= probed.checks.needs_values
+            self.is_current &= probed.checks.writes.needs_values
 
     # --- steps -----------------------------------------------------------------------------------------------------------------
 
@@ -469,13 +463,13 @@ class ProbeHooks:
         self._clock += 1
         if self._clock == 1:
             self._tallies.retract("never-stepped")
-        needed = probed.checks.needs_values
+        needed = probed.checks.writes.needs_values
         if probed.step_began(optimizer, forwards, len(self.optimizers) == 1, has_closure or self.is_paused):
             self._replace(probed)
             return
         if probed.probe is not None and probed.probe.interval.carried:
             probed.checks.writes.suspect_carried()
-        self.is_current &= needed or not probed.checks.needs_values
+        self.is_current &= needed or not probed.checks.writes.needs_values
 
     def _replace(self, probed: ProbedOptimizer) -> None:
         probed.choose_probe(self._planner.now(), with_gradient=True)
@@ -534,12 +528,12 @@ class LoopAudit(Check):
         self.tallies.retract("unattached-optimizer")  # others are attached now
         self.tallies.write_facts(begins=True)
         self._hooks = ProbeHooks(self._planner, self.tallies, self.context.call, module, optimizers)
-        self._hooks.pause(self._is_paused)
+        self._hooks.is_paused = self._is_paused
 
     def on_pause(self, is_paused: bool) -> None:
         self._is_paused = is_paused
         if self._hooks is not None:
-            self._hooks.pause(is_paused)
+            self._hooks.is_paused = is_paused
 
     def on_detach(self) -> None:
         if self._hooks is not None:
@@ -605,7 +599,7 @@ class LoopAudit(Check):
         if hooks is None or ownership is None or (probed := hooks.optimizers.get(id(optimizer))) is None:
             return
         if ownership.is_comparing:
-            ownership.step_ended()
+            ownership.frozen.step_ended()
         if not probed.has_stepped:
             self.tallies.retract("optimizer-never-steps", probed.key)  # it only began late
         # With several optimizers the gradients of one are evidence about the others. In a loop without visible forwards only the
@@ -620,7 +614,7 @@ class LoopAudit(Check):
             hooks.restart(probed)
         # nor will a forward register them where the parts of the model are called alone
         no_forward = not self._most_forwards and probed.stepped_in == -1
-        if not hooks.is_current and (probed.checks.needs_values or no_forward):
+        if not hooks.is_current and (probed.checks.writes.needs_values or no_forward):
             hooks.register(self._rest.is_on)
 
     def on_optimizer_overflowed(self, optimizer: Optimizer) -> None:

@@ -122,15 +122,6 @@ class Common:
     def __init__(self, distinct: re.Pattern[str] | None, wrappers: Wrappers | None = None) -> None:
         self._distinct, self._wrappers = distinct, wrappers
 
-    @property
-    def pattern(self) -> str:
-        """That of the parameters that differ."""
-        return "" if self._distinct is None else self._distinct.pattern
-
-    def within(self, wrappers: Wrappers) -> Common:
-        """The same for a model with these."""
-        return Common(self._distinct, wrappers)
-
     def copies(self, parameter: Tensor) -> str:
         """A name of the ranks that have copies of the parameter, where these are not all ranks; else empty."""
         return "" if self._wrappers is None else self._wrappers.copies(parameter)

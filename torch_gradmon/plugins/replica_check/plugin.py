@@ -665,7 +665,7 @@ class ReplicaCheck(Plugin):
         records: Callable[[], Sequence[StepRecord]],
         recorded: Callable[[], Sequence[StepRecord]],
     ) -> None:
-        self._every, self._sync_every, self._common = every, sync_every, Common(distinct)
+        self._every, self._sync_every, self._distinct, self._common = every, sync_every, distinct, Common(distinct)
         self._ranks, self._planner, self._complaints = ranks, planner, complaints
         self._records, self._recorded = records, recorded
         self._board: Board | None = None
@@ -691,13 +691,19 @@ class ReplicaCheck(Plugin):
         self.on_detach()
         inventory = self._planner.inventory
         names = [] if inventory is None else inventory.names
-        subject = (self._every, self._sync_every, self._common.pattern, self._ranks.members, names)
+        subject = (
+            self._every,
+            self._sync_every,
+            "" if self._distinct is None else self._distinct.pattern,
+            self._ranks.members,
+            names,
+        )
         with contextlib.suppress(
             ImportError, RuntimeError, ValueError, TimeoutError
         ):  # no store, or one that cannot be connected to again
             self._board = Board(digest_of(subject), self._ranks.rank, self._ranks.count)
         self._wrappers = Wrappers(module, self._ranks.members)
-        self._common = self._common.within(self._wrappers)
+        self._common = Common(self._distinct, self._wrappers)
         called = self._wrappers.only or module
         self._has_own_batches = has_own_batches(called, self._ranks.members)
         if self._board is not None and (self._has_own_batches or is_ddp(called)):
