@@ -21,7 +21,6 @@ from torch_gradmon.plugins import ActiveStep, Mode, OptimizerContext, Plugin
 
 from .loops import differences
 
-
 EXAMPLES = Path(__file__).parent.parent / "examples" / "plugins"
 
 
