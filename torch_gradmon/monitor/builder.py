@@ -28,7 +28,7 @@ from ..core.records import KeyFormatter, Metric, SpikeEvent, StepRecord
 from ..plugins.clipping import AdaptiveClips
 from ..plugins.data_check.plugin import DataCheck
 from ..plugins.flight_recorder import FlightRecorder
-from ..plugins.live_detail import LiveDetail, PresetOverlay
+from ..plugins.live_detail import LiveDetail
 from ..plugins.loop_audit.plugin import LoopAudit
 from ..plugins.post_spike_detail import PostSpikeDetail
 from ..plugins.setup_check import SetupCheck
@@ -384,8 +384,7 @@ def _plugins(
     recorder = FlightRecorder(config.flight_recorder, planner.registry, summary)
     detectors.explanations.fetch_from(recorder.fetch_recorded)
     post_spike = PostSpikeDetail(planner, config.post_spike_steps)
-    overlay = PresetOverlay(planner, summary, lambda: post_spike.may_add_hooks)
-    detail = LiveDetail(overlay, directory, exchange, complaints)
+    detail = LiveDetail(planner, summary, lambda: post_spike.may_add_hooks, directory, exchange, complaints)
     budget = acting = data = None
     if config.overhead_budget is not None:
         from ..plugins.overhead_budget import OverheadBudget

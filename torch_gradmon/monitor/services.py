@@ -587,8 +587,6 @@ _UNATTACHED = (
     "monitor.detach(), then monitor.attach() with the optimizer whose step() the loop calls"
 )
 _CAPTURED = "the loop was captured into a graph, whose replays call no hooks; call optimizer.step() outside of the graph"
-#: Plugins that find something while the training runs.
-_FINDERS = ("loop_audit", "replica_check", "setup_check", "data_check")
 
 
 class Queries:
@@ -617,8 +615,8 @@ class Queries:
 
     def findings(self) -> list[LoopFinding]:
         """What the plugins have found so far."""
-        plugins = (self._runtime.plugin(name) for name in _FINDERS)
-        found = [finding for plugin in plugins if plugin is not None for finding in plugin.facts()]
+        of = self._runtime.lifecycle.plugins.built_in
+        found = [fact for check in (of.audit, of.replicas, of.setup, of.data) if check is not None for fact in check.facts()]
         return [*found, *map(LoopFinding.of_dict, self._runtime.pipeline.directory.facts.get("foresight", ()))]
 
     @property

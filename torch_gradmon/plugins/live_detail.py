@@ -18,7 +18,7 @@ from ..runs.detail_request import DetailRequest, numbered
 from ..step.active_step import ActiveStep
 from ..step.exchange import EMPTY_SLOT, ExchangePolicy
 from ..step.planner import OF_MODULES, PRESETS, Planner
-from ..step.plugin import Plugin, PluginContext
+from ..step.plugin import Plugin
 from ..step.ranks import Ranks
 from ..step.summary import Summary
 
@@ -208,45 +208,11 @@ _COMPILED = (
 )
 
 
-class PresetOverlay:
-    """Measures the metrics of a preset in place of those that the script does not show.
-
-    Args:
-        may_add_hooks: whether modules may get hooks in the middle of a run.
-
-    Attributes:
-        why_missing: why a part of the preset is not measured; empty if nothing is missing.
-    """
-
-    def __init__(self, planner: Planner, summary: Summary, may_add_hooks: Callable[[], bool]) -> None:
-        self._planner, self._summary, self._may_add_hooks = planner, summary, may_add_hooks
-        self.why_missing = ""
-
-    def use(self, preset: str | None, context: PluginContext, owner: str) -> None:
-        """Measure ``preset``, or again what the script asked for."""
-        self.why_missing = ""
-        context.set_overlay(owner, None if preset is None else self._metrics(preset, context), replaces_hidden=True)
-        self._summary.choice.override_keys(None if preset is None else PRESETS[preset].keys)
-
-    def _metrics(self, preset: str, context: PluginContext) -> list[Metric]:
-        """What a preset measures out of sight; in a compiled model the script's own metrics of modules stay as they are."""
-        registry = self._planner.registry
-        made = [context.make_metric(source, name, every) for source, name, every in PRESETS[preset].layer_metrics]
-        if self._may_add_hooks():
-            return made
-        if any(metric.source in OF_MODULES for metric in made):
-            self.why_missing = _COMPILED
-            context.warn("tune:compiled", _COMPILED)
-        return [
-            *(metric for metric in made if metric.source not in OF_MODULES),
-            *(metric for metric in registry.unseen if metric.source in OF_MODULES),
-        ]
-
-
 class LiveDetail(Plugin):
     """Temporarily replaces the cadence and preset of the script.
 
     Args:
+        may_add_hooks: whether modules may get hooks in the middle of a run.
         notes: the run directory, in which the state of changes is noted.
         exchange: broadcasts a request to the other ranks.
 
@@ -257,8 +223,18 @@ class LiveDetail(Plugin):
 
     name = "live_detail"
 
-    def __init__(self, overlay: PresetOverlay, notes: RunNotes, exchange: ExchangePolicy, complaints: WarningLog) -> None:
-        self._overlay, self._exchange = overlay, exchange
+    def __init__(
+        self,
+        planner: Planner,
+        summary: Summary,
+        may_add_hooks: Callable[[], bool],
+        notes: RunNotes,
+        exchange: ExchangePolicy,
+        complaints: WarningLog,
+    ) -> None:
+        self._planner, self._summary, self._may_add_hooks = planner, summary, may_add_hooks
+        self._exchange = exchange
+        self._why_missing = ""  # why a part of the preset is not measured
         self._requests = Requests(notes, exchange.exchange.ranks, complaints)
         self._agreed: DetailRequest | None = None  # waits for its first step
         self.in_force: DetailRequest | None = None
@@ -312,7 +288,7 @@ class LiveDetail(Plugin):
         if self.in_force is not None and self._since is None:
             self._since = step.number
             until = None if self.left is None else step.number + (self.left - 1) * step.stride
-            self._requests.note_in_force(self.in_force, step.number, until, self._overlay.why_missing)
+            self._requests.note_in_force(self.in_force, step.number, until, self._why_missing)
 
     def on_step_closing(self, step: ActiveStep) -> None:
         """The ranks are about to exchange: broadcast what is requested."""
@@ -380,12 +356,31 @@ class LiveDetail(Plugin):
                 self._requests.note(waits=None, last={**new.facts(), "since": step}, why="")
                 new = None
             self.in_force, self.left = new, None if new is None else new.steps
-            self._overlay.use(None if new is None else new.preset, self.context, self.name)
+            self._use(None if new is None else new.preset)
             self._update_pending()
             if was_changed != (self.in_force is not None):
                 self.context.detail_changed(is_back=was_changed)
             self.context.ask_cadence_again()
             self.context.request_replan(drop_hooks=True)
+
+    def _use(self, preset: str | None) -> None:
+        """Measure ``preset`` in place of what the script does not show, or again what the script asked for."""
+        self._why_missing = ""
+        self.context.set_overlay(self.name, None if preset is None else self._metrics(preset), replaces_hidden=True)
+        self._summary.choice.override_keys(None if preset is None else PRESETS[preset].keys)
+
+    def _metrics(self, preset: str) -> list[Metric]:
+        """What a preset measures out of sight; in a compiled model the script's own metrics of modules stay as they are."""
+        made = [self.context.make_metric(source, name, every) for source, name, every in PRESETS[preset].layer_metrics]
+        if self._may_add_hooks():
+            return made
+        if any(metric.source in OF_MODULES for metric in made):
+            self._why_missing = _COMPILED
+            self.context.warn("tune:compiled", _COMPILED)
+        return [
+            *(metric for metric in made if metric.source not in OF_MODULES),
+            *(metric for metric in self._planner.registry.unseen if metric.source in OF_MODULES),
+        ]
 
     def _end_change(self, why: str) -> None:
         if self.in_force is not None:
@@ -398,6 +393,6 @@ class LiveDetail(Plugin):
         self._agreed = None
         if self.in_force is not None:
             self._end_change("the run has ended, or its monitor was detached")
-            self._overlay.use(None, self.context, self.name)
+            self._use(None)
         self.watches_idle_steps = True  # until a step opens all the same: by hand, or after attach()
         self._requests.leave()

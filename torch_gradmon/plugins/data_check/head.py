@@ -410,7 +410,7 @@ def _share_of_next(ids: Tensor, labels: Tensor, counts: Tensor) -> Tensor:
 
 
 #: Rows of a batch, and heads, before labels are judged.
-_ROWS, _TARGETS_FEWEST = 8, 5
+_ROWS, _FEWEST_HEADS = 8, 5
 #: Rows that may have a property by chance.
 _FEW = 4
 #: Share of heads whose batch has one label, if the data are sorted.
@@ -481,7 +481,7 @@ class Targets:
         self._labels = [a + b for a, b in zip(self._labels, head.labels, strict=True)]
         self._of_one_label += _has_one_label(head)
         seen = [each for each in self._heads if each.labels]
-        if forwards > 1 or len(seen) < _TARGETS_FEWEST or self._of_one_label < _MOSTLY * len(seen):
+        if forwards > 1 or len(seen) < _FEWEST_HEADS or self._of_one_label < _MOSTLY * len(seen):
             return
         rule = "labels-not-mixed" if sum(count > 0 for count in self._labels) > 1 else "labels-constant"
         self._tallies.seen(rule, evidence={"batches of one class": float(self._of_one_label), "of": float(len(seen))})

@@ -191,7 +191,7 @@ Role = tuple[tuple[int, int], str]
 #: The least share of answers that a pass pushes one way, of those that it pushes at all.
 _ALIKE = 0.95
 #: The fewest steps in which both push clearly, and their least share of those in which both push at all.
-_PLAYERS_FEWEST, _CLEAR = 8, 0.75
+_FEWEST_PUSHES, _CLEAR = 8, 0.75
 #: The largest deviation of a gradient from the order of its answers, over the largest gradient: its rounding.
 _ROUNDING = 1e-3
 #: Two losses have one goal if the two differ by at most this share of the way to it: labels of 0.9 and 1 do, by a fifth.
@@ -299,7 +299,7 @@ class Players:
         self._differ |= one != other or not _have_one_goal(answers, makes)
         if self._differ:
             self._tallies.retract(RULE)
-        elif self._clear >= max(_PLAYERS_FEWEST, _CLEAR * self._both):
+        elif self._clear >= max(_FEWEST_PUSHES, _CLEAR * self._both):
             self._tallies.seen(RULE, step=step, evidence={"steps": float(self._clear)})
 
 

@@ -381,7 +381,7 @@ def _factor(before: Tensor | None, after: Tensor, exact: float) -> float:
 
 #: Steps before losses are looked at, in a row where they have more accumulations than forwards; the number of backward passes in which
 #: these are, and how many have to be from an old loss.
-_STEPS, _LOSSES_LOOKS, _LOSSES_SAME = 5, 8, 3
+_STEPS, _LOSSES, _OLD_LOSSES = 5, 8, 3
 #: The most nodes of a loss that are visited.
 _NODES = 32
 #: Operations whose outputs lie between 0 and 1, and those that take logits.
@@ -422,10 +422,10 @@ class LossChecks:
         self._counting = self._counting + 1 if is_alone and forwards < fired else 0
         if self._counting == _STEPS:
             self._looks = 0  # whatever earlier passes were
-        is_certain = is_alone and self._same >= _LOSSES_SAME
+        is_certain = is_alone and self._same >= _OLD_LOSSES
         self._tallies.check("backward-twice", self._key, is_certain, name)
-        self.is_looking = self._steps >= _STEPS and self._looks < _LOSSES_LOOKS and not is_certain
-        self.is_idle = self._looks >= _LOSSES_LOOKS and not is_certain
+        self.is_looking = self._steps >= _STEPS and self._looks < _LOSSES and not is_certain
+        self.is_idle = self._looks >= _LOSSES and not is_certain
 
     def accumulated(self, interval: Interval, parameters: Container[int]) -> None:
         """Look at the loss of the running backward pass. Synchronises only for one that gets what it cannot take.
@@ -433,7 +433,7 @@ class LossChecks:
         ``parameters``: the optimizer's, by id; what another network made may have a loss of its own.
         """
         self._looks += 1
-        self.is_looking = self._looks < _LOSSES_LOOKS and self._same < _LOSSES_SAME
+        self.is_looking = self._looks < _LOSSES and self._same < _OLD_LOSSES
         losses = losses_going_backward()
         terms = [node for loss in losses for node in _terms(loss)]
         nodes = nodes_to(losses, parameters)
@@ -623,7 +623,7 @@ class StepChecks:
 #: move the parameters within a step do so less often.
 _PASSES = 5
 #: The approximate number of elements of each parameter that are compared.
-_UNATTACHED_UPDATES_COMPARED = 4096
+_SAMPLED = 4096
 #: The number of gradients cleared without a step that rules out a mere inspection before training.
 _CLEARED = 30
 #: The number of backward passes after which a few cleared sums are proof, too.
@@ -699,12 +699,8 @@ class _Sample:
     def _now(self) -> Tensor | None:
         if (part := local_values(self._place())) is None:
             return None
-        while part.numel() > _UNATTACHED_UPDATES_COMPARED and part.dim():
-            part = (
-                part[: _UNATTACHED_UPDATES_COMPARED * len(part) // part.numel()]
-                if part.numel() < _UNATTACHED_UPDATES_COMPARED * len(part)
-                else part[0]
-            )
+        while part.numel() > _SAMPLED and part.dim():
+            part = part[: _SAMPLED * len(part) // part.numel()] if part.numel() < _SAMPLED * len(part) else part[0]
         return part.clone()
 
     def has_moved(self) -> bool:
