@@ -126,10 +126,6 @@ class Requests:
             self._facts["listens"] = ranks.is_first
             notes.annotate(tune=self._facts)
 
-    @property
-    def has_peers(self) -> bool:
-        return self._ranks.count > 1
-
     def look(self) -> bool:
         """Check the file for a new request. Returns whether there is one."""
         change = None if self._file is None else self._file.look()
@@ -263,7 +259,7 @@ class LiveDetail(Plugin):
             return
         if self._exchange.exchanges_values:
             requests.wait_for_exchange()
-        elif requests.has_peers:
+        elif self._exchange.exchange.ranks.count > 1:
             requests.refuse("the ranks exchange nothing, so that the other ones cannot follow")
         else:
             self._agreed = requests.take()

@@ -338,13 +338,9 @@ def has_modes(module: nn.Module) -> bool:
     return False
 
 
-def in_evaluation(module: nn.Module) -> bool:
-    """Whether the whole model is in evaluation mode; a part alone may be there on purpose."""
-    return not any(each.training for each in module.modules())
-
-
 def check_settings(module: nn.Module, tallies: Tallies) -> None:
-    high = [(name, float(each.p)) for name, each in _dropouts(module) if each.p >= _DROPPED]
+    dropouts = [(name, each) for name, each in module.named_modules() if isinstance(each, _DropoutNd)]
+    high = [(name, float(each.p)) for name, each in dropouts if each.p >= _DROPPED]
     if high:
         tallies.seen("dropout-high", where=tuple(name for name, _ in high), evidence={"share dropped": max(p for _, p in high)})
     still = [
@@ -355,12 +351,6 @@ def check_settings(module: nn.Module, tallies: Tallies) -> None:
     ]
     if still:
         tallies.seen("batch-norm-frozen", where=tuple(name for name, _ in still), evidence={"momentum": min(m for _, m in still)})
-
-
-def _dropouts(module: nn.Module) -> Iterator[tuple[str, _DropoutNd]]:
-    for name, each in module.named_modules():
-        if isinstance(each, _DropoutNd):
-            yield name, each
 
 
 # --- The optimizers: what each group trains and with which settings, and settings that cannot be meant ---
@@ -589,7 +579,7 @@ class SetupCheck(Check):
             return
         self._steps += 1
         if self._has_modes and not module.training:
-            if in_evaluation(module):
+            if not any(each.training for each in module.modules()):  # a part alone may be in evaluation mode on purpose
                 self.tallies.seen("eval-mode")
         elif not self.tallies.is_empty:
             self.tallies.missed("eval-mode")

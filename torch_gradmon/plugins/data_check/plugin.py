@@ -556,9 +556,6 @@ class _Look:
         if self.has_head and (look := look_of(inputs)) is not None:
             self.found[f"look{part}"] = look
 
-    def has_batch(self, part: str) -> bool:
-        return f"fingerprint{part}" in self.found
-
     def takes_sample(self, module: int) -> bool:
         """Whether the gradient of an output that ``module`` has just made will be looked at."""
         self._check_cleared(module)
@@ -694,7 +691,7 @@ class DataCheck(Check):
         if (look := self._look) is not None:
             if not self._has_root and module.training:
                 look.in_training.add(id(module))
-            if not self._has_root and not look.has_batch(name := self._parts[id(module)].name):
+            if not self._has_root and f"fingerprint{(name := self._parts[id(module)].name)}" not in look.found:
                 self.context.call(self._part_called, look, module, name, args, kwargs)
             look.calls[id(module)] += 1
 

@@ -784,13 +784,13 @@ class ProbedOptimizer:
         self.is_unknown = False  # whether it steps with a closure, or outside training
         self._optimizer = weakref.ref(optimizer)
         self.owned: frozenset[int] = frozenset()
-        self._absent = self._silent = 0
+        self._absent = self.silent = 0  # steps without a gradient, and backward passes without the probe
         self._had_gradients = False
 
     def choose_probe(self, inventory: ModelIndex | None, with_gradient: bool = False) -> None:
         """Probe the smallest of its parameters; ``with_gradient``: the smallest that has a gradient now."""
         optimizer = self._optimizer()
-        self._absent, self.probe, self._silent = 0, None, 0
+        self._absent, self.probe, self.silent = 0, None, 0
         if optimizer is None or inventory is None:
             return
         self.owned = owned = frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
@@ -825,11 +825,6 @@ class ProbedOptimizer:
         found = [n for n, place in zip(inventory.names, inventory.references, strict=True) if id(place()) in self.owned]
         common = "".join(one + "." for one in _common([name.split(".")[:-1] for name in found]))
         return (common.removesuffix("."),) if common else tuple(found)
-
-    def missed_backward(self) -> bool:
-        """Count a backward pass without the probe. Returns whether there were too many of them."""
-        self._silent += 1
-        return self._silent >= PATIENCE
 
     def is_stale(self, in_step: bool) -> bool:
         """Whether the parameters have changed since its last step; ``in_step``: this may synchronise."""

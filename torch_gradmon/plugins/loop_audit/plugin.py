@@ -370,7 +370,7 @@ class ProbeHooks:
         self.exchange = GradientExchange(module, call)
         self.is_paused = False  # whether events are no part of training at the moment
         self._handles, self._unused = Handles(), UnusedGradients()
-        self._clock = 0  # counts the steps of all optimizers, also prevented ones, while there are hooks
+        self.clock = 0  # counts the steps of all optimizers, also prevented ones, while there are hooks
         for probed in self.probed:
             probed.choose_probe(planner.now())
         self.register()
@@ -408,7 +408,7 @@ class ProbeHooks:
         if self.is_paused:
             probe.interval.doubtful = probe.interval.is_paused = True
             return
-        probe.accumulated(parameter, self._clock)
+        probe.accumulated(parameter, self.clock)
         if probed.stepped_in != torch._C._current_graph_task_id():
             self._backward_ended(probed)
         interval, writes = probe.interval, probed.checks.writes
@@ -426,7 +426,7 @@ class ProbeHooks:
             writes.keep(probe)
         if self.exchange.is_active or probe.is_sharded:
             self.exchange.accumulated(probe)
-        if not self._clock and self._unused.are_certain(parameter, probe, writes.clears):
+        if not self.clock and self._unused.are_certain(parameter, probe, writes.clears):
             self._tallies.seen("never-stepped", probed.key, evidence={"backward passes": float(interval.fired)})
 
     def _backward_ended(self, probed: ProbedOptimizer) -> None:
@@ -442,7 +442,8 @@ class ProbeHooks:
         for probed in self.probed:
             if probed.probe is not None and not probed.probe.has_fired and not self.is_paused:
                 self._backward_ended(probed)
-                if probed.missed_backward():
+                probed.silent += 1
+                if probed.silent >= PATIENCE:
                     self._replace(probed)
 
     def _incoming_hook(self, key: int, probe: Probe, gradient: Tensor | None) -> None:
@@ -460,8 +461,8 @@ class ProbeHooks:
 
     def step_began(self, probed: ProbedOptimizer, optimizer: Optimizer, forwards: int, has_closure: bool) -> None:
         """Judge an optimizer's step, and replace the probe if it has shown nothing."""
-        self._clock += 1
-        if self._clock == 1:
+        self.clock += 1
+        if self.clock == 1:
             self._tallies.retract("never-stepped")
         needed = probed.checks.writes.needs_values
         if probed.step_began(optimizer, forwards, len(self.optimizers) == 1, has_closure or self.is_paused):
@@ -474,9 +475,6 @@ class ProbeHooks:
     def _replace(self, probed: ProbedOptimizer) -> None:
         probed.choose_probe(self._planner.now(), with_gradient=True)
         self.is_current = False
-
-    def step_prevented(self) -> None:
-        self._clock += 1
 
 
 # --- The audit of a training loop: passes the events of hooks to the checks ---
@@ -620,7 +618,7 @@ class LoopAudit(Check):
     def on_optimizer_overflowed(self, optimizer: Optimizer) -> None:
         if self._hooks is None:
             return
-        self._hooks.step_prevented()
+        self._hooks.clock += 1
         if (probed := self._hooks.optimizers.get(id(optimizer))) is not None:
             self._interval_ended(self._hooks, probed, has_stepped=False)
             self._most_forwards, self._forwards = max(self._most_forwards, self._forwards), 0

@@ -76,12 +76,6 @@ def is_broadcasting(module: DistributedDataParallel) -> bool:
     return sends and not hasattr(module, "buffer_hook")
 
 
-def broadcast_buffers(module: DistributedDataParallel) -> dict[str, Tensor]:
-    """The buffers that it sends, by name."""
-    ignored: Any = module.parameters_to_ignore
-    return {name: buffer for name, buffer in module.module.named_buffers() if name not in ignored}
-
-
 # --- What must be equal on several ranks: which tensors, and on which ranks ---
 
 
@@ -187,8 +181,9 @@ def others_of(parameters: Mapping[str, Tensor], common: Common) -> Iterator[Item
 def buffers_of(module: DistributedDataParallel, common: Common) -> Iterator[Item]:
     """Those that it has just sent."""
     copies = next(map(common.copies, module.parameters()), "")
-    for name, buffer in broadcast_buffers(module).items():
-        if common.includes(name, buffer):
+    ignored: Any = module.parameters_to_ignore
+    for name, buffer in module.module.named_buffers():
+        if name not in ignored and common.includes(name, buffer):
             yield from common.items(BUFFER, name, buffer, copies)
 
 
