@@ -27,7 +27,7 @@ from ...capture.loss_graph import (
 )
 from ...core.loop_mistakes import MISTAKES
 from ...step.model_index import FsdpParameterRef, ModelIndex, Place
-from ...step.ranks import is_dtensor
+from ...step.ranks import local_part
 from ..tallies import Tallies
 
 if TYPE_CHECKING:
@@ -719,9 +719,7 @@ class _Sample:
 
 def local_values(parameter: Tensor | None) -> Tensor | None:
     """The values of a parameter on this rank, detached."""
-    if parameter is None:
-        return None
-    return parameter.to_local().detach() if is_dtensor(parameter) else parameter.detach()  # type: ignore[attr-defined]
+    return None if parameter is None else local_part(parameter).detach()
 
 
 def _differ(one: Tensor | None, other: Tensor | None) -> bool:

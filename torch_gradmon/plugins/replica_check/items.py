@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from ...capture.gradients import scale_of
 from ...statistics.fingerprint import fingerprints, packed, unpacked
 from ...step.buffer import DeviceToHostCopy
-from ...step.ranks import digest_of, is_dtensor
+from ...step.ranks import digest_of, is_dtensor, local_part
 
 # --- What ``DistributedDataParallel`` keeps equal: which parameters, on which ranks, and which buffers ---
 
@@ -128,7 +128,7 @@ class Common:
                 yield Item(kind, name, *part)
             if not copies or any(placement.is_partial() for placement in tensor.placements):  # type: ignore[attr-defined]
                 return
-            tensor = _local(tensor)
+            tensor = local_part(tensor)
         if _is_dense(tensor):
             yield Item(kind, name, copies, tensor)
 
@@ -206,13 +206,6 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested and tensor.device.type != "meta"
 
 
-def _local(sharded: Any) -> Tensor:
-    local: Tensor = sharded.to_local()
-    if hasattr(local, "wait"):
-        local = local.wait()
-    return local
-
-
 def _replica(sharded: Any) -> tuple[str, Tensor] | None:
     """Which part of a DTensor this rank has, and that part; None if no other rank of its mesh has the same."""
     mesh, coordinate = sharded.device_mesh, sharded.device_mesh.get_coordinate()
@@ -224,7 +217,7 @@ def _replica(sharded: Any) -> tuple[str, Tensor] | None:
     if mesh not in _meshes:
         _meshes[mesh] = digest_of(mesh.mesh.tolist())
     where = ["*" if is_so else str(place) for is_so, place in zip(replicates, coordinate, strict=True)]
-    return f"{_meshes[mesh]}:{','.join(where)}", _local(sharded)
+    return f"{_meshes[mesh]}:{','.join(where)}", local_part(sharded)
 
 
 # --- snapshot ---

@@ -33,7 +33,7 @@ from ...step.buffer import StepBuffer
 from ...step.exchange import RankExchange
 from ...step.plan import SourcePlan
 from ...step.plugin import OptimizerContext, Plugin
-from ...step.ranks import Ranks, is_dtensor
+from ...step.ranks import Ranks, local_part
 from ...step.summary import gradient_values
 from .policy import Act, Policy, Rollback, RolledBack
 
@@ -365,7 +365,7 @@ class Snapshots:
             self._drop(-1)
         saved = self._kept[-1].load()
         there = _tensors(model, optimizers)
-        shapes, known = [_local(t).shape for t in there], [t.shape for t in saved["tensors"]]
+        shapes, known = [local_part(t).shape for t in there], [t.shape for t in saved["tensors"]]
         counts, before = [len(_parameters(o)) for o in optimizers], [len(states) for states in saved["optimizers"]]
         if shapes != known or counts != before:
             raise ValueError("parameters or buffers have come, gone or changed their shape since")
@@ -383,7 +383,7 @@ class Snapshots:
         restore = _Restore()
         with torch.no_grad():
             for tensor, value in zip(_tensors(model, optimizers), saved["tensors"], strict=True):
-                _local(tensor).copy_(value)
+                local_part(tensor).detach().copy_(value)
             for optimizer, states in zip(optimizers, saved["optimizers"], strict=True):
                 for parameter, state in zip(_parameters(optimizer), states, strict=True):
                     if state is None:
@@ -469,12 +469,8 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if is_dtensor(tensor) else tensor.detach()  # type: ignore[attr-defined]
-
-
 def _on_host(tensor: Tensor) -> Tensor:
-    local = _local(tensor)
+    local = local_part(tensor).detach()
     return local.clone() if local.device.type == "cpu" else local.to("cpu")
 
 
@@ -515,7 +511,7 @@ class _Restore:
 
     def _tensor(self, now: Any, saved: Tensor, parameter: Tensor | None) -> Tensor:
         if isinstance(now, Tensor) and id(now) not in self._written:
-            local = _local(now)
+            local = local_part(now).detach()
             if local.shape == saved.shape and local.dtype == saved.dtype:
                 local.copy_(saved)
                 self._written.add(id(now))
