@@ -198,13 +198,16 @@ _SAME = 1e-2
 class ScalerChecks:
     """Judges the order of one optimizer's gradients and the calls of its GradScaler.
 
+    Args:
+        is_alone: no other optimizer is attached, for which a loss may be scaled in between.
+
     Attributes:
         is_active: the scaler was called in this attempt.
         is_unscaled: it has unscaled the gradients.
     """
 
-    def __init__(self, tallies: Tallies, key: int) -> None:
-        self._tallies, self._key = tallies, key
+    def __init__(self, tallies: Tallies, key: int, is_alone: bool) -> None:
+        self._tallies, self._key, self._is_alone = tallies, key, is_alone
         self._clip = ScaledClip()
         self.is_active = self.is_unscaled = self._is_scaled_since = self._is_mixed = False
 
@@ -227,13 +230,10 @@ class ScalerChecks:
         self.is_active = self.is_unscaled = True
         self._is_scaled_since = False
 
-    def step_ended(self, probe: Probe | None, is_alone: bool) -> None:
-        """Judge the attempt after the optimizer's step, or after the scaler prevented it.
-
-        ``is_alone``: no other optimizer is attached, for which a loss may be scaled in between.
-        """
+    def step_ended(self, probe: Probe | None) -> None:
+        """Judge the attempt after the optimizer's step, or after the scaler prevented it."""
         if probe is not None and self.is_unscaled:
-            is_mixed = self._is_mixed or (is_alone and self._is_scaled_since)
+            is_mixed = self._is_mixed or (self._is_alone and self._is_scaled_since)
             self._tallies.check("backward-after-unscale", self._key, is_mixed, probe.name)
         self.end_attempt()
 
@@ -402,27 +402,27 @@ class LossChecks:
     A loss that goes backward again is recognised by a mark at its nodes. Equal gradients would prove nothing: those of an absolute error
     are equal for many targets.
 
+    Args:
+        is_alone: no other optimizer is attached, of whose losses the forwards may be.
+
     Attributes:
         is_looking: the losses of the next backward passes are looked at.
         is_idle: there are none to look at, and none went backward again and again.
     """
 
-    def __init__(self, tallies: Tallies, key: int) -> None:
+    def __init__(self, tallies: Tallies, key: int, is_alone: bool) -> None:
         self.is_looking = self.is_idle = False
-        self._tallies, self._key = tallies, key
+        self._tallies, self._key, self._is_alone = tallies, key, is_alone
         self._steps = self._counting = self._looks = self._same = 0
         self._mark, self._visited = f"torch_gradmon loss {id(self)}", f"torch_gradmon step {id(self)}"
 
-    def step_began(self, forwards: int, fired: int, is_alone: bool, name: str) -> None:
-        """Count the forwards and the accumulations since the last step; there were some of the latter.
-
-        ``is_alone``: no other optimizer is attached, of whose losses the forwards may be; ``name``: of the probe.
-        """
+    def step_began(self, forwards: int, fired: int, name: str) -> None:
+        """Count the forwards and the accumulations since the last step; there were some of the latter. ``name``: of the probe."""
         self._steps += 1
-        self._counting = self._counting + 1 if is_alone and forwards < fired else 0
+        self._counting = self._counting + 1 if self._is_alone and forwards < fired else 0
         if self._counting == _STEPS:
             self._looks = 0  # whatever earlier passes were
-        is_certain = is_alone and self._same >= _OLD_LOSSES
+        is_certain = self._is_alone and self._same >= _OLD_LOSSES
         self._tallies.check("backward-twice", self._key, is_certain, name)
         self.is_looking = self._steps >= _STEPS and self._looks < _LOSSES and not is_certain
         self.is_idle = self._looks >= _LOSSES and not is_certain
@@ -507,9 +507,9 @@ class StepChecks:
         losses: those that go backward to its parameters.
     """
 
-    def __init__(self, tallies: Tallies, key: int) -> None:
-        self.writes, self.losses = GradientWrites(), LossChecks(tallies, key)
-        self._tallies, self._key = tallies, key
+    def __init__(self, tallies: Tallies, key: int, is_alone: bool) -> None:
+        self.writes, self.losses = GradientWrites(), LossChecks(tallies, key, is_alone)
+        self._tallies, self._key, self._is_alone = tallies, key, is_alone
         self._before: Tensor | None = None
         self._is_repeated = False  # the last step had the gradient of the one before
         self._futile = 0  # steps in a row without any gradient, though the model was called
@@ -525,12 +525,9 @@ class StepChecks:
             is_clip = dropped is not None and interval.late <= _CLIPS and self.writes.is_late_clip(dropped)
             self._tallies.check("clip-after-step", self._key, is_clip, probe.name)
 
-    def step_with_gradient(self, probe: Probe, gradient: Tensor, optimizer: Optimizer, forwards: int, is_alone: bool) -> None:
-        """Judge the probe, whose parameter has ``gradient``, before the optimizer's step.
-
-        Args:
-            forwards: number of training forwards since the last step of any optimizer.
-            is_alone: no other optimizer is attached, whose forwards they may be.
+    def step_with_gradient(self, probe: Probe, gradient: Tensor, forwards: int) -> None:
+        """Judge the probe, whose parameter has ``gradient``, before the optimizer's step, after this number of training forwards since
+        the last step of any optimizer.
         """
         tallies, key, seen = self._tallies, self._key, probe.interval
         self._is_called()
@@ -540,7 +537,7 @@ class StepChecks:
             if self._with > count:  # the steps before pretrained another part, or waited for data
                 tallies.retract("step-without-gradients", key)
         if seen.fired and (seen.fired != forwards or not self.losses.is_idle):
-            self.losses.step_began(forwards, seen.fired, is_alone, probe.name)
+            self.losses.step_began(forwards, seen.fired, probe.name)
         if tallies.is_empty and seen.fired and not (seen.carried or seen.drops or seen.writes or seen.synced > 1):
             self._is_repeated = False  # the usual case: no finding so far, and none now
             return
@@ -582,10 +579,9 @@ class StepChecks:
         if is_cleared and not self._attacks and tallies.count(rule, key) and not tallies.is_fact(rule, key):
             self._attacks = reaches_input(losses_going_backward())
 
-    def step_without_gradient(self, probe: Probe, optimizer: Optimizer, forwards: int, is_alone: bool) -> bool:
-        """Judge a probe without a gradient before the optimizer's step. Returns whether other parameters have one.
-
-        ``forwards``, ``is_alone``: as above; it may be the turn of another optimizer.
+    def step_without_gradient(self, probe: Probe, optimizer: Optimizer, forwards: int) -> bool:
+        """Judge a probe without a gradient before the optimizer's step. Returns whether other parameters have one: it may be the turn of
+        another optimizer.
         """
         if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
             self._is_called()
@@ -593,7 +589,7 @@ class StepChecks:
             return True
         if forwards or probe.has_fired:
             self._is_called()
-        if is_alone and type(optimizer).__module__.startswith("torch.optim."):
+        if self._is_alone and type(optimizer).__module__.startswith("torch.optim."):
             self._futile += _WITH_FORWARD if forwards else 1
             if self._is_elsewhere and self._futile == _ELSEWHERE:
                 self._tallies.seen("another-model-trained", self._key, evidence={"steps": float(_ELSEWHERE)})
@@ -775,7 +771,7 @@ class ProbedOptimizer:
         self._is_alone = is_alone
         self.key = id(optimizer)  # in the tallies
         self.probe: Probe | None = None
-        self.checks, self.scaler = StepChecks(tallies, self.key), ScalerChecks(tallies, self.key)
+        self.checks, self.scaler = StepChecks(tallies, self.key, is_alone), ScalerChecks(tallies, self.key, is_alone)
         self.unattached = UnattachedUpdates()
         self.stepped_in = -1  # the backward pass within which it has stepped last
         self.has_stepped = False  # or a scaler has kept it from that
@@ -830,11 +826,10 @@ class ProbedOptimizer:
             return False
         return self.unattached.has_moved or (in_step and (self.probe.was_written() or self.unattached.has_changed))
 
-    def step_began(self, optimizer: Optimizer, forwards: int, is_alone: bool, is_unknown: bool) -> bool:
+    def step_began(self, optimizer: Optimizer, forwards: int, is_unknown: bool) -> bool:
         """Judge the step. Returns whether the probe has to be replaced.
 
-        ``forwards``: number of training forwards since the last step of any optimizer; ``is_alone``: no other one is attached;
-        ``is_unknown``: gradients show nothing.
+        ``forwards``: number of training forwards since the last step of any optimizer; ``is_unknown``: gradients show nothing.
         """
         self.is_unknown, probe = is_unknown, self.probe
         if probe is None or is_unknown:
@@ -847,9 +842,9 @@ class ProbedOptimizer:
         gradient = probe.look(parameter)
         if gradient is not None:
             self._absent, self._had_gradients = 0, True
-            self.checks.step_with_gradient(probe, gradient, optimizer, forwards, is_alone)
+            self.checks.step_with_gradient(probe, gradient, forwards)
             return False
-        if not self.checks.step_without_gradient(probe, optimizer, forwards, is_alone):
+        if not self.checks.step_without_gradient(probe, optimizer, forwards):
             return False
         self._absent += 1
         return self._absent >= PATIENCE or not self._had_gradients
@@ -858,14 +853,14 @@ class ProbedOptimizer:
         if self.probe is not None and (parameter := self.probe.place()) is not None:
             self.scaler.unscaling(parameter, self.probe, optimizer)
 
-    def step_ended(self, has_stepped: bool, is_alone: bool) -> None:
-        """Begin an interval after the step, or with ``has_stepped`` False after the scaler prevented it; ``is_alone``: as above."""
+    def step_ended(self, has_stepped: bool) -> None:
+        """Begin an interval after the step, or with ``has_stepped`` False after the scaler prevented it."""
         self.has_stepped = True
         if has_stepped:
             self.stepped_in = torch._C._current_graph_task_id()
         probe = self.probe
         if self.scaler.is_active:
-            self.scaler.step_ended(probe, is_alone)
+            self.scaler.step_ended(probe)
         if probe is not None:
             probe.stepped(None if self.is_unknown else probe.place())
             self.checks.step_ended(probe.gradient)

@@ -363,7 +363,7 @@ class ProbeHooks:
     ) -> None:
         self._planner, self._tallies, self._call = planner, tallies, call
         self.optimizers = {
-            id(optimizer): ProbedOptimizer(optimizer, tallies, is_alone=len(optimizers) == 1) for optimizer in optimizers
+            id(optimizer): ProbedOptimizer(optimizer, tallies, is_alone=len(set(optimizers)) == 1) for optimizer in optimizers
         }
         #: those that may have a probe
         self.probed = list(self.optimizers.values())[:_OPTIMIZERS]
@@ -465,7 +465,7 @@ class ProbeHooks:
         if self.clock == 1:
             self._tallies.retract("never-stepped")
         needed = probed.checks.writes.needs_values
-        if probed.step_began(optimizer, forwards, len(self.optimizers) == 1, has_closure or self.is_paused):
+        if probed.step_began(optimizer, forwards, has_closure or self.is_paused):
             self._replace(probed)
             return
         if probed.probe is not None and probed.probe.interval.carried:
@@ -630,7 +630,7 @@ class LoopAudit(Check):
                 if not self.tallies.is_empty:
                     self.tallies.retract("unattached-optimizer", other.key)
         if not self._rest.is_on:
-            probed.step_ended(has_stepped, len(hooks.optimizers) == 1)
+            probed.step_ended(has_stepped)
 
     # --- scaler ----------------------------------------------------------------------------------------------------------------
 
