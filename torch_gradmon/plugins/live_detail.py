@@ -36,8 +36,6 @@ class RequestFile:
 
     Args:
         session: the identifier of this monitor; requests for an earlier one are ignored.
-        complaints: receives one warning about an invalid file.
-        is_ours: whether this rank is the one that checks.
         clock: a monotonic clock, in seconds.
     """
 
@@ -104,9 +102,7 @@ class Requests:
     """The requests for one monitor.
 
     Args:
-        notes: the run directory, in which the state of changes is noted.
         ranks: the first one decides for all.
-        complaints: receives a warning about each refused request.
 
     Attributes:
         from_code: the last request from the program itself, without a number yet.
@@ -206,11 +202,6 @@ _COMPILED = (
 
 class LiveDetail(Plugin):
     """Temporarily replaces the cadence and preset of the script.
-
-    Args:
-        may_add_hooks: whether modules may get hooks in the middle of a run.
-        notes: the run directory, in which the state of changes is noted.
-        exchange: broadcasts a request to the other ranks.
 
     Attributes:
         in_force: the change that applies to the open step.

@@ -108,12 +108,7 @@ class Expectations:
                 return
 
     def look(self, owned: Callable[[], set[int]], gradients: StatsTable | None) -> None:
-        """Look at the parameters after a monitored step.
-
-        Args:
-            owned: gives the ids of the tensors that optimizers have.
-            gradients: those of the step.
-        """
+        """Look at the parameters after a monitored step."""
         inventory = None if self._planner is None else self._planner.inventory
         if inventory is None or self._planner is None:
             return
@@ -399,7 +394,6 @@ def card(optimizers: Sequence[Optimizer], names: Mapping[int, Any]) -> list[dict
     """One entry for each group: class and number of the optimizer, settings, and names of the parameters that the model has.
 
     Args:
-        optimizers: in the order of their steps.
         names: of the model's parameters, by id.
     """
     groups = []

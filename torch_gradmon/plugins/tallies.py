@@ -44,9 +44,6 @@ class Tallies:
     """All mistakes of one training.
 
     Args:
-        complaints: receives one warning about each fact.
-        note: writes facts about the run to the run directory.
-        mistakes: that can be seen, by their rules.
         part: the name of the facts in the run directory.
 
     Attributes:

@@ -245,7 +245,7 @@ class Answers:
 
     Args:
         answers: is copied, since the loop may write to it.
-        keep: gets what :func:`judge_push` takes, of the first pass that comes back.
+        keep: gets what :meth:`Players.add` takes, of the first pass that comes back.
     """
 
     def __init__(self, answers: Tensor, keep: Callable[[Tensor], object]) -> None:
@@ -519,7 +519,7 @@ class _Look:
         calls: number of forwards of the step by the module's identity.
         in_training: the identities of those that were called in training mode.
         passes: backward passes by the same.
-        tokens: that the first forward of a language model got, see :func:`.arguments.tokens_of`.
+        tokens: that the first forward of a language model got, see :func:`tokens_of`.
         output: what the output was made by, from which the first gradient came back that is in the sum of the step.
         found: numbers on their device.
     """
@@ -592,8 +592,6 @@ class _Part:
     """A module that the loop calls: the model, or in a container without a forward one of those in it.
 
     Attributes:
-        name: of the module in the model.
-        batches: that it got.
         has_modes: it is trained, and behaves otherwise in evaluation mode.
     """
 

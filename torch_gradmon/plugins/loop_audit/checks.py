@@ -500,12 +500,7 @@ _CLIPS = 4
 
 
 class StepChecks:
-    """Judges the steps of one optimizer.
-
-    Attributes:
-        writes: the loop's writes to its gradients.
-        losses: those that go backward to its parameters.
-    """
+    """Judges the steps of one optimizer."""
 
     def __init__(self, tallies: Tallies, key: int, is_alone: bool) -> None:
         self.writes, self.losses = GradientWrites(), LossChecks(tallies, key, is_alone)

@@ -109,7 +109,6 @@ class Common:
     """What ranks have in common.
 
     Args:
-        distinct: parameters that differ between ranks.
         wrappers: DDP in the model; None before it is known.
     """
 

@@ -125,7 +125,6 @@ class Suspects(NamedTuple):
         usual: their number. Where as many ranks are equal to ``odd``, it may be they that are wrong.
         odd: a rank that differs from them.
         alike: number of ranks that are equal to it.
-        share: what all should have in common.
     """
 
     reference: int
@@ -139,7 +138,6 @@ class Difference(NamedTuple):
     """What differs between two ranks.
 
     Attributes:
-        rule: slug of the finding.
         kind: of the item that differed first, as far as is known.
         name: of the first tensor or number in the order of the model.
         first: the first step that is known to differ; None if only the check shows it.
@@ -339,7 +337,6 @@ class Streak(NamedTuple):
         rank: its number on the board.
         is_above: its values are larger than those of the others.
         first: the step of the first of these checks.
-        checks: their number.
     """
 
     rank: int
@@ -375,7 +372,6 @@ def ranks_apart(
     """The findings that one rank was far from all others in several checks in a row.
 
     Args:
-        ranges: by rank and kind.
         streaks: by kind; brought up to date.
         names: numbers of the ranks among all processes.
     """
@@ -438,7 +434,6 @@ class Memory:
 
     Attributes:
         last_good: the last step in which nothing differed; None before the first.
-        batch: a digest of its batch in the last check.
         seen: the last step whose values of this kind are in a range, by kind.
         streaks: by kind, the checks in a row in which one rank was apart.
     """
@@ -464,7 +459,6 @@ class Conversation:
     """One check, from the side of one rank.
 
     Args:
-        records: the last records of this rank.
         recorded: those of steps that were not monitored, which waits for the device.
         global_ranks: the ranks on the board by their number among all processes.
         has_traces: the statistics of the last steps are those of equal ranks.

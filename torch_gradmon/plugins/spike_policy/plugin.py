@@ -526,9 +526,6 @@ class _Restore:
 class Rollbacks:
     """Takes the snapshots of one run, and restores them.
 
-    Args:
-        policy: when a snapshot is due, and how many batches to skip after a rollback.
-
     Attributes:
         due: the step before, if a snapshot is due after it.
     """
