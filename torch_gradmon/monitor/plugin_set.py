@@ -103,27 +103,25 @@ class PluginSet:
                 steps = min(steps, int(self.call_one(plugin, plugin.may_miss) or 0))
         return steps
 
-    def call(self, hook: str, *args: Any, is_idle: bool = False) -> list[Any]:
-        """Call ``hook`` of each plugin that overrides it and return the results. ``is_idle``: only of those that watch idle steps.
+    def call(self, hook: str, *args: Any, is_idle: bool = False) -> None:
+        """Call ``hook`` of each plugin that overrides it. ``is_idle``: only of those that watch idle steps.
 
         Raises:
             SpikeError: training must stop.
             GradmonWarning: warnings are errors. All plugins have been called by then.
         """
-        results: list[Any] = []
         raised: Exception | None = None
         for plugin, method in self._calls[hook]:
             if (is_idle and not plugin.watches_idle_steps) or (self._stopped and plugin in self._stopped and hook not in _ALWAYS):
                 continue
             try:
-                results.append(method(*args))
+                method(*args)
             except (SpikeError, GradmonWarning) as error:
                 raised = raised or error
             except Exception as error:
                 self._failed(plugin, hook, error)
         if raised is not None:
             raise raised
-        return results
 
     def call_one(self, plugin: Plugin, method: Callable[..., Any], *args: Any) -> Any:
         """Call a method of ``plugin``, unless it has stopped. Returns None if it fails, and reports the failure once.
