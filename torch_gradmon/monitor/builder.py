@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -59,9 +59,6 @@ from .records import (
 from .runtime import Runtime, at_exit
 from .steps import Cadence, Captures, HookSchedule, StepLifecycle, StepPlanning
 from .values import LateValues, ValueLog
-
-if TYPE_CHECKING:
-    from ..plugins.replica_check.plugin import ReplicaCheck
 
 # --- The options of a monitor, checked together before anything is built from them ---
 
@@ -385,7 +382,7 @@ def _plugins(
     detectors.explanations.fetch_from(recorder.fetch_recorded)
     post_spike = PostSpikeDetail(planner, config.post_spike_steps)
     detail = LiveDetail(planner, summary, lambda: post_spike.may_add_hooks, directory, exchange, complaints)
-    budget = acting = data = None
+    budget = acting = data = replicas = None
     if config.overhead_budget is not None:
         from ..plugins.overhead_budget import OverheadBudget
 
@@ -403,26 +400,13 @@ def _plugins(
     if config.check_data:
         data = DataCheck(config.interval or 1, setup.expectations, complaints, directory.annotate)
     clips = AdaptiveClips(may_skip=acting is not None)
-    replicas = _replica_check(config, planner, exchange.exchange.ranks, complaints, history, recorder)
+    if config.check_replicas and exchange.exchange.ranks.count > 1 and not is_disabled():
+        from ..plugins.replica_check.plugin import ReplicaCheck  # not needed by a single process
+
+        every, sync_every = config.check_replicas, config.replicas_sync_every
+        distinct, records = compiled("rank_distinct_regex", config.rank_distinct_regex), history.sample.records
+        replicas = ReplicaCheck(every, sync_every, distinct, exchange.exchange.ranks, planner, complaints, records, recorder.look)
     return BuiltInPlugins(budget, recorder, acting, detail, post_spike, clips, audit, setup, data, replicas)
-
-
-def _replica_check(
-    config: MonitorConfig,
-    planner: Planner,
-    ranks: Ranks,
-    complaints: WarningLog,
-    history: RecordHistory,
-    recorder: FlightRecorder,
-) -> ReplicaCheck | None:
-    """The plugin, if there is anything to compare."""
-    if not config.check_replicas or ranks.count == 1 or is_disabled():
-        return None
-    from ..plugins.replica_check.plugin import ReplicaCheck  # not needed by a single process
-
-    distinct = compiled("rank_distinct_regex", config.rank_distinct_regex)
-    every, sync_every = config.check_replicas, config.replicas_sync_every
-    return ReplicaCheck(every, sync_every, distinct, ranks, planner, complaints, history.sample.records, recorder.look)
 
 
 def _planner(config: MonitorConfig, model: nn.Module | None) -> Planner:
