@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import torch_gradmon as gradmon
+from examples.plugins.headroom import Headroom
 from torch_gradmon.sinks.filtered_sink import LARGEST
 from torch_gradmon.sinks.wandb import AXIS
 from torch_gradmon.step import summary as batches
@@ -137,6 +138,7 @@ def test_the_python_of_a_page_runs_from_top_to_bottom_and_prints_what_it_shows(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # run directories that the page makes
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "plugins"))  # files that the page has the reader copy
     torch.manual_seed(0)
     printer = Printer()
     namespace = {**_world(), "print": printer}
@@ -170,7 +172,7 @@ def test_outputs_that_nobody_checks_are_not_shown_as_such() -> None:
         for of, code, line, why in _blocks(_text(page))
         if of in _PYTHON and why
     }
-    files = [*ROOT.glob("examples/*.py"), *ROOT.glob("benchmarks/**/*.py")]
+    files = [*ROOT.glob("examples/**/*.py"), *ROOT.glob("benchmarks/**/*.py")]
     assert unchecked({**not_run, **{str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in files}}) == []
 
 
@@ -409,7 +411,7 @@ def test_what_is_there_on_request_is_described() -> None:
     model = BY_NAME["mlp"].model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = BY_NAME["mlp"].batches(1)[0]
-    headroom = gradmon.Headroom(lambda: BY_NAME["mlp"].loss(model, batch), every=1)
+    headroom = Headroom(lambda: BY_NAME["mlp"].loss(model, batch), every=1)
     monitor = gradmon.watch(model, optimizer, preset="cheap", on_spike="skip", plugins=[headroom])
     for batch in BY_NAME["mlp"].batches(2):
         BY_NAME["mlp"].loss(model, batch).backward()

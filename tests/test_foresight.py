@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torch_gradmon as gradmon
+from examples.plugins.foresight import AcceleratedGrowth, Foresight, Growth, RecordHigh, _WarmUp, steps_until
+from examples.plugins.headroom import Headroom
 from tests.ranks import on_ranks
 from torch_gradmon.analysis.diagnosis.rules.unused_parameters import _has_risen
 from torch_gradmon.analysis.diagnosis.series import Series
-from torch_gradmon.plugins.foresight import AcceleratedGrowth, Growth, RecordHigh, _WarmUp, steps_until
 
 pytestmark = pytest.mark.thorough
 
@@ -113,13 +114,13 @@ def train(
     every: int = 5,
     add: Callable[[gradmon.ModuleMonitor], None] = lambda monitor: None,
     **options: Any,
-) -> tuple[nn.Module, gradmon.Foresight, gradmon.ModuleMonitor | None, list[float]]:
+) -> tuple[nn.Module, Foresight, gradmon.ModuleMonitor | None, list[float]]:
     """A small classifier under SGD, whose learning rate and inputs can change on the way."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    foresight, losses = gradmon.Foresight(every), list[float]()
+    foresight, losses = Foresight(every), list[float]()
     monitor = gradmon.watch(model, optimizer, plugins=[foresight], **options) if watched else None
     if monitor is not None:
         add(monitor)
@@ -223,9 +224,9 @@ def test_only_its_steps_are_measured() -> None:
 def test_head_room_is_part_of_what_it_says() -> None:
     torch.manual_seed(0)
     x, model = torch.randn(64, 8), nn.Linear(8, 4)
-    headroom = gradmon.Headroom(lambda: F.cross_entropy(model(x), x[:, :4].argmax(1)), every=20)
+    headroom = Headroom(lambda: F.cross_entropy(model(x), x[:, :4].argmax(1)), every=20)
     with pytest.warns(gradmon.GradmonWarning, match="learning rate over the critical one"):
-        foresight = gradmon.Foresight()
+        foresight = Foresight()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         monitor = gradmon.watch(model, optimizer, plugins=[headroom, foresight])
         for step in range(300):
@@ -262,7 +263,7 @@ def test_a_metric_of_the_script_with_the_same_name_leaves_it_the_rest() -> None:
 def test_attaching_again_begins_a_new_past() -> None:
     torch.manual_seed(0)
     model, x = nn.Linear(8, 4), torch.randn(64, 8)
-    optimizer, foresight = torch.optim.SGD(model.parameters(), lr=0.05), gradmon.Foresight()
+    optimizer, foresight = torch.optim.SGD(model.parameters(), lr=0.05), Foresight()
     for factor in (1.0, 50.0):
         monitor = gradmon.watch(model, optimizer, plugins=[foresight])
         with torch.no_grad():
@@ -280,11 +281,11 @@ def test_a_rewind_forgets_signs_of_the_other_branch() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _, foresight, _, _ = train(rising)
-    assert foresight.facts()
+    assert foresight.state_dict() is not None
     foresight.context = type("Context", (), {"annotate_run": staticmethod(lambda **facts: None)})()  # type: ignore[assignment]
     kept = foresight.state_dict()
     foresight.on_rewind(100)
-    assert foresight.facts() == []
+    assert foresight.state_dict() is None
     foresight.load_state_dict(kept)
     assert foresight.state_dict() == kept
 
@@ -301,7 +302,7 @@ def test_the_loss_has_risen_by_its_own_normal(shift: float) -> None:
 @pytest.mark.parametrize("every", [0, 11, -1])
 def test_bad_arguments(every: int) -> None:
     with pytest.raises(ValueError, match=f"from 1 to 10.*{every}"):
-        gradmon.Foresight(every)
+        Foresight(every)
 
 
 def of_two_ranks(rank: int) -> list[tuple[int, str]]:
@@ -312,7 +313,7 @@ def of_two_ranks(rank: int) -> list[tuple[int, str]]:
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
     fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    foresight = gradmon.Foresight()
+    foresight = Foresight()
     monitor = gradmon.watch(model, optimizer, plugins=[foresight])
     torch.manual_seed(rank)
     with warnings.catch_warnings():

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torch_gradmon as gradmon
+from examples.plugins.headroom import Headroom, critical_step
 from tests.ranks import on_ranks
 from torch_gradmon.analysis.plots import charts
 from torch_gradmon.analysis.plots.sources import PanelSet, ValueSource
-from torch_gradmon.plugins.headroom import critical_step
 
 pytestmark = pytest.mark.thorough
 
@@ -61,12 +61,12 @@ def train(
     loss_of: Callable[[nn.Module, Tensor, Tensor], Tensor] | None = None,
     run_dir: Path | None = None,
     **options: Any,
-) -> tuple[nn.Module, gradmon.Headroom, list[float | None], Tensor]:
+) -> tuple[nn.Module, Headroom, list[float | None], Tensor]:
     """The values of each step, and the state of the generator."""
     torch.manual_seed(0)
     model, x, y = model_of(kind), torch.empty(0), torch.empty(0)
     optimizer, values = make(model.parameters()), list[float | None]()
-    headroom = gradmon.Headroom(lambda: (loss_of or plain)(model, x, y), **{"every": 10, **options})
+    headroom = Headroom(lambda: (loss_of or plain)(model, x, y), **{"every": 10, **options})
     monitor = gradmon.watch(model, optimizer, plugins=[headroom], run_dir=run_dir) if watched else None
     for _ in range(steps):
         x = torch.randn(32, 6)
@@ -113,7 +113,7 @@ def test_it_is_the_rate_at_which_the_loss_rises_by_a_search_on_a_grid() -> None:
     x = torch.randn(256, 6, dtype=torch.float64)
     y = x[:, :3].argmax(1)
     optimizer = torch.optim.SGD(model.parameters(), 0.2)
-    headroom = gradmon.Headroom(lambda: plain(model, x, y), every=1, evaluations=12)
+    headroom = Headroom(lambda: plain(model, x, y), every=1, evaluations=12)
     monitor = gradmon.watch(model, optimizer, plugins=[headroom])
     for _ in range(5):
         before = copy.deepcopy(model)
@@ -139,7 +139,7 @@ def test_a_step_with_a_closure_is_left_out() -> None:
     torch.manual_seed(0)
     model, x = model_of("plain"), torch.randn(32, 6)
     optimizer = torch.optim.LBFGS(model.parameters(), 0.1, max_iter=3)
-    headroom = gradmon.Headroom(lambda: plain(model, x, x[:, :3].argmax(1)), every=1)
+    headroom = Headroom(lambda: plain(model, x, x[:, :3].argmax(1)), every=1)
     monitor = gradmon.watch(model, optimizer, plugins=[headroom])
 
     def closure() -> Tensor:
@@ -159,7 +159,7 @@ def test_a_step_that_is_skipped_is_left_out() -> None:
     torch.manual_seed(0)
     model, x = model_of("plain"), torch.randn(32, 6)
     optimizer, scaler = adam(model.parameters()), torch.amp.GradScaler("cpu", init_scale=2.0**126)
-    headroom = gradmon.Headroom(lambda: plain(model, x, x[:, :3].argmax(1)), every=1)
+    headroom = Headroom(lambda: plain(model, x, x[:, :3].argmax(1)), every=1)
     monitor = gradmon.watch(model, optimizer, scaler=scaler, plugins=[headroom], on_spike=None)
     scaler.scale(1e3 * plain(model, x, x[:, :3].argmax(1))).backward()
     scaler.step(optimizer)
@@ -201,7 +201,7 @@ def test_one_step_is_measured_when_it_is_asked_for() -> None:
     torch.manual_seed(0)
     model, x = model_of("plain"), torch.randn(32, 6)
     optimizer = adam(model.parameters())
-    headroom = gradmon.Headroom(lambda: plain(model, x, x[:, :3].argmax(1)), every=None)
+    headroom = Headroom(lambda: plain(model, x, x[:, :3].argmax(1)), every=None)
     monitor = gradmon.watch(model, optimizer, plugins=[headroom], every=1000)
     measured = []
     for step in range(60):
@@ -222,7 +222,7 @@ def test_what_is_asked_for_in_a_step_with_a_closure_is_not_asked_for_for_ever() 
     torch.manual_seed(0)
     model, x = model_of("plain"), torch.randn(32, 6)
     optimizer = torch.optim.LBFGS(model.parameters(), 0.1, max_iter=2)
-    headroom = gradmon.Headroom(lambda: plain(model, x, x[:, :3].argmax(1)), every=None)
+    headroom = Headroom(lambda: plain(model, x, x[:, :3].argmax(1)), every=None)
     monitor = gradmon.watch(model, optimizer, plugins=[headroom], every=1000)
 
     def closure() -> Tensor:
@@ -252,7 +252,7 @@ def test_the_picture_has_the_critical_rate(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", [{"every": 0}, {"evaluations": 2}, {"loss": 3.0}])
 def test_bad_arguments(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=str(next(iter(options.values())))):
-        gradmon.Headroom(**{"loss": lambda: torch.zeros(()), **options})
+        Headroom(**{"loss": lambda: torch.zeros(()), **options})
 
 
 def of_two_ranks(rank: int) -> tuple[float | None, float]:
@@ -261,7 +261,7 @@ def of_two_ranks(rank: int) -> tuple[float | None, float]:
     net = model_of("plain")
     model = nn.parallel.DistributedDataParallel(net)
     optimizer, x, y = momentum(model.parameters()), torch.empty(0), torch.empty(0)
-    headroom = gradmon.Headroom(lambda: plain(model, x, y), every=5)
+    headroom = Headroom(lambda: plain(model, x, y), every=5)
     monitor = gradmon.watch(model, optimizer, plugins=[headroom])
     torch.manual_seed(rank)
     for _ in range(11):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,15 @@ from torch_gradmon.monitor.plugin_set import BUILT_IN_PLUGINS
 from torch_gradmon.plugins import ActiveStep, Mode, OptimizerContext, Plugin
 
 from .loops import differences
+
+EXAMPLES = Path(__file__).parent.parent / "examples" / "plugins"
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.py")), ids=lambda file: file.stem)
+def test_example_plugins_import_public_names_alone(file: Path) -> None:
+    imported = [node for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(node, ast.ImportFrom)]
+    ours = {node.module for node in imported if (node.module or "").startswith("torch_gradmon")}
+    assert ours == {"torch_gradmon.plugins"}
 
 
 class Loop:

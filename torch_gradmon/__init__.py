@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from .monitor.monitor import ModuleMonitor
     from .monitor.watch import watch
     from .plugins.clipping import AdaGC, ZClip
-    from .plugins.foresight import Foresight
-    from .plugins.headroom import Headroom
     from .plugins.replica_check.replay import Replay
     from .plugins.spike_policy.policy import Counts, Rollback, RolledBack, Skip
     from .sinks import JsonlSink, TensorBoardSink, TrackioSink, WandbSink
@@ -32,10 +30,8 @@ __all__ = [
     "Diagnosis",
     "Difference",
     "Finding",
-    "Foresight",
     "GradientSource",
     "GradmonWarning",
-    "Headroom",
     "JsonlSink",
     "MainGradSource",
     "ModuleMonitor",
@@ -67,10 +63,8 @@ _HOMES = {
     "Diagnosis": "analysis.diagnosis",
     "Difference": "analysis.diff",
     "Finding": "analysis.diagnosis",
-    "Foresight": "plugins.foresight",
     "GradientSource": "step.model_index",
     "GradmonWarning": "core.errors",
-    "Headroom": "plugins.headroom",
     "JsonlSink": "sinks",
     "MainGradSource": "step.model_index",
     "ModuleMonitor": "monitor.monitor",

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 import torch_gradmon as gradmon
+from examples.plugins.foresight import Foresight
+from examples.plugins.headroom import Headroom
 from torch_gradmon.step.plugin import Plugin
 
 from ..faults.judging import describe
@@ -81,13 +83,13 @@ def _attention(monitor: gradmon.ModuleMonitor) -> None:
 SETS = (
     Signals("preset `cheap` alone, which the others contain"),
     Signals("`out_of_step` of all parameters", _out_of_step),
-    Signals("`Headroom`, at most eight forwards", plugins=lambda loss: [gradmon.Headroom(loss, every=2)]),
+    Signals("`Headroom`, at most eight forwards", plugins=lambda loss: [Headroom(loss, every=2)]),
     Signals("`spectral_norm` and `stable_rank` of all weights", _matrices),
     Signals("`angle` and `growth` of all updates", _turns),
     Signals("`singular_side` of all linear layers", _sides),
     Signals("`dormant` and `participation_ratio` of the feed-forward layers", _plasticity),
     Signals("`max_logit` of attention", _attention),
-    Signals("`Foresight`", plugins=lambda loss: [gradmon.Foresight(every=2)], every=5),
+    Signals("`Foresight`", plugins=lambda loss: [Foresight(every=2)], every=5),
 )
 
 

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
+from examples.plugins.foresight import Foresight
+from examples.plugins.headroom import Headroom
 from torch_gradmon.core.records import StepRecord
 from torch_gradmon.step.plugin import Plugin
 
@@ -30,7 +32,7 @@ class Recording:
         steps: that were trained.
         onset: the step at which the loss leaves its own normal, None if it does not.
         scores: steps and scores by signal.
-        signs: steps in which :class:`torch_gradmon.Foresight` saw a sign.
+        signs: steps in which ``Foresight`` saw a sign.
         spikes: steps in which the default detector saw a spike of the gradient's norm.
     """
 
@@ -67,8 +69,8 @@ def record(family: Family, seed: int, sound: bool, steps: int = STEPS) -> Record
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, sound_rate(seed) if sound else family.rate)
     batch: Any = None
     losses: list[float] = []
-    headroom = gradmon.Headroom(lambda: task.loss(task.model, batch), every=EVERY)
-    foresight, recorder = gradmon.Foresight(EVERY), _Recorder()
+    headroom = Headroom(lambda: task.loss(task.model, batch), every=EVERY)
+    foresight, recorder = Foresight(EVERY), _Recorder()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plugins = [*([headroom] if family.is_pure else []), foresight, recorder]

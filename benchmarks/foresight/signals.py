@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from examples.plugins.foresight import AcceleratedGrowth, Growth, RecordHigh
 from torch_gradmon.core import keys as n
 from torch_gradmon.core.keys import Key
 from torch_gradmon.core.moments import VIEWS
 from torch_gradmon.core.records import StepRecord
-from torch_gradmon.plugins.foresight import AcceleratedGrowth, Growth, RecordHigh
 
 #: Steps between two measurements of a signal.
 EVERY = 5

@@ -28,7 +28,7 @@ from ..core.records import KeyFormatter, Metric, SpikeEvent, StepRecord
 from ..plugins.clipping import AdaptiveClips
 from ..plugins.data_check.plugin import DataCheck
 from ..plugins.flight_recorder import FlightRecorder
-from ..plugins.live_detail import LiveDetail, PresetOverlay
+from ..plugins.live_detail import LiveDetail
 from ..plugins.loop_audit.plugin import LoopAudit
 from ..plugins.post_spike_detail import PostSpikeDetail
 from ..plugins.setup_check import SetupCheck
@@ -45,7 +45,7 @@ from ..step.plugin import Plugin
 from ..step.ranks import Ranks
 from ..step.summary import LayerSelection
 from .machine import StepState
-from .plugin_set import BUILT_IN_PLUGINS, PluginSet
+from .plugin_set import BUILT_IN_PLUGINS, BuiltInPlugins, PluginSet
 from .records import (
     PendingQueue,
     Publisher,
@@ -276,7 +276,8 @@ class MonitorContext:
         self._lifecycle.flush_pending()
 
     def detail_changed(self, is_back: bool) -> None:
-        self._lifecycle.plugins.call("on_detail_changed", is_back)
+        if (budget := self._lifecycle.plugins.built_in.budget) is not None:
+            self._lifecycle.plugins.call_one(budget, budget.on_detail_changed, is_back)
 
     def backfill(self, records: Sequence[StepRecord]) -> None:
         self._lifecycle.queue.pipeline.backfill(records)
@@ -312,10 +313,8 @@ def build(config: MonitorConfig, model: nn.Module | None = None) -> Runtime:
     between = RankExchange(ranks, complaints)
     exchange = ExchangePolicy(between, planner, factory.summary, detection.detector_set, config.interval)
     history = RecordHistory(config.history, detection.detector_set.history)
-    built_in = _plugins(config, planner, factory, detection.detector_set, directory, exchange, fence)
-    recorder = next(plugin for plugin in built_in if isinstance(plugin, FlightRecorder))
-    compared = _replica_check(config, planner, ranks, complaints, history, recorder)
-    plugins = PluginSet([*built_in, *compared, *config.plugins], complaints)
+    built_in = _plugins(config, planner, factory, detection.detector_set, directory, exchange, fence, history)
+    plugins = PluginSet(built_in, config.plugins, complaints)
     pipeline = RecordPipeline(
         detection,
         history,
@@ -324,8 +323,8 @@ def build(config: MonitorConfig, model: nn.Module | None = None) -> Runtime:
         SpikeNotification(_on_spike(config), detection.detector_set, plugins, complaints, is_muted),
         partial(plugins.call, "on_record"),
     )
-    state, queue = StepState(), PendingQueue(factory, pipeline, exchange.exchange, fence, plugins)
-    values = ValueLog(state, fence, LateValues(state, pipeline, queue, plugins), exchange, captures.modules.passes)
+    state, queue = StepState(), PendingQueue(factory, pipeline, exchange.exchange, fence, built_in.recorder)
+    values = ValueLog(state, fence, LateValues(state, pipeline, queue, built_in.recorder), exchange, captures.modules)
     pipeline.publisher.leave_out(values.of_trainer)
     hooks, cadence = HookSchedule(planner, captures.modules), Cadence(config.is_step_monitored, plugins, config.interval)
     planning = StepPlanning(state, planner, captures, exchange, factory, hooks, cadence, fence)
@@ -359,63 +358,38 @@ def _plugins(
     directory: RunDirectory,
     exchange: ExchangePolicy,
     fence: Fence,
-) -> list[Plugin]:
-    """The plugins in the order in which they are called. The budget thins what the script asks for, and the others may ask for more;
-    a recorder keeps a step before the detectors learn of it.
-    """
+    history: RecordHistory,
+) -> BuiltInPlugins:
     summary, complaints = factory.summary, fence.complaints
     recorder = FlightRecorder(config.flight_recorder, planner.registry, summary)
     detectors.explanations.fetch_from(recorder.fetch_recorded)
     post_spike = PostSpikeDetail(planner, config.post_spike_steps)
-    overlay = PresetOverlay(planner, summary, lambda: post_spike.may_add_hooks)
-    detail = LiveDetail(overlay, directory, exchange, complaints)
-    budget: list[Plugin] = []
+    detail = LiveDetail(planner, summary, lambda: post_spike.may_add_hooks, directory, exchange, complaints)
+    budget = acting = data = replicas = None
     if config.overhead_budget is not None:
         from ..plugins.overhead_budget import OverheadBudget
 
-        budget = [OverheadBudget(config.overhead_budget)]
+        budget = OverheadBudget(config.overhead_budget)
     policy = policy_of(config.on_spike)
-    acting: list[Plugin] = []
     if policy is not None and not fence.inert:
         from ..plugins.spike_policy.plugin import SpikePolicy
 
         decisions = RankExchange(exchange.exchange.ranks, complaints)
-        acting = [SpikePolicy(policy, detectors, decisions, complaints, exchange.parts_of_tensors)]
+        acting = SpikePolicy(policy, detectors, decisions, complaints, exchange.parts_of_tensors)
         # the decision needs these two, whether they are shown or have a detector or not
         summary.choice.require("grad_norm", "grad_nonfinite")
     audit = LoopAudit(planner, complaints, directory.annotate)
     setup = SetupCheck(planner, complaints, directory.annotate)
-    data = [DataCheck(config.interval or 1, setup.expectations, complaints, directory.annotate)] if config.check_data else []
-    clips = AdaptiveClips(may_skip=bool(acting))
-    return [
-        *budget,
-        recorder,
-        *acting,
-        detail,
-        post_spike,
-        clips,
-        audit,
-        setup,
-        *data,
-    ]
+    if config.check_data:
+        data = DataCheck(config.interval or 1, setup.expectations, complaints, directory.annotate)
+    clips = AdaptiveClips(may_skip=acting is not None)
+    if config.check_replicas and exchange.exchange.ranks.count > 1 and not is_disabled():
+        from ..plugins.replica_check.plugin import ReplicaCheck  # not needed by a single process
 
-
-def _replica_check(
-    config: MonitorConfig,
-    planner: Planner,
-    ranks: Ranks,
-    complaints: WarningLog,
-    history: RecordHistory,
-    recorder: FlightRecorder,
-) -> list[Plugin]:
-    """The plugin, if there is anything to compare."""
-    if not config.check_replicas or ranks.count == 1 or is_disabled():
-        return []
-    from ..plugins.replica_check.plugin import ReplicaCheck  # not needed by a single process
-
-    distinct = compiled("rank_distinct_regex", config.rank_distinct_regex)
-    every, sync_every = config.check_replicas, config.replicas_sync_every
-    return [ReplicaCheck(every, sync_every, distinct, ranks, planner, complaints, history.sample.records, recorder.look)]
+        every, sync_every = config.check_replicas, config.replicas_sync_every
+        distinct, records = compiled("rank_distinct_regex", config.rank_distinct_regex), history.sample.records
+        replicas = ReplicaCheck(every, sync_every, distinct, exchange.exchange.ranks, planner, complaints, records, recorder.look)
+    return BuiltInPlugins(budget, recorder, acting, detail, post_spike, clips, audit, setup, data, replicas)
 
 
 def _planner(config: MonitorConfig, model: nn.Module | None) -> Planner:

@@ -7,7 +7,7 @@ import functools
 import sys
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable
 from threading import get_ident
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
@@ -25,6 +25,7 @@ from ..core.torch_modes import capture_check
 from ..core.validation import inside
 from ..step.ranks import is_dtensor
 from .machine import StepState
+from .plugin_set import PluginSet
 
 # --- The moments of a training loop, for those that follow it ---
 
@@ -106,17 +107,6 @@ _interpreter, _tracing_state = torch._C._functorch.peek_interpreter_stack, torch
 LONGEST = 1.0
 
 
-class IdleWatchers(Protocol):
-    """The plugins."""
-
-    @property
-    def watching(self) -> Set[int]:
-        """The ids of those that have to see idle steps, as they are at any time."""
-
-    def call(self, hook: str, *args: Any) -> list[Any]:
-        """Call a method of each."""
-
-
 class IdleSteps(Protocol):
     """Has the open step, or the last one."""
 
@@ -152,7 +142,7 @@ class IdleStretch:
         depth: how many calls of each optimizer's step are running, by its id.
     """
 
-    def __init__(self, state: StepState, steps: IdleSteps, tags: IdleTags, plugins: IdleWatchers, fence: Fence) -> None:
+    def __init__(self, state: StepState, steps: IdleSteps, tags: IdleTags, plugins: PluginSet, fence: Fence) -> None:
         self._state, self._steps, self._tags, self._plugins, self._fence = state, steps, tags, plugins, fence
         self.left = self._missed = self._forwards = self._thread = self._key = 0
         # calls of the model since the last followed step of an optimizer, and the most between two

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..core.errors import GradmonWarning, SpikeError, WarningLog
+from ..plugins.clipping import AdaptiveClips
+from ..plugins.data_check.plugin import DataCheck
+from ..plugins.flight_recorder import FlightRecorder
+from ..plugins.live_detail import LiveDetail
+from ..plugins.loop_audit.plugin import LoopAudit
+from ..plugins.post_spike_detail import PostSpikeDetail
+from ..plugins.setup_check import SetupCheck
 from ..step.plugin import Plugin
+
+if TYPE_CHECKING:  # imported where an option asks for them
+    from ..plugins.overhead_budget import OverheadBudget
+    from ..plugins.replica_check.plugin import ReplicaCheck
+    from ..plugins.spike_policy.plugin import SpikePolicy
 
 #: Names of the plugins that a monitor brings.
 BUILT_IN_PLUGINS = frozenset(
@@ -26,25 +38,44 @@ BUILT_IN_PLUGINS = frozenset(
 #: Called for stopped plugins too, so that they release what they hold.
 _ALWAYS = {"on_detach", "close"}
 #: Called in idle steps too, of plugins that watch these.
-_BOUNDARIES = ("before_step", "on_sealed", "on_step_open", "on_step_closing", "on_unmonitored_step", "on_step_closed")
+_BOUNDARIES = ("on_sealed", "on_step_open", "on_step_closing", "on_unmonitored_step", "on_step_closed")
 #: Called in idle steps whatever a plugin watches.
-_IN_ALL_STEPS = ("wants", "before_forward", "on_forward", "on_optimizer_step", "on_optimizer_stepped", "after_attempt")
+_IN_ALL_STEPS = ("wants", "on_forward", "on_optimizer_step", "on_optimizer_stepped", "after_attempt")
 _HOOKS = [name for name in vars(Plugin) if not name.startswith("_") and callable(getattr(Plugin, name))]
+
+
+class BuiltInPlugins(NamedTuple):
+    """The plugins that a monitor brings, in the order in which they are called: the budget thins what the script asks for, and the others
+    may ask for more; a recorder keeps a step before the detectors learn of it.
+    """
+
+    budget: OverheadBudget | None
+    recorder: FlightRecorder
+    policy: SpikePolicy | None
+    detail: LiveDetail
+    post_spike: PostSpikeDetail
+    clips: AdaptiveClips
+    audit: LoopAudit
+    setup: SetupCheck
+    data: DataCheck | None
+    replicas: ReplicaCheck | None
 
 
 class PluginSet:
     """Calls the methods that plugins override, and turns the failure of one into a warning.
 
     Args:
-        plugins: in the order in which they are called.
+        built_in: those of the monitor; what only one of them has to know or to answer, it is asked by itself.
+        own: those of the script, called after them.
         complaints: where failures are reported.
 
     Attributes:
         watching: the ids of those that watch idle steps.
     """
 
-    def __init__(self, plugins: Sequence[Plugin], complaints: WarningLog) -> None:
-        self._plugins, self._complaints = tuple(plugins), complaints
+    def __init__(self, built_in: BuiltInPlugins, own: Sequence[Plugin], complaints: WarningLog) -> None:
+        self.built_in, self._complaints = built_in, complaints
+        self._plugins = (*(plugin for plugin in built_in if plugin is not None), *own)
         self._calls = {hook: self._overridden(hook) for hook in _HOOKS}
         self._stopped: list[Plugin] = []
         at_boundaries = {id(plugin): plugin for hook in _BOUNDARIES for plugin, _ in self._calls[hook]}.values()
@@ -55,8 +86,8 @@ class PluginSet:
             if plugin not in self._asked:
                 plugin.report_watching(self.watching)
         in_all_steps = {id(plugin) for hook in _IN_ALL_STEPS for plugin, _ in self._calls[hook]}
-        self._requiring = [p for p in plugins if type(p).requires_gradients is not Plugin.requires_gradients]
-        self._in_all_steps = [p for p in plugins if id(p) in in_all_steps or p in self._requiring]
+        self._requiring = [p for p in self._plugins if type(p).requires_gradients is not Plugin.requires_gradients]
+        self._in_all_steps = [p for p in self._plugins if id(p) in in_all_steps or p in self._requiring]
 
     def _overridden(self, hook: str) -> list[tuple[Plugin, Callable[..., Any]]]:
         return [(p, getattr(p, hook)) for p in self._plugins if getattr(type(p), hook) is not getattr(Plugin, hook)]
@@ -87,35 +118,35 @@ class PluginSet:
                 steps = min(steps, int(self.call_one(plugin, plugin.may_miss) or 0))
         return steps
 
-    def call(self, hook: str, *args: Any, is_idle: bool = False) -> list[Any]:
-        """Call ``hook`` of each plugin that overrides it and return the results. ``is_idle``: only of those that watch idle steps.
+    def call(self, hook: str, *args: Any, is_idle: bool = False) -> None:
+        """Call ``hook`` of each plugin that overrides it. ``is_idle``: only of those that watch idle steps.
 
         Raises:
             SpikeError: training must stop.
             GradmonWarning: warnings are errors. All plugins have been called by then.
         """
-        results: list[Any] = []
         raised: Exception | None = None
         for plugin, method in self._calls[hook]:
             if (is_idle and not plugin.watches_idle_steps) or (self._stopped and plugin in self._stopped and hook not in _ALWAYS):
                 continue
             try:
-                results.append(method(*args))
+                method(*args)
             except (SpikeError, GradmonWarning) as error:
                 raised = raised or error
             except Exception as error:
                 self._failed(plugin, hook, error)
         if raised is not None:
             raise raised
-        return results
 
     def call_one(self, plugin: Plugin, method: Callable[..., Any], *args: Any) -> Any:
-        """Call a method of ``plugin``. Returns None if it fails, and reports the failure once.
+        """Call a method of ``plugin``, unless it has stopped. Returns None if it fails, and reports the failure once.
 
         Raises:
             SpikeError: training must stop.
             GradmonWarning: warnings are errors.
         """
+        if self._stopped and plugin in self._stopped:
+            return None
         try:
             return method(*args)
         except (SpikeError, GradmonWarning):

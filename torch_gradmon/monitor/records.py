@@ -22,6 +22,7 @@ from ..core.keys import SUMMARY, Key
 from ..core.records import KeyFormatter, SpikeEvent, StepRecord, StepValues, loss_among
 from ..core.torch_modes import HomeProcess, fresh_grad_mode, outside_dispatch_modes, process_facts
 from ..core.validation import subsample_steps
+from ..plugins.flight_recorder import FlightRecorder
 from ..plugins.spike_policy.policy import Policy, policy_of
 from ..spikes.attribution import SuspectHistory
 from ..spikes.detector import SpikeDetector
@@ -937,23 +938,23 @@ class PendingQueue:
         pipeline: takes them.
         exchange: with other ranks, the steps' numbers decide when values are fetched, not the device.
         fence: receives the time that others spent.
-        plugins: may have unwritten records when the run ends.
+        recorder: may have unwritten records when the run ends.
 
     Attributes:
         steps: the steps, ascending.
     """
 
     def __init__(
-        self, factory: RecordFactory, pipeline: RecordPipeline, exchange: RankExchange, fence: Fence, plugins: PluginSet
+        self, factory: RecordFactory, pipeline: RecordPipeline, exchange: RankExchange, fence: Fence, recorder: FlightRecorder
     ) -> None:
         self.factory, self.pipeline = factory, pipeline
-        self._exchange, self._fence, self._plugins = exchange, fence, plugins
+        self._exchange, self._fence, self._recorder = exchange, fence, recorder
         self.steps: deque[PendingStep] = deque()
 
     def __del__(self) -> None:
         # collected without detach(): what is still on its way reaches the run directory
         with contextlib.suppress(Exception):
-            rest = [record for records in self._plugins.call("rest") for record in records]
+            rest = self._recorder.rest()
             if self.steps or rest:
                 self.enter_all(None, open_to_late_values=False)
                 self.pipeline.backfill(rest)

@@ -112,6 +112,7 @@ class FollowedLoop(LoopDriver):
         self.decisions = Decisions(self.ownership, order, self.hooks.optimizers.holds, lifecycle.planning.planner)
         self.machine = StepMachine(cycle, self.measurement, order)
         self.is_orphaned, self.scaler, self._is_due = False, scaler, True
+        self._plugins, self._audit = lifecycle.plugins, lifecycle.plugins.built_in.audit
         self.hooks.optimizers.allow_skips(lifecycle.plugins.has("before_optimizer_step"))
         self._wrapped = self._around(lifecycle.planning.planner.source)
 
@@ -189,8 +190,9 @@ class FollowedLoop(LoopDriver):
         return self.machine.may_train_in_eval()
 
     def moves_buffers(self, module: nn.Module) -> None:
-        if self.machine.moves_buffers():
-            self._lifecycle.plugins.call("before_forward", module)
+        policy = self._plugins.built_in.policy
+        if policy is not None and self.machine.moves_buffers():
+            self._plugins.call_one(policy, policy.before_forward, module)
 
     def forward_began(self, in_eval: bool, in_closure: bool, counts: bool) -> None:
         if self.fence.is_captured:
@@ -205,7 +207,7 @@ class FollowedLoop(LoopDriver):
     def _optimizers_lost(self) -> None:
         self.is_orphaned = True
         self.fence.complaints.add("optimizers", _GONE)
-        self._lifecycle.plugins.call("on_optimizers_lost")
+        self._plugins.call_one(self._audit, self._audit.on_optimizers_lost)
 
     def part_called(self, module: nn.Module) -> None:
         """A part of the model is called, by something else than the root."""
@@ -289,20 +291,20 @@ class FollowedLoop(LoopDriver):
         self.machine.step_ended(id(optimizer), within, self.hooks.scaler.in_step)
 
     def step_overflowed(self, optimizer: Optimizer) -> None:
-        self._lifecycle.plugins.call("on_optimizer_overflowed", optimizer)
+        self._plugins.call_one(self._audit, self._audit.on_optimizer_overflowed, optimizer)
         self.machine.step_overflowed(id(optimizer), self.hooks.scaler.in_step)
 
     def loss_scaled(self) -> None:
-        self._lifecycle.plugins.call("on_loss_scaled")
+        self._plugins.call_one(self._audit, self._audit.on_loss_scaled)
 
     def unscaling(self, optimizer: Optimizer) -> None:
-        self._lifecycle.plugins.call("on_unscaling", optimizer)
+        self._plugins.call_one(self._audit, self._audit.on_unscaling, optimizer)
 
     def unscaled(self, optimizer: Optimizer) -> None:
-        self._lifecycle.plugins.call("on_unscaled", optimizer)
+        self._plugins.call_one(self._audit, self._audit.on_unscaled, optimizer)
 
     def scaler_updated(self) -> None:
-        self._lifecycle.plugins.call("on_scaler_updated")
+        self._plugins.call_one(self._audit, self._audit.on_scaler_updated)
         self.machine.scaler_updated()
 
     def scale_mistaken(self, reason: str, scaler: torch.amp.GradScaler | None) -> None:
@@ -311,8 +313,8 @@ class FollowedLoop(LoopDriver):
         self.measurement.forget_scaled(reason)
 
     def holds_scaler(self) -> tuple[bool, bool]:
-        is_held = self._lifecycle.is_skipped
-        return is_held, is_held and any(self._lifecycle.plugins.call("overrules_scaler"))
+        is_held, policy = self._lifecycle.is_skipped, self._plugins.built_in.policy
+        return is_held, is_held and policy is not None and policy.overrules_scaler
 
 
 # --- loop connection ---
@@ -429,8 +431,6 @@ _UNATTACHED = (
     "monitor.detach(), then monitor.attach() with the optimizer whose step() the loop calls"
 )
 _CAPTURED = "the loop was captured into a graph, whose replays call no hooks; call optimizer.step() outside of the graph"
-#: Plugins that find something while the training runs.
-_FINDERS = ("loop_audit", "replica_check", "setup_check", "data_check", "foresight")
 #: Parts that are absent from states of monitors without a spike policy, and of earlier versions.
 _OPTIONAL_PARTS = {"attempted", "acting", "clipping", "plugins"}
 #: Parts of plugins that a monitor brings, with their names; those of the user's are in the part ``plugins`` by name.
@@ -548,8 +548,7 @@ class Runtime:
     @fenced
     def backfill(self) -> None:
         """Take the records of unmonitored steps that plugins still have. Waits for the device."""
-        for records in self.lifecycle.plugins.call("rest"):
-            self.pipeline.backfill(records)
+        self.pipeline.backfill(self.lifecycle.plugins.built_in.recorder.rest())
 
     # --- metrics and the model -----------------------------------------------------------------------------------------------
 
@@ -614,8 +613,9 @@ class Runtime:
 
     def findings(self) -> list[LoopFinding]:
         """What the plugins have found so far."""
-        plugins = (self.plugin(name) for name in _FINDERS)
-        return [finding for plugin in plugins if plugin is not None for finding in plugin.facts()]
+        of = self.lifecycle.plugins.built_in
+        found = [fact for check in (of.audit, of.replicas, of.setup, of.data) if check is not None for fact in check.facts()]
+        return [*found, *map(LoopFinding.of_dict, self.pipeline.directory.facts.get("foresight", ()))]
 
     @property
     def is_listening(self) -> bool:
@@ -642,7 +642,8 @@ class Runtime:
             return _GONE
         in_step = self.state.is_open and not self.state.progress.has_stepped
         with outside_dispatch_modes():
-            is_stale = any(self.lifecycle.plugins.call("is_stale", in_step))
+            plugins = self.lifecycle.plugins
+            is_stale = plugins.call_one(plugins.built_in.audit, plugins.built_in.audit.is_stale, in_step)
         return _UNATTACHED if is_stale else ""
 
     def counts(self) -> Counts:

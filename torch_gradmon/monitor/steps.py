@@ -721,8 +721,9 @@ class StepLifecycle:
         """``step`` is about to open: nothing more can be added to the last one."""
         self.captures.seal()
         is_idle = self.active is not None and self.active.mode is IDLE
-        if not is_idle or self.plugins.watch_idle_steps:
-            self.plugins.call("before_step", step, is_idle=is_idle)
+        detail = self.plugins.built_in.detail
+        if detail.watches_idle_steps:
+            self.plugins.call_one(detail, detail.before_step, step)
         self.queue.seal(self.state.clock.ended, step)
         if not is_idle or self.plugins.watch_idle_steps:  # a spike in the last record makes a plugin do so
             self.plugins.call("on_sealed", step, is_idle=is_idle)
@@ -799,7 +800,8 @@ class StepLifecycle:
             self.plugins.call("before_optimizer_step", active, context)
         finally:
             if active.is_skipped:
-                self.plugins.call("on_skip", active)
+                clips = self.plugins.built_in.clips
+                self.plugins.call_one(clips, clips.on_skip, active)
         if context.is_stale and not active.is_skipped:
             loop.decisions.accept_leftovers()
         return active.is_skipped
@@ -1096,7 +1098,8 @@ class StepMeasurement:
         self._complaints.add("scaler", f"{reason}; gradients before clipping are missing in step {step}")
 
     def gets_own_gradients(self) -> bool:
-        return any(self._lifecycle.plugins.call("sees_alternation"))
+        plugins = self._lifecycle.plugins
+        return bool(plugins.call_one(plugins.built_in.audit, plugins.built_in.audit.sees_alternation))
 
     def writes_early(self, optimizer: Hashable) -> bool:
         found = self._ownership[optimizer]

@@ -16,11 +16,11 @@ from ..core.fence import Fence
 from ..core.keys import Key
 from ..core.torch_modes import outside_dispatch_modes
 from ..plugins.clipping import DeviceValue
+from ..plugins.flight_recorder import FlightRecorder
 from ..statistics.request import accumulator_dtype
 from ..step.buffer import Aggregation, StepBuffer
 from ..step.exchange import ExchangePolicy
 from .machine import StepState
-from .plugin_set import PluginSet
 from .records import PendingQueue, RecordPipeline
 
 # --- Values and facts that come when their step has ended: into its record, wherever that is by then ---
@@ -33,18 +33,18 @@ class LateValues:
         state: of the step machine.
         pipeline: has the record, once its values have come.
         queue: has the step while its values are on their way.
-        plugins: may have kept a step that is not monitored.
+        recorder: may have kept a step that is not monitored.
     """
 
-    def __init__(self, state: StepState, pipeline: RecordPipeline, queue: PendingQueue, plugins: PluginSet) -> None:
-        self._state, self._pipeline, self._queue, self._plugins = state, pipeline, queue, plugins
+    def __init__(self, state: StepState, pipeline: RecordPipeline, queue: PendingQueue, recorder: FlightRecorder) -> None:
+        self._state, self._pipeline, self._queue, self._recorder = state, pipeline, queue, recorder
         self.tags = TagLog(state, self)
 
     def add(self, late: StepBuffer) -> None:
         """Add values."""
         ended = self._state.clock.ended
         pending = self._queue.newest(ended)
-        recorded = next((buffer for buffer in self._plugins.call("late_buffer", ended) if buffer is not None), None)
+        recorded = self._recorder.late_buffer(ended)
         if recorded is not None:
             recorded.absorb(late)
         elif pending is None:
@@ -58,7 +58,7 @@ class LateValues:
         ended = self._state.clock.ended
         if self._pipeline.last is not None or self._queue.newest(ended) is not None:
             return True
-        return any(buffer is not None for buffer in self._plugins.call("late_buffer", ended))
+        return self._recorder.late_buffer(ended) is not None
 
     @property
     def is_stored(self) -> bool:
@@ -68,7 +68,7 @@ class LateValues:
     def tag(self, tags: Mapping[str, Any]) -> None:
         """Add facts."""
         ended = self._state.clock.ended
-        if any(self._plugins.call("tag_late", ended, tags)):
+        if self._recorder.tag_late(ended, tags):
             return
         if (pending := self._queue.newest(ended)) is not None:
             pending.tags.update(tags)

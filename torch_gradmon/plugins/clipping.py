@@ -16,7 +16,7 @@ from ..core.validation import one_of, positive, positive_int, share
 from ..statistics.histogram import NORM_COLUMNS, norm_of_rows
 from ..step.active_step import ActiveStep
 from ..step.plugin import Plugin
-from ..step.ranks import is_dtensor
+from ..step.ranks import is_dtensor, local_part
 
 # --- Clips whose limit adapts to the gradients ---
 
@@ -454,7 +454,7 @@ def _scale(parameters: Sequence[Tensor], factors: Tensor) -> None:
     groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[int]]] = {}
     for place, parameter in enumerate(parameters):
         if parameter.grad is not None:
-            part = _local(parameter.grad)
+            part = local_part(parameter.grad)
             parts, places = groups.setdefault((part.device, part.dtype), ([], []))
             parts.append(part)
             places.append(place)
@@ -469,10 +469,3 @@ def _scale(parameters: Sequence[Tensor], factors: Tensor) -> None:
                 part.mul_(factor)
         else:
             torch._foreach_mul_(parts, here if here.dim() == 0 else each)
-
-
-def _local(gradient: Tensor) -> Tensor:
-    if not is_dtensor(gradient):
-        return gradient
-    part: Tensor = gradient.to_local()  # type: ignore[attr-defined]
-    return part.wait() if hasattr(part, "wait") else part

@@ -25,8 +25,6 @@ class FlightRecorder(Plugin):
 
     Args:
         size: the number of steps; 0 records none.
-        registry: the metrics.
-        summary: the summary of the monitored steps.
     """
 
     name = "flight_recorder"
@@ -40,11 +38,9 @@ class FlightRecorder(Plugin):
 
     @property
     def requires_gradients(self) -> bool:
-        """Whether any step is recorded."""
         return bool(self.size)
 
     def may_miss(self) -> int:
-        """All idle steps, unless steps are recorded."""
         return 0 if self.size else sys.maxsize
 
     def on_unmonitored_step(self, recorded: RecordedStep) -> None:
@@ -70,12 +66,10 @@ class FlightRecorder(Plugin):
         self._is_open = False
 
     def late_buffer(self, step: int | None) -> StepBuffer | None:
-        """The buffer for a late value of ``step``, if that is the last step kept."""
         is_last = self._is_open and bool(self._kept) and self._kept[-1][1].step == step
         return self._kept[-1][1] if is_last else None
 
     def tag_late(self, step: int | None, tags: Mapping[str, Any]) -> bool:
-        """Add late facts about ``step``. Returns whether that is the last step kept."""
         is_kept = self.late_buffer(step) is not None
         if is_kept:
             self._kept[-1][0].tags.update(tags)

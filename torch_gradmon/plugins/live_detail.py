@@ -18,7 +18,7 @@ from ..runs.detail_request import DetailRequest, numbered
 from ..step.active_step import ActiveStep
 from ..step.exchange import EMPTY_SLOT, ExchangePolicy
 from ..step.planner import OF_MODULES, PRESETS, Planner
-from ..step.plugin import Plugin, PluginContext
+from ..step.plugin import Plugin
 from ..step.ranks import Ranks
 from ..step.summary import Summary
 
@@ -35,10 +35,7 @@ class RequestFile:
     A check reads the clock, and once a second calls ``os.stat``. An invalid file does not stop training.
 
     Args:
-        directory: the run directory.
         session: the identifier of this monitor; requests for an earlier one are ignored.
-        complaints: receives one warning about an invalid file.
-        is_ours: whether this rank is the one that checks.
         clock: a monotonic clock, in seconds.
     """
 
@@ -57,7 +54,6 @@ class RequestFile:
         self._last = DetailRequest()
 
     def look(self) -> DetailRequest | None:
-        """The new request, if there is one."""
         now = self._clock()
         if now < self._due:
             return None
@@ -106,9 +102,7 @@ class Requests:
     """The requests for one monitor.
 
     Args:
-        notes: the run directory, in which the state of changes is noted.
         ranks: the first one decides for all.
-        complaints: receives a warning about each refused request.
 
     Attributes:
         from_code: the last request from the program itself, without a number yet.
@@ -128,11 +122,6 @@ class Requests:
             self._facts["listens"] = ranks.is_first
             notes.annotate(tune=self._facts)
 
-    @property
-    def has_peers(self) -> bool:
-        """Whether there are other ranks."""
-        return self._ranks.count > 1
-
     def look(self) -> bool:
         """Check the file for a new request. Returns whether there is one."""
         change = None if self._file is None else self._file.look()
@@ -141,7 +130,6 @@ class Requests:
         return change is not None
 
     def receive(self) -> None:
-        """Take the request from the program itself, if any."""
         if self.from_code:
             self._take(numbered(self.from_code.pop(), self._number + 1))
 
@@ -150,12 +138,10 @@ class Requests:
         self.note(number=self._number, waits=change.facts(), why="")
 
     def take(self) -> DetailRequest | None:
-        """The request that the ranks agree on now."""
         asked, self.asked = self.asked, None
         return asked
 
     def clear(self) -> None:
-        """Forget what was requested."""
         self.from_code.clear()
         self.asked = None
 
@@ -171,13 +157,11 @@ class Requests:
             self.asked = None
 
     def refuse(self, why: str) -> None:
-        """Refuse the request, and record the reason."""
         self._complaints.add("tune:ranks", f"a change of detail is refused: {why}")
         number, self.asked = self._number, None
         self.note(waits=None, why=f"number {number} was refused: {why}")
 
     def agreed(self, number: int) -> None:
-        """Record that all ranks agreed to the request of this number."""
         self._number = max(self._number, number)
         if self.asked is not None and (not self._ranks.is_first or self.asked.number <= number):
             self.asked = None
@@ -185,12 +169,10 @@ class Requests:
     # --- the run directory -----------------------------------------------------------------------------------------------------
 
     def note_in_force(self, change: DetailRequest, since: int, until: int | None, why: str) -> None:
-        """Record a change that has its first step."""
         facts = {**change.facts(), "since": since, "until": until}
         self.note(in_force=facts, waits=None if self.asked is None else self.asked.facts(), why=why)
 
     def leave(self) -> None:
-        """Record that the monitor leaves the run."""
         self._has_left = True
         self.note(listens=False, ended=True, waits=None)
 
@@ -202,7 +184,6 @@ class Requests:
             self.note(listens=self._ranks.is_first, ended=None)
 
     def note(self, **facts: Any) -> None:
-        """Note facts that are new."""
         known = {name: value for name, value in {**self._facts, **facts}.items() if value not in (None, "")}
         if known != self._facts:
             self._facts = known
@@ -219,50 +200,8 @@ _COMPILED = (
 )
 
 
-class PresetOverlay:
-    """Measures the metrics of a preset in place of those that the script does not show.
-
-    Args:
-        planner: knows the metrics.
-        summary: the whole-model values.
-        may_add_hooks: whether modules may get hooks in the middle of a run.
-
-    Attributes:
-        why_missing: why a part of the preset is not measured; empty if nothing is missing.
-    """
-
-    def __init__(self, planner: Planner, summary: Summary, may_add_hooks: Callable[[], bool]) -> None:
-        self._planner, self._summary, self._may_add_hooks = planner, summary, may_add_hooks
-        self.why_missing = ""
-
-    def use(self, preset: str | None, context: PluginContext, owner: str) -> None:
-        """Measure ``preset``, or again what the script asked for."""
-        self.why_missing = ""
-        context.set_overlay(owner, None if preset is None else self._metrics(preset, context), replaces_hidden=True)
-        self._summary.choice.override_keys(None if preset is None else PRESETS[preset].keys)
-
-    def _metrics(self, preset: str, context: PluginContext) -> list[Metric]:
-        """What a preset measures out of sight; in a compiled model the script's own metrics of modules stay as they are."""
-        registry = self._planner.registry
-        made = [context.make_metric(source, name, every) for source, name, every in PRESETS[preset].layer_metrics]
-        if self._may_add_hooks():
-            return made
-        if any(metric.source in OF_MODULES for metric in made):
-            self.why_missing = _COMPILED
-            context.warn("tune:compiled", _COMPILED)
-        return [
-            *(metric for metric in made if metric.source not in OF_MODULES),
-            *(metric for metric in registry.unseen if metric.source in OF_MODULES),
-        ]
-
-
 class LiveDetail(Plugin):
     """Temporarily replaces the cadence and preset of the script.
-
-    Args:
-        overlay: what a preset measures.
-        notes: the run directory, in which the state of changes is noted.
-        exchange: broadcasts a request to the other ranks.
 
     Attributes:
         in_force: the change that applies to the open step.
@@ -271,8 +210,18 @@ class LiveDetail(Plugin):
 
     name = "live_detail"
 
-    def __init__(self, overlay: PresetOverlay, notes: RunNotes, exchange: ExchangePolicy, complaints: WarningLog) -> None:
-        self._overlay, self._exchange = overlay, exchange
+    def __init__(
+        self,
+        planner: Planner,
+        summary: Summary,
+        may_add_hooks: Callable[[], bool],
+        notes: RunNotes,
+        exchange: ExchangePolicy,
+        complaints: WarningLog,
+    ) -> None:
+        self._planner, self._summary, self._may_add_hooks = planner, summary, may_add_hooks
+        self._exchange = exchange
+        self._why_missing = ""  # why a part of the preset is not measured
         self._requests = Requests(notes, exchange.exchange.ranks, complaints)
         self._agreed: DetailRequest | None = None  # waits for its first step
         self.in_force: DetailRequest | None = None
@@ -301,13 +250,12 @@ class LiveDetail(Plugin):
             return
         if self._exchange.exchanges_values:
             requests.wait_for_exchange()
-        elif requests.has_peers:
+        elif self._exchange.exchange.ranks.count > 1:
             requests.refuse("the ranks exchange nothing, so that the other ones cannot follow")
         else:
             self._agreed = requests.take()
 
     def _take_broadcast(self) -> None:
-        """Agree to what the first rank has broadcast."""
         received = self._exchange.exchange.take_received()
         if received[0]:
             self._agreed = DetailRequest.of_numbers(received)
@@ -317,9 +265,8 @@ class LiveDetail(Plugin):
 
     def before_step(self, step: int) -> None:
         """A step is about to open, which may be the first one under a request that came since the last one closed."""
-        if self._watches_idle_steps:
-            self._accept()
-            self._change(step)
+        self._accept()
+        self._change(step)
 
     def on_step_open(self, step: ActiveStep) -> None:
         """The first step under a change is the one that is noted."""
@@ -328,7 +275,7 @@ class LiveDetail(Plugin):
         if self.in_force is not None and self._since is None:
             self._since = step.number
             until = None if self.left is None else step.number + (self.left - 1) * step.stride
-            self._requests.note_in_force(self.in_force, step.number, until, self._overlay.why_missing)
+            self._requests.note_in_force(self.in_force, step.number, until, self._why_missing)
 
     def on_step_closing(self, step: ActiveStep) -> None:
         """The ranks are about to exchange: broadcast what is requested."""
@@ -342,7 +289,6 @@ class LiveDetail(Plugin):
             self._exchange.exchange.broadcast(self._requests.broadcast())
 
     def annotate(self, step: ActiveStep) -> None:
-        """Note the change in force in the record of the step."""
         if self.in_force is not None:
             facts = self.in_force.facts().items()
             step.annotations["tuned"] = {name: value for name, value in facts if name in ("every", "preset", "number")}
@@ -365,7 +311,6 @@ class LiveDetail(Plugin):
         return 0 if self._watches_idle_steps or self.in_force is not None else sys.maxsize
 
     def wants(self, step: int, asked: bool) -> bool:
-        """Whether ``step`` is monitored; ``asked`` is the script's own answer."""
         try:
             if self._requests.look():
                 self.watches_idle_steps = True
@@ -398,12 +343,31 @@ class LiveDetail(Plugin):
                 self._requests.note(waits=None, last={**new.facts(), "since": step}, why="")
                 new = None
             self.in_force, self.left = new, None if new is None else new.steps
-            self._overlay.use(None if new is None else new.preset, self.context, self.name)
+            self._use(None if new is None else new.preset)
             self._update_pending()
             if was_changed != (self.in_force is not None):
                 self.context.detail_changed(is_back=was_changed)
             self.context.ask_cadence_again()
             self.context.request_replan(drop_hooks=True)
+
+    def _use(self, preset: str | None) -> None:
+        """Measure ``preset`` in place of what the script does not show, or again what the script asked for."""
+        self._why_missing = ""
+        self.context.set_overlay(self.name, None if preset is None else self._metrics(preset), replaces_hidden=True)
+        self._summary.choice.override_keys(None if preset is None else PRESETS[preset].keys)
+
+    def _metrics(self, preset: str) -> list[Metric]:
+        """What a preset measures out of sight; in a compiled model the script's own metrics of modules stay as they are."""
+        made = [self.context.make_metric(source, name, every) for source, name, every in PRESETS[preset].layer_metrics]
+        if self._may_add_hooks():
+            return made
+        if any(metric.source in OF_MODULES for metric in made):
+            self._why_missing = _COMPILED
+            self.context.warn("tune:compiled", _COMPILED)
+        return [
+            *(metric for metric in made if metric.source not in OF_MODULES),
+            *(metric for metric in self._planner.registry.unseen if metric.source in OF_MODULES),
+        ]
 
     def _end_change(self, why: str) -> None:
         if self.in_force is not None:
@@ -412,11 +376,10 @@ class LiveDetail(Plugin):
             self._requests.note(in_force=None, last=ended)
 
     def on_leave(self, last: int | None) -> None:
-        """Nothing stays in force."""
         self._requests.clear()
         self._agreed = None
         if self.in_force is not None:
             self._end_change("the run has ended, or its monitor was detached")
-            self._overlay.use(None, self.context, self.name)
+            self._use(None)
         self.watches_idle_steps = True  # until a step opens all the same: by hand, or after attach()
         self._requests.leave()

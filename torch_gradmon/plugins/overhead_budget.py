@@ -39,7 +39,6 @@ class OverheadBudget(Plugin):
         self._since = self._spent_before = 0.0
 
     def wants(self, step: int, asked: bool) -> bool:
-        """Whether ``step`` is monitored if it comes next."""
         self._asked = step, asked
         return asked and self._left_out + 1 >= self.interval
 
@@ -58,8 +57,6 @@ class OverheadBudget(Plugin):
         """Decide about the next steps after the end of a step.
 
         Args:
-            step: its number.
-            monitored: whether it was.
             spent: the monitor's own time since it began, in seconds.
             now: the time in seconds, of the same clock.
         """

@@ -21,7 +21,6 @@ class PostSpikeDetail(Plugin):
     Ranks that exchange values start together: in the step after the next one, when all of them know of the spike.
 
     Args:
-        planner: knows the model and the metrics.
         steps: the number of such steps; 0 for none.
     """
 
@@ -35,15 +34,12 @@ class PostSpikeDetail(Plugin):
         self._graphs = compiled_graphs()
 
     def wants(self, step: int, asked: bool) -> bool:
-        """Whether ``step`` is monitored: always during the next steps."""
         return asked or self._left > 0
 
     def foretells(self, step: int, asked: bool, ahead: int | None) -> bool:
-        """Whether ``step`` is monitored, ``ahead`` steps from now."""
         return asked or (ahead is not None and ahead < self._left)
 
     def may_miss(self) -> int:
-        """All idle steps while nothing is due."""
         return 0 if self._left else sys.maxsize
 
     @property
@@ -57,7 +53,6 @@ class PostSpikeDetail(Plugin):
         return module is not None and compiled_graphs() <= self._graphs and not is_compiled(module)
 
     def on_alert(self, step: int) -> None:
-        """Record a spike."""
         self._spiked_in, self.watches_idle_steps = step, True
 
     def on_sealed(self, step: int) -> None:
@@ -77,7 +72,6 @@ class PostSpikeDetail(Plugin):
             self.context.set_overlay(self.name, None)
 
     def on_step_closed(self, step: ActiveStep) -> None:
-        """Start or stop with the next step."""
         ends, self._ends = self._ends, False
         self._turn(ends)
 

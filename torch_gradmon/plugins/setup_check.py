@@ -27,8 +27,7 @@ from ..core.records import StatsTable, StepRecord, TrainedPart, trained_parts
 from ..core.torch_modes import SharedContext
 from ..step.model_index import PLAIN_GRADIENTS
 from ..step.planner import Planner
-from ..step.plugin import Plugin
-from .tallies import Tallies
+from .tallies import Check, Tallies
 
 # --- expectations ---
 
@@ -39,9 +38,6 @@ _PATIENCE = 8
 
 class Expectations:
     """Declared once, and checked in monitored steps.
-
-    Args:
-        tallies: receive what does not hold.
 
     Attributes:
         batch_varies: whether batches should differ; None if that was not declared.
@@ -93,7 +89,6 @@ class Expectations:
             self.begin(planner)
 
     def begin(self, planner: Planner) -> None:
-        """Look at the model from now on."""
         self._planner = planner
         self._handles.remove()
         inventory = planner.inventory
@@ -103,7 +98,6 @@ class Expectations:
                 self._handles.of_module(each.register_forward_hook(ModuleHook(self._called, name, wanted)))
 
     def end(self) -> None:
-        """Take the hooks away."""
         self._handles.remove()
         self._planner = None
 
@@ -114,12 +108,7 @@ class Expectations:
                 return
 
     def look(self, owned: Callable[[], set[int]], gradients: StatsTable | None) -> None:
-        """Look at the parameters after a monitored step.
-
-        Args:
-            owned: gives the ids of the tensors that optimizers have.
-            gradients: those of the step.
-        """
+        """Look at the parameters after a monitored step."""
         inventory = None if self._planner is None else self._planner.inventory
         if inventory is None or self._planner is None:
             return
@@ -189,11 +178,7 @@ _IN_TURN = 3
 
 
 class HiddenParameters:
-    """Those of one model, held weakly.
-
-    Args:
-        module: the watched model.
-    """
+    """Those of one model, held weakly."""
 
     def __init__(self, module: nn.Module) -> None:
         registered = {id(tensor) for tensor in (*module.parameters(), *module.buffers())} | {
@@ -306,7 +291,6 @@ class MadeInForward:
         self._in_turn = 0
 
     def begin(self, module: nn.Module) -> None:
-        """A forward of ``module`` begins."""
         self.end()
         token = object()
         _running[token] = threading.get_ident(), {id(each) for each in module.modules()}, self._made
@@ -349,14 +333,9 @@ def has_modes(module: nn.Module) -> bool:
     return False
 
 
-def in_evaluation(module: nn.Module) -> bool:
-    """Whether the whole model is in evaluation mode; a part alone may be there on purpose."""
-    return not any(each.training for each in module.modules())
-
-
 def check_settings(module: nn.Module, tallies: Tallies) -> None:
-    """Settings of modules, once."""
-    high = [(name, float(each.p)) for name, each in _dropouts(module) if each.p >= _DROPPED]
+    dropouts = [(name, each) for name, each in module.named_modules() if isinstance(each, _DropoutNd)]
+    high = [(name, float(each.p)) for name, each in dropouts if each.p >= _DROPPED]
     if high:
         tallies.seen("dropout-high", where=tuple(name for name, _ in high), evidence={"share dropped": max(p for _, p in high)})
     still = [
@@ -367,12 +346,6 @@ def check_settings(module: nn.Module, tallies: Tallies) -> None:
     ]
     if still:
         tallies.seen("batch-norm-frozen", where=tuple(name for name, _ in still), evidence={"momentum": min(m for _, m in still)})
-
-
-def _dropouts(module: nn.Module) -> Iterator[tuple[str, _DropoutNd]]:
-    for name, each in module.named_modules():
-        if isinstance(each, _DropoutNd):
-            yield name, each
 
 
 # --- The optimizers: what each group trains and with which settings, and settings that cannot be meant ---
@@ -421,7 +394,6 @@ def card(optimizers: Sequence[Optimizer], names: Mapping[int, Any]) -> list[dict
     """One entry for each group: class and number of the optimizer, settings, and names of the parameters that the model has.
 
     Args:
-        optimizers: in the order of their steps.
         names: of the model's parameters, by id.
     """
     groups = []
@@ -445,7 +417,6 @@ def _plain(value: Any) -> Any:
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], tallies: Tallies) -> None:
-    """Settings that cannot be meant."""
     for optimizer in optimizers:
         for number, group in enumerate(optimizer.param_groups):
             betas = _plain(group.get("betas"))
@@ -495,7 +466,6 @@ class SharedParameters:
             self._tallies.retract(_RULE)
 
     def end(self) -> None:
-        """Take all hooks away."""
         for turns in self._turns.values():
             turns.end()
         self._turns, self.exist = {}, False
@@ -535,21 +505,14 @@ _EARLY = (2, 8, 32)
 _AGAIN = 16
 
 
-class SetupCheck(Plugin):
-    """Looks at modules and optimizers when they are attached, and at few things in monitored steps; it measures nothing.
-
-    Args:
-        planner: knows the model.
-        complaints: receives a warning about each certain mistake.
-        note: writes facts about the run to the run directory.
-    """
+class SetupCheck(Check):
+    """Looks at modules and optimizers when they are attached, and at few things in monitored steps; it measures nothing."""
 
     name = "setup_check"
-    stops_on_failure = True
 
     def __init__(self, planner: Planner, complaints: WarningLog, note: Callable[..., None]) -> None:
         self._planner, self._note = planner, note
-        self.tallies = Tallies(complaints, lambda: self.context.step or 0, note, SETUP_MISTAKES, "setup")
+        super().__init__(complaints, note, SETUP_MISTAKES, "setup")
         self.expectations = Expectations(self.tallies)
         self._shared = SharedParameters(self.tallies)
         self._module: weakref.ref[nn.Module] | None = None
@@ -561,13 +524,11 @@ class SetupCheck(Plugin):
         self.frozen: list[str] = []
 
     def facts(self) -> list[LoopFinding]:
-        """What was found so far."""
         if self._shared.exist:
             self._shared.look(self.context.optimizers, self._names())
         return self.tallies.facts()
 
     def on_attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Look at what is there."""
         self._module, self._steps = weakref.ref(module), 0
         self.groups, self.frozen = self._cards(optimizers), self._frozen()
         self._note(optimizers=self.groups, frozen=self.frozen)
@@ -596,7 +557,6 @@ class SetupCheck(Plugin):
         return [] if inventory is None else [name for name in inventory.names if inventory.trainable.is_frozen(name)]
 
     def parts(self) -> list[TrainedPart]:
-        """What trains now."""
         inventory = self._planner.now()
         if inventory is None or self._module is None:
             return []
@@ -613,7 +573,7 @@ class SetupCheck(Plugin):
             return
         self._steps += 1
         if self._has_modes and not module.training:
-            if in_evaluation(module):
+            if not any(each.training for each in module.modules()):  # a part alone may be in evaluation mode on purpose
                 self.tallies.seen("eval-mode")
         elif not self.tallies.is_empty:
             self.tallies.missed("eval-mode")
@@ -642,7 +602,3 @@ class SetupCheck(Plugin):
         self._leave()
         self._hidden = self._module = None
         self.expectations.end()
-
-    def on_leave(self, last: int | None) -> None:
-        """Write the facts to the run directory, if they are new."""
-        self.tallies.write_facts()

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..core.errors import WarningLog
 from ..core.loop_mistakes import MISTAKES, LoopFinding, Mistake
+from ..step.plugin import Plugin
 
 #: Counts at which a fact is written to the run directory again.
 _WRITTEN = frozenset(factor * 10**power for power in range(9) for factor in (1, 3))
@@ -35,7 +36,6 @@ class Tally:
         return became
 
     def missed(self) -> None:
-        """Record that the mistake did not occur."""
         if not self.is_fact:
             self.count = 0
 
@@ -44,10 +44,6 @@ class Tallies:
     """All mistakes of one training.
 
     Args:
-        complaints: receives one warning about each fact.
-        step: returns the number of the current step.
-        note: writes facts about the run to the run directory.
-        mistakes: that can be seen, by their rules.
         part: the name of the facts in the run directory.
 
     Attributes:
@@ -111,7 +107,6 @@ class Tallies:
         self.is_empty = not self._tallies
 
     def is_fact(self, rule: str, key: object = None) -> bool:
-        """Whether the mistake is a fact."""
         tally = self._tallies.get((rule, key))
         return tally is not None and tally.is_fact
 
@@ -153,3 +148,18 @@ def _merged(one: LoopFinding, other: LoopFinding) -> LoopFinding:
     evidence = {**other.evidence, **one.evidence}
     first, last = min(one.first, other.first), max(one.last, other.last)
     return LoopFinding(one.rule, first, last, max(one.count, other.count), tuple(where), evidence)
+
+
+class Check(Plugin):
+    """A plugin that finds mistakes, and writes those that are facts to the run directory."""
+
+    stops_on_failure = True
+
+    def __init__(self, complaints: WarningLog, note: Callable[..., None], mistakes: Mapping[str, Mistake], part: str) -> None:
+        self.tallies = Tallies(complaints, lambda: self.context.step or 0, note, mistakes, part)
+
+    def facts(self) -> list[LoopFinding]:
+        return self.tallies.facts()
+
+    def on_leave(self, last: int | None) -> None:
+        self.tallies.write_facts()

@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from ..core.records import Metric, StepRecord
 from .active_step import ActiveStep, RecordedStep
-from .buffer import StepBuffer
 
 # --- What a monitor offers its plugins, and what it knows of an optimizer that is about to step ---
 
@@ -211,9 +210,6 @@ class Plugin:
     def on_forward(self) -> None:
         """The model is called in training."""
 
-    def before_forward(self, module: nn.Module) -> None:
-        """The model is called in training mode, perhaps without gradients, and a step begins with that or is about to."""
-
     def on_backward_ended(self) -> None:
         """A backward pass of a step that takes values is over."""
 
@@ -223,31 +219,10 @@ class Plugin:
     def on_optimizer_stepped(self, optimizer: Optimizer) -> None:
         """The optimizer has stepped."""
 
-    def on_optimizer_overflowed(self, optimizer: Optimizer) -> None:
-        """The GradScaler skipped the optimizer's step."""
-
-    def on_optimizers_lost(self) -> None:
-        """All attached optimizers were collected."""
-
-    def on_loss_scaled(self) -> None:
-        """The GradScaler has scaled a loss."""
-
-    def on_unscaling(self, optimizer: Optimizer) -> None:
-        """The GradScaler is about to unscale the gradients of the optimizer."""
-
-    def on_unscaled(self, optimizer: Optimizer) -> None:
-        """The GradScaler has unscaled them."""
-
-    def on_scaler_updated(self) -> None:
-        """The GradScaler has ended the attempt."""
-
     def on_pause(self, is_paused: bool) -> None:
         """What happens from now on is no training, or is training again; see :meth:`ModuleMonitor.no_monitor`."""
 
     # --- the step ------------------------------------------------------------------------------------------------------------
-
-    def before_step(self, step: int) -> None:
-        """``step`` is about to open; values may still be added to the last one."""
 
     def on_sealed(self, step: int) -> None:
         """``step`` is about to open; the last one takes no more values."""
@@ -261,9 +236,6 @@ class Plugin:
         Raises:
             SpikeError: training must stop.
         """
-
-    def on_skip(self, step: ActiveStep) -> None:
-        """A plugin decided to skip the step."""
 
     def after_attempt(self, step: ActiveStep, applied: bool) -> None:
         """All optimizers have been called; ``applied``: they changed the model."""
@@ -283,18 +255,6 @@ class Plugin:
     def on_step_closed(self, step: ActiveStep) -> None:
         """The step has closed. On a CPU its record is complete by now, elsewhere when a later step opens."""
 
-    def sees_alternation(self) -> bool:
-        """Whether the optimizers got gradients from different backward passes since they last stepped."""
-        return False
-
-    def overrules_scaler(self) -> bool:
-        """Whether a skipped step must leave the GradScaler's scale as it was although it found infinite gradients on this rank."""
-        return False
-
-    def is_stale(self, in_step: bool) -> bool:
-        """Whether the model was trained since an attached optimizer last stepped; ``in_step``: in a step in which none has stepped."""
-        return False
-
     # --- records -------------------------------------------------------------------------------------------------------------
 
     def on_record(self, record: StepRecord) -> None:
@@ -303,25 +263,10 @@ class Plugin:
     def on_alert(self, step: int) -> None:
         """A spike of ``step``, or a series of overflowed steps that ends with it, is worth a look at more."""
 
-    def on_detail_changed(self, is_back: bool) -> None:
-        """See :meth:`PluginContext.detail_changed`."""
-
-    def late_buffer(self, step: int | None) -> StepBuffer | None:
-        """The buffer for late values of ``step`` where this plugin keeps that step; None where it does not."""
-        return None
-
-    def tag_late(self, step: int | None, tags: Mapping[str, Any]) -> bool:
-        """Late facts about ``step``; whether this plugin keeps that step."""
-        return False
-
     # --- the run -------------------------------------------------------------------------------------------------------------
 
     def on_rewind(self, step: int) -> None:
         """The run goes back to ``step``: later ones are of another branch."""
-
-    def rest(self) -> Sequence[StepRecord]:
-        """Records that are still to be written when the run ends."""
-        return ()
 
     def on_leave(self, last: int | None) -> None:
         """The monitor leaves the run, or the run ends, with step ``last``."""

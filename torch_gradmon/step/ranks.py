@@ -34,6 +34,14 @@ def is_dtensor(tensor: Tensor) -> bool:
     return type(tensor) not in PLAIN and hasattr(tensor, "_local_tensor") and hasattr(tensor, "placements")
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """What of a DTensor is on this rank; a plain tensor itself."""
+    if not is_dtensor(tensor):
+        return tensor
+    part: Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return part.wait() if hasattr(part, "wait") else part  # the result of an asynchronous collective
+
+
 def digest_of(value: object) -> str:
     """16 characters that are equal on two ranks if their values are, by ``repr``: for what is too long to be sent or to be a key."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]

@@ -133,7 +133,6 @@ class Origin:
 
 
 def origin_of(output: Tensor) -> Origin:
-    """What this output, which has a graph, was made by."""
     node = output.grad_fn
     bounds = next((bounds for operations, bounds in _BOUNDED if is_made_by(node, operations, is_exact=True)), None)
     return Origin(is_made_by(node, _RECTIFIES), bounds)
@@ -172,7 +171,6 @@ def facts_of(sample: Tensor, gradient: Tensor) -> Tensor | None:
 
     Args:
         sample: see :func:`sample_of`.
-        gradient: of the whole output.
     """
     z, every = sample.double(), rows_of(gradient)
     g = looked_at(every).double()
@@ -377,7 +375,6 @@ def share_of_own(ids: Tensor, gradient: Tensor) -> Tensor | None:
 
 
 def judge(shares: list[float], tallies: Tallies) -> None:
-    """Report what is odd about one batch."""
     rules = (_OF_OUTPUT,) if len(shares) == 1 else _RULES
     for (rule, fault, words), share in zip(rules, shares, strict=True):
         if not math.isnan(share):
@@ -413,7 +410,7 @@ def _share_of_next(ids: Tensor, labels: Tensor, counts: Tensor) -> Tensor:
 
 
 #: Rows of a batch, and heads, before labels are judged.
-_ROWS, _TARGETS_FEWEST = 8, 5
+_ROWS, _FEWEST_HEADS = 8, 5
 #: Rows that may have a property by chance.
 _FEW = 4
 #: Share of heads whose batch has one label, if the data are sorted.
@@ -437,9 +434,6 @@ _PER_CLASS = 4
 
 class Targets:
     """Collects heads.
-
-    Args:
-        tallies: receive mistakes.
 
     Attributes:
         chance: the loss of the best constant answer by ``"loss"``, and from how many ``"examples"`` it is known; of a mean square also
@@ -477,10 +471,7 @@ class Targets:
             self._judge_scale(head, micro_batches)
 
     def _count(self, rule: str, is_so: bool, **evidence: float) -> None:
-        if is_so:
-            self._tallies.seen(rule, evidence=evidence)
-        elif not self._tallies.is_empty:
-            self._tallies.missed(rule)
+        self._tallies.check(rule, None, is_so, "", **evidence)
 
     def _add_labels(self, head: Head, forwards: int) -> None:
         if not head.labels or sum(head.labels) < 2:
@@ -490,7 +481,7 @@ class Targets:
         self._labels = [a + b for a, b in zip(self._labels, head.labels, strict=True)]
         self._of_one_label += _has_one_label(head)
         seen = [each for each in self._heads if each.labels]
-        if forwards > 1 or len(seen) < _TARGETS_FEWEST or self._of_one_label < _MOSTLY * len(seen):
+        if forwards > 1 or len(seen) < _FEWEST_HEADS or self._of_one_label < _MOSTLY * len(seen):
             return
         rule = "labels-not-mixed" if sum(count > 0 for count in self._labels) > 1 else "labels-constant"
         self._tallies.seen(rule, evidence={"batches of one class": float(self._of_one_label), "of": float(len(seen))})

@@ -19,14 +19,13 @@ from ...capture.loss_graph import OUTPUT, losses_going_backward, nodes_of, notes
 from ...capture.module_values import tensors_of
 from ...core.errors import WarningLog
 from ...core.keys import SUMMARY, Key
-from ...core.loop_mistakes import EXPECTATION, NON_FINITE_INPUT, SETUP_MISTAKES, LoopFinding
+from ...core.loop_mistakes import EXPECTATION, NON_FINITE_INPUT, SETUP_MISTAKES
 from ...core.records import StepRecord, loss_in
 from ...core.torch_modes import outside_dispatch_modes, will_run
 from ...statistics.fingerprint import fingerprints, packed, unpacked
 from ...step.active_step import ActiveStep
-from ...step.plugin import Plugin
 from ..setup_check import Expectations, MadeInForward, has_modes
-from ..tallies import Tallies
+from ..tallies import Check, Tallies
 from .head import (
     Origin,
     Targets,
@@ -70,9 +69,6 @@ class Acting:
     It also looks for an opponent: another model that trains through this one, between the steps of this one. If that is watched, too, it
     gets a note.
 
-    Args:
-        note: writes facts about the run to the run directory.
-
     Attributes:
         is_so: the data depend on the model, as far as is known.
     """
@@ -90,7 +86,6 @@ class Acting:
     @torch.inference_mode(False)
     @torch.no_grad()
     def called(self, tensors: Sequence[Tensor]) -> None:
-        """The model is called without gradients, in inference mode perhaps."""
         data = _rows(tensors)
         if data is None or 2 * len(data) >= max(self._batch, 2) or (self._kept is not None and self._kept.device != data.device):
             return
@@ -127,7 +122,6 @@ class Acting:
         return torch.stack([counts[0], acted, at_once, counts[1], again])
 
     def made(self, output: Tensor) -> None:
-        """The model made this output, which has a graph."""
         if output.grad_fn is not None:
             notes_of(output.grad_fn)[OUTPUT] = weakref.ref(self)
 
@@ -136,7 +130,7 @@ class Acting:
         with a gradient, as adversarial ones do.
         """
         nodes = list(nodes_of([data], OUTPUT))
-        makers = [maker for node in nodes if (maker := notes_of(node).get(OUTPUT, _nothing)()) is not None]
+        makers = [maker for node in nodes if (maker := notes_of(node).get(OUTPUT, _nobody)()) is not None]
         if not makers and not any(isinstance(getattr(node, "variable", None), nn.Parameter) for node in nodes):
             return False
         self._through += 1
@@ -169,10 +163,6 @@ class Acting:
             self._note(acts=is_so)
 
 
-def _nothing() -> None:
-    """Of a node without a note."""
-
-
 def _rows(tensors: Sequence[Tensor]) -> Tensor | None:
     """The first input of floating point as ``[rows, elements]``; of images, a row is an image."""
     first = next((tensor for tensor in tensors if torch.is_floating_point(tensor) and tensor.ndim), None)
@@ -201,7 +191,7 @@ Role = tuple[tuple[int, int], str]
 #: The least share of answers that a pass pushes one way, of those that it pushes at all.
 _ALIKE = 0.95
 #: The fewest steps in which both push clearly, and their least share of those in which both push at all.
-_PLAYERS_FEWEST, _CLEAR = 8, 0.75
+_FEWEST_PUSHES, _CLEAR = 8, 0.75
 #: The largest deviation of a gradient from the order of its answers, over the largest gradient: its rounding.
 _ROUNDING = 1e-3
 #: Two losses have one goal if the two differ by at most this share of the way to it: labels of 0.9 and 1 do, by a fifth.
@@ -233,7 +223,6 @@ def made(maker: nn.Module, result: object) -> None:
 
 
 def is_made(data: Tensor) -> bool:
-    """Whether a followed network has made it."""
     return data.untyped_storage() in _makers
 
 
@@ -248,7 +237,7 @@ def role_of(called: nn.Module, tensors: Sequence[Tensor], answers: Tensor) -> Ro
 
 
 def _nobody() -> None:
-    """The maker of data."""
+    """The maker of what no followed network has made."""
 
 
 class Answers:
@@ -256,7 +245,7 @@ class Answers:
 
     Args:
         answers: is copied, since the loop may write to it.
-        keep: gets what :func:`judge_push` takes, of the first pass that comes back.
+        keep: gets what :meth:`Players.add` takes, of the first pass that comes back.
     """
 
     def __init__(self, answers: Tensor, keep: Callable[[Tensor], object]) -> None:
@@ -291,9 +280,6 @@ class Players:
 
     Of a game, the one that answers lowers what the other one raises, in every loss of it: of logits, hinges, distances, squares. What is
     pushed to a goal of each row, as a value is that a critic learns, is no game: its gradients do not follow the order of the answers.
-
-    Args:
-        tallies: receive the finding.
     """
 
     def __init__(self, tallies: Tallies) -> None:
@@ -313,7 +299,7 @@ class Players:
         self._differ |= one != other or not _have_one_goal(answers, makes)
         if self._differ:
             self._tallies.retract(RULE)
-        elif self._clear >= max(_PLAYERS_FEWEST, _CLEAR * self._both):
+        elif self._clear >= max(_FEWEST_PUSHES, _CLEAR * self._both):
             self._tallies.seen(RULE, step=step, evidence={"steps": float(self._clear)})
 
 
@@ -337,9 +323,6 @@ class Passes:
 
     A sum ends where its gradients are dropped or written to, as a clear does; no value is read. One ends as well where the parameters
     move: by an optimizer that has used it, or by sharpness-aware minimisation.
-
-    Args:
-        module: held weakly.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -361,7 +344,6 @@ class Passes:
         return module is not None and any(_is_reached(parameter) for parameter in module.parameters() if parameter.requires_grad)
 
     def was_cleared(self) -> bool:
-        """Whether the sum was cleared since the last pass, and not used."""
         if self._sum is None:
             return False
         place, value_version, gradient, version = self._sum
@@ -378,9 +360,6 @@ class Passes:
 
     def began(self, calls: int) -> bool:
         """Count the running pass once, unless there was no forward since the last one: several may follow a single forward.
-
-        Args:
-            calls: of the module so far.
 
         Returns:
             Whether the pass is new, so that its end has to be seen.
@@ -474,7 +453,6 @@ class Batches:
     """The fingerprints of the last batches, and what follows from them.
 
     Args:
-        tallies: receive what is odd.
         part: the name of the part of the model that gets them; empty for all of it.
     """
 
@@ -483,7 +461,6 @@ class Batches:
         self._seen: list[int] = []
 
     def add(self, fingerprint: int) -> None:
-        """One more batch."""
         self._seen.append(fingerprint)
 
     @property
@@ -509,7 +486,6 @@ class Batches:
             self._tallies.seen(EXPECTATION, "batch", ("batches that vary",), {"different ones": float(len(set(self._seen)))})
 
     def looked(self, mean: float, rms: float, apart: float) -> None:
-        """Report what the first input of one batch looks like."""
         self._count("constant-input", apart == 0, **{"largest difference between rows": 0.0})
         deviation = math.sqrt(max(rms**2 - mean**2, 0.0))
         off = abs(mean) / deviation if deviation else 0.0
@@ -517,18 +493,10 @@ class Batches:
         self._count("inputs-not-normalised", is_far, **{"mean": mean, "standard deviation": deviation})
 
     def spoiled(self, step: int) -> None:
-        """Report NaN or Inf in the batch of a step."""
-        self._tallies.seen(NON_FINITE_INPUT, self._part or None, self._where, step=step)
+        self._tallies.seen(NON_FINITE_INPUT, self._part or None, (self._part,) if self._part else (), step=step)
 
     def _count(self, rule: str, is_so: bool, **evidence: float) -> None:
-        if is_so:
-            self._tallies.seen(rule, self._part or None, self._where, evidence)
-        elif not self._tallies.is_empty:
-            self._tallies.missed(rule, self._part or None)
-
-    @property
-    def _where(self) -> tuple[str, ...]:
-        return (self._part,) if self._part else ()
+        self._tallies.check(rule, self._part or None, is_so, self._part, **evidence)
 
 
 # --- The check of the data: looks at the first batches, and at what comes back to the model's output ---
@@ -545,14 +513,13 @@ class _Look:
     """What is known of one step.
 
     Args:
-        step: its number.
         has_head: the output is looked at, too.
 
     Attributes:
         calls: number of forwards of the step by the module's identity.
         in_training: the identities of those that were called in training mode.
         passes: backward passes by the same.
-        tokens: that the first forward of a language model got, see :func:`.arguments.tokens_of`.
+        tokens: that the first forward of a language model got, see :func:`tokens_of`.
         output: what the output was made by, from which the first gradient came back that is in the sum of the step.
         found: numbers on their device.
     """
@@ -588,10 +555,6 @@ class _Look:
         self.found[f"fingerprint{part}"] = packed(fingerprints(list(map(sampled, tensors))))
         if self.has_head and (look := look_of(inputs)) is not None:
             self.found[f"look{part}"] = look
-
-    def has_batch(self, part: str) -> bool:
-        """Whether one of this part was looked at."""
-        return f"fingerprint{part}" in self.found
 
     def takes_sample(self, module: int) -> bool:
         """Whether the gradient of an output that ``module`` has just made will be looked at."""
@@ -629,8 +592,6 @@ class _Part:
     """A module that the loop calls: the model, or in a container without a forward one of those in it.
 
     Attributes:
-        name: of the module in the model.
-        batches: that it got.
         has_modes: it is trained, and behaves otherwise in evaluation mode.
     """
 
@@ -639,26 +600,22 @@ class _Part:
         self.has_modes = any(id(parameter) in owned for parameter in module.parameters()) and has_modes(module)
 
 
-class DataCheck(Plugin):
+class DataCheck(Check):
     """Looks at the first batches of a training, in STEPS monitored steps of the first SPAN, and then takes its hooks away.
 
     Args:
         every: steps from one monitored step to the next.
-        expectations: what the user has declared.
-        complaints: receives a warning about each certain mistake.
-        note: writes facts about the run to the run directory.
     """
 
     name = "data_check"
-    stops_on_failure = True
 
     def __init__(self, every: int, expectations: Expectations, complaints: WarningLog, note: Callable[..., None]) -> None:
         self._every, self._expectations, self._note = every, expectations, note
-        self._tallies = Tallies(complaints, lambda: self.context.step or 0, note, SETUP_MISTAKES, "data")
-        self._targets = Targets(self._tallies)
+        super().__init__(complaints, note, SETUP_MISTAKES, "data")
+        self._targets = Targets(self.tallies)
         self._parts: dict[int, _Part] = {}  # by the module's identity
         self._root: weakref.ref[nn.Module] | None = None
-        self._acting, self._new_layers, self._players = Acting(note), MadeInForward(), Players(self._tallies)
+        self._acting, self._new_layers, self._players = Acting(note), MadeInForward(), Players(self.tallies)
         self._pushes: dict[Role, Tensor] = {}  # since the last step
         self._handles = Handles()
         self._networks: list[Network] = []  # that have hooks
@@ -669,13 +626,8 @@ class DataCheck(Plugin):
         self._open: dict[int, _Look] = {}  # of steps whose record is still to come
         self._is_paused, self._has_root = False, True
 
-    def facts(self) -> list[LoopFinding]:
-        """What was found so far."""
-        return self._tallies.facts()
-
     @property
     def acts(self) -> bool:
-        """Whether the data depend on the model."""
         return self._acting.is_so
 
     @property
@@ -687,14 +639,14 @@ class DataCheck(Plugin):
         """Begin to look, unless a compiler would have to trace the hooks."""
         self.on_detach()
         self._looked, self._last = 0, None
-        self._tallies.write_facts(begins=True)
+        self.tallies.write_facts(begins=True)
         self._has_root, self._root = _has_forward(module), weakref.ref(module)
         owned = {id(parameter) for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]}
         self._parts = {}
         for name, called in _called_modules(module):
             if id(called) in self._parts:
                 continue
-            self._parts[id(called)] = _Part(name, called, self._tallies, owned)
+            self._parts[id(called)] = _Part(name, called, self.tallies, owned)
             is_compiled = hasattr(called, "_orig_mod") or getattr(called, "_compiled_call_impl", None) is not None
             if takes_hooks(called) and not is_compiled:
                 self._handles.of_module(called.register_forward_pre_hook(ModuleHook(self._called), with_kwargs=True))
@@ -706,7 +658,6 @@ class DataCheck(Plugin):
         self._is_paused = is_paused
 
     def on_detach(self) -> None:
-        """Take the hooks away."""
         self._remove_hooks()
         self._new_layers.end()
         self._look = None
@@ -716,10 +667,6 @@ class DataCheck(Plugin):
         self._handles.remove()
         self._networks.clear()
         self._pushes = {}
-
-    def on_leave(self, last: int | None) -> None:
-        """Write the facts to the run directory, if they are new."""
-        self._tallies.write_facts()
 
     # --- hooks ---------------------------------------------------------------------------------------------------------------
 
@@ -742,7 +689,7 @@ class DataCheck(Plugin):
         if (look := self._look) is not None:
             if not self._has_root and module.training:
                 look.in_training.add(id(module))
-            if not self._has_root and not look.has_batch(name := self._parts[id(module)].name):
+            if not self._has_root and f"fingerprint{(name := self._parts[id(module)].name)}" not in look.found:
                 self.context.call(self._part_called, look, module, name, args, kwargs)
             look.calls[id(module)] += 1
 
@@ -776,9 +723,7 @@ class DataCheck(Plugin):
 
     def _returned(self, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         if made := self._new_layers.end():
-            self.context.call(
-                self._tallies.seen, "unregistered-parameters", None, (), {"tensors made anew in each forward": made}
-            )
+            self.context.call(self.tallies.seen, "unregistered-parameters", None, (), {"tensors made anew in each forward": made})
         look = self._look
         if self._is_paused or torch._C._functorch.peek_interpreter_stack() is not None:  # a transformation within the step
             return
@@ -793,7 +738,7 @@ class DataCheck(Plugin):
             return
         if role not in self._pushes:  # the first of a step is enough
             waiting = Answers(answers, functools.partial(self._pushes.setdefault, role))
-            answers.register_hook(_Push(self, waiting))  # type: ignore[no-untyped-call]
+            answers.register_hook(Hook(self.context.call, _came_back, waiting))  # type: ignore[no-untyped-call]
 
     def _follow(self, look: _Look, module: nn.Module, result: Any) -> None:
         if (output := output_of(result)) is None:
@@ -805,12 +750,11 @@ class DataCheck(Plugin):
         sample = sample_of(output) if look.takes_sample(id(module)) else None
         origin = Origin() if sample is None else origin_of(output)
         tokens, look.tokens = look.tokens, None
-        output.register_hook(_Return(self, look, id(module), origin, sample, tokens))  # type: ignore[no-untyped-call]
+        output.register_hook(Hook(self.context.call, self.came_back, look, id(module), origin, sample, tokens))  # type: ignore[no-untyped-call]
 
     def came_back(
         self, look: _Look, module: int, output: Origin, sample: Tensor | None, tokens: Tensor | None, gradient: Tensor
     ) -> None:
-        """A gradient came back to an output of a step."""
         if tokens is not None and type(gradient) is Tensor and (share := share_of_own(tokens, gradient)) is not None:
             look.found["own"] = share
         is_summed = look.passes[module].accumulates()
@@ -824,7 +768,6 @@ class DataCheck(Plugin):
     # --- steps ---------------------------------------------------------------------------------------------------------------
 
     def on_step_closing(self, step: ActiveStep) -> None:
-        """Send what was seen in a monitored step to the host."""
         look, self._look = self._look, None
         if self._pushes and step.is_monitored and step.buffer is not None:
             pushes, self._pushes = self._pushes, {}
@@ -851,7 +794,7 @@ class DataCheck(Plugin):
         )
         for shares in (arguments, own):
             if shares is not None:
-                judge(shares.tolist(), self._tallies)
+                judge(shares.tolist(), self.tallies)
         for module, part in self._parts.items():
             self._judge_batch(part, record)
             if part.has_modes and not self._has_root and seen.calls[module]:
@@ -868,8 +811,8 @@ class DataCheck(Plugin):
                 self._targets.add(head, forwards, seen.micro_batches, self.context.scaler is not None, seen.output)
             if self.chance != known:
                 self._note(chance=self.chance)
-        if not self._tallies.is_empty and any(part.batches.is_repeated for part in self._parts.values()):
-            self._tallies.retract("labels-constant")  # one example, or one goal for all of them, is all there is
+        if not self.tallies.is_empty and any(part.batches.is_repeated for part in self._parts.values()):
+            self.tallies.retract("labels-constant")  # one example, or one goal for all of them, is all there is
 
     def _judge_batch(self, part: _Part, record: StepRecord) -> None:
         fingerprint, look, sums = (
@@ -887,14 +830,10 @@ class DataCheck(Plugin):
     def _judge_mode(self, name: str, in_training: bool) -> None:
         """That of one part of several; the setup check has that of the whole model."""
         root = None if self._root is None else self._root()
-        if not in_training and root is not None and root.training:
-            self._tallies.seen("eval-mode", name, (name,))
-        elif not self._tallies.is_empty:
-            self._tallies.missed("eval-mode", name)
+        self.tallies.check("eval-mode", name, not in_training and root is not None and root.training, name)
 
 
 def _is_spoiled(record: StepRecord) -> bool:
-    """Whether the gradients of a step are NaN or infinite."""
     norm = record.values.get(Key(SUMMARY, "", "grad_norm"))
     return norm is not None and not math.isfinite(norm)
 
@@ -913,22 +852,7 @@ def _called_modules(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn
             yield from _called_modules(part, f"{name}.{own}" if name else own)
 
 
-class _Return(Hook):
-    """Gives the gradient of an output to the check."""
-
-    def __init__(
-        self, check: DataCheck, look: _Look, module: int, output: Origin, sample: Tensor | None, tokens: Tensor | None
-    ) -> None:
-        super().__init__(check.context.call, check.came_back, look, module, output, sample, tokens)
-
-
-class _Push(Hook):
-    """Gives the gradient of answers to what waits for it, unless it is one of a penalty, which has a graph."""
-
-    def __init__(self, check: DataCheck, waiting: Answers) -> None:
-        super().__init__(check.context.call, _came_back, waiting)
-
-
 def _came_back(waiting: Answers, gradient: Tensor) -> None:
+    """Of a loss, not of a penalty, whose gradient has a graph."""
     if not torch.is_grad_enabled():
         waiting.came_back(gradient)

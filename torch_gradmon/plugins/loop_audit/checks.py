@@ -27,7 +27,7 @@ from ...capture.loss_graph import (
 )
 from ...core.loop_mistakes import MISTAKES
 from ...step.model_index import FsdpParameterRef, ModelIndex, Place
-from ...step.ranks import is_dtensor
+from ...step.ranks import local_part
 from ..tallies import Tallies
 
 if TYPE_CHECKING:
@@ -92,28 +92,6 @@ class Interval:
             self.carried = False
             self.writes += is_alone
 
-    def accumulated_unknown(self) -> None:
-        """Count an accumulation to a gradient that cannot be followed."""
-        self.fired += 1
-        self.doubtful = True
-
-    def exchanged(self) -> None:
-        """Count an exchange between ranks."""
-        self.synced += 1
-
-    def sum_dropped(self) -> None:
-        """Forget the exchanges of a sum that the loop has dropped; the next one starts from zero."""
-        if self.fired:
-            self.synced = 0
-
-    def pause(self) -> None:
-        """Record a backward pass outside training."""
-        self.doubtful = self.is_paused = True
-
-    def touch(self) -> None:
-        """Record a write before the step."""
-        self.touched = True
-
     def cleared(self, clears: bool) -> int:
         """The number of sums of gradients that were cleared. ``clears``: writes set them to zero."""
         return self.drops + (self.writes if clears else 0)
@@ -124,8 +102,6 @@ class Probe:
 
     Args:
         name: of the parameter in findings; empty if they need none.
-        place: a reference to it.
-        parameter: the parameter; it is not held.
 
     Attributes:
         gradient: the gradient at the last observation, held; None without one or if it is not plain.
@@ -149,7 +125,6 @@ class Probe:
         return isinstance(self.place, FsdpParameterRef) and self.place.is_offloaded
 
     def forget(self) -> None:
-        """Drop the history."""
         self.interval = Interval()
         self.gradient = self._last = None
 
@@ -158,11 +133,12 @@ class Probe:
         gradient, before = parameter.grad, self.gradient
         self.has_fired = True
         if self.is_sharded:
-            if gradient is not self._last:
-                self.interval.sum_dropped()
+            if gradient is not self._last and self.interval.fired:
+                self.interval.synced = 0  # the loop has dropped the sum; the next one starts from zero
             self._last = _held(gradient)
         if gradient is None or not is_plain(gradient):
-            self.interval.accumulated_unknown()
+            self.interval.fired += 1
+            self.interval.doubtful = True
             self.gradient = None
             return
         is_same, value_version = gradient is before, parameter._version
@@ -191,7 +167,7 @@ class Probe:
         """The gradient before the optimizer's step. Notes whether it was written to since the last accumulation."""
         gradient = parameter.grad
         if gradient is not None and gradient is self.gradient and self.interval.fired and gradient._version != self.version:
-            self.interval.touch()
+            self.interval.touched = True
         return gradient
 
     def stepped(self, parameter: Tensor | None) -> None:
@@ -223,21 +199,19 @@ class ScalerChecks:
     """Judges the order of one optimizer's gradients and the calls of its GradScaler.
 
     Args:
-        tallies: receive the findings.
-        key: the optimizer's key there.
+        is_alone: no other optimizer is attached, for which a loss may be scaled in between.
 
     Attributes:
         is_active: the scaler was called in this attempt.
         is_unscaled: it has unscaled the gradients.
     """
 
-    def __init__(self, tallies: Tallies, key: int) -> None:
-        self._tallies, self._key = tallies, key
+    def __init__(self, tallies: Tallies, key: int, is_alone: bool) -> None:
+        self._tallies, self._key, self._is_alone = tallies, key, is_alone
         self._clip = ScaledClip()
         self.is_active = self.is_unscaled = self._is_scaled_since = self._is_mixed = False
 
     def loss_scaled(self) -> None:
-        """Record that a loss was scaled."""
         self.is_active = self._is_scaled_since = True
 
     def accumulated_unscaled(self) -> None:
@@ -245,7 +219,6 @@ class ScalerChecks:
         self._is_mixed |= self._is_scaled_since
 
     def unscaling(self, parameter: Tensor, probe: Probe, optimizer: Optimizer) -> None:
-        """Judge the probe before the scaler unscales the optimizer's gradients."""
         interval = probe.interval
         if interval.doubtful or not interval.fired or parameter.grad is not probe.gradient:
             return
@@ -254,22 +227,17 @@ class ScalerChecks:
             self._tallies.check("clipped-while-scaled", self._key, interval.touched, probe.name)
 
     def unscaled(self) -> None:
-        """Record that the gradients are unscaled."""
         self.is_active = self.is_unscaled = True
         self._is_scaled_since = False
 
-    def step_ended(self, probe: Probe | None, is_alone: bool) -> None:
-        """Judge the attempt after the optimizer's step, or after the scaler prevented it.
-
-        ``is_alone``: no other optimizer is attached, for which a loss may be scaled in between.
-        """
+    def step_ended(self, probe: Probe | None) -> None:
+        """Judge the attempt after the optimizer's step, or after the scaler prevented it."""
         if probe is not None and self.is_unscaled:
-            is_mixed = self._is_mixed or (is_alone and self._is_scaled_since)
+            is_mixed = self._is_mixed or (self._is_alone and self._is_scaled_since)
             self._tallies.check("backward-after-unscale", self._key, is_mixed, probe.name)
         self.end_attempt()
 
     def end_attempt(self) -> None:
-        """Forget the scaler's calls of this attempt."""
         self.is_active = self.is_unscaled = self._is_scaled_since = self._is_mixed = False
 
 
@@ -339,7 +307,6 @@ class GradientWrites:
 
     @property
     def needs_values(self) -> bool:
-        """Whether the values of gradients have to be read."""
         return self.is_unclear or self.is_doubtful
 
     def begin(self) -> bool:
@@ -414,7 +381,7 @@ def _factor(before: Tensor | None, after: Tensor, exact: float) -> float:
 
 #: Steps before losses are looked at, in a row where they have more accumulations than forwards; the number of backward passes in which
 #: these are, and how many have to be from an old loss.
-_STEPS, _LOSSES_LOOKS, _LOSSES_SAME = 5, 8, 3
+_STEPS, _LOSSES, _OLD_LOSSES = 5, 8, 3
 #: The most nodes of a loss that are visited.
 _NODES = 32
 #: Operations whose outputs lie between 0 and 1, and those that take logits.
@@ -436,33 +403,29 @@ class LossChecks:
     are equal for many targets.
 
     Args:
-        tallies: receive the findings.
-        key: the optimizer's key there.
+        is_alone: no other optimizer is attached, of whose losses the forwards may be.
 
     Attributes:
         is_looking: the losses of the next backward passes are looked at.
         is_idle: there are none to look at, and none went backward again and again.
     """
 
-    def __init__(self, tallies: Tallies, key: int) -> None:
+    def __init__(self, tallies: Tallies, key: int, is_alone: bool) -> None:
         self.is_looking = self.is_idle = False
-        self._tallies, self._key = tallies, key
+        self._tallies, self._key, self._is_alone = tallies, key, is_alone
         self._steps = self._counting = self._looks = self._same = 0
         self._mark, self._visited = f"torch_gradmon loss {id(self)}", f"torch_gradmon step {id(self)}"
 
-    def step_began(self, forwards: int, fired: int, is_alone: bool, name: str) -> None:
-        """Count the forwards and the accumulations since the last step; there were some of the latter.
-
-        ``is_alone``: no other optimizer is attached, of whose losses the forwards may be; ``name``: of the probe.
-        """
+    def step_began(self, forwards: int, fired: int, name: str) -> None:
+        """Count the forwards and the accumulations since the last step; there were some of the latter. ``name``: of the probe."""
         self._steps += 1
-        self._counting = self._counting + 1 if is_alone and forwards < fired else 0
+        self._counting = self._counting + 1 if self._is_alone and forwards < fired else 0
         if self._counting == _STEPS:
             self._looks = 0  # whatever earlier passes were
-        is_certain = is_alone and self._same >= _LOSSES_SAME
+        is_certain = self._is_alone and self._same >= _OLD_LOSSES
         self._tallies.check("backward-twice", self._key, is_certain, name)
-        self.is_looking = self._steps >= _STEPS and self._looks < _LOSSES_LOOKS and not is_certain
-        self.is_idle = self._looks >= _LOSSES_LOOKS and not is_certain
+        self.is_looking = self._steps >= _STEPS and self._looks < _LOSSES and not is_certain
+        self.is_idle = self._looks >= _LOSSES and not is_certain
 
     def accumulated(self, interval: Interval, parameters: Container[int]) -> None:
         """Look at the loss of the running backward pass. Synchronises only for one that gets what it cannot take.
@@ -470,7 +433,7 @@ class LossChecks:
         ``parameters``: the optimizer's, by id; what another network made may have a loss of its own.
         """
         self._looks += 1
-        self.is_looking = self._looks < _LOSSES_LOOKS and self._same < _LOSSES_SAME
+        self.is_looking = self._looks < _LOSSES and self._same < _OLD_LOSSES
         losses = losses_going_backward()
         terms = [node for loss in losses for node in _terms(loss)]
         nodes = nodes_to(losses, parameters)
@@ -537,20 +500,11 @@ _CLIPS = 4
 
 
 class StepChecks:
-    """Judges the steps of one optimizer.
+    """Judges the steps of one optimizer."""
 
-    Args:
-        tallies: receive the findings.
-        key: the optimizer's key there.
-
-    Attributes:
-        writes: the loop's writes to its gradients.
-        losses: those that go backward to its parameters.
-    """
-
-    def __init__(self, tallies: Tallies, key: int) -> None:
-        self.writes, self.losses = GradientWrites(), LossChecks(tallies, key)
-        self._tallies, self._key = tallies, key
+    def __init__(self, tallies: Tallies, key: int, is_alone: bool) -> None:
+        self.writes, self.losses = GradientWrites(), LossChecks(tallies, key, is_alone)
+        self._tallies, self._key, self._is_alone = tallies, key, is_alone
         self._before: Tensor | None = None
         self._is_repeated = False  # the last step had the gradient of the one before
         self._futile = 0  # steps in a row without any gradient, though the model was called
@@ -566,20 +520,9 @@ class StepChecks:
             is_clip = dropped is not None and interval.late <= _CLIPS and self.writes.is_late_clip(dropped)
             self._tallies.check("clip-after-step", self._key, is_clip, probe.name)
 
-    @property
-    def needs_values(self) -> bool:
-        """Whether the values of gradients have to be read."""
-        return self.writes.needs_values
-
-    def step_with_gradient(self, probe: Probe, gradient: Tensor, optimizer: Optimizer, forwards: int, is_alone: bool) -> None:
-        """Judge the probe, whose parameter has ``gradient``, before the optimizer's step.
-
-        Args:
-            probe: of its optimizer.
-            gradient: of the probe.
-            optimizer: that is about to step.
-            forwards: number of training forwards since the last step of any optimizer.
-            is_alone: no other optimizer is attached, whose forwards they may be.
+    def step_with_gradient(self, probe: Probe, gradient: Tensor, forwards: int) -> None:
+        """Judge the probe, whose parameter has ``gradient``, before the optimizer's step, after this number of training forwards since
+        the last step of any optimizer.
         """
         tallies, key, seen = self._tallies, self._key, probe.interval
         self._is_called()
@@ -589,7 +532,7 @@ class StepChecks:
             if self._with > count:  # the steps before pretrained another part, or waited for data
                 tallies.retract("step-without-gradients", key)
         if seen.fired and (seen.fired != forwards or not self.losses.is_idle):
-            self.losses.step_began(forwards, seen.fired, is_alone, probe.name)
+            self.losses.step_began(forwards, seen.fired, probe.name)
         if tallies.is_empty and seen.fired and not (seen.carried or seen.drops or seen.writes or seen.synced > 1):
             self._is_repeated = False  # the usual case: no finding so far, and none now
             return
@@ -631,10 +574,9 @@ class StepChecks:
         if is_cleared and not self._attacks and tallies.count(rule, key) and not tallies.is_fact(rule, key):
             self._attacks = reaches_input(losses_going_backward())
 
-    def step_without_gradient(self, probe: Probe, optimizer: Optimizer, forwards: int, is_alone: bool) -> bool:
-        """Judge a probe without a gradient before the optimizer's step. Returns whether other parameters have one.
-
-        ``forwards``, ``is_alone``: as above; it may be the turn of another optimizer.
+    def step_without_gradient(self, probe: Probe, optimizer: Optimizer, forwards: int) -> bool:
+        """Judge a probe without a gradient before the optimizer's step. Returns whether other parameters have one: it may be the turn of
+        another optimizer.
         """
         if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
             self._is_called()
@@ -642,7 +584,7 @@ class StepChecks:
             return True
         if forwards or probe.has_fired:
             self._is_called()
-        if is_alone and type(optimizer).__module__.startswith("torch.optim."):
+        if self._is_alone and type(optimizer).__module__.startswith("torch.optim."):
             self._futile += _WITH_FORWARD if forwards else 1
             if self._is_elsewhere and self._futile == _ELSEWHERE:
                 self._tallies.seen("another-model-trained", self._key, evidence={"steps": float(_ELSEWHERE)})
@@ -672,7 +614,7 @@ class StepChecks:
 #: move the parameters within a step do so less often.
 _PASSES = 5
 #: The approximate number of elements of each parameter that are compared.
-_UNATTACHED_UPDATES_COMPARED = 4096
+_SAMPLED = 4096
 #: The number of gradients cleared without a step that rules out a mere inspection before training.
 _CLEARED = 30
 #: The number of backward passes after which a few cleared sums are proof, too.
@@ -685,15 +627,11 @@ class UnattachedUpdates:
     """Counts backward passes since the optimizer's last step, and how often its parameters changed before one."""
 
     def __init__(self) -> None:
-        self._places: Sequence[Place] = ()
+        self.places: Sequence[Place] = ()  # parameters of the optimizer, which are compared
         self.passes = self._moves = self._looks = 0
         self._most = 1  # passes between two steps so far
         self._is_certain = False
         self._samples: list[_Sample] = []
-
-    def compare(self, places: Sequence[Place]) -> None:
-        """Compare these parameters of the optimizer from now on."""
-        self._places = places
 
     def backward_ended(self) -> bool:
         """Count a backward pass. Returns whether the parameters have changed before too many of them for a coincidence.
@@ -705,7 +643,7 @@ class UnattachedUpdates:
         beyond = self.passes - self._most
         if beyond <= 1:
             if beyond == 1:
-                self._samples = [_Sample(place) for place in self._places]
+                self._samples = [_Sample(place) for place in self.places]
             return False
         if self._is_certain:
             return True
@@ -752,12 +690,8 @@ class _Sample:
     def _now(self) -> Tensor | None:
         if (part := local_values(self._place())) is None:
             return None
-        while part.numel() > _UNATTACHED_UPDATES_COMPARED and part.dim():
-            part = (
-                part[: _UNATTACHED_UPDATES_COMPARED * len(part) // part.numel()]
-                if part.numel() < _UNATTACHED_UPDATES_COMPARED * len(part)
-                else part[0]
-            )
+        while part.numel() > _SAMPLED and part.dim():
+            part = part[: _SAMPLED * len(part) // part.numel()] if part.numel() < _SAMPLED * len(part) else part[0]
         return part.clone()
 
     def has_moved(self) -> bool:
@@ -776,9 +710,7 @@ class _Sample:
 
 def local_values(parameter: Tensor | None) -> Tensor | None:
     """The values of a parameter on this rank, detached."""
-    if parameter is None:
-        return None
-    return parameter.to_local().detach() if is_dtensor(parameter) else parameter.detach()  # type: ignore[attr-defined]
+    return None if parameter is None else local_part(parameter).detach()
 
 
 def _differ(one: Tensor | None, other: Tensor | None) -> bool:
@@ -824,8 +756,6 @@ class ProbedOptimizer:
     """The audit's state of one optimizer.
 
     Args:
-        optimizer: held weakly.
-        tallies: receive the findings.
         is_alone: no other one is attached, so that no parameter has to show which one a finding is about.
 
     Attributes:
@@ -836,20 +766,20 @@ class ProbedOptimizer:
         self._is_alone = is_alone
         self.key = id(optimizer)  # in the tallies
         self.probe: Probe | None = None
-        self.checks, self.scaler = StepChecks(tallies, self.key), ScalerChecks(tallies, self.key)
+        self.checks, self.scaler = StepChecks(tallies, self.key, is_alone), ScalerChecks(tallies, self.key, is_alone)
         self.unattached = UnattachedUpdates()
         self.stepped_in = -1  # the backward pass within which it has stepped last
         self.has_stepped = False  # or a scaler has kept it from that
         self.is_unknown = False  # whether it steps with a closure, or outside training
         self._optimizer = weakref.ref(optimizer)
         self.owned: frozenset[int] = frozenset()
-        self._absent = self._silent = 0
+        self._absent = self.silent = 0  # steps without a gradient, and backward passes without the probe
         self._had_gradients = False
 
     def choose_probe(self, inventory: ModelIndex | None, with_gradient: bool = False) -> None:
         """Probe the smallest of its parameters; ``with_gradient``: the smallest that has a gradient now."""
         optimizer = self._optimizer()
-        self._absent, self.probe, self._silent = 0, None, 0
+        self._absent, self.probe, self.silent = 0, None, 0
         if optimizer is None or inventory is None:
             return
         self.owned = owned = frozenset(id(p) for group in optimizer.param_groups for p in group["params"])
@@ -866,12 +796,11 @@ class ProbedOptimizer:
             place = inventory.references[number]
             others = [each for size, each in found if size <= _LARGEST and each != number]
             chosen = others[:: max(1, len(others) // (_PLACES - 1))][: _PLACES - 1]
-            self.unattached.compare([place, *(inventory.references[each] for each in chosen)])
+            self.unattached.places = [place, *(inventory.references[each] for each in chosen)]
             if (parameter := place()) is not None:
                 self.probe = Probe("" if self._is_alone else inventory.names[number], place, parameter)
 
     def shares_parameters(self, other: ProbedOptimizer) -> bool:
-        """Whether both own some parameter."""
         return not self.owned.isdisjoint(other.owned)
 
     def rests(self) -> bool:
@@ -886,22 +815,16 @@ class ProbedOptimizer:
         common = "".join(one + "." for one in _common([name.split(".")[:-1] for name in found]))
         return (common.removesuffix("."),) if common else tuple(found)
 
-    def missed_backward(self) -> bool:
-        """Count a backward pass without the probe. Returns whether there were too many of them."""
-        self._silent += 1
-        return self._silent >= PATIENCE
-
     def is_stale(self, in_step: bool) -> bool:
         """Whether the parameters have changed since its last step; ``in_step``: this may synchronise."""
         if self.probe is None or not self.unattached.passes:
             return False
         return self.unattached.has_moved or (in_step and (self.probe.was_written() or self.unattached.has_changed))
 
-    def step_began(self, optimizer: Optimizer, forwards: int, is_alone: bool, is_unknown: bool) -> bool:
+    def step_began(self, optimizer: Optimizer, forwards: int, is_unknown: bool) -> bool:
         """Judge the step. Returns whether the probe has to be replaced.
 
-        ``forwards``: number of training forwards since the last step of any optimizer; ``is_alone``: no other one is attached;
-        ``is_unknown``: gradients show nothing.
+        ``forwards``: number of training forwards since the last step of any optimizer; ``is_unknown``: gradients show nothing.
         """
         self.is_unknown, probe = is_unknown, self.probe
         if probe is None or is_unknown:
@@ -914,26 +837,25 @@ class ProbedOptimizer:
         gradient = probe.look(parameter)
         if gradient is not None:
             self._absent, self._had_gradients = 0, True
-            self.checks.step_with_gradient(probe, gradient, optimizer, forwards, is_alone)
+            self.checks.step_with_gradient(probe, gradient, forwards)
             return False
-        if not self.checks.step_without_gradient(probe, optimizer, forwards, is_alone):
+        if not self.checks.step_without_gradient(probe, optimizer, forwards):
             return False
         self._absent += 1
         return self._absent >= PATIENCE or not self._had_gradients
 
     def unscaling(self, optimizer: Optimizer) -> None:
-        """Judge the probe before the scaler unscales the gradients."""
         if self.probe is not None and (parameter := self.probe.place()) is not None:
             self.scaler.unscaling(parameter, self.probe, optimizer)
 
-    def step_ended(self, has_stepped: bool, is_alone: bool) -> None:
-        """Begin an interval after the step, or with ``has_stepped`` False after the scaler prevented it; ``is_alone``: as above."""
+    def step_ended(self, has_stepped: bool) -> None:
+        """Begin an interval after the step, or with ``has_stepped`` False after the scaler prevented it."""
         self.has_stepped = True
         if has_stepped:
             self.stepped_in = torch._C._current_graph_task_id()
         probe = self.probe
         if self.scaler.is_active:
-            self.scaler.step_ended(probe, is_alone)
+            self.scaler.step_ended(probe)
         if probe is not None:
             probe.stepped(None if self.is_unknown else probe.place())
             self.checks.step_ended(probe.gradient)

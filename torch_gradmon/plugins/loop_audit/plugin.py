@@ -15,12 +15,11 @@ from torch.optim import Optimizer
 
 from ...capture.hooks import Handles, Hook
 from ...core.errors import WarningLog
-from ...core.loop_mistakes import MISTAKES, SETUP_MISTAKES, LoopFinding
+from ...core.loop_mistakes import MISTAKES, SETUP_MISTAKES
 from ...step.model_index import PLAIN_GRADIENTS, ModelIndex, Place
 from ...step.planner import Planner
-from ...step.plugin import Plugin
 from ...step.ranks import is_dtensor
-from ..tallies import Tallies
+from ..tallies import Check, Tallies
 from .checks import LARGEST, PATIENCE, Probe, ProbedOptimizer, UnusedGradients, local_values
 
 # --- ownership ---
@@ -43,11 +42,6 @@ Found = Mapping[str, tuple[Tensor, Place]]
 class OwnershipChecks:
     """Checks all parameters of the model.
 
-    Args:
-        planner: knows the model.
-        tallies: receive the findings.
-        optimizers: the attached optimizers, held weakly.
-
     Attributes:
         next_step: the number of the next step that has to be reported, unless the model changes.
         is_comparing: the end of the step has to be reported, too.
@@ -58,7 +52,7 @@ class OwnershipChecks:
         self._planner, self._inventory = planner, planner.inventory
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self._initial = InitialParameters(planner.inventory, tallies)
-        self._unowned, self._frozen = UnownedParameters(tallies), FrozenParameters(tallies)
+        self._unowned, self.frozen = UnownedParameters(tallies), FrozenParameters(tallies)
         self._cleared: tuple[ModelIndex | None, list[int]] = (None, [])
         self.next_step = self._next = 0
         self.version = planner.version  # of the model, at the last check
@@ -66,7 +60,7 @@ class OwnershipChecks:
 
     def step_began(self, step: int) -> bool:
         """Check the model before ``step``, from 1 on, while gradients exist. Returns whether a check was due."""
-        self._frozen.step_began()
+        self.frozen.step_began()
         has_changed = self.version != self._planner.version
         is_due = step >= self._next or has_changed or step in _EARLY
         if is_due:
@@ -76,13 +70,9 @@ class OwnershipChecks:
                 self._next = step + max(_LEAST, self._initial.count // 2)
             if has_changed:
                 self._next = min(self._next, step + 4)
-        self.is_comparing = self._frozen.sample is not None
+        self.is_comparing = self.frozen.sample is not None
         self.next_step = step + 1 if self.is_comparing else min(n for n in (*_EARLY, self._next) if n > step)
         return is_due
-
-    def step_ended(self) -> None:
-        """Check after the step whether frozen parameters have moved."""
-        self._frozen.step_ended()
 
     def _check(self) -> None:
         if not self._inventory.is_current():
@@ -101,7 +91,7 @@ class OwnershipChecks:
         suspicions = (
             self._initial.are_untied(set(inventory.names)),
             self._unowned.exist(found, owned),
-            self._frozen.exist(found, owned),
+            self.frozen.exist(found, owned),
             self._initial.are_replaced(found, owned),
         )
         # no check is needed until the model or the optimizers change
@@ -200,12 +190,10 @@ class FrozenParameters:
         self._compared = 0
 
     def step_began(self) -> None:
-        """Remember the value before a step."""
         if self.sample is not None:
             self.sample.take()
 
     def step_ended(self) -> None:
-        """Compare the value after a step."""
         if self.sample is not None and self.sample.value is not None:
             if self.sample.moved():
                 self._tallies.seen("frozen-but-moving", where=self.sample.names)
@@ -297,7 +285,6 @@ class Rest:
 
     @property
     def left(self) -> int:
-        """The number of steps until the pause ends."""
         return self._until - self._clean if self.is_on else 0
 
     def missed(self, steps: int) -> None:
@@ -326,10 +313,6 @@ class Rest:
 class GradientExchange:
     """Knows when a backward pass exchanges gradients, and when that has ended.
 
-    Args:
-        module: the watched model.
-        call: calls a function within the monitor's fence.
-
     Attributes:
         has_ranks: gradients may be exchanged.
         is_active: accumulations have to be reported.
@@ -344,7 +327,6 @@ class GradientExchange:
         self.update()
 
     def update(self) -> None:
-        """Look whether there are ranks by now."""
         distributed = torch.distributed
         self.has_ranks = distributed.is_available() and distributed.is_initialized()
         self.is_active = self.has_ranks or self._ddp is not None
@@ -353,7 +335,7 @@ class GradientExchange:
         """Count the exchange of a gradient that was accumulated, if there is any."""
         ddp = None if self._ddp is None else self._ddp()
         if probe.is_sharded or (ddp is not None and bool(getattr(ddp, "require_backward_grad_sync", False))):
-            probe.interval.exchanged()
+            probe.interval.synced += 1
         if self.has_ranks and probe not in self._settling:
             # look again when DDP has copied the reduced gradients back, which it does in such a callback
             self._settling.add(probe)
@@ -374,36 +356,24 @@ _OPTIMIZERS = 3
 
 
 class ProbeHooks:
-    """Chooses the probes of one loop and has hooks on them.
-
-    Args:
-        planner: knows the model.
-        tallies: receive the findings.
-        call: calls a function within the monitor's fence.
-        module: the watched model.
-        optimizers: the attached optimizers.
-    """
+    """Chooses the probes of one loop and has hooks on them."""
 
     def __init__(
         self, planner: Planner, tallies: Tallies, call: Callable[..., Any], module: nn.Module, optimizers: Sequence[Optimizer]
     ) -> None:
         self._planner, self._tallies, self._call = planner, tallies, call
         self.optimizers = {
-            id(optimizer): ProbedOptimizer(optimizer, tallies, is_alone=len(optimizers) == 1) for optimizer in optimizers
+            id(optimizer): ProbedOptimizer(optimizer, tallies, is_alone=len(set(optimizers)) == 1) for optimizer in optimizers
         }
         #: those that may have a probe
         self.probed = list(self.optimizers.values())[:_OPTIMIZERS]
         self.exchange = GradientExchange(module, call)
         self.is_paused = False  # whether events are no part of training at the moment
         self._handles, self._unused = Handles(), UnusedGradients()
-        self._clock = 0  # counts the steps of all optimizers, also prevented ones, while there are hooks
+        self.clock = 0  # counts the steps of all optimizers, also prevented ones, while there are hooks
         for probed in self.probed:
             probed.choose_probe(planner.now())
         self.register()
-
-    def pause(self, is_paused: bool) -> None:
-        """Begin or end a part of the loop that is no training."""
-        self.is_paused = is_paused
 
     def restart(self, probed: ProbedOptimizer) -> None:
         """Drop the probe's history. The next forward adds or removes the hooks."""
@@ -418,11 +388,10 @@ class ProbeHooks:
         for key, probed in self.optimizers.items():
             if probed.probe is not None and not probed.probe.is_offloaded and not is_resting:
                 self._handles.on_accumulate(probed.probe.place, Hook(self._accumulated_hook, key, probed.probe))
-                if probed.checks.needs_values:
+                if probed.checks.writes.needs_values:
                     self._handles.on_gradient(probed.probe.place, Hook(self._incoming_hook, key, probed.probe))
 
     def remove(self) -> None:
-        """Remove all hooks."""
         self._handles.remove()
 
     # --- backward passes -------------------------------------------------------------------------------------------------------
@@ -437,9 +406,9 @@ class ProbeHooks:
         if probe is None:
             return
         if self.is_paused:
-            probe.interval.pause()
+            probe.interval.doubtful = probe.interval.is_paused = True
             return
-        probe.accumulated(parameter, self._clock)
+        probe.accumulated(parameter, self.clock)
         if probed.stepped_in != torch._C._current_graph_task_id():
             self._backward_ended(probed)
         interval, writes = probe.interval, probed.checks.writes
@@ -457,7 +426,7 @@ class ProbeHooks:
             writes.keep(probe)
         if self.exchange.is_active or probe.is_sharded:
             self.exchange.accumulated(probe)
-        if not self._clock and self._unused.are_certain(parameter, probe, writes.clears):
+        if not self.clock and self._unused.are_certain(parameter, probe, writes.clears):
             self._tallies.seen("never-stepped", probed.key, evidence={"backward passes": float(interval.fired)})
 
     def _backward_ended(self, probed: ProbedOptimizer) -> None:
@@ -473,7 +442,8 @@ class ProbeHooks:
         for probed in self.probed:
             if probed.probe is not None and not probed.probe.has_fired and not self.is_paused:
                 self._backward_ended(probed)
-                if probed.missed_backward():
+                probed.silent += 1
+                if probed.silent >= PATIENCE:
                     self._replace(probed)
 
     def _incoming_hook(self, key: int, probe: Probe, gradient: Tensor | None) -> None:
@@ -485,30 +455,26 @@ class ProbeHooks:
         if probe is not None and (parameter := probe.place()) is not None:
             writes.read_written(probe, parameter, gradient)
             writes.read_carried(probe, parameter, gradient)
-            self.is_current &= probed.checks.needs_values
+            self.is_current &= probed.checks.writes.needs_values
 
     # --- steps -----------------------------------------------------------------------------------------------------------------
 
     def step_began(self, probed: ProbedOptimizer, optimizer: Optimizer, forwards: int, has_closure: bool) -> None:
         """Judge an optimizer's step, and replace the probe if it has shown nothing."""
-        self._clock += 1
-        if self._clock == 1:
+        self.clock += 1
+        if self.clock == 1:
             self._tallies.retract("never-stepped")
-        needed = probed.checks.needs_values
-        if probed.step_began(optimizer, forwards, len(self.optimizers) == 1, has_closure or self.is_paused):
+        needed = probed.checks.writes.needs_values
+        if probed.step_began(optimizer, forwards, has_closure or self.is_paused):
             self._replace(probed)
             return
         if probed.probe is not None and probed.probe.interval.carried:
             probed.checks.writes.suspect_carried()
-        self.is_current &= needed or not probed.checks.needs_values
+        self.is_current &= needed or not probed.checks.writes.needs_values
 
     def _replace(self, probed: ProbedOptimizer) -> None:
         probed.choose_probe(self._planner.now(), with_gradient=True)
         self.is_current = False
-
-    def step_prevented(self) -> None:
-        """Count a step that the scaler has prevented."""
-        self._clock += 1
 
 
 # --- The audit of a training loop: passes the events of hooks to the checks ---
@@ -518,34 +484,20 @@ class ProbeHooks:
 _MANY = 100
 
 
-class LoopAudit(Plugin):
-    """Observes a loop; it measures nothing and changes nothing.
-
-    Args:
-        planner: knows the model.
-        complaints: receives a warning about each certain mistake.
-        note: writes facts about the run to the run directory.
-    """
+class LoopAudit(Check):
+    """Observes a loop; it measures nothing and changes nothing."""
 
     name = "loop_audit"
-    stops_on_failure = True
 
     def __init__(self, planner: Planner, complaints: WarningLog, note: Callable[..., None]) -> None:
         self._planner = planner
-        self._tallies = Tallies(complaints, self._step, note, {**MISTAKES, **SETUP_MISTAKES})
+        super().__init__(complaints, note, {**MISTAKES, **SETUP_MISTAKES}, "audit")
         self._hooks: ProbeHooks | None = None
         self._ownership: OwnershipChecks | None = None
         self._rest = Rest()
         self._is_paused = False
         self._steps = 0  # since the audit began, without those that a scaler has prevented
         self._forwards = self._most_forwards = 0  # since the last step of any optimizer, and the most between two
-
-    def _step(self) -> int:
-        return self.context.step or 0
-
-    def facts(self) -> list[LoopFinding]:
-        """The mistakes that were seen often enough."""
-        return self._tallies.facts()
 
     def sees_alternation(self) -> bool:
         """Whether the optimizers have gradients of different numbers of backward passes since their last steps."""
@@ -562,10 +514,6 @@ class LoopAudit(Plugin):
         """
         return self._hooks is not None and any(probed.is_stale(in_step) for probed in self._hooks.probed)
 
-    def on_leave(self, last: int | None) -> None:
-        """Write the facts to the run directory, if they are new."""
-        self._tallies.write_facts()
-
     # --- life cycle ----------------------------------------------------------------------------------------------------------
 
     def on_attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -573,45 +521,41 @@ class LoopAudit(Plugin):
         self.on_detach()
         if self._planner.source is not PLAIN_GRADIENTS:
             return
-        self._ownership = OwnershipChecks(self._planner, self._tallies, optimizers)
+        self._ownership = OwnershipChecks(self._planner, self.tallies, optimizers)
         self._steps = 0
-        self._tallies.retract("unattached-optimizer")  # others are attached now
-        self._tallies.write_facts(begins=True)
-        self._hooks = ProbeHooks(self._planner, self._tallies, self.context.call, module, optimizers)
-        self._hooks.pause(self._is_paused)
+        self.tallies.retract("unattached-optimizer")  # others are attached now
+        self.tallies.write_facts(begins=True)
+        self._hooks = ProbeHooks(self._planner, self.tallies, self.context.call, module, optimizers)
+        self._hooks.is_paused = self._is_paused
 
     def on_pause(self, is_paused: bool) -> None:
-        """Pause or resume: events are part of training only outside a pause."""
         self._is_paused = is_paused
         if self._hooks is not None:
-            self._hooks.pause(is_paused)
+            self._hooks.is_paused = is_paused
 
     def on_detach(self) -> None:
-        """Remove all hooks, and keep only the facts."""
         if self._hooks is not None:
             self._hooks.remove()
         self._hooks, self._ownership, self._rest = None, None, Rest()
 
     def on_optimizers_lost(self) -> None:
         """Record that all optimizers were garbage-collected; the loop has warned about it."""
-        self._tallies.seen("unattached-optimizer", warns=False)
+        self.tallies.seen("unattached-optimizer", warns=False)
 
     def may_miss(self) -> int:
         """The steps of a pause, until the next check of all parameters."""
         hooks, ownership = self._hooks, self._ownership
-        if hooks is None or ownership is None or not (self._rest.is_on and hooks.is_current and self._tallies.is_empty):
+        if hooks is None or ownership is None or not (self._rest.is_on and hooks.is_current and self.tallies.is_empty):
             return 0
         return max(0, min(self._rest.left, ownership.next_step - self._steps) - 1)
 
     def on_missed(self, steps: int) -> None:
-        """Count the steps of a pause."""
         self._steps += steps
         self._rest.missed(steps)
 
     # --- forward and backward --------------------------------------------------------------------------------------------------
 
     def on_forward(self) -> None:
-        """Count a training forward of the model."""
         self._forwards += 1
         hooks = self._hooks
         if hooks is None:
@@ -623,14 +567,12 @@ class LoopAudit(Plugin):
             hooks.register(self._rest.is_on)
 
     def on_backward_ended(self) -> None:
-        """Replace a probe that took part in no backward pass, at the end of one in a monitored step."""
         if self._hooks is not None:
             self._hooks.backward_ended()
 
     # --- steps -----------------------------------------------------------------------------------------------------------------
 
     def on_optimizer_step(self, optimizer: Optimizer, has_closure: bool) -> None:
-        """Judge the gradients before an optimizer steps or calls its closure."""
         hooks, ownership = self._hooks, self._ownership
         if hooks is None or ownership is None or (probed := hooks.optimizers.get(id(optimizer))) is None:
             return
@@ -648,21 +590,20 @@ class LoopAudit(Plugin):
         for probed in hooks.optimizers.values() if index is not None else ():
             if index is not None and probed.rests():
                 steps = {"steps of the others": float(self._steps)}
-                self._tallies.seen("optimizer-never-steps", probed.key, probed.names(index), steps)
+                self.tallies.seen("optimizer-never-steps", probed.key, probed.names(index), steps)
 
     def on_optimizer_stepped(self, optimizer: Optimizer) -> None:
-        """Begin the next interval, and decide whether the next step is audited."""
         hooks, ownership = self._hooks, self._ownership
         if hooks is None or ownership is None or (probed := hooks.optimizers.get(id(optimizer))) is None:
             return
         if ownership.is_comparing:
-            ownership.step_ended()
+            ownership.frozen.step_ended()
         if not probed.has_stepped:
-            self._tallies.retract("optimizer-never-steps", probed.key)  # it only began late
+            self.tallies.retract("optimizer-never-steps", probed.key)  # it only began late
         # With several optimizers the gradients of one are evidence about the others. In a loop without visible forwards only the
         # probe's hook shows backward passes without steps. Such loops never count as clean, nor do those with open questions.
         writes = probed.checks.writes
-        is_clean = self._tallies.is_empty and self._forwards > 0 and len(hooks.optimizers) == 1 and not hooks.exchange.has_ranks
+        is_clean = self.tallies.is_empty and self._forwards > 0 and len(hooks.optimizers) == 1 and not hooks.exchange.has_ranks
         is_clean = is_clean and probed.probe is not None and not (writes.is_unclear or writes.is_doubtful)
         if not (self._rest.is_on and is_clean) or probed.unattached.passes:
             self._interval_ended(hooks, probed, has_stepped=True)
@@ -671,14 +612,13 @@ class LoopAudit(Plugin):
             hooks.restart(probed)
         # nor will a forward register them where the parts of the model are called alone
         no_forward = not self._most_forwards and probed.stepped_in == -1
-        if not hooks.is_current and (probed.checks.needs_values or no_forward):
+        if not hooks.is_current and (probed.checks.writes.needs_values or no_forward):
             hooks.register(self._rest.is_on)
 
     def on_optimizer_overflowed(self, optimizer: Optimizer) -> None:
-        """Begin the next interval after the scaler prevented the optimizer's step."""
         if self._hooks is None:
             return
-        self._hooks.step_prevented()
+        self._hooks.clock += 1
         if (probed := self._hooks.optimizers.get(id(optimizer))) is not None:
             self._interval_ended(self._hooks, probed, has_stepped=False)
             self._most_forwards, self._forwards = max(self._most_forwards, self._forwards), 0
@@ -687,29 +627,25 @@ class LoopAudit(Plugin):
         for other in hooks.probed:
             if other is probed or other.shares_parameters(probed):
                 other.unattached.step_ended()
-                if not self._tallies.is_empty:
-                    self._tallies.retract("unattached-optimizer", other.key)
+                if not self.tallies.is_empty:
+                    self.tallies.retract("unattached-optimizer", other.key)
         if not self._rest.is_on:
-            probed.step_ended(has_stepped, len(hooks.optimizers) == 1)
+            probed.step_ended(has_stepped)
 
     # --- scaler ----------------------------------------------------------------------------------------------------------------
 
     def on_unscaling(self, optimizer: Optimizer) -> None:
-        """Judge the gradients before the scaler unscales them."""
         if self._hooks is not None and (probed := self._hooks.optimizers.get(id(optimizer))) is not None:
             probed.unscaling(optimizer)
 
     def on_unscaled(self, optimizer: Optimizer) -> None:
-        """Record that the optimizer's gradients are unscaled."""
         if self._hooks is not None and (probed := self._hooks.optimizers.get(id(optimizer))) is not None:
             probed.scaler.unscaled()
 
     def on_loss_scaled(self) -> None:
-        """Record that the scaler has scaled a loss."""
         for probed in () if self._hooks is None else self._hooks.optimizers.values():
             probed.scaler.loss_scaled()
 
     def on_scaler_updated(self) -> None:
-        """End the scaler's attempt."""
         for probed in () if self._hooks is None else self._hooks.optimizers.values():
             probed.scaler.end_attempt()

@@ -16,13 +16,12 @@ from torch.optim import Optimizer
 from ...capture.gradients import scale_of
 from ...statistics.fingerprint import fingerprints, packed, unpacked
 from ...step.buffer import DeviceToHostCopy
-from ...step.ranks import digest_of, is_dtensor
+from ...step.ranks import digest_of, is_dtensor, local_part
 
 # --- What ``DistributedDataParallel`` keeps equal: which parameters, on which ranks, and which buffers ---
 
 
 def is_ddp(module: nn.Module) -> TypeGuard[DistributedDataParallel]:
-    """Whether the module is wrapped in DDP."""
     return isinstance(module, DistributedDataParallel)
 
 
@@ -34,12 +33,7 @@ def ranks_of(module: DistributedDataParallel) -> list[int]:
 
 
 class Wrappers:
-    """The DDP modules in a model, at any depth. Does not keep them alive.
-
-    Args:
-        model: the watched one.
-        members: the ranks that are compared.
-    """
+    """The DDP modules in a model, at any depth. Does not keep them alive."""
 
     def __init__(self, model: nn.Module, members: Sequence[int]) -> None:
         found = [module for module in model.modules() if is_ddp(module)]
@@ -82,12 +76,6 @@ def is_broadcasting(module: DistributedDataParallel) -> bool:
     return sends and not hasattr(module, "buffer_hook")
 
 
-def broadcast_buffers(module: DistributedDataParallel) -> dict[str, Tensor]:
-    """The buffers that it sends, by name."""
-    ignored: Any = module.parameters_to_ignore
-    return {name: buffer for name, buffer in module.module.named_buffers() if name not in ignored}
-
-
 # --- What must be equal on several ranks: which tensors, and on which ranks ---
 
 
@@ -121,21 +109,11 @@ class Common:
     """What ranks have in common.
 
     Args:
-        distinct: parameters that differ between ranks.
         wrappers: DDP in the model; None before it is known.
     """
 
     def __init__(self, distinct: re.Pattern[str] | None, wrappers: Wrappers | None = None) -> None:
         self._distinct, self._wrappers = distinct, wrappers
-
-    @property
-    def pattern(self) -> str:
-        """That of the parameters that differ."""
-        return "" if self._distinct is None else self._distinct.pattern
-
-    def within(self, wrappers: Wrappers) -> Common:
-        """The same for a model with these."""
-        return Common(self._distinct, wrappers)
 
     def copies(self, parameter: Tensor) -> str:
         """A name of the ranks that have copies of the parameter, where these are not all ranks; else empty."""
@@ -149,7 +127,7 @@ class Common:
                 yield Item(kind, name, *part)
             if not copies or any(placement.is_partial() for placement in tensor.placements):  # type: ignore[attr-defined]
                 return
-            tensor = _local(tensor)
+            tensor = local_part(tensor)
         if _is_dense(tensor):
             yield Item(kind, name, copies, tensor)
 
@@ -166,9 +144,7 @@ def items_of(
     """Everything that ranks must have in common when the optimizer has stepped.
 
     Args:
-        optimizer: of this rank.
         names: of parameters, by their ids.
-        common: what ranks have in common.
         is_averaged: only the parameters are equal, since ranks train by themselves and average them now and then.
         first: number of its first group among those of all optimizers.
     """
@@ -204,8 +180,9 @@ def others_of(parameters: Mapping[str, Tensor], common: Common) -> Iterator[Item
 def buffers_of(module: DistributedDataParallel, common: Common) -> Iterator[Item]:
     """Those that it has just sent."""
     copies = next(map(common.copies, module.parameters()), "")
-    for name, buffer in broadcast_buffers(module).items():
-        if common.includes(name, buffer):
+    ignored: Any = module.parameters_to_ignore
+    for name, buffer in module.module.named_buffers():
+        if name not in ignored and common.includes(name, buffer):
             yield from common.items(BUFFER, name, buffer, copies)
 
 
@@ -228,13 +205,6 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested and tensor.device.type != "meta"
 
 
-def _local(sharded: Any) -> Tensor:
-    local: Tensor = sharded.to_local()
-    if hasattr(local, "wait"):
-        local = local.wait()
-    return local
-
-
 def _replica(sharded: Any) -> tuple[str, Tensor] | None:
     """Which part of a DTensor this rank has, and that part; None if no other rank of its mesh has the same."""
     mesh, coordinate = sharded.device_mesh, sharded.device_mesh.get_coordinate()
@@ -246,7 +216,7 @@ def _replica(sharded: Any) -> tuple[str, Tensor] | None:
     if mesh not in _meshes:
         _meshes[mesh] = digest_of(mesh.mesh.tolist())
     where = ["*" if is_so else str(place) for is_so, place in zip(replicates, coordinate, strict=True)]
-    return f"{_meshes[mesh]}:{','.join(where)}", _local(sharded)
+    return f"{_meshes[mesh]}:{','.join(where)}", local_part(sharded)
 
 
 # --- snapshot ---
@@ -257,11 +227,7 @@ Found = dict[tuple[str, str], int]
 
 
 class Snapshot:
-    """The fingerprints of all that ranks have in common in one step.
-
-    Args:
-        step: its number.
-    """
+    """The fingerprints of all that ranks have in common in one step."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -284,7 +250,6 @@ class Snapshot:
             self.add(items)
 
     def add(self, items: Sequence[Item]) -> None:
-        """Take the fingerprints of ``items`` as they are now."""
         by_device: dict[torch.device, list[Item]] = {}
         for item in items:
             by_device.setdefault(item.tensor.device, []).append(item)
@@ -295,11 +260,9 @@ class Snapshot:
         self._layout += [(item.share, item.name, tuple(item.tensor.shape), str(item.tensor.dtype)) for item in parameters]
 
     def start_copy(self) -> None:
-        """All is there: send it to the host."""
         self._copy = DeviceToHostCopy(self._parts)
 
     def is_ready(self) -> bool:
-        """Whether the values are on the host."""
         return self._copy is not None and self._copy.is_ready()
 
     @cached_property

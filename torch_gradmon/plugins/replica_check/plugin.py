@@ -58,7 +58,6 @@ class Board:
     Args:
         subject: the same on all ranks that share the board.
         rank: of this process among them.
-        count: their number.
 
     Raises:
         ImportError, RuntimeError, ValueError: there is no store, or none that can be used beside the training.
@@ -126,7 +125,6 @@ class Suspects(NamedTuple):
         usual: their number. Where as many ranks are equal to ``odd``, it may be they that are wrong.
         odd: a rank that differs from them.
         alike: number of ranks that are equal to it.
-        share: what all should have in common.
     """
 
     reference: int
@@ -140,7 +138,6 @@ class Difference(NamedTuple):
     """What differs between two ranks.
 
     Attributes:
-        rule: slug of the finding.
         kind: of the item that differed first, as far as is known.
         name: of the first tensor or number in the order of the model.
         first: the first step that is known to differ; None if only the check shows it.
@@ -181,8 +178,6 @@ def difference(reference: Found, other: Found, traces: Sequence[Trace] = (), equ
     """What differs between two ranks; None if nothing does that should not.
 
     Args:
-        reference: fingerprints of one rank.
-        other: of the other one.
         traces: statistics of their last steps.
         equal_in: the last step in which nothing differed.
     """
@@ -268,12 +263,10 @@ def parameter_of(kind: str, name: str) -> str:
 
 
 def to_json(found: Found) -> list[list[Any]]:
-    """Fingerprints as a list."""
     return [[kind, name, value] for (kind, name), value in found.items()]
 
 
 def of_json(items: Sequence[Sequence[Any]]) -> dict[tuple[str, str], int]:
-    """The inverse of :func:`to_json`."""
     return {(kind, name): value for kind, name, value in items}
 
 
@@ -344,7 +337,6 @@ class Streak(NamedTuple):
         rank: its number on the board.
         is_above: its values are larger than those of the others.
         first: the step of the first of these checks.
-        checks: their number.
     """
 
     rank: int
@@ -380,8 +372,6 @@ def ranks_apart(
     """The findings that one rank was far from all others in several checks in a row.
 
     Args:
-        step: of this check.
-        ranges: by rank and kind.
         streaks: by kind; brought up to date.
         names: numbers of the ranks among all processes.
     """
@@ -444,7 +434,6 @@ class Memory:
 
     Attributes:
         last_good: the last step in which nothing differed; None before the first.
-        batch: a digest of its batch in the last check.
         seen: the last step whose values of this kind are in a range, by kind.
         streaks: by kind, the checks in a row in which one rank was apart.
     """
@@ -453,15 +442,6 @@ class Memory:
     batch: str | None = None
     seen: dict[str, int] = field(default_factory=dict)
     streaks: dict[str, Streak] = field(default_factory=dict)
-
-    def was_good(self, step: int) -> None:
-        """Nothing differed in ``step``."""
-        self.last_good = step
-
-    def next_batch(self, batch: str | None) -> str | None:
-        """The batch before this one."""
-        before, self.batch = self.batch, batch
-        return before
 
     def next_ranges(self, records: Sequence[StepRecord], rank: int, step: int) -> dict[str, Range]:
         """The ranges of this rank's own values since the ranges before, where there are enough of them."""
@@ -479,11 +459,7 @@ class Conversation:
     """One check, from the side of one rank.
 
     Args:
-        board: where messages are left.
-        snapshot: what this rank has found.
-        records: the last records of this rank.
         recorded: those of steps that were not monitored, which waits for the device.
-        memory: what is known from checks before.
         global_ranks: the ranks on the board by their number among all processes.
         has_traces: the statistics of the last steps are those of equal ranks.
         compares_losses: each rank has batches of its own, which are of one kind.
@@ -514,7 +490,7 @@ class Conversation:
             return None
         if self._board.has_changed():
             self._left.clear()
-        self._leave("digests", self._digests)
+        self._leave("digests", lambda: self._own)
         if self._board.rank == 0:
             self._judge()
         question = self._read("question", [0])
@@ -523,7 +499,7 @@ class Conversation:
         facts = [LoopFinding.of_dict(fact) for fact in question[0]["facts"]]
         if not question[0]["ranks"]:
             if question[0]["compared"]:
-                self._memory.was_good(self._snapshot.step)
+                self._memory.last_good = self._snapshot.step
             return facts
         if self._board.rank in question[0]["ranks"]:
             self._answer()
@@ -531,16 +507,13 @@ class Conversation:
         if verdict is None:
             return None
         if not verdict[0]["facts"]:  # what differs does so on purpose
-            self._memory.was_good(self._snapshot.step)
+            self._memory.last_good = self._snapshot.step
         return [*facts, *map(LoopFinding.of_dict, verdict[0]["facts"])]
 
     def silent(self) -> tuple[int, int]:
         """How many ranks have left no digest in this training, and the first of them, by its number among all processes."""
         count, first = self._board.silent("digests")
         return count, self._global_ranks[first]
-
-    def _digests(self) -> dict[str, Any]:
-        return self._own
 
     @cached_property
     def _own(self) -> dict[str, Any]:
@@ -549,7 +522,7 @@ class Conversation:
         records = self._records() if self._compares_losses else []
         ranges = self._memory.next_ranges(records, self._board.rank, snapshot.step)
         rounded = {kind: [float(f"{value:.6g}") for value in each] for kind, each in ranges.items()}
-        before = self._memory.next_batch(snapshot.batch)
+        before, self._memory.batch = self._memory.batch, snapshot.batch
         return {
             "shares": snapshot.digests(),
             "batch": snapshot.batch,
@@ -668,9 +641,6 @@ class ReplicaCheck(Plugin):
         every: steps between two checks.
         sync_every: ranks average their parameters after each such number of steps, and train by themselves in between.
         distinct: pattern of parameters that differ between ranks.
-        ranks: that are compared.
-        planner: knows the names of parameters.
-        complaints: gets one warning for each kind of difference.
         records: the last records of this rank.
         recorded: those of steps that were not monitored, which waits for the device.
     """
@@ -689,7 +659,7 @@ class ReplicaCheck(Plugin):
         records: Callable[[], Sequence[StepRecord]],
         recorded: Callable[[], Sequence[StepRecord]],
     ) -> None:
-        self._every, self._sync_every, self._common = every, sync_every, Common(distinct)
+        self._every, self._sync_every, self._distinct, self._common = every, sync_every, distinct, Common(distinct)
         self._ranks, self._planner, self._complaints = ranks, planner, complaints
         self._records, self._recorded = records, recorded
         self._board: Board | None = None
@@ -706,7 +676,6 @@ class ReplicaCheck(Plugin):
         self._facts: dict[str, LoopFinding] = {}
 
     def facts(self) -> list[LoopFinding]:
-        """What was found so far."""
         return list(self._facts.values())
 
     # --- when ----------------------------------------------------------------------------------------------------------------
@@ -716,13 +685,19 @@ class ReplicaCheck(Plugin):
         self.on_detach()
         inventory = self._planner.inventory
         names = [] if inventory is None else inventory.names
-        subject = (self._every, self._sync_every, self._common.pattern, self._ranks.members, names)
+        subject = (
+            self._every,
+            self._sync_every,
+            "" if self._distinct is None else self._distinct.pattern,
+            self._ranks.members,
+            names,
+        )
         with contextlib.suppress(
             ImportError, RuntimeError, ValueError, TimeoutError
         ):  # no store, or one that cannot be connected to again
             self._board = Board(digest_of(subject), self._ranks.rank, self._ranks.count)
         self._wrappers = Wrappers(module, self._ranks.members)
-        self._common = self._common.within(self._wrappers)
+        self._common = Common(self._distinct, self._wrappers)
         called = self._wrappers.only or module
         self._has_own_batches = has_own_batches(called, self._ranks.members)
         if self._board is not None and (self._has_own_batches or is_ddp(called)):
@@ -742,7 +717,6 @@ class ReplicaCheck(Plugin):
         self._wrappers, self._has_joined = None, False
 
     def may_miss(self) -> int:
-        """All idle steps before the next check."""
         if self._board is None:
             return sys.maxsize
         if self._snapshot is not None or self._due is None:
@@ -750,12 +724,10 @@ class ReplicaCheck(Plugin):
         return max(0, self._due - (self.context.step or 0) - 2)
 
     def on_alert(self, step: int) -> None:
-        """Check soon after a spike."""
         if self._snapshot is None:
             self._due = step + AFTER_ALERT
 
     def on_rewind(self, step: int) -> None:
-        """The run repeats steps."""
         self._end()
         self._due, self._memory = None, Memory()
 
@@ -840,7 +812,6 @@ class ReplicaCheck(Plugin):
         return {id(self._planner.source.stepped(parameter)): name for name, parameter in self._parameters()}
 
     def on_step_closed(self, step: ActiveStep) -> None:
-        """Go on with the messages of others."""
         snapshot, now = self._snapshot, self.context.step or 0
         if self._board is None or snapshot is None or not self._taken:
             return

@@ -18,7 +18,7 @@ from ...core import torch_modes as accelerator
 from ...core.errors import display
 from ...core.formatting import ShownAsText
 from ...statistics.fingerprint import fingerprints
-from ...step.ranks import is_dtensor
+from ...step.ranks import local_part
 from .items import is_ddp
 
 LOSS = "loss"
@@ -179,7 +179,6 @@ def _pass(outer: nn.Module, inner: nn.Module, compute: Callable[[nn.Module], Ten
 
 
 def _plain(gradient: Any) -> Tensor:
-    if is_dtensor(gradient):
-        gradient = gradient.to_local()
+    gradient = local_part(gradient)
     dense: Tensor = gradient.coalesce().to_dense() if gradient.is_sparse else gradient
     return dense

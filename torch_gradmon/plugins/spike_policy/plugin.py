@@ -33,7 +33,7 @@ from ...step.buffer import StepBuffer
 from ...step.exchange import RankExchange
 from ...step.plan import SourcePlan
 from ...step.plugin import OptimizerContext, Plugin
-from ...step.ranks import Ranks, is_dtensor
+from ...step.ranks import Ranks, local_part
 from ...step.summary import gradient_values
 from .policy import Act, Policy, Rollback, RolledBack
 
@@ -50,9 +50,6 @@ class Votes:
     """Combines the predictions of the detectors, which learn nothing here, over all ranks.
 
     Args:
-        judges: the detectors.
-        exchange: with the other ranks, only for decisions.
-        complaints: receives failures.
         parts: what must be the same on all ranks, see :meth:`ExchangePolicy.parts`.
 
     Attributes:
@@ -68,11 +65,9 @@ class Votes:
         self._judges, self._exchange, self._complaints, self._parts = judges, exchange, complaints, parts
 
     def begin(self) -> None:
-        """A step begins."""
         self.known, self.split = None, False
 
     def end(self) -> None:
-        """The run ends on this rank."""
         self._exchange.end()
 
     def are_common(self, step: int) -> bool:
@@ -165,18 +160,20 @@ class _Seen:
 
 
 class Buffers:
-    """Remembers buffers before a step, and restores them. Does not keep the model alive.
+    """The model's buffers as they were before the batch of the open step. Does not keep the model alive.
 
     It copies the buffers of normalisation layers, those whose version counter has changed before, and the smallest others up to
     :data:`COPIED` bytes. The counter alone is not sufficient: kernels of normalisation layers and writes to ``.data`` bypass it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, complaints: WarningLog) -> None:
+        self._complaints = complaints
         self._modules: list[weakref.ref[nn.Module]] = []
         self._version: int | None = None
         self._seen: list[_Seen] = []
         self._moving: set[tuple[int, str]] = set()
         self._counters: dict[tuple[int, str], int] = {}
+        self._is_known = False  # remembered since the last attempt
 
     def remember(self, model: nn.Module, version: int) -> None:
         """Remember the buffers at the start of a step. ``version`` changes with the model's modules. Does not synchronise."""
@@ -209,8 +206,23 @@ class Buffers:
         self._counters[place] = counter
         return place in self._moving
 
-    def put_back(self) -> list[str]:
-        """Restore the buffers after a skipped step; may be called repeatedly. Returns the names of those that could not be restored."""
+    def remember_once(self, module: nn.Module, version: int) -> None:
+        """Remember them at the first call since the last attempt."""
+        if not self._is_known:
+            self.remember(module, version)
+            self._is_known = True
+
+    def step_dropped(self) -> None:
+        self._is_known = False
+
+    def attempt_ended(self, module: nn.Module, version: int) -> None:
+        """Prepare for a new batch. Remembers them now if no call of the model was seen, as when only its parts are called."""
+        if not self._is_known:
+            self.remember(module, version)
+        self._is_known = False
+
+    def put_back(self) -> None:
+        """Restore the buffers after a skipped step; may be called repeatedly."""
         failed = []
         with torch.no_grad():
             for seen in self._seen:
@@ -226,57 +238,13 @@ class Buffers:
                         failed.append(seen.name)  # it is large, and changed for the first time
                 except RuntimeError:
                     failed.append(seen.name)
-        return failed
-
-    def forget(self) -> None:
-        """Drop all buffers."""
-        self._seen = []
-
-
-class KnownBuffers:
-    """The model's buffers as they were before the batch of the open step.
-
-    Args:
-        complaints: receives a warning about buffers that could not be restored.
-
-    Attributes:
-        is_known: whether they were remembered since the last attempt.
-    """
-
-    def __init__(self, complaints: WarningLog) -> None:
-        self._buffers, self._complaints = Buffers(), complaints
-        self.is_known = False
-
-    def remember(self, module: nn.Module, version: int) -> None:
-        """Remember the buffers. ``version`` changes with the model's modules."""
-        self._buffers.remember(module, version)
-
-    def remember_once(self, module: nn.Module, version: int) -> None:
-        """Remember the buffers at the first call since the last attempt."""
-        if not self.is_known:
-            self.remember(module, version)
-            self.is_known = True
-
-    def step_dropped(self) -> None:
-        """The next call of the model is the first one again."""
-        self.is_known = False
-
-    def attempt_ended(self, module: nn.Module, version: int) -> None:
-        """Prepare for a new batch. Remembers the buffers now if no call of the model was seen, as when only its parts are called."""
-        if not self.is_known:
-            self.remember(module, version)
-        self.is_known = False
-
-    def put_back(self) -> None:
-        """Restore the buffers."""
-        if failed := self._buffers.put_back():
+        if failed:
             names = ", ".join(failed[:3])
             message = f"buffers of the model ({names}) could not be made what they were before a step that was skipped"
             self._complaints.add("buffers", message)
 
     def forget(self) -> None:
-        """Drop all buffers."""
-        self._buffers.forget()
+        self._seen = []
 
 
 def _normalises(module: nn.Module | None) -> bool:
@@ -329,7 +297,6 @@ class Snapshots:
         return [kept.step for kept in self._kept]
 
     def is_due(self, step: int) -> bool:
-        """Whether a snapshot is due after ``step``."""
         return self._since is None or step - self._since >= self._every
 
     def take(self, step: int, batches: int, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -385,7 +352,6 @@ class Snapshots:
         return max(old) if old else min(steps, default=None)
 
     def batches_of(self, step: int) -> int:
-        """The number of batches before the snapshot of ``step``."""
         return next(kept.batches for kept in self._kept if kept.step == step)
 
     def load(self, to: int, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -399,7 +365,7 @@ class Snapshots:
             self._drop(-1)
         saved = self._kept[-1].load()
         there = _tensors(model, optimizers)
-        shapes, known = [_local(t).shape for t in there], [t.shape for t in saved["tensors"]]
+        shapes, known = [local_part(t).shape for t in there], [t.shape for t in saved["tensors"]]
         counts, before = [len(_parameters(o)) for o in optimizers], [len(states) for states in saved["optimizers"]]
         if shapes != known or counts != before:
             raise ValueError("parameters or buffers have come, gone or changed their shape since")
@@ -417,7 +383,7 @@ class Snapshots:
         restore = _Restore()
         with torch.no_grad():
             for tensor, value in zip(_tensors(model, optimizers), saved["tensors"], strict=True):
-                _local(tensor).copy_(value)
+                local_part(tensor).detach().copy_(value)
             for optimizer, states in zip(optimizers, saved["optimizers"], strict=True):
                 for parameter, state in zip(_parameters(optimizer), states, strict=True):
                     if state is None:
@@ -439,7 +405,6 @@ class Snapshots:
         return found
 
     def forget(self) -> None:
-        """Drop all snapshots and their files."""
         while self._kept:
             self._drop(0)
         if self._directory:
@@ -504,13 +469,8 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """The part that is on this rank."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor.detach()  # type: ignore[attr-defined]
-
-
 def _on_host(tensor: Tensor) -> Tensor:
-    local = _local(tensor)
+    local = local_part(tensor).detach()
     return local.clone() if local.device.type == "cpu" else local.to("cpu")
 
 
@@ -551,7 +511,7 @@ class _Restore:
 
     def _tensor(self, now: Any, saved: Tensor, parameter: Tensor | None) -> Tensor:
         if isinstance(now, Tensor) and id(now) not in self._written:
-            local = _local(now)
+            local = local_part(now).detach()
             if local.shape == saved.shape and local.dtype == saved.dtype:
                 local.copy_(saved)
                 self._written.add(id(now))
@@ -565,11 +525,6 @@ class _Restore:
 
 class Rollbacks:
     """Takes the snapshots of one run, and restores them.
-
-    Args:
-        policy: when a snapshot is due, and how many batches to skip after a rollback.
-        ranks: go back together.
-        complaints: receives failures.
 
     Attributes:
         due: the step before, if a snapshot is due after it.
@@ -632,7 +587,6 @@ class Rollbacks:
         self.forget()
 
     def forget(self) -> None:
-        """Drop all snapshots and their files."""
         self._snapshots.forget()
 
 
@@ -646,10 +600,7 @@ class SpikePolicy(Plugin):
     """Handles the spikes of one run.
 
     Args:
-        policy: the action on a spike.
         detectors: predict spikes. They learn nothing here, only later from the step's record.
-        exchange: with the other ranks, only for decisions.
-        complaints: receives a warning about each action.
         parts: what ranks must have in common to exchange tensors.
 
     Attributes:
@@ -669,7 +620,7 @@ class SpikePolicy(Plugin):
         parts: Callable[[], Mapping[str, Any]],
     ) -> None:
         self.policy = policy.without_others() if isinstance(policy, Rollback) else policy
-        self._model_buffers = KnownBuffers(complaints)
+        self._model_buffers = Buffers(complaints)
         self.act: Act | None = None
         self.rolled_back: RolledBack | None = None
         self.skipped = self.rollbacks = 0
@@ -680,25 +631,20 @@ class SpikePolicy(Plugin):
 
     @property
     def requires_gradients(self) -> bool:
-        """Whether optimizers are attached: then every step needs gradients."""
         return self.context.is_attached
 
     def on_detach(self) -> None:
-        """Take part in no more decisions."""
         self._votes.end()
 
     # --- the model's buffers -------------------------------------------------------------------------------------------------
 
     def on_attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Remember the buffers before the first batch."""
         self._model_buffers.remember(module, self.context.plan_version)
 
     def before_forward(self, module: nn.Module) -> None:
-        """Remember the buffers before a forward in training mode."""
         self._model_buffers.remember_once(module, self.context.plan_version)
 
     def on_drop(self) -> None:
-        """The next step begins anew."""
         self._model_buffers.step_dropped()
 
     # --- the step ------------------------------------------------------------------------------------------------------------
@@ -720,8 +666,9 @@ class SpikePolicy(Plugin):
         """Whether the step in flight, or the one that ended last, is skipped."""
         return self.act is not None and self.act.skipped
 
+    @property
     def overrules_scaler(self) -> bool:
-        """Whether ranks' scalers disagreed about the step, which is therefore skipped."""
+        """Whether ranks' scalers disagreed about the step: it is skipped, and must leave the scale as it was."""
         return self._votes.split
 
     def before_optimizer_step(self, step: ActiveStep, optimizer: OptimizerContext) -> None:
@@ -745,7 +692,6 @@ class SpikePolicy(Plugin):
             step.is_skipped = self.is_skipped
 
     def annotate(self, step: ActiveStep) -> None:
-        """Record the action on the step."""
         if self.act is not None:
             step.annotations.update(self.act.context())
         step.values[_STEPS_SKIPPED] = float(self.skipped)
@@ -806,7 +752,6 @@ class SpikePolicy(Plugin):
             self._rollbacks.rewind()
 
     def close(self) -> None:
-        """The run ends."""
         self._model_buffers.forget()
         if self._rollbacks is not None:
             self._rollbacks.forget()
@@ -818,7 +763,6 @@ class SpikePolicy(Plugin):
         return {"in_a_row": self._in_a_row, "skipped": self.skipped, "rollbacks": self.rollbacks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
         self._in_a_row, self.skipped, self.rollbacks = int(state["in_a_row"]), int(state["skipped"]), int(state["rollbacks"])
         self.on_rewind(0)
 

@@ -1,4 +1,8 @@
-"""How far the learning rate is from the one at which the loss rises."""
+"""How far the learning rate is from the one at which the loss rises: a plugin to copy beside your script.
+
+It has some steps monitored, does something of its own around the optimizer's step, and adds a value to the record. docs/guide/headroom.md
+says what the value means.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..core.keys import SUMMARY, Key
-from ..core.torch_modes import rng_states, set_rng_states
-from ..step.active_step import ActiveStep
-from ..step.plugin import Plugin
-
-# --- The smallest step along a direction at which a loss rises, from few evaluations ---
-
+from torch_gradmon.plugins import ActiveStep, Key, Plugin
 
 #: The search ends when the step is known to this factor; outside of these bounds it is not looked for.
 _EXACT = 2**0.25
@@ -69,10 +67,7 @@ def critical_step(loss: Callable[[float], float], guess: float = 1.0, evaluation
     return CriticalStep(low, high, count)
 
 
-# --- The plugin that measures the head-room of the learning rate ---
-
-
-_KEY = Key(SUMMARY, "", "lr_over_critical")
+_KEY = Key("gradmon", "", "lr_over_critical")
 
 
 class Headroom(Plugin):
@@ -177,14 +172,14 @@ class Headroom(Plugin):
         module = self.context.module
         buffers = [] if module is None else list(module.buffers())
         kept = [(tensor, tensor.detach().clone()) for tensor in (*before, *buffers)]
-        states = rng_states()
+        states = _generators({tensor.device for tensor in before})
 
         def loss_after(multiple: float) -> float:
             for parameter, after in kept[: len(before)]:
                 wide = torch.promote_types(after.dtype, torch.float32)
                 begin = before[parameter].to(wide)
                 parameter.copy_(begin + multiple * (after.to(wide) - begin))
-            set_rng_states(states)
+            _set_generators(states)
             found = self._loss().detach().float()
             for buffer, value in kept[len(before) :]:
                 buffer.copy_(value)
@@ -196,7 +191,26 @@ class Headroom(Plugin):
             finally:
                 for tensor, value in kept:
                     tensor.copy_(value)
-                set_rng_states(states)
+                _set_generators(states)
+
+
+def _generators(devices: set[torch.device]) -> dict[torch.device, Tensor]:
+    """The states of torch's random generators of the CPU and of these devices."""
+    states = {torch.device("cpu"): torch.get_rng_state()}
+    for device in devices - states.keys():
+        functions = torch.get_device_module(device)
+        states[device] = functions.get_rng_state() if device.type == "mps" else functions.get_rng_state(device)
+    return states
+
+
+def _set_generators(states: dict[torch.device, Tensor]) -> None:
+    for device, state in states.items():
+        if device.type == "cpu":
+            torch.set_rng_state(state)
+        elif device.type == "mps":
+            torch.mps.set_rng_state(state)
+        else:
+            torch.get_device_module(device).set_rng_state(state, device)
 
 
 def _mean_of_ranks(loss: Tensor) -> Tensor:

@@ -1,4 +1,8 @@
-"""Signs of a divergence before the loss shows it."""
+"""Signs of a divergence before the loss shows it: a plugin to copy beside your script.
+
+It asks for metrics of its own on some steps, reads them from the records, warns once, and leaves a finding that ``monitor.diagnose()`` and
+``gradmon diagnose`` show. docs/guide/foresight.md says how early it is, and how often in vain.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..core import keys as n
-from ..core.keys import Key
-from ..core.loop_mistakes import ABOUT_TO_DIVERGE, DIVERGENCE_ADVICE, LoopFinding
-from ..core.moments import VIEWS, Column
-from ..core.records import StepRecord
-from ..step.plugin import Plugin
-
-# --- Quantities that grow as they have not grown before ---
+from torch_gradmon.plugins import Key, Plugin, StepRecord
 
 
 class Growth(NamedTuple):
@@ -139,9 +136,6 @@ def _furthest(names: Sequence[str], now: Tensor, before: Tensor) -> Growth | Non
     return found if torch.isfinite(excess[place]) else None
 
 
-# --- When a growing number reaches a level, if its trend lasts ---
-
-
 #: Fewest values, and the share of pairs of them that have to rise.
 _FEWEST, _RISING = 5, 0.75
 
@@ -163,9 +157,6 @@ def steps_until(steps: Sequence[int], values: Sequence[float], level: float) -> 
     return max((math.log(level) - now) / slope, 0.0)
 
 
-# --- The plugin that warns of a divergence before the loss shows it ---
-
-
 #: Logarithms of the growth from which on it speaks: of a weight beyond what it grew before, and of the output. Chosen on the families of
 #: ``benchmarks/foresight/families.py``, whose sound trainings reach 0.04 and 0.23.
 WEIGHTS, OUTPUTS = math.log(1.05), math.log(1.35)
@@ -175,11 +166,14 @@ _BEGIN, _AFTER_WARM_UP = 150, 100
 _ELEMENTS = 64
 #: Steps without a sign after which the next one is a new finding.
 _OVER = 1000
-#: The finding is written to the run directory with each tenth sign, and at the end.
-_WRITTEN = 10
 #: Logit of attention from which on its softmax has one winner: Kimi K2 clips there (2025, arXiv 2507.20534, section 2.1).
 CRITICAL_LOGIT = 100.0
-_HEADROOM, _LOGITS = Key(n.SUMMARY, "", "lr_over_critical"), n.ATTENTION_SOURCES["max_logit"]
+_HEADROOM, _LOGITS = Key("gradmon", "", "lr_over_critical"), "attention_max_logit"
+#: The module that the monitor watches, as in keys.
+_ROOT = "[root module]"
+#: Columns of the rows of ``record.tables``: the number of elements of a tensor, and the sum of their squares.
+_COUNT, _SQUARE_SUM = 0, 3
+_ADVICE = "Lower the learning rate by half, clip gradients to their usual norm, or look at what has changed in the data"
 
 
 class Foresight(Plugin):
@@ -191,7 +185,7 @@ class Foresight(Plugin):
     the kinds that the thresholds were chosen on, and in one of four of other kinds; see ``docs/guide/foresight.md``. Silent in the first
     150 steps, after a resumption too, and until no learning rate has been higher than ever before for 100 steps.
 
-    The warning becomes the finding ``about-to-diverge`` of :meth:`ModuleMonitor.diagnose`, and mentions what :class:`Headroom` has
+    The warning becomes the finding ``about-to-diverge`` of ``monitor.diagnose()``, and mentions what the plugin of ``headroom.py`` has
     measured. It adds the norms of parameters and the root mean square of the output, on steps divisible by ``every``, which are monitored
     for it, and does not wait for the device.
 
@@ -211,7 +205,7 @@ class Foresight(Plugin):
         if not 1 <= every <= 10:
             raise ValueError(f"every has to be from 1 to 10, since growth is that over 20 steps; got {every!r}")
         self._every = every
-        self._facts: list[LoopFinding] = []
+        self._finding: dict[str, Any] | None = None
         self.signs: deque[tuple[int, str]] = deque(maxlen=1000)
         self._forget()
 
@@ -223,10 +217,6 @@ class Foresight(Plugin):
         self._headroom: deque[tuple[int, float]] = deque(maxlen=8)
         self._logits: deque[tuple[int, float]] = deque(maxlen=8)
 
-    def facts(self) -> list[LoopFinding]:
-        """What was found so far: the last one."""
-        return self._facts
-
     def wants(self, step: int, asked: bool) -> bool:
         """The steps that it measures in are monitored."""
         return asked or step % self._every == 0
@@ -234,26 +224,25 @@ class Foresight(Plugin):
     def on_attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Begin anew, and ask for what it needs."""
         self._forget()
-        whole = re.compile(re.escape(n.ROOT))
+        whole = re.compile(re.escape(_ROOT))
         # two views of the same sum, since one that the script has for some tensors is not measured for the others
-        weights = [self.context.make_metric(n.PARAMETER, name, self._every) for name in ("norm", "rms")]
-        outputs = [replace(self.context.make_metric(n.ACTIVATION, name, self._every), pattern=whole) for name in ("rms", "norm")]
+        weights = [self.context.make_metric("parameter", name, self._every) for name in ("norm", "rms")]
+        outputs = [replace(self.context.make_metric("activation", name, self._every), pattern=whole) for name in ("rms", "norm")]
         self.context.set_overlay(self.name, [*weights, *outputs])
         self.context.request_replan()
 
     def on_rewind(self, step: int) -> None:
         """Forget what belongs to later steps."""
         self._forget()
-        self._facts = [fact for fact in self._facts if fact.last < step]
-        self._write()
+        self._note(self._finding if self._finding is not None and self._finding["last"] < step else None)
 
-    def state_dict(self) -> list[dict[str, Any]]:
+    def state_dict(self) -> dict[str, Any] | None:
         """What was found."""
-        return [fact.to_dict() for fact in self._facts]
+        return self._finding
 
-    def load_state_dict(self, state: list[dict[str, Any]]) -> None:
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """The inverse of :meth:`state_dict`."""
-        self._facts = [LoopFinding.of_dict(fact) for fact in state]
+        self._note(state)
 
     def on_record(self, record: StepRecord) -> None:
         """Look at the step."""
@@ -278,30 +267,23 @@ class Foresight(Plugin):
 
     def _say(self, step: int, growth: Growth, now: str, before: str = "") -> None:
         self.signs.append((step, growth.name))
-        if not self._facts or step - self._facts[0].last > _OVER:  # one of long ago was another one
+        known = self._finding
+        if known is None or step - known["last"] > _OVER:  # one of long ago was another one
             evidence = {
                 now: math.expm1(growth.now),
                 **({before: math.expm1(growth.before)} if before else {}),
                 **self._forecast(),
             }
-            self._facts = [LoopFinding(ABOUT_TO_DIVERGE, step, step, 0, (), evidence)]
+            known = {"rule": "about-to-diverge", "first": step, "count": 0, "where": [], "evidence": evidence}
             words = ", ".join(f"{name} {value:.3g}" for name, value in evidence.items())
-            self.context.warn(
-                "foresight", f"step {step}: a divergence may be near: {growth.name} leads ({words}). {DIVERGENCE_ADVICE}"
-            )
-        known = self._facts[0]
-        where = tuple(dict.fromkeys((*known.where, growth.name)))
-        self._facts = [replace(known, last=step, count=known.count + 1, where=where)]
-        if known.count % _WRITTEN == 0:
-            self._write()
+            self.context.warn("foresight", f"step {step}: a divergence may be near: {growth.name} leads ({words}). {_ADVICE}")
+        where = list(dict.fromkeys((*known["where"], growth.name)))
+        self._note({**known, "last": step, "count": known["count"] + 1, "where": where})
 
-    def _write(self) -> None:
-        self.context.annotate_run(foresight=[fact.to_dict() for fact in self._facts])
-
-    def on_leave(self, last: int | None) -> None:
-        """Write what was found to the run directory."""
-        if self._facts:
-            self._write()
+    def _note(self, finding: dict[str, Any] | None) -> None:
+        """Keep the finding, also among the facts about the run, where the diagnosis looks for it."""
+        self._finding = finding
+        self.context.annotate_run(foresight=[] if finding is None else [finding])
 
     def _forecast(self) -> dict[str, float]:
         """What the head-room and the logits of attention were, and when they reach the level at which trainings break."""
@@ -317,24 +299,25 @@ class Foresight(Plugin):
         return found
 
     def _grown_weight(self, record: StepRecord) -> Growth | None:
-        table = record.tables.get(n.PARAMETER)
+        table = record.tables.get("parameter")
         if table is None or not table.has("norm"):
             return None
         matrices = self.context.matrices
         places = [place for place, name in enumerate(table.names) if name in matrices]
-        logs = VIEWS["norm"].compute(table.rows[places]).log()
+        logs = table.rows[places, _SQUARE_SUM].sqrt().log()
         return self._weights.update(record.step, [table.names[place] for place in places], logs)
 
     def _grown_output(self, record: StepRecord) -> Growth | None:
         """The output that has grown most; each has a past of its own, since some come in some steps only."""
-        table = record.tables.get(n.ACTIVATION)
+        table = record.tables.get("activation")
         if table is None or not table.has("rms"):
             return None
-        counts, logs = table.rows[:, Column.COUNT].tolist(), VIEWS["rms"].compute(table.rows).log()
+        counts = table.rows[:, _COUNT]
+        logs = (table.rows[:, _SQUARE_SUM] / counts).sqrt().log()
         found = [
             self._outputs.setdefault(name, RecordHigh()).update(record.step, (name,), logs[place : place + 1])
             for place, name in enumerate(table.names)
-            if n.ROOT in name and counts[place] >= _ELEMENTS and not name.endswith(".loss")
+            if _ROOT in name and counts[place] >= _ELEMENTS and not name.endswith(".loss")
         ]
         return max((growth for growth in found if growth is not None), key=lambda growth: growth.excess, default=None)
 
