@@ -63,7 +63,6 @@ _LAST = 1 << 40
 
 
 def stage_of(key: Key) -> str:
-    """The stage of a value."""
     if key.source == n.SUMMARY:
         return next((stage for start, stage in _OF_WHOLE.items() if key.metric.startswith(start)), "other values")
     return "loss" if is_loss(key) else _STAGE_OF.get(key.source, "other values")
@@ -95,7 +94,6 @@ class Order:
             self._parameters[name] = (reached, number)
 
     def rank(self, key: Key) -> tuple[int, int, int, int]:
-        """A sort key that follows the order of computation."""
         stage = stage_of(key)
         place, within = self._place(key)
         if stage in _BACKWARD and place != _LAST:
@@ -138,16 +136,9 @@ Patterns = str | re.Pattern[str] | Sequence[str | re.Pattern[str]]
 
 @dataclass(frozen=True)
 class Rules:
-    """How two runs are compared.
-
-    Attributes:
-        rtol: tolerated difference relative to the larger value.
-        atol: tolerated absolute difference, added to that.
-        tolerances: patterns with their own ``rtol``; the first one found in a key decides.
-        only: a key must match one of these patterns; without any, all keys except those of clocks are compared.
-        ignore: a key must match none of these patterns.
-        rename: patterns in the names of the first run's tensors, with their replacements in the second.
-        with_memory: whether to compare values that follow from earlier steps, which differ if the runs have other earlier steps.
+    """``tolerances`` are relative, by pattern: the first one found in a key decides. Without ``only``, all keys except those of clocks
+    are compared; ``rename`` replaces patterns in the names of the first run's tensors. ``with_memory``: whether to compare values
+    that follow from earlier steps, which differ if the runs have other earlier steps.
     """
 
     rtol: float = 1e-5
@@ -168,11 +159,7 @@ class Rules:
         ignore: Patterns | None,
         rename: Mapping[str, str] | None,
     ) -> Rules:
-        """Check the arguments of a user.
-
-        Raises:
-            TypeError, ValueError: with the value and the remedy.
-        """
+        """Raises TypeError or ValueError for a wrong argument."""
         own = _mapping("tolerances", tolerances, "{'update/': 1e-3}")
         new = _mapping("rename", rename, "{'^encoder': 'enc'}")
         return cls(
@@ -185,7 +172,6 @@ class Rules:
         )
 
     def renamed(self, key: Key) -> Key:
-        """The key in the second run of a value of the first run."""
         if key.source not in n.TENSOR_SOURCES and key.source not in n.NAME_SOURCES:
             return key
         name = key.name
@@ -205,14 +191,8 @@ class Rules:
         return is_clock(key) or (has_memory(key) and not self.with_memory)
 
     def check_use(self, keys: Iterable[str], names: Iterable[str]) -> None:
-        """Refuse a pattern that matches nothing: after a typo, a comparison would pass.
-
-        Args:
-            keys: of both runs.
-            names: of tensors of the first run.
-
-        Raises:
-            ValueError: a pattern is found in none of the keys, or names.
+        """Refuse a pattern that is in none of ``keys`` of both runs, or ``names`` of tensors of the first: after a typo, a comparison
+        would pass.
         """
         for argument, patterns, texts in (
             ("only", self.only, list(keys)),
@@ -228,11 +208,7 @@ class Rules:
 
 
 def renamer(rename: Mapping[str, str] | None) -> Callable[[str], str]:
-    """The function from the name of a tensor or module in the first run to that in the second.
-
-    Raises:
-        TypeError, ValueError: ``rename`` is wrong, see :meth:`Rules.of`.
-    """
+    """The function from the name of a tensor or module in the first run to that in the second; raises as :meth:`Rules.of`."""
     rules = Rules.of(0.0, 0.0, None, None, None, rename)
     return lambda name: rules.renamed(Key(n.PARAMETER, name, "")).name
 
@@ -305,13 +281,8 @@ _OF_ELEMENTS, _STRAY = ("sparsity", "zeros"), 2.0
 
 
 class _Scales(NamedTuple):
-    """Columns that are compared relative to more than their own size.
-
-    Attributes:
-        columns: their numbers, among those compared.
-        left, right: the columns of the two sheets that give the scale.
-        share: the factor of that scale; 0 for none.
-        unit: the smallest scale.
+    """Columns that are compared relative to more than their own size: to ``share`` of the columns ``left`` and ``right``, at least
+    ``unit``.
     """
 
     columns: Tensor
@@ -321,22 +292,14 @@ class _Scales(NamedTuple):
     unit: Tensor
 
     def of(self, left: ValueMatrix, right: ValueMatrix) -> Tensor:
-        """The scales ``[steps, columns]``."""
         size = torch.maximum(left.values[:, self.left].abs(), right.values[:, self.right].abs())
         return torch.maximum(size.nan_to_num_(0.0, posinf=0.0) * self.share, self.unit)
 
 
 @dataclass(frozen=True)
 class Pairing:
-    """Which columns of two sheets are compared, and how.
-
-    Attributes:
-        keys: in the first run.
-        others: the corresponding keys in the second.
-        left, right: the numbers of the columns.
-        rtol: tolerance of each.
-        floors: the scales of those that may be close to zero.
-        elements: those that count single elements, and the number of all elements.
+    """Which columns of two sheets are compared, by their keys and numbers in each, and how: ``floors`` are the scales of those that may
+    be close to zero, ``elements`` those that count single elements, with the number of all elements.
     """
 
     keys: tuple[Key, ...]
@@ -386,15 +349,8 @@ class Pairing:
 
 @dataclass(frozen=True)
 class SheetComparison:
-    """Two sheets compared; all tensors are ``[steps, pairs of columns]``.
-
-    Attributes:
-        pairing: of the columns.
-        left, right: the values.
-        has_left, has_right: where there is a value.
-        relative: difference relative to the larger value; infinite where one is not finite.
-        differs: where there is a difference.
-        diverges: where it exceeds the tolerance.
+    """Two sheets compared; all tensors are ``[steps, pairs of columns]``. ``relative`` is infinite where one value is not finite;
+    ``diverges`` where ``differs`` exceeds the tolerance.
     """
 
     pairing: Pairing
@@ -586,14 +542,11 @@ class ComparisonResult:
 
 
 class Cell(NamedTuple):
-    """One value of the only step of a sheet."""
-
     sheet: SheetComparison
     column: int
 
     @property
     def key(self) -> Key:
-        """Of the value in the first run."""
         return self.sheet.pairing.keys[self.column]
 
     @property
@@ -627,12 +580,10 @@ class Cell(NamedTuple):
 
 
 def item_key(key: Key) -> Key:
-    """The key without its metric for a value of a tensor; other keys as they are."""
     return key._replace(metric="") if is_of_layer(key) else key
 
 
 def facts_of(window: Window) -> ValueMatrix:
-    """Learning rates, the loss scale, and whether the step was applied, as values."""
     rows: list[dict[Key, float]] = []
     for step in window.steps:
         facts = window.facts[step]
@@ -662,17 +613,8 @@ _OF_OPTIMIZER = "the optimizer's settings, its state (a checkpoint without it, f
 
 
 class Onset(NamedTuple):
-    """The first value that differs.
-
-    Attributes:
-        stage: of the value.
-        key: of the value.
-        step: number of the step.
-        before: the step that was compared before; None if there is none.
-        compared: the stages that were compared in the step.
-        relative: relative difference of the values.
-        is_finite: whether both values are finite.
-        settings: of optimizers that differ.
+    """The first value that differs; ``before`` is the step that was compared before it, ``compared`` are the stages that were compared
+    in its step, and ``settings`` those of optimizers that differ.
     """
 
     stage: str
@@ -695,7 +637,6 @@ class Onset(NamedTuple):
 
     @property
     def of_forward(self) -> str:
-        """Possible causes in the forward pass."""
         return _OF_FORWARD if "parameters" in self.compared else f"other parameters, {_OF_FORWARD}"
 
 
@@ -717,12 +658,8 @@ def interpret(onset: Onset) -> str:
 
 
 def interpret_noise(stage: str, key: str, share: float | None) -> str:
-    """A sentence on a gradient that may be nothing but rounding; empty for a larger one.
-
-    Args:
-        stage: of the value.
-        key: of the value.
-        share: the value over the largest of its kind in that step; None if it is no metric of a tensor.
+    """A sentence on a gradient that may be nothing but rounding; empty for a larger one. ``share`` is the value over the largest of its
+    kind in that step; None if it is no metric of a tensor.
     """
     if not stage.startswith("gradients") or share is None or share >= _NOISE:
         return ""
@@ -818,11 +755,7 @@ Gaps = dict[Key, tuple[int, int]]
 
 
 def check_use(left: Run, right: Run, rules: Rules) -> None:
-    """Refuse rules with a part that has no effect.
-
-    Raises:
-        ValueError: a pattern matches nothing, two names become one, or nothing in common is compared.
-    """
+    """Raises ValueError where a pattern matches nothing, two names become one, or nothing in common is compared."""
     rules.check_use(
         (*left.keys(), *right.keys(), *map(format_key, FACTS)),
         dict.fromkeys(key.name for key in compared_items(left) if key.source and key.name),
@@ -845,7 +778,6 @@ def check_use(left: Run, right: Run, rules: Rules) -> None:
 def find_unmatched(
     left: Run, right: Run, rules: Rules, steps: tuple[Sequence[int], Sequence[int]], gaps: tuple[Gaps, Gaps]
 ) -> tuple[Unmatched, Unmatched]:
-    """For each run the steps, tensors and values that the other one lacks."""
     own = {rules.renamed(key): key for key in compared_items(left)}
     others = {key: key for key in compared_items(right)}
     by_name = [{format_key(key): value for key, value in found.items()} for found in gaps]
@@ -901,14 +833,9 @@ _OTHERS = ""
 
 @dataclass
 class ScanResult:
-    """The result of comparing step by step.
-
-    Attributes:
-        steps: the compared steps.
-        first: the one in which the runs diverge.
-        onset: the one with the first difference of any size.
-        largest: the largest relative difference within the tolerance, and its step.
-        gaps: for each run, by key (of a tensor without a metric), in how many steps only this run has it, and the first.
+    """The compared steps; the first that diverges and the one with a difference of any size; the largest relative difference within the
+    tolerance, and its step; for each run, by key (of a tensor without a metric), in how many steps only this run has it, and the
+    first of these.
     """
 
     steps: list[int] = field(default_factory=list)
@@ -929,13 +856,6 @@ class _PairedKeys(NamedTuple):
 
 
 class Comparison:
-    """Compares two runs.
-
-    Args:
-        left, right: the runs.
-        rules: what is compared, and the tolerances.
-    """
-
     def __init__(self, left: Run, right: Run, rules: Rules) -> None:
         self._runs, self._rules = (left, right), rules
         tensors = {source: left.tensors_as_measured(source) for source in left.sources}

@@ -31,12 +31,7 @@ _AGES = 5.0
 
 
 class WatchedRun:
-    """Reads a run where its file has changed, one thread at a time. Safe to use from several threads, and raises nothing.
-
-    Args:
-        name: of the run.
-        path: its directory.
-    """
+    """Reads a run where its file has changed, one thread at a time. Safe to use from several threads, and raises nothing."""
 
     def __init__(self, name: str, path: Path) -> None:
         self.name, self.path = name, path
@@ -50,7 +45,6 @@ class WatchedRun:
 
     @property
     def was_read(self) -> bool:
-        """Whether the row was looked for before."""
         return self._shown is not None
 
     def card(self) -> RunCard | None:
@@ -124,14 +118,7 @@ _SHARE = 0.1
 
 
 class RunBoard:
-    """The runs below a directory. Safe to use from several threads.
-
-    Args:
-        root: the directory.
-
-    Raises:
-        FileNotFoundError: there is no such directory.
-    """
+    """The runs below a directory. Safe to use from several threads."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self._root = root
@@ -164,7 +151,6 @@ class RunBoard:
         return sorted(found, key=lambda card: (card.began is None, -(card.began or 0.0), card.name))
 
     def close(self) -> None:
-        """End the thread."""
         self._closed = True
         self._worker.set()
         if self._thread is not None:

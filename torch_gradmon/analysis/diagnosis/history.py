@@ -104,13 +104,7 @@ class Learning:
 
 
 def learning(loss: Series, is_resumed: bool = False, chance: float = 0.0) -> Learning:
-    """The trend of the finite losses.
-
-    Args:
-        loss: of each step.
-        is_resumed: the training began earlier.
-        chance: the loss of the best constant answer; 0 if it is unknown.
-    """
+    """The trend of the finite losses; ``chance`` is the loss of the best constant answer, 0 if it is unknown."""
     finite = loss.finite
     state, first, last = trend(finite)
     if state == "unknown":
@@ -161,7 +155,6 @@ def trend(finite: Series) -> tuple[State, float, float]:
 
 
 def falls_without_bound(loss: Series) -> bool:
-    """Whether the losses fall below 0, ever faster or very far."""
     fifths = [loss.part(at / 5, (at + 1) / 5).median for at in range(5)]
     falls = [before - after for before, after in pairwise(fifths)]
     is_slower = min(falls) <= 0 or falls[-1] < _NO_SLOWER * max(falls[:-1])
@@ -195,7 +188,6 @@ def may_fall(before: Series, after: Series, least: float) -> bool:
 
 
 def _deviation(part: Series) -> float:
-    """The median absolute deviation from the median."""
     middle = part.median
     return Series(part.steps, tuple(abs(value - middle) for value in part.values)).median
 
@@ -229,23 +221,17 @@ _OWN_LOSS = (f"{n.ROOT}.loss", n.ROOT, f"{n.ROOT}[0]")
 
 
 class History:
-    """The records of a run, ascending by step.
+    """The records of a run, ascending by step, and what is known of its model, optimizers and loop.
 
     Args:
-        records: with their statistics.
-        events: the spikes.
-        facts: the findings of the loop audit.
         matrices: parameters of two or more dimensions, with their fan in, or 0 if it is unknown.
-        kinds: types of the modules by name.
         place: path of the run as in a command line; empty for a run without a directory.
         steps: all recorded steps, ascending; by default those of ``records``.
         suspects: ranks the parameters of a step by suspicion; by default from the gradients in ``records``.
         chance: the loss of the best constant answer, see ``Targets.chance``; empty if it is unknown.
-        groups: the groups of the optimizers, with their settings and the names of their parameters.
         frozen: names of parameters that did not require a gradient when the optimizers were attached.
         acts: the data depend on the model, as those of a policy or of a GAN do.
         parameters: all parameters of the model with their ``"shape"`` and ``"dtype"``.
-        trainer: name of the trainer that has the loop, see :mod:`torch_gradmon.core.trainers`; empty without.
         is_cut: the rest, whose parameters are NaN or infinite, was left out.
         clip_bound: the norm to which the trainer clips gradients, 0 if it does not; None if that is unknown.
         raised: the exception that ended the training, as text; empty without.
@@ -337,12 +323,10 @@ class History:
 
     @property
     def steps(self) -> list[int]:
-        """The steps that are looked at."""
         return [record.step for record in self.records]
 
     @property
     def span(self) -> tuple[int, int] | None:
-        """The first and the last of these steps."""
         return (self.records[0].step, self.records[-1].step) if self.records else None
 
     @property
@@ -667,7 +651,6 @@ class History:
 
 
 def loop_findings(meta: Mapping[str, Any]) -> list[LoopFinding]:
-    """What the training found itself, from the facts about a run."""
     return [LoopFinding.of_dict(fact) for source in _FINDINGS for fact in meta.get(source, [])]
 
 
@@ -713,11 +696,9 @@ class Precautions:
         clips: whether a clip has made gradients smaller; one whose bound no norm reaches, or that is infinite, is none.
         bound: the norm to which they are clipped; None if clipped steps have none in common.
         adaptive: whether the limit of the clip follows the gradients.
-        scale: last scale of a GradScaler; None without one.
         warm_up: steps in which the learning rate rises from the start; 0 without a warm-up.
         raises: whether the learning rate ends above its value in the middle.
         groups: number of parameter groups according to the learning rates; 1 if unknown.
-        skips: whether steps were skipped because of a spike.
     """
 
     clips: bool
@@ -731,7 +712,6 @@ class Precautions:
 
     @classmethod
     def of(cls, history: History) -> Precautions:
-        """Those of a run, from its records."""
         rates = _rates(history)
         scales = [scale for record in history.records if (scale := record.context.get("amp_scale")) is not None]
         adaptive = any(len(history.series(name)) for name in ("clip_limit", "clipped_parameters"))
@@ -755,7 +735,6 @@ class Precautions:
 
 
 def _rates(history: History) -> Series:
-    """The largest learning rate of each step that has one."""
     return Series.of((record.step, float(max(rates))) for record in history.records if (rates := record.context.get("lr")))
 
 

@@ -25,12 +25,7 @@ def lower_median(values: Iterable[float]) -> float:
 
 @dataclass(frozen=True)
 class Series:
-    """One value over the steps that have it.
-
-    Attributes:
-        steps: ascending.
-        values: of these steps; some may not be finite.
-    """
+    """One value over the steps that have it, ascending; some values may not be finite."""
 
     steps: tuple[int, ...] = ()
     values: tuple[float, ...] = ()
@@ -52,12 +47,10 @@ class Series:
         return Series.of((step, value) for step, value in zip(self.steps, self.values, strict=True) if math.isfinite(value))
 
     def since(self, step: int) -> Series:
-        """From ``step`` on."""
         first = bisect_left(self.steps, step)
         return Series(self.steps[first:], self.values[first:])
 
     def before(self, step: int) -> Series:
-        """Up to ``step``, without it."""
         last = bisect_left(self.steps, step)
         return Series(self.steps[:last], self.values[:last])
 
@@ -74,7 +67,6 @@ class Series:
 
     @property
     def median(self) -> float:
-        """The lower median of the finite values; NaN without any."""
         return lower_median(self.finite.values)
 
 
@@ -173,13 +165,7 @@ def _merge(names: list[str], new: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A built-in metric of many tensors over steps.
-
-    Attributes:
-        steps: ascending.
-        names: of the tensors, in model order.
-        values: float64 ``[steps, tensors]``; NaN where a tensor has no value or its value is NaN.
-    """
+    """A built-in metric over ascending steps; values are float64 ``[steps, tensors]``, NaN where a tensor has none or its value is NaN."""
 
     steps: tuple[int, ...]
     names: tuple[str, ...]
@@ -239,7 +225,6 @@ class Matrix:
         return Matrix(steps, names, values)
 
     def part(self, first: float, last: float) -> Matrix:
-        """Its steps from one share to another."""
         rows = Series(self.steps, tuple(range(len(self.steps)))).part(first, last)
         return Matrix(rows.steps, self.names, self.values[list(rows.values)])
 

@@ -28,10 +28,7 @@ class ValueSource:
     """The values of a run.
 
     Attributes:
-        steps: all steps, ascending.
-        is_whole: whether these are all recorded steps; a monitor keeps only some of many.
-        events: the spikes.
-        not_applied: steps that the optimizer did not apply.
+        is_whole: whether ``steps`` are all recorded ones; a monitor keeps only some of many.
         rates: the largest learning rate by step.
         logged: keys of values that the script logged.
         values: one value by step; empty if the key is unknown.
@@ -53,7 +50,6 @@ class ValueSource:
 
     @classmethod
     def of_run(cls, run: RunReader) -> ValueSource:
-        """The values in a run directory."""
         contexts = {step: run.context(step) for step in run.steps}
         return cls(
             list(contexts),
@@ -87,7 +83,6 @@ class ValueSource:
 
 
 def _stacks(records: Sequence[StepRecord], source: str) -> Iterator[StatsSeries]:
-    """One stack for each series of steps with the same tensors and columns."""
     found = [(record.step, record.tables[source]) for record in records if source in record.tables]
     for (names, columns), some in groupby(found, key=lambda pair: (pair[1].names, pair[1].columns)):
         pairs = list(some)
@@ -102,15 +97,7 @@ _Part = tuple[tuple[int, ...], tuple[str, ...], dict[str, torch.Tensor]]
 
 
 class PanelSet:
-    """The values of a run, each computed on first use.
-
-    Args:
-        source: of the values.
-        title: name of the run.
-
-    Attributes:
-        steps, events, not_applied: as in :class:`ValueSource`.
-    """
+    """The values of a run, each computed on first use."""
 
     def __init__(self, source: ValueSource, title: str = "") -> None:
         self._source, self.title = source, title
@@ -133,15 +120,10 @@ class PanelSet:
         return _series({} if key is None else self._source.values(key))
 
     def rates(self) -> Series:
-        """The largest learning rate of each step."""
         return _series(self._source.rates)
 
     def panel(self, name: str) -> Panel | None:
-        """The panel of one of :data:`LAYER_VIEWS`; None if it was not measured.
-
-        Raises:
-            KeyError: there is no such view.
-        """
+        """The panel of one of :data:`LAYER_VIEWS`; None if it was not measured."""
         if name not in self._panels:
             self._panels[name] = self._panel(LAYER_VIEWS[name])
         return self._panels[name]

@@ -121,7 +121,6 @@ def findings(diagnosis: Diagnosis) -> list[dict[str, Any]]:
 
 
 def spikes(panels: PanelSet) -> list[str]:
-    """The largest spikes in order, each on one line."""
     return [str(spike) for spike in largest(episodes(panels.events, panels.steps), MOST_SPIKES)]
 
 
@@ -140,7 +139,6 @@ def _finding(finding: Finding) -> dict[str, Any]:
 
 
 def facts(run: Run, panels: PanelSet) -> list[list[str]]:
-    """The facts below the title."""
     steps = panels.steps
     found = [["steps", f"{steps[0]:,} to {steps[-1]:,}, {len(steps):,} of them recorded" if steps else "none"]]
     if steps:
@@ -259,7 +257,6 @@ def _notable_layers(panels: PanelSet, diagnosis: Diagnosis) -> list[str]:
 
 
 def _layers(panels: PanelSet) -> dict[str, Any]:
-    """A row for each layer."""
     measured = dict(panels.panels())
     gradient, clipped, update, sparsity = (measured.get(name) for name in ("gradient", "clipped", "update", "sparsity"))
     columns: list[tuple[str, dict[str, float]]] = []
@@ -283,18 +280,15 @@ def _layers(panels: PanelSet) -> dict[str, Any]:
 
 
 def layer_table(names: Sequence[str], columns: Sequence[tuple[str, Mapping[str, float]]]) -> dict[str, Any]:
-    """A table with a row for each layer."""
     rows = [[name, *(cell(column.get(name)) for _, column in columns)] for name in names]
     return {"columns": ["layer", *(title for title, _ in columns)], "rows": rows}
 
 
 def known_medians(panel: Panel) -> dict[str, float]:
-    """The median of the finite values of each layer."""
     return by_name(panel, panel.values.where(panel.values.isfinite(), math.nan).nanmedian(0).values)
 
 
 def by_name(panel: Panel, values: torch.Tensor) -> dict[str, float]:
-    """One value for each layer."""
     return dict(zip(panel.names, values.tolist(), strict=True))
 
 
@@ -320,15 +314,8 @@ def comparison_content(
     title: str,
     advance: Callable[[], None],
 ) -> dict[str, Any]:
-    """The data of the page.
-
-    Args:
-        runs: both runs.
-        names: their names on the page, which differ.
-        difference: the result of comparing them.
-        renamed: maps the name of a layer in the first run to its name in the second.
-        title: of the page.
-        advance: called after each of :data:`torch_gradmon.analysis.report.content.PARTS`.
+    """The data of the page on two runs, whose ``names`` differ; ``renamed`` maps the name of a layer in the first run to that in the
+    second, and ``advance`` is called after each of :data:`PARTS`.
     """
     pair = RunPair(PanelSet(ValueSource.of_run(runs[0]), names[0]), PanelSet(ValueSource.of_run(runs[1]), names[1]), renamed)
     diagnoses = [diagnose_history(History.of_run(run)) for run in runs]
@@ -368,7 +355,6 @@ def comparison_content(
 
 
 def comparison(difference: ComparisonResult) -> dict[str, Any]:
-    """Where the runs diverge, for the head of the page."""
     shown = difference.divergences[:_DIVERGENCES]
     return {
         "parts": difference.diverges,

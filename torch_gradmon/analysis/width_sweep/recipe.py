@@ -239,18 +239,10 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"sgd": torch.optim.SGD, "adam
 
 @dataclass(frozen=True)
 class Recipe:
-    """Makes everything of one run from its width and its seed.
+    """Makes everything of one run from its width and its seed; see :func:`width_sweep` for the arguments.
 
     Attributes:
-        factory: called with a width, returns a new model, or a pair of a model and its optimizer.
-        data: one batch, a list of batches (or another iterable, such as a DataLoader), or a function of the seed that returns
-            either.
-            A list of two tensors is one batch, as from a DataLoader. If there are fewer batches than steps, they are repeated.
-        optimizer: a name in ``OPTIMIZERS``, or a function of the model and the width; unused if the factory returns one.
-        lr: learning rate at the width ``base``, for a named optimizer.
-        lr_exponent: the learning rate at width n is ``lr * (n / base) ** lr_exponent``.
         base: the smallest width.
-        loss: a function of the model and a batch that returns a scalar.
         made: by id, the parameters of earlier models that still exist.
     """
 
@@ -264,14 +256,9 @@ class Recipe:
     made: WeakValueDictionary[int, nn.Parameter] = field(default_factory=WeakValueDictionary, compare=False, repr=False)
 
     def model(self, width: int, seed: int) -> tuple[nn.Module, Any]:
-        """A new model, and its optimizer if the factory returns one; each width and seed has its own start of the torch
-        generators.
+        """A new model, and its optimizer if the factory returns one; each width and seed has its own start of the torch generators.
 
         A model given to torch.compile is trained uncompiled: a few steps are not worth the compilation.
-
-        Raises:
-            ValueError: the factory raised, or returned parameters of an earlier model; with the width.
-            TypeError: it returned no model.
         """
         torch.manual_seed(1_000_003 * seed + width)
         try:
@@ -305,7 +292,6 @@ class Recipe:
             self.made[id(parameter)] = parameter
 
     def optimizer_of(self, model: nn.Module, width: int, given: Any) -> Any:
-        """The optimizer of a model: that of the factory, or the one that ``optimizer`` specifies."""
         if given is not None:
             return given
         if isinstance(self.optimizer, str):
@@ -313,11 +299,7 @@ class Recipe:
         return self.optimizer(model, width)
 
     def batches(self, seed: int, steps: int) -> list[Any]:
-        """At most ``steps`` batches of a seed, the same for all widths.
-
-        Raises:
-            ValueError: there is none, loading them raised, or they come from an iterator, which yields them only once.
-        """
+        """At most ``steps`` batches of a seed, the same for all widths."""
         torch.manual_seed(seed)
         try:
             return self._batches(seed, steps)
@@ -345,15 +327,9 @@ class Recipe:
 
 
 def usual_loss(model: nn.Module, batch: Any) -> Tensor:
-    """The loss of common models: their own if they return one, else cross-entropy for integer targets and squared error for
-    others.
+    """The loss of common models: their own if they return one, else cross-entropy for integer targets and squared error for others.
 
-    Args:
-        model: called with the inputs of a pair, all items of a dict by name, or the batch itself.
-        batch: a pair of inputs and targets; a dict, as of transformers; or inputs of a model that returns its loss.
-
-    Raises:
-        TypeError: there is no target, and the model returns no loss.
+    ``model`` is called with the inputs of a pair, all items of a dict by name, or the batch itself.
     """
     inputs, targets = batch if isinstance(batch, (tuple, list)) and len(batch) == 2 else (batch, None)
     output = model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
@@ -374,11 +350,7 @@ def usual_loss(model: nn.Module, batch: Any) -> Tensor:
 
 @contextmanager
 def failing_at(width: int, what: str, remedy: str) -> Iterator[None]:
-    """Add the width to an error of the user's code; our own errors have it already.
-
-    Raises:
-        ValueError: for any error of the block, with ``what`` and ``remedy``.
-    """
+    """Add the width to an error of the user's code; our own errors have it already."""
     try:
         yield
     except Exception as error:
@@ -402,15 +374,6 @@ def placed(batch: Any, model: nn.Module, dtype: torch.dtype | None = None) -> An
 
 @dataclass(frozen=True)
 class SweepRun:
-    """The measurements at one width with one seed.
-
-    Attributes:
-        width: of the model.
-        seed: of its initialisation and its data.
-        losses: before each step.
-        steps: by module, after each step.
-    """
-
     width: int
     seed: int
     losses: list[float]
@@ -421,9 +384,6 @@ def train(recipe: Recipe, batches: Sequence[Any], width: int, seed: int, steps: 
     """Train a new model and measure it after every step, on the first batch.
 
     A loss that is not finite does not end the run; the measurements are then not finite either.
-
-    Raises:
-        ValueError: a step raised; with the width, the seed and the step.
     """
     model, given = recipe.model(width, seed)
     optimizer = recipe.optimizer_of(model, width, given)

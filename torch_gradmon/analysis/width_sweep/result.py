@@ -23,7 +23,6 @@ _MOST = 4
 
 
 def rows(verdicts: Sequence[LayerVerdict]) -> list[tuple[str, ...]]:
-    """A row for every verdict, under ``HEADINGS``."""
     return [
         (
             verdict.module or "[model]",
@@ -39,7 +38,6 @@ def rows(verdicts: Sequence[LayerVerdict]) -> list[tuple[str, ...]]:
 
 
 def table(verdicts: Sequence[LayerVerdict]) -> str:
-    """The rows in columns, as plain text."""
     lines = [HEADINGS, *rows(verdicts)]
     sizes = [max(len(line[column]) for line in lines) for column in range(len(HEADINGS))]
     return "\n".join("  ".join(cell.ljust(size) for cell, size in zip(line, sizes, strict=True)).rstrip() for line in lines)
@@ -159,14 +157,7 @@ _DASHES = {"stable": "solid", "grows": "dashed", "vanishes": "dotted"}
 
 @dataclass(frozen=True)
 class TermLine:
-    """One module in one panel.
-
-    Attributes:
-        label: its name, with the exponent if one was fitted.
-        state: of its verdict; empty in the panel of outputs.
-        colour: the same in all panels.
-        points: by width, the measured values of all seeds that have a logarithm.
-    """
+    """One module in one panel; ``points`` are, by width, the measured values of all seeds that have a logarithm."""
 
     label: str
     state: str
@@ -175,7 +166,6 @@ class TermLine:
 
     @property
     def name(self) -> str:
-        """The module, without its exponent."""
         return self.label.split(" ")[0]
 
     @property
@@ -186,14 +176,11 @@ class TermLine:
 
 @dataclass(frozen=True)
 class TermPanel:
-    """One quantity of all modules."""
-
     title: str
     lines: Sequence[TermLine]
 
 
 def panels(runs: Sequence[SweepRun], layers: Mapping[str, Layer], verdicts: Sequence[LayerVerdict], step: int) -> list[TermPanel]:
-    """The panels of the runs after ``step`` steps."""
     judged = {(verdict.module, verdict.term): verdict for verdict in verdicts}
     found = []
     for term in (*TERMS, "output"):
@@ -214,11 +201,6 @@ def panels(runs: Sequence[SweepRun], layers: Mapping[str, Layer], verdicts: Sequ
 
 
 def draw(found: Sequence[TermPanel], path: str | Path) -> None:
-    """Write the panels side by side to a file.
-
-    Raises:
-        ImportError: matplotlib is missing.
-    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -261,11 +243,7 @@ def draw_panel(axes: Any, panel: TermPanel, legend: bool = True) -> None:
 
 
 def interactive(found: Sequence[TermPanel]) -> Any:
-    """The panels as one plotly figure; a click on a module hides it in all.
-
-    Raises:
-        ImportError: plotly is missing.
-    """
+    """The panels as one plotly figure; a click on a module hides it in all."""
     try:
         from plotly.subplots import make_subplots
     except ImportError as error:
@@ -333,12 +311,10 @@ class WidthSweep:
 
     @property
     def seeds(self) -> list[int]:
-        """The seeds."""
         return sorted({run.seed for run in self.runs})
 
     @property
     def steps(self) -> int:
-        """How many steps each run has."""
         return len(self.runs[0].steps)
 
     @cached_property

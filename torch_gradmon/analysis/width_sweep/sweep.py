@@ -39,12 +39,9 @@ class Preflight:
 
 
 def run_preflight(recipe: Recipe, widths: Sequence[int], seed: int, dtype: torch.dtype) -> Preflight:
-    """Build the model at every width, run it once and compare.
+    """Build the model at every width, run it once and compare; at the smallest width one whole step is made and measured.
 
-    At the smallest width one whole step is made and measured.
-
-    Raises:
-        ValueError, TypeError: a width cannot be built or run, or its model differs; with the remedy.
+    Raises ValueError or TypeError where a width cannot be built or run, or its model differs; with the remedy.
     """
     batch = recipe.batches(seed, 1)[0]
     first: tuple[nn.Module, Any, dict[str, LayerTerms]] | None = None
@@ -77,12 +74,6 @@ def _unmeasured(model: nn.Module, layers: dict[str, Layer], rates: dict[str, flo
 
 
 def expectations(named: Any, layers: dict[str, Layer], optimizer: Any) -> dict[str, Expected]:
-    """The expected exponents of the layers, from a keyword or from patterns.
-
-    Raises:
-        ValueError: the theory of the optimizer is unknown here, or a pattern is wrong.
-        TypeError: ``named`` is neither a keyword nor a dict.
-    """
     if named is None or named == "stable":
         return {name: Expected() for name in layers}
     if named == "standard":
@@ -211,11 +202,7 @@ FEWEST = 3
 
 
 def whole_numbers(name: str, values: Any) -> list[Any]:
-    """The items of ``values``, with the integers of other packages as int.
-
-    Raises:
-        TypeError: ``values`` is not iterable.
-    """
+    """The items of ``values``, with the integers of other packages as int."""
     try:
         items = list(values)
     except TypeError:
@@ -231,12 +218,6 @@ def _as_int(value: Any) -> Any:
 
 
 def check_arguments(widths: Sequence[int], seeds: Sequence[int], steps: int, tolerance: float, confidence: float) -> None:
-    """Check the numbers of a sweep.
-
-    Raises:
-        ValueError: with the argument, its value and the remedy.
-        TypeError: the tolerance or the confidence is not a number.
-    """
     for name, values, least in (("widths", widths, 1), ("seeds", seeds, 0)):
         if not all(isinstance(value, int) and not isinstance(value, bool) and value >= least for value in values):
             raise ValueError(f"{name}={list(values)!r} must be whole numbers of at least {least}")
@@ -266,13 +247,6 @@ def _check_real(**values: Any) -> None:
 
 
 def check_recipe(recipe: Recipe, named: Any, dtype: Any) -> None:
-    """Check functions, keywords and the dtype.
-
-    Raises:
-        TypeError: the factory, the optimizer or the loss is not callable, the learning rate is not a number, or the dtype not one
-            of floats.
-        ValueError: the optimizer or the expectation is unknown, or the learning rate is not positive.
-    """
     for name, value in (("factory", recipe.factory), ("loss", recipe.loss)):
         if not callable(value) or isinstance(value, nn.Module):
             raise TypeError(f"{name} must be a function{' of the width' if name == 'factory' else ''}, got {display(value)}")

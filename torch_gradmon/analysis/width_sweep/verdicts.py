@@ -53,7 +53,6 @@ class Layer:
 
 
 def kind_of(module: nn.Module, narrow: Mapping[str, tuple[int, ...]], wide: Mapping[str, tuple[int, ...]]) -> Kind:
-    """The kind of a layer, from the shapes of its own parameters at two widths."""
     grown = {name: tuple(a != b for a, b in zip(narrow[name], wide[name], strict=True)) for name in narrow}
     if not any(any(dimensions) for dimensions in grown.values()):
         return "fixed"
@@ -94,15 +93,9 @@ def standard(layers: Mapping[str, Layer], family: Family) -> dict[str, Expected]
 
 
 def user_expectations(asked: Mapping[str, Any], names: Mapping[str, Layer]) -> dict[str, Expected]:
-    """The user's expectations: the first pattern that matches a module's name decides; modules without a match should be stable.
+    """The first pattern that matches a module's name decides; modules without a match should be stable.
 
-    Args:
-        asked: by regex, for ``re.search``, one exponent for both terms, or a pair of them; None for a term that is not judged.
-        names: the modules.
-
-    Raises:
-        ValueError: a pattern does not compile or matches nothing.
-        TypeError: a pattern is not a string, or a value is neither a finite number, None, nor a pair of these.
+    ``asked`` has, by regex, one exponent for both terms, or a pair of them; None for a term that is not judged.
     """
     values = {pattern: _pair(pattern, value) for pattern, value in asked.items()}
     try:

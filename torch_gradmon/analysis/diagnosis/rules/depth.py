@@ -188,7 +188,6 @@ def _exploding(history: History) -> list[Finding]:
 
 
 def _words_on_explosion(history: History, worst: str, from_start: bool) -> tuple[str, str]:
-    """Cause and advice."""
     since = ", from the first step on, before any update" if from_start else ""
     clips = Precautions.of(history).clips
     kind = history.kinds.get(worst.rpartition(".")[0], "")
@@ -303,7 +302,6 @@ _LEAP, _BEFORE = 2.0, 5
 
 
 def check_spikes(history: History) -> list[Finding]:
-    """One finding, about the largest spike."""
     found = history.spikes
     if not found:
         return []
@@ -575,7 +573,6 @@ _ATTENTION_FEWEST = 4
 
 
 def check_attention(history: History) -> list[Finding]:
-    """Findings by module, if attention was measured."""
     entropies = history.heads(n.ATTENTION_ENTROPY_NORMALIZED, "mean")
     logits = history.heads(n.ATTENTION_MAX_LOGIT, "max")
     if not entropies and not logits and n.has_attention(history.kinds):

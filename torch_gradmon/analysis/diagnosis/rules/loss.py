@@ -416,7 +416,6 @@ _KNOWN = {**MISTAKES, **RANK_FAULTS, **SETUP_MISTAKES}
 
 
 def check_loop(history: History) -> list[Finding]:
-    """One finding for each mistake."""
     return [_finding(fact, history) for fact in history.facts if fact.rule in _KNOWN and not _is_mended(fact, history)]
 
 

@@ -419,8 +419,6 @@ _FINITE = re.compile(
 
 
 class _Stage(NamedTuple):
-    """One stage of a step: its rule, the source of its statistics, the cause and the advice."""
-
     rule: str
     source: str
     cause: str
@@ -528,7 +526,6 @@ class _Networks:
 
 
 def _words_of_networks(stage: _Stage, record: StepRecord, history: History) -> tuple[str, str] | None:
-    """Cause and advice where several networks are trained, each by its loss."""
     networks = _Networks(record, history)
     finite, bad, turns = _joined(networks.finite), _joined(networks.bad), record.context.get("by_turns", 0)
     if stage.rule == "non-finite-loss" and networks.spread and turns > 1:

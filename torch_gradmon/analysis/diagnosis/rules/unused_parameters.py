@@ -215,7 +215,6 @@ _FORESIGHT_FEWEST = 20
 
 
 def check_foresight(history: History) -> list[Finding]:
-    """By the signs that the plugin has seen."""
     return [found for fact in history.facts if fact.rule == ABOUT_TO_DIVERGE for found in _finding(history, fact)]
 
 
