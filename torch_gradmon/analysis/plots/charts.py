@@ -42,7 +42,6 @@ from .sources import PanelSet, ValueSource
 
 # --- Layers grouped by block: a thousand rows are unreadable, a few dozen blocks are not ---
 
-
 #: More rows than this are grouped by block.
 ROWS = 48
 #: Up to this many times as many blocks each have a row of their own.
@@ -95,7 +94,6 @@ def by_block(panel: Panel, cells: Downsampled, groups: Mapping[str, Sequence[int
 
 
 # --- The charts of one run, independent of the drawing library ---
-
 
 #: Columns of a heat map.
 COLUMNS = 1000
@@ -297,12 +295,9 @@ class RunPair:
 
     def __init__(self, first: PanelSet, second: PanelSet, renamed: Callable[[str], str] = str) -> None:
         self.panel_sets = first, second
+        self.titles = first.title, second.title
         self._renamed = renamed
         self._pairs: dict[str, PanelPair | None] = {}
-
-    @property
-    def titles(self) -> tuple[str, str]:
-        return self.panel_sets[0].title, self.panel_sets[1].title
 
     def panels(self, name: str) -> PanelPair | None:
         """Both panels of one of :data:`.elements.LAYER_VIEWS`; None unless both runs have it of one source."""
@@ -347,7 +342,7 @@ def _aligned(panel: Panel, steps: Sequence[int], names: Sequence[str]) -> Panel:
     return replace(panel, steps=tuple(steps), names=tuple(names), values=values)
 
 
-# --- pair charts ---
+# --- Charts of two runs ---
 
 
 def pair_norm(pair: RunPair, marks: Sequence[int] = ()) -> LineChart:
@@ -400,7 +395,6 @@ def _lines(pair: RunPair, series: Sequence[Series], most: int) -> tuple[Line, ..
 
 
 # --- Figures of a run, or of the records in a monitor's memory ---
-
 
 #: The extra that installs each engine.
 _ENGINES = {"plotly": "report", "matplotlib": "plot"}

@@ -19,7 +19,6 @@ from ..diagnosis.series import Series, lower_median
 
 # --- Colours that are distinct for the colour-blind, on light and on dark pages ---
 
-
 #: Okabe and Ito (2008), "Color universal design": blue, orange, green, vermilion, purple, sky blue.
 BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
 #: NaN or infinite: a colour that no scale has.
@@ -34,7 +33,6 @@ GREY = "#8A8F98"
 
 
 # --- The places of values on a colour scale, as they are or relative to the median of their layer ---
-
 
 #: Measured steps that show what is usual just now; of a run with at least twice as many, maps can be relative to them.
 RECENT = 100
@@ -119,7 +117,6 @@ def scale_labels(most: float, is_log: bool) -> dict[float, str]:
 
 
 # --- Ranges of steps in which nothing was measured, over which no cell and no line is drawn ---
-
 
 #: A value is due every n steps if this share of those steps has it, and at least this many steps do.
 _NEARLY_ALL, _FEWEST = 0.9, 3
@@ -407,8 +404,7 @@ def points(series: Series, most: int, after_gaps: Collection[int] = ()) -> Serie
     return Series(tuple(series.steps[p] for p in ordered), tuple(series.values[p] for p in ordered))
 
 
-# --- elements ---
-
+# --- Lines, subplots, heat maps, depth profiles ---
 
 #: Points of a line.
 POINTS = 2000

@@ -27,8 +27,7 @@ from .elements import (
     scale_limit,
 )
 
-# --- What all plotly figures have in common. Needs plotly ---
-
+# --- Common to all figures ---
 
 #: Pixels of a row of a heat map or profile, and of the smallest figure.
 ROW, LEAST = 17, 300
@@ -71,7 +70,7 @@ def framed(figure: go.Figure, title: str, height: int) -> go.Figure:
     return figure
 
 
-# --- Heat maps as plotly figures. Needs plotly ---
+# --- Heat maps ---
 
 
 def heatmap_figure(heat: Heatmap) -> go.Figure:
@@ -149,8 +148,7 @@ def _add_marks(figure: go.Figure, marks: Sequence[int], steps: Sequence[int], to
     figure.update_layout(yaxis2={"overlaying": "y", "range": [0, top], "visible": False, "fixedrange": True})
 
 
-# --- Charts as plotly figures: for notebooks, dashboards and the report. Needs plotly ---
-
+# --- Lines and profiles ---
 
 #: Pixels of a subplot, and of a small one among several columns.
 _SUBPLOT, _SMALL = 170, 190

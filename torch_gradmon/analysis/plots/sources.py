@@ -16,8 +16,7 @@ from ...core.moments import Column
 from ...core.records import ModelOrder, SpikeEvent, StepRecord, loss_among
 from ...runs.reader import RunReader
 from ...runs.stats_series import StatsSeries
-from ...runs.value_matrix import fitting
-from ..diagnosis.series import Series
+from ..diagnosis.series import Series, assembled
 from .elements import LAYER_VIEWS, Gap, Panel, PlotView, RecordedSteps
 
 # --- Where drawn values come from: a run directory, or the records in a monitor's memory ---
@@ -91,7 +90,6 @@ def _stacks(records: Sequence[StepRecord], source: str) -> Iterator[StatsSeries]
 
 # --- The drawn values of one run, computed on first use ---
 
-
 #: Steps, tensors, and by metric values ``[steps, tensors]``.
 _Part = tuple[tuple[int, ...], tuple[str, ...], dict[str, torch.Tensor]]
 
@@ -152,22 +150,11 @@ class PanelSet:
         counts = Counter[tuple[str, ...]]()
         for some, measured, _ in parts:
             counts[measured] += len(some)
-        known = Counter[str]()
-        for measured, count in counts.items():
-            known.update(dict.fromkeys(measured, count))
         steps = tuple(step for some, _, _ in parts for step in some)
         all_names = self._source.in_model_order(source, {**dict.fromkeys(counts), due: None})
-        names = fitting({name: known[name] for name in all_names}, len(steps))
+        names, values = assembled(((measured, found) for _, measured, found in parts), counts, all_names)
         if len(names) < len(all_names):
             view = replace(view, title=f"{view.title}, of the {len(names):,} of {len(all_names):,} layers that have it most")
-        column = {name: place for place, name in enumerate(names)}
-        values = torch.full((len(steps), len(names)), math.nan, dtype=torch.float64, device="cpu")
-        first = 0
-        for some, measured, found in parts:
-            drawn = [place for place, name in enumerate(measured) if name in column]
-            found = found if len(drawn) == len(measured) else found[:, drawn]
-            values[first : first + len(some), [column[measured[place]] for place in drawn]] = found
-            first += len(some)
         run = self.steps
         return Panel(view, steps, names, values, source, self.gaps(steps), (run[0], run[-1]), frozenset(due))
 

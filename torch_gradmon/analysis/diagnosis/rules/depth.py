@@ -16,8 +16,7 @@ from ..findings import UNDONE, Finding, NotMeasured
 from ..history import History, Precautions, rank_shift, trend
 from ..series import Matrix, Series, lower_median
 
-# --- depth ---
-
+# --- Scale over the depth ---
 
 #: The fewest matrices that have a depth.
 _FEWEST = 4
@@ -98,10 +97,7 @@ def _initialisation(history: History) -> list[Finding]:
 def _gains(history: History) -> dict[str, float]:
     """At the beginning, the root mean square of each matrix that multiplies inputs, times the root of its fan in."""
     norms = history.matrix(n.PARAMETER, "rms")
-    at = None if norms is None else history.beginning(norms.steps)
-    if norms is None or at is None:
-        return {}
-    first = dict(zip(norms.names, norms.values[at].tolist(), strict=True))
+    first = history.at_beginning(norms)
     fan_ins = ((name, fan_in) for name, fan_in in history.matrices.items() if fan_in >= _LEAST_FAN_IN)
     return {name: first[name] * math.sqrt(fan_in) for name, fan_in in fan_ins if first.get(name, 0.0) > 0}
 
@@ -109,10 +105,10 @@ def _gains(history: History) -> dict[str, float]:
 def _loud(history: History) -> list[Finding]:
     """Initial outputs that are so large that the loss first has to fall because of them."""
     outputs, loss = history.matrix(n.ACTIVATION, "rms"), history.loss.finite
-    returned = [] if outputs is None else [name for name in outputs.names if name.startswith(n.ROOT)]
+    returned = [name for name in outputs.names if name.startswith(n.ROOT)]
     names = [name for name in returned if name not in history.returned_numbers]  # a loss that the model computes itself
-    at = None if outputs is None else history.beginning(outputs.steps)
-    if outputs is None or at is None or not names:
+    at = history.beginning(outputs.steps)
+    if at is None or not names:
         return []
     came_down = len(loss) >= _FEWEST and history.first_loss > _CAME_DOWN * history.learning.last > 0
     if not (came_down or _begins_high(history)):  # such a run may end in NaN at once
@@ -149,9 +145,9 @@ def _begins_high(history: History) -> bool:
 def _exploding(history: History) -> list[Finding]:
     """By the gradients before a clip, since it hides them, and after a division, since they are then those of the logged loss."""
     gradients, parameters, loss = history.unclipped_norms(), history.matrix(n.PARAMETER, "norm"), history.loss
-    if gradients is None or parameters is None:
+    if not gradients or not parameters:
         return []
-    losses = dict(zip(loss.steps, loss.values, strict=True))
+    losses = dict(loss.pairs())
     measured = set(parameters.steps)
     first = [step for step in gradients.steps if step in measured and losses.get(step, 0) > 0][:20]
     names = [name for name in gradients.names if name in history.matrices and name in parameters.names]
@@ -210,13 +206,9 @@ def _words_on_explosion(history: History, worst: str, from_start: bool) -> tuple
 
 def _growth_of_outputs(history: History) -> float:
     """The largest root mean square of an initial output over that of the first module; 1 if no output is large."""
-    outputs = history.matrix(n.ACTIVATION, "rms")
-    at = None if outputs is None else history.beginning(outputs.steps)
-    if outputs is None or at is None:
-        return 1.0
+    sizes = history.at_beginning(history.matrix(n.ACTIVATION, "rms"))
     # infinity is a mask, or the subject of another rule
-    sizes = zip(outputs.names, outputs.values[at].tolist(), strict=True)
-    found = [value for name, value in sizes if math.isfinite(value) and name not in history.returned_numbers]
+    found = [value for name, value in sizes.items() if math.isfinite(value) and name not in history.returned_numbers]
     largest, first = max(found, default=0.0), next(iter(found), 0.0)
     return largest / first if first > 0 and largest > _SIZE else 1.0
 
@@ -225,7 +217,7 @@ def _vanishing(history: History) -> list[Finding]:
     ratios = history.ratio(n.GRADIENT_BEFORE_CLIP, n.PARAMETER) or history.ratio(n.GRADIENT, n.PARAMETER)
     # where optimizers alternate, as in a GAN, the first matrices and the last ones are of different models
     is_stuck = history.learning.is_stuck and not history.need_not_fall
-    if ratios is None or (history.learning.state != "unknown" and not is_stuck):
+    if not ratios or (history.learning.state != "unknown" and not is_stuck):
         return []
     # one without any gradient is the subject of another rule
     reached = [name for name, largest in ratios.largest().items() if largest > 0]
@@ -279,7 +271,6 @@ def _drop(history: History, ratios: Matrix) -> tuple[dict[str, float], float]:
 
 # --- The largest spike: its step, its origin, and what the training does about such steps ---
 
-
 #: A spike is grave from this many times the usual, if it is as far above all but this share of the other steps, and above the
 #: median of this many later steps. A value that returns often is usual, and one that stays is a new level.
 _GRAVE, _RARE, _AFTER = 10.0, 0.2, 20
@@ -308,7 +299,7 @@ def check_spikes(history: History) -> list[Finding]:
     (spike,) = largest(found, 1)
     event = spike.worst
     suspects = history.suspects(event.step)
-    losses = dict(zip(history.loss.steps, history.loss.values, strict=True))
+    losses = dict(history.loss.pairs())
     made = spike_cause(suspects, event.step, losses.get(event.step), bool(losses))
     far = f", {times(event.value / event.usual)} what was usual" if event.usual is not None and event.usual > 0 else ""
     when = f" in step {event.step}" if spike.first != spike.last else ""
@@ -365,7 +356,7 @@ def _severity(history: History, spike: Episode, made: SpikeCause) -> Severity:
     values = _values(history, event.signal)
     if event.usual is not None and event.usual < _NOTHING * values.part(0, 0.1).median:  # the loss is at zero
         return "info"
-    others = sorted(value for step, value in zip(values.steps, values.values, strict=True) if step not in spike.steps)
+    others = sorted(value for step, value in values.pairs() if step not in spike.steps)
     if others:
         after = values.since(spike.last + 1).values[:_AFTER]
         level = max(others[int((1 - _RARE) * (len(others) - 1))], lower_median(after) if after else 0.0)
@@ -398,12 +389,10 @@ def _applied(history: History, step: int) -> bool:
 
 def _bounded(history: History, spike: Episode) -> float | None:
     """The norm to which the worst step was clipped; None if it was not."""
-    before, after = (_at(series, spike.worst.step) for series in (history.unclipped_norm, history.series("grad_norm_clipped")))
+    before, after = (
+        dict(series.pairs()).get(spike.worst.step) for series in (history.unclipped_norm, history.series("grad_norm_clipped"))
+    )
     return after if before is not None and after is not None and after < (1 - _ROUNDING) * before else None
-
-
-def _at(series: Series, step: int) -> float | None:
-    return series.values[series.steps.index(step)] if step in series.steps else None
 
 
 def _advice(history: History, spike: Episode, made: SpikeCause, suspects: Sequence[ParameterAttribution]) -> str:
@@ -432,7 +421,6 @@ def _advice(history: History, spike: Episode, made: SpikeCause, suspects: Sequen
 
 
 # --- Gradient clipping that always acts, or never does ---
-
 
 #: The share of the last steps that are clipped if nearly all are.
 _ALWAYS = 0.95
@@ -511,8 +499,8 @@ def _reduced(history: History, norms: Series, usual: float) -> list[Finding]:
 
 def _pairs(norms: Series, clipped: Series) -> list[tuple[float, float]]:
     """The norms before and after of the steps that have both."""
-    after = dict(zip(clipped.steps, clipped.values, strict=True))
-    return [(norm, after[step]) for step, norm in zip(norms.steps, norms.values, strict=True) if step in after]
+    after = dict(clipped.pairs())
+    return [(norm, after[step]) for step, norm in norms.pairs() if step in after]
 
 
 def _never(history: History, norms: Series) -> list[Finding]:
@@ -560,7 +548,6 @@ def _outliers(norms: Series) -> list[int]:
 
 
 # --- Attention that looks at one key only, and attention logits that grow until it does ---
-
 
 #: Entropy over the largest possible one, the log of the number of visible keys; mean over a layer's heads.
 _COLLAPSED = 0.25

@@ -20,7 +20,6 @@ from .nonfinite import rounding_unknown
 
 # --- Learning rates, judged by the size of updates relative to the weights, and by the loss ---
 
-
 #: The update over the weights, per step.
 _HIGH, _LOW = 0.2, 2e-5
 #: Updates that are this large a part of the weights are too large as well if they leave this share of the units of each ReLU silent, and
@@ -55,7 +54,7 @@ _WARMS_UP = (
 def check_learning_rate(history: History) -> list[Finding]:
     """The whole model first; a part is named if the rest is fine."""
     by_itself, ratios = _leapt(history) or _ran_out(history), history.ratio(n.UPDATE, n.PARAMETER)
-    if ratios is None:
+    if not ratios:
         if by_itself:
             return by_itself
         raise NotMeasured("updates were not measured: attach the optimizer, and use the preset standard or full")
@@ -204,8 +203,8 @@ def _low(history: History, ratios: Matrix) -> list[Finding]:
 def _died(history: History) -> bool:
     """Whether units of all ReLUs, live at the first step, were soon silent."""
     silent = history.matrix(n.ACTIVATION, "sparsity")
-    names = [] if silent is None else [name for name in silent.names if history.kinds.get(name) == "ReLU"]
-    if silent is None or not names:
+    names = [name for name in silent.names if history.kinds.get(name) == "ReLU"]
+    if not names:
         return False
     shares, at = silent.of(silent.steps, names), history.beginning(silent.steps)
     return at is not None and max(shares.values[at].tolist()) < _LIVE and min(shares.part(0.1, 1).medians().values()) > _SILENT
@@ -259,7 +258,7 @@ def _part(ratio: float) -> str:
 def _low_parts(history: History, ratios: Matrix) -> list[Finding]:
     usual = ratios.medians()
     gradients = history.ratio(n.GRADIENT, n.PARAMETER) or history.ratio(n.GRADIENT_BEFORE_CLIP, n.PARAMETER)
-    if gradients is None:
+    if not gradients:
         return []
     typical = max(usual.values(), default=0.0)
     candidates = history.always_reached.intersection(usual)
@@ -295,7 +294,6 @@ def _largest_rate(history: History) -> float:
 
 # --- Units that are always zero, and units at the ends of their range ---
 
-
 #: Share of a layer's units that are dead, by gradients and by activations.
 _DEAD, _UNITS_SILENT = 0.5, 0.85
 #: A layer without a unit that fires matters, however the loss falls, if it keeps all gradients from this share of the elements.
@@ -313,16 +311,15 @@ _NEVER_FLAT = frozenset({"GELU", "LeakyReLU", "SiLU", "ELU", "PReLU", "Mish"})
 def check_units(history: History) -> list[Finding]:
     """By activations if they were measured; dead units also by gradients alone."""
     dead, saturated = _dead(history), _saturated(history)
-    if history.matrix(n.ACTIVATION, "rms") is None and not dead:
+    if not history.matrix(n.ACTIVATION, "rms") and not dead:
         raise NotMeasured("activations were not measured: preset='full'")
     return [*dead, *saturated]
 
 
 def _dead(history: History) -> list[Finding]:
     sparsity = history.gradients("sparsity")
-    usual = {} if sparsity is None else sparsity.part(0.5, 1).medians()
-    largest = history.gradients("max")
-    sizes = {} if largest is None else largest.part(0.5, 1).medians()
+    usual = sparsity.part(0.5, 1).medians()
+    sizes = history.gradients("max").part(0.5, 1).medians()
     # gradients that vanished altogether also count as near zero
     usual = {name: share for name, share in usual.items() if sizes.get(name, 0.0) > _CLEAR}
     rows = {  # a dead unit leaves a row of zeros in the gradient, and a zero in that of the bias
@@ -331,7 +328,7 @@ def _dead(history: History) -> list[Finding]:
         if name in history.matrices and (bias := f"{name.rpartition('.')[0]}.bias") in usual
     }
     outputs = history.matrix(n.ACTIVATION, "sparsity")
-    silent = {} if outputs is None else outputs.part(0.5, 1).medians()
+    silent = outputs.part(0.5, 1).medians()
     kinds = set(history.kinds.values())
     if kinds & (_NEVER_FLAT | _TANH | _SIGMOID) and not kinds & _RELU:  # zeros in gradients have other reasons
         rows = {}
@@ -350,14 +347,14 @@ def _dead(history: History) -> list[Finding]:
         "Start biases at 0, use LeakyReLU or GELU, or lower the learning rate.",
         76.0,
         severity="warning" if found[worst[0]] == 1 and _cut_off(history) > _CUT_OFF else None,
-        steps=None if measured is None else _span(measured.part(0.5, 1).steps),
+        steps=_span(measured.part(0.5, 1).steps),
     )
 
 
 def _cut_off(history: History) -> float:
     """The share of all elements whose gradients are exactly 0 in the second half of the run; 0 if it is all of them."""
     norms, sizes = history.gradients("norm"), history.sizes(n.PARAMETER)
-    largest = {} if norms is None else norms.part(0.5, 1).largest()
+    largest = norms.part(0.5, 1).largest()
     share = sum(sizes.get(name, 0) for name, norm in largest.items() if norm == 0) / max(sum(sizes.values()), 1)
     return share if share < 1 else 0.0
 
@@ -405,8 +402,7 @@ def _saturated(history: History) -> list[Finding]:
     )
 
 
-# --- loop ---
-
+# --- Mistakes of the loop ---
 
 #: What is at most this many times too large is as large as it should be; counts of tokens differ from batch to batch.
 _ABOUT = 2.0
@@ -467,7 +463,6 @@ def _finding(fact: LoopFinding, history: History) -> Finding:
 
 # --- Steps that a spike policy has left out ---
 
-
 #: Steps that are named one by one.
 _SKIPPED_NAMED = 8
 
@@ -500,7 +495,6 @@ def check_skipped(history: History) -> list[Finding]:
 
 
 # --- A loss that does not fall, that stops falling because nothing moves any more, or that diverges ---
-
 
 #: The last fifth of the losses lies above the best fifth or tenth by this factor, by this many standard deviations of its ranks,
 #: and by this many of its noise.
