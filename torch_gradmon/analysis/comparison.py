@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from ..core import keys as n
 from ..core.errors import display
-from ..core.formatting import listed, strict
+from ..core.formatting import listed
 from ..core.keys import Key, compile_pattern, format_key, parse_key
 from ..core.moments import VIEWS
 from ..core.records import is_loss, loss_among
@@ -23,8 +22,7 @@ from ..runs.value_matrix import ValueMatrix
 from ..runs.window import COUNT, Window, is_of_layer
 from .run import Run
 
-# --- causal order ---
-
+# --- The order of a step ---
 
 #: The source of a step's facts: ``context/lr``, ``context/amp_scale`` and ``context/applied``.
 CONTEXT = "context"
@@ -121,8 +119,7 @@ def _enclosing(name: str) -> Iterable[str]:
     yield n.ROOT
 
 
-# --- Which values of two runs are compared, under which names, and with which tolerances ---
-
+# --- Which values are compared, and how ---
 
 #: Words in the names of clocks, speeds and memory, which differ from run to run.
 _CLOCKS = frozenset(
@@ -267,8 +264,7 @@ def _replacement(pattern: str, place: str) -> str:
     return place
 
 
-# --- matching ---
-
+# --- The comparison of two sheets ---
 
 #: A value that may be close to zero because it is a difference, or a count of few, is compared relative to a share of another
 #: metric.
@@ -463,82 +459,7 @@ class Unmatched:
         return bool(self.steps or self.keys or self.gaps)
 
 
-@dataclass(frozen=True)
-class ComparisonResult:
-    """Where two runs diverge.
-
-    Attributes:
-        runs: their names.
-        steps: the common steps that were compared, in this order, up to the first divergence.
-        first: of the first step that diverges, the value that is computed first; None without a divergence.
-        divergences: all divergent values of that step, one for each tensor, in the order of computation.
-        stages: what was compared in that step, or in the last one without a divergence.
-        onset: the first difference of any size in the compared steps; None without any.
-        interpretation: what the onset points to; empty without a difference.
-        largest: the largest relative difference within the tolerance before the runs diverge.
-        growth: by key of a whole-model value, the difference in some steps from the onset on.
-        unmatched: what only the first run has, and what only the second.
-        not_compared: values left out: those of clocks, and, if the runs have different steps, those that follow from earlier steps.
-        settings: by name, what the first and the second run were made with and do not share, as text.
-        tags: tags of the onset's step that differ.
-        strict: whether unmatched values count as a divergence.
-    """
-
-    runs: tuple[str, str]
-    steps: tuple[int, ...]
-    first: Divergence | None
-    divergences: tuple[Divergence, ...]
-    stages: Mapping[str, StageCounts]
-    onset: Divergence | None
-    interpretation: str
-    largest: Divergence | None
-    growth: Mapping[str, Mapping[int, float]]
-    unmatched: tuple[Unmatched, Unmatched]
-    not_compared: tuple[str, ...] = ()
-    settings: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    tags: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
-    strict: bool = False
-
-    @property
-    def diverges(self) -> bool:
-        """Whether the runs diverge; if ``strict``, also whether one of them has unmatched values."""
-        return self.first is not None or (self.strict and any(self.unmatched))
-
-    @property
-    def exit_code(self) -> int:
-        """For CI: 0 if the runs are equal within the tolerance, 1 otherwise."""
-        return int(self.diverges)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The result for JSON; numbers that are not finite are strings, as in a :class:`JsonlSink`."""
-        found = {
-            "runs": list(self.runs),
-            "parts": self.diverges,
-            "strict": self.strict,
-            "steps": {"compared": len(self.steps), "first": self.steps[0], "last": self.steps[-1]},
-            "first": self.first and asdict(self.first),
-            "partings": [asdict(divergence) for divergence in self.divergences],
-            "stages": {name: asdict(stage) for name, stage in self.stages.items()},
-            "onset": self.onset and asdict(self.onset),
-            "reading": self.interpretation,
-            "largest_within_tolerance": self.largest and asdict(self.largest),
-            "growth": {key: {str(step): v for step, v in values.items()} for key, values in self.growth.items()},
-            "alone": [
-                {"steps": list(own.steps), "keys": list(own.keys), "gaps": {k: list(v) for k, v in own.gaps.items()}}
-                for own in self.unmatched
-            ],
-            "not_compared": list(self.not_compared),
-            "settings": {name: list(values) for name, values in self.settings.items()},
-            "tags": {name: list(values) for name, values in self.tags.items()},
-        }
-        return {name: strict(value) for name, value in found.items()}
-
-    def to_json(self) -> str:
-        """The result as JSON text."""
-        return json.dumps(self.to_dict(), indent=1, allow_nan=False, default=str)
-
-
-# --- Single values of a compared step, and the facts of steps as values ---
+# --- Single values of a step ---
 
 
 class Cell(NamedTuple):
@@ -597,8 +518,7 @@ def facts_of(window: Window) -> ValueMatrix:
     return ValueMatrix(keys, values.reshape(len(rows), len(keys)), there.reshape(len(rows), len(keys)))
 
 
-# --- What the place and the size of the first difference between two runs point to ---
-
+# --- What the first difference points to ---
 
 #: The largest difference that rounding in float32, and sums of it, can cause.
 _ROUNDING = 2e-6
@@ -747,8 +667,7 @@ _OF_STEP = frozenset({"parameters", "settings", "optimizer state", "updates"})
 _SHORT = {"gradients for the optimizer": "gradients"}
 
 
-# --- What only one of two runs has, and whether they have anything in common ---
-
+# --- What only one of the runs has ---
 
 #: By key or tensor, in how many steps only this run has it, and the first of them.
 Gaps = dict[Key, tuple[int, int]]
@@ -820,8 +739,7 @@ def _is_compared(key: Key, other: Key, rules: Rules) -> bool:
     return any(rules.tolerance(key._replace(metric=m), other._replace(metric=m)) is not None for m in metrics)
 
 
-# --- Two runs compared step by step, up to the first step in which they diverge ---
-
+# --- Step by step ---
 
 #: Values that are compared at once, over all steps of a window; and the steps of the first window.
 _CELLS, _FIRST = 1 << 19, 8

@@ -16,11 +16,11 @@ from torch import Tensor
 from ...core.keys import TENSOR_SOURCES, parse_key
 from ...spikes.signals import counted, episodes, largest
 from .. import diff as text
-from ..comparison import ComparisonResult
 from ..diagnosis.diagnose import diagnose_history
 from ..diagnosis.findings import Diagnosis, Finding
 from ..diagnosis.history import History
 from ..diagnosis.series import Series
+from ..diff import Difference
 from ..plots import charts
 from ..plots.charts import PanelPair, RunPair, blocks, by_block, pair_layers, pair_norm, pair_update
 from ..plots.elements import (
@@ -42,7 +42,6 @@ from ..plots.sources import PanelSet, ValueSource
 from ..run import Run
 
 # --- Values of layers in two bytes per cell, as text that the page decodes ---
-
 
 #: Codes for a missing value, a gradient that there was not, a value that is not finite, and zero on a logarithmic scale.
 NONE, NO_GRADIENT, NONFINITE, ZERO = -32768, -32766, 32767, -32767
@@ -70,7 +69,6 @@ def packed(values: Tensor, is_log: bool, due: Sequence[bool] = ()) -> str:
 
 
 # --- The content of a report, as plain data ---
-
 
 #: Cells of one view, of layers and blocks together, and its columns.
 _CELLS, _FEWEST_COLUMNS, _COLUMNS = 150_000, 100, 1000
@@ -301,7 +299,6 @@ def cell(value: float | None) -> float | None:
 
 # --- The content of a page about two runs, as plain data ---
 
-
 #: Divergences that are listed, and layers drawn side by side.
 _DIVERGENCES, _MOST_LAYERS = 5, 9
 
@@ -309,7 +306,7 @@ _DIVERGENCES, _MOST_LAYERS = 5, 9
 def comparison_content(
     runs: tuple[Run, Run],
     names: tuple[str, str],
-    difference: ComparisonResult,
+    difference: Difference,
     renamed: Callable[[str], str],
     title: str,
     advance: Callable[[], None],
@@ -354,7 +351,7 @@ def comparison_content(
     }
 
 
-def comparison(difference: ComparisonResult) -> dict[str, Any]:
+def comparison(difference: Difference) -> dict[str, Any]:
     shown = difference.divergences[:_DIVERGENCES]
     return {
         "parts": difference.diverges,
@@ -377,7 +374,7 @@ def _facts(runs: tuple[Run, Run], pair: RunPair) -> list[list[str]]:
     return found
 
 
-def _differing_layers(difference: ComparisonResult, gradient: PanelPair | None) -> list[str]:
+def _differing_layers(difference: Difference, gradient: PanelPair | None) -> list[str]:
     """The layers that diverge in the first divergent step, then those with the largest differences in any step."""
     if gradient is None:
         return []

@@ -21,7 +21,8 @@ from plotly.utils import PlotlyJSONEncoder
 
 from ...core.files import replacing
 from ...core.formatting import ProgressBar
-from ..comparison import ComparisonResult, renamer
+from ..comparison import renamer
+from ..diff import Difference
 from ..run import load_run
 from .content import PARTS, comparison_content, content
 
@@ -54,7 +55,7 @@ def write(
 def write_both(
     first: str | os.PathLike[str],
     second: str | os.PathLike[str],
-    difference: ComparisonResult,
+    difference: Difference,
     to: str | os.PathLike[str],
     title: str | None = None,
     rename: Mapping[str, str] | None = None,
