@@ -23,7 +23,6 @@ from ...core.torch_modes import rng_states, set_rng_states
 
 # --- The two terms of the refined coordinate check, and the plain check, in float64 ---
 
-
 _PARAMETRIZATIONS = "parametrizations"  # what torch.nn.utils.parametrize calls them
 _COPYABLE = (
     "the terms are measured on copies, so no tensor of the model may be computed from others "
@@ -231,7 +230,6 @@ def _of_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 # --- How the model of a width, its optimizer, its data and its loss are made ---
-
 
 #: The optimizers that have a name.
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from numbers import Real
 from typing import Any
@@ -20,26 +19,15 @@ from .recipe import OPTIMIZERS, LayerTerms, Recipe, TermProbe, failing_at, own_p
 from .result import WidthSweep
 from .verdicts import KEYWORDS, Expected, Family, Layer, kind_of, standard, user_expectations
 
-# --- A trial of a sweep's models before it starts, in seconds; errors name the width and the remedy ---
+# --- A trial of the models; errors name the width and the remedy ---
 
 
-@dataclass(frozen=True)
-class Preflight:
-    """What is known before the sweep starts.
-
-    Attributes:
-        layers: in execution order.
-        optimizer: that of the smallest width.
-        unmeasured: names of trained parameters that are in no layer.
-    """
-
-    layers: dict[str, Layer]
-    optimizer: Any
-    unmeasured: list[str]
-
-
-def run_preflight(recipe: Recipe, widths: Sequence[int], seed: int, dtype: torch.dtype) -> Preflight:
+def run_preflight(
+    recipe: Recipe, widths: Sequence[int], seed: int, dtype: torch.dtype
+) -> tuple[dict[str, Layer], Any, list[str]]:
     """Build the model at every width, run it once and compare; at the smallest width one whole step is made and measured.
+
+    Returns the layers in execution order, the optimizer of the smallest width, and the names of trained parameters that are in no layer.
 
     Raises ValueError or TypeError where a width cannot be built or run, or its model differs; with the remedy.
     """
@@ -64,7 +52,7 @@ def run_preflight(recipe: Recipe, widths: Sequence[int], seed: int, dtype: torch
     assert first is not None, "there are widths"
     _growing(shapes, widths)
     layers = _layers(first[0], first[2], shapes, rates, widths)
-    return Preflight(layers, first[1], _unmeasured(first[0], layers, rates[widths[0]]))
+    return layers, first[1], _unmeasured(first[0], layers, rates[widths[0]])
 
 
 def _unmeasured(model: nn.Module, layers: dict[str, Layer], rates: dict[str, float]) -> list[str]:
@@ -196,7 +184,6 @@ def _layers(
 
 # --- Checks of a sweep's arguments, before anything is built ---
 
-
 #: A line through fewer widths has hardly any scatter.
 FEWEST = 3
 
@@ -266,7 +253,7 @@ def check_recipe(recipe: Recipe, named: Any, dtype: Any) -> None:
         raise TypeError(f"probe_dtype must be torch.float64 or another floating-point dtype, got {display(dtype)}")
 
 
-# --- sweep ---
+# --- The sweep ---
 
 
 def width_sweep(
@@ -331,13 +318,13 @@ def width_sweep(
     recipe = Recipe(factory, data, optimizer, lr, lr_exponent, sizes[0], loss if loss is not None else usual_loss)
     check_recipe(recipe, expected, probe_dtype)
     with torch.random.fork_rng(devices=[]), accelerator.untouched_generators(accelerator.all_in_use()):
-        found = run_preflight(recipe, sizes, numbers[0], probe_dtype)
-        aims = expectations(expected, found.layers, found.optimizer)
+        layers, trained_by, unmeasured = run_preflight(recipe, sizes, numbers[0], probe_dtype)
+        aims = expectations(expected, layers, trained_by)
         with ProgressBar(len(sizes) * len(numbers), "width sweep", "run", progress) as bar:
             runs = list(run_all(recipe, sizes, numbers, steps, probe_dtype, bar.advance))
     kept = {name: _for_json(given[name]) for name in ("optimizer", "lr", "lr_exponent", "expected")}
     settings = {"widths": sizes, "seeds": numbers, "steps": steps, **kept, "probe_dtype": str(probe_dtype).removeprefix("torch.")}
-    return WidthSweep(runs, found.layers, aims, tolerance, confidence, settings, found.unmeasured)
+    return WidthSweep(runs, layers, aims, tolerance, confidence, settings, unmeasured)
 
 
 def _for_json(value: Any) -> Any:

@@ -14,8 +14,7 @@ from torch import nn
 from ...core.errors import display, nearest
 from .recipe import SweepRun
 
-# --- expected ---
-
+# --- Expected exponents ---
 
 Kind = Literal["input", "hidden", "output", "vector", "fixed"]
 Family = Literal["sgd", "adam"]
@@ -124,7 +123,7 @@ def _pair(pattern: str, value: Any) -> Expected:
     return Expected(*terms)
 
 
-# --- power law ---
+# --- Power laws ---
 
 
 @dataclass(frozen=True)
@@ -233,8 +232,7 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-# --- From measured terms to a verdict on every layer ---
-
+# --- Verdicts ---
 
 Term = Literal["update", "propagated"]
 State = Literal["stable", "grows", "vanishes", "undecided", "zero", "not finite"]
