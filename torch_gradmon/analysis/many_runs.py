@@ -26,7 +26,6 @@ from .run import Run, load_run, settings_of
 
 # --- A run in one row of a table: whether it is alive, its loss, spikes, findings, settings and cost ---
 
-
 State = Literal["running", "silent", "ended", "empty", "unknown"]
 #: Share of the last losses, and of the last steps' cost, that stands for now.
 _NOW = 0.05
@@ -230,7 +229,6 @@ def _ranked(diagnosis: Diagnosis) -> list[tuple[str, str, str]]:
 
 
 # --- How a run is, and what to do next ---
-
 
 #: States in which nothing is wrong with the process.
 _FINE = ("running", "ended", "unknown")

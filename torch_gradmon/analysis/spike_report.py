@@ -85,7 +85,6 @@ class RecentSteps:
 
 # --- The content of a spike report, as data ---
 
-
 #: Steps shown before and after the step of the report.
 _BEFORE, _AFTER = 3, 4
 #: Later steps that are searched for values of a signal, which may be logged seldom.
@@ -258,7 +257,6 @@ def _signal_text(event: SpikeEvent) -> str:
 
 
 # --- The report on a spike as text, on one screen ---
-
 
 #: Parameters, ranks and other spikes that are shown, and micro-batches or groups of each.
 _LAYERS, _RANKS, _OTHERS, _ITEMS = 8, 8, 5, 8

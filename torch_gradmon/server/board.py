@@ -19,7 +19,6 @@ from ..runs.log import reading_within
 
 # --- One run as the server knows it: its row and its diagnosis ---
 
-
 _LOG = logging.getLogger(__name__)
 #: Shares of the time that reading the row of a run, and its diagnosis, may take while it is written: both take longer as a run
 #: grows.
@@ -106,8 +105,7 @@ class WatchedRun:
             _LOG.warning("gradmon: the run %s cannot be read and is left out: %s", self.name, error_text(error))
 
 
-# --- board ---
-
+# --- All runs ---
 
 #: Seconds between two looks for new runs, and seconds after the last request in which the thread still works.
 _LOOK, _ASKED = 2.0, 10.0

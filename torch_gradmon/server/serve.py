@@ -35,7 +35,6 @@ from .board import RunBoard
 
 # --- Who may read: requests with the token, which other accounts of this machine do not have either ---
 
-
 #: Characters of a token, which is part of addresses.
 _TOKEN = re.compile(r"[A-Za-z0-9_.~-]+")
 
@@ -128,7 +127,6 @@ def two_runs(paths: tuple[Path, Path], names: tuple[str, str]) -> str:
 
 # --- Server-sent events: what is new, as soon as it is written ---
 
-
 #: Seconds between two looks at a file, and after which a row is sent again: its age has changed, and sending it shows whether the page is
 #: still open.
 LOOK, ALIVE = 0.3, 10.0
@@ -186,8 +184,7 @@ def written(events: Iterator[Event], as_json: Callable[[Any], str]) -> Iterator[
         yield b": alive\n\n" if data is None else f"event: {kind}\ndata: {as_json(data)}\n\n".encode()
 
 
-# --- serve ---
-
+# --- The server ---
 
 _HTML, _JSON = "text/html; charset=utf-8", "application/json"
 #: Pages that are made at once, and connections.
