@@ -372,10 +372,10 @@ def _growth_steps(common: Sequence[int], onset: int, last: int) -> list[int]:
     return sorted(chosen.union(later[number * len(later) // len(evenly)] for number in evenly))
 
 
-def _diff_equal(a: Any, b: Any) -> bool:
+def _is_same(a: Any, b: Any) -> bool:
     return bool(a == b) or (a != a and b != b)  # NaN is NaN
 
 
 def _tags(left: Run, right: Run, step: int) -> dict[str, tuple[Any, Any]]:
     own, others = (run.context(step).get("tags", {}) for run in (left, right))
-    return {name: (own[name], others[name]) for name in own if name in others and not _diff_equal(own[name], others[name])}
+    return {name: (own[name], others[name]) for name in own if name in others and not _is_same(own[name], others[name])}

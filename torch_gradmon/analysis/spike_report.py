@@ -13,8 +13,8 @@ from ..core.formatting import ShownText, cut_start, factor_text, is_multiple, si
 from ..core.keys import SUMMARY, Key, format_key, parse_key
 from ..core.records import SpikeEvent, StepRecord, loss_in
 from ..runs.detail_request import request_text
-from ..spikes import detector_set as recovery
 from ..spikes.attribution import GradientNormHistory, ParameterAttribution, SpikeCause, spike_cause
+from ..spikes.detector_set import AFTER, recovery_text
 from ..spikes.signals import Episode, episodes, largest, value_of
 from ..step.plan import value_in
 
@@ -224,9 +224,9 @@ def _recovery(source: StepSource, known: Sequence[int], spike: Episode) -> Itera
     for signal in dict.fromkeys(event.signal for event in spike.events):
         own = [event for event in spike.events if event.signal == signal]
         after = ((number, source.value(signal, number)) for number in later[:_SEARCHED])
-        values = [*islice(((number, value) for number, value in after if value is not None), recovery.AFTER)]
+        values = [*islice(((number, value) for number, value in after if value is not None), AFTER)]
         if values:
-            yield recovery.recovery_text(own, values)
+            yield recovery_text(own, values)
 
 
 class SpikeSummary(NamedTuple):
@@ -273,7 +273,7 @@ def explain(source: StepSource, step: int | None = None) -> ShownText:
     if step is None and not source.events:
         return ShownText(no_spike(source))
     report = SpikeReport.of(source, step)
-    lines = [*_heading(report), "", *_text_signals(report), "", *_parameters(report)]
+    lines = [*_heading(report), "", *_signal_rows(report), "", *_parameters(report)]
     for sentence in report.recovery:
         lines += ["", sentence]
     if report.others:
@@ -328,7 +328,7 @@ def _row(name: str, cells: Sequence[str]) -> str:
     return f"{cut_start(name, _NAME_WIDTH - 1):<{_NAME_WIDTH}}" + "".join(f"{f' {cell}':>{_WIDTH}}" for cell in cells)
 
 
-def _text_signals(report: SpikeReport) -> Iterator[str]:
+def _signal_rows(report: SpikeReport) -> Iterator[str]:
     yield _row("signal", [f"[{number}]" if number == report.step else str(number) for number in report.around])
     yield from (_row(name, list(map(_fact, facts))) for name, facts in report.facts)
     yield from (_row(name, list(map(significant, values))) for name, values in report.signals)

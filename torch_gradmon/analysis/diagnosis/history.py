@@ -33,7 +33,7 @@ State = Literal["falls", "flat", "rises", "unknown"]
 #: The fewest losses that have a trend.
 _FEWEST = 20
 #: The last fifth is compared with the first fifth, by ranks, and with the first few losses, for models that learn quickly.
-_HEAD, _TAIL, _LEARNING_FEW = 0.2, 0.2, 5
+_HEAD, _TAIL, _FIRST_LOSSES = 0.2, 0.2, 5
 #: A shift counts from this many standard deviations of the rank sum; losses of neighbouring steps are not independent.
 _RANKS = 3.0
 #: The first few losses count from this many standard deviations of the last fifth,
@@ -138,7 +138,7 @@ def trend(finite: Series) -> tuple[State, float, float]:
     if len(finite) < _FEWEST:
         return "unknown", math.nan, math.nan
     few, head, tail = (
-        Series(finite.steps[:_LEARNING_FEW], finite.values[:_LEARNING_FEW]),
+        Series(finite.steps[:_FIRST_LOSSES], finite.values[:_FIRST_LOSSES]),
         finite.part(0.0, _HEAD),
         finite.part(1 - _TAIL, 1.0),
     )

@@ -105,7 +105,7 @@ def terms(model: nn.Module, reference: nn.Module, run: Callable[[nn.Module], obj
                 propagated = _rms(output - call.output for output, call in zip(mixed, before[name], strict=True))
             inputs = [tensor for call in calls if (tensor := _first(call.args)) is not None]
             entered = _rms(inputs) if inputs else None
-            found[name] = LayerTerms(update, propagated, entered, _mean_size(call.output for call in calls))
+            found[name] = LayerTerms(update, propagated, entered, _mean((call.output for call in calls), torch.abs))
     return found
 
 
@@ -198,20 +198,16 @@ def _first(values: tuple[Any, ...]) -> Tensor | None:
     return first if isinstance(first, Tensor) and first.is_floating_point() and first.numel() else None
 
 
-def _rms(tensors: Iterable[Tensor]) -> float:
+def _mean(tensors: Iterable[Tensor], of: Callable[[Tensor], Tensor]) -> float:
     total, count = 0.0, 0
     for tensor in tensors:
-        total += tensor.to(torch.float64).square().sum().item()
-        count += tensor.numel()
-    return math.sqrt(total / count) if total >= 0 else math.nan
-
-
-def _mean_size(tensors: Iterable[Tensor]) -> float:
-    total, count = 0.0, 0
-    for tensor in tensors:
-        total += tensor.to(torch.float64).abs().sum().item()
+        total += of(tensor.to(torch.float64)).sum().item()
         count += tensor.numel()
     return total / count
+
+
+def _rms(tensors: Iterable[Tensor]) -> float:
+    return math.sqrt(_mean(tensors, torch.square))  # NaN stays NaN
 
 
 def _state(model: nn.Module) -> Iterator[Tensor]:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core import torch_modes as accelerator
 from ...core.errors import display, nearest
 from ...core.formatting import ProgressBar
+from ...core.torch_modes import all_in_use, untouched_generators
 from .recipe import OPTIMIZERS, LayerTerms, Recipe, TermProbe, failing_at, own_parameters, placed, run_all, usual_loss
 from .result import WidthSweep
 from .verdicts import KEYWORDS, Expected, Family, Layer, kind_of, standard, user_expectations
@@ -317,7 +317,7 @@ def width_sweep(
     check_arguments(sizes, numbers, steps, tolerance, confidence)
     recipe = Recipe(factory, data, optimizer, lr, lr_exponent, sizes[0], loss if loss is not None else usual_loss)
     check_recipe(recipe, expected, probe_dtype)
-    with torch.random.fork_rng(devices=[]), accelerator.untouched_generators(accelerator.all_in_use()):
+    with torch.random.fork_rng(devices=[]), untouched_generators(all_in_use()):
         layers, trained_by, unmeasured = run_preflight(recipe, sizes, numbers[0], probe_dtype)
         aims = expectations(expected, layers, trained_by)
         with ProgressBar(len(sizes) * len(numbers), "width sweep", "run", progress) as bar:

@@ -285,7 +285,7 @@ _ALONE = 0.9
 #: The first losses, and by how many standard deviations of their ranks those after a spike lie above those before.
 _FIRST, _RANKS = 5, 3.0
 #: The loss of a bad batch is this many times that of the next one.
-_SPIKES_LOUD = 2.0
+_BAD_BATCH = 2.0
 #: Norms before and after a clip that does not act differ by no more than this part.
 _ROUNDING = 1e-3
 #: A learning rate jumped if it was this many times the usual one, at most this many steps before a spike.
@@ -331,7 +331,7 @@ def _undone(history: History, spike: Episode) -> tuple[str, dict[str, float]] | 
     first, was, now = (lower_median(values) for values in (loss.values[:_FIRST], before, after))
     if not (trend(earlier)[0] == "falls" and now > was + (first - was) / 2 and rank_shift(before, after) > _RANKS):
         return None
-    if not loss.values[until] > _SPIKES_LOUD * loss.values[until + 1]:  # other data from here on, as in a curriculum
+    if not loss.values[until] > _BAD_BATCH * loss.values[until + 1]:  # other data from here on, as in a curriculum
         return None
     told = f" It undid what was learnt: the loss, {first:.3g} at first, was {was:.3g} before it and {now:.3g} after it."
     return told, {UNDONE: now}
@@ -433,7 +433,7 @@ _SAME = 1e-3
 #: An outlier has this many times the median norm of this many steps before and after it,
 _OUTLIER, _AROUND = 10.0, 20
 #: and this many times that of the first steps: norms jump where the loss is near zero.
-_CLIPPING_ABOVE = 2.0
+_ABOVE_BEGINNING = 2.0
 
 
 def check_clipping(history: History) -> list[Finding]:
@@ -542,7 +542,7 @@ def _outliers(norms: Series) -> list[int]:
     beginning = norms.part(0, 0.1).median
     for place in range(len(norms) // 10, len(norms)):
         around = sorted(norms.values[max(place - _AROUND, 0) : place + _AROUND + 1])
-        if norms.values[place] > max(_OUTLIER * around[len(around) // 2], _CLIPPING_ABOVE * beginning):
+        if norms.values[place] > max(_OUTLIER * around[len(around) // 2], _ABOVE_BEGINNING * beginning):
             found.append(norms.steps[place])
     return found
 
@@ -556,7 +556,7 @@ _BROKEN = 0.15
 #: The largest logit of a layer has grown by this factor, and beyond the size at which a softmax saturates.
 _GREW, _LARGE, _FAR_TOO_LARGE = 5.0, 30.0, 100.0
 #: The fewest steps that are judged.
-_ATTENTION_FEWEST = 4
+_FEWEST_VALUES = 4
 
 
 def check_attention(history: History) -> list[Finding]:
@@ -569,7 +569,7 @@ def check_attention(history: History) -> list[Finding]:
     low = {
         name: level
         for name, series in entropies.items()
-        if len(series) >= _ATTENTION_FEWEST and (level := series.median) < _COLLAPSED
+        if len(series) >= _FEWEST_VALUES and (level := series.median) < _COLLAPSED
     }
     return [*_collapse(history, entropies, low), *_growth(history, logits)]
 
@@ -597,9 +597,7 @@ def _collapse(history: History, entropies: Mapping[str, Series], low: Mapping[st
 def _growth(history: History, logits: Mapping[str, Series]) -> list[Finding]:
     grown: dict[str, float] = {}
     for name, series in logits.items():
-        if len(series) >= _ATTENTION_FEWEST and (last := series.part(0.75, 1).median) > max(
-            _GREW * abs(series.values[0]), _LARGE
-        ):
+        if len(series) >= _FEWEST_VALUES and (last := series.part(0.75, 1).median) > max(_GREW * abs(series.values[0]), _LARGE):
             grown[name] = last
     if not grown:
         return []

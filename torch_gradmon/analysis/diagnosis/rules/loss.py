@@ -295,7 +295,7 @@ def _largest_rate(history: History) -> float:
 # --- Units that are always zero, and units at the ends of their range ---
 
 #: Share of a layer's units that are dead, by gradients and by activations.
-_DEAD, _UNITS_SILENT = 0.5, 0.85
+_DEAD, _SILENT_OUTPUTS = 0.5, 0.85
 #: A layer without a unit that fires matters, however the loss falls, if it keeps all gradients from this share of the elements.
 _CUT_OFF = 0.1
 #: Below this largest element, a gradient has rows of zeros for other reasons.
@@ -333,7 +333,7 @@ def _dead(history: History) -> list[Finding]:
     if kinds & (_NEVER_FLAT | _TANH | _SIGMOID) and not kinds & _RELU:  # zeros in gradients have other reasons
         rows = {}
     found = {name: share for name, share in rows.items() if _DEAD < share < 1}  # all zeros may have other reasons
-    silent = {name: share for name, share in silent.items() if history.kinds.get(name) in _RELU and share > _UNITS_SILENT}
+    silent = {name: share for name, share in silent.items() if history.kinds.get(name) in _RELU and share > _SILENT_OUTPUTS}
     found.update(silent)
     if not found:
         return []
@@ -464,7 +464,7 @@ def _finding(fact: LoopFinding, history: History) -> Finding:
 # --- Steps that a spike policy has left out ---
 
 #: Steps that are named one by one.
-_SKIPPED_NAMED = 8
+_STEPS_NAMED = 8
 
 
 def check_skipped(history: History) -> list[Finding]:
@@ -484,7 +484,7 @@ def check_skipped(history: History) -> list[Finding]:
         "steps-skipped",
         "",
         {"skipped steps": float(len(steps)), "with NaN or Inf": float(len(bad))},
-        f"{those} skipped, {listed([str(step) for step in steps], _SKIPPED_NAMED)}{what}: their gradients changed no parameter.",
+        f"{those} skipped, {listed([str(step) for step in steps], _STEPS_NAMED)}{what}: their gradients changed no parameter.",
         "Look for NaN and Inf in the batches of these steps with torch.isfinite, since each epoch brings them again."
         if bad
         else "Nothing has to be done if they are few; otherwise look at their batches, or raise the threshold of the detector.",
@@ -498,7 +498,7 @@ def check_skipped(history: History) -> list[Finding]:
 
 #: The last fifth of the losses lies above the best fifth or tenth by this factor, by this many standard deviations of its ranks,
 #: and by this many of its noise.
-_ABOVE, _LOSS_RANKS, _LOSS_SPREADS = 1.25, 3.0, 6.0
+_ABOVE, _RANKS_ABOVE, _NOISES_ABOVE = 1.25, 3.0, 6.0
 #: A loss that ends this many times above its beginning diverges, whatever its noise,
 _FAR_ABOVE = 2.0
 #: and so does one that ends this many times above its best.
@@ -515,7 +515,7 @@ _NOISE = 0.5
 _UP = 1.5
 #: A loss that may well fall is no plateau, unless it fell by less than this share of it, in this many losses: far too little. In fewer
 #: losses the share is as much smaller.
-_LOSS_LITTLE, _MANY = 0.05, 200
+_PLATEAU_FALL, _MANY = 0.05, 200
 #: A loss whose last fifth lies below this part of its first one has fallen; one of a kind that is not recognised, which may have a floor,
 #: from this part of its beginning on.
 _RESTS, _FELL = 2 / 3, 0.85
@@ -609,14 +609,14 @@ def _best_before_the_rate_rose(history: History, loss: Series) -> Series | None:
     if any(later < rate for rate, later in pairwise(rates)) or not rates[-1] > _RAISED * rates[len(rates) // 2] > 0:
         return None
     best, tail = _best(loss, 5), loss.part(0.8, 1)
-    return best if tail.median > _ABOVE * best.median > 0 and rank_shift(best.values, tail.values) > _LOSS_RANKS else None
+    return best if tail.median > _ABOVE * best.median > 0 and rank_shift(best.values, tail.values) > _RANKS_ABOVE else None
 
 
 def _divergence(history: History, loss: Series) -> list[Finding]:
     tail, first = loss.part(0.8, 1), Series(loss.steps[:5], loss.values[:5]).median
     fifth, tenth = _best(loss, 5), _best(loss, 10)
     # for example, a wrong sign makes the loss rise at once and then rest
-    rose = tail.median - first > max((_ABOVE - 1) * first, _LOSS_SPREADS * spread(tail)) and first > 0
+    rose = tail.median - first > max((_ABOVE - 1) * first, _NOISES_ABOVE * spread(tail)) and first > 0
     best = next((part for part in (fifth, tenth) if _is_above(tail, part) and tail.median > _forgotten(first, part)), None)
     if best is None and not rose:
         return []
@@ -652,7 +652,7 @@ def _best(loss: Series, parts: int) -> Series:
 def _is_above(tail: Series, best: Series) -> bool:
     """Whether the last losses lie above the best ones, beyond their noise."""
     least = max(_ABOVE * best.median, best.median + 2 * min(spread(best), spread(tail)))
-    return tail.median > least and rank_shift(best.values, tail.values) > _LOSS_RANKS and best.median > 0
+    return tail.median > least and rank_shift(best.values, tail.values) > _RANKS_ABOVE and best.median > 0
 
 
 def _plateau(history: History, loss: Series) -> list[Finding]:
@@ -661,7 +661,7 @@ def _plateau(history: History, loss: Series) -> list[Finding]:
         return []
     head, tail = loss.part(0, 0.2), loss.part(0.8, 1)
     shift = rank_shift(head.values, tail.values) if tail.median < head.median else 0.0
-    is_little = len(loss) >= _MANY and head.median - tail.median < _LOSS_LITTLE * abs(head.median)
+    is_little = len(loss) >= _MANY and head.median - tail.median < _PLATEAU_FALL * abs(head.median)
     is_open = history.learning.state == "flat" and (_is_unclear(loss, head, tail) or (shift < -PERHAPS and not is_little))
     is_open |= _is_warming_up(history)
     at_rest = history.may_rest and history.learning.state == "flat"
@@ -689,7 +689,7 @@ def _is_unclear(loss: Series, before: Series, after: Series) -> bool:
     """Whether the losses are so few and noisy that the fall of a sound training may hide between these parts."""
     if len(before) < _RANKED:
         return True
-    return len(loss) < _MANY and may_fall(before, after, _LOSS_LITTLE * len(loss) / _MANY * abs(before.median))
+    return len(loss) < _MANY and may_fall(before, after, _PLATEAU_FALL * len(loss) / _MANY * abs(before.median))
 
 
 def _cause(the_loss: str, fell: bool, has_rested: bool, is_open: bool, at_rest: bool) -> str:

@@ -393,7 +393,7 @@ def _decay(history: History) -> list[Finding]:
 #: that the scale is 1 after 16 of them.
 _STUCK = 16
 #: A loss that has grown this many times before the first NaN, in this number of steps at least, has run away.
-_GREW, _NONFINITE_FEWEST = 5.0, 3
+_GREW, _LOSSES_BEFORE = 5.0, 3
 
 
 #: Modules whose outputs are finite if their parameters and inputs are, up to an overflow: sums of products, and functions without a pole.
@@ -475,7 +475,7 @@ def check_nonfinite(history: History) -> list[Finding]:
         _words_of_networks(stage, record, history) or _words(stage, places, record, history, losses.get(record.step)),
     )
     known = [loss for step, loss in losses.items() if step < record.step and math.isfinite(loss)]
-    if len(known) >= _NONFINITE_FEWEST and known[-1] > _GREW * known[0] > 0:
+    if len(known) >= _LOSSES_BEFORE and known[-1] > _GREW * known[0] > 0:
         cause += f"; the loss had grown from {known[0]:.3g} to {known[-1]:.3g} before"
         advice = "lower the learning rate first, since the training had left its range; if that changes nothing, " + advice
     if stage.rule != "non-finite-parameter" and not Precautions.of(history).skips:

@@ -153,7 +153,7 @@ def _growth(norms: Series) -> _Growth | None:
 #: The root mean square of mean and log variance, which the prior has at 0, and how much larger both were at the beginning.
 _NOTHING, _FALLEN = 0.05, 2.0
 #: Steps before a latent counts as collapsed.
-_LATENT_FEWEST = 50
+_STEPS_COLLAPSED = 50
 #: Names of layers that give mean or log variance.
 _NAMES = re.compile(r"mu\b|mean|loc\b|var|sigma|std|scale", re.IGNORECASE)
 
@@ -161,7 +161,7 @@ _NAMES = re.compile(r"mu\b|mean|loc\b|var|sigma|std|scale", re.IGNORECASE)
 def check_latent(history: History) -> list[Finding]:
     """By the outputs of two layers alike; silent where activations were not measured, which another rule reports."""
     outputs = history.matrix(n.ACTIVATION, "rms")
-    if len(outputs.steps) < _LATENT_FEWEST:
+    if len(outputs.steps) < _STEPS_COLLAPSED:
         return []
     first, last = outputs.part(0, 0.1).largest(), outputs.part(0.8, 1).medians()
     for one, other in _pairs(history, outputs):
@@ -204,7 +204,7 @@ def _pairs(history: History, outputs: Matrix) -> Iterator[tuple[str, str]]:
 #: Steps without a sign after which it counts as over, unless the loss has risen since.
 _OVER = 100
 #: Losses that show what is normal.
-_FORESIGHT_FEWEST = 20
+_NORMAL_LOSSES = 20
 
 
 def check_foresight(history: History) -> list[Finding]:
@@ -234,16 +234,16 @@ def _finding(history: History, fact: LoopFinding) -> list[Finding]:
 def _has_risen(loss: Series, first: int) -> bool:
     """Whether its last twentieth lies above what was normal before the first sign: the median and six deviations."""
     before = loss.before(first)
-    if len(before) < _FORESIGHT_FEWEST:
+    if len(before) < _NORMAL_LOSSES:
         return False
-    normal = before.part(1 - _FORESIGHT_FEWEST / len(before), 1)
+    normal = before.part(1 - _NORMAL_LOSSES / len(before), 1)
     return loss.part(0.95, 1).median > normal.median + 6 * spread(normal)
 
 
 # --- Parameters that never receive a gradient, or no longer do, and those that are frozen ---
 
 #: The fewest steps after which a parameter counts as never reached.
-_UNUSED_PARAMETERS_FEWEST = 20
+_STEPS_UNREACHED = 20
 #: Parameters without gradient matter if they have this share of all elements; an unused head or pooler is common.
 _SHARE = 0.1
 #: A gradient below this part of its median norm is none; for most of the last quarter of the run it has vanished.
@@ -323,8 +323,8 @@ def _has_adapters(history: History, frozen: list[str]) -> bool:
 def check_unused_parameters(history: History) -> list[Finding]:
     """By the gradients before clipping."""
     norms = history.gradients("norm")
-    if len(norms.steps) < _UNUSED_PARAMETERS_FEWEST:
-        raise NotMeasured(f"fewer than {_UNUSED_PARAMETERS_FEWEST} steps with gradients were measured")
+    if len(norms.steps) < _STEPS_UNREACHED:
+        raise NotMeasured(f"fewer than {_STEPS_UNREACHED} steps with gradients were measured")
     return [*_never(history, norms), *_vanished(history, norms)]
 
 
@@ -342,7 +342,7 @@ def _never(history: History, norms: Matrix) -> list[Finding]:
         for name, steps in zip(parameters.names, there, strict=True)
         if name not in history.frozen and not history.is_gone(name)
     }
-    missed = [name for name, steps in measured.items() if steps >= _UNUSED_PARAMETERS_FEWEST and not seen.get(name)]
+    missed = [name for name, steps in measured.items() if steps >= _STEPS_UNREACHED and not seen.get(name)]
     if len(missed) == len(measured):
         return _all_zero(history, norms)
     found: list[Finding] = []
@@ -495,7 +495,7 @@ def _frozen(history: History, norms: Matrix) -> list[Finding]:
         if not rows or history.is_gone(name):
             continue
         first, last = rows[0], rows[-1]
-        least = _BEFORE if name in history.frozen else max(len(column) // 4, _UNUSED_PARAMETERS_FEWEST)
+        least = _BEFORE if name in history.frozen else max(len(column) // 4, _STEPS_UNREACHED)
         if len(column) - last > least and last - first >= _BEFORE and len(rows) > _NEARLY_ALL * (last - first + 1):
             ends[name] = last + 1
     if not ends or len(ends) == len(norms.names):
