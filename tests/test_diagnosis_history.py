@@ -69,7 +69,7 @@ def test_a_history_has_the_numbers_of_the_run(tmp_path: Path) -> None:
     expected = {s: v for s, v in run.series("gradient_before_clip/2.weight/rms").items() if not math.isnan(v)}
     assert dict(zip(column.steps, column.values, strict=True)) == pytest.approx(expected)
     assert history.sizes("parameter") == {"0.weight": 32, "0.bias": 8, "2.weight": 8, "2.bias": 1}
-    assert history.matrix("optimizer", "rms") is None
+    assert not history.matrix("optimizer", "rms")
     assert {event.step for event in history.events} == {20}
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -15,15 +14,14 @@ from torch import Tensor
 
 from ..core import keys as n
 from ..core.errors import display
-from ..core.formatting import listed, strict
+from ..core.formatting import listed
 from ..core.keys import Key, compile_pattern, format_key, parse_key
 from ..core.moments import VIEWS
 from ..core.records import is_loss, loss_among
 from ..runs.reader import COUNT, ValueMatrix, Window, is_of_layer
 from .run import Run
 
-# --- causal order ---
-
+# --- The order of a step ---
 
 #: The source of a step's facts: ``context/lr``, ``context/amp_scale`` and ``context/applied``.
 CONTEXT = "context"
@@ -62,7 +60,6 @@ _LAST = 1 << 40
 
 
 def stage_of(key: Key) -> str:
-    """The stage of a value."""
     if key.source == n.SUMMARY:
         return next((stage for start, stage in _OF_WHOLE.items() if key.metric.startswith(start)), "other values")
     return "loss" if is_loss(key) else _STAGE_OF.get(key.source, "other values")
@@ -94,7 +91,6 @@ class Order:
             self._parameters[name] = (reached, number)
 
     def rank(self, key: Key) -> tuple[int, int, int, int]:
-        """A sort key that follows the order of computation."""
         stage = stage_of(key)
         place, within = self._place(key)
         if stage in _BACKWARD and place != _LAST:
@@ -122,8 +118,7 @@ def _enclosing(name: str) -> Iterable[str]:
     yield n.ROOT
 
 
-# --- Which values of two runs are compared, under which names, and with which tolerances ---
-
+# --- Which values are compared, and how ---
 
 #: Words in the names of clocks, speeds and memory, which differ from run to run.
 _CLOCKS = frozenset(
@@ -137,16 +132,9 @@ Patterns = str | re.Pattern[str] | Sequence[str | re.Pattern[str]]
 
 @dataclass(frozen=True)
 class Rules:
-    """How two runs are compared.
-
-    Attributes:
-        rtol: tolerated difference relative to the larger value.
-        atol: tolerated absolute difference, added to that.
-        tolerances: patterns with their own ``rtol``; the first one found in a key decides.
-        only: a key must match one of these patterns; without any, all keys except those of clocks are compared.
-        ignore: a key must match none of these patterns.
-        rename: patterns in the names of the first run's tensors, with their replacements in the second.
-        with_memory: whether to compare values that follow from earlier steps, which differ if the runs have other earlier steps.
+    """``tolerances`` are relative, by pattern: the first one found in a key decides. Without ``only``, all keys except those of clocks
+    are compared; ``rename`` replaces patterns in the names of the first run's tensors. ``with_memory``: whether to compare values
+    that follow from earlier steps, which differ if the runs have other earlier steps.
     """
 
     rtol: float = 1e-5
@@ -167,11 +155,7 @@ class Rules:
         ignore: Patterns | None,
         rename: Mapping[str, str] | None,
     ) -> Rules:
-        """Check the arguments of a user.
-
-        Raises:
-            TypeError, ValueError: with the value and the remedy.
-        """
+        """Raises TypeError or ValueError for a wrong argument."""
         own = _mapping("tolerances", tolerances, "{'update/': 1e-3}")
         new = _mapping("rename", rename, "{'^encoder': 'enc'}")
         return cls(
@@ -184,7 +168,6 @@ class Rules:
         )
 
     def renamed(self, key: Key) -> Key:
-        """The key in the second run of a value of the first run."""
         if key.source not in n.TENSOR_SOURCES and key.source not in n.NAME_SOURCES:
             return key
         name = key.name
@@ -204,14 +187,8 @@ class Rules:
         return is_clock(key) or (has_memory(key) and not self.with_memory)
 
     def check_use(self, keys: Iterable[str], names: Iterable[str]) -> None:
-        """Refuse a pattern that matches nothing: after a typo, a comparison would pass.
-
-        Args:
-            keys: of both runs.
-            names: of tensors of the first run.
-
-        Raises:
-            ValueError: a pattern is found in none of the keys, or names.
+        """Refuse a pattern that is in none of ``keys`` of both runs, or ``names`` of tensors of the first: after a typo, a comparison
+        would pass.
         """
         for argument, patterns, texts in (
             ("only", self.only, list(keys)),
@@ -227,11 +204,7 @@ class Rules:
 
 
 def renamer(rename: Mapping[str, str] | None) -> Callable[[str], str]:
-    """The function from the name of a tensor or module in the first run to that in the second.
-
-    Raises:
-        TypeError, ValueError: ``rename`` is wrong, see :meth:`Rules.of`.
-    """
+    """The function from the name of a tensor or module in the first run to that in the second; raises as :meth:`Rules.of`."""
     rules = Rules.of(0.0, 0.0, None, None, None, rename)
     return lambda name: rules.renamed(Key(n.PARAMETER, name, "")).name
 
@@ -290,8 +263,7 @@ def _replacement(pattern: str, place: str) -> str:
     return place
 
 
-# --- matching ---
-
+# --- The comparison of two sheets ---
 
 #: A value that may be close to zero because it is a difference, or a count of few, is compared relative to a share of another
 #: metric.
@@ -304,13 +276,8 @@ _OF_ELEMENTS, _STRAY = ("sparsity", "zeros"), 2.0
 
 
 class _Scales(NamedTuple):
-    """Columns that are compared relative to more than their own size.
-
-    Attributes:
-        columns: their numbers, among those compared.
-        left, right: the columns of the two sheets that give the scale.
-        share: the factor of that scale; 0 for none.
-        unit: the smallest scale.
+    """Columns that are compared relative to more than their own size: to ``share`` of the columns ``left`` and ``right``, at least
+    ``unit``.
     """
 
     columns: Tensor
@@ -320,22 +287,14 @@ class _Scales(NamedTuple):
     unit: Tensor
 
     def of(self, left: ValueMatrix, right: ValueMatrix) -> Tensor:
-        """The scales ``[steps, columns]``."""
         size = torch.maximum(left.values[:, self.left].abs(), right.values[:, self.right].abs())
         return torch.maximum(size.nan_to_num_(0.0, posinf=0.0) * self.share, self.unit)
 
 
 @dataclass(frozen=True)
 class Pairing:
-    """Which columns of two sheets are compared, and how.
-
-    Attributes:
-        keys: in the first run.
-        others: the corresponding keys in the second.
-        left, right: the numbers of the columns.
-        rtol: tolerance of each.
-        floors: the scales of those that may be close to zero.
-        elements: those that count single elements, and the number of all elements.
+    """Which columns of two sheets are compared, by their keys and numbers in each, and how: ``floors`` are the scales of those that may
+    be close to zero, ``elements`` those that count single elements, with the number of all elements.
     """
 
     keys: tuple[Key, ...]
@@ -385,15 +344,8 @@ class Pairing:
 
 @dataclass(frozen=True)
 class SheetComparison:
-    """Two sheets compared; all tensors are ``[steps, pairs of columns]``.
-
-    Attributes:
-        pairing: of the columns.
-        left, right: the values.
-        has_left, has_right: where there is a value.
-        relative: difference relative to the larger value; infinite where one is not finite.
-        differs: where there is a difference.
-        diverges: where it exceeds the tolerance.
+    """Two sheets compared; all tensors are ``[steps, pairs of columns]``. ``relative`` is infinite where one value is not finite;
+    ``diverges`` where ``differs`` exceeds the tolerance.
     """
 
     pairing: Pairing
@@ -506,93 +458,15 @@ class Unmatched:
         return bool(self.steps or self.keys or self.gaps)
 
 
-@dataclass(frozen=True)
-class ComparisonResult:
-    """Where two runs diverge.
-
-    Attributes:
-        runs: their names.
-        steps: the common steps that were compared, in this order, up to the first divergence.
-        first: of the first step that diverges, the value that is computed first; None without a divergence.
-        divergences: all divergent values of that step, one for each tensor, in the order of computation.
-        stages: what was compared in that step, or in the last one without a divergence.
-        onset: the first difference of any size in the compared steps; None without any.
-        interpretation: what the onset points to; empty without a difference.
-        largest: the largest relative difference within the tolerance before the runs diverge.
-        growth: by key of a whole-model value, the difference in some steps from the onset on.
-        unmatched: what only the first run has, and what only the second.
-        not_compared: values left out: those of clocks, and, if the runs have different steps, those that follow from earlier steps.
-        settings: by name, what the first and the second run were made with and do not share, as text.
-        tags: tags of the onset's step that differ.
-        strict: whether unmatched values count as a divergence.
-    """
-
-    runs: tuple[str, str]
-    steps: tuple[int, ...]
-    first: Divergence | None
-    divergences: tuple[Divergence, ...]
-    stages: Mapping[str, StageCounts]
-    onset: Divergence | None
-    interpretation: str
-    largest: Divergence | None
-    growth: Mapping[str, Mapping[int, float]]
-    unmatched: tuple[Unmatched, Unmatched]
-    not_compared: tuple[str, ...] = ()
-    settings: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    tags: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
-    strict: bool = False
-
-    @property
-    def diverges(self) -> bool:
-        """Whether the runs diverge; if ``strict``, also whether one of them has unmatched values."""
-        return self.first is not None or (self.strict and any(self.unmatched))
-
-    @property
-    def exit_code(self) -> int:
-        """For CI: 0 if the runs are equal within the tolerance, 1 otherwise."""
-        return int(self.diverges)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The result for JSON; numbers that are not finite are strings, as in a :class:`JsonlSink`."""
-        found = {
-            "runs": list(self.runs),
-            "parts": self.diverges,
-            "strict": self.strict,
-            "steps": {"compared": len(self.steps), "first": self.steps[0], "last": self.steps[-1]},
-            "first": self.first and asdict(self.first),
-            "partings": [asdict(divergence) for divergence in self.divergences],
-            "stages": {name: asdict(stage) for name, stage in self.stages.items()},
-            "onset": self.onset and asdict(self.onset),
-            "reading": self.interpretation,
-            "largest_within_tolerance": self.largest and asdict(self.largest),
-            "growth": {key: {str(step): v for step, v in values.items()} for key, values in self.growth.items()},
-            "alone": [
-                {"steps": list(own.steps), "keys": list(own.keys), "gaps": {k: list(v) for k, v in own.gaps.items()}}
-                for own in self.unmatched
-            ],
-            "not_compared": list(self.not_compared),
-            "settings": {name: list(values) for name, values in self.settings.items()},
-            "tags": {name: list(values) for name, values in self.tags.items()},
-        }
-        return {name: strict(value) for name, value in found.items()}
-
-    def to_json(self) -> str:
-        """The result as JSON text."""
-        return json.dumps(self.to_dict(), indent=1, allow_nan=False, default=str)
-
-
-# --- Single values of a compared step, and the facts of steps as values ---
+# --- Single values of a step ---
 
 
 class Cell(NamedTuple):
-    """One value of the only step of a sheet."""
-
     sheet: SheetComparison
     column: int
 
     @property
     def key(self) -> Key:
-        """Of the value in the first run."""
         return self.sheet.pairing.keys[self.column]
 
     @property
@@ -626,12 +500,10 @@ class Cell(NamedTuple):
 
 
 def item_key(key: Key) -> Key:
-    """The key without its metric for a value of a tensor; other keys as they are."""
     return key._replace(metric="") if is_of_layer(key) else key
 
 
 def facts_of(window: Window) -> ValueMatrix:
-    """Learning rates, the loss scale, and whether the step was applied, as values."""
     rows: list[dict[Key, float]] = []
     for step in window.steps:
         facts = window.facts[step]
@@ -645,8 +517,7 @@ def facts_of(window: Window) -> ValueMatrix:
     return ValueMatrix(keys, values.reshape(len(rows), len(keys)), there.reshape(len(rows), len(keys)))
 
 
-# --- What the place and the size of the first difference between two runs point to ---
-
+# --- What the first difference points to ---
 
 #: The largest difference that rounding in float32, and sums of it, can cause.
 _ROUNDING = 2e-6
@@ -661,17 +532,8 @@ _OF_OPTIMIZER = "the optimizer's settings, its state (a checkpoint without it, f
 
 
 class Onset(NamedTuple):
-    """The first value that differs.
-
-    Attributes:
-        stage: of the value.
-        key: of the value.
-        step: number of the step.
-        before: the step that was compared before; None if there is none.
-        compared: the stages that were compared in the step.
-        relative: relative difference of the values.
-        is_finite: whether both values are finite.
-        settings: of optimizers that differ.
+    """The first value that differs; ``before`` is the step that was compared before it, ``compared`` are the stages that were compared
+    in its step, and ``settings`` those of optimizers that differ.
     """
 
     stage: str
@@ -694,7 +556,6 @@ class Onset(NamedTuple):
 
     @property
     def of_forward(self) -> str:
-        """Possible causes in the forward pass."""
         return _OF_FORWARD if "parameters" in self.compared else f"other parameters, {_OF_FORWARD}"
 
 
@@ -716,12 +577,8 @@ def interpret(onset: Onset) -> str:
 
 
 def interpret_noise(stage: str, key: str, share: float | None) -> str:
-    """A sentence on a gradient that may be nothing but rounding; empty for a larger one.
-
-    Args:
-        stage: of the value.
-        key: of the value.
-        share: the value over the largest of its kind in that step; None if it is no metric of a tensor.
+    """A sentence on a gradient that may be nothing but rounding; empty for a larger one. ``share`` is the value over the largest of its
+    kind in that step; None if it is no metric of a tensor.
     """
     if not stage.startswith("gradients") or share is None or share >= _NOISE:
         return ""
@@ -809,19 +666,14 @@ _OF_STEP = frozenset({"parameters", "settings", "optimizer state", "updates"})
 _SHORT = {"gradients for the optimizer": "gradients"}
 
 
-# --- What only one of two runs has, and whether they have anything in common ---
-
+# --- What only one of the runs has ---
 
 #: By key or tensor, in how many steps only this run has it, and the first of them.
 Gaps = dict[Key, tuple[int, int]]
 
 
 def check_use(left: Run, right: Run, rules: Rules) -> None:
-    """Refuse rules with a part that has no effect.
-
-    Raises:
-        ValueError: a pattern matches nothing, two names become one, or nothing in common is compared.
-    """
+    """Raises ValueError where a pattern matches nothing, two names become one, or nothing in common is compared."""
     rules.check_use(
         (*left.keys(), *right.keys(), *map(format_key, FACTS)),
         dict.fromkeys(key.name for key in compared_items(left) if key.source and key.name),
@@ -844,7 +696,6 @@ def check_use(left: Run, right: Run, rules: Rules) -> None:
 def find_unmatched(
     left: Run, right: Run, rules: Rules, steps: tuple[Sequence[int], Sequence[int]], gaps: tuple[Gaps, Gaps]
 ) -> tuple[Unmatched, Unmatched]:
-    """For each run the steps, tensors and values that the other one lacks."""
     own = {rules.renamed(key): key for key in compared_items(left)}
     others = {key: key for key in compared_items(right)}
     by_name = [{format_key(key): value for key, value in found.items()} for found in gaps]
@@ -887,8 +738,7 @@ def _is_compared(key: Key, other: Key, rules: Rules) -> bool:
     return any(rules.tolerance(key._replace(metric=m), other._replace(metric=m)) is not None for m in metrics)
 
 
-# --- Two runs compared step by step, up to the first step in which they diverge ---
-
+# --- Step by step ---
 
 #: Values that are compared at once, over all steps of a window; and the steps of the first window.
 _CELLS, _FIRST = 1 << 19, 8
@@ -900,14 +750,9 @@ _OTHERS = ""
 
 @dataclass
 class ScanResult:
-    """The result of comparing step by step.
-
-    Attributes:
-        steps: the compared steps.
-        first: the one in which the runs diverge.
-        onset: the one with the first difference of any size.
-        largest: the largest relative difference within the tolerance, and its step.
-        gaps: for each run, by key (of a tensor without a metric), in how many steps only this run has it, and the first.
+    """The compared steps; the first that diverges and the one with a difference of any size; the largest relative difference within the
+    tolerance, and its step; for each run, by key (of a tensor without a metric), in how many steps only this run has it, and the
+    first of these.
     """
 
     steps: list[int] = field(default_factory=list)
@@ -928,13 +773,6 @@ class _PairedKeys(NamedTuple):
 
 
 class Comparison:
-    """Compares two runs.
-
-    Args:
-        left, right: the runs.
-        rules: what is compared, and the tolerances.
-    """
-
     def __init__(self, left: Run, right: Run, rules: Rules) -> None:
         self._runs, self._rules = (left, right), rules
         tensors = {source: left.tensors_as_measured(source) for source in left.sources}

@@ -3,29 +3,108 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import textwrap
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ..core import validation as check
-from ..core.formatting import ProgressBar, ShownAsText, cut_start, listed, part_of
+from ..core.formatting import ProgressBar, ShownAsText, cut_start, listed, part_of, strict
 from ..core.keys import SUMMARY, format_key
 from ..runs.reader import between, single_threaded
-from .comparison import Comparison, ComparisonResult, Divergence, Patterns, Rules, Unmatched, check_use, find_unmatched
+from .comparison import Comparison, Divergence, Patterns, Rules, StageCounts, Unmatched, check_use, find_unmatched
 from .run import Run, load_run, optimizer_settings, settings_that_differ
 
-# --- The comparison of two runs as text, on one screen ---
 
+@dataclass(frozen=True, repr=False)
+class Difference(ShownAsText):
+    """Where two runs diverge; ``str()`` gives it as text on one screen.
+
+    Attributes:
+        runs: their names.
+        steps: the common steps that were compared, in this order, up to the first divergence.
+        first: of the first step that diverges, the value that is computed first; None without a divergence.
+        divergences: all divergent values of that step, one for each tensor, in the order of computation.
+        stages: what was compared in that step, or in the last one without a divergence.
+        onset: the first difference of any size in the compared steps; None without any.
+        interpretation: what the onset points to; empty without a difference.
+        largest: the largest relative difference within the tolerance before the runs diverge.
+        growth: by key of a whole-model value, the difference in some steps from the onset on.
+        unmatched: what only the first run has, and what only the second.
+        not_compared: values left out: those of clocks, and, if the runs have different steps, those that follow from earlier steps.
+        settings: by name, what the first and the second run were made with and do not share, as text.
+        tags: tags of the onset's step that differ.
+        strict: whether unmatched values count as a divergence.
+    """
+
+    runs: tuple[str, str]
+    steps: tuple[int, ...]
+    first: Divergence | None
+    divergences: tuple[Divergence, ...]
+    stages: Mapping[str, StageCounts]
+    onset: Divergence | None
+    interpretation: str
+    largest: Divergence | None
+    growth: Mapping[str, Mapping[int, float]]
+    unmatched: tuple[Unmatched, Unmatched]
+    not_compared: tuple[str, ...] = ()
+    settings: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    tags: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    strict: bool = False
+
+    def __str__(self) -> str:
+        return to_text(self)
+
+    @property
+    def diverges(self) -> bool:
+        """Whether the runs diverge; if ``strict``, also whether one of them has unmatched values."""
+        return self.first is not None or (self.strict and any(self.unmatched))
+
+    @property
+    def exit_code(self) -> int:
+        """For CI: 0 if the runs are equal within the tolerance, 1 otherwise."""
+        return int(self.diverges)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result for JSON; numbers that are not finite are strings, as in a :class:`JsonlSink`."""
+        found = {
+            "runs": list(self.runs),
+            "parts": self.diverges,
+            "strict": self.strict,
+            "steps": {"compared": len(self.steps), "first": self.steps[0], "last": self.steps[-1]},
+            "first": self.first and asdict(self.first),
+            "partings": [asdict(divergence) for divergence in self.divergences],
+            "stages": {name: asdict(stage) for name, stage in self.stages.items()},
+            "onset": self.onset and asdict(self.onset),
+            "reading": self.interpretation,
+            "largest_within_tolerance": self.largest and asdict(self.largest),
+            "growth": {key: {str(step): v for step, v in values.items()} for key, values in self.growth.items()},
+            "alone": [
+                {"steps": list(own.steps), "keys": list(own.keys), "gaps": {k: list(v) for k, v in own.gaps.items()}}
+                for own in self.unmatched
+            ],
+            "not_compared": list(self.not_compared),
+            "settings": {name: list(values) for name, values in self.settings.items()},
+            "tags": {name: list(values) for name, values in self.tags.items()},
+        }
+        return {name: strict(value) for name, value in found.items()}
+
+    def to_json(self) -> str:
+        """The result as JSON text."""
+        return json.dumps(self.to_dict(), indent=1, allow_nan=False, default=str)
+
+
+# --- The same as text, on one screen ---
 
 _WIDTH, _KEY, _NUMBER = 100, 58, 13
 #: Divergences that are listed, and names of unmatched values.
 _DIVERGENCES, _NAMES = 6, 3
 
 
-def to_text(result: ComparisonResult) -> str:
+def to_text(result: Difference) -> str:
     """The comparison as text."""
     parts = [_wrapped(opening(result))]
     if result.first is not None:
@@ -34,7 +113,7 @@ def to_text(result: ComparisonResult) -> str:
     return "\n\n".join("\n".join(lines) for lines in map(list, parts) if lines)
 
 
-def opening(result: ComparisonResult) -> Iterator[str]:
+def opening(result: Difference) -> Iterator[str]:
     """The sentences on whether and where the runs diverge, and what that points to."""
     yield from _equal(result) if result.first is None else _divergent(result)
     if result.settings:
@@ -51,7 +130,7 @@ def _wrapped(lines: Iterator[str]) -> Iterator[str]:
         yield from textwrap.wrap(line, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-def _equal(result: ComparisonResult) -> Iterator[str]:
+def _equal(result: Difference) -> Iterator[str]:
     a, b = result.runs
     steps = result.steps
     span = f"{len(steps)} steps, {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]} only"
@@ -67,7 +146,7 @@ def _equal(result: ComparisonResult) -> Iterator[str]:
         yield f"but {count} tensors and values are in one of them only: see below, --rename and --strict"
 
 
-def _divergent(result: ComparisonResult) -> Iterator[str]:
+def _divergent(result: Difference) -> Iterator[str]:
     first, onset = result.first, result.onset
     assert first is not None
     assert onset is not None, "divergent values differ"
@@ -98,7 +177,7 @@ def both(divergence: Divergence) -> tuple[str, str]:
     return repr(divergence.a), repr(divergence.b)
 
 
-def _divergences(result: ComparisonResult) -> Iterator[str]:
+def _divergences(result: Difference) -> Iterator[str]:
     """The divergent values of the last step, in the order of computation."""
     titles = "".join(f"{title:>{_NUMBER}}" for title in ("first run", "second run", "relative"))
     yield f"{f'diverges in step {result.steps[-1]}, in the order of the step':<{_KEY}}{titles}"
@@ -110,7 +189,7 @@ def _divergences(result: ComparisonResult) -> Iterator[str]:
         yield f"  and {more} more"
 
 
-def _stages(result: ComparisonResult) -> Iterator[str]:
+def _stages(result: Difference) -> Iterator[str]:
     """What was compared in the last step."""
     titles = "".join(f"{title:>{_NUMBER}}" for title in ("tensors", "values", "largest"))
     yield f"{f'compared in step {result.steps[-1]}':<{_KEY}}{titles}"
@@ -118,7 +197,7 @@ def _stages(result: ComparisonResult) -> Iterator[str]:
         yield f"  {row[0]:<{_KEY - 2}}" + "".join(f"{cell:>{_NUMBER}}" for cell in row[1:])
 
 
-def stage_rows(result: ComparisonResult) -> list[list[str]]:
+def stage_rows(result: Difference) -> list[list[str]]:
     """For each stage its name, how many tensors and values diverge, and the largest difference."""
     return [
         [name, part_of(stage.tensors_part, stage.tensors), part_of(stage.values_part, stage.values), number(stage.largest)]
@@ -126,7 +205,7 @@ def stage_rows(result: ComparisonResult) -> list[list[str]]:
     ]
 
 
-def _growth(result: ComparisonResult) -> Iterator[str]:
+def _growth(result: Difference) -> Iterator[str]:
     """The differences of the whole model in later steps."""
     steps = sorted({step for values in result.growth.values() for step in values})
     if len(steps) < 2:
@@ -139,7 +218,7 @@ def _growth(result: ComparisonResult) -> Iterator[str]:
         yield f"  {cut_start(key.removeprefix(f'{SUMMARY}/'), label - 3):<{label - 2}}{cells}"
 
 
-def unmatched(result: ComparisonResult) -> Iterator[str]:
+def unmatched(result: Difference) -> Iterator[str]:
     """What only one of the runs has, and what was not compared."""
     for run, own in zip(result.runs, result.unmatched, strict=True):
         yield from _of_one(run, own)
@@ -164,19 +243,7 @@ def number(value: float) -> str:
     return f"{value:.1e}" if value else "0"
 
 
-# --- What :func:`torch_gradmon.diff` returns ---
-
-
-@dataclass(frozen=True, repr=False)
-class Difference(ShownAsText, ComparisonResult):
-    """Where two runs diverge; ``str()`` gives it as text on one screen. The attributes are those of :class:`ComparisonResult`."""
-
-    def __str__(self) -> str:
-        return to_text(self)
-
-
 # --- Where two runs diverge: the first step, and in it the value that is computed first ---
-
 
 #: The growth of a difference is shown after these numbers of common steps, and in the last one,
 _LATER = (1, 3, 10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000)
@@ -305,10 +372,10 @@ def _growth_steps(common: Sequence[int], onset: int, last: int) -> list[int]:
     return sorted(chosen.union(later[number * len(later) // len(evenly)] for number in evenly))
 
 
-def _diff_equal(a: Any, b: Any) -> bool:
+def _is_same(a: Any, b: Any) -> bool:
     return bool(a == b) or (a != a and b != b)  # NaN is NaN
 
 
 def _tags(left: Run, right: Run, step: int) -> dict[str, tuple[Any, Any]]:
     own, others = (run.context(step).get("tags", {}) for run in (left, right))
-    return {name: (own[name], others[name]) for name in own if name in others and not _diff_equal(own[name], others[name])}
+    return {name: (own[name], others[name]) for name in own if name in others and not _is_same(own[name], others[name])}

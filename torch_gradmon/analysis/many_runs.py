@@ -26,7 +26,6 @@ from .run import Run, load_run, settings_of
 
 # --- A run in one row of a table: whether it is alive, its loss, spikes, findings, settings and cost ---
 
-
 State = Literal["running", "silent", "ended", "empty", "unknown"]
 #: Share of the last losses, and of the last steps' cost, that stands for now.
 _NOW = 0.05
@@ -42,37 +41,22 @@ class RunCard:
     """A run in one row.
 
     Attributes:
-        name: as it is shown.
         state: ``running``, or ``silent`` if its process is gone, or its last step is older than five usual intervals and a minute;
             ``ended`` if its monitor was detached; ``empty`` without a step; ``unknown`` if there is only one, which shows no interval.
         status: the same as a sentence.
-        raised: the exception with which the run ended, as text; empty without one, or if it is unknown.
         unwritten: number of steps that could not be written to the run directory, as on a full disk; of a run that has not ended 1 or
             more if the last steps are lost.
-        step: the last one; None without any.
-        steps: how many were recorded.
-        age: seconds since the last one.
-        usual: usual seconds between two; None if unknown.
+        age: seconds since the last step.
+        usual: usual seconds between two steps; None if unknown.
         pause: the second-longest time between two, see :class:`.liveness.RunStatus`.
-        began: when the first one ended, in seconds since the epoch; None without any.
-        seconds: from the first step to the last one.
+        began: when the first step ended, in seconds since the epoch.
         loss: the median of the last twentieth; None if none was logged, NaN or infinite if the last one is.
-        first_loss: the first one.
-        loss_key: under which it was logged; empty without one.
         losses: step and loss, thinned out, for a small chart.
-        spikes: number of spikes.
-        worst_spike: the largest one as a sentence; empty without any.
-        spike_step: its step.
         spike_where: the layer that moved most, or what the layers did together; empty if it is unknown.
-        last_spike, last_spike_step, last_spike_where: the same of the last spike.
-        not_applied: number of steps that the optimizer did not apply.
         headroom: learning rate over the critical one, the last that was measured.
         cost: median share of the time that monitoring took lately, in percent.
         findings: severity, rule and place, ranked, if the run was diagnosed; else what was found while it trained, without a severity.
-        is_diagnosed: which of both.
-        settings: model, optimizer, learning rate and the like, as text.
         metrics: the last value of each of the metrics that were asked for, if the run has it.
-        logged: names of logged values, the first thirty.
     """
 
     name: str
@@ -125,18 +109,11 @@ def run_card(
     points: int = 120,
     metrics: Sequence[str] = (),
 ) -> RunCard:
-    """Read the row of a run, in about ten milliseconds.
+    """Read the row of a run, in about ten milliseconds; raises as :func:`load_run`.
 
     Args:
-        path: the run directory.
-        name: of the run; by default its path.
-        diagnosis: of the run, if it is known.
         points: the most losses of the small chart.
         metrics: keys of logged values, or of values for the whole model.
-
-    Raises:
-        FileNotFoundError: there is no run in it.
-        ValueError: its file is not one of this package.
     """
     with closing(load_run(path)) as run:
         status = run.status
@@ -253,7 +230,6 @@ def _ranked(diagnosis: Diagnosis) -> list[tuple[str, str, str]]:
 
 # --- How a run is, and what to do next ---
 
-
 #: States in which nothing is wrong with the process.
 _FINE = ("running", "ended", "unknown")
 _NUMBERS = ("step", "steps", "age", "seconds", "loss", "first_loss", "spikes", "not_applied", "headroom", "cost")
@@ -279,7 +255,6 @@ def _is_fine(card: RunCard) -> bool:
 
 
 def next_action(card: RunCard, diagnosis: Diagnosis) -> str:
-    """What to do next, as a sentence."""
     if card.unwritten and card.state != "ended":
         return "Make room on the disk of the run directory: no step is recorded before."
     if card.state == "silent" or has_stalled(card):
@@ -300,10 +275,7 @@ def next_action(card: RunCard, diagnosis: Diagnosis) -> str:
 
 
 def status_dict(card: RunCard, diagnosis: Diagnosis) -> dict[str, Any]:
-    """For JSON.
-
-    ``next`` has the action, and the finding that it is for, if any, with the command that shows more of it.
-    """
+    """For JSON; ``next`` has the action, and the finding that it is for, if any, with the command that shows more of it."""
     first, rest = _first(diagnosis), card.to_dict()
     worst = {"step": card.spike_step, "where": card.spike_where, "text": card.worst_spike}
     return {
@@ -330,7 +302,6 @@ def status_dict(card: RunCard, diagnosis: Diagnosis) -> dict[str, Any]:
 
 
 def status_text(card: RunCard, diagnosis: Diagnosis) -> Iterator[str]:
-    """The same in a few lines."""
     yield f"{card.name}: {card.status}"
     lines = []
     if card.loss is not None:

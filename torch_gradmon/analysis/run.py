@@ -20,7 +20,6 @@ from ..spikes.attribution import REMEMBERED, GradientNormHistory, ParameterAttri
 
 # --- What a run was made with: model, optimizers, torch ---
 
-
 #: Settings of an optimizer that are about how it computes, not what.
 _INTERNAL = frozenset({"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay", "maximize"})
 #: The rate that a schedule multiplies, which stands for ``lr`` already.
@@ -229,7 +228,6 @@ class Run(RunReader):
 
 
 # --- The runs below a directory ---
-
 
 #: Directories below each other that are looked into.
 _DEPTH = 4

@@ -13,8 +13,8 @@ from ..core.formatting import ShownText, cut_start, factor_text, is_multiple, si
 from ..core.keys import SUMMARY, Key, format_key, parse_key
 from ..core.records import SpikeEvent, StepRecord, loss_in
 from ..runs.detail_request import request_text
-from ..spikes import detector_set as recovery
 from ..spikes.attribution import GradientNormHistory, ParameterAttribution, SpikeCause, spike_cause
+from ..spikes.detector_set import AFTER, recovery_text
 from ..spikes.signals import Episode, episodes, largest, value_of
 from ..step.plan import value_in
 
@@ -46,12 +46,8 @@ class StepSource(Protocol):
 
 
 class RecentSteps:
-    """The last steps in a monitor's memory.
-
-    Args:
-        records: the last records by step.
-        gradients: statistics of the gradients of some of them.
-        suspects: the ranked parameters at the time of each spike.
+    """The last steps in a monitor's memory: their records, statistics of the gradients of some, and the ranked parameters at the time of
+    each spike.
     """
 
     def __init__(
@@ -64,24 +60,19 @@ class RecentSteps:
 
     @property
     def steps(self) -> list[int]:
-        """The steps in memory, ascending."""
         return sorted(self._records)
 
     @property
     def events(self) -> list[SpikeEvent]:
-        """Their spikes, in order."""
         return [event for step in self.steps for event in self._records[step].events]
 
     def context(self, step: int) -> Mapping[str, Any]:
-        """The facts of a step."""
         return {"applied": self._records[step].applied, **self._records[step].context}
 
     def metrics(self, step: int) -> Mapping[str, float]:
-        """The values of a step by key."""
         return {format_key(key): value for key, value in self._records[step].values.items()}
 
     def value(self, signal: str, step: int) -> float | None:
-        """The value of a key, or of a whole-model value by its name, in a step; None if it is unknown."""
         key = parse_key(signal)
         found = value_of(signal, self._records[step], {})
         if found is None and not key.source:
@@ -89,12 +80,10 @@ class RecentSteps:
         return value_in(self._gradients.table(step), key) if found is None and key.source == self._gradients.source else found
 
     def suspects(self, step: int) -> Sequence[ParameterAttribution]:
-        """The parameters of a step, ranked by suspicion; empty if its gradients are no longer in memory."""
         return self._suspects.get(step) or self._gradients.suspects(step)
 
 
 # --- The content of a spike report, as data ---
-
 
 #: Steps shown before and after the step of the report.
 _BEFORE, _AFTER = 3, 4
@@ -111,18 +100,13 @@ class SpikeReport:
     """What is known of one step and its spike, if it has one.
 
     Attributes:
-        step: number of the step.
-        events: its spikes.
-        episode: the spike of successive steps that it belongs to; None without a spike.
+        episode: the spike of successive steps that it belongs to.
         context: its facts.
         around: the steps near it, for :attr:`facts` and :attr:`signals`.
         facts: names and values of the facts that change in these steps; of several parameter groups the first.
         signals: names and values of the whole model, and of the signals that spiked, in these steps; None if unknown.
         suspects: its parameters, ranked by suspicion; empty if its gradients are unknown.
         recovery: for each signal that spiked, a sentence on the steps after the spike.
-        others: the other spikes of the run.
-        loss: of the step; None if it was not logged.
-        is_loss_logged: one of the steps around it has a loss.
     """
 
     step: int
@@ -174,11 +158,9 @@ class SpikeReport:
 
     @property
     def cause(self) -> SpikeCause:
-        """What caused the spike."""
         return spike_cause(self.suspects, self.step, self.loss, self.is_loss_logged, "by_turns" in self.context)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: the step, what spiked in it, its cause, and the values around it."""
         cause = self.cause
         spike = self.episode
         found = {
@@ -197,7 +179,6 @@ class SpikeReport:
 
 
 def no_spike(source: StepSource) -> str:
-    """That there is no spike to report on."""
     known = source.steps
     if not known:
         return "there is no spike, because no step is known yet"
@@ -243,20 +224,14 @@ def _recovery(source: StepSource, known: Sequence[int], spike: Episode) -> Itera
     for signal in dict.fromkeys(event.signal for event in spike.events):
         own = [event for event in spike.events if event.signal == signal]
         after = ((number, source.value(signal, number)) for number in later[:_SEARCHED])
-        values = [*islice(((number, value) for number, value in after if value is not None), recovery.AFTER)]
+        values = [*islice(((number, value) for number, value in after if value is not None), AFTER)]
         if values:
-            yield recovery.recovery_text(own, values)
+            yield recovery_text(own, values)
 
 
 class SpikeSummary(NamedTuple):
-    """A spike on one line.
-
-    Attributes:
-        step: the worst step.
-        first, last: the first and the last step.
-        words: which signals spiked in the worst step, and how far above the usual.
-        layer: the parameter that moved first, or most; empty if no single one did, or the gradients are unknown.
-        moved: what it did, or what all parameters did together.
+    """A spike on one line: its worst, first and last step, which signals spiked and how far, the parameter that moved first or most
+    (empty if no single one did, or the gradients are unknown), and what it did, or what all parameters did together.
     """
 
     step: int
@@ -268,7 +243,6 @@ class SpikeSummary(NamedTuple):
 
     @classmethod
     def of(cls, source: StepSource, spike: Episode) -> SpikeSummary:
-        """The summary of ``spike``."""
         step = spike.worst.step
         found = spike_cause(source.suspects(step), step, _loss(source, step))
         return cls(step, spike.first, spike.last, ", ".join(map(_signal_text, spike.of_worst)), found.layer, found.did)
@@ -283,7 +257,6 @@ def _signal_text(event: SpikeEvent) -> str:
 
 
 # --- The report on a spike as text, on one screen ---
-
 
 #: Parameters, ranks and other spikes that are shown, and micro-batches or groups of each.
 _LAYERS, _RANKS, _OTHERS, _ITEMS = 8, 8, 5, 8
@@ -300,7 +273,7 @@ def explain(source: StepSource, step: int | None = None) -> ShownText:
     if step is None and not source.events:
         return ShownText(no_spike(source))
     report = SpikeReport.of(source, step)
-    lines = [*_heading(report), "", *_text_signals(report), "", *_parameters(report)]
+    lines = [*_heading(report), "", *_signal_rows(report), "", *_parameters(report)]
     for sentence in report.recovery:
         lines += ["", sentence]
     if report.others:
@@ -355,7 +328,7 @@ def _row(name: str, cells: Sequence[str]) -> str:
     return f"{cut_start(name, _NAME_WIDTH - 1):<{_NAME_WIDTH}}" + "".join(f"{f' {cell}':>{_WIDTH}}" for cell in cells)
 
 
-def _text_signals(report: SpikeReport) -> Iterator[str]:
+def _signal_rows(report: SpikeReport) -> Iterator[str]:
     yield _row("signal", [f"[{number}]" if number == report.step else str(number) for number in report.around])
     yield from (_row(name, list(map(_fact, facts))) for name, facts in report.facts)
     yield from (_row(name, list(map(significant, values))) for name, values in report.signals)

@@ -324,7 +324,7 @@ def build(config: MonitorConfig, model: nn.Module | None = None) -> Runtime:
         partial(plugins.call, "on_record"),
     )
     state, queue = StepState(), PendingQueue(factory, pipeline, exchange.exchange, fence, built_in.recorder)
-    values = ValueLog(state, fence, LateValues(state, pipeline, queue, built_in.recorder), exchange, captures.modules)
+    values = ValueLog(state, fence, LateValues(state, pipeline, queue, built_in.recorder), exchange, captures.modules.passes)
     pipeline.publisher.leave_out(values.of_trainer)
     hooks, cadence = HookSchedule(planner, captures.modules), Cadence(config.is_step_monitored, plugins, config.interval)
     planning = StepPlanning(state, planner, captures, exchange, factory, hooks, cadence, fence)

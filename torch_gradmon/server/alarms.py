@@ -33,7 +33,6 @@ class RunAlarms:
         self._is_old = before is not None and not before.is_diagnosed
 
     def new(self, card: RunCard) -> Iterator[Alert]:
-        """The alerts that its row calls for."""
         if self._began is not None and card.began != self._began:  # another run in the same directory
             self._stalled_at, self._spikes, self._rules, self._is_old = None, 0, set(), False
         self._began = card.began
@@ -81,12 +80,10 @@ class Alarms:
         self._thread = threading.Thread(target=self._work, name="torch_gradmon alarms", daemon=True)
 
     def start(self) -> None:
-        """Begin to look, every second."""
         self._runs = {card.name: RunAlarms(card) for card in self._board.cards()}
         self._thread.start()
 
     def close(self) -> None:
-        """End, and let what is under way arrive."""
         self._end.set()
         if self._thread.is_alive():
             self._thread.join()

@@ -19,7 +19,6 @@ from ..runs.log import reading_within
 
 # --- One run as the server knows it: its row and its diagnosis ---
 
-
 _LOG = logging.getLogger(__name__)
 #: Shares of the time that reading the row of a run, and its diagnosis, may take while it is written: both take longer as a run
 #: grows.
@@ -31,12 +30,7 @@ _AGES = 5.0
 
 
 class WatchedRun:
-    """Reads a run where its file has changed, one thread at a time. Safe to use from several threads, and raises nothing.
-
-    Args:
-        name: of the run.
-        path: its directory.
-    """
+    """Reads a run where its file has changed, one thread at a time. Safe to use from several threads, and raises nothing."""
 
     def __init__(self, name: str, path: Path) -> None:
         self.name, self.path = name, path
@@ -50,7 +44,6 @@ class WatchedRun:
 
     @property
     def was_read(self) -> bool:
-        """Whether the row was looked for before."""
         return self._shown is not None
 
     def card(self) -> RunCard | None:
@@ -112,8 +105,7 @@ class WatchedRun:
             _LOG.warning("gradmon: the run %s cannot be read and is left out: %s", self.name, error_text(error))
 
 
-# --- board ---
-
+# --- All runs ---
 
 #: Seconds between two looks for new runs, and seconds after the last request in which the thread still works.
 _LOOK, _ASKED = 2.0, 10.0
@@ -124,14 +116,7 @@ _SHARE = 0.1
 
 
 class RunBoard:
-    """The runs below a directory. Safe to use from several threads.
-
-    Args:
-        root: the directory.
-
-    Raises:
-        FileNotFoundError: there is no such directory.
-    """
+    """The runs below a directory. Safe to use from several threads."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self._root = root
@@ -164,7 +149,6 @@ class RunBoard:
         return sorted(found, key=lambda card: (card.began is None, -(card.began or 0.0), card.name))
 
     def close(self) -> None:
-        """End the thread."""
         self._closed = True
         self._worker.set()
         if self._thread is not None:

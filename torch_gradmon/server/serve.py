@@ -35,7 +35,6 @@ from .board import RunBoard
 
 # --- Who may read: requests with the token, which other accounts of this machine do not have either ---
 
-
 #: Characters of a token, which is part of addresses.
 _TOKEN = re.compile(r"[A-Za-z0-9_.~-]+")
 
@@ -50,14 +49,8 @@ def is_local(host: str) -> bool:
 
 
 class Access:
-    """Decides about requests.
-
-    Args:
-        host: the address that the server is bound to.
-        token: that requests need; by default a new one. Empty: none, which only an address of this machine may have.
-
-    Attributes:
-        token: that requests need, or None.
+    """Decides about requests. Without a ``token`` a new one is made; an empty one is none, which only an address of this machine may
+    have.
 
     Raises:
         ValueError: the token has signs that an address cannot have, or other machines could read without one.
@@ -106,12 +99,10 @@ def _style() -> str:
 
 
 def all_runs(root: str | os.PathLike[str]) -> str:
-    """The list of all runs."""
     return template("server", "runs.html.j2").render(root=os.fspath(root), style=_style(), script=_script("runs.js"))
 
 
 def content_of(path: Path, name: str) -> dict[str, Any] | None:
-    """The data of a run's page; None before its first step."""
     with closing(load_run(path)) as run:
         return content(run, name, lambda: None) if run.steps else None
 
@@ -135,7 +126,6 @@ def two_runs(paths: tuple[Path, Path], names: tuple[str, str]) -> str:
 
 
 # --- Server-sent events: what is new, as soon as it is written ---
-
 
 #: Seconds between two looks at a file, and after which a row is sent again: its age has changed, and sending it shows whether the page is
 #: still open.
@@ -194,8 +184,7 @@ def written(events: Iterator[Event], as_json: Callable[[Any], str]) -> Iterator[
         yield b": alive\n\n" if data is None else f"event: {kind}\ndata: {as_json(data)}\n\n".encode()
 
 
-# --- serve ---
-
+# --- The server ---
 
 _HTML, _JSON = "text/html; charset=utf-8", "application/json"
 #: Pages that are made at once, and connections.
@@ -235,7 +224,6 @@ class _Handler(BaseHTTPRequestHandler):
     _query: Mapping[str, list[str]]
 
     def do_GET(self) -> None:
-        """Answer, whatever happens on the way."""
         try:
             self._answer()
         except _Refused as refusal:
@@ -254,7 +242,6 @@ class _Handler(BaseHTTPRequestHandler):
         super().handle_one_request()
 
     def parse_request(self) -> bool:
-        """The request was read."""
         try:
             return super().parse_request()
         finally:
@@ -365,26 +352,16 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
-    """Serves the runs below a directory.
+    """Serves the runs below a directory, or one run.
 
     Args:
-        root: the directory, or one run.
-        host: the address to bind to.
         port: 0 for any free one.
         token: that requests need; by default a new one, and none if it is empty.
 
     Attributes:
-        root: as given.
-        board: what is known of the runs.
-        access: who may read.
         is_closing: whether streams have to end.
         making: is held by threads that make pages; no more than there are processors at once.
         deadlines: when the requests must have been read that are not yet, by connection.
-
-    Raises:
-        FileNotFoundError: there is no such directory.
-        ValueError: the token has signs that an address cannot have.
-        OSError: the port is taken.
     """
 
     daemon_threads = True
@@ -404,7 +381,6 @@ class Server(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """What a browser opens."""
         host, port = self.server_address[:2]
         name = f"[{host!s}]" if self.address_family == socket.AF_INET6 else str(host)
         return f"http://{name}:{port}/" + (f"?token={quote(self.access.token)}" if self.access.token is not None else "")
@@ -426,7 +402,6 @@ class Server(ThreadingHTTPServer):
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer all requests of a connection."""
         try:
             super().process_request_thread(request, client_address)
         finally:

@@ -15,7 +15,6 @@ from ...core.records import Severity
 
 # --- The possible consequences of each finding, so that the text can show the cause first ---
 
-
 _STANDSTILL = frozenset({"loss-plateau", "loss-at-chance"})
 _DISORDER = frozenset({"loss-plateau", "loss-at-chance", "loss-divergence", "weight-growth"})
 _UNITS = frozenset({"dead-units", "saturated-units"})
@@ -85,7 +84,6 @@ CONSEQUENCES: Mapping[str, frozenset[str]] = {
 
 
 # --- The findings of a diagnosis, as data and as text ---
-
 
 #: The gravest first.
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")

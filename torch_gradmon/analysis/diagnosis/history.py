@@ -29,12 +29,11 @@ from .series import GradientEdit, Matrix, Series, lower_median
 
 # --- Whether the model learns, which most rules need before they report a problem ---
 
-
 State = Literal["falls", "flat", "rises", "unknown"]
 #: The fewest losses that have a trend.
 _FEWEST = 20
 #: The last fifth is compared with the first fifth, by ranks, and with the first few losses, for models that learn quickly.
-_HEAD, _TAIL, _LEARNING_FEW = 0.2, 0.2, 5
+_HEAD, _TAIL, _FIRST_LOSSES = 0.2, 0.2, 5
 #: A shift counts from this many standard deviations of the rank sum; losses of neighbouring steps are not independent.
 _RANKS = 3.0
 #: The first few losses count from this many standard deviations of the last fifth,
@@ -104,13 +103,7 @@ class Learning:
 
 
 def learning(loss: Series, is_resumed: bool = False, chance: float = 0.0) -> Learning:
-    """The trend of the finite losses.
-
-    Args:
-        loss: of each step.
-        is_resumed: the training began earlier.
-        chance: the loss of the best constant answer; 0 if it is unknown.
-    """
+    """The trend of the finite losses; ``chance`` is the loss of the best constant answer, 0 if it is unknown."""
     finite = loss.finite
     state, first, last = trend(finite)
     if state == "unknown":
@@ -145,7 +138,7 @@ def trend(finite: Series) -> tuple[State, float, float]:
     if len(finite) < _FEWEST:
         return "unknown", math.nan, math.nan
     few, head, tail = (
-        Series(finite.steps[:_LEARNING_FEW], finite.values[:_LEARNING_FEW]),
+        Series(finite.steps[:_FIRST_LOSSES], finite.values[:_FIRST_LOSSES]),
         finite.part(0.0, _HEAD),
         finite.part(1 - _TAIL, 1.0),
     )
@@ -161,7 +154,6 @@ def trend(finite: Series) -> tuple[State, float, float]:
 
 
 def falls_without_bound(loss: Series) -> bool:
-    """Whether the losses fall below 0, ever faster or very far."""
     fifths = [loss.part(at / 5, (at + 1) / 5).median for at in range(5)]
     falls = [before - after for before, after in pairwise(fifths)]
     is_slower = min(falls) <= 0 or falls[-1] < _NO_SLOWER * max(falls[:-1])
@@ -195,7 +187,6 @@ def may_fall(before: Series, after: Series, least: float) -> bool:
 
 
 def _deviation(part: Series) -> float:
-    """The median absolute deviation from the median."""
     middle = part.median
     return Series(part.steps, tuple(abs(value - middle) for value in part.values)).median
 
@@ -210,7 +201,6 @@ def rank_shift(before: Sequence[float], after: Sequence[float]) -> float:
 
 
 # --- The input of the rules: the records of a run, subsampled if there are many, as series and matrices ---
-
 
 #: Steps of a long run that are looked at: the first, the last, those around spikes, and evenly spaced ones.
 MOST = 400
@@ -229,23 +219,17 @@ _OWN_LOSS = (f"{n.ROOT}.loss", n.ROOT, f"{n.ROOT}[0]")
 
 
 class History:
-    """The records of a run, ascending by step.
+    """The records of a run, ascending by step, and what is known of its model, optimizers and loop.
 
     Args:
-        records: with their statistics.
-        events: the spikes.
-        facts: the findings of the loop audit.
         matrices: parameters of two or more dimensions, with their fan in, or 0 if it is unknown.
-        kinds: types of the modules by name.
         place: path of the run as in a command line; empty for a run without a directory.
         steps: all recorded steps, ascending; by default those of ``records``.
         suspects: ranks the parameters of a step by suspicion; by default from the gradients in ``records``.
         chance: the loss of the best constant answer, see ``Targets.chance``; empty if it is unknown.
-        groups: the groups of the optimizers, with their settings and the names of their parameters.
         frozen: names of parameters that did not require a gradient when the optimizers were attached.
         acts: the data depend on the model, as those of a policy or of a GAN do.
         parameters: all parameters of the model with their ``"shape"`` and ``"dtype"``.
-        trainer: name of the trainer that has the loop, see :mod:`torch_gradmon.core.trainers`; empty without.
         is_cut: the rest, whose parameters are NaN or infinite, was left out.
         clip_bound: the norm to which the trainer clips gradients, 0 if it does not; None if that is unknown.
         raised: the exception that ended the training, as text; empty without.
@@ -283,7 +267,7 @@ class History:
         self._chance, self.groups, self.frozen, self.acts = dict(chance or {}), list(groups), frozenset(frozen), acts
         self.is_cut, self.clip_bound, self.raised = is_cut, clip_bound, raised
         self.advice, self._trainer = advice_for(trainer), trainer
-        self._matrices: dict[tuple[str, str], Matrix | None] = {}
+        self._matrices: dict[tuple[str, str], Matrix] = {}
 
     @classmethod
     def of_run(cls, run: Run, most: int = MOST) -> History:
@@ -337,12 +321,10 @@ class History:
 
     @property
     def steps(self) -> list[int]:
-        """The steps that are looked at."""
         return [record.step for record in self.records]
 
     @property
     def span(self) -> tuple[int, int] | None:
-        """The first and the last of these steps."""
         return (self.records[0].step, self.records[-1].step) if self.records else None
 
     @property
@@ -393,7 +375,7 @@ class History:
     def chance(self) -> dict[str, float]:
         """As given, unless another loss is logged than the one that goes backward, such as a sum for a mean."""
         known, step = self._chance.get("went backward"), self._chance.get("step")
-        logged = next((value for at, value in zip(self.loss.steps, self.loss.values, strict=True) if at == step), known)
+        logged = next((value for at, value in self.loss.pairs() if at == step), known)
         is_other = known is not None and logged is not None and abs(logged - known) > _AGREES * abs(known)
         return {} if is_other else self._chance
 
@@ -401,7 +383,7 @@ class History:
     def backward_over_logged(self) -> float:
         """By what the loss that goes backward is larger than the logged one, as a sum is than a mean; 1 if that is unknown."""
         known, step = self._chance.get("went backward", 0.0), self._chance.get("step")
-        logged = next((value for at, value in zip(self.loss.steps, self.loss.values, strict=True) if at == step), 0.0)
+        logged = next((value for at, value in self.loss.pairs() if at == step), 0.0)
         return known / logged if known > (1 + _AGREES) * logged > 0 else 1.0
 
     @cached_property
@@ -492,6 +474,11 @@ class History:
         place = bisect_right(steps, self._unmoved) - 1
         return place if place >= 0 else None
 
+    def at_beginning(self, matrix: Matrix) -> dict[str, float]:
+        """The values of :meth:`beginning` by name; empty if they are unknown."""
+        place = self.beginning(matrix.steps)
+        return {} if place is None else matrix.by_name(matrix.values[place])
+
     @cached_property
     def _unmoved(self) -> float:
         """The first applied step of the training, whose forward and backward still see what it began with."""
@@ -515,7 +502,7 @@ class History:
         return "; ".join(
             f"{words} were first measured in step {matrix.steps[0]}"
             for words, matrix in matrices.items()
-            if matrix is not None and self.beginning(matrix.steps) is None
+            if matrix and self.beginning(matrix.steps) is None
         )
 
     @cached_property
@@ -527,8 +514,7 @@ class History:
     def applied(self, name: str) -> Series:
         """A whole-model value over the applied steps."""
         not_applied = {record.step for record in self.records if not record.applied}
-        series = self.series(name)
-        return Series.of(pair for pair in zip(series.steps, series.values, strict=True) if pair[0] not in not_applied)
+        return Series.of(pair for pair in self.series(name).pairs() if pair[0] not in not_applied)
 
     @cached_property
     def edit(self) -> GradientEdit:
@@ -538,26 +524,24 @@ class History:
         kept = self.ratio(n.GRADIENT, n.GRADIENT_BEFORE_CLIP)
         return GradientEdit.of(self.series("grad_norm").finite, self.series("grad_norm_clipped").finite, kept)
 
-    def gradients(self, metric: str) -> Matrix | None:
+    def gradients(self, metric: str) -> Matrix:
         """A metric of the gradients that backward brings, for rules that compare layers or look for outliers, which a clip would hide; of
         those that the optimizer used if only these are known.
         """
-        before = self.matrix(n.GRADIENT_BEFORE_CLIP, metric)
-        return self.matrix(n.GRADIENT, metric) if before is None else before
+        return self.matrix(n.GRADIENT_BEFORE_CLIP, metric) or self.matrix(n.GRADIENT, metric)
 
-    def used_gradients(self, metric: str) -> Matrix | None:
+    def used_gradients(self, metric: str) -> Matrix:
         """A metric of the gradients that the optimizer used, for rules that compare them with what it made of them; of those that backward
         brings if only these are known.
         """
-        after = self.matrix(n.GRADIENT, metric)
-        return self.matrix(n.GRADIENT_BEFORE_CLIP, metric) if after is None else after
+        return self.matrix(n.GRADIENT, metric) or self.matrix(n.GRADIENT_BEFORE_CLIP, metric)
 
-    def unclipped_norms(self) -> Matrix | None:
+    def unclipped_norms(self) -> Matrix:
         """The norms of the gradients that a clip gets, or would get, for rules that compare them with the loss: those of
         :meth:`gradients`, times what the loop scales them by.
         """
         norms = self.gradients("norm")
-        if norms is None or not self.edit.scales or n.GRADIENT_BEFORE_CLIP not in {s for r in self.records for s in r.tables}:
+        if not norms or not self.edit.scales or n.GRADIENT_BEFORE_CLIP not in {s for r in self.records for s in r.tables}:
             return norms
         scales = norms.values.new_tensor([self.edit.scales.get(step, 1.0) for step in norms.steps])
         return Matrix(norms.steps, norms.names, norms.values * scales[:, None])
@@ -575,20 +559,17 @@ class History:
     def always_reached(self) -> frozenset[str]:
         """Parameters with a gradient, possibly zero, in nearly all steps; not those that were frozen on the way."""
         norms = self.gradients("norm")
-        if norms is None:
-            return frozenset()
-        there = (~norms.values.isnan()).double().mean(0).tolist()
-        return frozenset(name for name, share in zip(norms.names, there, strict=True) if share > 0.9)
+        there = norms.by_name((~norms.values.isnan()).double().mean(0))
+        return frozenset(name for name, share in there.items() if share > 0.9)
 
     def heads(self, source: str, over: str) -> dict[str, Series]:
         """The ``"min"``, ``"mean"`` or ``"max"`` over the heads of each attention module."""
         keys = {key for record in self.records for key in record.values if key.source == source and key.metric == over}
         return {key.name: self._of_keys(key) for key in sorted(keys)}
 
-    def ratio(self, source: str, base: str) -> Matrix | None:
-        """The norm of each parameter's tensor of ``source`` over that of ``base`` in the same step; None without any."""
-        above, below = self.matrix(source, "norm"), self.matrix(base, "norm")
-        return None if above is None or below is None else above.over(below)
+    def ratio(self, source: str, base: str) -> Matrix:
+        """The norm of each parameter's tensor of ``source`` over that of ``base`` in the same step."""
+        return self.matrix(source, "norm").over(self.matrix(base, "norm"))
 
     def settled(self, ratios: Matrix, behind: bool = False) -> Matrix:
         """``ratios`` to the norms of weights, without those of matrices that began near zero and have not yet grown to a tenth of the usual
@@ -602,7 +583,7 @@ class History:
         sizes = self.matrix(n.PARAMETER, "rms")
         names = [name for name in ratios.names if name in self.matrices]
         fans = [self.matrices[name] for name in names if self.matrices[name]]
-        if sizes is None or not fans:
+        if not sizes or not fans:
             return ratios
         factors = torch.tensor([self.matrices[name] or lower_median(fans) for name in names], dtype=torch.float64, device="cpu")
         gains = sizes.of(sizes.steps, names).values * factors.sqrt()
@@ -630,8 +611,8 @@ class History:
         numbers = frozenset(name for name, size in self.sizes(n.ACTIVATION).items() if size == 1)
         return numbers if all(name.startswith(n.ROOT) for name in numbers) else frozenset()
 
-    def matrix(self, source: str, metric: str) -> Matrix | None:
-        """A built-in metric of all tensors of a source, of the steps that have it; None without any."""
+    def matrix(self, source: str, metric: str) -> Matrix:
+        """A built-in metric of all tensors of a source, of the steps that have it; empty if it was not measured."""
         if (source, metric) not in self._matrices:
             tables = [(record.step, record.tables[source]) for record in self.records if source in record.tables]
             self._matrices[source, metric] = Matrix.of_tables(tables, metric)
@@ -667,7 +648,6 @@ class History:
 
 
 def loop_findings(meta: Mapping[str, Any]) -> list[LoopFinding]:
-    """What the training found itself, from the facts about a run."""
     return [LoopFinding.of_dict(fact) for source in _FINDINGS for fact in meta.get(source, [])]
 
 
@@ -685,7 +665,7 @@ def _returned_loss(history: History) -> Series:
     """The only number that the model returns."""
     outputs = history.matrix(n.ACTIVATION, "mean")
     found = next((name for name in _OWN_LOSS if name in history.returned_numbers), None)
-    return Series() if outputs is None or found is None else outputs.column(found)
+    return Series() if not outputs or found is None else outputs.column(found)
 
 
 def _is_nonfinite(parameters: StatsTable | None) -> bool:
@@ -698,8 +678,7 @@ def _record(window: Window, step: int) -> StepRecord:
     return StepRecord(step, context.pop("time"), context.pop("applied"), window.scalars(step), tables, context)
 
 
-# --- precautions ---
-
+# --- Precautions ---
 
 #: A warm-up starts below this share of the largest learning rate.
 _BEGINS = 0.5
@@ -713,11 +692,9 @@ class Precautions:
         clips: whether a clip has made gradients smaller; one whose bound no norm reaches, or that is infinite, is none.
         bound: the norm to which they are clipped; None if clipped steps have none in common.
         adaptive: whether the limit of the clip follows the gradients.
-        scale: last scale of a GradScaler; None without one.
         warm_up: steps in which the learning rate rises from the start; 0 without a warm-up.
         raises: whether the learning rate ends above its value in the middle.
         groups: number of parameter groups according to the learning rates; 1 if unknown.
-        skips: whether steps were skipped because of a spike.
     """
 
     clips: bool
@@ -731,7 +708,6 @@ class Precautions:
 
     @classmethod
     def of(cls, history: History) -> Precautions:
-        """Those of a run, from its records."""
         rates = _rates(history)
         scales = [scale for record in history.records if (scale := record.context.get("amp_scale")) is not None]
         adaptive = any(len(history.series(name)) for name in ("clip_limit", "clipped_parameters"))
@@ -755,7 +731,6 @@ class Precautions:
 
 
 def _rates(history: History) -> Series:
-    """The largest learning rate of each step that has one."""
     return Series.of((record.step, float(max(rates))) for record in history.records if (rates := record.context.get("lr")))
 
 

@@ -25,12 +25,7 @@ def lower_median(values: Iterable[float]) -> float:
 
 @dataclass(frozen=True)
 class Series:
-    """One value over the steps that have it.
-
-    Attributes:
-        steps: ascending.
-        values: of these steps; some may not be finite.
-    """
+    """One value over the steps that have it, ascending; some values may not be finite."""
 
     steps: tuple[int, ...] = ()
     values: tuple[float, ...] = ()
@@ -44,20 +39,21 @@ class Series:
     def __len__(self) -> int:
         return len(self.steps)
 
+    def pairs(self) -> Iterable[tuple[int, float]]:
+        return zip(self.steps, self.values, strict=True)
+
     @cached_property
     def finite(self) -> Series:
         """Without the values that are NaN or infinite."""
         if all(map(math.isfinite, self.values)):
             return self
-        return Series.of((step, value) for step, value in zip(self.steps, self.values, strict=True) if math.isfinite(value))
+        return Series.of((step, value) for step, value in self.pairs() if math.isfinite(value))
 
     def since(self, step: int) -> Series:
-        """From ``step`` on."""
         first = bisect_left(self.steps, step)
         return Series(self.steps[first:], self.values[first:])
 
     def before(self, step: int) -> Series:
-        """Up to ``step``, without it."""
         last = bisect_left(self.steps, step)
         return Series(self.steps[:last], self.values[:last])
 
@@ -74,7 +70,6 @@ class Series:
 
     @property
     def median(self) -> float:
-        """The lower median of the finite values; NaN without any."""
         return lower_median(self.finite.values)
 
 
@@ -86,9 +81,8 @@ _FEW, _OFTEN = 3, 0.1
 
 def clip_bound(before: Series, after: Series) -> float | None:
     """The norm to which gradients are clipped: most of the clipped steps have it in common, or many have it and none has more."""
-    clipped = dict(zip(after.steps, after.values, strict=True))
-    pairs = [(b, clipped[s]) for s, b in zip(before.steps, before.values, strict=True) if s in clipped]
-    cut = [a for b, a in pairs if math.isfinite(b) and a < (1 - _SAME) * b]
+    clipped = dict(after.pairs())
+    cut = [a for s, b in before.pairs() if (a := clipped.get(s)) is not None and math.isfinite(b) and a < (1 - _SAME) * b]
     if not cut:
         return None
     usual, most = lower_median(cut), max(cut)
@@ -116,8 +110,8 @@ class GradientEdit:
         A factor that steps of different norms have in common is a scaling, and a norm that they have in common a bound. Where factors
         are all different, and no norms alike, the scaling is another one in each step.
         """
-        used = {step: value for step, value in zip(after.steps, after.values, strict=True) if 0 < value < math.inf}
-        pairs = [(s, b, used[s]) for s, b in zip(before.steps, before.values, strict=True) if s in used and 0 < b < math.inf]
+        used = {step: value for step, value in after.pairs() if 0 < value < math.inf}
+        pairs = [(s, b, used[s]) for s, b in before.pairs() if s in used and 0 < b < math.inf]
         if not pairs or not scales_alike(kept):
             return cls()  # of single parameters or elements, and not of the norm of all gradients together
         factor = _common_factor([(a / b, b) for _, b, a in pairs])
@@ -131,7 +125,7 @@ class GradientEdit:
 
     def before_clip(self, norms: Series) -> Series:
         """The norms that a clip gets, from those that backward brings."""
-        return Series.of((step, norm * self.scales.get(step, 1.0)) for step, norm in zip(norms.steps, norms.values, strict=True))
+        return Series.of((step, norm * self.scales.get(step, 1.0)) for step, norm in norms.pairs())
 
 
 def _common_factor(factors: Sequence[tuple[float, float]]) -> float | None:
@@ -150,7 +144,7 @@ def _common_factor(factors: Sequence[tuple[float, float]]) -> float | None:
 
 def scales_alike(kept: Matrix | None) -> bool:
     """Whether most steps that an edit reduced scaled all tensors by one factor; True if that is unknown. Takes norms after over before."""
-    if kept is None:
+    if not kept:
         return True
     smallest = kept.values.nan_to_num(math.inf, math.inf, -math.inf).amin(1)
     largest = kept.values.nan_to_num(-math.inf, math.inf, -math.inf).amax(1)
@@ -171,59 +165,76 @@ def _merge(names: list[str], new: Sequence[str]) -> None:
             at += 1
 
 
+def assembled(
+    parts: Iterable[tuple[tuple[str, ...], Tensor]], counts: Counter[tuple[str, ...]], names: Iterable[str]
+) -> tuple[tuple[str, ...], Tensor]:
+    """Rows of tensors of the same names, and of others, below each other. Of more tensors than memory allows those with most rows are kept.
+
+    Args:
+        parts: the names of some successive rows, and these ``[rows, tensors]``.
+        counts: the number of all rows with these names.
+        names: all names, in the order of the result.
+
+    Returns:
+        The names, and float64 ``[rows, tensors]``; NaN where a row lacks a name.
+    """
+    known = dict.fromkeys(names, 0)
+    for own, count in counts.items():
+        for name in own:
+            known[name] += count
+    kept = fitting(known, counts.total())
+    place = {name: column for column, name in enumerate(kept)}
+    values = torch.full((counts.total(), len(kept)), math.nan, dtype=torch.float64, device="cpu")
+    columns: dict[tuple[str, ...], tuple[Tensor, Tensor]] = {}
+    first = 0
+    for own, rows in parts:
+        if own not in columns:
+            there = [at for at, name in enumerate(own) if name in place]
+            columns[own] = _places(there), _places([place[own[at]] for at in there])
+        at, column = columns[own]
+        values[first : first + len(rows), column] = rows if len(at) == len(own) else rows[:, at]
+        first += len(rows)
+    return tuple(kept), values
+
+
+def _places(found: list[int]) -> Tensor:
+    return torch.tensor(found, dtype=torch.int64, device="cpu")
+
+
 @dataclass(frozen=True)
 class Matrix:
-    """A built-in metric of many tensors over steps.
-
-    Attributes:
-        steps: ascending.
-        names: of the tensors, in model order.
-        values: float64 ``[steps, tensors]``; NaN where a tensor has no value or its value is NaN.
-    """
+    """A built-in metric over ascending steps; values are float64 ``[steps, tensors]``, NaN where a tensor has none or its value is NaN."""
 
     steps: tuple[int, ...]
     names: tuple[str, ...]
     values: Tensor
 
+    def __bool__(self) -> bool:
+        return bool(self.steps and self.names)
+
     @classmethod
-    def of_tables(cls, tables: Iterable[tuple[int, StatsTable]], metric: str) -> Matrix | None:
-        """A built-in metric from the tables that have it, ascending by step; None without any."""
+    def of_tables(cls, tables: Iterable[tuple[int, StatsTable]], metric: str) -> Matrix:
+        """A built-in metric from the tables that have it, ascending by step; empty without any."""
         view = VIEWS[metric]
         kept = [(step, table) for step, table in tables if view.columns <= table.columns | ALWAYS and table.names]
-        if not kept:
-            return None
-        names: list[str] = []
-        for new in dict.fromkeys(table.names for _, table in kept):  # nearly all tables have the same names
-            _merge(names, new)
         counts = Counter(table.names for _, table in kept)
-        known = dict.fromkeys(names, 0)
-        for measured, count in counts.items():
-            for name in measured:
-                known[name] += count
-        names = list(fitting(known, len(kept)))
-        place = {name: column for column, name in enumerate(names)}
-        values = torch.full((len(kept), len(names)), math.nan, dtype=torch.float64, device="cpu")
-        columns: dict[tuple[str, ...], tuple[Tensor, Tensor]] = {}
-        for row, (_, table) in enumerate(kept):
-            if table.names not in columns:
-                there = [at for at, name in enumerate(table.names) if name in place]
-                columns[table.names] = (
-                    torch.tensor(there, dtype=torch.int64, device="cpu"),
-                    torch.tensor([place[table.names[at]] for at in there], dtype=torch.int64, device="cpu"),
-                )
-            at, column = columns[table.names]
-            found = torch.where(view.defined(table.rows), view.compute(table.rows), math.nan)
-            values[row, column] = found if len(at) == len(found) else found[at]
-        return cls(tuple(step for step, _ in kept), tuple(names), values)
+        names: list[str] = []
+        for new in counts:  # nearly all tables have the same names
+            _merge(names, new)
+        found = (torch.where(view.defined(table.rows), view.compute(table.rows), math.nan) for _, table in kept)
+        rows = ((table.names, row[None]) for (_, table), row in zip(kept, found, strict=True))
+        return cls(tuple(step for step, _ in kept), *assembled(rows, counts, names))
 
-    def over(self, base: Matrix) -> Matrix | None:
-        """This matrix divided by ``base``, on the steps and tensors of both; NaN where ``base`` is not positive, None without any."""
+    def over(self, base: Matrix) -> Matrix:
+        """This matrix divided by ``base``, on the steps and tensors of both; NaN where ``base`` is not positive."""
         steps, names = set(base.steps), set(base.names)
         both = [step for step in self.steps if step in steps], [name for name in self.names if name in names]
-        if not all(both):
-            return None
         above, below = self.of(*both), base.of(*both).values
         return Matrix(above.steps, above.names, torch.where(below > 0, above.values / below, math.nan))
+
+    def by_name(self, values: Tensor) -> dict[str, float]:
+        """One value of each tensor."""
+        return dict(zip(self.names, values.tolist(), strict=True))
 
     def column(self, name: str) -> Series:
         """One tensor over the steps whose value is not NaN."""
@@ -239,7 +250,6 @@ class Matrix:
         return Matrix(steps, names, values)
 
     def part(self, first: float, last: float) -> Matrix:
-        """Its steps from one share to another."""
         rows = Series(self.steps, tuple(range(len(self.steps)))).part(first, last)
         return Matrix(rows.steps, self.names, self.values[list(rows.values)])
 

@@ -42,7 +42,6 @@ from .sources import PanelSet, ValueSource
 
 # --- Layers grouped by block: a thousand rows are unreadable, a few dozen blocks are not ---
 
-
 #: More rows than this are grouped by block.
 ROWS = 48
 #: Up to this many times as many blocks each have a row of their own.
@@ -81,11 +80,8 @@ def _neighbours(found: Mapping[str, list[int]], most: int) -> dict[str, list[int
 
 
 def by_block(panel: Panel, cells: Downsampled, groups: Mapping[str, Sequence[int]]) -> torch.Tensor:
-    """One column for each block: the root of the sum of squares of its layers, or the largest value. Infinite if one layer is not
-    finite.
-
-    Returns:
-        float64 ``[columns, blocks]``.
+    """One column for each block, float64 ``[columns, blocks]``: the root of the sum of squares of its layers, or the largest value;
+    infinite if one layer is not finite.
     """
     found = []
     for places in groups.values():
@@ -98,7 +94,6 @@ def by_block(panel: Panel, cells: Downsampled, groups: Mapping[str, Sequence[int
 
 
 # --- The charts of one run, independent of the drawing library ---
-
 
 #: Columns of a heat map.
 COLUMNS = 1000
@@ -271,7 +266,6 @@ def is_wide(loss: Series) -> bool:
 
 
 def column(panel: Panel, name: str) -> Series:
-    """The values of one layer, without the steps in which it has none."""
     values = panel.values[:, panel.names.index(name)].tolist()
     return Series.of((step, value) for step, value in zip(panel.steps, values, strict=True) if not math.isnan(value))
 
@@ -287,10 +281,8 @@ def _marks(panels: PanelSet) -> tuple[int, ...]:
 class PanelPair:
     """One view of both runs, on the steps and layers of either.
 
-    Attributes:
-        first, second: the values of the runs.
-        difference: relative to the larger value. 0 where the values are equal or neither is finite; infinity where one of them is not
-            finite; NaN where one is missing.
+    ``difference`` is relative to the larger value: 0 where the values are equal or neither is finite; infinity where one of them is not
+    finite; NaN where one is missing.
     """
 
     first: Panel
@@ -299,29 +291,16 @@ class PanelPair:
 
 
 class RunPair:
-    """The values of two runs.
-
-    Args:
-        first, second: the runs.
-        renamed: maps the name of a layer in the first run to its name in the second.
-    """
+    """The values of two runs; ``renamed`` maps the name of a layer in the first run to its name in the second."""
 
     def __init__(self, first: PanelSet, second: PanelSet, renamed: Callable[[str], str] = str) -> None:
         self.panel_sets = first, second
+        self.titles = first.title, second.title
         self._renamed = renamed
         self._pairs: dict[str, PanelPair | None] = {}
 
-    @property
-    def titles(self) -> tuple[str, str]:
-        """The names of the runs."""
-        return self.panel_sets[0].title, self.panel_sets[1].title
-
     def panels(self, name: str) -> PanelPair | None:
-        """Both panels of one of :data:`torch_gradmon.analysis.plots.elements.LAYER_VIEWS`; None unless both runs have it of one source.
-
-        Raises:
-            KeyError: there is no such view.
-        """
+        """Both panels of one of :data:`.elements.LAYER_VIEWS`; None unless both runs have it of one source."""
         if name not in self._pairs:
             first, second = (panels.panel(name) for panels in self.panel_sets)
             if first is None or second is None or first.source != second.source:
@@ -363,15 +342,10 @@ def _aligned(panel: Panel, steps: Sequence[int], names: Sequence[str]) -> Panel:
     return replace(panel, steps=tuple(steps), names=tuple(names), values=values)
 
 
-# --- pair charts ---
+# --- Charts of two runs ---
 
 
 def pair_norm(pair: RunPair, marks: Sequence[int] = ()) -> LineChart:
-    """The loss, the norm of all gradients before and after clipping, and the share of clipped steps.
-
-    Raises:
-        ValueError: neither run has any of these.
-    """
     wide = any(is_wide(panels.loss()) for panels in pair.panel_sets)
     subplots = (
         *_subplot(pair, "loss", PanelSet.loss, is_log=wide),
@@ -387,11 +361,6 @@ def pair_norm(pair: RunPair, marks: Sequence[int] = ()) -> LineChart:
 
 
 def pair_update(pair: RunPair, marks: Sequence[int] = ()) -> LineChart:
-    """The norm of all updates over that of all parameters.
-
-    Raises:
-        ValueError: neither run has it.
-    """
     subplots = _subplot(pair, "update / parameter", lambda panels: panels.line("update_ratio"), bands=USUAL_UPDATES)
     if not subplots:
         raise ValueError(NO_UPDATE)
@@ -399,11 +368,7 @@ def pair_update(pair: RunPair, marks: Sequence[int] = ()) -> LineChart:
 
 
 def pair_layers(pair: RunPair, names: Sequence[str], marks: Sequence[int] = (), view: str = "gradient") -> LineChart:
-    """Layers side by side, by their names in the second run.
-
-    Raises:
-        ValueError: there are no names, or one of the runs lacks the view.
-    """
+    """Layers side by side, by their names in the second run."""
     panels = pair.panels(view)
     if panels is None or not names:
         raise ValueError(f"there is no {view} of any layer that both runs have")
@@ -430,7 +395,6 @@ def _lines(pair: RunPair, series: Sequence[Series], most: int) -> tuple[Line, ..
 
 
 # --- Figures of a run, or of the records in a monitor's memory ---
-
 
 #: The extra that installs each engine.
 _ENGINES = {"plotly": "report", "matplotlib": "plot"}

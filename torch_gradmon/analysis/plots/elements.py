@@ -19,7 +19,6 @@ from ..diagnosis.series import Series, lower_median
 
 # --- Colours that are distinct for the colour-blind, on light and on dark pages ---
 
-
 #: Okabe and Ito (2008), "Color universal design": blue, orange, green, vermilion, purple, sky blue.
 BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
 #: NaN or infinite: a colour that no scale has.
@@ -34,7 +33,6 @@ GREY = "#8A8F98"
 
 
 # --- The places of values on a colour scale, as they are or relative to the median of their layer ---
-
 
 #: Measured steps that show what is usual just now; of a run with at least twice as many, maps can be relative to them.
 RECENT = 100
@@ -120,7 +118,6 @@ def scale_labels(most: float, is_log: bool) -> dict[float, str]:
 
 # --- Ranges of steps in which nothing was measured, over which no cell and no line is drawn ---
 
-
 #: A value is due every n steps if this share of those steps has it, and at least this many steps do.
 _NEARLY_ALL, _FEWEST = 0.9, 3
 #: How many likely distances are tried.
@@ -135,28 +132,20 @@ Gap = tuple[float, float]
 
 @dataclass(frozen=True)
 class RecordedSteps:
-    """The steps of a run, from which gaps in a value are found.
-
-    Attributes:
-        steps: ascending.
-        is_whole: whether these are all recorded steps; a monitor keeps only some of many.
-    """
+    """The ascending steps of a run; ``is_whole``: all recorded ones, as a monitor keeps only some of many."""
 
     steps: tuple[int, ...]
     is_whole: bool = True
 
     @cached_property
     def stride(self) -> int:
-        """The usual distance between steps."""
         return _commonest(self.steps) if self.is_whole else 1
 
     def gaps(self, measured: Sequence[int]) -> tuple[Gap, ...]:
         """Where a value was due but is missing, or nothing was recorded, ascending. A step reaches half-way to the next one.
 
-        Args:
-            measured: the steps that have the value, ascending, at least one. The value is due in all steps, or in every n-th step
-                if it
-                has that cadence.
+        ``measured``: the steps that have the value, ascending, at least one; it is due in all steps, or in every n-th if it has that
+        cadence.
         """
         cadence = 1 if len(measured) == len(self.steps) else self._cadence(measured)
         there, half = set(measured), max(cadence, self.stride) / 2
@@ -204,7 +193,6 @@ def _commonest(steps: Sequence[int]) -> int:
 
 
 def _joined(gaps: Sequence[Gap]) -> tuple[Gap, ...]:
-    """The same gaps, ascending, with overlapping ones merged."""
     found: list[Gap] = []
     for low, high in gaps:
         if found and low <= found[-1][1]:
@@ -215,7 +203,6 @@ def _joined(gaps: Sequence[Gap]) -> tuple[Gap, ...]:
 
 
 def intersection(some: Sequence[Gap], others: Sequence[Gap]) -> tuple[Gap, ...]:
-    """The gaps that both have."""
     found: list[Gap] = []
     one = other = 0
     while one < len(some) and other < len(others):
@@ -244,11 +231,8 @@ def steps_after(gaps: Sequence[Gap], steps: Sequence[int], most: int) -> tuple[i
 
 @dataclass(frozen=True)
 class Grid:
-    """The columns of a heat map, side by side.
-
-    Attributes:
-        edges: of the columns, ascending, one more than there are columns.
-        places: the number of the cells in each column; None for a gap.
+    """The ascending edges of the columns of a heat map, one more than there are columns, and the number of the cells in each; None for a
+    gap.
     """
 
     edges: tuple[float, ...]
@@ -256,12 +240,8 @@ class Grid:
 
 
 def grid(first: Sequence[int], last: Sequence[int], gaps: Sequence[Gap], span: tuple[int, int]) -> Grid:
-    """Lay out cells over the steps from ``span[0]`` to ``span[1]``: each reaches half-way to its neighbours, or to a gap.
-
-    Args:
-        first, last: the first and the last measured step of each cell.
-        gaps: see :meth:`RecordedSteps.gaps`.
-        span: first and last step of the run.
+    """Lay out cells, each from its first to its last measured step, over the steps from ``span[0]`` to ``span[1]``: each reaches
+    half-way to its neighbours, or to a gap.
     """
     begin, end = span[0] - 0.5, span[1] + 0.5
     least = _VISIBLE * (end - begin) / 2
@@ -294,11 +274,8 @@ class PlotView:
     """A value of each layer that can be drawn.
 
     Attributes:
-        title: for people.
         sources: of the value; the first one that was measured is drawn.
-        metric: a built-in metric.
         base: source by which the value is divided; empty for none.
-        is_log: whether the scale is logarithmic.
         adds_up: whether a block has the root of the sum of the squares of its layers; otherwise it has the largest value.
         fallback_title: the title if the value is not from the first source; empty for ``title``.
         is_difference: whether it is the difference between two runs; only the largest difference matters.
@@ -336,11 +313,8 @@ class Panel:
     """A view of all layers over the steps.
 
     Attributes:
-        view: what it shows.
-        steps: ascending.
         names: of the layers, in model order.
         values: float64 ``[steps, layers]``; NaN where a layer has no value, infinity where it has NaN or infinite elements.
-        source: of the values.
         gaps: where the value was not measured.
         span: first and last step of the run, if the run has more steps than the panel.
         due: the layers of which a missing value means that they had no gradient, not that nobody looked.
@@ -366,12 +340,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Downsampled:
-    """A panel with fewer columns.
-
-    Attributes:
-        first, last: the first and the last measured step of each column.
-        values: float64 ``[columns, layers]``, as in :class:`Panel`.
-    """
+    """A panel with fewer columns: the first and the last measured step of each, and values float64 ``[columns, layers]``."""
 
     first: tuple[int, ...]
     last: tuple[int, ...]
@@ -435,8 +404,7 @@ def points(series: Series, most: int, after_gaps: Collection[int] = ()) -> Serie
     return Series(tuple(series.steps[p] for p in ordered), tuple(series.values[p] for p in ordered))
 
 
-# --- elements ---
-
+# --- Lines, subplots, heat maps, depth profiles ---
 
 #: Points of a line.
 POINTS = 2000
@@ -446,15 +414,12 @@ NOT_FINITE, EXACTLY_0, NO_GRADIENT = "NaN or infinite", "exactly 0", "no gradien
 
 @dataclass(frozen=True)
 class Line:
-    """Values over steps.
+    """Values over steps; some may not be finite.
 
     Attributes:
-        name: in the legend.
-        series: the points; some may not be finite.
-        colour: of the line.
         low, high: the edges, if it is a band.
         is_thin: whether other lines are more important.
-        is_dashed: whether it is dashed, so that a line below it stays visible.
+        is_dashed: so that a line below it stays visible.
         after_gaps: the steps that follow a gap; nothing is drawn over a gap.
     """
 
@@ -492,7 +457,6 @@ class Line:
 
     @property
     def nonfinite_steps(self) -> list[int]:
-        """The steps whose value is NaN or infinite."""
         return [step for step, value in zip(self.series.steps, self.series.values, strict=True) if not math.isfinite(value)]
 
     def nonfinite_level(self, is_log: bool) -> float:
@@ -516,17 +480,7 @@ def drawable(values: Sequence[float], is_log: bool, absent: Any = math.nan) -> l
 
 @dataclass(frozen=True)
 class Subplot:
-    """Lines with a common axis.
-
-    Attributes:
-        title: of the axis.
-        lines: in drawing order.
-        is_log: whether the axis is logarithmic.
-        guides: horizontal lines by name.
-        bands: horizontal bands by name, each from its lower to its upper edge.
-        limits: of the axis, if they are fixed.
-        height: relative to other subplots.
-    """
+    """Lines with a common axis; ``guides`` and ``bands`` are horizontal, by name, and ``height`` is relative to other subplots."""
 
     title: str
     lines: tuple[Line, ...]
@@ -548,7 +502,6 @@ class LineChart:
 
     @property
     def layout(self) -> tuple[int, int]:
-        """The number of rows and columns."""
         columns = min(self.columns, len(self.subplots))
         return -(-len(self.subplots) // columns), columns
 
@@ -558,14 +511,10 @@ class Heatmap:
     """Layers over steps.
 
     Attributes:
-        title: for people.
-        rows: names of layers or blocks, in model order.
         first, last: the first and the last measured step of each column.
         values: by row, then by column; NaN for no value, infinity for NaN or infinite elements.
-        is_log: whether colours follow the logarithm.
         marks: steps with a spike.
         medians: of the rows over all steps, if colours are relative to them.
-        gaps: where nothing was measured.
         span: first and last step of the axis; None for those of the columns.
         due: whether a missing value of a row means that it had no gradient; none of them by default.
     """
@@ -584,7 +533,6 @@ class Heatmap:
 
     @cached_property
     def grid(self) -> Grid:
-        """The edges of columns and gaps."""
         return grid(self.first, self.last, self.gaps, self.span or (self.first[0], self.last[-1]))
 
     @cached_property
@@ -623,15 +571,7 @@ class Heatmap:
 
 @dataclass(frozen=True)
 class DepthProfile:
-    """One step over the depth of the model.
-
-    Attributes:
-        title: for people.
-        rows: names of layers or blocks, in model order.
-        values: of the step.
-        low, high: the smallest and the largest value of all steps.
-        is_log: whether the axis is logarithmic.
-    """
+    """One step over the depth of the model; ``low`` and ``high`` are the smallest and the largest value of all steps."""
 
     title: str
     rows: tuple[str, ...]
@@ -642,7 +582,6 @@ class DepthProfile:
 
     @property
     def nonfinite_rows(self) -> list[int]:
-        """The rows whose value is not finite."""
         return [row for row, value in enumerate(self.values) if math.isinf(value)]
 
     @property
@@ -670,12 +609,10 @@ def cell_text(value: float, median: float = math.nan, due: bool = False) -> str:
 
 
 def guide_text(name: str, value: float) -> str:
-    """The label of a horizontal line."""
     return f"{name} {value:.3g}"
 
 
 def band_text(name: str, low: float, high: float) -> str:
-    """The label of a horizontal band."""
     return f"{name}: {low:.3g} to {high:.3g}"
 
 

@@ -27,8 +27,7 @@ from .elements import (
     scale_limit,
 )
 
-# --- What all plotly figures have in common. Needs plotly ---
-
+# --- Common to all figures ---
 
 #: Pixels of a row of a heat map or profile, and of the smallest figure.
 ROW, LEAST = 17, 300
@@ -71,7 +70,7 @@ def framed(figure: go.Figure, title: str, height: int) -> go.Figure:
     return figure
 
 
-# --- Heat maps as plotly figures. Needs plotly ---
+# --- Heat maps ---
 
 
 def heatmap_figure(heat: Heatmap) -> go.Figure:
@@ -117,7 +116,6 @@ def _scale(heat: Heatmap) -> dict[str, Any]:
 
 
 def _ticks(values: Sequence[float]) -> dict[str, Any]:
-    """Powers of ten for a scale of logarithms."""
     if not values:
         return {}
     low, high = math.floor(min(values)), math.ceil(max(values))
@@ -126,7 +124,6 @@ def _ticks(values: Sequence[float]) -> dict[str, Any]:
 
 
 def _hover_texts(heat: Heatmap) -> list[list[str]]:
-    """The row, steps and value of each cell."""
     steps = [f"step {a}" if a == b else f"steps {a} to {b}" for a, b in zip(heat.first, heat.last, strict=True)]
     return [
         [f"{escaped(name)}<br>{when}: {text}" for when, text in zip(steps, row, strict=True)]
@@ -135,7 +132,6 @@ def _hover_texts(heat: Heatmap) -> list[list[str]]:
 
 
 def _add_marks(figure: go.Figure, marks: Sequence[int], steps: Sequence[int], top: float = 1.0) -> None:
-    """A triangle above each step with a spike."""
     if not marks or not steps:
         return
     figure.add_scatter(
@@ -152,8 +148,7 @@ def _add_marks(figure: go.Figure, marks: Sequence[int], steps: Sequence[int], to
     figure.update_layout(yaxis2={"overlaying": "y", "range": [0, top], "visible": False, "fixedrange": True})
 
 
-# --- Charts as plotly figures: for notebooks, dashboards and the report. Needs plotly ---
-
+# --- Lines and profiles ---
 
 #: Pixels of a subplot, and of a small one among several columns.
 _SUBPLOT, _SMALL = 170, 190
@@ -168,7 +163,6 @@ _POINT = 4
 
 
 def figure(chart: Chart) -> go.Figure:
-    """The chart as a figure."""
     if isinstance(chart, Heatmap):
         return heatmap_figure(chart)
     return _profile(chart) if isinstance(chart, DepthProfile) else _lines(chart)
@@ -268,7 +262,6 @@ def _add_subplot(drawn: go.Figure, subplot: Subplot, row: int, column: int, smal
 
 
 def _label(drawn: go.Figure, text: str, value: float, is_log: bool, row: int, column: int) -> None:
-    """A text above ``value``, at the right."""
     at = math.log10(value) if is_log else value  # plotly places texts by the logarithm
     place = {"x": 1, "xref": "x domain", "xanchor": "right", "yanchor": "bottom", "showarrow": False, "font": {"size": 11}}
     drawn.add_annotation(y=at, text=text, row=row, col=column, **place)
@@ -290,7 +283,6 @@ def _decades(subplot: Subplot) -> dict[str, Any]:
 
 
 def _log_ticks(known: Sequence[float]) -> dict[str, Any]:
-    """Ticks of a logarithmic axis with these positive values."""
     few = bool(known) and max(known) < 10**_MANY_DECADES * min(known)
     # without a format plotly writes 2 and 5 for 0.02 and 0.05
     return {"dtick": "D2", "tickformat": "~g"} if few else {"dtick": 1}
@@ -332,7 +324,6 @@ def _traces(line: Line, is_log: bool, named: bool) -> list[go.Scatter]:
 
 
 def _outline(line: Line) -> tuple[list[Any], list[Any]]:
-    """The outline of a band, piece by piece."""
     assert line.low is not None, "it is a band"
     assert line.high is not None, "it is a band"
     pieces = []

@@ -14,8 +14,8 @@ from ...core import keys as n
 from ...core.keys import Key
 from ...core.moments import Column
 from ...core.records import ModelOrder, SpikeEvent, StepRecord, loss_among
-from ...runs.reader import RunReader, StatsSeries, fitting
-from ..diagnosis.series import Series
+from ...runs.reader import RunReader, StatsSeries
+from ..diagnosis.series import Series, assembled
 from .elements import LAYER_VIEWS, Gap, Panel, PlotView, RecordedSteps
 
 # --- Where drawn values come from: a run directory, or the records in a monitor's memory ---
@@ -26,10 +26,7 @@ class ValueSource:
     """The values of a run.
 
     Attributes:
-        steps: all steps, ascending.
-        is_whole: whether these are all recorded steps; a monitor keeps only some of many.
-        events: the spikes.
-        not_applied: steps that the optimizer did not apply.
+        is_whole: whether ``steps`` are all recorded ones; a monitor keeps only some of many.
         rates: the largest learning rate by step.
         logged: keys of values that the script logged.
         values: one value by step; empty if the key is unknown.
@@ -51,7 +48,6 @@ class ValueSource:
 
     @classmethod
     def of_run(cls, run: RunReader) -> ValueSource:
-        """The values in a run directory."""
         contexts = {step: run.context(step) for step in run.steps}
         return cls(
             list(contexts),
@@ -85,7 +81,6 @@ class ValueSource:
 
 
 def _stacks(records: Sequence[StepRecord], source: str) -> Iterator[StatsSeries]:
-    """One stack for each series of steps with the same tensors and columns."""
     found = [(record.step, record.tables[source]) for record in records if source in record.tables]
     for (names, columns), some in groupby(found, key=lambda pair: (pair[1].names, pair[1].columns)):
         pairs = list(some)
@@ -94,21 +89,12 @@ def _stacks(records: Sequence[StepRecord], source: str) -> Iterator[StatsSeries]
 
 # --- The drawn values of one run, computed on first use ---
 
-
 #: Steps, tensors, and by metric values ``[steps, tensors]``.
 _Part = tuple[tuple[int, ...], tuple[str, ...], dict[str, torch.Tensor]]
 
 
 class PanelSet:
-    """The values of a run, each computed on first use.
-
-    Args:
-        source: of the values.
-        title: name of the run.
-
-    Attributes:
-        steps, events, not_applied: as in :class:`ValueSource`.
-    """
+    """The values of a run, each computed on first use."""
 
     def __init__(self, source: ValueSource, title: str = "") -> None:
         self._source, self.title = source, title
@@ -131,15 +117,10 @@ class PanelSet:
         return _series({} if key is None else self._source.values(key))
 
     def rates(self) -> Series:
-        """The largest learning rate of each step."""
         return _series(self._source.rates)
 
     def panel(self, name: str) -> Panel | None:
-        """The panel of one of :data:`LAYER_VIEWS`; None if it was not measured.
-
-        Raises:
-            KeyError: there is no such view.
-        """
+        """The panel of one of :data:`LAYER_VIEWS`; None if it was not measured."""
         if name not in self._panels:
             self._panels[name] = self._panel(LAYER_VIEWS[name])
         return self._panels[name]
@@ -168,22 +149,11 @@ class PanelSet:
         counts = Counter[tuple[str, ...]]()
         for some, measured, _ in parts:
             counts[measured] += len(some)
-        known = Counter[str]()
-        for measured, count in counts.items():
-            known.update(dict.fromkeys(measured, count))
         steps = tuple(step for some, _, _ in parts for step in some)
         all_names = self._source.in_model_order(source, {**dict.fromkeys(counts), due: None})
-        names = fitting({name: known[name] for name in all_names}, len(steps))
+        names, values = assembled(((measured, found) for _, measured, found in parts), counts, all_names)
         if len(names) < len(all_names):
             view = replace(view, title=f"{view.title}, of the {len(names):,} of {len(all_names):,} layers that have it most")
-        column = {name: place for place, name in enumerate(names)}
-        values = torch.full((len(steps), len(names)), math.nan, dtype=torch.float64, device="cpu")
-        first = 0
-        for some, measured, found in parts:
-            drawn = [place for place, name in enumerate(measured) if name in column]
-            found = found if len(drawn) == len(measured) else found[:, drawn]
-            values[first : first + len(some), [column[measured[place]] for place in drawn]] = found
-            first += len(some)
         run = self.steps
         return Panel(view, steps, names, values, source, self.gaps(steps), (run[0], run[-1]), frozenset(due))
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from ...core.keys import TENSOR_SOURCES, parse_key
 from ...spikes.signals import counted, episodes, largest
 from .. import diff as text
-from ..comparison import ComparisonResult
 from ..diagnosis.diagnose import diagnose_history
 from ..diagnosis.findings import Diagnosis, Finding
 from ..diagnosis.history import History
 from ..diagnosis.series import Series
+from ..diff import Difference
 from ..plots import charts
 from ..plots.charts import PanelPair, RunPair, blocks, by_block, pair_layers, pair_norm, pair_update
 from ..plots.elements import (
@@ -42,7 +42,6 @@ from ..plots.sources import PanelSet, ValueSource
 from ..run import Run
 
 # --- Values of layers in two bytes per cell, as text that the page decodes ---
-
 
 #: Codes for a missing value, a gradient that there was not, a value that is not finite, and zero on a logarithmic scale.
 NONE, NO_GRADIENT, NONFINITE, ZERO = -32768, -32766, 32767, -32767
@@ -70,7 +69,6 @@ def packed(values: Tensor, is_log: bool, due: Sequence[bool] = ()) -> str:
 
 
 # --- The content of a report, as plain data ---
-
 
 #: Cells of one view, of layers and blocks together, and its columns.
 _CELLS, _FEWEST_COLUMNS, _COLUMNS = 150_000, 100, 1000
@@ -121,7 +119,6 @@ def findings(diagnosis: Diagnosis) -> list[dict[str, Any]]:
 
 
 def spikes(panels: PanelSet) -> list[str]:
-    """The largest spikes in order, each on one line."""
     return [str(spike) for spike in largest(episodes(panels.events, panels.steps), MOST_SPIKES)]
 
 
@@ -140,7 +137,6 @@ def _finding(finding: Finding) -> dict[str, Any]:
 
 
 def facts(run: Run, panels: PanelSet) -> list[list[str]]:
-    """The facts below the title."""
     steps = panels.steps
     found = [["steps", f"{steps[0]:,} to {steps[-1]:,}, {len(steps):,} of them recorded" if steps else "none"]]
     if steps:
@@ -259,7 +255,6 @@ def _notable_layers(panels: PanelSet, diagnosis: Diagnosis) -> list[str]:
 
 
 def _layers(panels: PanelSet) -> dict[str, Any]:
-    """A row for each layer."""
     measured = dict(panels.panels())
     gradient, clipped, update, sparsity = (measured.get(name) for name in ("gradient", "clipped", "update", "sparsity"))
     columns: list[tuple[str, dict[str, float]]] = []
@@ -283,18 +278,15 @@ def _layers(panels: PanelSet) -> dict[str, Any]:
 
 
 def layer_table(names: Sequence[str], columns: Sequence[tuple[str, Mapping[str, float]]]) -> dict[str, Any]:
-    """A table with a row for each layer."""
     rows = [[name, *(cell(column.get(name)) for _, column in columns)] for name in names]
     return {"columns": ["layer", *(title for title, _ in columns)], "rows": rows}
 
 
 def known_medians(panel: Panel) -> dict[str, float]:
-    """The median of the finite values of each layer."""
     return by_name(panel, panel.values.where(panel.values.isfinite(), math.nan).nanmedian(0).values)
 
 
 def by_name(panel: Panel, values: torch.Tensor) -> dict[str, float]:
-    """One value for each layer."""
     return dict(zip(panel.names, values.tolist(), strict=True))
 
 
@@ -307,7 +299,6 @@ def cell(value: float | None) -> float | None:
 
 # --- The content of a page about two runs, as plain data ---
 
-
 #: Divergences that are listed, and layers drawn side by side.
 _DIVERGENCES, _MOST_LAYERS = 5, 9
 
@@ -315,20 +306,13 @@ _DIVERGENCES, _MOST_LAYERS = 5, 9
 def comparison_content(
     runs: tuple[Run, Run],
     names: tuple[str, str],
-    difference: ComparisonResult,
+    difference: Difference,
     renamed: Callable[[str], str],
     title: str,
     advance: Callable[[], None],
 ) -> dict[str, Any]:
-    """The data of the page.
-
-    Args:
-        runs: both runs.
-        names: their names on the page, which differ.
-        difference: the result of comparing them.
-        renamed: maps the name of a layer in the first run to its name in the second.
-        title: of the page.
-        advance: called after each of :data:`torch_gradmon.analysis.report.content.PARTS`.
+    """The data of the page on two runs, whose ``names`` differ; ``renamed`` maps the name of a layer in the first run to that in the
+    second, and ``advance`` is called after each of :data:`PARTS`.
     """
     pair = RunPair(PanelSet(ValueSource.of_run(runs[0]), names[0]), PanelSet(ValueSource.of_run(runs[1]), names[1]), renamed)
     diagnoses = [diagnose_history(History.of_run(run)) for run in runs]
@@ -367,8 +351,7 @@ def comparison_content(
     }
 
 
-def comparison(difference: ComparisonResult) -> dict[str, Any]:
-    """Where the runs diverge, for the head of the page."""
+def comparison(difference: Difference) -> dict[str, Any]:
     shown = difference.divergences[:_DIVERGENCES]
     return {
         "parts": difference.diverges,
@@ -391,7 +374,7 @@ def _facts(runs: tuple[Run, Run], pair: RunPair) -> list[list[str]]:
     return found
 
 
-def _differing_layers(difference: ComparisonResult, gradient: PanelPair | None) -> list[str]:
+def _differing_layers(difference: Difference, gradient: PanelPair | None) -> list[str]:
     """The layers that diverge in the first divergent step, then those with the largest differences in any step."""
     if gradient is None:
         return []

@@ -21,7 +21,8 @@ from plotly.utils import PlotlyJSONEncoder
 
 from ...core.files import replacing
 from ...core.formatting import ProgressBar
-from ..comparison import ComparisonResult, renamer
+from ..comparison import renamer
+from ..diff import Difference
 from ..run import load_run
 from .content import PARTS, comparison_content, content
 
@@ -35,16 +36,7 @@ def write(
     title: str | None = None,
     progress: bool | None = None,
 ) -> Path:
-    """Write the report of the run in the directory ``path``.
-
-    Args:
-        path: the run directory.
-        to: the file; by default ``report.html`` in the run directory.
-        title: of the page; by default the directory's name.
-        progress: whether to show a bar (if tqdm is installed); by default if stderr is a terminal.
-
-    Returns:
-        The file.
+    """Write the report of the run in the directory ``path``, by default into ``report.html`` there, and return its file.
 
     Raises:
         FileNotFoundError: there is no run in it.
@@ -63,28 +55,14 @@ def write(
 def write_both(
     first: str | os.PathLike[str],
     second: str | os.PathLike[str],
-    difference: ComparisonResult,
+    difference: Difference,
     to: str | os.PathLike[str],
     title: str | None = None,
     rename: Mapping[str, str] | None = None,
     progress: bool | None = None,
 ) -> Path:
-    """Write one report of two runs on top of each other.
-
-    Args:
-        first, second: the run directories.
-        difference: result of :func:`torch_gradmon.diff`.
-        to: the file.
-        title: of the page; by default the names of both directories.
-        rename: as for :func:`torch_gradmon.diff`.
-        progress: see :func:`write`.
-
-    Returns:
-        The file.
-
-    Raises:
-        FileNotFoundError, ValueError: there is no run, its file is not one of ours, or ``to`` is a directory.
-        OSError: the file cannot be written.
+    """Write one report of two runs on top of each other; ``difference`` and ``rename`` are those of :func:`torch_gradmon.diff`. Returns
+    and raises as :func:`write`.
     """
     target = _checked(Path(to))
     names = _name(first), _name(second)
@@ -140,13 +118,7 @@ def html(data: dict[str, Any], live: LivePage | None = None) -> str:
 
 @dataclass(frozen=True)
 class LivePage:
-    """What the page of a server has in addition.
-
-    Attributes:
-        run: the run that it follows, by its name on the server; empty if it follows none.
-        script: that follows it.
-        version: of the run that the page shows.
-    """
+    """What the page of a server has in addition; ``run`` is its name on the server, empty if the page follows none."""
 
     run: str
     script: str
@@ -180,5 +152,4 @@ def embedded(data: Any) -> str:
 
 
 def as_json(data: Any) -> str:
-    """The data of a page as JSON."""
     return json.dumps(data, cls=PlotlyJSONEncoder, separators=(",", ":"), allow_nan=False)

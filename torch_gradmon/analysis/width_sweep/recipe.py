@@ -23,7 +23,6 @@ from ...core.torch_modes import rng_states, set_rng_states
 
 # --- The two terms of the refined coordinate check, and the plain check, in float64 ---
 
-
 _PARAMETRIZATIONS = "parametrizations"  # what torch.nn.utils.parametrize calls them
 _COPYABLE = (
     "the terms are measured on copies, so no tensor of the model may be computed from others "
@@ -106,7 +105,7 @@ def terms(model: nn.Module, reference: nn.Module, run: Callable[[nn.Module], obj
                 propagated = _rms(output - call.output for output, call in zip(mixed, before[name], strict=True))
             inputs = [tensor for call in calls if (tensor := _first(call.args)) is not None]
             entered = _rms(inputs) if inputs else None
-            found[name] = LayerTerms(update, propagated, entered, _mean_size(call.output for call in calls))
+            found[name] = LayerTerms(update, propagated, entered, _mean((call.output for call in calls), torch.abs))
     return found
 
 
@@ -199,20 +198,16 @@ def _first(values: tuple[Any, ...]) -> Tensor | None:
     return first if isinstance(first, Tensor) and first.is_floating_point() and first.numel() else None
 
 
-def _rms(tensors: Iterable[Tensor]) -> float:
+def _mean(tensors: Iterable[Tensor], of: Callable[[Tensor], Tensor]) -> float:
     total, count = 0.0, 0
     for tensor in tensors:
-        total += tensor.to(torch.float64).square().sum().item()
-        count += tensor.numel()
-    return math.sqrt(total / count) if total >= 0 else math.nan
-
-
-def _mean_size(tensors: Iterable[Tensor]) -> float:
-    total, count = 0.0, 0
-    for tensor in tensors:
-        total += tensor.to(torch.float64).abs().sum().item()
+        total += of(tensor.to(torch.float64)).sum().item()
         count += tensor.numel()
     return total / count
+
+
+def _rms(tensors: Iterable[Tensor]) -> float:
+    return math.sqrt(_mean(tensors, torch.square))  # NaN stays NaN
 
 
 def _state(model: nn.Module) -> Iterator[Tensor]:
@@ -232,25 +227,16 @@ def _of_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 # --- How the model of a width, its optimizer, its data and its loss are made ---
 
-
 #: The optimizers that have a name.
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Makes everything of one run from its width and its seed.
+    """Makes everything of one run from its width and its seed; see :func:`width_sweep` for the arguments.
 
     Attributes:
-        factory: called with a width, returns a new model, or a pair of a model and its optimizer.
-        data: one batch, a list of batches (or another iterable, such as a DataLoader), or a function of the seed that returns
-            either.
-            A list of two tensors is one batch, as from a DataLoader. If there are fewer batches than steps, they are repeated.
-        optimizer: a name in ``OPTIMIZERS``, or a function of the model and the width; unused if the factory returns one.
-        lr: learning rate at the width ``base``, for a named optimizer.
-        lr_exponent: the learning rate at width n is ``lr * (n / base) ** lr_exponent``.
         base: the smallest width.
-        loss: a function of the model and a batch that returns a scalar.
         made: by id, the parameters of earlier models that still exist.
     """
 
@@ -264,14 +250,9 @@ class Recipe:
     made: WeakValueDictionary[int, nn.Parameter] = field(default_factory=WeakValueDictionary, compare=False, repr=False)
 
     def model(self, width: int, seed: int) -> tuple[nn.Module, Any]:
-        """A new model, and its optimizer if the factory returns one; each width and seed has its own start of the torch
-        generators.
+        """A new model, and its optimizer if the factory returns one; each width and seed has its own start of the torch generators.
 
         A model given to torch.compile is trained uncompiled: a few steps are not worth the compilation.
-
-        Raises:
-            ValueError: the factory raised, or returned parameters of an earlier model; with the width.
-            TypeError: it returned no model.
         """
         torch.manual_seed(1_000_003 * seed + width)
         try:
@@ -305,7 +286,6 @@ class Recipe:
             self.made[id(parameter)] = parameter
 
     def optimizer_of(self, model: nn.Module, width: int, given: Any) -> Any:
-        """The optimizer of a model: that of the factory, or the one that ``optimizer`` specifies."""
         if given is not None:
             return given
         if isinstance(self.optimizer, str):
@@ -313,11 +293,7 @@ class Recipe:
         return self.optimizer(model, width)
 
     def batches(self, seed: int, steps: int) -> list[Any]:
-        """At most ``steps`` batches of a seed, the same for all widths.
-
-        Raises:
-            ValueError: there is none, loading them raised, or they come from an iterator, which yields them only once.
-        """
+        """At most ``steps`` batches of a seed, the same for all widths."""
         torch.manual_seed(seed)
         try:
             return self._batches(seed, steps)
@@ -345,15 +321,9 @@ class Recipe:
 
 
 def usual_loss(model: nn.Module, batch: Any) -> Tensor:
-    """The loss of common models: their own if they return one, else cross-entropy for integer targets and squared error for
-    others.
+    """The loss of common models: their own if they return one, else cross-entropy for integer targets and squared error for others.
 
-    Args:
-        model: called with the inputs of a pair, all items of a dict by name, or the batch itself.
-        batch: a pair of inputs and targets; a dict, as of transformers; or inputs of a model that returns its loss.
-
-    Raises:
-        TypeError: there is no target, and the model returns no loss.
+    ``model`` is called with the inputs of a pair, all items of a dict by name, or the batch itself.
     """
     inputs, targets = batch if isinstance(batch, (tuple, list)) and len(batch) == 2 else (batch, None)
     output = model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
@@ -374,11 +344,7 @@ def usual_loss(model: nn.Module, batch: Any) -> Tensor:
 
 @contextmanager
 def failing_at(width: int, what: str, remedy: str) -> Iterator[None]:
-    """Add the width to an error of the user's code; our own errors have it already.
-
-    Raises:
-        ValueError: for any error of the block, with ``what`` and ``remedy``.
-    """
+    """Add the width to an error of the user's code; our own errors have it already."""
     try:
         yield
     except Exception as error:
@@ -402,15 +368,6 @@ def placed(batch: Any, model: nn.Module, dtype: torch.dtype | None = None) -> An
 
 @dataclass(frozen=True)
 class SweepRun:
-    """The measurements at one width with one seed.
-
-    Attributes:
-        width: of the model.
-        seed: of its initialisation and its data.
-        losses: before each step.
-        steps: by module, after each step.
-    """
-
     width: int
     seed: int
     losses: list[float]
@@ -421,9 +378,6 @@ def train(recipe: Recipe, batches: Sequence[Any], width: int, seed: int, steps: 
     """Train a new model and measure it after every step, on the first batch.
 
     A loss that is not finite does not end the run; the measurements are then not finite either.
-
-    Raises:
-        ValueError: a step raised; with the width, the seed and the step.
     """
     model, given = recipe.model(width, seed)
     optimizer = recipe.optimizer_of(model, width, given)

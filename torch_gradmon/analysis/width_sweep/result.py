@@ -16,14 +16,12 @@ from .verdicts import TERMS, Expected, Layer, LayerVerdict, judge, outcome, seri
 
 # --- The verdicts as sentences and as a table ---
 
-
 HEADINGS = ("module", "kind", "term", "exponent", "interval", "expected", "")
 _NAMES = {"update": "(W_t-W_0)x_t", "propagated": "W_0(x_t-x_0)"}
 _MOST = 4
 
 
 def rows(verdicts: Sequence[LayerVerdict]) -> list[tuple[str, ...]]:
-    """A row for every verdict, under ``HEADINGS``."""
     return [
         (
             verdict.module or "[model]",
@@ -39,7 +37,6 @@ def rows(verdicts: Sequence[LayerVerdict]) -> list[tuple[str, ...]]:
 
 
 def table(verdicts: Sequence[LayerVerdict]) -> str:
-    """The rows in columns, as plain text."""
     lines = [HEADINGS, *rows(verdicts)]
     sizes = [max(len(line[column]) for line in lines) for column in range(len(HEADINGS))]
     return "\n".join("  ".join(cell.ljust(size) for cell, size in zip(line, sizes, strict=True)).rstrip() for line in lines)
@@ -143,8 +140,7 @@ def _only_logits_grow(verdicts: Sequence[LayerVerdict]) -> bool:
     return bool(hidden) and set(hidden) == {"stable"} and any(v.state == "grows" for v in verdicts if v.kind == "output")
 
 
-# --- plots ---
-
+# --- Plots ---
 
 #: Medium greys and colours have enough contrast on white and on black pages; the colours are those of Okabe & Ito.
 _TEXT = "#757d87"
@@ -159,14 +155,7 @@ _DASHES = {"stable": "solid", "grows": "dashed", "vanishes": "dotted"}
 
 @dataclass(frozen=True)
 class TermLine:
-    """One module in one panel.
-
-    Attributes:
-        label: its name, with the exponent if one was fitted.
-        state: of its verdict; empty in the panel of outputs.
-        colour: the same in all panels.
-        points: by width, the measured values of all seeds that have a logarithm.
-    """
+    """One module in one panel; ``points`` are, by width, the measured values of all seeds that have a logarithm."""
 
     label: str
     state: str
@@ -175,7 +164,6 @@ class TermLine:
 
     @property
     def name(self) -> str:
-        """The module, without its exponent."""
         return self.label.split(" ")[0]
 
     @property
@@ -186,47 +174,8 @@ class TermLine:
 
 @dataclass(frozen=True)
 class TermPanel:
-    """One quantity of all modules."""
-
     title: str
     lines: Sequence[TermLine]
-
-
-def panels(runs: Sequence[SweepRun], layers: Mapping[str, Layer], verdicts: Sequence[LayerVerdict], step: int) -> list[TermPanel]:
-    """The panels of the runs after ``step`` steps."""
-    judged = {(verdict.module, verdict.term): verdict for verdict in verdicts}
-    found = []
-    for term in (*TERMS, "output"):
-        lines = []
-        for place, name in enumerate(layers):
-            points: dict[int, list[float]] = {}
-            for pairs in series(runs, name, term, step).values():
-                for width, value in pairs:
-                    if 0.0 < value < math.inf:
-                        points.setdefault(width, []).append(value)
-            verdict = judged.get((name, term))  # type: ignore[arg-type]
-            if points:
-                exponent = f" {verdict.slope.exponent:+.2f}" if verdict and verdict.slope else ""
-                state = verdict.state if verdict else ""
-                lines.append(TermLine(f"{name or '[model]'}{exponent}", state, _COLOURS[place % len(_COLOURS)], points))
-        found.append(TermPanel(_TITLES[term], lines))
-    return found
-
-
-def draw(found: Sequence[TermPanel], path: str | Path) -> None:
-    """Write the panels side by side to a file.
-
-    Raises:
-        ImportError: matplotlib is missing.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError('a picture needs matplotlib: pip install "torch_gradmon[plot]"') from error
-    picture = Figure(figsize=(4.6 * len(found), 4.4), layout="constrained")
-    for panel, axes in zip(found, picture.subplots(1, len(found), squeeze=False)[0], strict=True):
-        draw_panel(axes, panel)
-    picture.savefig(path, dpi=110)
 
 
 def kinds() -> list[str]:
@@ -236,7 +185,7 @@ def kinds() -> list[str]:
     return sorted(FigureCanvasBase.get_supported_filetypes())
 
 
-def draw_panel(axes: Any, panel: TermPanel, legend: bool = True) -> None:
+def _draw_panel(axes: Any, panel: TermPanel) -> None:
     """Draw one panel on matplotlib axes: geometric means over seeds, and a point for each seed.
 
     Lines that grow are dashed, those that vanish dotted.
@@ -256,40 +205,8 @@ def draw_panel(axes: Any, panel: TermPanel, legend: bool = True) -> None:
     axes.set_title(panel.title, fontsize=10)
     axes.set_xlabel("width")
     axes.grid(color=_TEXT, alpha=0.2)
-    if legend and panel.lines:
+    if panel.lines:
         axes.legend(fontsize=7, frameon=False, ncols=1 + len(panel.lines) // 10)
-
-
-def interactive(found: Sequence[TermPanel]) -> Any:
-    """The panels as one plotly figure; a click on a module hides it in all.
-
-    Raises:
-        ImportError: plotly is missing.
-    """
-    try:
-        from plotly.subplots import make_subplots
-    except ImportError as error:
-        raise ImportError('the figure needs plotly: pip install "torch_gradmon[report]"') from error
-    figure = make_subplots(rows=1, cols=len(found), subplot_titles=[panel.title for panel in found])
-    dashes = {"grows": "dash", "vanishes": "dot"}
-    for column, panel in enumerate(found, start=1):
-        for line in panel.lines:
-            trace = {
-                "x": sorted(line.points),
-                "y": line.means,
-                "mode": "lines+markers",
-                "name": line.name,  # without the exponent, because it stands for the module in all panels
-                "legendgroup": line.name,
-                "showlegend": column == 1 or line.name not in {first.name for first in found[0].lines},
-                "line": {"color": line.colour, "dash": dashes.get(line.state, "solid")},
-                "hovertemplate": f"{line.label} {line.state}<br>width %{{x}}: %{{y:.3g}}<extra></extra>",
-            }
-            figure.add_scatter(**trace, row=1, col=column)
-    ticks = _widths(found)
-    figure.update_xaxes(type="log", title_text="width", tickvals=ticks, ticktext=[str(width) for width in ticks])
-    round_numbers = [float(f"{digit}e{power}") for power in range(-12, 13) for digit in (1, 2, 5)]
-    figure.update_yaxes(type="log", tickvals=round_numbers, ticktext=[f"{number:g}" for number in round_numbers])
-    return figure
 
 
 def _widths(found: Sequence[TermPanel]) -> list[int]:
@@ -333,12 +250,10 @@ class WidthSweep:
 
     @property
     def seeds(self) -> list[int]:
-        """The seeds."""
         return sorted({run.seed for run in self.runs})
 
     @property
     def steps(self) -> int:
-        """How many steps each run has."""
         return len(self.runs[0].steps)
 
     @cached_property
@@ -413,19 +328,67 @@ class WidthSweep:
         Raises:
             ImportError: matplotlib is missing.
         """
-        draw(self.panels(), path)
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError('a picture needs matplotlib: pip install "torch_gradmon[plot]"') from error
+        found = self.panels()
+        picture = Figure(figsize=(4.6 * len(found), 4.4), layout="constrained")
+        for panel, axes in zip(found, picture.subplots(1, len(found), squeeze=False)[0], strict=True):
+            _draw_panel(axes, panel)
+        picture.savefig(path, dpi=110)
 
     def figure(self) -> Any:
-        """The same as a plotly figure; needs plotly.
+        """The same as a plotly figure; needs plotly. A click on a module hides it in all panels.
 
         Raises:
             ImportError: plotly is missing.
         """
-        return interactive(self.panels())
+        try:
+            from plotly.subplots import make_subplots
+        except ImportError as error:
+            raise ImportError('the figure needs plotly: pip install "torch_gradmon[report]"') from error
+        found = self.panels()
+        figure = make_subplots(rows=1, cols=len(found), subplot_titles=[panel.title for panel in found])
+        dashes = {"grows": "dash", "vanishes": "dot"}
+        for column, panel in enumerate(found, start=1):
+            for line in panel.lines:
+                trace = {
+                    "x": sorted(line.points),
+                    "y": line.means,
+                    "mode": "lines+markers",
+                    "name": line.name,  # without the exponent, because it stands for the module in all panels
+                    "legendgroup": line.name,
+                    "showlegend": column == 1 or line.name not in {first.name for first in found[0].lines},
+                    "line": {"color": line.colour, "dash": dashes.get(line.state, "solid")},
+                    "hovertemplate": f"{line.label} {line.state}<br>width %{{x}}: %{{y:.3g}}<extra></extra>",
+                }
+                figure.add_scatter(**trace, row=1, col=column)
+        ticks = _widths(found)
+        figure.update_xaxes(type="log", title_text="width", tickvals=ticks, ticktext=[str(width) for width in ticks])
+        round_numbers = [float(f"{digit}e{power}") for power in range(-12, 13) for digit in (1, 2, 5)]
+        figure.update_yaxes(type="log", tickvals=round_numbers, ticktext=[f"{number:g}" for number in round_numbers])
+        return figure
 
     def panels(self) -> list[TermPanel]:
         """The plotted panels: both terms and the mean of |output| over the width, after the last step."""
-        return panels(self.runs, self.layers, self.verdicts, self.steps)
+        judged = {(verdict.module, verdict.term): verdict for verdict in self.verdicts}
+        found = []
+        for term in (*TERMS, "output"):
+            lines = []
+            for place, name in enumerate(self.layers):
+                points: dict[int, list[float]] = {}
+                for pairs in series(self.runs, name, term, self.steps).values():
+                    for width, value in pairs:
+                        if 0.0 < value < math.inf:
+                            points.setdefault(width, []).append(value)
+                verdict = judged.get((name, term))  # type: ignore[arg-type]
+                if points:
+                    exponent = f" {verdict.slope.exponent:+.2f}" if verdict and verdict.slope else ""
+                    state = verdict.state if verdict else ""
+                    lines.append(TermLine(f"{name or '[model]'}{exponent}", state, _COLOURS[place % len(_COLOURS)], points))
+            found.append(TermPanel(_TITLES[term], lines))
+        return found
 
 
 def _finite(value: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from numbers import Real
 from typing import Any
@@ -13,38 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core import torch_modes as accelerator
 from ...core.errors import display, nearest
 from ...core.formatting import ProgressBar
+from ...core.torch_modes import all_in_use, untouched_generators
 from .recipe import OPTIMIZERS, LayerTerms, Recipe, TermProbe, failing_at, own_parameters, placed, run_all, usual_loss
 from .result import WidthSweep
 from .verdicts import KEYWORDS, Expected, Family, Layer, kind_of, standard, user_expectations
 
-# --- A trial of a sweep's models before it starts, in seconds; errors name the width and the remedy ---
+# --- A trial of the models; errors name the width and the remedy ---
 
 
-@dataclass(frozen=True)
-class Preflight:
-    """What is known before the sweep starts.
+def run_preflight(
+    recipe: Recipe, widths: Sequence[int], seed: int, dtype: torch.dtype
+) -> tuple[dict[str, Layer], Any, list[str]]:
+    """Build the model at every width, run it once and compare; at the smallest width one whole step is made and measured.
 
-    Attributes:
-        layers: in execution order.
-        optimizer: that of the smallest width.
-        unmeasured: names of trained parameters that are in no layer.
-    """
+    Returns the layers in execution order, the optimizer of the smallest width, and the names of trained parameters that are in no layer.
 
-    layers: dict[str, Layer]
-    optimizer: Any
-    unmeasured: list[str]
-
-
-def run_preflight(recipe: Recipe, widths: Sequence[int], seed: int, dtype: torch.dtype) -> Preflight:
-    """Build the model at every width, run it once and compare.
-
-    At the smallest width one whole step is made and measured.
-
-    Raises:
-        ValueError, TypeError: a width cannot be built or run, or its model differs; with the remedy.
+    Raises ValueError or TypeError where a width cannot be built or run, or its model differs; with the remedy.
     """
     batch = recipe.batches(seed, 1)[0]
     first: tuple[nn.Module, Any, dict[str, LayerTerms]] | None = None
@@ -67,7 +52,7 @@ def run_preflight(recipe: Recipe, widths: Sequence[int], seed: int, dtype: torch
     assert first is not None, "there are widths"
     _growing(shapes, widths)
     layers = _layers(first[0], first[2], shapes, rates, widths)
-    return Preflight(layers, first[1], _unmeasured(first[0], layers, rates[widths[0]]))
+    return layers, first[1], _unmeasured(first[0], layers, rates[widths[0]])
 
 
 def _unmeasured(model: nn.Module, layers: dict[str, Layer], rates: dict[str, float]) -> list[str]:
@@ -77,12 +62,6 @@ def _unmeasured(model: nn.Module, layers: dict[str, Layer], rates: dict[str, flo
 
 
 def expectations(named: Any, layers: dict[str, Layer], optimizer: Any) -> dict[str, Expected]:
-    """The expected exponents of the layers, from a keyword or from patterns.
-
-    Raises:
-        ValueError: the theory of the optimizer is unknown here, or a pattern is wrong.
-        TypeError: ``named`` is neither a keyword nor a dict.
-    """
     if named is None or named == "stable":
         return {name: Expected() for name in layers}
     if named == "standard":
@@ -205,17 +184,12 @@ def _layers(
 
 # --- Checks of a sweep's arguments, before anything is built ---
 
-
 #: A line through fewer widths has hardly any scatter.
 FEWEST = 3
 
 
 def whole_numbers(name: str, values: Any) -> list[Any]:
-    """The items of ``values``, with the integers of other packages as int.
-
-    Raises:
-        TypeError: ``values`` is not iterable.
-    """
+    """The items of ``values``, with the integers of other packages as int."""
     try:
         items = list(values)
     except TypeError:
@@ -231,12 +205,6 @@ def _as_int(value: Any) -> Any:
 
 
 def check_arguments(widths: Sequence[int], seeds: Sequence[int], steps: int, tolerance: float, confidence: float) -> None:
-    """Check the numbers of a sweep.
-
-    Raises:
-        ValueError: with the argument, its value and the remedy.
-        TypeError: the tolerance or the confidence is not a number.
-    """
     for name, values, least in (("widths", widths, 1), ("seeds", seeds, 0)):
         if not all(isinstance(value, int) and not isinstance(value, bool) and value >= least for value in values):
             raise ValueError(f"{name}={list(values)!r} must be whole numbers of at least {least}")
@@ -266,13 +234,6 @@ def _check_real(**values: Any) -> None:
 
 
 def check_recipe(recipe: Recipe, named: Any, dtype: Any) -> None:
-    """Check functions, keywords and the dtype.
-
-    Raises:
-        TypeError: the factory, the optimizer or the loss is not callable, the learning rate is not a number, or the dtype not one
-            of floats.
-        ValueError: the optimizer or the expectation is unknown, or the learning rate is not positive.
-    """
     for name, value in (("factory", recipe.factory), ("loss", recipe.loss)):
         if not callable(value) or isinstance(value, nn.Module):
             raise TypeError(f"{name} must be a function{' of the width' if name == 'factory' else ''}, got {display(value)}")
@@ -292,7 +253,7 @@ def check_recipe(recipe: Recipe, named: Any, dtype: Any) -> None:
         raise TypeError(f"probe_dtype must be torch.float64 or another floating-point dtype, got {display(dtype)}")
 
 
-# --- sweep ---
+# --- The sweep ---
 
 
 def width_sweep(
@@ -356,14 +317,14 @@ def width_sweep(
     check_arguments(sizes, numbers, steps, tolerance, confidence)
     recipe = Recipe(factory, data, optimizer, lr, lr_exponent, sizes[0], loss if loss is not None else usual_loss)
     check_recipe(recipe, expected, probe_dtype)
-    with torch.random.fork_rng(devices=[]), accelerator.untouched_generators(accelerator.all_in_use()):
-        found = run_preflight(recipe, sizes, numbers[0], probe_dtype)
-        aims = expectations(expected, found.layers, found.optimizer)
+    with torch.random.fork_rng(devices=[]), untouched_generators(all_in_use()):
+        layers, trained_by, unmeasured = run_preflight(recipe, sizes, numbers[0], probe_dtype)
+        aims = expectations(expected, layers, trained_by)
         with ProgressBar(len(sizes) * len(numbers), "width sweep", "run", progress) as bar:
             runs = list(run_all(recipe, sizes, numbers, steps, probe_dtype, bar.advance))
     kept = {name: _for_json(given[name]) for name in ("optimizer", "lr", "lr_exponent", "expected")}
     settings = {"widths": sizes, "seeds": numbers, "steps": steps, **kept, "probe_dtype": str(probe_dtype).removeprefix("torch.")}
-    return WidthSweep(runs, found.layers, aims, tolerance, confidence, settings, found.unmeasured)
+    return WidthSweep(runs, layers, aims, tolerance, confidence, settings, unmeasured)
 
 
 def _for_json(value: Any) -> Any:

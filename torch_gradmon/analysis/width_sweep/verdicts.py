@@ -14,8 +14,7 @@ from torch import nn
 from ...core.errors import display, nearest
 from .recipe import SweepRun
 
-# --- expected ---
-
+# --- Expected exponents ---
 
 Kind = Literal["input", "hidden", "output", "vector", "fixed"]
 Family = Literal["sgd", "adam"]
@@ -53,7 +52,6 @@ class Layer:
 
 
 def kind_of(module: nn.Module, narrow: Mapping[str, tuple[int, ...]], wide: Mapping[str, tuple[int, ...]]) -> Kind:
-    """The kind of a layer, from the shapes of its own parameters at two widths."""
     grown = {name: tuple(a != b for a, b in zip(narrow[name], wide[name], strict=True)) for name in narrow}
     if not any(any(dimensions) for dimensions in grown.values()):
         return "fixed"
@@ -94,15 +92,9 @@ def standard(layers: Mapping[str, Layer], family: Family) -> dict[str, Expected]
 
 
 def user_expectations(asked: Mapping[str, Any], names: Mapping[str, Layer]) -> dict[str, Expected]:
-    """The user's expectations: the first pattern that matches a module's name decides; modules without a match should be stable.
+    """The first pattern that matches a module's name decides; modules without a match should be stable.
 
-    Args:
-        asked: by regex, for ``re.search``, one exponent for both terms, or a pair of them; None for a term that is not judged.
-        names: the modules.
-
-    Raises:
-        ValueError: a pattern does not compile or matches nothing.
-        TypeError: a pattern is not a string, or a value is neither a finite number, None, nor a pair of these.
+    ``asked`` has, by regex, one exponent for both terms, or a pair of them; None for a term that is not judged.
     """
     values = {pattern: _pair(pattern, value) for pattern, value in asked.items()}
     try:
@@ -131,7 +123,7 @@ def _pair(pattern: str, value: Any) -> Expected:
     return Expected(*terms)
 
 
-# --- power law ---
+# --- Power laws ---
 
 
 @dataclass(frozen=True)
@@ -240,8 +232,7 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-# --- From measured terms to a verdict on every layer ---
-
+# --- Verdicts ---
 
 Term = Literal["update", "propagated"]
 State = Literal["stable", "grows", "vanishes", "undecided", "zero", "not finite"]

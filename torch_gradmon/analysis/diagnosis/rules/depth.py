@@ -16,8 +16,7 @@ from ..findings import UNDONE, Finding, NotMeasured
 from ..history import History, Precautions, rank_shift, trend
 from ..series import Matrix, Series, lower_median
 
-# --- depth ---
-
+# --- Scale over the depth ---
 
 #: The fewest matrices that have a depth.
 _FEWEST = 4
@@ -98,10 +97,7 @@ def _initialisation(history: History) -> list[Finding]:
 def _gains(history: History) -> dict[str, float]:
     """At the beginning, the root mean square of each matrix that multiplies inputs, times the root of its fan in."""
     norms = history.matrix(n.PARAMETER, "rms")
-    at = None if norms is None else history.beginning(norms.steps)
-    if norms is None or at is None:
-        return {}
-    first = dict(zip(norms.names, norms.values[at].tolist(), strict=True))
+    first = history.at_beginning(norms)
     fan_ins = ((name, fan_in) for name, fan_in in history.matrices.items() if fan_in >= _LEAST_FAN_IN)
     return {name: first[name] * math.sqrt(fan_in) for name, fan_in in fan_ins if first.get(name, 0.0) > 0}
 
@@ -109,10 +105,10 @@ def _gains(history: History) -> dict[str, float]:
 def _loud(history: History) -> list[Finding]:
     """Initial outputs that are so large that the loss first has to fall because of them."""
     outputs, loss = history.matrix(n.ACTIVATION, "rms"), history.loss.finite
-    returned = [] if outputs is None else [name for name in outputs.names if name.startswith(n.ROOT)]
+    returned = [name for name in outputs.names if name.startswith(n.ROOT)]
     names = [name for name in returned if name not in history.returned_numbers]  # a loss that the model computes itself
-    at = None if outputs is None else history.beginning(outputs.steps)
-    if outputs is None or at is None or not names:
+    at = history.beginning(outputs.steps)
+    if at is None or not names:
         return []
     came_down = len(loss) >= _FEWEST and history.first_loss > _CAME_DOWN * history.learning.last > 0
     if not (came_down or _begins_high(history)):  # such a run may end in NaN at once
@@ -149,9 +145,9 @@ def _begins_high(history: History) -> bool:
 def _exploding(history: History) -> list[Finding]:
     """By the gradients before a clip, since it hides them, and after a division, since they are then those of the logged loss."""
     gradients, parameters, loss = history.unclipped_norms(), history.matrix(n.PARAMETER, "norm"), history.loss
-    if gradients is None or parameters is None:
+    if not gradients or not parameters:
         return []
-    losses = dict(zip(loss.steps, loss.values, strict=True))
+    losses = dict(loss.pairs())
     measured = set(parameters.steps)
     first = [step for step in gradients.steps if step in measured and losses.get(step, 0) > 0][:20]
     names = [name for name in gradients.names if name in history.matrices and name in parameters.names]
@@ -188,7 +184,6 @@ def _exploding(history: History) -> list[Finding]:
 
 
 def _words_on_explosion(history: History, worst: str, from_start: bool) -> tuple[str, str]:
-    """Cause and advice."""
     since = ", from the first step on, before any update" if from_start else ""
     clips = Precautions.of(history).clips
     kind = history.kinds.get(worst.rpartition(".")[0], "")
@@ -211,13 +206,9 @@ def _words_on_explosion(history: History, worst: str, from_start: bool) -> tuple
 
 def _growth_of_outputs(history: History) -> float:
     """The largest root mean square of an initial output over that of the first module; 1 if no output is large."""
-    outputs = history.matrix(n.ACTIVATION, "rms")
-    at = None if outputs is None else history.beginning(outputs.steps)
-    if outputs is None or at is None:
-        return 1.0
+    sizes = history.at_beginning(history.matrix(n.ACTIVATION, "rms"))
     # infinity is a mask, or the subject of another rule
-    sizes = zip(outputs.names, outputs.values[at].tolist(), strict=True)
-    found = [value for name, value in sizes if math.isfinite(value) and name not in history.returned_numbers]
+    found = [value for name, value in sizes.items() if math.isfinite(value) and name not in history.returned_numbers]
     largest, first = max(found, default=0.0), next(iter(found), 0.0)
     return largest / first if first > 0 and largest > _SIZE else 1.0
 
@@ -226,7 +217,7 @@ def _vanishing(history: History) -> list[Finding]:
     ratios = history.ratio(n.GRADIENT_BEFORE_CLIP, n.PARAMETER) or history.ratio(n.GRADIENT, n.PARAMETER)
     # where optimizers alternate, as in a GAN, the first matrices and the last ones are of different models
     is_stuck = history.learning.is_stuck and not history.need_not_fall
-    if ratios is None or (history.learning.state != "unknown" and not is_stuck):
+    if not ratios or (history.learning.state != "unknown" and not is_stuck):
         return []
     # one without any gradient is the subject of another rule
     reached = [name for name, largest in ratios.largest().items() if largest > 0]
@@ -280,7 +271,6 @@ def _drop(history: History, ratios: Matrix) -> tuple[dict[str, float], float]:
 
 # --- The largest spike: its step, its origin, and what the training does about such steps ---
 
-
 #: A spike is grave from this many times the usual, if it is as far above all but this share of the other steps, and above the
 #: median of this many later steps. A value that returns often is usual, and one that stays is a new level.
 _GRAVE, _RARE, _AFTER = 10.0, 0.2, 20
@@ -295,7 +285,7 @@ _ALONE = 0.9
 #: The first losses, and by how many standard deviations of their ranks those after a spike lie above those before.
 _FIRST, _RANKS = 5, 3.0
 #: The loss of a bad batch is this many times that of the next one.
-_SPIKES_LOUD = 2.0
+_BAD_BATCH = 2.0
 #: Norms before and after a clip that does not act differ by no more than this part.
 _ROUNDING = 1e-3
 #: A learning rate jumped if it was this many times the usual one, at most this many steps before a spike.
@@ -303,14 +293,13 @@ _LEAP, _BEFORE = 2.0, 5
 
 
 def check_spikes(history: History) -> list[Finding]:
-    """One finding, about the largest spike."""
     found = history.spikes
     if not found:
         return []
     (spike,) = largest(found, 1)
     event = spike.worst
     suspects = history.suspects(event.step)
-    losses = dict(zip(history.loss.steps, history.loss.values, strict=True))
+    losses = dict(history.loss.pairs())
     made = spike_cause(suspects, event.step, losses.get(event.step), bool(losses))
     far = f", {times(event.value / event.usual)} what was usual" if event.usual is not None and event.usual > 0 else ""
     when = f" in step {event.step}" if spike.first != spike.last else ""
@@ -342,7 +331,7 @@ def _undone(history: History, spike: Episode) -> tuple[str, dict[str, float]] | 
     first, was, now = (lower_median(values) for values in (loss.values[:_FIRST], before, after))
     if not (trend(earlier)[0] == "falls" and now > was + (first - was) / 2 and rank_shift(before, after) > _RANKS):
         return None
-    if not loss.values[until] > _SPIKES_LOUD * loss.values[until + 1]:  # other data from here on, as in a curriculum
+    if not loss.values[until] > _BAD_BATCH * loss.values[until + 1]:  # other data from here on, as in a curriculum
         return None
     told = f" It undid what was learnt: the loss, {first:.3g} at first, was {was:.3g} before it and {now:.3g} after it."
     return told, {UNDONE: now}
@@ -367,7 +356,7 @@ def _severity(history: History, spike: Episode, made: SpikeCause) -> Severity:
     values = _values(history, event.signal)
     if event.usual is not None and event.usual < _NOTHING * values.part(0, 0.1).median:  # the loss is at zero
         return "info"
-    others = sorted(value for step, value in zip(values.steps, values.values, strict=True) if step not in spike.steps)
+    others = sorted(value for step, value in values.pairs() if step not in spike.steps)
     if others:
         after = values.since(spike.last + 1).values[:_AFTER]
         level = max(others[int((1 - _RARE) * (len(others) - 1))], lower_median(after) if after else 0.0)
@@ -400,12 +389,10 @@ def _applied(history: History, step: int) -> bool:
 
 def _bounded(history: History, spike: Episode) -> float | None:
     """The norm to which the worst step was clipped; None if it was not."""
-    before, after = (_at(series, spike.worst.step) for series in (history.unclipped_norm, history.series("grad_norm_clipped")))
+    before, after = (
+        dict(series.pairs()).get(spike.worst.step) for series in (history.unclipped_norm, history.series("grad_norm_clipped"))
+    )
     return after if before is not None and after is not None and after < (1 - _ROUNDING) * before else None
-
-
-def _at(series: Series, step: int) -> float | None:
-    return series.values[series.steps.index(step)] if step in series.steps else None
 
 
 def _advice(history: History, spike: Episode, made: SpikeCause, suspects: Sequence[ParameterAttribution]) -> str:
@@ -435,7 +422,6 @@ def _advice(history: History, spike: Episode, made: SpikeCause, suspects: Sequen
 
 # --- Gradient clipping that always acts, or never does ---
 
-
 #: The share of the last steps that are clipped if nearly all are.
 _ALWAYS = 0.95
 #: The median norm over the bound if the bound is too low, and if it is far too low.
@@ -447,7 +433,7 @@ _SAME = 1e-3
 #: An outlier has this many times the median norm of this many steps before and after it,
 _OUTLIER, _AROUND = 10.0, 20
 #: and this many times that of the first steps: norms jump where the loss is near zero.
-_CLIPPING_ABOVE = 2.0
+_ABOVE_BEGINNING = 2.0
 
 
 def check_clipping(history: History) -> list[Finding]:
@@ -513,8 +499,8 @@ def _reduced(history: History, norms: Series, usual: float) -> list[Finding]:
 
 def _pairs(norms: Series, clipped: Series) -> list[tuple[float, float]]:
     """The norms before and after of the steps that have both."""
-    after = dict(zip(clipped.steps, clipped.values, strict=True))
-    return [(norm, after[step]) for step, norm in zip(norms.steps, norms.values, strict=True) if step in after]
+    after = dict(clipped.pairs())
+    return [(norm, after[step]) for step, norm in norms.pairs() if step in after]
 
 
 def _never(history: History, norms: Series) -> list[Finding]:
@@ -556,13 +542,12 @@ def _outliers(norms: Series) -> list[int]:
     beginning = norms.part(0, 0.1).median
     for place in range(len(norms) // 10, len(norms)):
         around = sorted(norms.values[max(place - _AROUND, 0) : place + _AROUND + 1])
-        if norms.values[place] > max(_OUTLIER * around[len(around) // 2], _CLIPPING_ABOVE * beginning):
+        if norms.values[place] > max(_OUTLIER * around[len(around) // 2], _ABOVE_BEGINNING * beginning):
             found.append(norms.steps[place])
     return found
 
 
 # --- Attention that looks at one key only, and attention logits that grow until it does ---
-
 
 #: Entropy over the largest possible one, the log of the number of visible keys; mean over a layer's heads.
 _COLLAPSED = 0.25
@@ -571,11 +556,10 @@ _BROKEN = 0.15
 #: The largest logit of a layer has grown by this factor, and beyond the size at which a softmax saturates.
 _GREW, _LARGE, _FAR_TOO_LARGE = 5.0, 30.0, 100.0
 #: The fewest steps that are judged.
-_ATTENTION_FEWEST = 4
+_FEWEST_VALUES = 4
 
 
 def check_attention(history: History) -> list[Finding]:
-    """Findings by module, if attention was measured."""
     entropies = history.heads(n.ATTENTION_ENTROPY_NORMALIZED, "mean")
     logits = history.heads(n.ATTENTION_MAX_LOGIT, "max")
     if not entropies and not logits and n.has_attention(history.kinds):
@@ -585,7 +569,7 @@ def check_attention(history: History) -> list[Finding]:
     low = {
         name: level
         for name, series in entropies.items()
-        if len(series) >= _ATTENTION_FEWEST and (level := series.median) < _COLLAPSED
+        if len(series) >= _FEWEST_VALUES and (level := series.median) < _COLLAPSED
     }
     return [*_collapse(history, entropies, low), *_growth(history, logits)]
 
@@ -613,9 +597,7 @@ def _collapse(history: History, entropies: Mapping[str, Series], low: Mapping[st
 def _growth(history: History, logits: Mapping[str, Series]) -> list[Finding]:
     grown: dict[str, float] = {}
     for name, series in logits.items():
-        if len(series) >= _ATTENTION_FEWEST and (last := series.part(0.75, 1).median) > max(
-            _GREW * abs(series.values[0]), _LARGE
-        ):
+        if len(series) >= _FEWEST_VALUES and (last := series.part(0.75, 1).median) > max(_GREW * abs(series.values[0]), _LARGE):
             grown[name] = last
     if not grown:
         return []

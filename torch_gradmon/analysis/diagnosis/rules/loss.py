@@ -20,7 +20,6 @@ from .nonfinite import rounding_unknown
 
 # --- Learning rates, judged by the size of updates relative to the weights, and by the loss ---
 
-
 #: The update over the weights, per step.
 _HIGH, _LOW = 0.2, 2e-5
 #: Updates that are this large a part of the weights are too large as well if they leave this share of the units of each ReLU silent, and
@@ -55,7 +54,7 @@ _WARMS_UP = (
 def check_learning_rate(history: History) -> list[Finding]:
     """The whole model first; a part is named if the rest is fine."""
     by_itself, ratios = _leapt(history) or _ran_out(history), history.ratio(n.UPDATE, n.PARAMETER)
-    if ratios is None:
+    if not ratios:
         if by_itself:
             return by_itself
         raise NotMeasured("updates were not measured: attach the optimizer, and use the preset standard or full")
@@ -204,8 +203,8 @@ def _low(history: History, ratios: Matrix) -> list[Finding]:
 def _died(history: History) -> bool:
     """Whether units of all ReLUs, live at the first step, were soon silent."""
     silent = history.matrix(n.ACTIVATION, "sparsity")
-    names = [] if silent is None else [name for name in silent.names if history.kinds.get(name) == "ReLU"]
-    if silent is None or not names:
+    names = [name for name in silent.names if history.kinds.get(name) == "ReLU"]
+    if not names:
         return False
     shares, at = silent.of(silent.steps, names), history.beginning(silent.steps)
     return at is not None and max(shares.values[at].tolist()) < _LIVE and min(shares.part(0.1, 1).medians().values()) > _SILENT
@@ -259,7 +258,7 @@ def _part(ratio: float) -> str:
 def _low_parts(history: History, ratios: Matrix) -> list[Finding]:
     usual = ratios.medians()
     gradients = history.ratio(n.GRADIENT, n.PARAMETER) or history.ratio(n.GRADIENT_BEFORE_CLIP, n.PARAMETER)
-    if gradients is None:
+    if not gradients:
         return []
     typical = max(usual.values(), default=0.0)
     candidates = history.always_reached.intersection(usual)
@@ -295,9 +294,8 @@ def _largest_rate(history: History) -> float:
 
 # --- Units that are always zero, and units at the ends of their range ---
 
-
 #: Share of a layer's units that are dead, by gradients and by activations.
-_DEAD, _UNITS_SILENT = 0.5, 0.85
+_DEAD, _SILENT_OUTPUTS = 0.5, 0.85
 #: A layer without a unit that fires matters, however the loss falls, if it keeps all gradients from this share of the elements.
 _CUT_OFF = 0.1
 #: Below this largest element, a gradient has rows of zeros for other reasons.
@@ -313,16 +311,15 @@ _NEVER_FLAT = frozenset({"GELU", "LeakyReLU", "SiLU", "ELU", "PReLU", "Mish"})
 def check_units(history: History) -> list[Finding]:
     """By activations if they were measured; dead units also by gradients alone."""
     dead, saturated = _dead(history), _saturated(history)
-    if history.matrix(n.ACTIVATION, "rms") is None and not dead:
+    if not history.matrix(n.ACTIVATION, "rms") and not dead:
         raise NotMeasured("activations were not measured: preset='full'")
     return [*dead, *saturated]
 
 
 def _dead(history: History) -> list[Finding]:
     sparsity = history.gradients("sparsity")
-    usual = {} if sparsity is None else sparsity.part(0.5, 1).medians()
-    largest = history.gradients("max")
-    sizes = {} if largest is None else largest.part(0.5, 1).medians()
+    usual = sparsity.part(0.5, 1).medians()
+    sizes = history.gradients("max").part(0.5, 1).medians()
     # gradients that vanished altogether also count as near zero
     usual = {name: share for name, share in usual.items() if sizes.get(name, 0.0) > _CLEAR}
     rows = {  # a dead unit leaves a row of zeros in the gradient, and a zero in that of the bias
@@ -331,12 +328,12 @@ def _dead(history: History) -> list[Finding]:
         if name in history.matrices and (bias := f"{name.rpartition('.')[0]}.bias") in usual
     }
     outputs = history.matrix(n.ACTIVATION, "sparsity")
-    silent = {} if outputs is None else outputs.part(0.5, 1).medians()
+    silent = outputs.part(0.5, 1).medians()
     kinds = set(history.kinds.values())
     if kinds & (_NEVER_FLAT | _TANH | _SIGMOID) and not kinds & _RELU:  # zeros in gradients have other reasons
         rows = {}
     found = {name: share for name, share in rows.items() if _DEAD < share < 1}  # all zeros may have other reasons
-    silent = {name: share for name, share in silent.items() if history.kinds.get(name) in _RELU and share > _UNITS_SILENT}
+    silent = {name: share for name, share in silent.items() if history.kinds.get(name) in _RELU and share > _SILENT_OUTPUTS}
     found.update(silent)
     if not found:
         return []
@@ -350,14 +347,14 @@ def _dead(history: History) -> list[Finding]:
         "Start biases at 0, use LeakyReLU or GELU, or lower the learning rate.",
         76.0,
         severity="warning" if found[worst[0]] == 1 and _cut_off(history) > _CUT_OFF else None,
-        steps=None if measured is None else _span(measured.part(0.5, 1).steps),
+        steps=_span(measured.part(0.5, 1).steps),
     )
 
 
 def _cut_off(history: History) -> float:
     """The share of all elements whose gradients are exactly 0 in the second half of the run; 0 if it is all of them."""
     norms, sizes = history.gradients("norm"), history.sizes(n.PARAMETER)
-    largest = {} if norms is None else norms.part(0.5, 1).largest()
+    largest = norms.part(0.5, 1).largest()
     share = sum(sizes.get(name, 0) for name, norm in largest.items() if norm == 0) / max(sum(sizes.values()), 1)
     return share if share < 1 else 0.0
 
@@ -405,8 +402,7 @@ def _saturated(history: History) -> list[Finding]:
     )
 
 
-# --- loop ---
-
+# --- Mistakes of the loop ---
 
 #: What is at most this many times too large is as large as it should be; counts of tokens differ from batch to batch.
 _ABOUT = 2.0
@@ -416,7 +412,6 @@ _KNOWN = {**MISTAKES, **RANK_FAULTS, **SETUP_MISTAKES}
 
 
 def check_loop(history: History) -> list[Finding]:
-    """One finding for each mistake."""
     return [_finding(fact, history) for fact in history.facts if fact.rule in _KNOWN and not _is_mended(fact, history)]
 
 
@@ -468,9 +463,8 @@ def _finding(fact: LoopFinding, history: History) -> Finding:
 
 # --- Steps that a spike policy has left out ---
 
-
 #: Steps that are named one by one.
-_SKIPPED_NAMED = 8
+_STEPS_NAMED = 8
 
 
 def check_skipped(history: History) -> list[Finding]:
@@ -490,7 +484,7 @@ def check_skipped(history: History) -> list[Finding]:
         "steps-skipped",
         "",
         {"skipped steps": float(len(steps)), "with NaN or Inf": float(len(bad))},
-        f"{those} skipped, {listed([str(step) for step in steps], _SKIPPED_NAMED)}{what}: their gradients changed no parameter.",
+        f"{those} skipped, {listed([str(step) for step in steps], _STEPS_NAMED)}{what}: their gradients changed no parameter.",
         "Look for NaN and Inf in the batches of these steps with torch.isfinite, since each epoch brings them again."
         if bad
         else "Nothing has to be done if they are few; otherwise look at their batches, or raise the threshold of the detector.",
@@ -502,10 +496,9 @@ def check_skipped(history: History) -> list[Finding]:
 
 # --- A loss that does not fall, that stops falling because nothing moves any more, or that diverges ---
 
-
 #: The last fifth of the losses lies above the best fifth or tenth by this factor, by this many standard deviations of its ranks,
 #: and by this many of its noise.
-_ABOVE, _LOSS_RANKS, _LOSS_SPREADS = 1.25, 3.0, 6.0
+_ABOVE, _RANKS_ABOVE, _NOISES_ABOVE = 1.25, 3.0, 6.0
 #: A loss that ends this many times above its beginning diverges, whatever its noise,
 _FAR_ABOVE = 2.0
 #: and so does one that ends this many times above its best.
@@ -522,7 +515,7 @@ _NOISE = 0.5
 _UP = 1.5
 #: A loss that may well fall is no plateau, unless it fell by less than this share of it, in this many losses: far too little. In fewer
 #: losses the share is as much smaller.
-_LOSS_LITTLE, _MANY = 0.05, 200
+_PLATEAU_FALL, _MANY = 0.05, 200
 #: A loss whose last fifth lies below this part of its first one has fallen; one of a kind that is not recognised, which may have a floor,
 #: from this part of its beginning on.
 _RESTS, _FELL = 2 / 3, 0.85
@@ -616,14 +609,14 @@ def _best_before_the_rate_rose(history: History, loss: Series) -> Series | None:
     if any(later < rate for rate, later in pairwise(rates)) or not rates[-1] > _RAISED * rates[len(rates) // 2] > 0:
         return None
     best, tail = _best(loss, 5), loss.part(0.8, 1)
-    return best if tail.median > _ABOVE * best.median > 0 and rank_shift(best.values, tail.values) > _LOSS_RANKS else None
+    return best if tail.median > _ABOVE * best.median > 0 and rank_shift(best.values, tail.values) > _RANKS_ABOVE else None
 
 
 def _divergence(history: History, loss: Series) -> list[Finding]:
     tail, first = loss.part(0.8, 1), Series(loss.steps[:5], loss.values[:5]).median
     fifth, tenth = _best(loss, 5), _best(loss, 10)
     # for example, a wrong sign makes the loss rise at once and then rest
-    rose = tail.median - first > max((_ABOVE - 1) * first, _LOSS_SPREADS * spread(tail)) and first > 0
+    rose = tail.median - first > max((_ABOVE - 1) * first, _NOISES_ABOVE * spread(tail)) and first > 0
     best = next((part for part in (fifth, tenth) if _is_above(tail, part) and tail.median > _forgotten(first, part)), None)
     if best is None and not rose:
         return []
@@ -659,7 +652,7 @@ def _best(loss: Series, parts: int) -> Series:
 def _is_above(tail: Series, best: Series) -> bool:
     """Whether the last losses lie above the best ones, beyond their noise."""
     least = max(_ABOVE * best.median, best.median + 2 * min(spread(best), spread(tail)))
-    return tail.median > least and rank_shift(best.values, tail.values) > _LOSS_RANKS and best.median > 0
+    return tail.median > least and rank_shift(best.values, tail.values) > _RANKS_ABOVE and best.median > 0
 
 
 def _plateau(history: History, loss: Series) -> list[Finding]:
@@ -668,7 +661,7 @@ def _plateau(history: History, loss: Series) -> list[Finding]:
         return []
     head, tail = loss.part(0, 0.2), loss.part(0.8, 1)
     shift = rank_shift(head.values, tail.values) if tail.median < head.median else 0.0
-    is_little = len(loss) >= _MANY and head.median - tail.median < _LOSS_LITTLE * abs(head.median)
+    is_little = len(loss) >= _MANY and head.median - tail.median < _PLATEAU_FALL * abs(head.median)
     is_open = history.learning.state == "flat" and (_is_unclear(loss, head, tail) or (shift < -PERHAPS and not is_little))
     is_open |= _is_warming_up(history)
     at_rest = history.may_rest and history.learning.state == "flat"
@@ -696,7 +689,7 @@ def _is_unclear(loss: Series, before: Series, after: Series) -> bool:
     """Whether the losses are so few and noisy that the fall of a sound training may hide between these parts."""
     if len(before) < _RANKED:
         return True
-    return len(loss) < _MANY and may_fall(before, after, _LOSS_LITTLE * len(loss) / _MANY * abs(before.median))
+    return len(loss) < _MANY and may_fall(before, after, _PLATEAU_FALL * len(loss) / _MANY * abs(before.median))
 
 
 def _cause(the_loss: str, fell: bool, has_rested: bool, is_open: bool, at_rest: bool) -> str:

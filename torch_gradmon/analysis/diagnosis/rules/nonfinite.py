@@ -21,7 +21,6 @@ from ..history import History, Precautions
 
 # --- Gradients that half precision rounds to zero ---
 
-
 #: The smallest float16, a divisor of all others, and the smallest with all digits (IEEE 754).
 _SMALLEST, _SMALLEST_NORMAL = 2.0**-24, 2.0**-14
 #: Share of the matrices whose gradients were float16 and that small, and share of zeros in the worst of them.
@@ -43,8 +42,7 @@ def check_precision(history: History) -> list[Finding]:
     tiny = _tiny_halves(tables)
     known = list(history.matrices) or list(tables[0].names)
     matrices = [name for name in tiny if name in known]
-    sparsity = history.gradients("sparsity")
-    zeros = {} if sparsity is None else sparsity.medians()
+    zeros = history.gradients("sparsity").medians()
     if len(matrices) >= max(_TENSORS * len(known), 1):
         name = max(matrices, key=lambda each: zeros.get(each, 1.0))
         if zeros.get(name, 1.0) >= _ZEROS:
@@ -78,8 +76,6 @@ def _lost_updates(history: History) -> dict[str, float]:
     a small part of all.
     """
     updates, gradients = history.matrix(n.UPDATE, "sparsity"), history.gradients("sparsity")
-    if updates is None or gradients is None:
-        return {}
     lost, reached = updates.part(0.25, 1).medians(), gradients.medians()
     known = [name for name in _halves(history) if reached.get(name, 1.0) < _REACHED]
     found = {name: lost[name] for name in known if lost.get(name, 0.0) > _LOST}
@@ -90,7 +86,7 @@ def rounded_away(history: History) -> set[str]:
     """The matrices that no step changes as long as rounding takes most updates of those that are kept in half precision."""
     lost, updates = _lost_updates(history), history.matrix(n.UPDATE, "norm")
     is_off = bool(history.groups) and all(group["settings"].get("lr") == 0 for group in history.groups)
-    if not lost or updates is None or is_off:
+    if not lost or is_off:
         return set()
     moved = updates.medians()
     return {name for name in _halves(history) if not moved.get(name, 1.0)}
@@ -106,7 +102,7 @@ def rounding_unknown(history: History) -> str:
     missing = [
         f"monitor.add_{source}_metric('sparsity')"
         for source, matrix in ((n.UPDATE, history.matrix(n.UPDATE, "sparsity")), (n.GRADIENT, history.gradients("sparsity")))
-        if matrix is None
+        if not matrix
     ]
     if not missing:
         return ""
@@ -181,8 +177,7 @@ def _holds(values: Tensor, dtype: torch.dtype) -> list[bool]:
     return (values.to(dtype).double() == values).all(1).tolist()
 
 
-# --- certain ---
-
+# --- Mistakes that a few steps prove ---
 
 #: Steps that have to show it, and the share of them.
 _FEWEST, _MOSTLY = 3, 0.9
@@ -204,14 +199,14 @@ _DECOUPLED = frozenset({"AdamW", "NAdamW", "Adafactor", "Lion", "Muon", "SGDW"})
 
 def check_certain(history: History) -> list[Finding]:
     """Each by its own numbers; what was not measured is left out."""
-    if history.gradients("norm") is None:
+    if not history.gradients("norm"):
         raise NotMeasured("gradients were not measured")
     return [*_cleared(history), *_no_update(history), *_equal(history), *_epsilon(history), *_decay(history)]
 
 
 def _cleared(history: History) -> list[Finding]:
     before, after = history.matrix(n.GRADIENT_BEFORE_CLIP, "norm"), history.matrix(n.GRADIENT, "norm")
-    if before is None or after is None:
+    if not before or not after:
         return []
     came = dict(zip(before.steps, before.values.nan_to_num(0.0).amax(1).tolist(), strict=True))
     used = dict(zip(after.steps, after.values.nan_to_num(0.0).amax(1).tolist(), strict=True))
@@ -233,20 +228,17 @@ def _cleared(history: History) -> list[Finding]:
 
 def _no_update(history: History) -> list[Finding]:
     updates, gradients = history.matrix(n.UPDATE, "norm"), history.used_gradients("norm")
-    if updates is None or gradients is None:
-        return []
-    live = dict(zip(gradients.names, (gradients.values > 0).double().mean(0).tolist(), strict=True))
+    live = gradients.by_name((gradients.values > 0).double().mean(0))
     applied = {record.step for record in history.records if record.applied}
     rows = [place for place, step in enumerate(updates.steps) if step in applied]
     if len(rows) < _FEWEST:
         return []
     values = updates.values[rows]
     still = (values == 0).double().sum(0) / (~values.isnan()).double().sum(0).clamp(min=1)
-    pulls = history.ratio(n.GRADIENT, n.PARAMETER) or history.ratio(n.GRADIENT_BEFORE_CLIP, n.PARAMETER)
-    usual = {} if pulls is None else pulls.medians()
+    usual = (history.ratio(n.GRADIENT, n.PARAMETER) or history.ratio(n.GRADIENT_BEFORE_CLIP, n.PARAMETER)).medians()
     names = [
         name
-        for name, share in zip(updates.names, still.tolist(), strict=True)
+        for name, share in updates.by_name(still).items()
         if share >= _MOSTLY and live.get(name, 0.0) >= _MOSTLY and name in history.matrices and usual.get(name, 1.0) > _VANISHED
     ]
     rounded = rounded_away(history)  # another finding has these
@@ -302,9 +294,7 @@ def _equal(history: History) -> list[Finding]:
             zero.append(name)
         elif square - mean**2 <= _EQUAL * square:
             constant.append(name)
-    gradients = history.gradients("norm")
-    row = None if gradients is None else history.beginning(gradients.steps)
-    norms = {} if gradients is None or row is None else dict(zip(gradients.names, gradients.values[row].tolist(), strict=True))
+    norms = history.at_beginning(history.gradients("norm"))
     blocks = 2 * len(zero) > known and not all(norms.get(name, 0.0) > 0 for name in zero)
     found = constant if constant else zero if blocks else []
     if not found:
@@ -335,8 +325,6 @@ def _settings(history: History, key: str) -> dict[str, tuple[Mapping[str, Any], 
 def _epsilon(history: History) -> list[Finding]:
     sizes = history.used_gradients("rms")
     settings = _settings(history, "eps")
-    if sizes is None:
-        return []
     usual = {name: value for name, value in sizes.medians().items() if name in history.matrices and value > 0}
     damped = [
         name
@@ -366,8 +354,6 @@ def _epsilon(history: History) -> list[Finding]:
 def _decay(history: History) -> list[Finding]:
     settings = _settings(history, "weight_decay")
     weights, gradients = history.matrix(n.PARAMETER, "norm"), history.used_gradients("norm")
-    if weights is None or gradients is None or not settings:
-        return []
     early, pull = weights.part(0, 0.1).medians(), gradients.part(0, 0.1).medians()
     strong, forgets = {}, False
     for name in history.matrices:
@@ -403,12 +389,11 @@ def _decay(history: History) -> list[Finding]:
 
 # --- NaN and infinity: which came first, a parameter, an output, the loss or a gradient ---
 
-
 #: This many overflowed steps in a row at the end are no search for a loss scale: GradScaler starts at 2**16 and halves it, so
 #: that the scale is 1 after 16 of them.
 _STUCK = 16
 #: A loss that has grown this many times before the first NaN, in this number of steps at least, has run away.
-_GREW, _NONFINITE_FEWEST = 5.0, 3
+_GREW, _LOSSES_BEFORE = 5.0, 3
 
 
 #: Modules whose outputs are finite if their parameters and inputs are, up to an overflow: sums of products, and functions without a pole.
@@ -419,8 +404,6 @@ _FINITE = re.compile(
 
 
 class _Stage(NamedTuple):
-    """One stage of a step: its rule, the source of its statistics, the cause and the advice."""
-
     rule: str
     source: str
     cause: str
@@ -471,7 +454,7 @@ _STAGES = (
 def check_nonfinite(history: History) -> list[Finding]:
     """The first applied step with NaN or Inf, by the stage that had it first; and a GradScaler that never applies a step."""
     found = _stuck(history)
-    losses = dict(zip(history.loss.steps, history.loss.values, strict=True))
+    losses = dict(history.loss.pairs())
     bad = [
         (record, nonfinite)
         for record in history.records
@@ -492,7 +475,7 @@ def check_nonfinite(history: History) -> list[Finding]:
         _words_of_networks(stage, record, history) or _words(stage, places, record, history, losses.get(record.step)),
     )
     known = [loss for step, loss in losses.items() if step < record.step and math.isfinite(loss)]
-    if len(known) >= _NONFINITE_FEWEST and known[-1] > _GREW * known[0] > 0:
+    if len(known) >= _LOSSES_BEFORE and known[-1] > _GREW * known[0] > 0:
         cause += f"; the loss had grown from {known[0]:.3g} to {known[-1]:.3g} before"
         advice = "lower the learning rate first, since the training had left its range; if that changes nothing, " + advice
     if stage.rule != "non-finite-parameter" and not Precautions.of(history).skips:
@@ -528,7 +511,6 @@ class _Networks:
 
 
 def _words_of_networks(stage: _Stage, record: StepRecord, history: History) -> tuple[str, str] | None:
-    """Cause and advice where several networks are trained, each by its loss."""
     networks = _Networks(record, history)
     finite, bad, turns = _joined(networks.finite), _joined(networks.bad), record.context.get("by_turns", 0)
     if stage.rule == "non-finite-loss" and networks.spread and turns > 1:

@@ -22,7 +22,6 @@ from ..series import Matrix, Series
 
 # --- Weights that grow without bound, or sit on one ---
 
-
 #: Growth of a matrix, far growth, and the fewest steps that show it.
 _GROWN, _FAR, _FEWEST = 4.0, 8.0, 30
 #: In the last third of the run it still grows by this share of the growth in the middle third, both as logarithms, and by a
@@ -55,11 +54,10 @@ def check_bounds(history: History) -> list[Finding]:
     keep it, and had others at the beginning; and all matrices beside them have hardly less, and never more.
     """
     rms, sizes = history.matrix(n.PARAMETER, "rms"), history.sizes(n.PARAMETER)
-    if rms is None or len(rms.steps) < 2 * _FEWEST_AT_END:
+    if len(rms.steps) < 2 * _FEWEST_AT_END:
         return []
     ends = rms.values[-max(_FEWEST_AT_END, int(_END * len(rms.steps))) :]
-    low, high = (dict(zip(rms.names, found.tolist(), strict=True)) for found in (ends.amin(0), ends.amax(0)))
-    first = dict(zip(rms.names, rms.values[0].tolist(), strict=True))
+    low, high, first = map(rms.by_name, (ends.amin(0), ends.amax(0), rms.values[0]))
     vectors = {name: at for name, at in low.items() if at > 0 and name not in history.matrices}
     still = [name for name, at in vectors.items() if _is_same(at, high[name]) and not _is_same(at, first[name])]
     for bound in dict.fromkeys(low[name] for name in still):
@@ -94,10 +92,7 @@ def _common(paths: list[list[str]]) -> list[str]:
 
 def check_weights(history: History) -> list[Finding]:
     """By the norms of matrices; one that starts at zero, or near it, has to grow."""
-    norms = history.matrix(n.PARAMETER, "norm")
-    if norms is None:
-        return []
-    norms, sizes = history.settled(norms), history.sizes(n.PARAMETER)
+    norms, sizes = history.settled(history.matrix(n.PARAMETER, "norm")), history.sizes(n.PARAMETER)
     grown = {
         name: growth
         for name in norms.names
@@ -139,7 +134,7 @@ def _grows_by_itself(history: History, name: str, growth: _Growth) -> bool:
     """Whether the updates of the last third point along the weights; True if updates are unknown."""
     ratios = history.ratio(n.UPDATE, n.PARAMETER)
     steps = (growth.series.steps[-1] - growth.series.steps[0]) / 3
-    if ratios is None or name not in ratios.names:
+    if name not in ratios.names:
         return True
     updates = ratios.column(name).part(2 / 3, 1).finite.values
     return growth.last > _OUTWARDS * steps * sum(updates) / max(len(updates), 1)
@@ -155,11 +150,10 @@ def _growth(norms: Series) -> _Growth | None:
 
 # --- A variational autoencoder whose latent does not depend on its input ---
 
-
 #: The root mean square of mean and log variance, which the prior has at 0, and how much larger both were at the beginning.
 _NOTHING, _FALLEN = 0.05, 2.0
 #: Steps before a latent counts as collapsed.
-_LATENT_FEWEST = 50
+_STEPS_COLLAPSED = 50
 #: Names of layers that give mean or log variance.
 _NAMES = re.compile(r"mu\b|mean|loc\b|var|sigma|std|scale", re.IGNORECASE)
 
@@ -167,7 +161,7 @@ _NAMES = re.compile(r"mu\b|mean|loc\b|var|sigma|std|scale", re.IGNORECASE)
 def check_latent(history: History) -> list[Finding]:
     """By the outputs of two layers alike; silent where activations were not measured, which another rule reports."""
     outputs = history.matrix(n.ACTIVATION, "rms")
-    if outputs is None or len(outputs.steps) < _LATENT_FEWEST:
+    if len(outputs.steps) < _STEPS_COLLAPSED:
         return []
     first, last = outputs.part(0, 0.1).largest(), outputs.part(0.8, 1).medians()
     for one, other in _pairs(history, outputs):
@@ -207,15 +201,13 @@ def _pairs(history: History, outputs: Matrix) -> Iterator[tuple[str, str]]:
 
 # --- Signs of a divergence that came before the loss showed it ---
 
-
 #: Steps without a sign after which it counts as over, unless the loss has risen since.
 _OVER = 100
 #: Losses that show what is normal.
-_FORESIGHT_FEWEST = 20
+_NORMAL_LOSSES = 20
 
 
 def check_foresight(history: History) -> list[Finding]:
-    """By the signs that the plugin has seen."""
     return [found for fact in history.facts if fact.rule == ABOUT_TO_DIVERGE for found in _finding(history, fact)]
 
 
@@ -241,18 +233,17 @@ def _finding(history: History, fact: LoopFinding) -> list[Finding]:
 
 def _has_risen(loss: Series, first: int) -> bool:
     """Whether its last twentieth lies above what was normal before the first sign: the median and six deviations."""
-    before = Series.of(pair for pair in zip(loss.steps, loss.values, strict=True) if pair[0] < first)
-    if len(before) < _FORESIGHT_FEWEST:
+    before = loss.before(first)
+    if len(before) < _NORMAL_LOSSES:
         return False
-    normal = before.part(1 - _FORESIGHT_FEWEST / len(before), 1)
+    normal = before.part(1 - _NORMAL_LOSSES / len(before), 1)
     return loss.part(0.95, 1).median > normal.median + 6 * spread(normal)
 
 
 # --- Parameters that never receive a gradient, or no longer do, and those that are frozen ---
 
-
 #: The fewest steps after which a parameter counts as never reached.
-_UNUSED_PARAMETERS_FEWEST = 20
+_STEPS_UNREACHED = 20
 #: Parameters without gradient matter if they have this share of all elements; an unused head or pooler is common.
 _SHARE = 0.1
 #: A gradient below this part of its median norm is none; for most of the last quarter of the run it has vanished.
@@ -274,8 +265,8 @@ _MOST_OF_MODEL = 0.5
 
 def check_frozen(history: History) -> list[Finding]:
     """What does not require a gradient, which may be meant: information, unless it is most of a model that has learnt nothing."""
-    norms, parameters = history.gradients("norm"), history.parameters
-    seen = {} if norms is None else norms.largest()  # thawed on the way, by turns, or frozen again
+    parameters = history.parameters
+    seen = history.gradients("norm").largest()  # thawed on the way, by turns, or frozen again
     frozen = [name for name in parameters if name in history.frozen and name not in seen]
     if not frozen:
         return []
@@ -332,27 +323,26 @@ def _has_adapters(history: History, frozen: list[str]) -> bool:
 def check_unused_parameters(history: History) -> list[Finding]:
     """By the gradients before clipping."""
     norms = history.gradients("norm")
-    if norms is None or len(norms.steps) < _UNUSED_PARAMETERS_FEWEST:
-        raise NotMeasured(f"fewer than {_UNUSED_PARAMETERS_FEWEST} steps with gradients were measured")
+    if len(norms.steps) < _STEPS_UNREACHED:
+        raise NotMeasured(f"fewer than {_STEPS_UNREACHED} steps with gradients were measured")
     return [*_never(history, norms), *_vanished(history, norms)]
 
 
 def _never(history: History, norms: Matrix) -> list[Finding]:
     parameters = history.matrix(n.PARAMETER, "norm")
-    if parameters is None:
+    if not parameters:
         return []
     whole = torch.tensor([step not in history.partial_steps for step in parameters.steps], dtype=torch.bool)
     there = torch.isfinite(parameters.values[whole]).sum(0).tolist()
-    seen = dict(zip(norms.names, norms.values.nan_to_num(0.0).amax(0).tolist(), strict=True))
-    spoiled = history.gradients("nonfinite")  # NaN is a gradient too, but no norm
-    if spoiled is not None:
-        seen.update((name, count) for name, count in spoiled.largest().items() if count)
+    seen = norms.by_name(norms.values.nan_to_num(0.0).amax(0))
+    spoiled = history.gradients("nonfinite").largest()  # NaN is a gradient too, but no norm
+    seen.update((name, count) for name, count in spoiled.items() if count)
     measured = {
         name: steps
         for name, steps in zip(parameters.names, there, strict=True)
         if name not in history.frozen and not history.is_gone(name)
     }
-    missed = [name for name, steps in measured.items() if steps >= _UNUSED_PARAMETERS_FEWEST and not seen.get(name)]
+    missed = [name for name, steps in measured.items() if steps >= _STEPS_UNREACHED and not seen.get(name)]
     if len(missed) == len(measured):
         return _all_zero(history, norms)
     found: list[Finding] = []
@@ -406,7 +396,7 @@ def _words(history: History, missed: int, zero: int) -> tuple[str, str]:
         "Look for a detach(), .data, no_grad() or a module that forward() never calls; call requires_grad_(False) if it should not be "
         "trained"
     )
-    tells = "" if history.matrix(n.ACTIVATION, "rms") is not None else "; preset='full' tells which units are dead"
+    tells = "" if history.matrix(n.ACTIVATION, "rms") else "; preset='full' tells which units are dead"
     closed = f"what follows in forward(): biases far below 0, a clamp that always acts, a factor that is 0{tells}"
     if not zero:
         return f"{none}.", f"{cut}."
@@ -496,8 +486,7 @@ def _vanished(history: History, norms: Matrix) -> list[Finding]:
 
 def _frozen(history: History, norms: Matrix) -> list[Finding]:
     """Parameters that had a gradient in nearly all steps, and from one step on have none at all."""
-    spoiled = history.gradients("nonfinite")
-    if spoiled is not None and any(spoiled.largest().values()):
+    if any(history.gradients("nonfinite").largest().values()):
         return []  # NaN is no missing gradient
     there = norms.values.isfinite()
     ends = {}
@@ -506,7 +495,7 @@ def _frozen(history: History, norms: Matrix) -> list[Finding]:
         if not rows or history.is_gone(name):
             continue
         first, last = rows[0], rows[-1]
-        least = _BEFORE if name in history.frozen else max(len(column) // 4, _UNUSED_PARAMETERS_FEWEST)
+        least = _BEFORE if name in history.frozen else max(len(column) // 4, _STEPS_UNREACHED)
         if len(column) - last > least and last - first >= _BEFORE and len(rows) > _NEARLY_ALL * (last - first + 1):
             ends[name] = last + 1
     if not ends or len(ends) == len(norms.names):
