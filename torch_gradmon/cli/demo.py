@@ -97,7 +97,6 @@ def _norm_of(values: Mapping[str, float], source: str, names: Sequence[str]) -> 
 
 
 def report(console: Console, result: DemoResult) -> None:
-    """Print the whole-model values, the table of layers, and the next steps."""
     values = result.values
     summary = Table.grid(padding=(0, 2))
     for name, meaning in (
@@ -147,7 +146,6 @@ def report(console: Console, result: DemoResult) -> None:
 
 
 def picture(result: DemoResult) -> str:
-    """The tables as SVG."""
     console = Console(record=True, width=80, file=io.StringIO(), force_terminal=True, highlight=False)
     report(console, result)
     console.print()  # otherwise the frame cuts the underscores of the last line
@@ -191,7 +189,6 @@ def spoiled_in(steps: int, sizes: Sizes) -> tuple[int, str] | None:
 
 
 def train(model: CharacterGPT, data: Tensor, sizes: Sizes, steps: int, run_dir: Path, seed: int) -> gradmon.ModuleMonitor:
-    """Train ``model`` for ``steps`` steps under watch."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP))
     generator = torch.Generator().manual_seed(seed)
@@ -233,7 +230,6 @@ def _plain_warnings(replaces: bool) -> Iterator[None]:
 
 @contextmanager
 def _spoiling(model: CharacterGPT, layer: str) -> Iterator[None]:
-    """Within it, the gradient of the layer's weight is too large."""
     weight = model.get_parameter(f"{layer}.weight")
     hook = weight.register_hook(lambda gradient: gradient * FACTOR)  # type: ignore[no-untyped-call]
     try:

@@ -54,7 +54,6 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
-        """An error about arguments that this command does not have."""
         options = [name for action in self._actions for name in action.option_strings if name.startswith("--")]
         near = nearest(unknown[0].partition("=")[0], options) if unknown[0].startswith("--") else ""
         self.error(f"unrecognized arguments: {' '.join(unknown)}{near}")

@@ -39,7 +39,6 @@ class ProgressBar:
             self._bar.close()
 
     def advance(self, count: int = 1) -> None:
-        """Mark ``count`` units as done."""
         if self._bar is not None:
             self._bar.update(count)
 
@@ -225,7 +224,6 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """The same line by line."""
     return "\n".join(map(printable, text.splitlines()))
 
 

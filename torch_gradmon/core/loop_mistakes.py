@@ -457,11 +457,9 @@ class LoopFinding:
     evidence: Mapping[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return {**asdict(self), "where": list(self.where)}
 
     @classmethod
     def of_dict(cls, fact: Mapping[str, Any]) -> LoopFinding:
-        """The inverse of :meth:`to_dict`."""
         known = {each.name: fact[each.name] for each in fields(cls) if each.name in fact}  # a later version may know more
         return cls(**{**known, "where": tuple(fact.get("where", ()))})

@@ -84,7 +84,6 @@ class StepValues(Mapping[Key, float]):
         return self._rest
 
     def without(self, keys: Container[Key]) -> StepValues:
-        """The values of all other keys."""
         left = []
         for block in self.blocks:
             some = [key not in keys for key in block.keys]
@@ -93,7 +92,6 @@ class StepValues(Mapping[Key, float]):
 
     @property
     def by_key(self) -> dict[Key, float]:
-        """All values as a dict."""
         if self._by_key is None:
             found: dict[Key, float] = {}
             for keys, numbers, _ in self.blocks:
@@ -124,19 +122,15 @@ class StepValues(Mapping[Key, float]):
 
     # those of a dict need no call for each value
     def get(self, key, default=None):  # type: ignore[no-untyped-def]
-        """The value of ``key``, or ``default``."""
         return self._by_key_with(key).get(key, default)
 
     def items(self):  # type: ignore[no-untyped-def]
-        """Keys with values."""
         return self.by_key.items()
 
     def keys(self):  # type: ignore[no-untyped-def]
-        """The keys."""
         return self.by_key.keys()
 
     def values(self):  # type: ignore[no-untyped-def]
-        """The values."""
         return self.by_key.values()
 
     def __repr__(self) -> str:
@@ -201,7 +195,6 @@ class Metric:
         return self.pattern.search(name) is not None
 
     def due(self, step: int) -> bool:
-        """Whether it is computed on ``step``."""
         return step % self.every == 0
 
     def why_nothing(self, what: str = "here") -> str:
@@ -247,7 +240,6 @@ class KeyFormatter:
         return [self._known.get(key) or self.text(key) for key in keys]
 
     def text(self, key: Key) -> str:
-        """The flat key of one value."""
         if key not in self._known:
             self._known[key] = format_key(key, self._style, self._prefix)
         return self._known[key]
@@ -288,7 +280,6 @@ def loss_among(keys: Iterable[Key]) -> Key | None:
 
 
 def loss_in(values: Mapping[Key, float]) -> float | None:
-    """The loss among these values; None if there is none."""
     key = loss_among(values)
     return None if key is None else values[key]
 
@@ -514,7 +505,6 @@ class StatsTable:
 
     @cached_property
     def row_of(self) -> dict[str, int]:
-        """The number of each tensor's row, by name."""
         return {name: row for row, name in enumerate(self.names)}
 
     @cached_property

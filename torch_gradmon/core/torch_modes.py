@@ -270,7 +270,6 @@ def copied_to_host(source: Tensor) -> tuple[Tensor, Any]:
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
-    """Make ``device`` the current one."""
     manager = getattr(functions_of(device), "device", None)
     return nullcontext() if manager is None else manager(device)
 
@@ -327,7 +326,6 @@ def rng_state(device: torch.device) -> Tensor | None:
 
 
 def set_rng_state(device: torch.device, state: Tensor) -> None:
-    """Set the state that :func:`rng_state` returned."""
     functions = functions_of(device)
     if device.type == "mps":
         functions.set_rng_state(state)
@@ -337,7 +335,6 @@ def set_rng_state(device: torch.device, state: Tensor) -> None:
 
 @contextlib.contextmanager
 def untouched_generators(devices: Iterable[torch.device | None]) -> Iterator[None]:
-    """Restore the generators of these accelerators afterwards."""
     states = {device: rng_state(device) for device in devices if device is not None and device.type != "cpu"}
     try:
         yield
@@ -405,7 +402,6 @@ class Unsaved:
 
 
 def unsaved_of(hooks: Any) -> Unsaved | None:
-    """The :class:`Unsaved` of ``hooks``, or None."""
     return getattr(hooks, "gradmon", None)
 
 
@@ -462,7 +458,6 @@ class HomeProcess:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this is a forked worker."""
         return os.getpid() != self._number
 
 
@@ -697,7 +692,6 @@ def rng_states() -> dict[str, Tensor]:
 
 
 def set_rng_states(states: Mapping[str, Tensor]) -> None:
-    """Set the states that :func:`rng_states` returned."""
     for device, state in states.items():
         if device == "cpu":
             torch.set_rng_state(state)

@@ -59,7 +59,6 @@ class Baseline:
 
     @property
     def norms(self) -> Tensor:
-        """The usual norms."""
         return torch.where(self.positions <= LOG_OF_ZERO + 1, 0.0, self.positions.exp())
 
     def scores(self, norms: Tensor) -> Tensor:
@@ -282,12 +281,10 @@ class GradientNormHistory:
             self._steps.append(_Known(step, table, self.spoiled))
 
     def rewind(self, step: int) -> None:
-        """Discard ``step`` and later steps."""
         while self._steps and self._steps[-1].step >= step:
             self._steps.pop()
 
     def backfill(self, step: int, tables: Mapping[str, StatsTable]) -> None:
-        """Add an earlier step, unless it is known."""
         table = tables.get(self.source)
         if table is None or Column.SQUARE_SUM not in table.columns or self.table(step) is not None:
             return
@@ -295,12 +292,10 @@ class GradientNormHistory:
         self._steps = deque(steps[-REMEMBERED:], maxlen=REMEMBERED)
 
     def table(self, step: int) -> StatsTable | None:
-        """The statistics of one step, or None."""
         return next((known.table for known in self._steps if known.step == step), None)
 
     @property
     def source(self) -> str:
-        """The source of the gradients."""
         return GRADIENT_BEFORE_CLIP if self._unclipped else GRADIENT
 
     def suspects(self, step: int) -> list[ParameterAttribution]:
@@ -348,7 +343,6 @@ class SuspectHistory:
         return min(spikes, key=lambda signal: (order.get(names.get(signal, ""), math.inf), -(spikes[signal].score or 0.0)))
 
     def rewind(self, step: int) -> None:
-        """Discard ``step`` and later steps."""
         self.gradients.rewind(step)
         self.suspects = {known: found for known, found in self.suspects.items() if known < step}
         self._sizes = {known: spike_size for known, spike_size in self._sizes.items() if known < step}
@@ -536,7 +530,6 @@ def _where_all(suspects: Sequence[ParameterAttribution], loss: float | None, is_
 
 
 def _together(factors: Sequence[float], count: int, what: str) -> str:
-    """How many rose, and by which factor."""
     those = f"{len(factors)} of {count}" if len(factors) < count else "both" if count == 2 else f"all {count}"
     low, high = factor_text(min(factors)), factor_text(max(factors))
     return f"{those} {what} rose together, by {low if low == high else f'{low} to {high}'} times their usual norms"

@@ -42,11 +42,9 @@ class RecoveryTracker:
         self._cases: dict[str, _Case] = {}
 
     def follow(self, event: SpikeEvent) -> None:
-        """Start to follow the signal of ``event``."""
         self._cases.setdefault(event.signal, _Case([event]))
 
     def rewind(self, step: int) -> None:
-        """Discard the spikes of ``step`` and later: the run goes back to before ``step``."""
         for signal, case in list(self._cases.items()):
             case.events = [event for event in case.events if event.step < step]
             case.values = [(known, value) for known, value in case.values if known < step]
@@ -171,7 +169,6 @@ class FollowUp:
         return is_due
 
     def rewind(self, step: int) -> None:
-        """Discard the spikes of ``step`` and later."""
         self._recovery.rewind(step)
 
     def reports(self, record: StepRecord, whole: Mapping[str, float]) -> list[str]:
@@ -186,7 +183,6 @@ class FollowUp:
         return [*added, *self._origin(record), *recovered]
 
     def add_report(self, text: str) -> None:
-        """Something to report with the next record that is complete."""
         self._added.append(text)
 
     def _origin(self, record: StepRecord) -> Iterator[str]:
@@ -224,12 +220,10 @@ class Explanations:
         self._fetch_recorded = fetch_recorded
 
     def take_fetched(self) -> list[StepRecord]:
-        """The records fetched since the last call."""
         taken, self._fetched = self._fetched, []
         return taken
 
     def explained(self, events: list[SpikeEvent], record: StepRecord) -> list[SpikeEvent]:
-        """These events of ``record``, with the layers that they come from."""
         if any(map(self._follow_up.is_new, events)):
             for earlier in self._fetch_recorded():
                 self._fetched.append(earlier)
@@ -311,7 +305,6 @@ class DetectorSet:
         self.accepts_late_values = is_accepted
 
     def add(self, detector: SpikeDetector) -> None:
-        """Use ``detector``, in place of the one of the same signal."""
         self.detectors[detector.name] = detector
 
     def show_main_score(self) -> None:
@@ -465,7 +458,6 @@ class DetectorSet:
         return any(_is_of_a_batch(detector.signal) for detector in self._all())
 
     def watches(self, key: Key) -> bool:
-        """Whether a detector uses the value logged under ``key``."""
         return any(
             bool(detector.signal.search(key.name)) if isinstance(detector.signal, re.Pattern) else detector.signal == key.name
             for detector in self._all()
@@ -476,7 +468,6 @@ class DetectorSet:
         return self.follow_up.rejections_need_detail() and bool(self.detectors)
 
     def rewind(self, step: int) -> None:
-        """Discard what is known of ``step`` and later: the run was rewound."""
         self.history.rewind(step)
         self.follow_up.rewind(step)
 

@@ -49,26 +49,21 @@ class Episode:
 
     @property
     def first(self) -> int:
-        """The first step."""
         return self.steps[0]
 
     @property
     def last(self) -> int:
-        """The last step."""
         return self.steps[-1]
 
     @property
     def of_worst(self) -> list[SpikeEvent]:
-        """The events of the worst step."""
         return [event for event in self.events if event.step == self.worst.step]
 
     @property
     def when(self) -> str:
-        """The steps as text."""
         return f"step {self.first}" if self.first == self.last else f"steps {self.first} to {self.last}"
 
     def __str__(self) -> str:
-        """The worst step, and the range of steps."""
         row = "" if self.first == self.last else f"{self.when}, the largest in "
         return row + "; ".join(map(str, self.of_worst))
 
@@ -97,7 +92,6 @@ def episodes(events: Iterable[SpikeEvent], steps: Sequence[int]) -> list[Episode
 
 
 def largest(found: Sequence[Episode], most: int) -> list[Episode]:
-    """The ``most`` largest episodes, in order of time."""
     kept = sorted(range(len(found)), key=lambda place: (-size(found[place].worst), place))[:most]
     return [found[place] for place in sorted(kept)]
 

@@ -348,6 +348,7 @@ class SimulatedDevice:
             (self.work.copies_to_host if way == "to host" else self.work.copies_to_device).append((size, not is_async))
 
     def count_wait(self) -> None:
+        """The host waited for an event."""
         with self._lock:
             self.work.waits_for_events += 1
 

@@ -31,8 +31,6 @@ class UsageError(ValueError):
 
 
 class Argument(NamedTuple):
-    """The arguments of one ``parser.add_argument`` call."""
-
     names: tuple[str, ...]
     options: dict[str, Any]
 
@@ -57,7 +55,6 @@ class Command(NamedTuple):
     notes: str = ""
 
     def add_to(self, commands: Any) -> None:
-        """Add a parser for this command to the subparsers ``commands``."""
         lines = ["examples:", *example_lines(self.examples)]
         for paragraph in self.notes.split("\n\n") if self.notes else ():
             lines += ["", *textwrap.wrap(" ".join(paragraph.split()), _WIDTH, break_on_hyphens=False)]
@@ -78,7 +75,6 @@ class Command(NamedTuple):
 
 
 def argument(*names: str, **options: Any) -> Argument:
-    """An argument, as for ``parser.add_argument``."""
     return Argument(names, options)
 
 
@@ -90,7 +86,6 @@ def value(name: str, metavar: str, help: str, **options: Any) -> Argument:
 
 
 def flag(name: str, help: str) -> Argument:
-    """An option without a value."""
     return Argument((name,), {"action": "store_true", "help": help})
 
 
@@ -106,7 +101,6 @@ LAST = value("--last", "STEP", "up to this step", type=int)
 
 
 def example_lines(examples: Examples) -> Iterator[str]:
-    """The lines of ``examples``, in two columns."""
     for command, purpose in examples:
         if len(command) <= _COLUMN:
             yield f"  {command:<{_COLUMN}}  {purpose}".rstrip()
@@ -116,7 +110,6 @@ def example_lines(examples: Examples) -> Iterator[str]:
 
 
 def positive(text: str) -> int:
-    """A positive integer, for argparse."""
     number = int(text) if text.isdecimal() and len(text) < 100 else 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text[:100]!r} is not a positive whole number")

@@ -60,7 +60,6 @@ COMMAND = Command(
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the table."""
     if not options.json:
         with requires_extra("the table, without --json,", "cli", "rich"):
             from ..terminal.runs_table import show
@@ -104,7 +103,6 @@ def _paths(places: Sequence[str]) -> Iterator[tuple[str, Path]]:
 
 
 def _value(name: str, card: RunCard) -> float | None:
-    """The last value of a metric, or a setting that is a number."""
     if name in card.metrics:
         return card.metrics[name]
     try:

@@ -25,7 +25,6 @@ COMMAND = Command(
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train, and print the tables."""
     try:
         with requires_extra("the demo", "cli", "rich", "tqdm"):
             from ..demo import demo

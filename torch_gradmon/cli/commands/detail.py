@@ -26,14 +26,12 @@ def state_of(found: RunStatus) -> Mapping[str, Any]:
 
 
 def script_text(found: RunStatus) -> str:
-    """The cadence and the preset of the script."""
     every, preset = found.meta.get("every"), found.meta.get("preset")
     cadence = "the steps of monitor_step_fn" if every is None else request_text({"every": every})
     return cadence if preset is None else f"{cadence}, preset {preset}"
 
 
 def current_text(found: RunStatus) -> str:
-    """What is measured now."""
     state = state_of(found).get("in_force")
     return f"{script_text(found)}, as in the script" if state is None else change_text(state)
 
@@ -52,7 +50,6 @@ def change_text(state: Mapping[str, Any]) -> str:
 
 
 def status_lines(found: RunStatus) -> Iterator[str]:
-    """What is in force, and what was requested."""
     state = state_of(found)
     yield f"the script: {script_text(found)}"
     for name, title in (("in_force", "in force"), ("waits", "requested and not yet in force"), ("last", "the last one")):
@@ -69,7 +66,6 @@ def status_lines(found: RunStatus) -> Iterator[str]:
 
 
 def warnings(change: DetailRequest, found: RunStatus) -> Iterator[str]:
-    """Effects of a change that may be unexpected."""
     if change.first is not None and found.step is not None and change.first <= found.step:
         yield f"step {change.first} is over, so the change begins with the next step"
     if not change.is_reset and change.every is None:
@@ -170,7 +166,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _given(options: argparse.Namespace) -> list[str]:
-    """The options that a user has given."""
     values = {"--every": options.every, "--preset": options.preset, "--for": options.steps, "--first": options.first}
     flags = {"--reset": options.reset, "--wait": options.wait, "--timeout": options.timeout}
     return [name for name, given in values.items() if given is not None] + [name for name, given in flags.items() if given]
@@ -205,7 +200,6 @@ def _liveness(directory: Path) -> RunStatus:
 
 
 def _session(found: RunStatus, directory: Path) -> str:
-    """The session of the monitor that reads changes."""
     state = state_of(found)
     if found.has_ended:
         raise UsageError("this run has ended; after it is resumed it follows its script, and a change can be requested then")

@@ -27,7 +27,6 @@ _WIDEST = 100
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the diagnosis; returns its exit code."""
     with open_run(options.run) as source:
         diagnosis = diagnose_history(History.of_run(source))
     if options.json:

@@ -57,7 +57,6 @@ COMMAND = Command(
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compare, and print the result; returns the exit code, 0 or 1."""
     to = None if options.to is None else output(options.to, PAGES)
     if to is not None:
         with requires_extra("the page", "report", "plotly", "jinja2", "markupsafe"):

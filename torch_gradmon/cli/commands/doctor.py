@@ -48,7 +48,6 @@ _TOLERANCE = 1e-6
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what there is."""
     error = _error()
     lines = [*_facts(), ("check", f"statistics of {_NUMBERS:,} numbers differ by {error:.1g} from those in float64")]
     if options.json:

@@ -31,7 +31,6 @@ COMMAND = Command(
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the files, and print their paths."""
     target = output(options.to, tuple(FORMATS))
     with open_run(options.run) as source:
         try:

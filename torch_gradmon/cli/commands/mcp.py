@@ -17,7 +17,6 @@ COMMAND = Command(
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until the agent ends."""
     with requires_extra("tools for agents", "mcp", "mcp"):
         from ...server.agents import agent_server
     try:

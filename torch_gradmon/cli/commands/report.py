@@ -28,7 +28,6 @@ COMMAND = Command(
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the page and print its path."""
     with requires_extra("the report", "report", "plotly", "jinja2", "markupsafe"):
         from ...analysis.report.page import write, write_both
     to = None if options.to is None else output(options.to, PAGES)

@@ -21,6 +21,5 @@ COMMAND = Command(
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the schema."""
     print(_SCHEMAS.joinpath(f"{options.name}.json").read_text(encoding="utf-8"), end="")
     return 0

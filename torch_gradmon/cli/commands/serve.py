@@ -46,7 +46,6 @@ _LAST = 2.0
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until Ctrl-C."""
     if options.alert is not None:
         check_alert(options.alert)
     if options.no_token and options.token is not None:

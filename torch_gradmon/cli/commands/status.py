@@ -25,7 +25,6 @@ COMMAND = Command(
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the status; returns its exit code."""
     try:
         diagnosis = diagnose(options.run)
         card = run_card(options.run, options.run, diagnosis)

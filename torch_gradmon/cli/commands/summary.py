@@ -35,7 +35,6 @@ COMMAND = Command(
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the summary."""
     if not options.json:
         with requires_extra("the summary, without --json,", "cli", "rich"):
             from ..terminal.summary_view import QuietConsole, show

@@ -49,7 +49,6 @@ COMMAND = Command(
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show the run until Ctrl-C."""
     with requires_extra("watching", "cli", "rich"):
         from ..terminal import live_loop
         from ..terminal.summary_view import QuietConsole

@@ -22,7 +22,6 @@ COMMAND = Command(
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the report."""
     with open_run(options.run) as source:
         try:
             if options.json:

@@ -40,7 +40,6 @@ _ORDER = {name: place for place, name in enumerate(KEY_DOCUMENTATION)}
 
 
 def is_of_whole_model(key: Key) -> bool:
-    """Whether ``key`` is a value of the whole model or a logged value."""
     return key.source in (SUMMARY, "")
 
 
@@ -74,7 +73,6 @@ class ValueSummary:
 
     @classmethod
     def of(cls, key: Key, steps: array[int], values: array[float]) -> ValueSummary:
-        """The summary of the ``values`` of a key, at least one."""
         finite = [value for value in values if math.isfinite(value)]
         largest = max(finite, default=math.nan)
         spoiled = len(values) - len(finite)
@@ -111,7 +109,6 @@ class Overview:
 
     @classmethod
     def of(cls, records: Iterable[StepRecord]) -> Overview:
-        """The overview of ``records``."""
         found = cls()
         for record in records:
             found._add(record)
@@ -144,7 +141,6 @@ class Overview:
 
 
 def rates_in(context: Mapping[str, Any]) -> list[float]:
-    """The learning rates of the parameter groups in the context of a record."""
     rates = context.get("lr", [])
     return [float(rate) for rate in (rates if isinstance(rates, list) else [rates]) if isinstance(rate, (int, float))]
 
@@ -255,8 +251,6 @@ class _Collected:
 
 
 class _Merger:
-    """Merges the rows of parameters into those of groups."""
-
     def __init__(self, grouped: Groups) -> None:
         self._grouped = grouped
         self._known: dict[tuple[str, ...], tuple[tuple[str, ...], list[int]]] = {}  # nearly all stacks have the same names
@@ -348,7 +342,6 @@ def _medians(collected: _Collected, grouped: Groups) -> list[float]:
 
 
 def _largest(norms: _Collected) -> tuple[list[float], list[int | None]]:
-    """The largest finite value of each row, and the first step with it."""
     values = norms.values
     finite = torch.where(values.isfinite(), values, -math.inf)
     places = finite.argmax(0)
@@ -358,7 +351,6 @@ def _largest(norms: _Collected) -> tuple[list[float], list[int | None]]:
 
 
 def _count_nonfinite(counts: _Collected) -> tuple[list[int], list[int | None]]:
-    """The number of steps in which each row is not finite, and the first of these."""
     bad = (counts.values > 0).int()
     found, places = bad.sum(0).tolist(), bad.argmax(0).tolist()
     return found, [counts.steps[place] if count else None for count, place in zip(found, places, strict=True)]

@@ -59,7 +59,6 @@ class _Norms:
     nonfinite: Tensor
 
     def between(self, begin: int, end: int | None = None) -> _Norms:
-        """The steps from ``begin`` on and before ``end``."""
         first, last = bisect_left(self.steps, begin), len(self.steps) if end is None else bisect_left(self.steps, end)
         return _Norms(self.steps[first:last], self.names, self.norms[first:last], self.nonfinite[first:last])
 
@@ -126,21 +125,17 @@ class LiveRun:
 
     @property
     def last(self) -> StepRecord | None:
-        """The last step; None without any."""
         return self.records[-1] if self.records else None
 
     @property
     def steps(self) -> list[int]:
-        """The shown steps."""
         return [record.step for record in self.records]
 
     @property
     def loss(self) -> Key | None:
-        """The key of the loss; None without one."""
         return loss_among({key for record in self.records for key in record.values})
 
     def series(self, key: Key) -> Series:
-        """A value over the shown steps; empty without any."""
         return Series.of((record.step, record.values[key]) for record in self.records if key in record.values)
 
     @property
@@ -162,12 +157,10 @@ class LiveRun:
 
     @property
     def not_applied(self) -> list[int]:
-        """The shown steps that the optimizer did not apply."""
         return [record.step for record in self.records if not record.applied]
 
     @property
     def spikes(self) -> list[Episode]:
-        """The spikes of the whole run, ascending."""
         return episodes(self.events, self.run.steps)
 
     # --- layers ----------------------------------------------------------------------------------------------------------------
@@ -232,7 +225,6 @@ def _joined(parts: Sequence[_Norms]) -> _Norms:
 
 
 def _columns(values: Tensor, names: Sequence[str], wanted: Sequence[str], absent: float) -> Tensor:
-    """The columns of ``wanted``."""
     if names == wanted:
         return values
     place = {name: number for number, name in enumerate(names)}
@@ -280,6 +272,5 @@ class RunFollower:
             self.problem = " ".join(str(error).split())
 
     def close(self) -> None:
-        """Close the run's file."""
         if self.live is not None:
             self.live.run.close()

@@ -56,17 +56,14 @@ class Screen:
 
     @property
     def letters(self) -> str:
-        """The characters of sparklines."""
         return BLOCKS if self.unicode else ASCII
 
     @property
     def spikes(self) -> int:
-        """How many spikes are shown."""
         return 3 if self.has_room else 2 if self.rows is None or self.rows >= 20 else 1
 
     @property
     def has_room(self) -> bool:
-        """Whether there is room for empty lines."""
         return self.rows is None or self.rows >= 30
 
     def shown(self, text: str) -> str:
@@ -74,7 +71,6 @@ class Screen:
         return text if self.unicode else text.encode("ascii", "replace").decode()
 
     def name(self, name: str, width: int) -> str:
-        """A name without its start, if it is too long."""
         return cut_start(self.shown(name), width, "…" if self.unicode else "~")
 
 
@@ -168,7 +164,6 @@ class _SparklineTable:
         return [width for place, width in enumerate(_CELLS) if place != 1 or self._is_wide]
 
     def lines(self) -> Iterator[Text]:
-        """All sparklines, with headings."""
         steps = self._live.steps
         if self._signals:
             yield from self._gap()
@@ -223,7 +218,6 @@ class _SparklineTable:
 
 
 def _largest(series: Series, form: Callable[[float | None], str]) -> tuple[str, str]:
-    """The largest finite value and its step."""
     values = series.finite.values
     if not values:
         return "-", "-"
@@ -247,7 +241,6 @@ def _spikes(live: LiveRun, screen: Screen) -> Iterator[Text]:
 
 
 def print_frame(console: QuietConsole, follower: RunFollower) -> None:
-    """Print one frame."""
     screen = Screen(console.width, None, _has_unicode(console))
     for line in frame(follower, screen, time.time()):
         console.print(line, soft_wrap=True)
@@ -269,7 +262,6 @@ def watch(console: QuietConsole, follower: RunFollower, interval: float) -> None
 
 
 def wait(follower: RunFollower, interval: float) -> None:
-    """Wait for the first step."""
     while follower.live is None or follower.live.last is None:
         time.sleep(interval)
         follower.refresh()
