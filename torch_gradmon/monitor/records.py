@@ -685,7 +685,7 @@ class SpikeDetection:
         """
         is_known = detector.name in self.detector_set.detectors
         if of_preset:
-            self.detector_set.show_main_score()
+            self.detector_set.shows_main_score = True
         if is_known and of_preset:
             return
         if is_known and detector.name not in self._of_preset:

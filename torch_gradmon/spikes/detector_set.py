@@ -210,14 +210,11 @@ class Explanations:
 
     def __init__(self, history: SuspectHistory, follow_up: FollowUp) -> None:
         self._history, self._follow_up = history, follow_up
-        self._fetch_recorded: Callable[[], Sequence[StepRecord]] = tuple
+        #: fetches the records of earlier, unmonitored steps when a spike starts
+        self.fetch_recorded: Callable[[], Sequence[StepRecord]] = tuple
         self._fetched: list[StepRecord] = []
         #: the last spike is NaN or Inf, and was explained before the loss of its step was logged
         self.awaits_loss = False
-
-    def fetch_from(self, fetch_recorded: Callable[[], Sequence[StepRecord]]) -> None:
-        """Fetch the records of earlier, unmonitored steps there when a spike starts."""
-        self._fetch_recorded = fetch_recorded
 
     def take_fetched(self) -> list[StepRecord]:
         taken, self._fetched = self._fetched, []
@@ -225,7 +222,7 @@ class Explanations:
 
     def explained(self, events: list[SpikeEvent], record: StepRecord) -> list[SpikeEvent]:
         if any(map(self._follow_up.is_new, events)):
-            for earlier in self._fetch_recorded():
+            for earlier in self.fetch_recorded():
                 self._fetched.append(earlier)
                 self._history.gradients.backfill(earlier.step, earlier.tables)
         if any(map(self._follow_up.is_largest, events)):  # a spike that shrinks is explained already
@@ -277,6 +274,7 @@ class DetectorSet:
 
     Attributes:
         detectors: those in use, by signal.
+        shows_main_score: the score of ``grad_norm`` is a whole-model value.
         accepts_late_values: detect in values that come after the end of a step; off if ranks could disagree on them.
         history: gradients of the last steps, and the suspects of spikes.
         follow_up: new, continued and past spikes.
@@ -287,7 +285,7 @@ class DetectorSet:
     def __init__(self) -> None:
         self.detectors: dict[str, SpikeDetector] = {}
         self.accepts_late_values = True
-        self._shows_main = False
+        self.shows_main_score = False
         self.history = SuspectHistory()
         self.follow_up = FollowUp()
         self.explanations = Explanations(self.history, self.follow_up)
@@ -295,6 +293,7 @@ class DetectorSet:
         # failed detectors stay known, because what ranks exchange must not depend on a failure; the error waits for its warning
         self._failed: dict[str, tuple[SpikeDetector, Exception | None]] = {}
         self._waiting: dict[str, tuple[SpikeDetector, set[str]]] = {}  # detectors of this step, and the signals they have had
+        self._detected_in: object = None  # the values of this step in which the detectors have looked
         self._matches: dict[str, MatchingValues] = {}
         self._steps_without_value: dict[str, float] = {}  # -inf once there was a value
         self._names: tuple[str, ...] = ()  # of the last gradients
@@ -307,10 +306,6 @@ class DetectorSet:
     def add(self, detector: SpikeDetector) -> None:
         self.detectors[detector.name] = detector
 
-    def show_main_score(self) -> None:
-        """The score of ``grad_norm`` is a whole-model value from now on."""
-        self._shows_main = True
-
     def begin(self, record: StepRecord, absent: MutableMapping[tuple[str, str], str]) -> None:
         """Start with the ``record`` of a step that has ended. A step that was not applied is not judged.
 
@@ -322,6 +317,7 @@ class DetectorSet:
         counts = record.applied or bool(record.skipped)  # a step that overflowed is the scaler's affair
         if not record.interrupted:
             self.follow_up.step_ended(applied=counts)
+        self._detected_in = None
         self._waiting = {name: (detector, set()) for name, detector in self.detectors.items()} if counts else {}
         if not counts:
             absent[SUMMARY, "spike_score"] = not_applied(record.context)
@@ -385,9 +381,13 @@ class DetectorSet:
         Returns ``record`` with the new scores and events, and these events. ``whole`` has the whole-model values by name; ``absent`` gets
         the reasons for missing scores.
         """
+        if record.values is self._detected_in:  # no value came late
+            return record, []
         scores: dict[Key, float] = {}
         events: list[SpikeEvent] = []
         for name, (detector, done) in list(self._waiting.items()):
+            if done and isinstance(detector.signal, str):  # it has had its one value
+                continue
             try:
                 is_first = not done
                 values = self._new_values(detector, done, record, whole)
@@ -399,17 +399,19 @@ class DetectorSet:
                 self._switch_off(name, error)
                 continue
             for signal, verdict in verdicts.items():
-                key = MAIN_SCORE if signal == MAIN_SIGNAL and self._shows_main else shared_key(SPIKE_SCORE, signal, "")
+                key = MAIN_SCORE if signal == MAIN_SIGNAL and self.shows_main_score else shared_key(SPIKE_SCORE, signal, "")
                 if verdict.score is not None:
                     scores[key] = verdict.score
                 else:
                     absent[key.source, key.metric or key.name] = _NO_SCORE
         if self.explanations.awaits_loss:
             record = self.explanations.revised(record)
-        if not scores and not events:
-            return record, []
-        events = self.explanations.explained(events, record)
-        return replace(record, values=StepValues.of(record.values).updated(scores), events=(*record.events, *events)), events
+        if scores or events:
+            events = self.explanations.explained(events, record)
+            known = StepValues.of(record.values).updated(scores)
+            record = replace(record, values=known, events=(*record.events, *events))
+        self._detected_in = record.values
+        return record, events
 
     def _spoiled_between(self, detector: SpikeDetector, record: StepRecord) -> SpikeEvent:
         """Backward has left gradients finite, but what the optimizer uses is not."""
