@@ -166,11 +166,7 @@ def described() -> Iterator[tuple[str, str, bool]]:
 @lru_cache(maxsize=64)
 def spare_memory(device: torch.device) -> int:
     """Bytes of the device that may be taken for a moment, to save launches: 256 MB, and a 128th of all; 0 if that is unknown."""
-    try:
-        properties = getattr(functions_of(device), "get_device_properties", lambda _: None)(device)
-    except (AssertionError, RuntimeError):  # not in this build of torch
-        properties = None
-    return min(_SPARE, getattr(properties, "total_memory", 0) // _PART)
+    return min(_SPARE, getattr(_properties(device), "total_memory", 0) // _PART)
 
 
 @lru_cache(maxsize=64)
@@ -178,11 +174,14 @@ def has_float64(device: torch.device) -> bool:
     """Whether ``device`` computes in float64. Those of Apple (MPS) and some of Intel (XPU) do not."""
     if device.type in ("cpu", "cuda", "meta"):
         return True
+    return device.type != "mps" and bool(getattr(_properties(device), "has_fp64", True))
+
+
+def _properties(device: torch.device) -> Any:
     try:
-        properties = getattr(functions_of(device), "get_device_properties", lambda _: None)(device)
-    except (AssertionError, RuntimeError):  # not in this build of torch: a fake tensor
-        properties = None
-    return device.type != "mps" and bool(getattr(properties, "has_fp64", True))
+        return getattr(functions_of(device), "get_device_properties", lambda _: None)(device)
+    except (AssertionError, RuntimeError):  # not in this build of torch, as for a fake tensor
+        return None
 
 
 # --- graphs ----------------------------------------------------------------------------------------------------------------------

@@ -382,7 +382,7 @@ def _plugins(
     """
     summary, complaints = factory.summary, fence.complaints
     recorder = FlightRecorder(config.flight_recorder, planner.registry, summary)
-    detectors.explanations.fetch_recorded = recorder.fetch_recorded
+    detectors.fetch_recorded = recorder.fetch_recorded
     post_spike = PostSpikeDetail(planner, config.post_spike_steps)
     overlay = PresetOverlay(planner, summary, lambda: post_spike.may_add_hooks)
     detail = LiveDetail(overlay, directory, exchange, complaints)

@@ -162,8 +162,6 @@ class FollowUp:
 
     def rejections_need_detail(self) -> bool:
         """Whether a limit of steps not applied was reached; true once for each limit."""
-        if not self.rejected:
-            return False
         due = max((limit for limit in _REJECTED if limit <= self.rejected), default=0)
         is_due, self._detail_at = due > self._detail_at, max(due, self._detail_at)
         return is_due
@@ -197,63 +195,6 @@ class FollowUp:
         self._origin_reported = spoiled and (self._origin_reported or bool(text))
 
 
-# --- Where a spike comes from, as the text of its event ---
-
-
-class Explanations:
-    """Adds the suspects to new events.
-
-    Args:
-        history: gradients of the last steps.
-        follow_up: knows which spikes are new.
-    """
-
-    def __init__(self, history: SuspectHistory, follow_up: FollowUp) -> None:
-        self._history, self._follow_up = history, follow_up
-        #: fetches the records of earlier, unmonitored steps when a spike starts
-        self.fetch_recorded: Callable[[], Sequence[StepRecord]] = tuple
-        self._fetched: list[StepRecord] = []
-        #: the last spike is NaN or Inf, and was explained before the loss of its step was logged
-        self.awaits_loss = False
-
-    def take_fetched(self) -> list[StepRecord]:
-        taken, self._fetched = self._fetched, []
-        return taken
-
-    def explained(self, events: list[SpikeEvent], record: StepRecord) -> list[SpikeEvent]:
-        if any(map(self._follow_up.is_new, events)):
-            for earlier in self.fetch_recorded():
-                self._fetched.append(earlier)
-                self._history.gradients.backfill(earlier.step, earlier.tables)
-        if any(map(self._follow_up.is_largest, events)):  # a spike that shrinks is explained already
-            largest, loss = max(map(size, events)), loss_in(record.values)
-            self.awaits_loss = loss is None and largest == math.inf
-            events = self._with_causes(events, record, largest, loss)
-        return [replace(event, action=record.context.get("action", "")) for event in events]
-
-    def _with_causes(
-        self, events: Iterable[SpikeEvent], record: StepRecord, largest: float, loss: float | None
-    ) -> list[SpikeEvent]:
-        suspects, context = self._history.at_spike(record.step, largest), record.context
-        before = self._follow_up.complete
-        comes_late = before is not None and loss_in(before.values) is not None
-        cause = spike_cause(suspects, record.step, loss, comes_late, "by_turns" in context)
-        causes = (cause.words, rank_norms_text(context.get("batch_norms", {})), rows_text(context.get("rows", {})))
-        return [replace(event, where="; ".join(filter(None, causes))) for event in events]
-
-    def revised(self, record: StepRecord) -> StepRecord:
-        """The same record, with what its loss, logged after the end of the step, tells about NaN and Inf in it."""
-        infinite = [event for event in record.events if size(event) == math.inf]
-        if not infinite or (loss := loss_in(record.values)) is None:
-            self.awaits_loss = bool(infinite)
-            return record
-        self.awaits_loss = False
-        events = self._with_causes(record.events, record, math.inf, loss)
-        if any(map(self._follow_up.is_new, infinite)) and events[0].where != record.events[0].where:
-            self._follow_up.add_report(f"step {record.step}: {events[0].where}")
-        return replace(record, events=tuple(events))
-
-
 # --- All detectors of a run. Each gets its signal once a step, as soon as there is a value ---
 
 
@@ -278,7 +219,6 @@ class DetectorSet:
         accepts_late_values: detect in values that come after the end of a step; off if ranks could disagree on them.
         history: gradients of the last steps, and the suspects of spikes.
         follow_up: new, continued and past spikes.
-        explanations: the suspects of spikes, as text.
         predicted: signals that had a value before the optimizer stepped.
     """
 
@@ -288,7 +228,10 @@ class DetectorSet:
         self.shows_main_score = False
         self.history = SuspectHistory()
         self.follow_up = FollowUp()
-        self.explanations = Explanations(self.history, self.follow_up)
+        #: fetches the records of earlier, unmonitored steps when a spike starts
+        self.fetch_recorded: Callable[[], Sequence[StepRecord]] = tuple
+        self._fetched: list[StepRecord] = []
+        self._awaits_loss = False  # the last spike is NaN or Inf, and was explained before the loss of its step was logged
         self.predicted: set[str] = set()
         # failed detectors stay known, because what ranks exchange must not depend on a failure; the error waits for its warning
         self._failed: dict[str, tuple[SpikeDetector, Exception | None]] = {}
@@ -404,10 +347,10 @@ class DetectorSet:
                     scores[key] = verdict.score
                 else:
                     absent[key.source, key.metric or key.name] = _NO_SCORE
-        if self.explanations.awaits_loss:
-            record = self.explanations.revised(record)
+        if self._awaits_loss:
+            record = self._revised(record)
         if scores or events:
-            events = self.explanations.explained(events, record)
+            events = self._explained(events, record)
             known = StepValues.of(record.values).updated(scores)
             record = replace(record, values=known, events=(*record.events, *events))
         self._detected_in = record.values
@@ -450,6 +393,47 @@ class DetectorSet:
             return self._matches.setdefault(detector.name, MatchingValues(detector.signal)).values(record, with_tables)
         value = value_of(detector.signal, record, whole)
         return {} if value is None else {detector.name: value}
+
+    # --- where a spike comes from, as the text of its event ----------------------------------------------------------------------
+
+    def take_fetched(self) -> list[StepRecord]:
+        taken, self._fetched = self._fetched, []
+        return taken
+
+    def _explained(self, events: list[SpikeEvent], record: StepRecord) -> list[SpikeEvent]:
+        if any(map(self.follow_up.is_new, events)):
+            for earlier in self.fetch_recorded():
+                self._fetched.append(earlier)
+                self.history.gradients.backfill(earlier.step, earlier.tables)
+        if any(map(self.follow_up.is_largest, events)):  # a spike that shrinks is explained already
+            largest, loss = max(map(size, events)), loss_in(record.values)
+            self._awaits_loss = loss is None and largest == math.inf
+            events = self._with_causes(events, record, largest, loss)
+        return [replace(event, action=record.context.get("action", "")) for event in events]
+
+    def _with_causes(
+        self, events: Iterable[SpikeEvent], record: StepRecord, largest: float, loss: float | None
+    ) -> list[SpikeEvent]:
+        suspects, context = self.history.at_spike(record.step, largest), record.context
+        before = self.follow_up.complete
+        comes_late = before is not None and loss_in(before.values) is not None
+        cause = spike_cause(suspects, record.step, loss, comes_late, "by_turns" in context)
+        causes = (cause.words, rank_norms_text(context.get("batch_norms", {})), rows_text(context.get("rows", {})))
+        return [replace(event, where="; ".join(filter(None, causes))) for event in events]
+
+    def _revised(self, record: StepRecord) -> StepRecord:
+        """The same record, with what its loss, logged after the end of the step, tells about NaN and Inf in it."""
+        infinite = [event for event in record.events if size(event) == math.inf]
+        if not infinite or (loss := loss_in(record.values)) is None:
+            self._awaits_loss = bool(infinite)
+            return record
+        self._awaits_loss = False
+        events = self._with_causes(record.events, record, math.inf, loss)
+        if any(map(self.follow_up.is_new, infinite)) and events[0].where != record.events[0].where:
+            self.follow_up.add_report(f"step {record.step}: {events[0].where}")
+        return replace(record, events=tuple(events))
+
+    # --- what is watched -----------------------------------------------------------------------------------------------------------
 
     def _all(self) -> list[SpikeDetector]:
         return [*self.detectors.values(), *(detector for detector, _ in self._failed.values())]
