@@ -101,37 +101,6 @@ def _step(text: str) -> int:
     return int(text)
 
 
-COMMAND = Command(
-    "detail",
-    "change what a running training measures",
-    "Change how often a running training is monitored, and what is measured, for a while, without a restart.",
-    (
-        ("gradmon detail runs/first --every 1 --preset full --for 200", "everything, in the next 200 steps"),
-        ("gradmon detail runs/first --every 10 --wait", "every 10th step until further notice"),
-        ("gradmon detail runs/first --every 1 --for 50 --first 12000", "50 steps from there on"),
-        ("gradmon detail runs/first --reset", "return to the settings of the script"),
-        ("gradmon detail runs/first --status", "what is in force, and what was requested"),
-    ),
-    (
-        argument("run", metavar="RUN", help="the run directory of a running training"),
-        value("--every", "N", "monitor the steps that are divisible by N", type=positive),
-        argument("--preset", choices=tuple(PRESETS), help="measure this preset instead of the script's"),
-        value("--for", "N", "for N steps (default: until further notice)", type=positive, dest="steps"),
-        value("--first", "STEP", "from this step on (default: the next one)", type=_step),
-        flag("--reset", "return to the settings of the script"),
-        flag("--status", "show what is in force, and what was requested; changes nothing"),
-        flag("--wait", "wait until the change is in force"),
-        value("--timeout", "SECONDS", "wait no longer than this (default: as long as it takes)", type=positive),
-    ),
-    """The training reads a change at most once a second, at the end of a step, and applies it to the next one. A change replaces the
-    one before it and does not affect the training: its parameters end as the same bits. Ranks that exchange values change together, in
-    a monitored step; with a large cadence that may take a while. A change of the cadence overrides every=, monitor_step_fn= and
-    overhead_budget= of the script. In a compiled model, activations and attention stay as in the script. Updates are measured in steps
-    divisible by 10, as by the presets. A resumed run follows its script: request the change again.
-
-    The exit code is 0 if the change was requested (with --wait: if it is or was in force), 1 if the wait failed, and 2 if nothing
-    reads changes in that directory, or no change was given.""",
-)
 #: Seconds between two checks whether a change was applied.
 _PAUSE = 0.2
 
@@ -253,3 +222,39 @@ def _wait(directory: Path, change: DetailRequest, session: str, timeout: int | N
         time.sleep(_PAUSE)
     print(f"it was not in force within {timeout} s; the request stays, and may still be applied")
     return 1
+
+
+COMMANDS = (
+    Command(
+        "detail",
+        "change what a running training measures",
+        "Change how often a running training is monitored, and what is measured, for a while, without a restart.",
+        (
+            ("gradmon detail runs/first --every 1 --preset full --for 200", "everything, in the next 200 steps"),
+            ("gradmon detail runs/first --every 10 --wait", "every 10th step until further notice"),
+            ("gradmon detail runs/first --every 1 --for 50 --first 12000", "50 steps from there on"),
+            ("gradmon detail runs/first --reset", "return to the settings of the script"),
+            ("gradmon detail runs/first --status", "what is in force, and what was requested"),
+        ),
+        (
+            argument("run", metavar="RUN", help="the run directory of a running training"),
+            value("--every", "N", "monitor the steps that are divisible by N", type=positive),
+            argument("--preset", choices=tuple(PRESETS), help="measure this preset instead of the script's"),
+            value("--for", "N", "for N steps (default: until further notice)", type=positive, dest="steps"),
+            value("--first", "STEP", "from this step on (default: the next one)", type=_step),
+            flag("--reset", "return to the settings of the script"),
+            flag("--status", "show what is in force, and what was requested; changes nothing"),
+            flag("--wait", "wait until the change is in force"),
+            value("--timeout", "SECONDS", "wait no longer than this (default: as long as it takes)", type=positive),
+        ),
+        run,
+        """The training reads a change at most once a second, at the end of a step, and applies it to the next one. A change replaces the
+    one before it and does not affect the training: its parameters end as the same bits. Ranks that exchange values change together, in
+    a monitored step; with a large cadence that may take a while. A change of the cadence overrides every=, monitor_step_fn= and
+    overhead_budget= of the script. In a compiled model, activations and attention stay as in the script. Updates are measured in steps
+    divisible by 10, as by the presets. A resumed run follows its script: request the change again.
+
+    The exit code is 0 if the change was requested (with --wait: if it is or was in force), 1 if the wait failed, and 2 if nothing
+    reads changes in that directory, or no change was given.""",
+    ),
+)
