@@ -46,25 +46,15 @@ class DemoRow:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """The result of a demo.
+    """The result of a demo."""
 
-    Attributes:
-        step: the last step that measured updates; the values are of this step.
-        values: all values of it by key.
-        rows: the table of layers.
-        steps: number of steps.
-        overhead_pct: time spent in the monitor, mean over all steps.
-        run_dir: the run directory.
-        spoiled: the step and the layer whose gradient was spoiled on purpose; None if none was.
-    """
-
-    step: int
-    values: Mapping[str, float]
-    rows: Sequence[DemoRow]
-    steps: int
-    overhead_pct: float
-    run_dir: Path
-    spoiled: tuple[int, str] | None = None
+    step: int  # the last step that measured updates; the values are of this step
+    values: Mapping[str, float]  # all values of it by key
+    rows: Sequence[DemoRow]  # the table of layers
+    steps: int  # number of steps
+    overhead_pct: float  # time spent in the monitor, mean over all steps
+    run_dir: Path  # the run directory
+    spoiled: tuple[int, str] | None = None  # the step and the layer whose gradient was spoiled on purpose; None if none was
 
 
 def rows(values: Mapping[str, float], elements: Mapping[str, int]) -> list[DemoRow]:

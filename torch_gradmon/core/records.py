@@ -22,17 +22,11 @@ from .moments import ALWAYS, VIEWS, Column
 
 
 class Block(NamedTuple):
-    """Keys, and a value for each.
-
-    Attributes:
-        keys: the keys.
-        numbers: their values.
-        table: the source whose table of statistics these values are views of; empty if they are no views.
-    """
+    """Keys, and a value for each."""
 
     keys: Sequence[Key] = ()
     numbers: Sequence[float] = ()
-    table: str = ""
+    table: str = ""  # the source whose table of statistics these values are views of; empty if they are no views
 
 
 #: A loop that logs more often than this in one step gets what it logged merged.
@@ -155,40 +149,25 @@ class ForModule(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Metric:
-    """One metric on one source.
+    """One metric on one source."""
 
-    Attributes:
-        name: last part of the key; without a slash.
-        source: first part of the key, see :mod:`torch_gradmon.core.keys`.
-        pattern: searched in the canonical name of a tensor.
-        function: of the tensor, or a :class:`ForModule`; None for a view of the one-pass statistics.
-        aggregation: one of :data:`REDUCERS`, or a callable that gets all values of a step as one flat tensor and returns a
-            scalar or a dict of scalars.
-        columns: the statistics that a built-in needs.
-        unit: of its values.
-        documentation: one line.
-        every: computed on steps divisible by it.
-        shown: in ``get_step_metrics()``; otherwise only in the run directory.
-        split_calls: for modules: the calls of one forward have keys of their own, ``name@0`` and so on.
-        per_head: for attention: the values of single heads are shown too.
-        built_in: its function is one of this package, and is not called for a tensor without elements.
-        shardwise: its function may be called for each rank's part of a sharded tensor, and the values are merged.
-    """
-
-    name: str
-    source: str
-    pattern: re.Pattern[str]
+    name: str  # last part of the key; without a slash
+    source: str  # first part of the key, see :mod:`torch_gradmon.core.keys`
+    pattern: re.Pattern[str]  # searched in the canonical name of a tensor
+    # of the tensor, or a :class:`ForModule`; None for a view of the one-pass statistics
     function: Callable[..., Any] | ForModule | None = None
+    # one of :data:`REDUCERS`, or a callable that gets all values of a step as one flat tensor and returns a scalar or a dict of
+    # scalars
     aggregation: str | Callable[..., Any] = "mean"
-    columns: frozenset[Column] = frozenset()
-    unit: str = "1"
-    documentation: str = ""
-    every: int = 1
-    shown: bool = True
-    split_calls: bool = False
-    per_head: bool = False
-    built_in: bool = False
-    shardwise: bool = False
+    columns: frozenset[Column] = frozenset()  # the statistics that a built-in needs
+    unit: str = "1"  # of its values
+    documentation: str = ""  # one line
+    every: int = 1  # computed on steps divisible by it
+    shown: bool = True  # in ``get_step_metrics()``; otherwise only in the run directory
+    split_calls: bool = False  # for modules: the calls of one forward have keys of their own, ``name@0`` and so on
+    per_head: bool = False  # for attention: the values of single heads are shown too
+    built_in: bool = False  # its function is one of this package, and is not called for a tensor without elements
+    shardwise: bool = False  # its function may be called for each rank's part of a sharded tensor, and the values are merged
 
     def matches(self, name: str) -> bool:
         """Whether this metric applies to the tensor or module of that canonical name."""
@@ -356,23 +335,14 @@ _NAMED, _KINDS = 3, 6
 
 @dataclass(frozen=True)
 class TrainedPart:
-    """A part of a model's parameters.
+    """A part of a model's parameters."""
 
-    Attributes:
-        what: such as ``"AdamW, group 0"``, ``"frozen"`` or ``"in no optimizer"``.
-        tensors: number of parameters.
-        elements: number of their elements.
-        share: of all elements of the model.
-        settings: learning rate and weight decay of the group, where it has them.
-        blocks: names of the parameters without their last part, each once.
-    """
-
-    what: str
-    tensors: int
-    elements: int
-    share: float
-    settings: Mapping[str, float]
-    blocks: Sequence[str]
+    what: str  # such as ``"AdamW, group 0"``, ``"frozen"`` or ``"in no optimizer"``
+    tensors: int  # number of parameters
+    elements: int  # number of their elements
+    share: float  # of all elements of the model
+    settings: Mapping[str, float]  # learning rate and weight decay of the group, where it has them
+    blocks: Sequence[str]  # names of the parameters without their last part, each once
 
     def __str__(self) -> str:
         settings = "".join(f", {name} {value:g}" for name, value in self.settings.items())

@@ -24,14 +24,10 @@ from .hampel import EARLY, EARLY_SPREAD, FEWEST_RESIDUALS, FIRST, LEAST, LOG_OF_
 
 @dataclass(frozen=True)
 class Baseline:
-    """The usual norms of some layers. All tensors are ``[layers]``, NaN where too few steps are known.
+    """The usual norms of some layers. All tensors are ``[layers]``, NaN where too few steps are known."""
 
-    Attributes:
-        positions: logarithms of the usual norms.
-        spreads: robust standard deviations of the logarithms, with a floor that keeps rises below a factor of 1.5 from being spikes.
-    """
-
-    positions: Tensor
+    positions: Tensor  # logarithms of the usual norms
+    # robust standard deviations of the logarithms, with a floor that keeps rises below a factor of 1.5 from being spikes
     spreads: Tensor
 
     @classmethod
@@ -92,29 +88,20 @@ _ALIKE = 3.0
 
 @dataclass(frozen=True, slots=True)
 class ParameterAttribution:
-    """A parameter at the time of a spike.
-
-    Attributes:
-        name: of the parameter.
-        norm: of its gradient.
-        usual: its usual norm, see :class:`torch_gradmon.spikes.attribution.Baseline`; None if too few steps are known.
-        score: robust standard deviations of the log norm above usual; infinite for NaN and Inf, None if too few steps are known.
-        share: of the squared norm of the whole gradient; None if unknown, zero or not finite.
-        since: first step of the unbroken run of scores above the threshold. Also this step if the whole norm would be below 1.5 times
-            usual without this parameter. Else None.
-        nonfinite: number of NaN and infinite elements.
-        place: in the order of the model's parameters.
-        is_spoiled_after: its gradient was finite when the backward pass ended, and NaN or infinite when the optimizer used it.
-    """
+    """A parameter at the time of a spike."""
 
     name: str
-    norm: float
-    usual: float | None
+    norm: float  # of its gradient
+    usual: float | None  # its usual norm, see :class:`torch_gradmon.spikes.attribution.Baseline`; None if too few steps are known
+    # robust standard deviations of the log norm above usual; infinite for NaN and Inf, None if too few steps are known
     score: float | None
-    share: float | None
+    share: float | None  # of the squared norm of the whole gradient; None if unknown, zero or not finite
+    # first step of the unbroken run of scores above the threshold. Also this step if the whole norm would be below 1.5 times
+    # usual without this parameter. Else None.
     since: int | None
-    nonfinite: int
-    place: int
+    nonfinite: int  # number of NaN and infinite elements
+    place: int  # in the order of the model's parameters
+    # its gradient was finite when the backward pass ended, and NaN or infinite when the optimizer used it
     is_spoiled_after: bool = False
 
     @property
@@ -429,19 +416,12 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class SpikeCause:
-    """The cause of a spike.
+    """The cause of a spike."""
 
-    Attributes:
-        layer: the most suspicious parameter; empty if no single one stands out.
-        did: what it did, or what all layers did together, in a few words; empty if nothing is known.
-        words: the full text, as part of a sentence about a spike.
-        is_common: layers rose together, so no single one is the cause.
-    """
-
-    layer: str = ""
-    did: str = ""
-    words: str = ""
-    is_common: bool = False
+    layer: str = ""  # the most suspicious parameter; empty if no single one stands out
+    did: str = ""  # what it did, or what all layers did together, in a few words; empty if nothing is known
+    words: str = ""  # the full text, as part of a sentence about a spike
+    is_common: bool = False  # layers rose together, so no single one is the cause
 
 
 def spike_cause(

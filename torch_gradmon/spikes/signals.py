@@ -35,17 +35,11 @@ def by_size(events: Iterable[SpikeEvent]) -> list[int]:
 
 @dataclass(frozen=True)
 class Episode:
-    """One spike, in one step or in consecutive ones.
+    """One spike, in one step or in consecutive ones."""
 
-    Attributes:
-        steps: ascending.
-        events: of these steps, in order.
-        worst: the largest event; the first of equally large ones.
-    """
-
-    steps: tuple[int, ...]
-    events: tuple[SpikeEvent, ...]
-    worst: SpikeEvent
+    steps: tuple[int, ...]  # ascending
+    events: tuple[SpikeEvent, ...]  # of these steps, in order
+    worst: SpikeEvent  # the largest event; the first of equally large ones
 
     @property
     def first(self) -> int:

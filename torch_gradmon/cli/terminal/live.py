@@ -34,19 +34,12 @@ _PACE = 50
 
 @dataclass(frozen=True)
 class TopLayer:
-    """A parameter with a large share of the gradient.
-
-    Attributes:
-        name: of the parameter.
-        series: the norms of its gradient, before clipping if they are known.
-        usual: its usual norm in the last step; None if too few steps are known.
-        share: of the squared norm of the whole gradient, mean over the recent steps.
-    """
+    """A parameter with a large share of the gradient."""
 
     name: str
-    series: Series
-    usual: float | None
-    share: float
+    series: Series  # the norms of its gradient, before clipping if they are known
+    usual: float | None  # its usual norm in the last step; None if too few steps are known
+    share: float  # of the squared norm of the whole gradient, mean over the recent steps
 
 
 @dataclass

@@ -42,17 +42,11 @@ _LAYERS, _MOST_LAYERS = 5, 12
 
 @dataclass(frozen=True)
 class Screen:
-    """The terminal of a frame.
+    """The terminal of a frame."""
 
-    Attributes:
-        columns: of the terminal.
-        rows: of the terminal; None for no limit.
-        unicode: whether it can show blocks of different heights.
-    """
-
-    columns: int
-    rows: int | None
-    unicode: bool = True
+    columns: int  # of the terminal
+    rows: int | None  # of the terminal; None for no limit
+    unicode: bool = True  # whether it can show blocks of different heights
 
     @property
     def letters(self) -> str:
