@@ -29,7 +29,7 @@ import torch_gradmon as gradmon
 from ..core.fence import is_disabled
 from .demo_model import CharacterGPT, Sizes, corpus, draw
 
-# --- The tables that ``gradmon demo`` prints. Needs rich ---
+# --- tables ---
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def _number(value: float, kind: str = "") -> str:
     return f"{value:.0%}" if kind == "clipped_share" else f"{value:.1f}" if kind == "spike_score" else f"{value:.3f}"
 
 
-# --- demo ---
+# --- the training ---
 
 
 RUN_DIR = "runs/demo"

@@ -9,7 +9,7 @@ from datetime import datetime
 from types import TracebackType
 from typing import Any
 
-# --- A progress bar for long operations ---
+# --- progress ---
 
 
 class ProgressBar:
@@ -43,7 +43,7 @@ class ProgressBar:
             self._bar.update(count)
 
 
-# --- Strings for numbers that JSON does not have: NaN and infinities ---
+# --- numbers that JSON does not have ---
 
 
 def plain(value: float) -> float | str:
@@ -60,9 +60,6 @@ def strict(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [strict(item) for item in value]
     return plain(value) if isinstance(value, float) else value
-
-
-# --- formatting ---
 
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86_400

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 from .records import Severity
 
-# --- Mistakes of a training loop: severity, cause, and the line to change ---
-
 
 class Mistake(NamedTuple):
     """One mistake."""
@@ -145,7 +143,7 @@ MISTAKES: dict[str, Mistake] = {
 }
 
 
-# --- setup mistakes ---
+# --- mistakes of setup and data ---
 
 
 #: What the user has declared does not hold.

@@ -26,7 +26,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
-# --- compat ---
+# --- releases of torch ---
 
 
 #: How long a second connection to a store is waited for.
@@ -351,7 +351,7 @@ def all_in_use() -> list[torch.device]:
     return [torch.device(device.type, number) for number in range(functions_of(device).device_count())]
 
 
-# --- Keep hooks and attributes of the monitor out of pickles and copies ---
+# --- pickles and copies without the monitor ---
 
 
 _ATTRIBUTES = ("gradmon", "__reduce_ex__", "values")
@@ -532,7 +532,7 @@ def _began(number: int) -> str | None:
     return "" if state in "ZX" else rest[18]
 
 
-# --- Which calls are running: what is to report its end, and was interrupted, runs no longer ---
+# --- which calls are running ---
 
 
 def running_calls(module: nn.Module) -> int:
@@ -559,7 +559,7 @@ def _running(code: CodeType, of: object = None) -> int:
     return calls
 
 
-# --- The exception with which a training ends ---
+# --- the exception with which a training ends ---
 
 
 #: How loops and generators end that are not interrupted.
@@ -594,7 +594,7 @@ def _of_script() -> BaseException | None:
     return error if trace.tb_frame.f_globals.get("__name__") in ("__main__", "runpy") else None
 
 
-# --- Modes of torch: hiding our operations from modes of the user, autocast, and random generators ---
+# --- modes of the user, autocast, states of all generators ---
 
 
 _NOTHING: AbstractContextManager[object] = nullcontext()

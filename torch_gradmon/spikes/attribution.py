@@ -19,7 +19,7 @@ from ..core.records import StatsTable, StepRecord, spoiled_between
 from .detector import Verdict
 from .hampel import EARLY, EARLY_SPREAD, FEWEST_RESIDUALS, FIRST, LEAST, LOG_OF_ZERO, MAD_TO_STD, NEAR, THRESHOLD
 
-# --- The usual gradient norm of each layer, and the distance of a step from it ---
+# --- usual norms ---
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def _median(values: Tensor, dim: int) -> Tensor:
     return (middle / 2).squeeze(dim)
 
 
-# --- The parameters at the time of a spike, in order of suspicion: which moved, and which of them first ---
+# --- parameters in order of suspicion ---
 
 
 #: Steps whose gradients are kept: 13 kB each for 200 parameters.
@@ -229,7 +229,7 @@ def _nearest_first(suspect: ParameterAttribution) -> tuple[bool, float, int]:
     return not suspect.nonfinite, math.inf if suspect.since is None else suspect.since, -suspect.place
 
 
-# --- The gradients of the last steps, and who is suspected of the largest spikes ---
+# --- gradients of the last steps ---
 
 
 #: Steps with a spike whose suspects are kept: those with the largest spikes.
@@ -345,7 +345,7 @@ def _aligned(other: StatsTable, table: StatsTable) -> tuple[Tensor, Tensor]:
     return rows[:, Column.SQUARE_SUM].sqrt(), rows[:, Column.NONFINITE].nan_to_num(0.0)
 
 
-# --- Find the first tensor of a step that holds NaN or Inf, as far as its statistics show ---
+# --- where NaN or Inf began ---
 
 
 def nonfinite_origin(record: StepRecord, forward_only: bool = False) -> str:
@@ -399,7 +399,7 @@ def _counted(spoiled: tuple[str, int, int]) -> str:
     return f"{name} ({bad:,} of {count:,} elements)"
 
 
-# --- attribution ---
+# --- the cause as text ---
 
 
 #: Layers rose together if the median layer rose by at least this part of the rise of the whole norm, both as logarithms. The part is above
@@ -436,9 +436,9 @@ def spike_cause(
     ``is_open``: it may still be logged. ``by_turns``: optimizers take turns in the step, so that several losses went backward.
     """
     if any(suspect.is_spoiled_after for suspect in suspects):
-        return _spoiled_after(suspects)
+        return _spoiled_after_cause(suspects)
     if any(suspect.nonfinite for suspect in suspects):
-        return _attribution_spoiled(suspects, loss, is_open, by_turns)
+        return _nonfinite_cause(suspects, loss, is_open, by_turns)
     moved = [suspect for suspect in suspects if suspect.since is not None]
     factors = [suspect.factor for suspect in moved if suspect.factor is not None]
     if factors and begins_at(suspects) is not None:
@@ -547,7 +547,7 @@ def _shares(suspects: Sequence[ParameterAttribution]) -> str:
     return f"{noise}; the largest shares of the squared norm: {top}" if top else ""
 
 
-def _spoiled_after(suspects: Sequence[ParameterAttribution]) -> SpikeCause:
+def _spoiled_after_cause(suspects: Sequence[ParameterAttribution]) -> SpikeCause:
     """NaN or Inf that no backward pass brought."""
     spoiled = [suspect.name for suspect in suspects if suspect.is_spoiled_after]
     is_all = len(spoiled) == len(suspects)
@@ -564,9 +564,7 @@ def _few(names: Sequence[str]) -> str:
     return f"{', '.join(names[:_NAMED])}{more}"
 
 
-def _attribution_spoiled(
-    suspects: Sequence[ParameterAttribution], loss: float | None, is_open: bool, by_turns: bool
-) -> SpikeCause:
+def _nonfinite_cause(suspects: Sequence[ParameterAttribution], loss: float | None, is_open: bool, by_turns: bool) -> SpikeCause:
     """What gradients alone show about the origin of NaN or Inf: backward() goes from the last parameter to the first."""
     spoiled = [suspect for suspect in suspects if suspect.nonfinite]
     names = _few([suspect.name for suspect in spoiled])

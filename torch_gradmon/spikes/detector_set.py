@@ -19,7 +19,7 @@ from .detector import SpikeDetector, Verdict
 from .hampel import LEAST
 from .signals import MatchingValues, size, value_of
 
-# --- Report, some steps after a spike, whether its signal recovered ---
+# --- recovery ---
 
 
 #: Number of steps observed after a spike.
@@ -117,7 +117,7 @@ def _range(values: Sequence[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-# --- follow up ---
+# --- state of the current spikes ---
 
 
 #: Numbers of consecutive steps not applied that call for more detail: fewer are a gradient scaler's search for its scale.
@@ -195,7 +195,7 @@ class FollowUp:
         self._origin_reported = spoiled and (self._origin_reported or bool(text))
 
 
-# --- All detectors of a run. Each gets its signal once a step, as soon as there is a value ---
+# --- all detectors ---
 
 
 #: The signal whose score is the whole-model value ``gradmon/spike_score``.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..core.validation import positive
 
-# --- The last values of a signal, kept in order of time and of size, which makes medians cheap ---
+# --- sorted window ---
 
 
 class SortedWindow:
@@ -84,7 +84,7 @@ class SortedWindow:
         return max(lower, upper)
 
 
-# --- The level of a signal in the default rule: its settings, and a running median with residuals ---
+# --- settings, and the level of a signal ---
 
 
 #: Makes the median of absolute deviations a standard deviation for normal data.
@@ -157,7 +157,7 @@ def value_at(position: float) -> float:
     return math.exp(position) if position > LOG_OF_ZERO + 1 else 0.0
 
 
-# --- The default rule: the distance of a value's logarithm to its running medians ---
+# --- the rule for one signal ---
 
 
 class Hampel:
@@ -343,7 +343,7 @@ class Hampel:
         self._count, self.linear = int(state["count"]), bool(state["linear"])
 
 
-# --- Sorted windows of many signals at once ---
+# --- sorted windows of many signals ---
 
 
 #: Places of rows, each once, or all rows.
@@ -440,7 +440,7 @@ def _nearest(ordered: Tensor, center: Tensor, rank: int, count: int) -> Tensor:
     return reach.amin(dim=1)
 
 
-# --- hampel bank ---
+# --- the rule for many signals ---
 
 
 class _RingBuffers:

@@ -13,7 +13,7 @@ from ..core.moments import VIEWS
 from ..core.records import SpikeEvent, StatsTable, StepRecord
 from ..step.plan import value_in, values_in
 
-# --- Group spikes of consecutive steps into episodes, and rank them by size ---
+# --- episodes ---
 
 
 def size(event: SpikeEvent) -> float:
@@ -96,7 +96,7 @@ def counted(found: Sequence[Episode]) -> str:
     return str(len(found)) if steps == len(found) else f"{len(found)} in {steps} steps"
 
 
-# --- Look up the value of a signal in a step's record ---
+# --- the value of a signal in a step's record ---
 
 
 def value_of(signal: str, record: StepRecord, whole: Mapping[str, float]) -> float | None:

@@ -16,7 +16,7 @@ from ...runs.liveness import RunStatus, run_status
 from ...step.planner import PRESETS
 from .common import Command, UsageError, argument, flag, positive, value
 
-# --- The state of a live change of detail, as ``gradmon detail`` prints it ---
+# --- what is printed ---
 
 
 def state_of(found: RunStatus) -> Mapping[str, Any]:
@@ -92,7 +92,7 @@ def result_of(state: Mapping[str, Any], change: DetailRequest, session: str) -> 
     return None
 
 
-# --- ``gradmon detail``: more detail of a running training for a while ---
+# --- the command ---
 
 
 def _step(text: str) -> int:

@@ -28,12 +28,6 @@ from ...runs.value_matrix import most_cells
 from ...spikes.signals import Episode, episodes, largest
 from ...step.summary import KEY_DOCUMENTATION
 
-# --- A run layer by layer: a row for each parameter, or for each block of them ---
-
-
-# --- overview ---
-
-
 #: Counters, which are shown as numbers of steps.
 _TOTALS = frozenset({"steps_not_applied", "steps_skipped"})
 _ORDER = {name: place for place, name in enumerate(KEY_DOCUMENTATION)}
@@ -123,7 +117,7 @@ def rates_in(context: Mapping[str, Any]) -> list[float]:
     return [float(rate) for rate in (rates if isinstance(rates, list) else [rates]) if isinstance(rate, (int, float))]
 
 
-# --- A run layer by layer: a row for each parameter, or for each block of them ---
+# --- rows of layers ---
 
 
 #: More parameters than this are grouped by block; so many rows are never too many for the steps.
@@ -323,7 +317,7 @@ def _same(before: _Collected, after: _Collected) -> bool:
     return torch.allclose(rows, after.values[there], rtol=1e-6, atol=0.0, equal_nan=True)
 
 
-# --- X ---
+# --- the summary of a run ---
 
 
 #: Spikes and logged values that are shown.

@@ -23,9 +23,6 @@ from ...spikes.attribution import REMEMBERED, Baseline, ParameterAttribution, ra
 from ...spikes.signals import Episode, episodes, largest
 from .layer_table import gradient_source
 
-# --- The last steps of an active run, read incrementally ---
-
-
 #: The part of the shown steps that counts as recent, as a divisor.
 _RECENT_PART = 6
 #: Steps from which the speed is computed.
@@ -225,7 +222,7 @@ def _columns(values: Tensor, names: Sequence[str], wanted: Sequence[str], absent
     return padded[:, [place.get(name, -1) for name in wanted]]
 
 
-# --- Follows the run in a directory while it begins, continues, ends, or is replaced ---
+# --- the run in a directory, which begins, continues, ends, or is replaced ---
 
 
 class RunFollower:

@@ -21,9 +21,6 @@ from .live import LiveRun, RunFollower
 from .sparkline import ASCII, BLOCKS, NONFINITE, Columns, sparkline
 from .summary_view import QuietConsole
 
-# --- live view ---
-
-
 _LOUD, _WARN, _TITLE, _DIM, _GOOD = "bold red", "bold yellow", "bold cyan", "dim", "green"
 #: The run is idle after this many of its usual steps, and after this many seconds at least.
 _IDLE_STEPS, _IDLE_SECONDS = 20, 10.0
@@ -229,9 +226,6 @@ def _spikes(live: LiveRun, screen: Screen) -> Iterator[Text]:
         text, width = screen.shown("; ".join(filter(None, parts))), max(screen.columns - len(head), 10)
         for place, line in enumerate(textwrap.wrap(text, width, max_lines=2, placeholder=" ...")):
             yield Text.assemble((f"{'' if place else head:{len(head)}}", _WARN), line)
-
-
-# --- The live view of ``gradmon watch``. Needs rich ---
 
 
 def print_frame(console: QuietConsole, follower: RunFollower) -> None:

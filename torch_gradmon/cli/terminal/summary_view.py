@@ -15,7 +15,7 @@ from ...core.formatting import cut_start, number, percent, time_span
 from ...spikes.signals import counted, largest
 from .layer_table import LayerRow, RunSummary, ValueSummary
 
-# --- The console that commands print to. Needs rich ---
+# --- the console that commands print to ---
 
 
 class QuietConsole(Console):
@@ -28,7 +28,7 @@ class QuietConsole(Console):
         raise BrokenPipeError
 
 
-# --- The drawing of ``gradmon summary``, for any terminal width. Needs rich ---
+# --- the summary, for any terminal width ---
 
 
 _LOUD, _TITLE, _DIM = "bold red", "bold cyan", "dim"
