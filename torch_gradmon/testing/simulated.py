@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +20,6 @@ from torch import Tensor
 from ..core.torch_modes import forget_devices
 
 NAME = "simulated"
-
-
-# --- streams and what they order -------------------------------------------------------------------------------------------------
 
 
 #: How far each stream has certainly come, by stream.
@@ -82,8 +79,6 @@ class Timeline:
         if is_lazy:
             self.races = []
 
-    # --- streams ---------------------------------------------------------------------------------------------------------------
-
     def new_stream(self) -> int:
         with self._lock:
             number, self._count = self._count, self._count + 1
@@ -113,8 +108,6 @@ class Timeline:
         """The next operations on ``stream`` come after what ``clock`` has."""
         with self._lock:
             _advance(self._clocks[stream], clock)
-
-    # --- operations ------------------------------------------------------------------------------------------------------------
 
     def queue(self, name: str, read: list[Memory], written: list[Memory]) -> None:
         with self._lock:
@@ -147,8 +140,6 @@ class Timeline:
                 if stream != memory.stream and stream not in memory.kept_for and clock.get(stream, 0) < at:
                     self.races.append(f"memory of stream {memory.stream} is released while stream {stream} may still use it")
 
-    # --- the host --------------------------------------------------------------------------------------------------------------
-
     def copy_to_host(self, host: Tensor, values: Tensor) -> None:
         """A non-blocking copy that was queued just now. It spoils ``host`` until :meth:`wait` was called."""
         if not self.is_lazy:
@@ -156,7 +147,8 @@ class Timeline:
             return
         with self._lock:
             self._copies.append((self.here, host, values.clone()))
-            _spoil(host)
+            # what cannot be taken for a value
+            host.fill_(torch.nan if host.is_floating_point() else -1 if host.dtype.is_signed else 1)
 
     def copy_from_host(self, host: Tensor) -> None:
         """A non-blocking copy of ``host`` to the device that was queued just now."""
@@ -197,19 +189,7 @@ def _precedes(place: tuple[int, int], stream: int, clock: Clock) -> bool:
     return place[0] == stream or clock.get(place[0], 0) >= place[1]
 
 
-def _spoil(host: Tensor) -> None:
-    """Fill with what cannot be taken for a value."""
-    host.fill_(float("nan") if host.is_floating_point() else -1 if host.dtype.is_signed else 1)
-
-
 # --- graphs ----------------------------------------------------------------------------------------------------------------------
-
-
-class _Call(NamedTuple):
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    result: Any
 
 
 class SimulatedGraph:
@@ -223,7 +203,7 @@ class SimulatedGraph:
     """
 
     def __init__(self) -> None:
-        self._calls: list[_Call] = []
+        self._calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]] = []  # the last is the result
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
         self._made: list[Tensor] = []
         self.error: str | None = None
@@ -242,7 +222,7 @@ class SimulatedGraph:
         for tensor in written:
             self._before.setdefault(id(tensor), (tensor, tensor.clone()))
         result = function(*args, **kwargs)
-        self._calls.append(_Call(function, args, kwargs, result))
+        self._calls.append((function, args, kwargs, result))
         self._made += [tensor for tensor in tensors_in([result]) if all(tensor is not old for old in tensors_in(args))]
         return result
 
@@ -648,8 +628,7 @@ class _Module:
     def is_initialized(self) -> bool:
         return True
 
-    def is_available(self) -> bool:
-        return True
+    is_available = is_initialized
 
     def current_device(self) -> int:
         return 0
