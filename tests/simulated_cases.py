@@ -19,11 +19,11 @@ from torch_gradmon.capture import parameters
 from torch_gradmon.cli.demo_model import CharacterGPT, Sizes
 from torch_gradmon.core.errors import WarningLog
 from torch_gradmon.core.moments import ALL_COLUMNS
-from torch_gradmon.core.simulated.timeline import Memory
 from torch_gradmon.spikes.attribution import nonfinite_origin
 from torch_gradmon.statistics.dispatch import Statistics
 from torch_gradmon.statistics.fingerprint import fingerprints
 from torch_gradmon.step.buffer import DeviceToHostCopy
+from torch_gradmon.testing.simulated import Memory
 
 torch.set_num_threads(1)
 case = Programs()

@@ -13,7 +13,7 @@ import torch_gradmon as gradmon
 from tests.simulated import AT, DEVICE, Programs, without
 from torch_gradmon.capture.pass_tracker import PassTracker
 from torch_gradmon.core.fence import Fence
-from torch_gradmon.core.simulated.graph import SimulatedGraph
+from torch_gradmon.testing.simulated import SimulatedGraph
 
 torch.set_num_threads(1)
 case = Programs()

@@ -57,7 +57,7 @@ OPTIONAL = {
 #: Optional packages that a file may import.
 ALSO = {
     "core.formatting": {"tqdm"},
-    "cli.commands.diagnose": {"rich"},
+    "cli.commands.one_run": {"rich"},
     "cli.demo": {"rich", "tqdm"},
     "runs.export": {"pyarrow"},
     "integrations.accelerate": {"accelerate"},

@@ -45,8 +45,8 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_command_is_what_the_table_of_commands_wants(name: str) -> None:
     command = _commands()[name]
     assert list(inspect.signature(command.run).parameters) == ["options"]
-    assert len(command.COMMAND.examples) >= 1
-    for line, what in command.COMMAND.examples:
+    assert len(command.examples) >= 1
+    for line, what in command.examples:
         words = shlex.split(line)
         assert words[:2] == ["gradmon", name]
         assert what.strip()
@@ -55,7 +55,7 @@ def test_a_command_is_what_the_table_of_commands_wants(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_help_of_a_command_and_of_all_have_its_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [line for line, _ in _commands()[name].COMMAND.examples]
+    lines = [line for line, _ in _commands()[name].examples]
     for words, wanted in (([name, "--help"], lines), (["--help"], lines[:1])):
         with pytest.raises(SystemExit, match=r"^0$"):
             main(words)
@@ -96,7 +96,7 @@ def test_an_error_is_one_line_with_the_right_exit_code(
     def fails(*_: object) -> str:
         raise error
 
-    monkeypatch.setattr("torch_gradmon.cli.commands.why.open_run", fails)
+    monkeypatch.setattr("torch_gradmon.cli.commands.one_run.open_run", fails)
     assert main(["why", str(run_dir)]) == code
     assert capsys.readouterr().err == "gradmon: error: there is no such thing\n"
 
@@ -105,7 +105,7 @@ def test_ctrl_c_ends_with_a_word(run_dir: Path, monkeypatch: pytest.MonkeyPatch,
     def interrupted(*_: object) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("torch_gradmon.cli.commands.why.open_run", interrupted)
+    monkeypatch.setattr("torch_gradmon.cli.commands.one_run.open_run", interrupted)
     assert main(["why", str(run_dir)]) == 130
     assert capsys.readouterr().err == "gradmon: error: stopped\n"
 

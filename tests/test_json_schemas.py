@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.live_training import train
-from torch_gradmon.cli.commands.schema import NAMES
+from torch_gradmon.cli.commands.programs import NAMES
 from torch_gradmon.cli.main import _commands, main
 
 jsonschema = pytest.importorskip("jsonschema")
@@ -92,8 +92,8 @@ def test_the_check_of_widths_prints_what_its_schema_has(tmp_path: Path, capsys: 
 def test_every_command_with_json_has_a_schema() -> None:
     with_json = {
         name
-        for name, module in _commands().items()
-        for each in module.COMMAND.arguments
+        for name, command in _commands().items()
+        for each in command.arguments
         for one in ([each] if hasattr(each, "names") else each)
         if "--json" in one.names
     }

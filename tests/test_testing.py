@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from torch_gradmon.core.keys import Key
-from torch_gradmon.monitor.testing import RecordingSink, collect_records
+from torch_gradmon.testing import RecordingSink, collect_records
 
 LOSS = Key("", "loss", "")
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from .core.lazy_import import importing
 
 if TYPE_CHECKING:
+    from . import testing
     from .analysis.diagnosis import Diagnosis, Finding
     from .analysis.diagnosis.diagnose import diagnose
     from .analysis.diff import Difference, diff
     from .analysis.run import Run, load_run
     from .core.errors import GradmonWarning, SpikeError
-    from .monitor import testing
     from .monitor.compatibility import MonitorMixin, RefinedCoordinateCheck, monitor_scaled_dot_product_attention
     from .monitor.monitor import ModuleMonitor
     from .monitor.watch import watch
@@ -85,7 +85,7 @@ _HOMES = {
     "diff": "analysis.diff",
     "load_run": "analysis.run",
     "monitor_scaled_dot_product_attention": "monitor.compatibility",
-    "testing": "monitor.testing",
+    "testing": "testing",
     "watch": "monitor.watch",
 }
 

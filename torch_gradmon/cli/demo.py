@@ -29,7 +29,7 @@ import torch_gradmon as gradmon
 from ..core.fence import is_disabled
 from .demo_model import CharacterGPT, Sizes, corpus, draw
 
-# --- The tables that ``gradmon demo`` prints. Needs rich ---
+# --- tables ---
 
 
 @dataclass(frozen=True)
@@ -46,25 +46,15 @@ class DemoRow:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """The result of a demo.
+    """The result of a demo."""
 
-    Attributes:
-        step: the last step that measured updates; the values are of this step.
-        values: all values of it by key.
-        rows: the table of layers.
-        steps: number of steps.
-        overhead_pct: time spent in the monitor, mean over all steps.
-        run_dir: the run directory.
-        spoiled: the step and the layer whose gradient was spoiled on purpose; None if none was.
-    """
-
-    step: int
-    values: Mapping[str, float]
-    rows: Sequence[DemoRow]
-    steps: int
-    overhead_pct: float
-    run_dir: Path
-    spoiled: tuple[int, str] | None = None
+    step: int  # the last step that measured updates; the values are of this step
+    values: Mapping[str, float]  # all values of it by key
+    rows: Sequence[DemoRow]  # the table of layers
+    steps: int  # number of steps
+    overhead_pct: float  # time spent in the monitor, mean over all steps
+    run_dir: Path  # the run directory
+    spoiled: tuple[int, str] | None = None  # the step and the layer whose gradient was spoiled on purpose; None if none was
 
 
 def rows(values: Mapping[str, float], elements: Mapping[str, int]) -> list[DemoRow]:
@@ -97,7 +87,6 @@ def _norm_of(values: Mapping[str, float], source: str, names: Sequence[str]) -> 
 
 
 def report(console: Console, result: DemoResult) -> None:
-    """Print the whole-model values, the table of layers, and the next steps."""
     values = result.values
     summary = Table.grid(padding=(0, 2))
     for name, meaning in (
@@ -147,7 +136,6 @@ def report(console: Console, result: DemoResult) -> None:
 
 
 def picture(result: DemoResult) -> str:
-    """The tables as SVG."""
     console = Console(record=True, width=80, file=io.StringIO(), force_terminal=True, highlight=False)
     report(console, result)
     console.print()  # otherwise the frame cuts the underscores of the last line
@@ -171,7 +159,7 @@ def _number(value: float, kind: str = "") -> str:
     return f"{value:.0%}" if kind == "clipped_share" else f"{value:.1f}" if kind == "spike_score" else f"{value:.3f}"
 
 
-# --- demo ---
+# --- the training ---
 
 
 RUN_DIR = "runs/demo"
@@ -191,7 +179,6 @@ def spoiled_in(steps: int, sizes: Sizes) -> tuple[int, str] | None:
 
 
 def train(model: CharacterGPT, data: Tensor, sizes: Sizes, steps: int, run_dir: Path, seed: int) -> gradmon.ModuleMonitor:
-    """Train ``model`` for ``steps`` steps under watch."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP))
     generator = torch.Generator().manual_seed(seed)
@@ -233,7 +220,6 @@ def _plain_warnings(replaces: bool) -> Iterator[None]:
 
 @contextmanager
 def _spoiling(model: CharacterGPT, layer: str) -> Iterator[None]:
-    """Within it, the gradient of the layer's weight is too large."""
     weight = model.get_parameter(f"{layer}.weight")
     hook = weight.register_hook(lambda gradient: gradient * FACTOR)  # type: ignore[no-untyped-call]
     try:

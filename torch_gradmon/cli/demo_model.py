@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of the model and of a batch."""
-
     blocks: int = 4
     width: int = 128
     heads: int = 4
@@ -22,8 +20,6 @@ class Sizes:
 
 
 class Block(nn.Module):
-    """Attention and two linear layers, each with a norm before it and a residual connection around it."""
-
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         width = sizes.width

@@ -10,14 +10,16 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from importlib import import_module
-from typing import NoReturn, Protocol, cast
+from typing import NoReturn
 
 from .. import __version__
 from ..core.errors import nearest
 from ..core.formatting import printable
 from .commands.common import Command, UsageError, example_lines
 
-#: The commands, as ``gradmon --help`` groups them; each is a module of its name, see :class:`CommandModule`.
+#: The modules with ``COMMANDS``, which import optional packages only within the function that runs one.
+_MODULES = ("demo", "doctor", "one_run", "live", "compare", "diff", "programs", "detail", "coordcheck")
+#: The commands, as ``gradmon --help`` groups them.
 _GROUPS = {
     "see what it is, and whether all of it is there": ("demo", "doctor"),
     "look at a run, which may still go on": ("report", "summary", "status", "watch", "diagnose", "why", "export"),
@@ -32,18 +34,6 @@ _CHOICE = re.compile(r"(invalid choice: '([^']*)') \(choose from (.*)\)$")
 _EXAMPLES = 2
 
 
-class CommandModule(Protocol):
-    """The module of a command. It imports optional packages only within :func:`run`."""
-
-    COMMAND: Command
-
-    def run(self, options: argparse.Namespace) -> int:
-        """Run the command and return its exit code: 0, or 1 for a bad result.
-
-        A :class:`UsageError` is printed on one line with the exit code 2; an OSError or ValueError with 1.
-        """
-
-
 class _Parser(argparse.ArgumentParser):
     """Prints an error on one line, with what was probably meant."""
 
@@ -54,7 +44,6 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
-        """An error about arguments that this command does not have."""
         options = [name for action in self._actions for name in action.option_strings if name.startswith("--")]
         near = nearest(unknown[0].partition("=")[0], options) if unknown[0].startswith("--") else ""
         self.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
@@ -76,8 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_command(arguments: Sequence[str] | None) -> int:
-    modules = _commands()
-    parser = command_parser(modules)
+    commands = _commands()
+    parser = command_parser(commands)
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
         given = [*(sys.argv[1:] if arguments is None else arguments)]
@@ -86,7 +75,7 @@ def _run_command(arguments: Sequence[str] | None) -> int:
     if options.command is None:
         parser.error("name a command, such as demo")
     try:
-        return modules[options.command].run(options)
+        return commands[options.command].run(options)
     except KeyboardInterrupt:
         return _fail("stopped", 130)
     except UsageError as error:
@@ -97,24 +86,24 @@ def _run_command(arguments: Sequence[str] | None) -> int:
         return _fail(str(error), 1)
 
 
-def _commands() -> dict[str, CommandModule]:
-    names = [name for group in _GROUPS.values() for name in group]
-    return {name: cast(CommandModule, import_module(f".commands.{name}", __package__)) for name in names}
+def _commands() -> dict[str, Command]:
+    found = {each.name: each for name in _MODULES for each in import_module(f".commands.{name}", __package__).COMMANDS}
+    return {name: found[name] for group in _GROUPS.values() for name in group}
 
 
-def command_parser(modules: dict[str, CommandModule] | None = None) -> _Parser:
-    """The parser of the command line; ``modules``: of its commands, if they are imported already."""
-    modules = modules or _commands()
+def command_parser(commands: dict[str, Command] | None = None) -> _Parser:
+    """The parser of the command line; ``commands``: if they are imported already."""
+    commands = commands or _commands()
     parser = _Parser(
         prog="gradmon",
         description="See what gradients, parameters and updates do while a PyTorch model trains.",
-        epilog="\n".join(["examples:", *_examples(modules)]),
+        epilog="\n".join(["examples:", *_examples(commands)]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"torch_gradmon {__version__}")
     subparsers = parser.add_subparsers(title="commands", dest="command", metavar="command")
-    for module in modules.values():
-        module.COMMAND.add_to(subparsers)
+    for command in commands.values():
+        command.add_to(subparsers)
     return parser
 
 
@@ -125,11 +114,11 @@ def _of_command(parser: _Parser, command: str | None) -> _Parser:
     return found
 
 
-def _examples(modules: dict[str, CommandModule]) -> Iterator[str]:
+def _examples(commands: dict[str, Command]) -> Iterator[str]:
     for title, names in _GROUPS.items():
         yield f" {title}"
         for name in names:
-            yield from example_lines(modules[name].COMMAND.examples[:_EXAMPLES])
+            yield from example_lines(commands[name].examples[:_EXAMPLES])
     yield ""
     yield "gradmon COMMAND --help has more of each."
 

@@ -87,7 +87,6 @@ class Fence:
                 self._seconds += time.perf_counter() - self._entered
 
     def defer(self, call: Callable[[], None]) -> None:
-        """Call it once, before the next method that is run."""
         self._deferred = call
 
     def _note_capture(self) -> None:
@@ -105,7 +104,6 @@ class Fence:
         return self._settled + self._seconds + running
 
     def add_time(self, seconds: float) -> None:
-        """Add ``seconds`` to the measured overhead."""
         self._seconds += seconds
 
     def add_since(self, began: float) -> None:
@@ -139,8 +137,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def fenced(method: F) -> F:
-    """Fence a method of an object that has a :class:`Fence`."""
-
     @functools.wraps(method)
     def call(self: Fenced, *args: Any) -> Any:
         return self.fence.run(method, self, *args)

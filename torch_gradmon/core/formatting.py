@@ -9,7 +9,7 @@ from datetime import datetime
 from types import TracebackType
 from typing import Any
 
-# --- A progress bar for long operations ---
+# --- progress ---
 
 
 class ProgressBar:
@@ -39,12 +39,11 @@ class ProgressBar:
             self._bar.close()
 
     def advance(self, count: int = 1) -> None:
-        """Mark ``count`` units as done."""
         if self._bar is not None:
             self._bar.update(count)
 
 
-# --- Strings for numbers that JSON does not have: NaN and infinities ---
+# --- numbers that JSON does not have ---
 
 
 def plain(value: float) -> float | str:
@@ -61,9 +60,6 @@ def strict(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [strict(item) for item in value]
     return plain(value) if isinstance(value, float) else value
-
-
-# --- formatting ---
 
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86_400
@@ -225,7 +221,6 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """The same line by line."""
     return "\n".join(map(printable, text.splitlines()))
 
 

@@ -8,31 +8,19 @@ from typing import Any, NamedTuple
 
 from .records import Severity
 
-# --- Mistakes of a training loop: severity, cause, and the line to change ---
-
 
 class Mistake(NamedTuple):
-    """One mistake.
+    """One mistake."""
 
-    Attributes:
-        severity: of the finding.
-        cause: a sentence without its full stop.
-        advice: what to change, likewise.
-        repeats: number of occurrences from which it counts.
-        warns: warn during training. Others are reported only on request, since they are uncertain or may be intended.
-        weight: of the finding. All are high, since a mistake in the loop causes what the statistics show.
-        matters_if_stuck: a warning where the model does not learn, and otherwise information, whatever ``severity`` is.
-        warns_for_each: warn for each key that it is counted for, with the evidence, and not once for all.
-    """
-
-    severity: Severity
-    cause: str
-    advice: str
-    repeats: int = 3
-    warns: bool = True
-    weight: float = 120.0
+    severity: Severity  # of the finding
+    cause: str  # a sentence without its full stop
+    advice: str  # what to change, likewise
+    repeats: int = 3  # number of occurrences from which it counts
+    warns: bool = True  # warn during training. Others are reported only on request, since they are uncertain or may be intended.
+    weight: float = 120.0  # of the finding. All are high, since a mistake in the loop causes what the statistics show.
+    # a warning where the model does not learn, and otherwise information, whatever ``severity`` is
     matters_if_stuck: bool = False
-    warns_for_each: bool = False
+    warns_for_each: bool = False  # warn for each key that it is counted for, with the evidence, and not once for all
 
 
 MISTAKES: dict[str, Mistake] = {
@@ -155,7 +143,7 @@ MISTAKES: dict[str, Mistake] = {
 }
 
 
-# --- setup mistakes ---
+# --- mistakes of setup and data ---
 
 
 #: What the user has declared does not hold.
@@ -438,30 +426,19 @@ DIVERGENCE_ADVICE = "Lower the learning rate by half, clip gradients to their us
 
 @dataclass(frozen=True)
 class LoopFinding:
-    """One mistake of the loop.
+    """One mistake of the loop."""
 
-    Attributes:
-        rule: the slug of the finding, such as ``missing-zero-grad``.
-        first: the first step in which it occurred.
-        last: the last one.
-        count: number of such steps.
-        where: affected parameters or modules, if any; messages name the first.
-        evidence: numbers by description.
-    """
-
-    rule: str
-    first: int
-    last: int
-    count: int
-    where: tuple[str, ...] = ()
-    evidence: Mapping[str, float] = field(default_factory=dict)
+    rule: str  # the slug of the finding, such as ``missing-zero-grad``
+    first: int  # the first step in which it occurred
+    last: int  # the last one
+    count: int  # number of such steps
+    where: tuple[str, ...] = ()  # affected parameters or modules, if any; messages name the first
+    evidence: Mapping[str, float] = field(default_factory=dict)  # numbers by description
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return {**asdict(self), "where": list(self.where)}
 
     @classmethod
     def of_dict(cls, fact: Mapping[str, Any]) -> LoopFinding:
-        """The inverse of :meth:`to_dict`."""
         known = {each.name: fact[each.name] for each in fields(cls) if each.name in fact}  # a later version may know more
         return cls(**{**known, "where": tuple(fact.get("where", ()))})

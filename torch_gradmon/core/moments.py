@@ -87,21 +87,13 @@ def from_columns(columns: Mapping[Column, Tensor], groups: Sequence[int] | Tenso
 
 @dataclass(frozen=True)
 class StatView:
-    """A built-in metric: arithmetic on a row.
+    """A built-in metric: arithmetic on a row."""
 
-    Attributes:
-        columns: those that it needs.
-        of: the columns of rows on the host, each ``[n]``, to values ``[n]``.
-        needs: ``""``, ``"elements"`` or ``"finite elements"``; without them the value is undefined and its key absent.
-        unit: of the value, for axes.
-        documentation: one line.
-    """
-
-    columns: frozenset[Column]
-    of: Callable[[Sequence[Tensor]], Tensor]
-    needs: str
-    unit: str
-    documentation: str
+    columns: frozenset[Column]  # those that it needs
+    of: Callable[[Sequence[Tensor]], Tensor]  # the columns of rows on the host, each ``[n]``, to values ``[n]``
+    needs: str  # ``""``, ``"elements"`` or ``"finite elements"``; without them the value is undefined and its key absent
+    unit: str  # of the value, for axes
+    documentation: str  # one line
 
     def compute(self, rows: Tensor) -> Tensor:
         """The values ``[n]`` of rows ``[n, 8]`` on the host."""

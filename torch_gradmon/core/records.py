@@ -22,17 +22,11 @@ from .moments import ALWAYS, VIEWS, Column
 
 
 class Block(NamedTuple):
-    """Keys, and a value for each.
-
-    Attributes:
-        keys: the keys.
-        numbers: their values.
-        table: the source whose table of statistics these values are views of; empty if they are no views.
-    """
+    """Keys, and a value for each."""
 
     keys: Sequence[Key] = ()
     numbers: Sequence[float] = ()
-    table: str = ""
+    table: str = ""  # the source whose table of statistics these values are views of; empty if they are no views
 
 
 #: A loop that logs more often than this in one step gets what it logged merged.
@@ -84,7 +78,6 @@ class StepValues(Mapping[Key, float]):
         return self._rest
 
     def without(self, keys: Container[Key]) -> StepValues:
-        """The values of all other keys."""
         left = []
         for block in self.blocks:
             some = [key not in keys for key in block.keys]
@@ -93,7 +86,6 @@ class StepValues(Mapping[Key, float]):
 
     @property
     def by_key(self) -> dict[Key, float]:
-        """All values as a dict."""
         if self._by_key is None:
             found: dict[Key, float] = {}
             for keys, numbers, _ in self.blocks:
@@ -124,19 +116,15 @@ class StepValues(Mapping[Key, float]):
 
     # those of a dict need no call for each value
     def get(self, key, default=None):  # type: ignore[no-untyped-def]
-        """The value of ``key``, or ``default``."""
         return self._by_key_with(key).get(key, default)
 
     def items(self):  # type: ignore[no-untyped-def]
-        """Keys with values."""
         return self.by_key.items()
 
     def keys(self):  # type: ignore[no-untyped-def]
-        """The keys."""
         return self.by_key.keys()
 
     def values(self):  # type: ignore[no-untyped-def]
-        """The values."""
         return self.by_key.values()
 
     def __repr__(self) -> str:
@@ -161,47 +149,31 @@ class ForModule(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Metric:
-    """One metric on one source.
+    """One metric on one source."""
 
-    Attributes:
-        name: last part of the key; without a slash.
-        source: first part of the key, see :mod:`torch_gradmon.core.keys`.
-        pattern: searched in the canonical name of a tensor.
-        function: of the tensor, or a :class:`ForModule`; None for a view of the one-pass statistics.
-        aggregation: one of :data:`REDUCERS`, or a callable that gets all values of a step as one flat tensor and returns a
-            scalar or a dict of scalars.
-        columns: the statistics that a built-in needs.
-        unit: of its values.
-        documentation: one line.
-        every: computed on steps divisible by it.
-        shown: in ``get_step_metrics()``; otherwise only in the run directory.
-        split_calls: for modules: the calls of one forward have keys of their own, ``name@0`` and so on.
-        per_head: for attention: the values of single heads are shown too.
-        built_in: its function is one of this package, and is not called for a tensor without elements.
-        shardwise: its function may be called for each rank's part of a sharded tensor, and the values are merged.
-    """
-
-    name: str
-    source: str
-    pattern: re.Pattern[str]
+    name: str  # last part of the key; without a slash
+    source: str  # first part of the key, see :mod:`torch_gradmon.core.keys`
+    pattern: re.Pattern[str]  # searched in the canonical name of a tensor
+    # of the tensor, or a :class:`ForModule`; None for a view of the one-pass statistics
     function: Callable[..., Any] | ForModule | None = None
+    # one of :data:`REDUCERS`, or a callable that gets all values of a step as one flat tensor and returns a scalar or a dict of
+    # scalars
     aggregation: str | Callable[..., Any] = "mean"
-    columns: frozenset[Column] = frozenset()
-    unit: str = "1"
-    documentation: str = ""
-    every: int = 1
-    shown: bool = True
-    split_calls: bool = False
-    per_head: bool = False
-    built_in: bool = False
-    shardwise: bool = False
+    columns: frozenset[Column] = frozenset()  # the statistics that a built-in needs
+    unit: str = "1"  # of its values
+    documentation: str = ""  # one line
+    every: int = 1  # computed on steps divisible by it
+    shown: bool = True  # in ``get_step_metrics()``; otherwise only in the run directory
+    split_calls: bool = False  # for modules: the calls of one forward have keys of their own, ``name@0`` and so on
+    per_head: bool = False  # for attention: the values of single heads are shown too
+    built_in: bool = False  # its function is one of this package, and is not called for a tensor without elements
+    shardwise: bool = False  # its function may be called for each rank's part of a sharded tensor, and the values are merged
 
     def matches(self, name: str) -> bool:
         """Whether this metric applies to the tensor or module of that canonical name."""
         return self.pattern.search(name) is not None
 
     def due(self, step: int) -> bool:
-        """Whether it is computed on ``step``."""
         return step % self.every == 0
 
     def why_nothing(self, what: str = "here") -> str:
@@ -247,7 +219,6 @@ class KeyFormatter:
         return [self._known.get(key) or self.text(key) for key in keys]
 
     def text(self, key: Key) -> str:
-        """The flat key of one value."""
         if key not in self._known:
             self._known[key] = format_key(key, self._style, self._prefix)
         return self._known[key]
@@ -288,7 +259,6 @@ def loss_among(keys: Iterable[Key]) -> Key | None:
 
 
 def loss_in(values: Mapping[Key, float]) -> float | None:
-    """The loss among these values; None if there is none."""
     key = loss_among(values)
     return None if key is None else values[key]
 
@@ -365,23 +335,14 @@ _NAMED, _KINDS = 3, 6
 
 @dataclass(frozen=True)
 class TrainedPart:
-    """A part of a model's parameters.
+    """A part of a model's parameters."""
 
-    Attributes:
-        what: such as ``"AdamW, group 0"``, ``"frozen"`` or ``"in no optimizer"``.
-        tensors: number of parameters.
-        elements: number of their elements.
-        share: of all elements of the model.
-        settings: learning rate and weight decay of the group, where it has them.
-        blocks: names of the parameters without their last part, each once.
-    """
-
-    what: str
-    tensors: int
-    elements: int
-    share: float
-    settings: Mapping[str, float]
-    blocks: Sequence[str]
+    what: str  # such as ``"AdamW, group 0"``, ``"frozen"`` or ``"in no optimizer"``
+    tensors: int  # number of parameters
+    elements: int  # number of their elements
+    share: float  # of all elements of the model
+    settings: Mapping[str, float]  # learning rate and weight decay of the group, where it has them
+    blocks: Sequence[str]  # names of the parameters without their last part, each once
 
     def __str__(self) -> str:
         settings = "".join(f", {name} {value:g}" for name, value in self.settings.items())
@@ -514,7 +475,6 @@ class StatsTable:
 
     @cached_property
     def row_of(self) -> dict[str, int]:
-        """The number of each tensor's row, by name."""
         return {name: row for row, name in enumerate(self.names)}
 
     @cached_property

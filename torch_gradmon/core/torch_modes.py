@@ -26,7 +26,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
-# --- compat ---
+# --- releases of torch ---
 
 
 #: How long a second connection to a store is waited for.
@@ -166,11 +166,7 @@ def described() -> Iterator[tuple[str, str, bool]]:
 @lru_cache(maxsize=64)
 def spare_memory(device: torch.device) -> int:
     """Bytes of the device that may be taken for a moment, to save launches: 256 MB, and a 128th of all; 0 if that is unknown."""
-    try:
-        properties = getattr(functions_of(device), "get_device_properties", lambda _: None)(device)
-    except (AssertionError, RuntimeError):  # not in this build of torch
-        properties = None
-    return min(_SPARE, getattr(properties, "total_memory", 0) // _PART)
+    return min(_SPARE, getattr(_properties(device), "total_memory", 0) // _PART)
 
 
 @lru_cache(maxsize=64)
@@ -178,11 +174,14 @@ def has_float64(device: torch.device) -> bool:
     """Whether ``device`` computes in float64. Those of Apple (MPS) and some of Intel (XPU) do not."""
     if device.type in ("cpu", "cuda", "meta"):
         return True
+    return device.type != "mps" and bool(getattr(_properties(device), "has_fp64", True))
+
+
+def _properties(device: torch.device) -> Any:
     try:
-        properties = getattr(functions_of(device), "get_device_properties", lambda _: None)(device)
-    except (AssertionError, RuntimeError):  # not in this build of torch: a fake tensor
-        properties = None
-    return device.type != "mps" and bool(getattr(properties, "has_fp64", True))
+        return getattr(functions_of(device), "get_device_properties", lambda _: None)(device)
+    except (AssertionError, RuntimeError):  # not in this build of torch, as for a fake tensor
+        return None
 
 
 # --- graphs ----------------------------------------------------------------------------------------------------------------------
@@ -270,7 +269,6 @@ def copied_to_host(source: Tensor) -> tuple[Tensor, Any]:
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
-    """Make ``device`` the current one."""
     manager = getattr(functions_of(device), "device", None)
     return nullcontext() if manager is None else manager(device)
 
@@ -327,7 +325,6 @@ def rng_state(device: torch.device) -> Tensor | None:
 
 
 def set_rng_state(device: torch.device, state: Tensor) -> None:
-    """Set the state that :func:`rng_state` returned."""
     functions = functions_of(device)
     if device.type == "mps":
         functions.set_rng_state(state)
@@ -337,7 +334,6 @@ def set_rng_state(device: torch.device, state: Tensor) -> None:
 
 @contextlib.contextmanager
 def untouched_generators(devices: Iterable[torch.device | None]) -> Iterator[None]:
-    """Restore the generators of these accelerators afterwards."""
     states = {device: rng_state(device) for device in devices if device is not None and device.type != "cpu"}
     try:
         yield
@@ -355,7 +351,7 @@ def all_in_use() -> list[torch.device]:
     return [torch.device(device.type, number) for number in range(functions_of(device).device_count())]
 
 
-# --- Keep hooks and attributes of the monitor out of pickles and copies ---
+# --- pickles and copies without the monitor ---
 
 
 _ATTRIBUTES = ("gradmon", "__reduce_ex__", "values")
@@ -405,7 +401,6 @@ class Unsaved:
 
 
 def unsaved_of(hooks: Any) -> Unsaved | None:
-    """The :class:`Unsaved` of ``hooks``, or None."""
     return getattr(hooks, "gradmon", None)
 
 
@@ -462,7 +457,6 @@ class HomeProcess:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this is a forked worker."""
         return os.getpid() != self._number
 
 
@@ -538,7 +532,7 @@ def _began(number: int) -> str | None:
     return "" if state in "ZX" else rest[18]
 
 
-# --- Which calls are running: what is to report its end, and was interrupted, runs no longer ---
+# --- which calls are running ---
 
 
 def running_calls(module: nn.Module) -> int:
@@ -565,7 +559,7 @@ def _running(code: CodeType, of: object = None) -> int:
     return calls
 
 
-# --- The exception with which a training ends ---
+# --- the exception with which a training ends ---
 
 
 #: How loops and generators end that are not interrupted.
@@ -600,7 +594,7 @@ def _of_script() -> BaseException | None:
     return error if trace.tb_frame.f_globals.get("__name__") in ("__main__", "runpy") else None
 
 
-# --- Modes of torch: hiding our operations from modes of the user, autocast, and random generators ---
+# --- modes of the user, autocast, states of all generators ---
 
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
@@ -697,7 +691,6 @@ def rng_states() -> dict[str, Tensor]:
 
 
 def set_rng_states(states: Mapping[str, Tensor]) -> None:
-    """Set the states that :func:`rng_states` returned."""
     for device, state in states.items():
         if device == "cpu":
             torch.set_rng_state(state)

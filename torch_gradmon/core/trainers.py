@@ -11,18 +11,12 @@ _IN_THE_LOOP = 'log the loss with monitor.log_scalar("loss", loss)'
 
 
 class TrainerAdvice(NamedTuple):
-    """The remedies in one trainer.
+    """The remedies in one trainer."""
 
-    Attributes:
-        loss: how a run gets a loss.
-        remedies: other remedies of findings, by rule, without their full stop.
-        terms: what the trainer calls what a remedy names by the words of a plain loop.
-        another_model: what to do about an optimizer that has no parameter of the model; empty for the remedies of a plain loop.
-    """
-
-    loss: str = _IN_THE_LOOP
-    remedies: Mapping[str, str] = MappingProxyType({})
-    terms: Mapping[str, str] = MappingProxyType({})
+    loss: str = _IN_THE_LOOP  # how a run gets a loss
+    remedies: Mapping[str, str] = MappingProxyType({})  # other remedies of findings, by rule, without their full stop
+    terms: Mapping[str, str] = MappingProxyType({})  # what the trainer calls what a remedy names by the words of a plain loop
+    # what to do about an optimizer that has no parameter of the model; empty for the remedies of a plain loop
     another_model: str = ""
 
     def in_terms(self, advice: str) -> str:

@@ -50,7 +50,6 @@ def subsample_steps(steps: Sequence[int], around: Iterable[int], most: int, like
 
 
 def cadence(every: object, monitor_step_fn: Any) -> Callable[[int], bool]:
-    """Which steps are monitored, from either argument."""
     if every is not None and monitor_step_fn is not None:
         raise ValueError("give either every= or monitor_step_fn=, not both")
     function("monitor_step_fn", monitor_step_fn, "the step's number")
@@ -62,31 +61,26 @@ def cadence(every: object, monitor_step_fn: Any) -> Callable[[int], bool]:
 
 
 def positive_int(name: str, value: object, else_: str = "") -> None:
-    """Check for an int of at least 1; ``else_`` names other allowed values."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name}={value!r} must be a positive int{f', {else_}' if else_ else ''}")
 
 
 def positive_int_or_zero(name: str, value: object) -> None:
-    """Check for an int of at least 1, or 0 to switch the option off."""
     if value != 0 or isinstance(value, bool):
         positive_int(name, value, "or 0 for none")
 
 
 def not_negative(name: str, value: object, example: str) -> None:
-    """Check for a finite number of at least 0."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < float("inf"):
         raise ValueError(f"{name}={value!r} must be a number of at least 0, {example}")
 
 
 def string(name: str, value: object) -> None:
-    """Check for a string."""
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a str, got {display(value)}")
 
 
 def function(name: str, value: object, argument: str) -> None:
-    """Check for a function of ``argument``, or None."""
     if value is not None and not callable(value):
         raise TypeError(f"{name} must be a function of {argument}, got {display(value)}")
 
@@ -119,7 +113,6 @@ def share(name: str, value: float) -> float:
 
 
 def reaction(on_spike: object, actions: tuple[type, ...]) -> None:
-    """Check ``on_spike``: a name, a function, or one of ``actions``."""
     if on_spike is None or callable(on_spike) or isinstance(on_spike, actions):
         if isinstance(on_spike, type) and issubclass(on_spike, actions):
             raise TypeError(f"on_spike must be an instance, {on_spike.__name__}(), got the class")
@@ -132,7 +125,6 @@ def reaction(on_spike: object, actions: tuple[type, ...]) -> None:
 
 
 def flag(**named: object) -> bool:
-    """Check for True or False."""
     ((name, value),) = named.items()
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {display(value)}")
@@ -140,7 +132,6 @@ def flag(**named: object) -> bool:
 
 
 def step_number(name: str, value: object) -> None:
-    """Check for an int of at least 0."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be an int, got {display(value)}")
     if value < 0:
@@ -148,7 +139,6 @@ def step_number(name: str, value: object) -> None:
 
 
 def process_group(group: object) -> None:
-    """Check for None, or a process group that includes this process."""
     if group is None:
         return
     if not torch.distributed.is_available() or not isinstance(group, torch.distributed.ProcessGroup):
@@ -160,7 +150,6 @@ def process_group(group: object) -> None:
 
 
 def one_of(name: str, value: object, known: tuple[str, ...]) -> None:
-    """Check for one of ``known``."""
     if value not in known:
         hint = nearest(str(value), known)
         meant = hint if "did you mean" in hint else ""
@@ -168,7 +157,6 @@ def one_of(name: str, value: object, known: tuple[str, ...]) -> None:
 
 
 def log_key(key: object) -> None:
-    """Check the key of a logged value."""
     if not isinstance(key, str):
         raise TypeError(f"a key must be a str, got {display(key)}")
     if not key:
@@ -201,7 +189,6 @@ _ZERO_MARKS = ("_hp_mapping", "ds_id")
 
 
 def is_deepspeed(model: object) -> bool:
-    """Whether this is a DeepSpeed engine."""
     return is_of(model, "DeepSpeedEngine", "deepspeed.")
 
 
@@ -227,13 +214,11 @@ def measurable(model: nn.Module) -> None:
 
 
 def initialised(model: nn.Module) -> None:
-    """Check for lazy parameters."""
     if any(torch.nn.parameter.is_lazy(parameter) for parameter in model.parameters()):
         raise ValueError(f"this {type(model).__name__} has lazy parameters without a shape; run one batch through it first")
 
 
 def grad_scaler(value: object) -> None:
-    """Check for a GradScaler or None."""
     if value is not None and not isinstance(value, torch.amp.GradScaler):
         raise TypeError(f"scaler must be a torch.amp.GradScaler, got {display(value)}")
 
@@ -258,12 +243,10 @@ def chain(optimizer: Any) -> list[Any]:
 
 
 def inside(optimizer: Any) -> Any:
-    """The innermost optimizer, or the object itself."""
     return chain(optimizer)[-1]
 
 
 def wrappers(named: Sequence[Any]) -> list[tuple[Any, Optimizer]]:
-    """All wrappers around optimizers, each with the innermost one."""
     return [(outer, found[-1]) for found in map(chain, named) for outer in found[:-1]]
 
 

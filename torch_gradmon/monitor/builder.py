@@ -362,7 +362,7 @@ def _plugins(
 ) -> BuiltInPlugins:
     summary, complaints = factory.summary, fence.complaints
     recorder = FlightRecorder(config.flight_recorder, planner.registry, summary)
-    detectors.explanations.fetch_from(recorder.fetch_recorded)
+    detectors.fetch_recorded = recorder.fetch_recorded
     post_spike = PostSpikeDetail(planner, config.post_spike_steps)
     detail = LiveDetail(planner, summary, lambda: post_spike.may_add_hooks, directory, exchange, complaints)
     budget = acting = data = replicas = None

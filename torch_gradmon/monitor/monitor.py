@@ -1,4 +1,4 @@
-"""ModuleMonitor: the methods that users call, with their documentation. The services beside it do the work."""
+"""ModuleMonitor: the methods that users call, with their documentation."""
 
 from __future__ import annotations
 

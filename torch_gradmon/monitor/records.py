@@ -686,7 +686,7 @@ class SpikeDetection:
         """
         is_known = detector.name in self.detector_set.detectors
         if of_preset:
-            self.detector_set.show_main_score()
+            self.detector_set.shows_main_score = True
         if is_known and of_preset:
             return
         if is_known and detector.name not in self._of_preset:
@@ -836,7 +836,7 @@ class RecordPipeline:
         record, events = self.detection.enter(record, signals, self.absent)
         self._late, self._is_finished = buffer.scalars(), False
         self._pass_on(record, amends=False)
-        self.backfill(self.detection.detector_set.explanations.take_fetched())
+        self.backfill(self.detection.detector_set.take_fetched())
         self._signals = signals
         self._on_record(self.last or record)
         self.notification.notify(self.last, events, record.context.get("action", ""))
@@ -889,7 +889,7 @@ class RecordPipeline:
         detected, events = self.detection.detect_late(record, self.absent)
         if detected is not record:
             self._pass_on(detected, amends=True)
-            self.backfill(self.detection.detector_set.explanations.take_fetched())
+            self.backfill(self.detection.detector_set.take_fetched())
         self.notification.notify(self.last, events)
 
     def drop_last(self) -> None:

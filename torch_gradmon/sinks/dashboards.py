@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -66,10 +66,9 @@ def _section(key: Key) -> tuple[str, str] | None:
 
 
 def _pattern(section: str, title: str, keys: Iterable[str]) -> str:
-    of_tensors = [parse_key(key) for key in keys]
     if section in (_TRAINING, _WHOLE):
         return "|".join(f"^{re.escape(key)}$" for key in keys)
-    return f"^{re.escape(of_tensors[0].source)}/.*/{re.escape(title)}$"
+    return f"^{re.escape(parse_key(next(iter(keys))).source)}/.*/{re.escape(title)}$"
 
 
 def tensorboard_layout(keys: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
@@ -107,16 +106,9 @@ def wandb_workspace(entity: str, project: str, keys: Iterable[str], name: str = 
         raise ImportError("wandb_workspace needs wandb-workspaces: pip install wandb-workspaces") from error
     sections: dict[str, list[Any]] = {}
     for panel in panels(keys):
-        plot = reports.LinePlot(title=panel.title, x="gradmon/step", y=list(_lines(panel)), metric_regex=_regex(panel))
+        by_key = panel.section in (_TRAINING, _WHOLE)
+        lines, pattern = (list(panel.keys), None) if by_key else ([], panel.pattern)
+        plot = reports.LinePlot(title=panel.title, x="gradmon/step", y=lines, metric_regex=pattern)
         sections.setdefault(panel.section, []).append(plot)
     made = [workspaces.Section(name=title, panels=plots, is_open=title == _TRAINING) for title, plots in sections.items()]
     return workspaces.Workspace(entity=entity, project=project, name=name, sections=made)
-
-
-def _lines(panel: TrackerPanel) -> Iterator[str]:
-    if panel.section in (_TRAINING, _WHOLE):
-        yield from panel.keys
-
-
-def _regex(panel: TrackerPanel) -> str | None:
-    return None if panel.section in (_TRAINING, _WHOLE) else panel.pattern

@@ -122,28 +122,6 @@ _NORM = "gradmon/grad_norm"
 LARGEST = "_max"
 
 
-class _LargestNorm:
-    """The largest gradient norm since the last row."""
-
-    def __init__(self) -> None:
-        self._key: str | None = None
-        self._value = -math.inf
-
-    def add(self, values: Mapping[str, float], chooses: Callable[[str], bool]) -> None:
-        if self._key is None:
-            self._key = next((key for key in values if key.endswith(_NORM) and chooses(key)), None)
-        value = values.get(self._key or "")
-        if value is not None and not (math.isnan(self._value) or value <= self._value):
-            self._value = value  # NaN too, and it stays, so that it is seen
-
-    def take(self) -> dict[str, float]:
-        """The value by its key, for one row."""
-        if self._key is None or self._value == -math.inf:
-            return {}
-        value, self._value = self._value, -math.inf
-        return {self._key + LARGEST: value}
-
-
 class FilteredSink:
     """One sink with its filter.
 
@@ -193,7 +171,8 @@ class FilteredSink:
         self._log = sender(self.sink)
         self._complaints = complaints
         self._delivery = (ThreadedDelivery if thread else Delivery)(name_of(self.sink), complaints, kept)
-        self._largest = _LargestNorm()
+        self._norm = ""  # the key of the gradient norm, once there was one
+        self._largest: dict[str, float] = {}  # the largest since the last row, by the key that it gets
         self._lost = 0
 
     def stand_for(self, given: Any, is_on_all_ranks: bool) -> None:
@@ -213,11 +192,12 @@ class FilteredSink:
     def send(self, values: Mapping[str, float], step: int) -> None:
         """Send the step's values. Never raises: a failing sink is retried with the next step, then dropped."""
         if self.every > 1:
-            self._largest.add(values, self._chooses)
+            self._note_largest(values)
             if step % self.every:
                 return
         keys, without = self._keys, self._without
-        chosen = {k: v for k, v in values.items() if k not in without and (keys is None or keys.search(k))} | self._largest.take()
+        chosen = {k: v for k, v in values.items() if k not in without and (keys is None or keys.search(k))} | self._largest
+        self._largest = {}
         self._delivery.put(PendingCall(step, partial(self._log_copy, chosen, step)))
         # a sink may have kept rows back, and lost them later
         lost, self._lost = getattr(self.sink, "lost", 0) - self._lost, getattr(self.sink, "lost", 0)
@@ -227,8 +207,14 @@ class FilteredSink:
     def _log_copy(self, values: dict[str, float], step: int) -> None:
         self._log(dict(values), step)  # a copy, since a sink may change it and fail
 
-    def _chooses(self, key: str) -> bool:
-        return key not in self._without and (self._keys is None or self._keys.search(key) is not None)
+    def _note_largest(self, values: Mapping[str, float]) -> None:
+        if not self._norm:
+            keys = (key for key in values if key.endswith(_NORM) and key not in self._without)
+            self._norm = next((key for key in keys if self._keys is None or self._keys.search(key)), "")
+        if (value := values.get(self._norm)) is not None:
+            known = self._largest.get(self._norm + LARGEST, -math.inf)
+            if not (math.isnan(known) or value <= known):
+                self._largest[self._norm + LARGEST] = value  # NaN too, and it stays, so that it is seen
 
     def send_spike(self, event: SpikeEvent, text: str) -> None:
         """Send a spike, if the sink has a method for that. Never raises."""

@@ -7,8 +7,8 @@ import contextlib
 import re
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -141,19 +141,6 @@ class Rows:
             clock.observe(self._named)
         self.names = True
 
-    def take_overtaken(self) -> tuple[int, int] | None:
-        """:attr:`overtaken`, once."""
-        found, self.overtaken = self.overtaken, None
-        return found
-
-    @contextmanager
-    def _as_ours(self) -> Iterator[None]:
-        self._logs_ours = True
-        try:
-            yield
-        finally:
-            self._logs_ours = False
-
     def may_join(self, axis: float) -> bool:
         """Whether our row for the step ``axis`` may join the open row. It must not overwrite our row of another step."""
         return self._ours is None or self._ours == axis
@@ -170,7 +157,8 @@ class Rows:
 
     def put(self, row: Mapping[str, Any], alone: bool) -> None:
         """Log ``row``, into the open row if it may join, else into a new one."""
-        with self._as_ours():
+        self._logs_ours = True
+        try:
             if not self.may_join(row[AXIS]):
                 self.run.log({AXIS: self._ours}, commit=True)
                 self._ours = None
@@ -178,6 +166,8 @@ class Rows:
             # a row that the script has begun is the script's to close; its next row keeps its number if ours joins it
             closes = not self.names and not self._half and not self.moved and (alone or self.moves > 0)
             self.run.log(row, commit=closes)
+        finally:
+            self._logs_ours = False
         self._ours = None if closes else row[AXIS]
         self.moved = False
 
@@ -326,8 +316,8 @@ class WandbSink:
 
     def _warn(self, rows: Rows) -> None:
         """Warn once if the script loses rows, and once if ours are held back."""
-        if (overtaken := rows.take_overtaken()) is not None:
-            step, counter = overtaken
+        if rows.overtaken is not None:
+            (step, counter), rows.overtaken = rows.overtaken, None
             if not self._warned_overtaken:
                 self._warned_overtaken = True
                 warn_user(

@@ -19,19 +19,15 @@ from ..core.records import StatsTable, StepRecord, spoiled_between
 from .detector import Verdict
 from .hampel import EARLY, EARLY_SPREAD, FEWEST_RESIDUALS, FIRST, LEAST, LOG_OF_ZERO, MAD_TO_STD, NEAR, THRESHOLD
 
-# --- The usual gradient norm of each layer, and the distance of a step from it ---
+# --- usual norms ---
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """The usual norms of some layers. All tensors are ``[layers]``, NaN where too few steps are known.
+    """The usual norms of some layers. All tensors are ``[layers]``, NaN where too few steps are known."""
 
-    Attributes:
-        positions: logarithms of the usual norms.
-        spreads: robust standard deviations of the logarithms, with a floor that keeps rises below a factor of 1.5 from being spikes.
-    """
-
-    positions: Tensor
+    positions: Tensor  # logarithms of the usual norms
+    # robust standard deviations of the logarithms, with a floor that keeps rises below a factor of 1.5 from being spikes
     spreads: Tensor
 
     @classmethod
@@ -59,7 +55,6 @@ class Baseline:
 
     @property
     def norms(self) -> Tensor:
-        """The usual norms."""
         return torch.where(self.positions <= LOG_OF_ZERO + 1, 0.0, self.positions.exp())
 
     def scores(self, norms: Tensor) -> Tensor:
@@ -79,7 +74,7 @@ def _median(values: Tensor, dim: int) -> Tensor:
     return (middle / 2).squeeze(dim)
 
 
-# --- The parameters at the time of a spike, in order of suspicion: which moved, and which of them first ---
+# --- parameters in order of suspicion ---
 
 
 #: Steps whose gradients are kept: 13 kB each for 200 parameters.
@@ -93,29 +88,20 @@ _ALIKE = 3.0
 
 @dataclass(frozen=True, slots=True)
 class ParameterAttribution:
-    """A parameter at the time of a spike.
-
-    Attributes:
-        name: of the parameter.
-        norm: of its gradient.
-        usual: its usual norm, see :class:`torch_gradmon.spikes.attribution.Baseline`; None if too few steps are known.
-        score: robust standard deviations of the log norm above usual; infinite for NaN and Inf, None if too few steps are known.
-        share: of the squared norm of the whole gradient; None if unknown, zero or not finite.
-        since: first step of the unbroken run of scores above the threshold. Also this step if the whole norm would be below 1.5 times
-            usual without this parameter. Else None.
-        nonfinite: number of NaN and infinite elements.
-        place: in the order of the model's parameters.
-        is_spoiled_after: its gradient was finite when the backward pass ended, and NaN or infinite when the optimizer used it.
-    """
+    """A parameter at the time of a spike."""
 
     name: str
-    norm: float
-    usual: float | None
+    norm: float  # of its gradient
+    usual: float | None  # its usual norm, see :class:`torch_gradmon.spikes.attribution.Baseline`; None if too few steps are known
+    # robust standard deviations of the log norm above usual; infinite for NaN and Inf, None if too few steps are known
     score: float | None
-    share: float | None
+    share: float | None  # of the squared norm of the whole gradient; None if unknown, zero or not finite
+    # first step of the unbroken run of scores above the threshold. Also this step if the whole norm would be below 1.5 times
+    # usual without this parameter. Else None.
     since: int | None
-    nonfinite: int
-    place: int
+    nonfinite: int  # number of NaN and infinite elements
+    place: int  # in the order of the model's parameters
+    # its gradient was finite when the backward pass ended, and NaN or infinite when the optimizer used it
     is_spoiled_after: bool = False
 
     @property
@@ -243,7 +229,7 @@ def _nearest_first(suspect: ParameterAttribution) -> tuple[bool, float, int]:
     return not suspect.nonfinite, math.inf if suspect.since is None else suspect.since, -suspect.place
 
 
-# --- The gradients of the last steps, and who is suspected of the largest spikes ---
+# --- gradients of the last steps ---
 
 
 #: Steps with a spike whose suspects are kept: those with the largest spikes.
@@ -282,12 +268,10 @@ class GradientNormHistory:
             self._steps.append(_Known(step, table, self.spoiled))
 
     def rewind(self, step: int) -> None:
-        """Discard ``step`` and later steps."""
         while self._steps and self._steps[-1].step >= step:
             self._steps.pop()
 
     def backfill(self, step: int, tables: Mapping[str, StatsTable]) -> None:
-        """Add an earlier step, unless it is known."""
         table = tables.get(self.source)
         if table is None or Column.SQUARE_SUM not in table.columns or self.table(step) is not None:
             return
@@ -295,12 +279,10 @@ class GradientNormHistory:
         self._steps = deque(steps[-REMEMBERED:], maxlen=REMEMBERED)
 
     def table(self, step: int) -> StatsTable | None:
-        """The statistics of one step, or None."""
         return next((known.table for known in self._steps if known.step == step), None)
 
     @property
     def source(self) -> str:
-        """The source of the gradients."""
         return GRADIENT_BEFORE_CLIP if self._unclipped else GRADIENT
 
     def suspects(self, step: int) -> list[ParameterAttribution]:
@@ -348,7 +330,6 @@ class SuspectHistory:
         return min(spikes, key=lambda signal: (order.get(names.get(signal, ""), math.inf), -(spikes[signal].score or 0.0)))
 
     def rewind(self, step: int) -> None:
-        """Discard ``step`` and later steps."""
         self.gradients.rewind(step)
         self.suspects = {known: found for known, found in self.suspects.items() if known < step}
         self._sizes = {known: spike_size for known, spike_size in self._sizes.items() if known < step}
@@ -364,7 +345,7 @@ def _aligned(other: StatsTable, table: StatsTable) -> tuple[Tensor, Tensor]:
     return rows[:, Column.SQUARE_SUM].sqrt(), rows[:, Column.NONFINITE].nan_to_num(0.0)
 
 
-# --- Find the first tensor of a step that holds NaN or Inf, as far as its statistics show ---
+# --- where NaN or Inf began ---
 
 
 def nonfinite_origin(record: StepRecord, forward_only: bool = False) -> str:
@@ -418,7 +399,7 @@ def _counted(spoiled: tuple[str, int, int]) -> str:
     return f"{name} ({bad:,} of {count:,} elements)"
 
 
-# --- attribution ---
+# --- the cause as text ---
 
 
 #: Layers rose together if the median layer rose by at least this part of the rise of the whole norm, both as logarithms. The part is above
@@ -435,19 +416,12 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class SpikeCause:
-    """The cause of a spike.
+    """The cause of a spike."""
 
-    Attributes:
-        layer: the most suspicious parameter; empty if no single one stands out.
-        did: what it did, or what all layers did together, in a few words; empty if nothing is known.
-        words: the full text, as part of a sentence about a spike.
-        is_common: layers rose together, so no single one is the cause.
-    """
-
-    layer: str = ""
-    did: str = ""
-    words: str = ""
-    is_common: bool = False
+    layer: str = ""  # the most suspicious parameter; empty if no single one stands out
+    did: str = ""  # what it did, or what all layers did together, in a few words; empty if nothing is known
+    words: str = ""  # the full text, as part of a sentence about a spike
+    is_common: bool = False  # layers rose together, so no single one is the cause
 
 
 def spike_cause(
@@ -462,9 +436,9 @@ def spike_cause(
     ``is_open``: it may still be logged. ``by_turns``: optimizers take turns in the step, so that several losses went backward.
     """
     if any(suspect.is_spoiled_after for suspect in suspects):
-        return _spoiled_after(suspects)
+        return _spoiled_after_cause(suspects)
     if any(suspect.nonfinite for suspect in suspects):
-        return _attribution_spoiled(suspects, loss, is_open, by_turns)
+        return _nonfinite_cause(suspects, loss, is_open, by_turns)
     moved = [suspect for suspect in suspects if suspect.since is not None]
     factors = [suspect.factor for suspect in moved if suspect.factor is not None]
     if factors and begins_at(suspects) is not None:
@@ -536,7 +510,6 @@ def _where_all(suspects: Sequence[ParameterAttribution], loss: float | None, is_
 
 
 def _together(factors: Sequence[float], count: int, what: str) -> str:
-    """How many rose, and by which factor."""
     those = f"{len(factors)} of {count}" if len(factors) < count else "both" if count == 2 else f"all {count}"
     low, high = factor_text(min(factors)), factor_text(max(factors))
     return f"{those} {what} rose together, by {low if low == high else f'{low} to {high}'} times their usual norms"
@@ -574,7 +547,7 @@ def _shares(suspects: Sequence[ParameterAttribution]) -> str:
     return f"{noise}; the largest shares of the squared norm: {top}" if top else ""
 
 
-def _spoiled_after(suspects: Sequence[ParameterAttribution]) -> SpikeCause:
+def _spoiled_after_cause(suspects: Sequence[ParameterAttribution]) -> SpikeCause:
     """NaN or Inf that no backward pass brought."""
     spoiled = [suspect.name for suspect in suspects if suspect.is_spoiled_after]
     is_all = len(spoiled) == len(suspects)
@@ -591,9 +564,7 @@ def _few(names: Sequence[str]) -> str:
     return f"{', '.join(names[:_NAMED])}{more}"
 
 
-def _attribution_spoiled(
-    suspects: Sequence[ParameterAttribution], loss: float | None, is_open: bool, by_turns: bool
-) -> SpikeCause:
+def _nonfinite_cause(suspects: Sequence[ParameterAttribution], loss: float | None, is_open: bool, by_turns: bool) -> SpikeCause:
     """What gradients alone show about the origin of NaN or Inf: backward() goes from the last parameter to the first."""
     spoiled = [suspect for suspect in suspects if suspect.nonfinite]
     names = _few([suspect.name for suspect in spoiled])

@@ -19,7 +19,7 @@ from ..core.records import SpikeEvent
 from .hampel import Hampel, HampelBank, value_at
 from .rules import FunctionRule, Rule
 
-# --- Verdicts on values: of one signal by its rule, and of many signals by one rule each ---
+# --- verdicts ---
 
 
 #: From this number of signals on, a bank is faster than single rules.
@@ -199,7 +199,7 @@ def _words(signal: str, value: float, usual: float | None, score: float, thresho
     return f"{signal} = {value:.4g} is {times(value / usual)} the usual {usual:.4g} {how}"
 
 
-# --- detector ---
+# --- the detector ---
 
 
 _METHODS = ("score", "update")

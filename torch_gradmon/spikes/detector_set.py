@@ -19,7 +19,7 @@ from .detector import SpikeDetector, Verdict
 from .hampel import LEAST
 from .signals import MatchingValues, size, value_of
 
-# --- Report, some steps after a spike, whether its signal recovered ---
+# --- recovery ---
 
 
 #: Number of steps observed after a spike.
@@ -42,11 +42,9 @@ class RecoveryTracker:
         self._cases: dict[str, _Case] = {}
 
     def follow(self, event: SpikeEvent) -> None:
-        """Start to follow the signal of ``event``."""
         self._cases.setdefault(event.signal, _Case([event]))
 
     def rewind(self, step: int) -> None:
-        """Discard the spikes of ``step`` and later: the run goes back to before ``step``."""
         for signal, case in list(self._cases.items()):
             case.events = [event for event in case.events if event.step < step]
             case.values = [(known, value) for known, value in case.values if known < step]
@@ -119,7 +117,7 @@ def _range(values: Sequence[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-# --- follow up ---
+# --- state of the current spikes ---
 
 
 #: Numbers of consecutive steps not applied that call for more detail: fewer are a gradient scaler's search for its scale.
@@ -164,14 +162,11 @@ class FollowUp:
 
     def rejections_need_detail(self) -> bool:
         """Whether a limit of steps not applied was reached; true once for each limit."""
-        if not self.rejected:
-            return False
         due = max((limit for limit in _REJECTED if limit <= self.rejected), default=0)
         is_due, self._detail_at = due > self._detail_at, max(due, self._detail_at)
         return is_due
 
     def rewind(self, step: int) -> None:
-        """Discard the spikes of ``step`` and later."""
         self._recovery.rewind(step)
 
     def reports(self, record: StepRecord, whole: Mapping[str, float]) -> list[str]:
@@ -186,7 +181,6 @@ class FollowUp:
         return [*added, *self._origin(record), *recovered]
 
     def add_report(self, text: str) -> None:
-        """Something to report with the next record that is complete."""
         self._added.append(text)
 
     def _origin(self, record: StepRecord) -> Iterator[str]:
@@ -201,69 +195,7 @@ class FollowUp:
         self._origin_reported = spoiled and (self._origin_reported or bool(text))
 
 
-# --- Where a spike comes from, as the text of its event ---
-
-
-class Explanations:
-    """Adds the suspects to new events.
-
-    Args:
-        history: gradients of the last steps.
-        follow_up: knows which spikes are new.
-    """
-
-    def __init__(self, history: SuspectHistory, follow_up: FollowUp) -> None:
-        self._history, self._follow_up = history, follow_up
-        self._fetch_recorded: Callable[[], Sequence[StepRecord]] = tuple
-        self._fetched: list[StepRecord] = []
-        #: the last spike is NaN or Inf, and was explained before the loss of its step was logged
-        self.awaits_loss = False
-
-    def fetch_from(self, fetch_recorded: Callable[[], Sequence[StepRecord]]) -> None:
-        """Fetch the records of earlier, unmonitored steps there when a spike starts."""
-        self._fetch_recorded = fetch_recorded
-
-    def take_fetched(self) -> list[StepRecord]:
-        """The records fetched since the last call."""
-        taken, self._fetched = self._fetched, []
-        return taken
-
-    def explained(self, events: list[SpikeEvent], record: StepRecord) -> list[SpikeEvent]:
-        """These events of ``record``, with the layers that they come from."""
-        if any(map(self._follow_up.is_new, events)):
-            for earlier in self._fetch_recorded():
-                self._fetched.append(earlier)
-                self._history.gradients.backfill(earlier.step, earlier.tables)
-        if any(map(self._follow_up.is_largest, events)):  # a spike that shrinks is explained already
-            largest, loss = max(map(size, events)), loss_in(record.values)
-            self.awaits_loss = loss is None and largest == math.inf
-            events = self._with_causes(events, record, largest, loss)
-        return [replace(event, action=record.context.get("action", "")) for event in events]
-
-    def _with_causes(
-        self, events: Iterable[SpikeEvent], record: StepRecord, largest: float, loss: float | None
-    ) -> list[SpikeEvent]:
-        suspects, context = self._history.at_spike(record.step, largest), record.context
-        before = self._follow_up.complete
-        comes_late = before is not None and loss_in(before.values) is not None
-        cause = spike_cause(suspects, record.step, loss, comes_late, "by_turns" in context)
-        causes = (cause.words, rank_norms_text(context.get("batch_norms", {})), rows_text(context.get("rows", {})))
-        return [replace(event, where="; ".join(filter(None, causes))) for event in events]
-
-    def revised(self, record: StepRecord) -> StepRecord:
-        """The same record, with what its loss, logged after the end of the step, tells about NaN and Inf in it."""
-        infinite = [event for event in record.events if size(event) == math.inf]
-        if not infinite or (loss := loss_in(record.values)) is None:
-            self.awaits_loss = bool(infinite)
-            return record
-        self.awaits_loss = False
-        events = self._with_causes(record.events, record, math.inf, loss)
-        if any(map(self._follow_up.is_new, infinite)) and events[0].where != record.events[0].where:
-            self._follow_up.add_report(f"step {record.step}: {events[0].where}")
-        return replace(record, events=tuple(events))
-
-
-# --- All detectors of a run. Each gets its signal once a step, as soon as there is a value ---
+# --- all detectors ---
 
 
 #: The signal whose score is the whole-model value ``gradmon/spike_score``.
@@ -283,24 +215,28 @@ class DetectorSet:
 
     Attributes:
         detectors: those in use, by signal.
+        shows_main_score: the score of ``grad_norm`` is a whole-model value.
         accepts_late_values: detect in values that come after the end of a step; off if ranks could disagree on them.
         history: gradients of the last steps, and the suspects of spikes.
         follow_up: new, continued and past spikes.
-        explanations: the suspects of spikes, as text.
         predicted: signals that had a value before the optimizer stepped.
     """
 
     def __init__(self) -> None:
         self.detectors: dict[str, SpikeDetector] = {}
         self.accepts_late_values = True
-        self._shows_main = False
+        self.shows_main_score = False
         self.history = SuspectHistory()
         self.follow_up = FollowUp()
-        self.explanations = Explanations(self.history, self.follow_up)
+        #: fetches the records of earlier, unmonitored steps when a spike starts
+        self.fetch_recorded: Callable[[], Sequence[StepRecord]] = tuple
+        self._fetched: list[StepRecord] = []
+        self._awaits_loss = False  # the last spike is NaN or Inf, and was explained before the loss of its step was logged
         self.predicted: set[str] = set()
         # failed detectors stay known, because what ranks exchange must not depend on a failure; the error waits for its warning
         self._failed: dict[str, tuple[SpikeDetector, Exception | None]] = {}
         self._waiting: dict[str, tuple[SpikeDetector, set[str]]] = {}  # detectors of this step, and the signals they have had
+        self._detected_in: object = None  # the values of this step in which the detectors have looked
         self._matches: dict[str, MatchingValues] = {}
         self._steps_without_value: dict[str, float] = {}  # -inf once there was a value
         self._names: tuple[str, ...] = ()  # of the last gradients
@@ -311,12 +247,7 @@ class DetectorSet:
         self.accepts_late_values = is_accepted
 
     def add(self, detector: SpikeDetector) -> None:
-        """Use ``detector``, in place of the one of the same signal."""
         self.detectors[detector.name] = detector
-
-    def show_main_score(self) -> None:
-        """The score of ``grad_norm`` is a whole-model value from now on."""
-        self._shows_main = True
 
     def begin(self, record: StepRecord, absent: MutableMapping[tuple[str, str], str]) -> None:
         """Start with the ``record`` of a step that has ended. A step that was not applied is not judged.
@@ -329,6 +260,7 @@ class DetectorSet:
         counts = record.applied or bool(record.skipped)  # a step that overflowed is the scaler's affair
         if not record.interrupted:
             self.follow_up.step_ended(applied=counts)
+        self._detected_in = None
         self._waiting = {name: (detector, set()) for name, detector in self.detectors.items()} if counts else {}
         if not counts:
             absent[SUMMARY, "spike_score"] = not_applied(record.context)
@@ -392,9 +324,13 @@ class DetectorSet:
         Returns ``record`` with the new scores and events, and these events. ``whole`` has the whole-model values by name; ``absent`` gets
         the reasons for missing scores.
         """
+        if record.values is self._detected_in:  # no value came late
+            return record, []
         scores: dict[Key, float] = {}
         events: list[SpikeEvent] = []
         for name, (detector, done) in list(self._waiting.items()):
+            if done and isinstance(detector.signal, str):  # it has had its one value
+                continue
             try:
                 is_first = not done
                 values = self._new_values(detector, done, record, whole)
@@ -406,17 +342,19 @@ class DetectorSet:
                 self._switch_off(name, error)
                 continue
             for signal, verdict in verdicts.items():
-                key = MAIN_SCORE if signal == MAIN_SIGNAL and self._shows_main else shared_key(SPIKE_SCORE, signal, "")
+                key = MAIN_SCORE if signal == MAIN_SIGNAL and self.shows_main_score else shared_key(SPIKE_SCORE, signal, "")
                 if verdict.score is not None:
                     scores[key] = verdict.score
                 else:
                     absent[key.source, key.metric or key.name] = _NO_SCORE
-        if self.explanations.awaits_loss:
-            record = self.explanations.revised(record)
-        if not scores and not events:
-            return record, []
-        events = self.explanations.explained(events, record)
-        return replace(record, values=StepValues.of(record.values).updated(scores), events=(*record.events, *events)), events
+        if self._awaits_loss:
+            record = self._revised(record)
+        if scores or events:
+            events = self._explained(events, record)
+            known = StepValues.of(record.values).updated(scores)
+            record = replace(record, values=known, events=(*record.events, *events))
+        self._detected_in = record.values
+        return record, events
 
     def _spoiled_between(self, detector: SpikeDetector, record: StepRecord) -> SpikeEvent:
         """Backward has left gradients finite, but what the optimizer uses is not."""
@@ -456,6 +394,47 @@ class DetectorSet:
         value = value_of(detector.signal, record, whole)
         return {} if value is None else {detector.name: value}
 
+    # --- where a spike comes from, as the text of its event ----------------------------------------------------------------------
+
+    def take_fetched(self) -> list[StepRecord]:
+        taken, self._fetched = self._fetched, []
+        return taken
+
+    def _explained(self, events: list[SpikeEvent], record: StepRecord) -> list[SpikeEvent]:
+        if any(map(self.follow_up.is_new, events)):
+            for earlier in self.fetch_recorded():
+                self._fetched.append(earlier)
+                self.history.gradients.backfill(earlier.step, earlier.tables)
+        if any(map(self.follow_up.is_largest, events)):  # a spike that shrinks is explained already
+            largest, loss = max(map(size, events)), loss_in(record.values)
+            self._awaits_loss = loss is None and largest == math.inf
+            events = self._with_causes(events, record, largest, loss)
+        return [replace(event, action=record.context.get("action", "")) for event in events]
+
+    def _with_causes(
+        self, events: Iterable[SpikeEvent], record: StepRecord, largest: float, loss: float | None
+    ) -> list[SpikeEvent]:
+        suspects, context = self.history.at_spike(record.step, largest), record.context
+        before = self.follow_up.complete
+        comes_late = before is not None and loss_in(before.values) is not None
+        cause = spike_cause(suspects, record.step, loss, comes_late, "by_turns" in context)
+        causes = (cause.words, rank_norms_text(context.get("batch_norms", {})), rows_text(context.get("rows", {})))
+        return [replace(event, where="; ".join(filter(None, causes))) for event in events]
+
+    def _revised(self, record: StepRecord) -> StepRecord:
+        """The same record, with what its loss, logged after the end of the step, tells about NaN and Inf in it."""
+        infinite = [event for event in record.events if size(event) == math.inf]
+        if not infinite or (loss := loss_in(record.values)) is None:
+            self._awaits_loss = bool(infinite)
+            return record
+        self._awaits_loss = False
+        events = self._with_causes(record.events, record, math.inf, loss)
+        if any(map(self.follow_up.is_new, infinite)) and events[0].where != record.events[0].where:
+            self.follow_up.add_report(f"step {record.step}: {events[0].where}")
+        return replace(record, events=tuple(events))
+
+    # --- what is watched -----------------------------------------------------------------------------------------------------------
+
     def _all(self) -> list[SpikeDetector]:
         return [*self.detectors.values(), *(detector for detector, _ in self._failed.values())]
 
@@ -465,7 +444,6 @@ class DetectorSet:
         return any(_is_of_a_batch(detector.signal) for detector in self._all())
 
     def watches(self, key: Key) -> bool:
-        """Whether a detector uses the value logged under ``key``."""
         return any(
             bool(detector.signal.search(key.name)) if isinstance(detector.signal, re.Pattern) else detector.signal == key.name
             for detector in self._all()
@@ -476,7 +454,6 @@ class DetectorSet:
         return self.follow_up.rejections_need_detail() and bool(self.detectors)
 
     def rewind(self, step: int) -> None:
-        """Discard what is known of ``step`` and later: the run was rewound."""
         self.history.rewind(step)
         self.follow_up.rewind(step)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..core.validation import positive
 
-# --- The last values of a signal, kept in order of time and of size, which makes medians cheap ---
+# --- sorted window ---
 
 
 class SortedWindow:
@@ -41,12 +41,10 @@ class SortedWindow:
         insort(self._in_order, value)
 
     def extend(self, values: Iterable[float]) -> None:
-        """Take all of ``values``."""
         for value in values:
             self.add(value)
 
     def clear(self) -> None:
-        """Forget all values."""
         self._in_time.clear()
         self._in_order.clear()
 
@@ -86,7 +84,7 @@ class SortedWindow:
         return max(lower, upper)
 
 
-# --- The level of a signal in the default rule: its settings, and a running median with residuals ---
+# --- settings, and the level of a signal ---
 
 
 #: Makes the median of absolute deviations a standard deviation for normal data.
@@ -114,8 +112,6 @@ LOG_OF_ZERO = -745.0
 
 
 class Level:
-    """A running median, and the residuals of values to it."""
-
     def __init__(self, size: int, window: int) -> None:
         self.values, self.residuals = SortedWindow(size), SortedWindow(window)
 
@@ -143,12 +139,10 @@ class Level:
             self.residuals.add(position - self.values.median())
 
     def restart(self, positions: Iterable[float]) -> None:
-        """Replace the values; the residuals stay."""
         self.values.clear()
         self.values.extend(positions)
 
     def load(self, values: Iterable[float], residuals: Iterable[float]) -> None:
-        """Replace both windows."""
         self.values = SortedWindow(self.values.size, map(float, values))
         self.residuals = SortedWindow(self.residuals.size, map(float, residuals))
 
@@ -163,7 +157,7 @@ def value_at(position: float) -> float:
     return math.exp(position) if position > LOG_OF_ZERO + 1 else 0.0
 
 
-# --- The default rule: the distance of a value's logarithm to its running medians ---
+# --- the rule for one signal ---
 
 
 class Hampel:
@@ -349,7 +343,7 @@ class Hampel:
         self._count, self.linear = int(state["count"]), bool(state["linear"])
 
 
-# --- Sorted windows of many signals at once ---
+# --- sorted windows of many signals ---
 
 
 #: Places of rows, each once, or all rows.
@@ -429,7 +423,6 @@ class SortedWindowBank:
         return self._in_time[row].roll(-start)[:count].tolist()
 
     def load(self, first: int, rows: Sequence[Sequence[float]]) -> None:
-        """Replace the contents of the rows from ``first`` on by the last ``size`` of these values."""
         kept = [list(values)[-self.size :] for values in rows]
         padded = [values + [math.inf] * (self.size - len(values)) for values in kept]
         there = slice(first, first + len(kept))
@@ -447,7 +440,7 @@ def _nearest(ordered: Tensor, center: Tensor, rank: int, count: int) -> Tensor:
     return reach.amin(dim=1)
 
 
-# --- hampel bank ---
+# --- the rule for many signals ---
 
 
 class _RingBuffers:
@@ -477,7 +470,6 @@ class _RingBuffers:
         return self.values[row].roll(-int(self._next[row])).tolist()
 
     def load(self, first: int, rows: Sequence[Sequence[float]]) -> None:
-        """Replace the contents of the rows from ``first`` on; each sequence begins with the oldest value."""
         size = self.values.shape[1]
         padded, there = [[*values, *[self._empty] * (size - len(values))] for values in rows], slice(first, first + len(rows))
         self.values[there] = torch.tensor(padded, dtype=torch.float64, device="cpu")
@@ -516,7 +508,6 @@ class _LevelShifts:
         return [[position, flag] for position, flag in recent][RECENT - int(self._count[row]) :]
 
     def load(self, row: int, values: Sequence[Sequence[Any]]) -> None:
-        """The inverse of :meth:`values`."""
         self._count[row], self._flags[row] = len(values), False
         for place, (position, flag) in enumerate(reversed(values), start=1):
             self._values[row, -place], self._flags[row, -place] = position, flag
@@ -569,7 +560,6 @@ class HampelBank:
         return torch.where(finite, scores, torch.inf), spikes | ~finite, medians[0]
 
     def predict(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What :meth:`update` would return. Nothing is learned."""
         finite, _, medians, scores, spikes = self._judge(values)
         return torch.where(finite, scores, torch.inf), spikes | ~finite, medians[0]
 
@@ -601,7 +591,6 @@ class HampelBank:
     # --- the state of single rules ------------------------------------------------------------------------------------------------
 
     def state(self, signal: int) -> dict[str, Any]:
-        """The :meth:`Hampel.state_dict` of one signal."""
         return {
             "near": self._near.values(signal),
             "far": self._far.values(signal),
@@ -616,7 +605,6 @@ class HampelBank:
         }
 
     def load(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """The inverse of :meth:`state`, for all signals."""
         self._near.load(0, [state["near"] for state in states])
         self._far.load(0, [state["far"] for state in states])
         self._residuals.load(0, [state["near_residuals"] for state in states])

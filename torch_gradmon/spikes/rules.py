@@ -15,8 +15,6 @@ from typing import Any, Protocol
 from ..core.validation import positive, share
 from .hampel import MAD_TO_STD, SortedWindow, log_of, value_at
 
-# --- The protocol of a rule, and the simple rules: a limit, a ratio, a cumulative sum, any function ---
-
 
 class Rule(Protocol):
     """What a detector needs from a rule."""

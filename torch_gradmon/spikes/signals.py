@@ -13,7 +13,7 @@ from ..core.moments import VIEWS
 from ..core.records import SpikeEvent, StatsTable, StepRecord
 from ..step.plan import value_in, values_in
 
-# --- Group spikes of consecutive steps into episodes, and rank them by size ---
+# --- episodes ---
 
 
 def size(event: SpikeEvent) -> float:
@@ -35,40 +35,29 @@ def by_size(events: Iterable[SpikeEvent]) -> list[int]:
 
 @dataclass(frozen=True)
 class Episode:
-    """One spike, in one step or in consecutive ones.
+    """One spike, in one step or in consecutive ones."""
 
-    Attributes:
-        steps: ascending.
-        events: of these steps, in order.
-        worst: the largest event; the first of equally large ones.
-    """
-
-    steps: tuple[int, ...]
-    events: tuple[SpikeEvent, ...]
-    worst: SpikeEvent
+    steps: tuple[int, ...]  # ascending
+    events: tuple[SpikeEvent, ...]  # of these steps, in order
+    worst: SpikeEvent  # the largest event; the first of equally large ones
 
     @property
     def first(self) -> int:
-        """The first step."""
         return self.steps[0]
 
     @property
     def last(self) -> int:
-        """The last step."""
         return self.steps[-1]
 
     @property
     def of_worst(self) -> list[SpikeEvent]:
-        """The events of the worst step."""
         return [event for event in self.events if event.step == self.worst.step]
 
     @property
     def when(self) -> str:
-        """The steps as text."""
         return f"step {self.first}" if self.first == self.last else f"steps {self.first} to {self.last}"
 
     def __str__(self) -> str:
-        """The worst step, and the range of steps."""
         row = "" if self.first == self.last else f"{self.when}, the largest in "
         return row + "; ".join(map(str, self.of_worst))
 
@@ -97,7 +86,6 @@ def episodes(events: Iterable[SpikeEvent], steps: Sequence[int]) -> list[Episode
 
 
 def largest(found: Sequence[Episode], most: int) -> list[Episode]:
-    """The ``most`` largest episodes, in order of time."""
     kept = sorted(range(len(found)), key=lambda place: (-size(found[place].worst), place))[:most]
     return [found[place] for place in sorted(kept)]
 
@@ -108,7 +96,7 @@ def counted(found: Sequence[Episode]) -> str:
     return str(len(found)) if steps == len(found) else f"{len(found)} in {steps} steps"
 
 
-# --- Look up the value of a signal in a step's record ---
+# --- the value of a signal in a step's record ---
 
 
 def value_of(signal: str, record: StepRecord, whole: Mapping[str, float]) -> float | None:

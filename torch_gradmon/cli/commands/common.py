@@ -6,15 +6,12 @@ import argparse
 import contextlib
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ...analysis.run import Run, load_run
 from ...core.formatting import printable
-
-if TYPE_CHECKING:
-    from ...server.board import RunBoard
 
 #: Command lines, each with its purpose, the most useful first.
 Examples = Sequence[tuple[str, str]]
@@ -31,33 +28,24 @@ class UsageError(ValueError):
 
 
 class Argument(NamedTuple):
-    """The arguments of one ``parser.add_argument`` call."""
-
     names: tuple[str, ...]
     options: dict[str, Any]
 
 
 class Command(NamedTuple):
-    """A command as ``gradmon --help`` shows it.
+    """A command as ``gradmon --help`` shows it."""
 
-    Attributes:
-        name: as on the command line.
-        summary: one line for the list of commands.
-        description: for its own help.
-        examples: at the end of its help.
-        arguments: of the command; a tuple of arguments excludes each other.
-        notes: paragraphs after the examples.
-    """
-
-    name: str
-    summary: str
-    description: str
-    examples: Examples
-    arguments: Sequence[Argument | tuple[Argument, ...]]
-    notes: str = ""
+    name: str  # as on the command line
+    summary: str  # one line for the list of commands
+    description: str  # for its own help
+    examples: Examples  # at the end of its help
+    arguments: Sequence[Argument | tuple[Argument, ...]]  # of the command; a tuple of arguments excludes each other
+    # runs it, and returns its exit code: 0, or 1 for a bad result. A :class:`UsageError` is printed on one line with the exit
+    # code 2, an OSError or ValueError with 1.
+    run: Callable[[argparse.Namespace], int]
+    notes: str = ""  # paragraphs after the examples
 
     def add_to(self, commands: Any) -> None:
-        """Add a parser for this command to the subparsers ``commands``."""
         lines = ["examples:", *example_lines(self.examples)]
         for paragraph in self.notes.split("\n\n") if self.notes else ():
             lines += ["", *textwrap.wrap(" ".join(paragraph.split()), _WIDTH, break_on_hyphens=False)]
@@ -78,7 +66,6 @@ class Command(NamedTuple):
 
 
 def argument(*names: str, **options: Any) -> Argument:
-    """An argument, as for ``parser.add_argument``."""
     return Argument(names, options)
 
 
@@ -90,7 +77,6 @@ def value(name: str, metavar: str, help: str, **options: Any) -> Argument:
 
 
 def flag(name: str, help: str) -> Argument:
-    """An option without a value."""
     return Argument((name,), {"action": "store_true", "help": help})
 
 
@@ -106,7 +92,6 @@ LAST = value("--last", "STEP", "up to this step", type=int)
 
 
 def example_lines(examples: Examples) -> Iterator[str]:
-    """The lines of ``examples``, in two columns."""
     for command, purpose in examples:
         if len(command) <= _COLUMN:
             yield f"  {command:<{_COLUMN}}  {purpose}".rstrip()
@@ -116,7 +101,6 @@ def example_lines(examples: Examples) -> Iterator[str]:
 
 
 def positive(text: str) -> int:
-    """A positive integer, for argparse."""
     number = int(text) if text.isdecimal() and len(text) < 100 else 0
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text[:100]!r} is not a positive whole number")
@@ -146,33 +130,6 @@ def output(path: str, endings: Sequence[str]) -> Path:
 def print_written(path: Path, to_stderr: bool = False) -> None:
     """Print the path and size of a written file; ``to_stderr`` if the standard output is for a program."""
     print(f"{printable(str(path))} ({path.stat().st_size / 1e6:.1f} MB)", file=sys.stderr if to_stderr else sys.stdout)
-
-
-def check_alert(url: str) -> None:
-    """Look at the address of a webhook.
-
-    Raises:
-        UsageError: it is none.
-    """
-    from ...sinks.alerts import Messenger
-
-    try:
-        Messenger(url)
-    except ValueError as error:
-        raise UsageError(f"--alert {url}: {error}") from error
-
-
-@contextlib.contextmanager
-def alarms(board: RunBoard, url: str) -> Iterator[None]:
-    """Call the webhook at ``url``, which :func:`check_alert` has seen, about the runs of ``board`` within the block."""
-    from ...server.alarms import Alarms
-
-    found = Alarms(board, url)
-    found.start()
-    try:
-        yield
-    finally:
-        found.close()
 
 
 @contextlib.contextmanager

@@ -34,33 +34,8 @@ _SORTS: dict[str, Callable[[RunCard], Any]] = {
     "started": lambda card: card.began,
 }
 
-COMMAND = Command(
-    "compare",
-    "show many runs in one table",
-    "Show many runs in one table: whether they are alive, their losses, findings, spikes and cost, and the settings in which they differ. "
-    "For two runs step by step see gradmon diff, and for the same in a browser gradmon serve.",
-    (
-        ("gradmon compare runs", "all below a directory, the smallest loss first"),
-        ("gradmon compare runs --sort val/loss", "the smallest last value of a metric first"),
-        ("gradmon compare runs --sort val/acc --largest", "the largest one first"),
-        ("gradmon compare runs/a runs/b --sort started", "some runs, in the order of their beginnings"),
-        ("gradmon compare runs --diagnose", "with all rules, a third of a second for each run"),
-        ("gradmon compare runs --json", "the same for a program"),
-    ),
-    (
-        _DIRECTORIES,
-        value(
-            "--sort", "COLUMN", f"one of {', '.join(_SORTS)}, a setting, or a logged value, which is shown, too", default="loss"
-        ),
-        flag("--largest", "the largest value first"),
-        flag("--diagnose", "apply all rules to each run, not only those that the training itself applies"),
-        JSON,
-    ),
-)
-
 
 def run(options: argparse.Namespace) -> int:
-    """Print the table."""
     if not options.json:
         with requires_extra("the table, without --json,", "cli", "rich"):
             from ..terminal.runs_table import show
@@ -104,7 +79,6 @@ def _paths(places: Sequence[str]) -> Iterator[tuple[str, Path]]:
 
 
 def _value(name: str, card: RunCard) -> float | None:
-    """The last value of a metric, or a setting that is a number."""
     if name in card.metrics:
         return card.metrics[name]
     try:
@@ -119,3 +93,34 @@ def _ordered(cards: Sequence[RunCard], key: Callable[[RunCard], Any], largest: b
     there = [(found, card) for found, card in values if found is not None and (isinstance(found, str) or math.isfinite(found))]
     ordered = [card for _, card in sorted(there, key=lambda each: each[0], reverse=largest)]
     return ordered + [card for _, card in values if not any(card is other for other in ordered)]
+
+
+COMMANDS = (
+    Command(
+        "compare",
+        "show many runs in one table",
+        "Show many runs in one table: whether they are alive, their losses, findings, spikes and cost, and the settings in which they "
+        "differ. For two runs step by step see gradmon diff, and for the same in a browser gradmon serve.",
+        (
+            ("gradmon compare runs", "all below a directory, the smallest loss first"),
+            ("gradmon compare runs --sort val/loss", "the smallest last value of a metric first"),
+            ("gradmon compare runs --sort val/acc --largest", "the largest one first"),
+            ("gradmon compare runs/a runs/b --sort started", "some runs, in the order of their beginnings"),
+            ("gradmon compare runs --diagnose", "with all rules, a third of a second for each run"),
+            ("gradmon compare runs --json", "the same for a program"),
+        ),
+        (
+            _DIRECTORIES,
+            value(
+                "--sort",
+                "COLUMN",
+                f"one of {', '.join(_SORTS)}, a setting, or a logged value, which is shown, too",
+                default="loss",
+            ),
+            flag("--largest", "the largest value first"),
+            flag("--diagnose", "apply all rules to each run, not only those that the training itself applies"),
+            JSON,
+        ),
+        run,
+    ),
+)

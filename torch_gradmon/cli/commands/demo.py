@@ -6,26 +6,8 @@ import argparse
 
 from .common import Command, UsageError, output, positive, print_written, requires_extra, to_file, value
 
-COMMAND = Command(
-    "demo",
-    "train a small character GPT under watch and show a table of its layers",
-    "Train a small character GPT under watch and show a table of its layers.",
-    (
-        ("gradmon demo", "train a small GPT: a minute, no network"),
-        ("gradmon demo --steps 101 --run-dir runs/short", "fewer steps, in another directory"),
-        ("gradmon demo --to table.svg", "write the tables as a picture"),
-    ),
-    (
-        value("--steps", "N", "steps to train", type=positive, default=601),
-        value("--run-dir", "DIR", "where to write the run", default="runs/demo"),
-        to_file("the printed tables as a picture, .svg"),
-        value("--seed", "N", "of parameters and batches", type=int, default=0),
-    ),
-)
-
 
 def run(options: argparse.Namespace) -> int:
-    """Train, and print the tables."""
     try:
         with requires_extra("the demo", "cli", "rich", "tqdm"):
             from ..demo import demo
@@ -38,3 +20,24 @@ def run(options: argparse.Namespace) -> int:
     if to is not None:
         print_written(to)
     return 0
+
+
+COMMANDS = (
+    Command(
+        "demo",
+        "train a small character GPT under watch and show a table of its layers",
+        "Train a small character GPT under watch and show a table of its layers.",
+        (
+            ("gradmon demo", "train a small GPT: a minute, no network"),
+            ("gradmon demo --steps 101 --run-dir runs/short", "fewer steps, in another directory"),
+            ("gradmon demo --to table.svg", "write the tables as a picture"),
+        ),
+        (
+            value("--steps", "N", "steps to train", type=positive, default=601),
+            value("--run-dir", "DIR", "where to write the run", default="runs/demo"),
+            to_file("the printed tables as a picture, .svg"),
+            value("--seed", "N", "of parameters and batches", type=int, default=0),
+        ),
+        run,
+    ),
+)

@@ -16,7 +16,7 @@ from ...runs.liveness import RunStatus, run_status
 from ...step.planner import PRESETS
 from .common import Command, UsageError, argument, flag, positive, value
 
-# --- The state of a live change of detail, as ``gradmon detail`` prints it ---
+# --- what is printed ---
 
 
 def state_of(found: RunStatus) -> Mapping[str, Any]:
@@ -26,14 +26,12 @@ def state_of(found: RunStatus) -> Mapping[str, Any]:
 
 
 def script_text(found: RunStatus) -> str:
-    """The cadence and the preset of the script."""
     every, preset = found.meta.get("every"), found.meta.get("preset")
     cadence = "the steps of monitor_step_fn" if every is None else request_text({"every": every})
     return cadence if preset is None else f"{cadence}, preset {preset}"
 
 
 def current_text(found: RunStatus) -> str:
-    """What is measured now."""
     state = state_of(found).get("in_force")
     return f"{script_text(found)}, as in the script" if state is None else change_text(state)
 
@@ -52,7 +50,6 @@ def change_text(state: Mapping[str, Any]) -> str:
 
 
 def status_lines(found: RunStatus) -> Iterator[str]:
-    """What is in force, and what was requested."""
     state = state_of(found)
     yield f"the script: {script_text(found)}"
     for name, title in (("in_force", "in force"), ("waits", "requested and not yet in force"), ("last", "the last one")):
@@ -69,7 +66,6 @@ def status_lines(found: RunStatus) -> Iterator[str]:
 
 
 def warnings(change: DetailRequest, found: RunStatus) -> Iterator[str]:
-    """Effects of a change that may be unexpected."""
     if change.first is not None and found.step is not None and change.first <= found.step:
         yield f"step {change.first} is over, so the change begins with the next step"
     if not change.is_reset and change.every is None:
@@ -96,7 +92,7 @@ def result_of(state: Mapping[str, Any], change: DetailRequest, session: str) -> 
     return None
 
 
-# --- ``gradmon detail``: more detail of a running training for a while ---
+# --- the command ---
 
 
 def _step(text: str) -> int:
@@ -105,37 +101,6 @@ def _step(text: str) -> int:
     return int(text)
 
 
-COMMAND = Command(
-    "detail",
-    "change what a running training measures",
-    "Change how often a running training is monitored, and what is measured, for a while, without a restart.",
-    (
-        ("gradmon detail runs/first --every 1 --preset full --for 200", "everything, in the next 200 steps"),
-        ("gradmon detail runs/first --every 10 --wait", "every 10th step until further notice"),
-        ("gradmon detail runs/first --every 1 --for 50 --first 12000", "50 steps from there on"),
-        ("gradmon detail runs/first --reset", "return to the settings of the script"),
-        ("gradmon detail runs/first --status", "what is in force, and what was requested"),
-    ),
-    (
-        argument("run", metavar="RUN", help="the run directory of a running training"),
-        value("--every", "N", "monitor the steps that are divisible by N", type=positive),
-        argument("--preset", choices=tuple(PRESETS), help="measure this preset instead of the script's"),
-        value("--for", "N", "for N steps (default: until further notice)", type=positive, dest="steps"),
-        value("--first", "STEP", "from this step on (default: the next one)", type=_step),
-        flag("--reset", "return to the settings of the script"),
-        flag("--status", "show what is in force, and what was requested; changes nothing"),
-        flag("--wait", "wait until the change is in force"),
-        value("--timeout", "SECONDS", "wait no longer than this (default: as long as it takes)", type=positive),
-    ),
-    """The training reads a change at most once a second, at the end of a step, and applies it to the next one. A change replaces the
-    one before it and does not affect the training: its parameters end as the same bits. Ranks that exchange values change together, in
-    a monitored step; with a large cadence that may take a while. A change of the cadence overrides every=, monitor_step_fn= and
-    overhead_budget= of the script. In a compiled model, activations and attention stay as in the script. Updates are measured in steps
-    divisible by 10, as by the presets. A resumed run follows its script: request the change again.
-
-    The exit code is 0 if the change was requested (with --wait: if it is or was in force), 1 if the wait failed, and 2 if nothing
-    reads changes in that directory, or no change was given.""",
-)
 #: Seconds between two checks whether a change was applied.
 _PAUSE = 0.2
 
@@ -170,7 +135,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _given(options: argparse.Namespace) -> list[str]:
-    """The options that a user has given."""
     values = {"--every": options.every, "--preset": options.preset, "--for": options.steps, "--first": options.first}
     flags = {"--reset": options.reset, "--wait": options.wait, "--timeout": options.timeout}
     return [name for name, given in values.items() if given is not None] + [name for name, given in flags.items() if given]
@@ -205,7 +169,6 @@ def _liveness(directory: Path) -> RunStatus:
 
 
 def _session(found: RunStatus, directory: Path) -> str:
-    """The session of the monitor that reads changes."""
     state = state_of(found)
     if found.has_ended:
         raise UsageError("this run has ended; after it is resumed it follows its script, and a change can be requested then")
@@ -259,3 +222,39 @@ def _wait(directory: Path, change: DetailRequest, session: str, timeout: int | N
         time.sleep(_PAUSE)
     print(f"it was not in force within {timeout} s; the request stays, and may still be applied")
     return 1
+
+
+COMMANDS = (
+    Command(
+        "detail",
+        "change what a running training measures",
+        "Change how often a running training is monitored, and what is measured, for a while, without a restart.",
+        (
+            ("gradmon detail runs/first --every 1 --preset full --for 200", "everything, in the next 200 steps"),
+            ("gradmon detail runs/first --every 10 --wait", "every 10th step until further notice"),
+            ("gradmon detail runs/first --every 1 --for 50 --first 12000", "50 steps from there on"),
+            ("gradmon detail runs/first --reset", "return to the settings of the script"),
+            ("gradmon detail runs/first --status", "what is in force, and what was requested"),
+        ),
+        (
+            argument("run", metavar="RUN", help="the run directory of a running training"),
+            value("--every", "N", "monitor the steps that are divisible by N", type=positive),
+            argument("--preset", choices=tuple(PRESETS), help="measure this preset instead of the script's"),
+            value("--for", "N", "for N steps (default: until further notice)", type=positive, dest="steps"),
+            value("--first", "STEP", "from this step on (default: the next one)", type=_step),
+            flag("--reset", "return to the settings of the script"),
+            flag("--status", "show what is in force, and what was requested; changes nothing"),
+            flag("--wait", "wait until the change is in force"),
+            value("--timeout", "SECONDS", "wait no longer than this (default: as long as it takes)", type=positive),
+        ),
+        run,
+        """The training reads a change at most once a second, at the end of a step, and applies it to the next one. A change replaces the
+    one before it and does not affect the training: its parameters end as the same bits. Ranks that exchange values change together, in
+    a monitored step; with a large cadence that may take a while. A change of the cadence overrides every=, monitor_step_fn= and
+    overhead_budget= of the script. In a compiled model, activations and attention stay as in the script. Updates are measured in steps
+    divisible by 10, as by the presets. A resumed run follows its script: request the change again.
+
+    The exit code is 0 if the change was requested (with --wait: if it is or was in force), 1 if the wait failed, and 2 if nothing
+    reads changes in that directory, or no change was given.""",
+    ),
+)

@@ -22,42 +22,8 @@ from .common import (
     value,
 )
 
-COMMAND = Command(
-    "diff",
-    "find the first step and value in which two runs diverge",
-    "Compare two runs, such as of one seed before and after a change of the code, and find where they diverge.",
-    (
-        ("gradmon diff runs/a runs/b", "the first step and value in which they diverge"),
-        ("gradmon diff runs/before runs/after --rtol 1e-4 --last 99", "a refactoring, by its first hundred steps"),
-        ("gradmon diff runs/a runs/b --rtol 0", "bit for bit: is the training deterministic?"),
-        ("gradmon diff runs/a runs/b --rename '^h\\.=layers.' --strict", "renamed modules, and no other change"),
-        ("gradmon diff runs/a runs/b --tol '^update/=1e-3' --ignore 'k_proj\\.bias'", "wider for some keys, and without others"),
-        ("gradmon diff runs/a runs/b --to diff.html", "also a page with both runs on top of each other"),
-        ("gradmon diff runs/a runs/b --json", "everything, for programs"),
-    ),
-    (
-        argument("a", metavar="A", help="a run directory"),
-        argument("b", metavar="B", help="another run directory"),
-        value("--rtol", "X", "tolerance relative to the larger value", type=float, default=1e-5),
-        value("--atol", "X", "absolute tolerance, added to that", type=float, default=0.0),
-        value("--tol", "REGEX=X", "a relative tolerance for some keys", action="append", default=[]),
-        value("--only", "REGEX", "compare only these keys", action="append"),
-        value("--ignore", "REGEX", "do not compare these keys", action="append"),
-        value("--rename", "REGEX=NEW", "in names of modules of A, as they are in B", action="append", default=[]),
-        FIRST,
-        LAST,
-        flag("--strict", "steps, tensors and values that only one run has count too"),
-        to_file("one page, .html, with both runs on top of each other"),
-        JSON,
-    ),
-    "Patterns are searched in keys such as gradient_before_clip/h.0.attn.weight/norm, as with re.search; options that take one may be "
-    "repeated. The exit code is 0 if the runs are equal within the tolerance in all that both have, 1 if they diverge, and 2 if they "
-    "cannot be compared.",
-)
-
 
 def run(options: argparse.Namespace) -> int:
-    """Compare, and print the result; returns the exit code, 0 or 1."""
     to = None if options.to is None else output(options.to, PAGES)
     if to is not None:
         with requires_extra("the page", "report", "plotly", "jinja2", "markupsafe"):
@@ -106,3 +72,43 @@ def _tolerances(given: Sequence[str]) -> dict[str, float]:
         except ValueError:
             raise ValueError(f"--tol {pattern}={text}: {text!r} is not a number, such as 1e-3") from None
     return found
+
+
+COMMANDS = (
+    Command(
+        "diff",
+        "find the first step and value in which two runs diverge",
+        "Compare two runs, such as of one seed before and after a change of the code, and find where they diverge.",
+        (
+            ("gradmon diff runs/a runs/b", "the first step and value in which they diverge"),
+            ("gradmon diff runs/before runs/after --rtol 1e-4 --last 99", "a refactoring, by its first hundred steps"),
+            ("gradmon diff runs/a runs/b --rtol 0", "bit for bit: is the training deterministic?"),
+            ("gradmon diff runs/a runs/b --rename '^h\\.=layers.' --strict", "renamed modules, and no other change"),
+            (
+                "gradmon diff runs/a runs/b --tol '^update/=1e-3' --ignore 'k_proj\\.bias'",
+                "wider for some keys, and without others",
+            ),
+            ("gradmon diff runs/a runs/b --to diff.html", "also a page with both runs on top of each other"),
+            ("gradmon diff runs/a runs/b --json", "everything, for programs"),
+        ),
+        (
+            argument("a", metavar="A", help="a run directory"),
+            argument("b", metavar="B", help="another run directory"),
+            value("--rtol", "X", "tolerance relative to the larger value", type=float, default=1e-5),
+            value("--atol", "X", "absolute tolerance, added to that", type=float, default=0.0),
+            value("--tol", "REGEX=X", "a relative tolerance for some keys", action="append", default=[]),
+            value("--only", "REGEX", "compare only these keys", action="append"),
+            value("--ignore", "REGEX", "do not compare these keys", action="append"),
+            value("--rename", "REGEX=NEW", "in names of modules of A, as they are in B", action="append", default=[]),
+            FIRST,
+            LAST,
+            flag("--strict", "steps, tensors and values that only one run has count too"),
+            to_file("one page, .html, with both runs on top of each other"),
+            JSON,
+        ),
+        run,
+        "Patterns are searched in keys such as gradient_before_clip/h.0.attn.weight/norm, as with re.search; options that take one may be "
+        "repeated. The exit code is 0 if the runs are equal within the tolerance in all that both have, 1 if they diverge, and 2 if they "
+        "cannot be compared.",
+    ),
+)

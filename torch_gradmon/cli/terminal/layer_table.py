@@ -27,53 +27,32 @@ from ...runs.reader import StatsSeries, most_cells, paired
 from ...spikes.signals import Episode, episodes, largest
 from ...step.summary import KEY_DOCUMENTATION
 
-# --- A run layer by layer: a row for each parameter, or for each block of them ---
-
-
-# --- overview ---
-
-
 #: Counters, which are shown as numbers of steps.
 _TOTALS = frozenset({"steps_not_applied", "steps_skipped"})
 _ORDER = {name: place for place, name in enumerate(KEY_DOCUMENTATION)}
 
 
 def is_of_whole_model(key: Key) -> bool:
-    """Whether ``key`` is a value of the whole model or a logged value."""
     return key.source in (SUMMARY, "")
 
 
 @dataclass(frozen=True)
 class ValueSummary:
-    """A value over the steps.
+    """A value over the steps."""
 
-    Attributes:
-        name: of the value, without ``gradmon/``.
-        is_logged: whether the script logged it.
-        count: number of steps that have it.
-        first: earliest value.
-        median: lower median of the finite values; NaN without any, as for ``largest``.
-        last: latest value.
-        largest: largest finite value.
-        at: the first step with it.
-        nonfinite: number of values that are NaN or infinite.
-        since: the first step with such a value.
-    """
-
-    name: str
-    is_logged: bool
-    count: int
-    first: float
-    median: float
-    last: float
-    largest: float
-    at: int | None
-    nonfinite: int
-    since: int | None
+    name: str  # of the value, without ``gradmon/``
+    is_logged: bool  # whether the script logged it
+    count: int  # number of steps that have it
+    first: float  # earliest value
+    median: float  # lower median of the finite values; NaN without any, as for ``largest``
+    last: float  # latest value
+    largest: float  # largest finite value
+    at: int | None  # the first step with it
+    nonfinite: int  # number of values that are NaN or infinite
+    since: int | None  # the first step with such a value
 
     @classmethod
     def of(cls, key: Key, steps: array[int], values: array[float]) -> ValueSummary:
-        """The summary of the ``values`` of a key, at least one."""
         finite = [value for value in values if math.isfinite(value)]
         largest = max(finite, default=math.nan)
         spoiled = len(values) - len(finite)
@@ -85,32 +64,22 @@ class ValueSummary:
 
 @dataclass
 class Overview:
-    """A summary of records, ascending by step.
+    """A summary of records, ascending by step."""
 
-    Attributes:
-        steps: number of steps.
-        first, last: the first and the last of them; None without any.
-        began, ended: when these two steps ended, in seconds since the epoch.
-        rates: the smallest, the largest and the latest learning rate; of several parameter groups, the latest largest one.
-        not_applied: number of steps that the optimizer did not apply.
-        skipped: number of these that were skipped because of a spike.
-        events: the spikes.
-    """
-
-    steps: int = 0
-    first: int | None = None
+    steps: int = 0  # number of steps
+    first: int | None = None  # first, last: the first and the last of them; None without any
     last: int | None = None
-    began: float = math.nan
+    began: float = math.nan  # began, ended: when these two steps ended, in seconds since the epoch
     ended: float = math.nan
+    # the smallest, the largest and the latest learning rate; of several parameter groups, the latest largest one
     rates: tuple[float, float, float] | None = None
-    not_applied: int = 0
-    skipped: int = 0
-    events: list[SpikeEvent] = field(default_factory=list)
+    not_applied: int = 0  # number of steps that the optimizer did not apply
+    skipped: int = 0  # number of these that were skipped because of a spike
+    events: list[SpikeEvent] = field(default_factory=list)  # the spikes
     _values: dict[Key, tuple[array[int], array[float]]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, records: Iterable[StepRecord]) -> Overview:
-        """The overview of ``records``."""
         found = cls()
         for record in records:
             found._add(record)
@@ -143,12 +112,11 @@ class Overview:
 
 
 def rates_in(context: Mapping[str, Any]) -> list[float]:
-    """The learning rates of the parameter groups in the context of a record."""
     rates = context.get("lr", [])
     return [float(rate) for rate in (rates if isinstance(rates, list) else [rates]) if isinstance(rate, (int, float))]
 
 
-# --- A run layer by layer: a row for each parameter, or for each block of them ---
+# --- rows of layers ---
 
 
 #: More parameters than this are grouped by block; so many rows are never too many for the steps.
@@ -157,33 +125,19 @@ MOST, _FEW = 40, 160
 
 @dataclass(frozen=True)
 class LayerRow:
-    """A parameter, or a block of them, over the steps. Unknown values are NaN or None.
+    """A parameter, or a block of them, over the steps. Unknown values are NaN or None."""
 
-    Attributes:
-        name: of the parameter or block.
-        parameters: number of parameters.
-        norm: median of the finite gradient norms, before clipping if they are known.
-        largest: largest finite norm.
-        at: the first step with it.
-        share: of the squared norm of the whole gradient, mean over the steps.
-        clipped: median norm of the gradient after clipping.
-        update: median norm of the update over that of the weights before it.
-        zeros: median share of near-zero gradient elements.
-        nonfinite: number of steps whose gradient has NaN or infinite elements.
-        since: the first of these.
-    """
-
-    name: str
-    parameters: int
-    norm: float
-    largest: float
-    at: int | None
-    share: float
-    clipped: float
-    update: float
-    zeros: float
-    nonfinite: int
-    since: int | None
+    name: str  # of the parameter or block
+    parameters: int  # number of parameters
+    norm: float  # median of the finite gradient norms, before clipping if they are known
+    largest: float  # largest finite norm
+    at: int | None  # the first step with it
+    share: float  # of the squared norm of the whole gradient, mean over the steps
+    clipped: float  # median norm of the gradient after clipping
+    update: float  # median norm of the update over that of the weights before it
+    zeros: float  # median share of near-zero gradient elements
+    nonfinite: int  # number of steps whose gradient has NaN or infinite elements
+    since: int | None  # the first of these
 
 
 #: Sort keys by the name of a column; the largest comes first.
@@ -208,15 +162,10 @@ def sort_rows(rows: Sequence[LayerRow], column: str) -> list[LayerRow]:
 
 
 class Groups(NamedTuple):
-    """The parameters of each row.
-
-    Attributes:
-        titles: of the rows.
-        place: number of each parameter's row.
-    """
+    """The parameters of each row."""
 
     titles: tuple[str, ...]
-    place: Mapping[str, int]
+    place: Mapping[str, int]  # number of each parameter's row
 
 
 def groups(names: Sequence[str], depth: int | None = None, everything: bool = False) -> Groups:
@@ -254,8 +203,6 @@ class _Collected:
 
 
 class _Merger:
-    """Merges the rows of parameters into those of groups."""
-
     def __init__(self, grouped: Groups) -> None:
         self._grouped = grouped
         self._known: dict[tuple[str, ...], tuple[tuple[str, ...], list[int]]] = {}  # nearly all stacks have the same names
@@ -347,7 +294,6 @@ def _medians(collected: _Collected, grouped: Groups) -> list[float]:
 
 
 def _largest(norms: _Collected) -> tuple[list[float], list[int | None]]:
-    """The largest finite value of each row, and the first step with it."""
     values = norms.values
     finite = torch.where(values.isfinite(), values, -math.inf)
     places = finite.argmax(0)
@@ -357,7 +303,6 @@ def _largest(norms: _Collected) -> tuple[list[float], list[int | None]]:
 
 
 def _count_nonfinite(counts: _Collected) -> tuple[list[int], list[int | None]]:
-    """The number of steps in which each row is not finite, and the first of these."""
     bad = (counts.values > 0).int()
     found, places = bad.sum(0).tolist(), bad.argmax(0).tolist()
     return found, [counts.steps[place] if count else None for count, place in zip(found, places, strict=True)]
@@ -371,7 +316,7 @@ def _same(before: _Collected, after: _Collected) -> bool:
     return torch.allclose(rows, after.values[there], rtol=1e-6, atol=0.0, equal_nan=True)
 
 
-# --- X ---
+# --- the summary of a run ---
 
 
 #: Spikes and logged values that are shown.
@@ -380,31 +325,18 @@ _SPIKES, _LOGGED = 8, 8
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The summary of a run.
+    """The summary of a run."""
 
-    Attributes:
-        name: of the run, as given.
-        overview: its steps, times and learning rates.
-        segments: the first and the last step of each part that was written without interruption.
-        lines: values of the whole model.
-        unshown: number of logged values that are not among them.
-        rows: parameters or blocks.
-        spikes: the largest ones, in order.
-        spiked: all of them.
-        model: the model in one line.
-        parts: what trained when the optimizers were attached.
-    """
-
-    name: str
-    overview: Overview
-    segments: Sequence[tuple[int, int]]
-    lines: Sequence[ValueSummary]
-    unshown: int
-    rows: Sequence[LayerRow]
-    spikes: Sequence[SpikeSummary]
-    spiked: Sequence[Episode]
-    model: str
-    parts: Sequence[TrainedPart]
+    name: str  # of the run, as given
+    overview: Overview  # its steps, times and learning rates
+    segments: Sequence[tuple[int, int]]  # the first and the last step of each part that was written without interruption
+    lines: Sequence[ValueSummary]  # values of the whole model
+    unshown: int  # number of logged values that are not among them
+    rows: Sequence[LayerRow]  # parameters or blocks
+    spikes: Sequence[SpikeSummary]  # the largest ones, in order
+    spiked: Sequence[Episode]  # all of them
+    model: str  # the model in one line
+    parts: Sequence[TrainedPart]  # what trained when the optimizers were attached
 
     def to_dict(self) -> dict[str, Any]:
         """The summary for JSON: unknown values are None, values that are not finite are strings, as in the sinks."""

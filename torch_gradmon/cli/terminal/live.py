@@ -23,9 +23,6 @@ from ...spikes.attribution import REMEMBERED, Baseline, ParameterAttribution, ra
 from ...spikes.signals import Episode, episodes, largest
 from .layer_table import gradient_source
 
-# --- The last steps of an active run, read incrementally ---
-
-
 #: The part of the shown steps that counts as recent, as a divisor.
 _RECENT_PART = 6
 #: Steps from which the speed is computed.
@@ -34,19 +31,12 @@ _PACE = 50
 
 @dataclass(frozen=True)
 class TopLayer:
-    """A parameter with a large share of the gradient.
-
-    Attributes:
-        name: of the parameter.
-        series: the norms of its gradient, before clipping if they are known.
-        usual: its usual norm in the last step; None if too few steps are known.
-        share: of the squared norm of the whole gradient, mean over the recent steps.
-    """
+    """A parameter with a large share of the gradient."""
 
     name: str
-    series: Series
-    usual: float | None
-    share: float
+    series: Series  # the norms of its gradient, before clipping if they are known
+    usual: float | None  # its usual norm in the last step; None if too few steps are known
+    share: float  # of the squared norm of the whole gradient, mean over the recent steps
 
 
 @dataclass
@@ -59,7 +49,6 @@ class _Norms:
     nonfinite: Tensor
 
     def between(self, begin: int, end: int | None = None) -> _Norms:
-        """The steps from ``begin`` on and before ``end``."""
         first, last = bisect_left(self.steps, begin), len(self.steps) if end is None else bisect_left(self.steps, end)
         return _Norms(self.steps[first:last], self.names, self.norms[first:last], self.nonfinite[first:last])
 
@@ -126,21 +115,17 @@ class LiveRun:
 
     @property
     def last(self) -> StepRecord | None:
-        """The last step; None without any."""
         return self.records[-1] if self.records else None
 
     @property
     def steps(self) -> list[int]:
-        """The shown steps."""
         return [record.step for record in self.records]
 
     @property
     def loss(self) -> Key | None:
-        """The key of the loss; None without one."""
         return loss_among({key for record in self.records for key in record.values})
 
     def series(self, key: Key) -> Series:
-        """A value over the shown steps; empty without any."""
         return Series.of((record.step, record.values[key]) for record in self.records if key in record.values)
 
     @property
@@ -162,12 +147,10 @@ class LiveRun:
 
     @property
     def not_applied(self) -> list[int]:
-        """The shown steps that the optimizer did not apply."""
         return [record.step for record in self.records if not record.applied]
 
     @property
     def spikes(self) -> list[Episode]:
-        """The spikes of the whole run, ascending."""
         return episodes(self.events, self.run.steps)
 
     # --- layers ----------------------------------------------------------------------------------------------------------------
@@ -232,7 +215,6 @@ def _joined(parts: Sequence[_Norms]) -> _Norms:
 
 
 def _columns(values: Tensor, names: Sequence[str], wanted: Sequence[str], absent: float) -> Tensor:
-    """The columns of ``wanted``."""
     if names == wanted:
         return values
     place = {name: number for number, name in enumerate(names)}
@@ -240,7 +222,7 @@ def _columns(values: Tensor, names: Sequence[str], wanted: Sequence[str], absent
     return padded[:, [place.get(name, -1) for name in wanted]]
 
 
-# --- Follows the run in a directory while it begins, continues, ends, or is replaced ---
+# --- the run in a directory, which begins, continues, ends, or is replaced ---
 
 
 class RunFollower:
@@ -280,6 +262,5 @@ class RunFollower:
             self.problem = " ".join(str(error).split())
 
     def close(self) -> None:
-        """Close the run's file."""
         if self.live is not None:
             self.live.run.close()

@@ -21,9 +21,6 @@ from .live import LiveRun, RunFollower
 from .sparkline import ASCII, BLOCKS, NONFINITE, Columns, sparkline
 from .summary_view import QuietConsole
 
-# --- live view ---
-
-
 _LOUD, _WARN, _TITLE, _DIM, _GOOD = "bold red", "bold yellow", "bold cyan", "dim", "green"
 #: The run is idle after this many of its usual steps, and after this many seconds at least.
 _IDLE_STEPS, _IDLE_SECONDS = 20, 10.0
@@ -42,31 +39,22 @@ _LAYERS, _MOST_LAYERS = 5, 12
 
 @dataclass(frozen=True)
 class Screen:
-    """The terminal of a frame.
+    """The terminal of a frame."""
 
-    Attributes:
-        columns: of the terminal.
-        rows: of the terminal; None for no limit.
-        unicode: whether it can show blocks of different heights.
-    """
-
-    columns: int
-    rows: int | None
-    unicode: bool = True
+    columns: int  # of the terminal
+    rows: int | None  # of the terminal; None for no limit
+    unicode: bool = True  # whether it can show blocks of different heights
 
     @property
     def letters(self) -> str:
-        """The characters of sparklines."""
         return BLOCKS if self.unicode else ASCII
 
     @property
     def spikes(self) -> int:
-        """How many spikes are shown."""
         return 3 if self.has_room else 2 if self.rows is None or self.rows >= 20 else 1
 
     @property
     def has_room(self) -> bool:
-        """Whether there is room for empty lines."""
         return self.rows is None or self.rows >= 30
 
     def shown(self, text: str) -> str:
@@ -74,7 +62,6 @@ class Screen:
         return text if self.unicode else text.encode("ascii", "replace").decode()
 
     def name(self, name: str, width: int) -> str:
-        """A name without its start, if it is too long."""
         return cut_start(self.shown(name), width, "…" if self.unicode else "~")
 
 
@@ -168,7 +155,6 @@ class _SparklineTable:
         return [width for place, width in enumerate(_CELLS) if place != 1 or self._is_wide]
 
     def lines(self) -> Iterator[Text]:
-        """All sparklines, with headings."""
         steps = self._live.steps
         if self._signals:
             yield from self._gap()
@@ -223,7 +209,6 @@ class _SparklineTable:
 
 
 def _largest(series: Series, form: Callable[[float | None], str]) -> tuple[str, str]:
-    """The largest finite value and its step."""
     values = series.finite.values
     if not values:
         return "-", "-"
@@ -243,11 +228,7 @@ def _spikes(live: LiveRun, screen: Screen) -> Iterator[Text]:
             yield Text.assemble((f"{'' if place else head:{len(head)}}", _WARN), line)
 
 
-# --- The live view of ``gradmon watch``. Needs rich ---
-
-
 def print_frame(console: QuietConsole, follower: RunFollower) -> None:
-    """Print one frame."""
     screen = Screen(console.width, None, _has_unicode(console))
     for line in frame(follower, screen, time.time()):
         console.print(line, soft_wrap=True)
@@ -269,7 +250,6 @@ def watch(console: QuietConsole, follower: RunFollower, interval: float) -> None
 
 
 def wait(follower: RunFollower, interval: float) -> None:
-    """Wait for the first step."""
     while follower.live is None or follower.live.last is None:
         time.sleep(interval)
         follower.refresh()

@@ -19,17 +19,11 @@ _LEAST_LOG, _LEAST_PART = math.log(2), 0.1
 
 @dataclass(frozen=True)
 class Columns:
-    """The steps of each column. Columns begin at multiples of their size, so that they stay in place while steps are added.
+    """The steps of each column. Columns begin at multiples of their size, so that they stay in place while steps are added."""
 
-    Attributes:
-        first: number of the first column, counted from step 0.
-        count: number of columns.
-        size: steps in each.
-    """
-
-    first: int
-    count: int
-    size: int
+    first: int  # number of the first column, counted from step 0
+    count: int  # number of columns
+    size: int  # steps in each
 
     @classmethod
     def of(cls, steps: Sequence[int], most: int) -> Columns:

@@ -15,7 +15,7 @@ from ...core.formatting import cut_start, number, percent, time_span
 from ...spikes.signals import counted, largest
 from .layer_table import LayerRow, RunSummary, ValueSummary
 
-# --- The console that commands print to. Needs rich ---
+# --- the console that commands print to ---
 
 
 class QuietConsole(Console):
@@ -25,11 +25,10 @@ class QuietConsole(Console):
         super().__init__(highlight=False, markup=False, emoji=False)
 
     def on_broken_pipe(self) -> None:
-        """The reader has stopped reading."""
         raise BrokenPipeError
 
 
-# --- The drawing of ``gradmon summary``, for any terminal width. Needs rich ---
+# --- the summary, for any terminal width ---
 
 
 _LOUD, _TITLE, _DIM = "bold red", "bold cyan", "dim"
@@ -39,8 +38,6 @@ _NUMBER, _NAME = 7, 24
 
 @dataclass(frozen=True)
 class TableColumn:
-    """A column of the layer table."""
-
     heading: str
     cell: Callable[[LayerRow], str]
     meaning: str
@@ -62,13 +59,11 @@ _LEAST = ("zeros", "clipped", "at", "update", "share")
 
 
 def show(console: Console, summary: RunSummary) -> None:
-    """Print the summary."""
     for part in parts(summary, console.width):
         console.print(part)
 
 
 def parts(summary: RunSummary, width: int) -> Iterator[RenderableType]:
-    """The printed parts, in order."""
     yield Text(summary.name, style=_TITLE, overflow="fold")
     yield _facts(summary)
     if summary.lines:
@@ -216,7 +211,6 @@ def _widths(columns: Mapping[str, Sequence[str]]) -> list[int]:
 
 
 def _room(width: int, widths: Sequence[int], longest: int) -> int:
-    """The width of the names."""
     return max(min(width - sum(widths) - len(widths), longest), 8)
 
 

@@ -9,10 +9,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from ..core.records import SpikeEvent, StepRecord
-from ..core.simulated.device import SimulatedDevice, Work
-from ..core.simulated.graph import SimulatedGraph
-from ..core.simulated.registration import simulated_device
-from .monitor import ModuleMonitor
+from ..monitor.monitor import ModuleMonitor
+from .simulated import SimulatedDevice, SimulatedGraph, Work, simulated_device
 
 __all__ = ["RecordingSink", "SimulatedDevice", "SimulatedGraph", "Work", "collect_records", "simulated_device"]
 

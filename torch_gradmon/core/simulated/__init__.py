@@ -1,1 +1,0 @@
-"""An accelerator that exists in Python only, on which tests count launches and find missing waits."""
