@@ -172,6 +172,10 @@ class Timeline:
         copies[:] = waiting
         return finished
 
+    def awaited(self, stream: int) -> int:
+        """How many operations of ``stream`` the host has waited for."""
+        return self._host.get(stream, 0)
+
     def is_past(self, clock: Clock) -> bool:
         """Whether the host has waited for all that ``clock`` has."""
         return all(self._host.get(stream, 0) >= at for stream, at in clock.items())
