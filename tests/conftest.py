@@ -15,8 +15,8 @@ import hypothesis  # before a freeze: trio's part of it looks for referrers of a
 import pytest
 import torch
 
-from torch_gradmon.core import torch_modes as compat
-from torch_gradmon.monitor import steps as step_closing
+from torch_gradmon.core import torch_modes
+from torch_gradmon.monitor import steps
 from torch_gradmon.sinks import delivery
 from torch_gradmon.statistics import cpp
 
@@ -49,7 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or what torch picks by itself is the GPU: meshes, devices of DataParallel
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which torch may do in any test
-    step_closing.PATIENCE = math.inf  # the share of the monitor's time is that of the machine too, which may be busy
+    steps.PATIENCE = math.inf  # the share of the monitor's time is that of the machine too, which may be busy
     cpp.found = _STATISTICS[config.getoption("--statistics")]
 
 
@@ -71,8 +71,8 @@ def pytest_collection_finish() -> None:
 
 #: What an older torch lacks, by the words in which a test meets it.
 _ABSENT = {
-    "inside torch.compile they need torch 2.7": (compat.TELLS_EXPORT, "no statistics in compiled graphs before torch 2.7"),
-    "'Stream' object has no attribute 'record_event'": (compat.TELLS_EXPORT, "FSDP2 of this torch does not run on a CPU"),
+    "inside torch.compile they need torch 2.7": (torch_modes.TELLS_EXPORT, "no statistics in compiled graphs before torch 2.7"),
+    "'Stream' object has no attribute 'record_event'": (torch_modes.TELLS_EXPORT, "FSDP2 of this torch does not run on a CPU"),
     "Cannot use ReduceOp.AVG with Gloo": (
         torch.__version__ >= (2, 8),
         "gloo of this torch has no average, which FSDP2 with copies takes",

@@ -48,13 +48,13 @@ def on_ranks(count: int, function: Callable[..., Any], *args: Any, limit: float 
 @contextlib.contextmanager
 def impatient(seconds: float = 1.0) -> Iterator[None]:
     """Wait no longer than this for other ranks."""
-    from torch_gradmon.step import exchange as consensus
+    from torch_gradmon.step import exchange
 
-    before, consensus.PATIENCE = consensus.PATIENCE, seconds
+    before, exchange.PATIENCE = exchange.PATIENCE, seconds
     try:
         yield
     finally:
-        consensus.PATIENCE = before
+        exchange.PATIENCE = before
 
 
 def refusals(attempts: Iterable[Callable[[], object]]) -> list[str]:
@@ -148,7 +148,7 @@ def _work(rank: int, count: int, store: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    from torch_gradmon.step import exchange as consensus
+    from torch_gradmon.step import exchange
 
     torch.set_num_threads(1)
     gc.freeze()  # what was imported before the fork stays out of collections, and in pages that are shared
@@ -161,7 +161,7 @@ def _work(rank: int, count: int, store: str, pipe: Connection) -> None:
         except EOFError:
             return
         # each function is a job of its own: a monitor that an earlier one left on some ranks only is none of its business
-        consensus._made = _CountedFrom(1000 * number)
+        exchange._made = _CountedFrom(1000 * number)
         try:
             pipe.send((True, function(rank, *args)))
         except BaseException:

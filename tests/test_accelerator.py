@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
-from torch_gradmon.core import torch_modes as accelerator
-from torch_gradmon.core import torch_modes as compat
-from torch_gradmon.step import buffer as stream_join
+from torch_gradmon.core import torch_modes
+from torch_gradmon.step import buffer
 
 
 class _Functions(SimpleNamespace):
@@ -36,12 +35,12 @@ class _Functions(SimpleNamespace):
 def functions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Functions]:
     """A CUDA build of torch on a machine without a GPU, and one whose driver fails."""
     found = _Functions(is_initialized=lambda: request.param == "broken")
-    monkeypatch.setattr(accelerator, "accelerator_kind", lambda: torch.device("cuda"))
-    monkeypatch.setattr(accelerator, "functions_of", lambda device: found)
-    accelerator.forget_devices()
+    monkeypatch.setattr(torch_modes, "accelerator_kind", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch_modes, "functions_of", lambda device: found)
+    torch_modes.forget_devices()
     yield found
     monkeypatch.undo()
-    accelerator.forget_devices()
+    torch_modes.forget_devices()
 
 
 def test_a_model_on_the_cpu_is_watched_by_a_build_for_an_accelerator(functions: _Functions) -> None:
@@ -60,8 +59,8 @@ def test_a_build_without_a_device_has_none_where_torch_raises(monkeypatch: pytes
         raise RuntimeError("Cannot access accelerator device when none is available.")
 
     monkeypatch.setattr(torch.accelerator, "current_accelerator", raises)
-    assert compat.accelerator_kind() is None
-    assert accelerator.in_use() is None
+    assert torch_modes.accelerator_kind() is None
+    assert torch_modes.in_use() is None
 
 
 @pytest.mark.parametrize(
@@ -77,9 +76,9 @@ def test_a_build_without_a_device_has_none_where_torch_raises(monkeypatch: pytes
 def test_a_process_group_takes_tensors_of_its_backends_device(
     kind: str | None, backend: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(accelerator, "accelerator_kind", lambda: None if kind is None else torch.device(kind))
-    monkeypatch.setattr(accelerator, "functions_of", lambda device: SimpleNamespace(current_device=lambda: 0))
-    assert accelerator.of_backend(backend) == torch.device(expected)
+    monkeypatch.setattr(torch_modes, "accelerator_kind", lambda: None if kind is None else torch.device(kind))
+    monkeypatch.setattr(torch_modes, "functions_of", lambda device: SimpleNamespace(current_device=lambda: 0))
+    assert torch_modes.of_backend(backend) == torch.device(expected)
 
 
 def test_memory_that_cannot_be_pinned_for_the_moment_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,9 +91,9 @@ def test_memory_that_cannot_be_pinned_for_the_moment_is_asked_for_again(monkeypa
 
     made = torch.empty
     monkeypatch.setattr(torch, "empty", empty)
-    monkeypatch.setattr(accelerator, "_PINNED", set())
-    monkeypatch.setattr(accelerator, "_UNPINNED", set())
-    found = [accelerator._pinned(torch.ones(3), torch.device("cuda")) is not None for _ in range(3)]
+    monkeypatch.setattr(torch_modes, "_PINNED", set())
+    monkeypatch.setattr(torch_modes, "_UNPINNED", set())
+    found = [torch_modes._pinned(torch.ones(3), torch.device("cuda")) is not None for _ in range(3)]
     assert found == [True, False, True]
 
 
@@ -103,21 +102,21 @@ class TestNumberOfTheStream:
 
     def test_the_usual_one_is_0_and_any_other_is_its_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
         numbers = {0: 0, 1: 94_000}
-        monkeypatch.setattr(accelerator, "_RAW_STREAM", numbers.__getitem__)
-        assert [accelerator.stream_number(torch.device("cuda", index)) for index in numbers] == [0, 94_000]
+        monkeypatch.setattr(torch_modes, "_RAW_STREAM", numbers.__getitem__)
+        assert [torch_modes.stream_number(torch.device("cuda", index)) for index in numbers] == [0, 94_000]
 
     def test_there_is_none_where_torch_raises(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def raises(index: int) -> int:
             raise RuntimeError("no driver")
 
-        monkeypatch.setattr(accelerator, "_RAW_STREAM", raises)
-        assert accelerator.stream_number(torch.device("cuda", 0)) is None
+        monkeypatch.setattr(torch_modes, "_RAW_STREAM", raises)
+        assert torch_modes.stream_number(torch.device("cuda", 0)) is None
 
     def test_other_devices_are_asked_for_the_stream(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(accelerator, "_RAW_STREAM", lambda index: 1 / 0)
-        monkeypatch.setattr(accelerator, "current_stream", lambda device: SimpleNamespace(stream_id=7))
-        assert accelerator.stream_number(torch.device("xpu", 0)) == 7
-        assert accelerator.stream_number(torch.device("cuda")) == 7  # no index: the current device's
+        monkeypatch.setattr(torch_modes, "_RAW_STREAM", lambda index: 1 / 0)
+        monkeypatch.setattr(torch_modes, "current_stream", lambda device: SimpleNamespace(stream_id=7))
+        assert torch_modes.stream_number(torch.device("xpu", 0)) == 7
+        assert torch_modes.stream_number(torch.device("cuda")) == 7  # no index: the current device's
 
 
 def test_a_value_on_the_stream_of_number_0_is_awaited_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,9 +126,9 @@ def test_a_value_on_the_stream_of_number_0_is_awaited_by_others(monkeypatch: pyt
         5: SimpleNamespace(name="side", wait_stream=awaited.append),
     }
     now = [0]
-    monkeypatch.setattr(stream_join, "stream_number", lambda device: now[0])
-    monkeypatch.setattr(stream_join, "current_stream", lambda device: streams[now[0]])
-    join, device = stream_join.StreamJoin(), torch.device("cuda", 0)
+    monkeypatch.setattr(buffer, "stream_number", lambda device: now[0])
+    monkeypatch.setattr(buffer, "current_stream", lambda device: streams[now[0]])
+    join, device = buffer.StreamJoin(), torch.device("cuda", 0)
     join.note(device)
     now[0] = 5
     join.join(list)
@@ -140,9 +139,9 @@ def test_a_value_on_the_stream_of_number_0_is_awaited_by_others(monkeypatch: pyt
 
 def test_a_device_whose_stream_is_not_known_is_not_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     number = [0]
-    monkeypatch.setattr(stream_join, "stream_number", lambda device: number[0])
-    monkeypatch.setattr(stream_join, "current_stream", lambda device: None)
-    join = stream_join.StreamJoin()
+    monkeypatch.setattr(buffer, "stream_number", lambda device: number[0])
+    monkeypatch.setattr(buffer, "current_stream", lambda device: None)
+    join = buffer.StreamJoin()
     join.note(torch.device("cuda", 0))
     number[0] = 5
     join.join(list)

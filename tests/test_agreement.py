@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, PrefixStore
 
-from torch_gradmon.step import exchange as consensus
+from torch_gradmon.step import exchange
 from torch_gradmon.step.exchange import Agreement, BoundedStore
 
 PATIENCE = 0.2
@@ -51,9 +51,9 @@ class _First:
 @pytest.fixture
 def requests(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     store, found = HashStore(), Counter[str]()
-    monkeypatch.setattr(consensus, "_made", _First())
-    monkeypatch.setattr(consensus, "PATIENCE", PATIENCE)
-    monkeypatch.setattr(consensus, "store_of", lambda prefix, connected_anew: _Store(PrefixStore(prefix, store), found))
+    monkeypatch.setattr(exchange, "_made", _First())
+    monkeypatch.setattr(exchange, "PATIENCE", PATIENCE)
+    monkeypatch.setattr(exchange, "store_of", lambda prefix, connected_anew: _Store(PrefixStore(prefix, store), found))
     return found
 
 
@@ -158,8 +158,8 @@ def test_a_store_that_stands_still_holds_a_rank_up_for_a_limited_time(monkeypatc
         def set(self, key: str, value: str) -> None:
             release.wait(20)
 
-    monkeypatch.setattr(consensus, "store_of", lambda prefix, connected_anew: Frozen())
-    monkeypatch.setattr(consensus, "STORE_LIMIT", PATIENCE)
+    monkeypatch.setattr(exchange, "store_of", lambda prefix, connected_anew: Frozen())
+    monkeypatch.setattr(exchange, "STORE_LIMIT", PATIENCE)
     agreement = _agreements(2)[0]
     began = time.monotonic()
     for step in range(50):
@@ -181,7 +181,7 @@ def test_of_many_the_first_absent_key_is_found_in_few_requests(requests: Counter
 def test_a_dropped_agreement_ends_its_mark_without_a_collection(requests: Counter[str]) -> None:
     one, _ = _agreements(2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(consensus, "_made", Counter())
+        patch.setattr(exchange, "_made", Counter())
         one.ask(lambda: EQUAL)  # no assert, which would keep it alive
         store = one._store
         assert store is not None

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from torch_gradmon import ModuleMonitor, monitor_scaled_dot_product_attention
-from torch_gradmon.core import torch_modes as compat
+from torch_gradmon.core import torch_modes
 
 modes = torch._C._len_torch_function_stack
 SDPA = [F.scaled_dot_product_attention]
@@ -287,7 +287,7 @@ def test_a_failure_to_measure_is_not_the_reason():
     assert not any("no call" in reason for reason in monitor.missing().values())
 
 
-@pytest.mark.skipif(not compat.TELLS_EXPORT, reason="before torch 2.7 no values in compiled graphs")
+@pytest.mark.skipif(not torch_modes.TELLS_EXPORT, reason="before torch 2.7 no values in compiled graphs")
 def test_compiled_after_attach_by_its_wrapper_the_reason_is_not_compilation():
     """torch.compile(model) keeps its wrapper to itself: is_compiled(model) is False."""
     model = nn.Sequential(Attention())

@@ -13,28 +13,28 @@ from torch import distributed, nn
 from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore
 
 import torch_gradmon as gradmon
-from torch_gradmon.capture import module_source as forward_hooks
-from torch_gradmon.core import torch_modes as compat
+from torch_gradmon.capture import module_source
+from torch_gradmon.core import torch_modes
 
 
 def test_groups_of_fsdp2_by_the_names_of_each_release() -> None:
-    assert compat.fsdp_param_groups(SimpleNamespace(_fsdp_param_groups=["a", "b"], _fsdp_param_group="a")) == ["a", "b"]
-    assert compat.fsdp_param_groups(SimpleNamespace(_fsdp_param_groups=[], _fsdp_param_group=None)) == []
-    assert compat.fsdp_param_groups(SimpleNamespace(_fsdp_param_group="a")) == ["a"]
-    assert compat.fsdp_param_groups(SimpleNamespace(_fsdp_param_group=None)) == []
+    assert torch_modes.fsdp_param_groups(SimpleNamespace(_fsdp_param_groups=["a", "b"], _fsdp_param_group="a")) == ["a", "b"]
+    assert torch_modes.fsdp_param_groups(SimpleNamespace(_fsdp_param_groups=[], _fsdp_param_group=None)) == []
+    assert torch_modes.fsdp_param_groups(SimpleNamespace(_fsdp_param_group="a")) == ["a"]
+    assert torch_modes.fsdp_param_groups(SimpleNamespace(_fsdp_param_group=None)) == []
 
 
 def test_where_export_cannot_be_told_from_compilation_it_may_be_export(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "TELLS_EXPORT", False)
-    assert compat.is_exporting()
+    monkeypatch.setattr(torch_modes, "TELLS_EXPORT", False)
+    assert torch_modes.is_exporting()
 
 
 @pytest.mark.skipif(not hasattr(torch.compiler, "is_exporting"), reason="this torch cannot tell")
 def test_elsewhere_it_is_what_torch_says() -> None:
-    assert compat.is_exporting() is torch.compiler.is_exporting() is False
+    assert torch_modes.is_exporting() is torch.compiler.is_exporting() is False
 
 
-@pytest.mark.parametrize("connect", [compat.second_connection, compat.connected_again])
+@pytest.mark.parametrize("connect", [torch_modes.second_connection, torch_modes.connected_again])
 def test_a_second_connection_is_to_the_same_keys_and_not_to_those_of_another_world(
     connect: Callable[[Any], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -50,7 +50,7 @@ def test_a_second_connection_is_to_the_same_keys_and_not_to_those_of_another_wor
 
 def test_no_second_connection_to_a_store_of_another_kind() -> None:
     with pytest.raises(ValueError, match="a HashStore cannot be connected to again"):
-        compat.connected_again(PrefixStore("default_pg", HashStore()))
+        torch_modes.connected_again(PrefixStore("default_pg", HashStore()))
 
 
 class Part(nn.Sequential):  # the compiler of 2.7 skips the forward of torch's own class
@@ -59,7 +59,7 @@ class Part(nn.Sequential):  # the compiler of 2.7 skips the forward of torch's o
 
 
 def test_parts_compiled_in_place_are_named_where_graphs_have_no_hooks_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (compat, forward_hooks):
+    for module in (torch_modes, module_source):
         monkeypatch.setattr(module, "TELLS_EXPORT", False)
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(4, 4), Part(nn.Linear(4, 4), nn.GELU()), nn.Linear(4, 1))
@@ -75,5 +75,5 @@ def test_parts_compiled_in_place_are_named_where_graphs_have_no_hooks_of_ours(mo
             monitor.get_step_metrics()
     why = {key: reason for key, reason in monitor.missing().items() if key.startswith("activation/")}
     why.pop("activation/1/rms", None)  # newer releases call the hooks on the part itself outside of the graph
-    assert why == {f"activation/{name}/rms": forward_hooks.OLD_RELEASE for name in ("1.0", "1.1")}
+    assert why == {f"activation/{name}/rms": module_source.OLD_RELEASE for name in ("1.0", "1.1")}
     monitor.detach()

@@ -15,14 +15,14 @@ from torch._dynamo.utils import counters
 
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor
-from torch_gradmon.core import torch_modes as compat
+from torch_gradmon.core import torch_modes
 
 # torch hides the first of these warnings, which is the compiler's own, but cannot where warnings are errors
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
     pytest.mark.thorough,
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-    pytest.mark.skipif(not compat.TELLS_EXPORT, reason="before torch 2.7 no values in compiled graphs"),
+    pytest.mark.skipif(not torch_modes.TELLS_EXPORT, reason="before torch 2.7 no values in compiled graphs"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning"),
 ]
 Watch = Callable[[nn.Module, torch.optim.Optimizer], ModuleMonitor]

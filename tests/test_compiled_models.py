@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor
 from torch_gradmon.capture.compiled import RECOMPUTED
-from torch_gradmon.core import torch_modes as compat
+from torch_gradmon.core import torch_modes
 
 METRICS = ("norm", "rms", "mean", "std", "max", "min_value", "max_value", "l1", "sparsity", "zeros", "nonfinite")
 # torch hides this warning of the compiler's own, which it cannot where warnings are errors
@@ -121,7 +121,7 @@ def test_compiled_values_are_those_of_eager_steps_with_the_same_bits(outer: bool
     assert counters["stats"]["unique_graphs"] == 1
     eager = Trained(None, watching(), **settings)
     assert {"activation/blocks.0.sum/norm", "activation/blocks.1.up/std"} <= eager.values[0].keys()
-    if recompute and not compat.CHECKPOINTS_WRITE_ONCE:
+    if recompute and not torch_modes.CHECKPOINTS_WRITE_ONCE:
         inside = {key for key in eager.values[0] if key.split("/")[1].endswith((".up", ".drop", ".act", ".down"))}
         eager.values = [{key: value for key, value in step.items() if key not in inside} for step in eager.values]
         assert compiled.monitor is not None
@@ -305,7 +305,7 @@ def test_attached_too_late_it_says_so_and_what_to_do() -> None:
     assert "activation/head/norm" in monitor.get_step_metrics()
 
 
-@pytest.mark.skipif(not compat.TELLS_EXPORT, reason="before torch 2.7 no values in compiled graphs")
+@pytest.mark.skipif(not torch_modes.TELLS_EXPORT, reason="before torch 2.7 no values in compiled graphs")
 def test_a_part_of_a_model_may_be_compiled() -> None:
     def train(compile_part: bool) -> dict[str, float]:
         torch.manual_seed(1)
@@ -346,7 +346,7 @@ def test_a_module_that_logs_values_of_its_own_compiles_without_them() -> None:
     assert monitor.get_step_metrics().keys() == {"activation/0/norm"}
 
 
-@pytest.mark.skipif(not compat.TELLS_EXPORT, reason="before torch 2.7 a strict export refuses modules with hooks")
+@pytest.mark.skipif(not torch_modes.TELLS_EXPORT, reason="before torch 2.7 a strict export refuses modules with hooks")
 @pytest.mark.filterwarnings("ignore:torch_gradmon. activations are missing")  # a strict export counts as a compilation
 @pytest.mark.parametrize("strict", [False, True])
 def test_torch_export_takes_nothing_of_ours(strict: bool) -> None:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor, RefinedCoordinateCheck
 from torch_gradmon.capture.module_values import tensors_of
-from torch_gradmon.core import torch_modes as compat
+from torch_gradmon.core import torch_modes
 from torch_gradmon.core.keys import RCC_SOURCES, Key, format_key, parse_key
 
 from . import loops
@@ -555,7 +555,7 @@ def test_an_embedding_has_the_update_term_only_and_containers_of_indices_no_inpu
 
 
 _BESIDE = pytest.param(
-    "beside", marks=pytest.mark.skipif(not compat.TELLS_EXPORT, reason="before torch 2.7 nothing in compiled graphs")
+    "beside", marks=pytest.mark.skipif(not torch_modes.TELLS_EXPORT, reason="before torch 2.7 nothing in compiled graphs")
 )
 
 

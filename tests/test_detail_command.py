@@ -16,8 +16,8 @@ from torch import nn
 import torch_gradmon as gradmon
 from torch_gradmon import load_run
 from torch_gradmon.cli.main import main
-from torch_gradmon.plugins import live_detail as mailbox
-from torch_gradmon.runs import detail_request as change
+from torch_gradmon.plugins import live_detail
+from torch_gradmon.runs import detail_request
 from torch_gradmon.runs import liveness as pulse
 
 from . import forked
@@ -158,7 +158,7 @@ class Training:
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mailbox, "PERIOD", 0.0)
+    monkeypatch.setattr(live_detail, "PERIOD", 0.0)
 
 
 def _said(capsys: pytest.CaptureFixture[str], code: int, *words: object) -> str:
@@ -199,7 +199,7 @@ def test_a_wrong_request_is_told_in_one_line_and_nothing_is_written(
 ) -> None:
     Training(tmp_path).go(1)
     assert told in _refused(capsys, tmp_path, *words)
-    assert not (tmp_path / change.FILE_NAME).exists()
+    assert not (tmp_path / detail_request.FILE_NAME).exists()
 
 
 def test_where_there_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -217,7 +217,7 @@ def test_a_directory_that_may_not_be_written_is_a_failure(
     def denied(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied", str(tmp_path))
 
-    monkeypatch.setattr(change, "replacing", denied)
+    monkeypatch.setattr(detail_request, "replacing", denied)
     assert main(["detail", str(tmp_path), "--every", "1"]) == 1
     assert "Permission denied" in capsys.readouterr().err
 
@@ -234,12 +234,12 @@ def test_the_file_itself_may_be_named_and_numbers_grow(tmp_path: Path, capsys: p
     training = Training(tmp_path).go(1)
     for number in (1, 2, 3):
         assert f"number {number}: every step" in _said(capsys, 0, tmp_path / VALUES, "--every", 1, "--for", 2)
-        assert change.read(tmp_path / change.FILE_NAME)[0].number == number
+        assert detail_request.read(tmp_path / detail_request.FILE_NAME)[0].number == number
     training.go(3)
     training.monitor.set_detail(every=2)  # which is a number too
     training.go(2)
     assert "number 5: preset full" in _said(capsys, 0, tmp_path, "--preset", "full")
-    (tmp_path / change.FILE_NAME).write_text("broken")
+    (tmp_path / detail_request.FILE_NAME).write_text("broken")
     assert "number 5:" in _said(capsys, 0, tmp_path, "--preset", "full")
 
 
@@ -286,7 +286,7 @@ def test_waiting_for_one_whose_place_another_took(tmp_path: Path, capsys: pytest
 
     def another(_: float) -> None:
         session = load_run(tmp_path).meta["tune"]["session"]
-        change.write(tmp_path, change.detail_request(every=7, number=9), session)
+        detail_request.write(tmp_path, detail_request.detail_request(every=7, number=9), session)
         training.go(3)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -330,7 +330,7 @@ def test_without_two_records_an_old_one_tells_nothing(tmp_path: Path, monkeypatc
 def test_what_was_asked_for_is_told_before_the_training_has_looked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mailbox, "PERIOD", 1e9)
+    monkeypatch.setattr(live_detail, "PERIOD", 1e9)
     training = Training(tmp_path).go(3)
     _said(capsys, 0, tmp_path, "--every", 2, "--for", 7)
     pending = "requested, and not yet read by the training: steps divisible by 2, for 7 steps (number 1)"
@@ -366,14 +366,14 @@ def test_of_two_commands_with_one_number_the_one_that_lost_is_told_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], at_once: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training = Training(tmp_path).go(3)
-    write = change.write
+    write = detail_request.write
 
-    def overtaken(directory: Path, asked: change.DetailRequest, session: str) -> None:
+    def overtaken(directory: Path, asked: detail_request.DetailRequest, session: str) -> None:
         write(directory, asked, session)
-        write(directory, change.DetailRequest(every=5, steps=60, number=asked.number), session)
+        write(directory, detail_request.DetailRequest(every=5, steps=60, number=asked.number), session)
         training.go(2)
 
-    monkeypatch.setattr(change, "write", overtaken)
+    monkeypatch.setattr(detail_request, "write", overtaken)
     told = _said(capsys, 1, tmp_path, "--every", 3, "--wait", "--timeout", 20)
     assert told.splitlines()[-1].startswith("another change replaced it: steps divisible by 5, for 60 steps (number 1)")
 

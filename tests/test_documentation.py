@@ -19,8 +19,7 @@ import torch_gradmon as gradmon
 from examples.plugins.headroom import Headroom
 from torch_gradmon.sinks.filtered_sink import LARGEST
 from torch_gradmon.sinks.wandb import AXIS
-from torch_gradmon.step import summary as batches
-from torch_gradmon.step import summary as summary_keys
+from torch_gradmon.step import summary
 from torch_gradmon.step.planner import PRESETS
 
 from .families import BY_NAME
@@ -392,19 +391,17 @@ def test_every_documented_whole_model_key_appears(clip: bool) -> None:
         optimizer.step()
         seen |= monitor.get_step_metrics().keys()
     clipping = {"gradmon/grad_norm_clipped", "gradmon/clipped_share"}
-    assert seen == {f"gradmon/{name}" for name in summary_keys.STANDARD} - (set() if clip else clipping)
+    assert seen == {f"gradmon/{name}" for name in summary.STANDARD} - (set() if clip else clipping)
     for preset in PRESETS.values():
-        assert set(preset.keys) <= set(summary_keys.KEY_DOCUMENTATION)
+        assert set(preset.keys) <= set(summary.KEY_DOCUMENTATION)
     assert (len(PRESETS["cheap"].keys), len(PRESETS["standard"].keys)) == (9, 14)
-    assert all(text.strip() and "\n" not in text for text in summary_keys.KEY_DOCUMENTATION.values())
+    assert all(text.strip() and "\n" not in text for text in summary.KEY_DOCUMENTATION.values())
 
 
 def test_pages_name_no_key_that_does_not_exist() -> None:
     named = set(re.findall(r"\bgradmon/([a-z][a-z0-9_]*)", _all()))
     of_sinks = {AXIS.removeprefix("gradmon/"), f"grad_norm{LARGEST}"}
-    assert (
-        named <= set(summary_keys.KEY_DOCUMENTATION) | set(summary_keys.ON_REQUEST) | set(batches.BATCH_DOCUMENTATION) | of_sinks
-    )
+    assert named <= set(summary.KEY_DOCUMENTATION) | set(summary.ON_REQUEST) | set(summary.BATCH_DOCUMENTATION) | of_sinks
 
 
 def test_what_is_there_on_request_is_described() -> None:
@@ -419,7 +416,7 @@ def test_what_is_there_on_request_is_described() -> None:
         monitor.clip_grad_norm_("adagc")
         optimizer.step()
     described = monitor.describe()
-    assert {f"gradmon/{name}" for name in summary_keys.ON_REQUEST} <= described.keys() & monitor.get_step_metrics().keys()
+    assert {f"gradmon/{name}" for name in summary.ON_REQUEST} <= described.keys() & monitor.get_step_metrics().keys()
 
 
 # --- figures of the README -----------------------------------------------------------------------------------------------------------

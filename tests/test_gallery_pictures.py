@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 from benchmarks.gallery.pictures import drawn
-from torch_gradmon.analysis.plots import elements as colours
+from torch_gradmon.analysis.plots import elements
 
 pytestmark = pytest.mark.extra
 
@@ -52,7 +52,7 @@ def test_an_axis_has_two_labels_at_least_in_its_range(low: float, high: float) -
 
 def test_lines_have_the_colours_of_the_report_and_both_are_seen() -> None:
     faulty, cured = _drawn(faulty=_Run(2, 1), cured=_Run(2, 1)).axes[0].lines
-    assert (faulty.get_color(), cured.get_color()) == (colours.VERMILION, colours.BLUE)
+    assert (faulty.get_color(), cured.get_color()) == (elements.VERMILION, elements.BLUE)
     assert faulty.get_linestyle() != cured.get_linestyle()
 
 

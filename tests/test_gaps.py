@@ -13,9 +13,7 @@ import torch
 
 from torch_gradmon import load_run
 from torch_gradmon.analysis.diagnosis.series import Series
-from torch_gradmon.analysis.plots import charts
-from torch_gradmon.analysis.plots import elements as colours
-from torch_gradmon.analysis.plots import elements as gaps
+from torch_gradmon.analysis.plots import charts, elements
 from torch_gradmon.analysis.plots.charts import RunPair
 from torch_gradmon.analysis.plots.elements import LAYER_VIEWS, Heatmap, Line, LineChart, Panel, Subplot, downsampled
 from torch_gradmon.analysis.plots.sources import PanelSet, ValueSource
@@ -88,19 +86,19 @@ ENDS = (-math.inf, -0.5), (59.5, math.inf)
     ],
 )
 def test_a_gap_is_where_a_value_was_due_and_is_not_there(
-    measured: tuple[int, ...], steps: tuple[int, ...], wanted: tuple[gaps.Gap, ...]
+    measured: tuple[int, ...], steps: tuple[int, ...], wanted: tuple[elements.Gap, ...]
 ) -> None:
-    assert gaps.RecordedSteps(steps).gaps(measured)[: len(wanted)] == wanted
+    assert elements.RecordedSteps(steps).gaps(measured)[: len(wanted)] == wanted
 
 
 def test_what_a_monitor_has_forgotten_is_no_gap() -> None:
     remembered = (*range(50), 60, 71, 80, 93, 100, 130, *range(150, 200))
-    known = gaps.RecordedSteps(remembered, is_whole=False)
+    known = elements.RecordedSteps(remembered, is_whole=False)
     assert known.gaps(remembered) == ((-math.inf, -0.5), (199.5, math.inf))
     tenths = tuple(step for step in remembered if step % 10 == 0)
     assert known.gaps(tenths) == ((-math.inf, -5.0), (195.0, math.inf))
     assert known.gaps((93,)) == ((-math.inf, 86.5), (96.5, math.inf))
-    assert len(gaps.RecordedSteps(remembered).gaps(remembered)) > 2  # in a run nothing is forgotten
+    assert len(elements.RecordedSteps(remembered).gaps(remembered)) > 2  # in a run nothing is forgotten
 
 
 def drawn(random: Random) -> set[int]:
@@ -113,7 +111,7 @@ def drawn(random: Random) -> set[int]:
 def test_gaps_hold_the_missing_steps_and_none_that_was_measured(seed: int) -> None:
     random = Random(seed)
     measured, others = sorted(drawn(random)), {step for step in range(120) if random.random() < 0.7}
-    known = gaps.RecordedSteps(tuple(sorted({*measured, *others})), is_whole=random.random() < 0.5)
+    known = elements.RecordedSteps(tuple(sorted({*measured, *others})), is_whole=random.random() < 0.5)
     found = known.gaps(measured)
     assert all(low < high for low, high in found)
     assert all(before[1] < after[0] for before, after in itertools.pairwise(found))
@@ -124,7 +122,7 @@ def test_gaps_hold_the_missing_steps_and_none_that_was_measured(seed: int) -> No
     assert not any(map(is_inside, measured))
     missing = sorted(known._due(measured, known._cadence(measured)).difference(measured))
     assert all(map(is_inside, missing))
-    behind = gaps.steps_after(found, measured, 1000)
+    behind = elements.steps_after(found, measured, 1000)
     over = [after for before, after in itertools.pairwise(measured) if any(before < step < after for step in missing)]
     assert set(over) <= set(behind) <= set(measured)
     assert known.is_whole or set(over) == set(behind)
@@ -133,8 +131,8 @@ def test_gaps_hold_the_missing_steps_and_none_that_was_measured(seed: int) -> No
 @pytest.mark.parametrize("seed", range(20))
 def test_two_runs_have_a_gap_where_both_have_one(seed: int) -> None:
     random = Random(seed)
-    some, others = (gaps.RecordedSteps(tuple(range(120))).gaps(sorted(drawn(random))) for _ in range(2))
-    found = gaps.intersection(some, others)
+    some, others = (elements.RecordedSteps(tuple(range(120))).gaps(sorted(drawn(random))) for _ in range(2))
+    found = elements.intersection(some, others)
     for at in (number / 2 + 0.1 for number in range(-4, 250)):
         one, other, both = (any(low < at < high for low, high in each) for each in (some, others, found))
         assert both == (one and other), at
@@ -145,7 +143,7 @@ def test_columns_lie_side_by_side_and_a_cell_covers_no_other_step(seed: int) -> 
     random = Random(seed)
     measured = sorted(drawn(random))
     span = measured[0] - random.randrange(9), measured[-1] + random.randrange(9)
-    grid = gaps.grid(measured, measured, gaps.RecordedSteps(tuple(range(span[0], span[1] + 1))).gaps(measured), span)
+    grid = elements.grid(measured, measured, elements.RecordedSteps(tuple(range(span[0], span[1] + 1))).gaps(measured), span)
     assert (grid.edges[0], grid.edges[-1], len(grid.edges)) == (span[0] - 0.5, span[1] + 0.5, len(grid.places) + 1)
     assert list(grid.edges) == sorted(set(grid.edges))
     cells = [(low, high) for low, high, place in zip(grid.edges, grid.edges[1:], grid.places, strict=False) if place is not None]
@@ -153,7 +151,7 @@ def test_columns_lie_side_by_side_and_a_cell_covers_no_other_step(seed: int) -> 
 
 
 def test_a_single_step_of_a_long_run_can_be_seen() -> None:
-    grid = gaps.grid((30_000,), (30_000,), gaps.RecordedSteps(tuple(range(60_001))).gaps((30_000,)), (0, 60_000))
+    grid = elements.grid((30_000,), (30_000,), elements.RecordedSteps(tuple(range(60_001))).gaps((30_000,)), (0, 60_000))
     assert grid.places == (None, 0, None)
     assert grid.edges[2] - grid.edges[1] == pytest.approx(200, rel=1e-3)
 
@@ -170,7 +168,7 @@ def test_outputs_of_six_steps_are_six_columns_of_sixty_six(run: Path) -> None:
 def test_what_is_measured_at_each_tenth_step_has_no_gaps(tmp_path: Path) -> None:
     panel_set = PanelSet(ValueSource.of_run(load_run(written(tmp_path, lambda step: step % 10 == 0, steps=61))))
     heat = charts.heatmap(panel_set, "activation")
-    assert heat.grid == gaps.Grid((-0.5, 5.0, 15.0, 25.0, 35.0, 45.0, 55.0, 60.5), tuple(range(7)))
+    assert heat.grid == elements.Grid((-0.5, 5.0, 15.0, 25.0, 35.0, 45.0, 55.0, 60.5), tuple(range(7)))
 
 
 def test_a_run_that_is_monitored_at_each_tenth_step_has_no_gaps_either(tmp_path: Path) -> None:
@@ -202,7 +200,7 @@ def test_no_column_of_a_long_run_reaches_over_a_gap() -> None:
     cells = downsampled(panel, 100)
     assert len(cells.first) <= 100
     assert all(last < 2000 or first >= 30_000 for first, last in zip(cells.first, cells.last, strict=True))
-    grid = gaps.grid(cells.first, cells.last, gaps.RecordedSteps(tuple(range(40_001))).gaps(steps), (0, 40_000))
+    grid = elements.grid(cells.first, cells.last, elements.RecordedSteps(tuple(range(40_001))).gaps(steps), (0, 40_000))
     (gap, end) = (number for number, place in enumerate(grid.places) if place is None)
     assert grid.edges[gap] == pytest.approx(1999, abs=70)
     assert grid.edges[gap + 1] == pytest.approx(30_000, abs=70)
@@ -269,7 +267,7 @@ def test_lines_of_few_points_keep_gaps_that_can_be_seen(seed: int) -> None:
         begin = steps[-1] + 10_000 if steps else 0
         steps += range(begin, begin + length)
     series = Series(tuple(steps), tuple(math.sin(step) for step in steps))
-    line = Line.of("a", series, colours.BLUE, gaps.RecordedSteps(tuple(steps)).gaps(steps), most)
+    line = Line.of("a", series, elements.BLUE, elements.RecordedSteps(tuple(steps)).gaps(steps), most)
     assert len(line.series) <= 2 * most + 2 + 2 * len(lengths) or len(series) <= most
     pieces = line.pieces(line.series)
     assert len(pieces) == len(lengths)
@@ -285,8 +283,8 @@ def test_both_engines_draw_no_line_over_a_gap_and_a_point_where_there_is_but_one
     from torch_gradmon.analysis.plots.plotly import figure
 
     low, high = Series((1, 2, 9), (1.0, 1.0, 1.0)), Series((1, 2, 9), (3.0, 3.0, 3.0))
-    line = Line("a", Series((1, 2, 9), (1.0, 2.0, 3.0)), colours.BLUE, after_gaps=(9,))
-    band = Line("b", low, colours.SKY, low, high, after_gaps=(9,))
+    line = Line("a", Series((1, 2, 9), (1.0, 2.0, 3.0)), elements.BLUE, after_gaps=(9,))
+    band = Line("b", low, elements.SKY, low, high, after_gaps=(9,))
     lines = LineChart("t", (Subplot("s", (line, band), is_log=False),))
     drawn, area = figure(lines).data
     assert (list(drawn.x), list(drawn.y), drawn.mode) == ([1, 2, None, 9], [1.0, 2.0, None, 3.0], "lines+markers")
@@ -316,4 +314,4 @@ def test_a_sparkline_has_a_blank_where_nothing_was_measured(run: Path) -> None:
 
 def test_a_heat_map_by_itself_ends_where_its_columns_do() -> None:
     heat = Heatmap("t", ("a",), (0, 5), (4, 9), ((1.0, 2.0),), True)
-    assert heat.grid == gaps.Grid((-0.5, 4.5, 9.5), (0, 1))
+    assert heat.grid == elements.Grid((-0.5, 4.5, 9.5), (0, 1))

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import torch_gradmon as gradmon
 from torch_gradmon import GradmonWarning, ModuleMonitor, MonitorMixin, SpikeDetector, SpikeError
-from torch_gradmon.core import torch_modes as compat
+from torch_gradmon.core import torch_modes
 
 from . import forked
 
@@ -92,7 +92,7 @@ def _backward_by_a_graph(model: nn.Module) -> None:
         loss.backward()
 
 
-@pytest.mark.skipif(not compat.TELLS_EXPORT, reason="before torch 2.7 no graph has activations, and tracing warns")
+@pytest.mark.skipif(not torch_modes.TELLS_EXPORT, reason="before torch 2.7 no graph has activations, and tracing warns")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own, while it traces
 @pytest.mark.parametrize("train", [_compiled_backward, _backward_by_a_graph])
 def test_compiled_autograd_goes_on_and_the_values_it_hides_are_absent(train: Callable[[nn.Module], None]) -> None:
@@ -135,7 +135,7 @@ def test_under_compiled_autograd_the_monitors_clip_measures_gradients_before_it(
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it compiles
-@pytest.mark.skipif(not compat.TELLS_EXPORT, reason="before torch 2.7 hooks that are not traced break a graph")
+@pytest.mark.skipif(not torch_modes.TELLS_EXPORT, reason="before torch 2.7 hooks that are not traced break a graph")
 def test_a_compiled_step_is_one_graph_and_its_values_are_there() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

@@ -16,13 +16,13 @@ from torch import nn
 import torch_gradmon as gradmon
 from torch_gradmon.monitor.optimizer_hooks import IdleStretch
 from torch_gradmon.plugins import Plugin
-from torch_gradmon.plugins.loop_audit import plugin as sampling
+from torch_gradmon.plugins.loop_audit import plugin
 
 
 @pytest.fixture(autouse=True)
 def trusting(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loop is trusted after two steps already."""
-    monkeypatch.setattr(sampling, "TRUSTED", 2)
+    monkeypatch.setattr(plugin, "TRUSTED", 2)
 
 
 @pytest.fixture

@@ -17,8 +17,7 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from torch_gradmon.analysis.diagnosis.series import Series, clip_bound
-from torch_gradmon.analysis.plots import charts
-from torch_gradmon.analysis.plots import elements as colours
+from torch_gradmon.analysis.plots import charts, elements
 from torch_gradmon.analysis.plots.charts import blocks, by_block
 from torch_gradmon.analysis.plots.elements import (
     LAYER_VIEWS,
@@ -360,7 +359,7 @@ def test_hundreds_of_spikes_are_few_shapes_and_names_are_no_html() -> None:
     pytest.importorskip("plotly")
     from torch_gradmon.analysis.plots.plotly import figure
 
-    line = Line("host <b>", Series(tuple(range(3000)), (1.0,) * 3000), colours.BLUE)
+    line = Line("host <b>", Series(tuple(range(3000)), (1.0,) * 3000), elements.BLUE)
     marks = (5, 700, *range(1000, 3000))
     drawn = figure(LineChart("norms", (Subplot("one", (line,)), Subplot("two", (line,))), marks))
     shapes = drawn.layout.shapes
@@ -411,7 +410,7 @@ def test_matplotlib_paints_pink_what_is_not_finite_and_leaves_out_what_was_not_m
     canvas = FigureCanvasAgg(drawn)
     canvas.draw()
     pixels = torch.frombuffer(bytearray(canvas.buffer_rgba()), dtype=torch.uint8).reshape(-1, 4)[:, :3]
-    pink = torch.tensor([round(255 * part) for part in to_rgb(colours.NONFINITE)], dtype=torch.uint8)
+    pink = torch.tensor([round(255 * part) for part in to_rgb(elements.NONFINITE)], dtype=torch.uint8)
     assert bool((pixels == pink).all(1).sum() > 1000) == (odd == math.inf)
 
 
@@ -420,7 +419,7 @@ def test_matplotlib_marks_the_steps_of_a_line_that_are_not_finite() -> None:
     pytest.importorskip("matplotlib")
     from torch_gradmon.analysis.plots.matplotlib import figure as matplotlib_figure
 
-    line = Line("norm", Series((0, 1, 2, 3), (1.0, math.nan, 4.0, math.inf)), colours.BLUE)
+    line = Line("norm", Series((0, 1, 2, 3), (1.0, math.nan, 4.0, math.inf)), elements.BLUE)
     drawn = matplotlib_figure(LineChart("norms", (Subplot("norm", (line,)),)))
     curve, crosses = drawn.axes[0].lines
     assert [None if math.isnan(y) else y for y in curve.get_ydata()] == [1.0, None, 4.0, None]

@@ -13,7 +13,7 @@ from torch import nn
 
 from benchmarks.exchange import SOURCES, SOURCES_OF_A_TENTH_STEP, predicted
 from torch_gradmon import ModuleMonitor, load_run
-from torch_gradmon.core import torch_modes as compat
+from torch_gradmon.core import torch_modes
 from torch_gradmon.core.moments import ALWAYS, Column
 
 from .rank_runs import (
@@ -233,7 +233,7 @@ def test_a_monitor_may_come_before_or_after_a_wrapper_and_puts_hooks_back_that_d
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.skipif(not compat.TELLS_EXPORT, reason="before torch 2.7 no values in compiled graphs")
+@pytest.mark.skipif(not torch_modes.TELLS_EXPORT, reason="before torch 2.7 no values in compiled graphs")
 @pytest.mark.parametrize("wrap", ["fsdp2", "ddp"])
 def test_blocks_compiled_one_by_one_share_a_graph_on_each_rank(wrap: str) -> None:
     for eager, bare, compiled in on_ranks(2, compiled_blocks, wrap):

@@ -18,7 +18,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore, distributed_c10d
 import torch_gradmon as gradmon
 from torch_gradmon.plugins.replica_check.plugin import Board, Streak, range_of, ranks_apart
 from torch_gradmon.statistics import cpp
-from torch_gradmon.step import exchange as consensus
+from torch_gradmon.step import exchange
 
 from . import replica_runs as runs
 from . import replica_sound as sound
@@ -278,7 +278,7 @@ def test_one_silent_rank_is_found_in_few_requests(monkeypatch: pytest.MonkeyPatc
             asked.append("add")
             return super().add(key, amount)
 
-    monkeypatch.setattr(consensus, "store_of", lambda prefix, connected_anew: Counting(prefix, store))
+    monkeypatch.setattr(exchange, "store_of", lambda prefix, connected_anew: Counting(prefix, store))
     boards = [Board("subject", rank, 64) for rank in range(64)]
     for rank, board in enumerate(boards):
         board.has_changed()

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import torch_gradmon as gradmon
 from torch_gradmon import GradmonWarning, ModuleMonitor, diagnose, load_run
 from torch_gradmon.analysis.many_runs import run_card
-from torch_gradmon.core import torch_modes as process
+from torch_gradmon.core import torch_modes
 from torch_gradmon.core.keys import Key
 from torch_gradmon.core.moments import Column
 from torch_gradmon.core.records import StepRecord
@@ -324,19 +324,19 @@ def test_a_link_among_the_files_of_a_run_is_not_followed(tmp_path: Path) -> None
 
 
 def test_only_a_process_of_this_machine_can_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = process.process_facts()
-    assert not process.is_gone(own)
-    assert process.is_gone({**own, "id": 2**22 + 1})  # more than Linux gives
-    assert process.is_gone({**own, "began": "1"})  # its number belongs to another process by now
-    assert not process.is_gone({**own, "id": 2**22 + 1, "where": "another"})
-    assert not process.is_gone({})
+    own = torch_modes.process_facts()
+    assert not torch_modes.is_gone(own)
+    assert torch_modes.is_gone({**own, "id": 2**22 + 1})  # more than Linux gives
+    assert torch_modes.is_gone({**own, "began": "1"})  # its number belongs to another process by now
+    assert not torch_modes.is_gone({**own, "id": 2**22 + 1, "where": "another"})
+    assert not torch_modes.is_gone({})
     for odd in (0, -1, "x", 2**80, None):
-        assert not process.is_gone({**own, "id": odd})
+        assert not torch_modes.is_gone({**own, "id": odd})
     with monkeypatch.context() as patch:  # the system hides processes of other users
         patch.setattr(os, "kill", _refused)
-        assert not process.is_gone({**own, "began": "1"})
+        assert not torch_modes.is_gone({**own, "began": "1"})
     monkeypatch.setattr("os.name", "nt")
-    assert not process.is_gone({**own, "id": 2**22 + 1})
+    assert not torch_modes.is_gone({**own, "id": 2**22 + 1})
 
 
 def test_a_reader_leaves_no_files_behind(tmp_path: Path) -> None:

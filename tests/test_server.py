@@ -35,7 +35,6 @@ for package in ("plotly", "jinja2"):
     pytest.importorskip(package)
 from torch_gradmon.server import board as watched_run  # noqa: E402
 from torch_gradmon.server import serve  # noqa: E402
-from torch_gradmon.server import serve as streams  # noqa: E402
 from torch_gradmon.server.board import (  # noqa: E402
     RunBoard,
     WatchedRun,
@@ -335,7 +334,7 @@ def test_a_stream_sends_what_changes_and_only_that(root: Path, tmp_path: Path) -
     place = tmp_path / "runs"
     shutil.copytree(root / "first", place / "a")
     board = RunBoard(place)
-    events = streams.of_all(board, look=0.01)
+    events = serve.of_all(board, look=0.01)
     kind, data = next(events)
     assert kind == "cards"
     assert [card["name"] for card in data["cards"]] == ["a"]
@@ -354,7 +353,7 @@ def test_a_stream_sends_what_changes_and_only_that(root: Path, tmp_path: Path) -
 
 def test_a_diagnosis_comes_into_the_row(root: Path) -> None:
     board = RunBoard(root / "first")
-    for event, data in streams.of_all(board, look=0.01):
+    for event, data in serve.of_all(board, look=0.01):
         if event and data["cards"][0]["is_diagnosed"]:
             break
     assert data["cards"][0]["findings"][0][:2] == ["warning", "spike"]
@@ -364,7 +363,7 @@ def test_a_diagnosis_comes_into_the_row(root: Path) -> None:
 def test_the_stream_of_a_run_ends_with_the_run(root: Path, tmp_path: Path) -> None:
     shutil.copytree(root / "first", tmp_path / "a")
     board = RunBoard(tmp_path)
-    events = streams.of_run(board, "a", look=0.01)
+    events = serve.of_run(board, "a", look=0.01)
     kind, data = next(events)
     assert (kind, data["card"]["step"], data["version"]) == ("card", 59, version(tmp_path / "a"))
     shutil.rmtree(tmp_path / "a")
@@ -379,7 +378,7 @@ def test_events_are_as_a_browser_reads_them(server: Server) -> None:
         assert answer.headers["Content-Type"] == "text/event-stream"
         assert answer.readline() == b"event: card\n"
         assert json.loads(answer.readline().removeprefix(b"data: "))["card"]["name"] == "first"
-    assert list(streams.written(iter([streams.SIGN, ("a", {"b": 1})]), json.dumps)) == [
+    assert list(serve.written(iter([serve.SIGN, ("a", {"b": 1})]), json.dumps)) == [
         b": alive\n\n",
         b'event: a\ndata: {"b": 1}\n\n',
     ]

@@ -12,8 +12,7 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor, load_run
-from torch_gradmon.analysis.plots import charts
-from torch_gradmon.analysis.plots import elements as colours
+from torch_gradmon.analysis.plots import charts, elements
 from torch_gradmon.analysis.plots.elements import (
     LAYER_VIEWS,
     Heatmap,
@@ -169,7 +168,7 @@ def test_both_engines_have_the_colours(run: Path) -> None:
     cells, loud, zero = (trace for trace in source.plot().data if trace.type == "heatmap")
     assert (cells.zmin, cells.zmax) == (-math.log10(2), math.log10(2))
     assert list(cells.colorbar.ticktext) == ["≤ 1/2", "median", "≥ 2x"]
-    assert [stop[1] for stop in cells.colorscale] == [colour for _, colour in colours.DIVERGING]
+    assert [stop[1] for stop in cells.colorscale] == [colour for _, colour in elements.DIVERGING]
     assert cells.z[2][0] is None
     assert zero.z[2][0] == 1
     assert list(cells.z[3]) == [None] * STEPS
@@ -199,8 +198,8 @@ def test_special_cells_name_zero_and_missing_gradients_apart() -> None:
     values = ((1.0, 2.0, 0.0), (nan, nan, nan), (nan, inf, 3.0))
     heat = Heatmap("", ("a", "b", "c"), (0, 1, 2), (0, 1, 2), values, True, medians=(1.0, nan, 3.0), due=(True, True, False))
     odd, bare = heat.special_cells(None)
-    assert odd == ("NaN or infinite", colours.NONFINITE, [[None] * 3, [None] * 3, [None, 1.0, None]])
-    assert bare == ("no gradient or exactly 0", colours.ZERO, [[None, None, 1.0], [1.0, 1.0, 1.0], [None] * 3])
+    assert odd == ("NaN or infinite", elements.NONFINITE, [[None] * 3, [None] * 3, [None, 1.0, None]])
+    assert bare == ("no gradient or exactly 0", elements.ZERO, [[None, None, 1.0], [1.0, 1.0, 1.0], [None] * 3])
     assert heat.texts[1] == ["no gradient"] * 3
     assert heat.texts[2][0] == "not measured"
     shown = heat.shades.isfinite().tolist()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import torch_gradmon as gradmon
-from torch_gradmon.statistics import histogram as spectrum
+from torch_gradmon.statistics import histogram
 from torch_gradmon.statistics.histogram import first_left_vector, participation_ratio, spectral_norm, stable_rank
 
 
@@ -132,10 +132,10 @@ def test_in_a_loop() -> None:
 
 
 def test_spectrum_on_another_default_device() -> None:
-    spectrum._start.cache_clear()
+    histogram._start.cache_clear()
     with torch.device("meta"):
         found = spectral_norm(MATRICES["wide"])
-    spectrum._start.cache_clear()
+    histogram._start.cache_clear()
     assert found == spectral_norm(MATRICES["wide"])
 
 

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torch_gradmon as gradmon
-from torch_gradmon.capture import measurer
-from torch_gradmon.capture import reference as isolated_call
+from torch_gradmon.capture import measurer, reference
 from torch_gradmon.capture.attention import ATTENTION_PATCH, CallObserver
 from torch_gradmon.core.torch_modes import SharedContext
 from torch_gradmon.plugins.setup_check import Followed, MadeInForward
@@ -269,7 +268,7 @@ def test_isolated_calls_that_overlap_leave_nothing_behind() -> None:
 
     advice, stance = checkpoint.check_backward_validity, eval_frame._stance.stance
     compiled = torch.compile(nn.Linear(1, 1))
-    first, second = (isolated_call.call_isolated(compiled) for _ in range(2))
+    first, second = (reference.call_isolated(compiled) for _ in range(2))
     first.__enter__()
     at_once(second.__enter__)
     assert eval_frame._stance.stance == "force_eager"

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import width_models as models
-from torch_gradmon.analysis.width_sweep import WidthSweep, width_sweep
-from torch_gradmon.analysis.width_sweep import result as wording
+from torch_gradmon.analysis.width_sweep import WidthSweep, result, width_sweep
 from torch_gradmon.analysis.width_sweep import verdicts as judging
 from torch_gradmon.analysis.width_sweep.recipe import usual_loss
 from torch_gradmon.cli.main import main
@@ -460,7 +459,7 @@ def test_weights_used_outside_of_their_modules_are_named(tmp_path: Path) -> None
     assert all(name in sweep.words().splitlines()[-1] for name in sweep.unmeasured)
     assert sweep.to_dict()["unmeasured"] == list(sweep.unmeasured)
     assert "Not measured" not in quick().words()
-    gone = wording.words([], 8, 32, ["a", "b", "c", "d", "e", "f"])
+    gone = result.words([], 8, 32, ["a", "b", "c", "d", "e", "f"])
     assert "Not measured, and not judged: a, b, c, d and 2 more" in gone
 
 

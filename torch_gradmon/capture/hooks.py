@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ..core import torch_modes as saving
+from ..core import torch_modes
 from ..core.torch_modes import BareState, is_batched, is_exporting, is_traced
 from ..step.model_index import Place
 
@@ -116,7 +116,7 @@ class Handles:
     def of_module(self, handle: torch.utils.hooks.RemovableHandle) -> None:
         """Own the ``handle`` of a hook on a module, which is left out of its saved state."""
         self._handles.append(handle)
-        saving.leave_out(handle, scripted=False)
+        torch_modes.leave_out(handle, scripted=False)
         hooks: Any = handle.hooks_dict_ref()
         if [*dict.keys(hooks)] != [*hooks]:  # the compiler of older releases finds a hook by its place in the order of insertion,
             _replace(hooks, [*hooks.items()])  # which prepend=True does not change
@@ -124,7 +124,7 @@ class Handles:
     def of_optimizer(self, handle: torch.utils.hooks.RemovableHandle) -> None:
         """Own the ``handle`` of a hook on an optimizer, which is left out of its saved state."""
         self._handles.append(handle)
-        saving.leave_out(handle)
+        torch_modes.leave_out(handle)
 
     def on_accumulate(self, place: Place, hook: Hook, first: bool = False) -> None:
         """Register ``hook`` after the accumulation of the parameter's gradient. ``first``: before all such hooks; none may be running."""
@@ -149,7 +149,7 @@ class Handles:
 
     def remove(self) -> None:
         for handle in self._handles:
-            saving.remove(handle)
+            torch_modes.remove(handle)
         for place, attribute in self._hooked:
             parameter = place()
             hooks = None if parameter is None else getattr(parameter, attribute)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core import torch_modes as accelerator
+from ..core import torch_modes
 from ..core.errors import WarningLog
 from ..core.keys import PARAMETER_SOURCES, Key
 from ..core.records import Metric
@@ -348,7 +348,7 @@ def untouched_rng() -> Iterator[None]:
     numpy_state = None if numpy is None else numpy.get_state()
     python_state = random.getstate()
     try:
-        with torch.random.fork_rng(devices=[]), accelerator.untouched_generators([accelerator.in_use()]):
+        with torch.random.fork_rng(devices=[]), torch_modes.untouched_generators([torch_modes.in_use()]):
             yield
     finally:
         random.setstate(python_state)

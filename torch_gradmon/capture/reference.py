@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from ..core import torch_modes as accelerator
+from ..core import torch_modes
 from ..core.errors import GradmonWarning, SpikeError, WarningLog
 from ..core.fence import Fence
 from ..core.keys import canonical_names
@@ -141,7 +141,7 @@ def _protected(module: nn.Module, inputs: Iterable[Tensor] = ()) -> Iterator[Non
     devices = {t.device for t in chain(module.parameters(), module.buffers(), inputs)}
     with contextlib.ExitStack() as stack:
         stack.enter_context(autocast_cache_kept())
-        stack.enter_context(accelerator.untouched_generators(devices))
+        stack.enter_context(torch_modes.untouched_generators(devices))
         if is_compiled(module):
             stack.enter_context(_EAGER)
         yield

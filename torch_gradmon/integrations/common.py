@@ -20,15 +20,14 @@ from ..core import validation as check
 from ..core.errors import WarningLog, display
 from ..core.keys import Key, parse_key
 from ..core.trainers import advice_for
-from ..monitor import watch as replacing
+from ..monitor import watch
 from ..monitor.monitor import ModuleMonitor
 from ..monitor.options import check_names
 from ..monitor.watch import prepared
 from ..spikes import SpikeDetector
 from ..step.model_index import GradientSource
 from ..step.planner import source_for
-from ..step.summary import BATCH_DOCUMENTATION as BATCHES
-from ..step.summary import KEY_DOCUMENTATION, ON_REQUEST
+from ..step.summary import BATCH_DOCUMENTATION, KEY_DOCUMENTATION, ON_REQUEST
 
 
 class AdapterMonitor:
@@ -133,7 +132,7 @@ class AdapterMonitor:
             self.monitor.set_module(model)
         self._model = weakref.ref(model)
         first = start_step if is_new else None
-        replacing.attach(self.monitor, optimizers, scaler=scaler, start_step=first, owner=trainer)
+        watch.attach(self.monitor, optimizers, scaler=scaler, start_step=first, owner=trainer)
         self.monitor._runtime.pipeline.directory.annotate(trainer=self._framework)
         if state:
             try:
@@ -262,7 +261,7 @@ def whole_model_names(argument: str, names: Any) -> tuple[str, ...]:
     if isinstance(names, str) or not isinstance(names, Collection):
         raise TypeError(f"{argument} must be names of whole-model values, such as ('grad_norm',), got {display(names)}")
     for name in names:
-        check.one_of(argument, name, (*KEY_DOCUMENTATION, *ON_REQUEST, *BATCHES))
+        check.one_of(argument, name, (*KEY_DOCUMENTATION, *ON_REQUEST, *BATCH_DOCUMENTATION))
     return tuple(names)
 
 

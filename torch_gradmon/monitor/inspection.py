@@ -16,8 +16,7 @@ from ..core.errors import display
 from ..core.records import ModelOrder, StepRecord
 from ..core.torch_modes import outside_dispatch_modes
 from ..runs.detail_request import DetailRequest, request_text
-from ..step.summary import BATCH_DOCUMENTATION as BATCHES
-from ..step.summary import KEY_DOCUMENTATION, ON_REQUEST
+from ..step.summary import BATCH_DOCUMENTATION, KEY_DOCUMENTATION, ON_REQUEST
 from .runtime import Runtime
 from .steps import MODEL_GONE
 
@@ -30,7 +29,7 @@ _DISABLED = {"everything": "GRADMON_DISABLE is set in the environment: nothing i
 
 def describe(runtime: Runtime) -> dict[str, str]:
     """Documentation by key, with patterns in the place of names."""
-    known = {**KEY_DOCUMENTATION, **BATCHES, **ON_REQUEST}
+    known = {**KEY_DOCUMENTATION, **BATCH_DOCUMENTATION, **ON_REQUEST}
     record, registry = runtime.pipeline.last, runtime.planner.registry
     # some whole-model values are switched on by other calls than add_*; the last record shows which
     last = () if record is None else record.values

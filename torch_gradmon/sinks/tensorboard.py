@@ -13,14 +13,13 @@ from typing import Any
 from ..core.errors import display
 from ..core.keys import SUMMARY
 from ..core.records import SpikeEvent
-from ..statistics.histogram import HIGHEST, LOWEST
-from ..statistics.histogram import HISTOGRAM_NAME as NAME
+from ..statistics.histogram import HIGHEST, HISTOGRAM_NAME, LOWEST
 from .delivery import require
 
 # --- Rebuild histograms from the values of a step, for trackers that can show them ---
 
 
-_CLASS = re.compile(rf"^(.*{NAME})\.(-?\d+)(/.*)?$")  # in both styles of keys
+_CLASS = re.compile(rf"^(.*{HISTOGRAM_NAME})\.(-?\d+)(/.*)?$")  # in both styles of keys
 
 
 @dataclass
@@ -41,7 +40,7 @@ def without_histograms(values: Mapping[str, float]) -> tuple[dict[str, float], d
     scalars: dict[str, float] = {}
     found: dict[str, Histogram] = {}
     for key, value in values.items():
-        part = _CLASS.match(key) if NAME in key else None
+        part = _CLASS.match(key) if HISTOGRAM_NAME in key else None
         if part is None or not LOWEST <= int(part[2]) <= HIGHEST:
             scalars[key] = value
         else:

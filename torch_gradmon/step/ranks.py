@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import torch_modes as accelerator
+from ..core import torch_modes
 from ..core.moments import ALWAYS, SUMMED, Column, identity
 from ..core.moments import merge as merge_rows
 from ..statistics.request import PLAIN
@@ -218,4 +218,4 @@ class Ranks:
     @functools.cached_property
     def device(self) -> torch.device:
         """The device that the group's backend works on: of the same kind on each rank, whatever a rank has measured."""
-        return accelerator.of_backend(torch.distributed.get_backend(self.group))
+        return torch_modes.of_backend(torch.distributed.get_backend(self.group))

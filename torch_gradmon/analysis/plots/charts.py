@@ -19,7 +19,7 @@ from ...core.keys import blocks_of
 from ...core.records import merged
 from ...runs.reader import fitting
 from ..diagnosis.series import Series, clip_bound
-from . import elements as colours
+from . import elements
 from .elements import (
     LAYER_VIEWS,
     POINTS,
@@ -143,13 +143,13 @@ def norm(panels: PanelSet) -> LineChart:
     def lines(*wanted: tuple[str, Series, str], **options: bool) -> tuple[Line, ...]:
         return tuple(Line.of(name, own, colour, panels.gaps(own.steps), **options) for name, own, colour in wanted if len(own))
 
-    norms = lines(("before clipping", before, colours.BLUE), ("after clipping", after, colours.ORANGE))
-    norms += lines(("limit of the adaptive clip", limit, colours.GREEN), is_thin=True)
+    norms = lines(("before clipping", before, elements.BLUE), ("after clipping", after, elements.ORANGE))
+    norms += lines(("limit of the adaptive clip", limit, elements.GREEN), is_thin=True)
     bound = None if len(limit) else clip_bound(before, after)
-    shares = lines(("share of clipped steps", share, colours.PURPLE))
-    headroom = lines(("learning rate over the critical one", panels.line("lr_over_critical"), colours.BLUE))
+    shares = lines(("share of clipped steps", share, elements.PURPLE))
+    headroom = lines(("learning rate over the critical one", panels.line("lr_over_critical"), elements.BLUE))
     subplots = (
-        Subplot("loss", lines(("loss", loss, colours.GREY)), is_wide(loss)),
+        Subplot("loss", lines(("loss", loss, elements.GREY)), is_wide(loss)),
         Subplot("gradient norm", norms, guides={} if bound is None else {"bound": bound}, height=2.0),
         Subplot("clipped share", shares, False, limits=(0.0, 1.05), height=0.7),
         Subplot("learning rate / critical", headroom, guides={"the step would raise the loss of its batch:": 1.0}),
@@ -162,11 +162,11 @@ def update(panels: PanelSet) -> LineChart:
     whole, low, high = (panels.line(name) for name in ("update_ratio", "update_ratio_p10", "update_ratio_p90"))
     if not len(whole):
         raise ValueError(NO_UPDATE)
-    lines = [Line.of("whole model", whole, colours.BLUE, panels.gaps(whole.steps))]
+    lines = [Line.of("whole model", whole, elements.BLUE, panels.gaps(whole.steps))]
     if len(low) and low.steps == high.steps:
         after = steps_after(panels.gaps(low.steps), low.steps, POINTS)
         below, above = _band(low, high, after)
-        lines.insert(0, Line("10th to 90th percentile of matrices", below, colours.SKY, below, above, after_gaps=after))
+        lines.insert(0, Line("10th to 90th percentile of matrices", below, elements.SKY, below, above, after_gaps=after))
     return LineChart(
         "update over parameter",
         (Subplot("update / parameter", tuple(lines), bands=USUAL_UPDATES),),
@@ -204,7 +204,7 @@ def layers(panels: PanelSet, view: str = "gradient", names: Sequence[str] = ()) 
         raise ValueError(f"there is no layer {unknown[0]!r} in it{nearest(unknown[0], panel.names)}")
     series = {name: column(panel, name) for name in names or most_deviating(panel)}
     subplots = [
-        Subplot(name, (Line.of(name, line, colours.BLUE, panels.gaps(line.steps), POINTS // 4),), panel.view.is_log)
+        Subplot(name, (Line.of(name, line, elements.BLUE, panels.gaps(line.steps), POINTS // 4),), panel.view.is_log)
         for name, line in series.items()
     ]
     return LineChart(panel.view.title, tuple(subplots), _marks(panels), columns=3)
@@ -386,7 +386,7 @@ def _subplot(pair: RunPair, title: str, of: Callable[[PanelSet], Series], **opti
 
 
 def _lines(pair: RunPair, series: Sequence[Series], most: int) -> tuple[Line, ...]:
-    colour = colours.BLUE, colours.ORANGE
+    colour = elements.BLUE, elements.ORANGE
     return tuple(
         Line.of(title, line, colour[place], panels.gaps(line.steps), most, is_dashed=place == 1)
         for place, (title, panels, line) in enumerate(zip(pair.titles, pair.panel_sets, series, strict=True))

@@ -9,7 +9,7 @@ from matplotlib.colors import LinearSegmentedColormap, ListedColormap
 from matplotlib.figure import Figure
 
 from ...core.formatting import cut_middle
-from . import elements as colours
+from . import elements
 from .elements import (
     Chart,
     DepthProfile,
@@ -62,7 +62,7 @@ def _heatmap(heat: Heatmap) -> Figure:
         axes.plot([], [], "s", color=colour, label=name)
     if heat.marks:
         top = [-0.75] * len(heat.marks)
-        axes.plot(list(heat.marks), top, "v", color=colours.VERMILION, markersize=6, clip_on=False, label="spike")
+        axes.plot(list(heat.marks), top, "v", color=elements.VERMILION, markersize=6, clip_on=False, label="spike")
     if axes.get_legend_handles_labels()[0]:
         above = 1.4 if heat.marks else 0.5  # the triangles
         axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.01), borderaxespad=above, ncols=3, frameon=False, fontsize=8)
@@ -80,9 +80,9 @@ def _heatmap(heat: Heatmap) -> Figure:
 def _scale(heat: Heatmap) -> tuple[dict[str, Any], dict[float, str]]:
     """The colour scale and its labels; no labels if colours are the values."""
     if heat.medians is None:
-        return {"cmap": colours.SCALE.lower()}, {}
+        return {"cmap": elements.SCALE.lower()}, {}
     most = scale_limit(heat.shades, heat.is_log)
-    scale = {"cmap": LinearSegmentedColormap.from_list("diverging", colours.DIVERGING), "vmin": -most, "vmax": most}
+    scale = {"cmap": LinearSegmentedColormap.from_list("diverging", elements.DIVERGING), "vmin": -most, "vmax": most}
     return scale, scale_labels(most, heat.is_log)
 
 
@@ -90,10 +90,10 @@ def _profile(profile: DepthProfile) -> Figure:
     drawn, axes = _row_figure(profile.rows, _WIDTH * 0.7)
     rows = list(range(len(profile.rows)))
     values = drawable(profile.values, profile.is_log)
-    axes.hlines(rows, profile.low, profile.high, color=colours.SKY, linewidth=5, alpha=0.45, label="all steps")
-    axes.plot(values, rows, "o-", color=colours.BLUE, linewidth=1, markersize=4, label="this step")
+    axes.hlines(rows, profile.low, profile.high, color=elements.SKY, linewidth=5, alpha=0.45, label="all steps")
+    axes.plot(values, rows, "o-", color=elements.BLUE, linewidth=1, markersize=4, label="this step")
     if odd := profile.nonfinite_rows:
-        axes.plot([profile.nonfinite_level] * len(odd), odd, "x", color=colours.NONFINITE, label="NaN or infinite")
+        axes.plot([profile.nonfinite_level] * len(odd), odd, "x", color=elements.NONFINITE, label="NaN or infinite")
     if profile.is_log:
         axes.set_xscale("log")
     axes.set_ylim(len(rows) - 0.5, -0.5)
@@ -117,9 +117,9 @@ def _lines(chart: LineChart) -> Figure:
         _draw_subplot(axes, chart.subplots[place], small)
         for first, last in merged_marks(chart.marks, _MARKS):
             if first == last:
-                axes.axvline(first, color=colours.VERMILION, linewidth=0.8, linestyle=":", alpha=0.7)
+                axes.axvline(first, color=elements.VERMILION, linewidth=0.8, linestyle=":", alpha=0.7)
             else:
-                axes.axvspan(first, last, color=colours.VERMILION, linewidth=0, alpha=0.2)
+                axes.axvspan(first, last, color=elements.VERMILION, linewidth=0, alpha=0.2)
     drawn.suptitle(chart.title, x=0.01, ha="left", fontsize=11)
     drawn.supxlabel("step", fontsize=9)
     return drawn
@@ -129,9 +129,9 @@ def _draw_subplot(axes: Any, subplot: Subplot, small: bool) -> None:
     for line in subplot.lines:
         _draw_line(axes, line, subplot.is_log)
     for name, value in subplot.guides.items():
-        axes.axhline(value, color=colours.GREEN, linewidth=0.9, linestyle="--", label=guide_text(name, value))
+        axes.axhline(value, color=elements.GREEN, linewidth=0.9, linestyle="--", label=guide_text(name, value))
     for name, (low, high) in subplot.bands.items():
-        axes.axhspan(low, high, color=colours.GREEN, alpha=0.12, linewidth=0, label=band_text(name, low, high))
+        axes.axhspan(low, high, color=elements.GREEN, alpha=0.12, linewidth=0, label=band_text(name, low, high))
     if subplot.is_log:
         axes.set_yscale("log")
     if subplot.limits is not None:
@@ -159,4 +159,4 @@ def _draw_line(axes: Any, line: Line, is_log: bool) -> None:
         axes.plot(alone.steps, drawable(alone.values, is_log), ".", color=line.colour, markersize=3)
     if odd := line.nonfinite_steps:
         level = [line.nonfinite_level(is_log)] * len(odd)
-        axes.plot(odd, level, "x", color=colours.NONFINITE, markersize=5, label="NaN or infinite")
+        axes.plot(odd, level, "x", color=elements.NONFINITE, markersize=5, label="NaN or infinite")

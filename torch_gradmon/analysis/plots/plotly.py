@@ -10,7 +10,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from ...core.formatting import cut_middle
-from . import elements as colours
+from . import elements
 from .elements import (
     Chart,
     DepthProfile,
@@ -109,10 +109,10 @@ def _scale(heat: Heatmap) -> dict[str, Any]:
         most = scale_limit(heat.shades, heat.is_log)
         labels = scale_labels(most, heat.is_log)
         bar |= {"tickvals": list(labels), "ticktext": list(labels.values())}
-        return {"colorscale": [list(stop) for stop in colours.DIVERGING], "zmin": -most, "zmax": most, "colorbar": bar}
+        return {"colorscale": [list(stop) for stop in elements.DIVERGING], "zmin": -most, "zmax": most, "colorbar": bar}
     if heat.is_log:
         bar |= _ticks(heat.shades[heat.shades.isfinite()].tolist())
-    return {"colorscale": colours.SCALE, "colorbar": bar}
+    return {"colorscale": elements.SCALE, "colorbar": bar}
 
 
 def _ticks(values: Sequence[float]) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def _add_marks(figure: go.Figure, marks: Sequence[int], steps: Sequence[int], to
         y=[top] * len(marks),
         yaxis="y2",
         mode="markers",
-        marker={"symbol": "triangle-down", "size": 9, "color": colours.VERMILION},
+        marker={"symbol": "triangle-down", "size": 9, "color": elements.VERMILION},
         hovertemplate="spike in step %{x}<extra></extra>",
         name="spike",
         showlegend=False,
@@ -177,7 +177,7 @@ def _profile(profile: DepthProfile) -> go.Figure:
         x=x,
         y=y,
         mode="lines",
-        line={"color": colours.SKY, "width": 6},
+        line={"color": elements.SKY, "width": 6},
         opacity=0.45,
         name="all steps",
         hoverinfo="skip",
@@ -186,14 +186,14 @@ def _profile(profile: DepthProfile) -> go.Figure:
         x=drawable(profile.values, profile.is_log, None),
         y=rows,
         mode="lines+markers",
-        line={"color": colours.BLUE, "width": 1},
+        line={"color": elements.BLUE, "width": 1},
         marker={"size": 6},
         name="this step",
         text=[escaped(name) for name in profile.rows],
         hovertemplate="%{text}: %{x:.4g}<extra></extra>",
     )
     if odd := profile.nonfinite_rows:
-        marker = {"symbol": "x", "size": 9, "color": colours.NONFINITE}
+        marker = {"symbol": "x", "size": 9, "color": elements.NONFINITE}
         drawn.add_scatter(x=[profile.nonfinite_level] * len(odd), y=odd, mode="markers", marker=marker, name="NaN or infinite")
     drawn.update_layout(yaxis=row_axis(profile.rows))
     ticks = _log_ticks([value for value in (*profile.low, *profile.high) if value > 0]) if profile.is_log else {}
@@ -232,10 +232,10 @@ def _mark(first: int, last: int, axis: int) -> dict[str, Any]:
     """A line at a step with a spike, or a band over several steps, in one of the subplots."""
     number = "" if axis == 1 else str(axis)
     place = {"xref": f"x{number}", "yref": f"y{number} domain", "x0": first, "x1": last, "y0": 0, "y1": 1, "opacity": 0.7}
-    line = {"color": colours.VERMILION, "width": 1, "dash": "dot"}
+    line = {"color": elements.VERMILION, "width": 1, "dash": "dot"}
     if first == last:
         return {"type": "line", "line": line, **place}
-    return {"type": "rect", "line": line, "fillcolor": colours.VERMILION, **place, "opacity": 0.25, "layer": "below"}
+    return {"type": "rect", "line": line, "fillcolor": elements.VERMILION, **place, "opacity": 0.25, "layer": "below"}
 
 
 def _add_subplot(drawn: go.Figure, subplot: Subplot, row: int, column: int, small: bool, named: set[str]) -> None:
@@ -248,10 +248,10 @@ def _add_subplot(drawn: go.Figure, subplot: Subplot, row: int, column: int, smal
                 named.add(trace.name)
             drawn.add_trace(trace, row=row, col=column)
     for name, value in subplot.guides.items():
-        drawn.add_hline(y=value, line={"color": colours.GREEN, "width": 1, "dash": "dash"}, row=row, col=column)
+        drawn.add_hline(y=value, line={"color": elements.GREEN, "width": 1, "dash": "dash"}, row=row, col=column)
         _label(drawn, guide_text(name, value), value, subplot.is_log, row, column)
     for name, (low, high) in subplot.bands.items():
-        drawn.add_hrect(y0=low, y1=high, fillcolor=colours.GREEN, opacity=0.12, line_width=0, layer="below", row=row, col=column)
+        drawn.add_hrect(y0=low, y1=high, fillcolor=elements.GREEN, opacity=0.12, line_width=0, layer="below", row=row, col=column)
         _label(drawn, band_text(name, low, high), low, subplot.is_log, row, column)
     axis: dict[str, Any] = {"type": "log" if subplot.is_log else "linear", "exponentformat": "e", "automargin": True}
     if subplot.limits is not None:
@@ -314,7 +314,7 @@ def _traces(line: Line, is_log: bool, named: bool) -> list[go.Scatter]:
                 x=odd,
                 y=[line.nonfinite_level(is_log)] * len(odd),
                 mode="markers",
-                marker={"symbol": "x", "size": 8, "color": colours.NONFINITE},
+                marker={"symbol": "x", "size": 8, "color": elements.NONFINITE},
                 name=f"{escaped(line.name)}: NaN or infinite",
                 showlegend=named,
                 hovertemplate="step %{x}: NaN or infinite<extra></extra>",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...core.keys import TENSOR_SOURCES, parse_key
 from ...spikes.signals import counted, episodes, largest
-from .. import diff as text
+from .. import diff
 from ..diagnosis.diagnose import diagnose_history
 from ..diagnosis.findings import Diagnosis, Finding
 from ..diagnosis.history import History
@@ -355,12 +355,12 @@ def comparison(difference: Difference) -> dict[str, Any]:
     shown = difference.divergences[:_DIVERGENCES]
     return {
         "parts": difference.diverges,
-        "words": [line.strip() for line in text.opening(difference) if line.strip()],
+        "words": [line.strip() for line in diff.opening(difference) if line.strip()],
         "step": difference.steps[-1],
-        "partings": [[each.key, *text.both(each), text.number(each.relative)] for each in shown],
+        "partings": [[each.key, *diff.both(each), diff.number(each.relative)] for each in shown],
         "more": len(difference.divergences) - len(shown),
-        "stages": text.stage_rows(difference),
-        "lone": list(text.unmatched(difference)),
+        "stages": diff.stage_rows(difference),
+        "lone": list(diff.unmatched(difference)),
     }
 
 

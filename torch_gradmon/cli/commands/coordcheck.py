@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ...analysis.width_sweep import result as plots
+from ...analysis.width_sweep import result
 from ...analysis.width_sweep.result import HEADINGS, WidthSweep, rows
 from ...analysis.width_sweep.sweep import FEWEST, width_sweep
 from .common import JSON, Command, UsageError, argument, output, print_written, requires_extra, to_file, value
@@ -58,7 +58,7 @@ def _swept(options: argparse.Namespace) -> int:
 
 def _picture(path: str) -> Path:
     with requires_extra("--to", "plot", "matplotlib"):
-        endings = [f".{kind}" for kind in plots.kinds()]
+        endings = [f".{kind}" for kind in result.kinds()]
     return output(path, endings)
 
 

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 import torch
 
 from ... import __version__
-from ...core import torch_modes as accelerator
+from ...core import torch_modes
 from ...core.errors import WarningLog
 from ...core.fence import is_disabled
 from ...core.moments import ALL_COLUMNS, Column
@@ -72,7 +72,7 @@ def _on_cpu() -> str:
 
 def _accelerators() -> Iterator[tuple[str, str]]:
     triton = None if find_spec("triton") is None else version("triton")
-    devices = list(accelerator.described())
+    devices = list(torch_modes.described())
     for name, product, runs_triton in devices:
         kernel = "torch's operations"
         if runs_triton:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...capture.compiled import unwrapped
 from ...capture.metric_functions import untouched_rng
-from ...core import torch_modes as accelerator
+from ...core import torch_modes
 from ...core.errors import display
 from ...core.formatting import ShownAsText
 from ...statistics.fingerprint import fingerprints
@@ -147,13 +147,13 @@ def _verdict(passes: list[tuple[float, _Found]]) -> tuple[str, tuple[int, ...]]:
 def _pass(outer: nn.Module, inner: nn.Module, compute: Callable[[nn.Module], Tensor]) -> tuple[float, _Found]:
     """The loss, and the fingerprints of the loss and of each gradient that exists."""
     try:
-        model = accelerator.copied_module(inner)
+        model = torch_modes.copied_module(inner)
     except Exception as error:
         raise TypeError(
             f"replay_step() runs on a copy of the model, which cannot be made ({type(error).__name__}: {error}); call it between two steps"
         ) from error
     devices = {tensor.device for tensor in chain(model.parameters(), model.buffers())}
-    with torch.enable_grad(), untouched_rng(), accelerator.untouched_generators(devices), _untouched(outer, inner):
+    with torch.enable_grad(), untouched_rng(), torch_modes.untouched_generators(devices), _untouched(outer, inner):
         loss = compute(model)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else display(loss)
