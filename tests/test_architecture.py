@@ -152,7 +152,6 @@ HOST_READS = {
     ("capture.parameters", "_rows", "to cpu"): "numbers of rows, made on the host",
     ("capture.module_source", "_needs_reference", "bool"): "whether a reference is set",
     ("capture.module_source", "accumulates", "bool"): "of a list",
-    ("capture.module_source", "_is_executed", "bool"): "of what the engine says",
     ("capture.module_source", "has_removable_hooks", "bool"): "of a dict",
     ("capture.module_values", "others", "bool"): "of tuples",
     ("capture.module_values", "wants", "bool"): "of a tuple",

@@ -21,7 +21,7 @@ from ..core import keys as n
 from ..core.fence import Fence
 from ..core.keys import canonical_names
 from ..core.records import Metric
-from ..core.torch_modes import TELLS_EXPORT, ending, is_in_backward, outside_dispatch_modes, running_calls
+from ..core.torch_modes import TELLS_EXPORT, ending, is_in_backward, outside_dispatch_modes, running_calls, will_run
 from ..step.buffer import StepBuffer
 from ..step.model_index import ModelIndex
 from .attention import AttentionRecorder
@@ -110,7 +110,7 @@ class TensorGradientHooks:
         """Whether the running backward pass accumulates gradients: ``autograd.grad``, as for a gradient penalty, ends in no parameter."""
         task = torch._C._current_graph_task_id()
         if self._task[0] != task:
-            found = any(_is_executed(node) for node in self._probes)
+            found = any(will_run(node) for node in self._probes)
             # parameters in a re-entrant checkpoint are no leaves of the outer graph, and only backward() passes through one
             whole = self.is_reentrant and torch.autograd.Variable._execution_engine.is_checkpoint_valid()
             self._task = task, bool(self._probes) and (found or whole)
@@ -135,13 +135,6 @@ def _accumulators(inventory: ModelIndex) -> list[Any]:
     """The graph nodes that accumulate the gradients of the model's parameters."""
     parameters = [parameter for reference in inventory.references if (parameter := reference()) is not None]
     return [torch.autograd.graph.get_gradient_edge(p).node for p in parameters if p.requires_grad]
-
-
-def _is_executed(node: Any) -> bool:
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # autograd.grad captures at this node instead of accumulating
-        return False
 
 
 # --- Calls of modules in training: measure inputs and outputs in hooks, and gradients when they arrive ---

@@ -40,9 +40,6 @@ if TYPE_CHECKING:
     from ..sinks.filtered_sink import FilteredSink
 
 
-# --- The way of a monitored step's record through its consumers ---
-
-
 # --- last word ---
 
 
