@@ -327,7 +327,7 @@ def options(rank: int) -> dict[str, Any]:
         values.append(values_of(monitor))
         if step == 1:  # in which only the metric measures updates
             missing = {key: why for key, why in monitor.missing().items() if key.startswith("update/layers.2")}
-    facts, setup = monitor._runtime.planner.inventory.facts, monitor._runtime.plugin("setup_check").groups
+    facts, setup = monitor._runtime.planner.inventory.facts, monitor._runtime.built_in.setup.groups
     trains = [set(group["parameters"]) for group in setup]
     kinds = {name: kind for name, kind in facts["kinds"].items() if kind in ("Linear", "Layer")}
     monitor.detach()

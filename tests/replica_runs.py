@@ -360,7 +360,7 @@ def train(
             else:
                 training.optimizer.step()
             dist.barrier()  # so that answers come in the step after the question
-        facts = [fact.to_dict() for fact in monitor._runtime.plugin("replica_check").facts()]
+        facts = [fact.to_dict() for fact in monitor._runtime.built_in.replicas.facts()]
         findings = [(f.rule, f.where, f.steps) for f in monitor.diagnose().findings if f.rule.startswith("ranks")]
         monitor.detach()
     messages = [str(each.message) for each in warned if issubclass(each.category, gradmon.GradmonWarning)]
@@ -383,7 +383,7 @@ def train_apart(rank: int, factor: float, every: int, reduce: str | None = None)
             loss.backward()
             training.optimizer.step()
             dist.barrier()
-        facts = [fact.to_dict() for fact in monitor._runtime.plugin("replica_check").facts()]
+        facts = [fact.to_dict() for fact in monitor._runtime.built_in.replicas.facts()]
         findings = [(f.rule, f.where, f.severity) for f in monitor.diagnose().findings if "rank" in f.rule]
         monitor.detach()
     messages = [str(each.message) for each in warned if issubclass(each.category, gradmon.GradmonWarning)]

@@ -103,7 +103,7 @@ class Loop:
                 self.scaler.update()
             self.after_step(step)
             dist.barrier()
-        plugin = self.monitor._runtime.plugin("replica_check")
+        plugin = self.monitor._runtime.built_in.replicas
         found = [fact.rule for fact in plugin.facts()]
         if self.has_copies and plugin._memory.last_good is None:
             found.append(f"no check was finished: {self.monitor.complaints()}")
@@ -316,7 +316,7 @@ def joined() -> Loop:
                         self.optimizers[0].zero_grad()
                         self.model(torch.randn(4, 6)).square().mean().backward()
                         self.optimizers[0].step()
-            plugin = self.monitor._runtime.plugin("replica_check")
+            plugin = self.monitor._runtime.built_in.replicas
             self.monitor.detach()
             return [fact.rule for fact in plugin.facts()]
 
@@ -348,7 +348,7 @@ def fixed_shards() -> Loop:
         return out - own[:, :3]
 
     loop.forward, loop.steps = forward, 7 * 24
-    loop.monitor._runtime.plugin("replica_check")._every = 24
+    loop.monitor._runtime.built_in.replicas._every = 24
     return loop
 
 
@@ -477,7 +477,7 @@ def run_one_sided(rank: int) -> list[str]:
         optimizer.zero_grad()
         model(torch.randn(4, 6)).square().mean().backward()
         optimizer.step()
-    found = [] if monitor is None else [fact.rule for fact in monitor._runtime.plugin("replica_check").facts()]
+    found = [] if monitor is None else [fact.rule for fact in monitor._runtime.built_in.replicas.facts()]
     if monitor is not None:
         monitor.detach()
     return found

@@ -36,7 +36,7 @@ def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
 
 
 def rules(monitor: ModuleMonitor) -> list[str]:
-    return sorted(fact.rule for fact in monitor._runtime.plugin("loop_audit").facts())
+    return sorted(fact.rule for fact in monitor._runtime.built_in.audit.facts())
 
 
 def watched(model: nn.Module, *optimizers: Any, **options: Any) -> ModuleMonitor:
@@ -71,7 +71,7 @@ def test_gradients_that_nobody_clears_are_a_mistake_on_every_cadence(every: int)
             loss_of(model).backward()
             optimizer.step()
     assert len(told) == 1
-    (fact,) = monitor._runtime.plugin("loop_audit").facts()
+    (fact,) = monitor._runtime.built_in.audit.facts()
     assert (fact.rule, fact.first, fact.last, fact.count) == ("missing-zero-grad", 1, STEPS - 1, STEPS - 1)
     assert fact.where == ()  # all parameters of the only optimizer
 
@@ -86,7 +86,7 @@ def test_a_mistake_with_one_of_several_optimizers_shows_one_of_its_parameters() 
             loss_of(model).backward()
             forgotten.step()
             cleared.step()
-    (fact,) = monitor._runtime.plugin("loop_audit").facts()
+    (fact,) = monitor._runtime.built_in.audit.facts()
     assert (fact.rule, fact.where) == ("missing-zero-grad", ("0.bias",))
     monitor.detach()
 
@@ -631,7 +631,7 @@ def test_never_stepped_is_said_only_as_long_as_it_is_true() -> None:
     for _ in range(STEPS):
         optimizer.zero_grad()
         loss_of(model).backward()
-    (fact,) = monitor._runtime.plugin("loop_audit").facts()
+    (fact,) = monitor._runtime.built_in.audit.facts()
     assert (fact.rule, fact.evidence) == ("never-stepped", {"backward passes": STEPS})
     assert "Call optimizer.step()" in str(monitor.diagnose())
     optimizer.step()

@@ -471,7 +471,7 @@ def test_the_mean_of_the_output_is_no_loss_with_labels() -> None:
 
     monitor, _ = train(last=Low(), loss_of=lambda z, y: -z.mean(), steps=30, lr=1e-4)
     assert monitor is not None
-    assert monitor._runtime.plugin("data_check").chance == {}
+    assert monitor._runtime.built_in.data.chance == {}
     assert "labels-constant" not in rules(monitor)
 
 
@@ -626,7 +626,7 @@ def test_a_discriminator_that_is_watched_alone(kind: str) -> None:
             bce(model(generator(draw(64, 2, seed=900 + step)))[:, 0], torch.ones(64)).backward()
             theirs.step()
             model.requires_grad_(True)
-    check = monitor._runtime.plugin("data_check")
+    check = monitor._runtime.built_in.data
     assert check.acts == ("generator" in kind)
     assert check.chance.get("loss", math.log(2)) == pytest.approx(math.log(2), rel=0.01)
     assert {finding.rule for finding in monitor.diagnose().findings if finding.severity != "info"} == set()
@@ -654,7 +654,7 @@ def test_two_players_that_are_watched_each_for_itself() -> None:
             second(made.clamp(-5, 5) + 0.01 if is_game else made).square().mean().backward()
             for optimizer in optimizers[: 1 if is_game else 2]:
                 optimizer.step()
-        assert [monitor._runtime.plugin("data_check").acts for monitor in monitors] == [is_game] * 2
+        assert [monitor._runtime.built_in.data.acts for monitor in monitors] == [is_game] * 2
         for monitor in monitors:
             monitor.detach()
 
@@ -676,7 +676,7 @@ def test_what_is_right(settings: dict[str, Any]) -> None:
 def test_the_loss_at_chance_is_that_of_the_labels() -> None:
     monitor, _ = train(steps=50)
     assert monitor is not None
-    assert monitor._runtime.plugin("data_check").chance["loss"] == pytest.approx(math.log(3), rel=0.02)
+    assert monitor._runtime.built_in.data.chance["loss"] == pytest.approx(math.log(3), rel=0.02)
     monitor.detach()
 
 
@@ -1000,7 +1000,7 @@ def parts_of_game(fault: str = "") -> dict[str, tuple[str, ...]]:
         (is_one(judge(made)) + 0 * other(made).sum()).backward()
         of_maker.step()
     known = ("eval-mode", "constant-input", "inputs-not-normalised", "repeated-batch", "non-finite-input")
-    return {fact.rule: fact.where for fact in monitor._runtime.plugin("data_check").facts() if fact.rule in known}
+    return {fact.rule: fact.where for fact in monitor._runtime.built_in.data.facts() if fact.rule in known}
 
 
 @pytest.mark.filterwarnings("ignore::torch_gradmon.GradmonWarning")

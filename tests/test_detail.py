@@ -366,7 +366,7 @@ def test_what_asks_for_nothing_is_refused(arguments: dict[str, Any], words: str)
     assert loop.monitor is not None
     with pytest.raises(ValueError, match=words):
         loop.monitor.set_detail(**arguments)
-    assert not loop.monitor._runtime.plugin("live_detail").watches_idle_steps
+    assert not loop.monitor._runtime.built_in.detail.watches_idle_steps
 
 
 def test_from_a_signal_handler_in_the_middle_of_a_forward_pass() -> None:
@@ -532,7 +532,7 @@ def test_it_stands_above_the_budget_which_learns_nothing_of_it() -> None:
     assert monitor is not None
     with pytest.warns(GradmonWarning, match="overhead_budget"):
         loop.go(400)
-    budget = monitor._runtime.plugin("overhead_budget")
+    budget = monitor._runtime.built_in.budget
     assert budget is not None
     interval, told = budget.interval, dict(monitor.complaints())
     assert interval > 4
@@ -553,7 +553,7 @@ def test_a_budget_goes_back_to_where_it_was(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(OverheadBudget, "count", lambda *_: None)  # which goes by the clock
     loop = Loop(every=1, overhead_budget=0.9).go(60)
     assert loop.monitor is not None
-    budget = loop.monitor._runtime.plugin("overhead_budget")
+    budget = loop.monitor._runtime.built_in.budget
     assert budget is not None
     budget.interval = 4  # as it was found for what the script asks for
     loop.monitor.set_detail(preset="full", steps=50)

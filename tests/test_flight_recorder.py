@@ -138,7 +138,7 @@ def test_a_recorded_step_sends_nothing_to_the_host_and_keeps_26_kilobytes_for_20
         optimizer.step()
         optimizer.zero_grad()
     assert len(sent) == 1
-    kept = monitor._runtime.plugin("flight_recorder")._kept
+    kept = monitor._runtime.built_in.recorder._kept
     assert len(kept) == 8
     for _, buffer, _ in kept:
         storages = {block.untyped_storage().data_ptr(): block.untyped_storage().nbytes() for block in buffer._blocks}
@@ -161,7 +161,7 @@ def test_a_recorded_step_copies_nothing_from_the_gpu() -> None:
 
 def test_without_it_a_step_that_is_not_monitored_measures_nothing() -> None:
     monitor, _ = _train(steps=15, every=10)
-    assert not monitor._runtime.plugin("flight_recorder")._kept
+    assert not monitor._runtime.built_in.recorder._kept
 
 
 def test_steps_that_a_scaler_refuses_are_counted_once_and_kept_as_not_applied(tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ def test_every_value_is_right_from_the_first_step_on(order: str, clip: float, ev
     assert gradmon.load_run(tmp_path).steps == list(range(0, 7, every))
     assert monitor.counts.attempted == 7
     assert monitor.complaints() == {}
-    assert monitor._runtime.plugin("loop_audit").facts() == []
+    assert monitor._runtime.built_in.audit.facts() == []
     assert not any("by_turns" in record.context for record in monitor._runtime.pipeline.history.sample.records())
 
 
@@ -249,7 +249,7 @@ def test_some_within_the_pass_and_the_rest_behind_it(order: str, clip: float) ->
         recorder.check(monitor.get_step_metrics())
     monitor.detach()
     assert monitor.complaints() == {}
-    assert monitor._runtime.plugin("loop_audit").facts() == []
+    assert monitor._runtime.built_in.audit.facts() == []
 
 
 def test_a_plain_one_without_gradients_steps_all_the_same() -> None:

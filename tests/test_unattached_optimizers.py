@@ -140,7 +140,7 @@ def test_after_a_long_clean_run_that_is_looked_at_now_and_then_only() -> None:
     monitor = gradmon.watch(model, old, every=10**6, on_spike=None)
     for step in range(310):
         train(model, old.step, step)
-    assert monitor._runtime.plugin("loop_audit")._rest.is_on
+    assert monitor._runtime.built_in.audit._rest.is_on
     new = SGD(model.parameters(), lr=1e-4)
     with pytest.warns(GradmonWarning, match="does not step"):
         for step in range(10):
@@ -262,7 +262,7 @@ def test_a_loop_that_is_right_hears_nothing(body: Callable[[nn.Module, Optimizer
             body(model, optimizer, step)
             assert monitor.get_step_metrics().keys() >= {"gradmon/param_norm"}
             assert monitor.last_step == step
-    assert RULE not in [fact.rule for fact in monitor._runtime.plugin("loop_audit").facts()]
+    assert RULE not in [fact.rule for fact in monitor._runtime.built_in.audit.facts()]
     monitor.detach()
 
 
@@ -301,7 +301,7 @@ def test_two_optimizers_of_the_same_parameters_of_which_one_rests() -> None:
     monitor = gradmon.watch(model, main, warm, on_spike=None)
     for step in range(30):
         train(model, (warm if step < 20 else main).step, step)
-    assert RULE not in [fact.rule for fact in monitor._runtime.plugin("loop_audit").facts()]
+    assert RULE not in [fact.rule for fact in monitor._runtime.built_in.audit.facts()]
     assert f"audit:{RULE}" not in monitor.complaints()
 
 
@@ -317,7 +317,7 @@ def test_a_game_of_two_of_which_one_is_watched() -> None:
         generator.zero_grad()
         judge(generator(torch.randn(5, 3))).mean().backward()
         mine.step()
-    assert monitor._runtime.plugin("loop_audit").facts() == []
+    assert monitor._runtime.built_in.audit.facts() == []
     assert monitor.complaints() == {}
 
 

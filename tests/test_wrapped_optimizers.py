@@ -140,7 +140,7 @@ def test_a_step_is_what_the_wrapper_does(name: str, every: int) -> None:
         assert "gradmon/grad_norm_clipped" not in values
     monitor.detach()
     assert monitor.complaints() == {}
-    assert monitor._runtime.plugin("loop_audit").facts() == []
+    assert monitor._runtime.built_in.audit.facts() == []
 
 
 @pytest.mark.parametrize("name", SHAPES)

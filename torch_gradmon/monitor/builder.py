@@ -45,7 +45,7 @@ from ..step.plugin import Plugin
 from ..step.ranks import Ranks
 from ..step.summary import LayerSelection
 from .machine import StepState
-from .plugin_set import BUILT_IN_PLUGINS, BuiltInPlugins, PluginSet
+from .plugin_set import BuiltInPlugins, PluginSet
 from .records import (
     PendingQueue,
     Publisher,
@@ -61,6 +61,23 @@ from .steps import Cadence, Captures, HookSchedule, StepLifecycle, StepPlanning
 from .values import LateValues, ValueLog
 
 # --- The options of a monitor, checked together before anything is built from them ---
+
+
+#: Names of the plugins that a monitor brings.
+BUILT_IN_PLUGINS = frozenset(
+    (
+        "overhead_budget",
+        "flight_recorder",
+        "spike_policy",
+        "live_detail",
+        "post_spike_detail",
+        "clipping",
+        "loop_audit",
+        "replica_check",
+        "setup_check",
+        "data_check",
+    )
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,7 +89,7 @@ def diagnose(runtime: Runtime) -> Diagnosis:
         return Diagnosis((), None, _DISABLED)
     pipeline, model = runtime.pipeline, runtime.factory.model
     facts = runtime.findings()
-    data, setup = runtime.plugin("data_check"), runtime.plugin("setup_check")
+    data, setup = runtime.built_in.data, runtime.built_in.setup
     place, recent = pipeline.directory.path, pipeline.history.recent()
     history = History(
         pipeline.history.sample.records(),
@@ -101,8 +101,8 @@ def diagnose(runtime: Runtime) -> Diagnosis:
         recent.steps,
         recent.suspects,
         {} if data is None else data.chance,
-        [] if setup is None else setup.groups,
-        [] if setup is None else setup.frozen,
+        setup.groups,
+        setup.frozen,
         data is not None and data.acts,
         model.parameters,
         pipeline.directory.facts.get("trainer", ""),
@@ -182,5 +182,5 @@ def checked_ids(ids: Any, losses: Any) -> Any:
 
 def detail_of(runtime: Runtime) -> DetailRequest | None:
     """The live change in force, with the number of steps that are left."""
-    tuning = runtime.plugin("live_detail")
+    tuning = runtime.built_in.detail
     return None if tuning.in_force is None else replace(tuning.in_force, steps=tuning.left)

@@ -31,8 +31,7 @@ class ManualLoop:
     @property
     def clips(self) -> AdaptiveClips:
         """Adaptive clips by name."""
-        clips: AdaptiveClips = self.runtime.plugin("clipping")
-        return clips
+        return self.runtime.built_in.clips
 
     @fenced
     def capture_activation(self, name: str, activations: Any) -> None:

@@ -638,7 +638,7 @@ class ModuleMonitor:
         if change.is_reset and not reset:
             raise ValueError("nothing to change; give every= or preset=, or reset=True to go back to the settings of the script")
         if not self._runtime.fence.inert:
-            self._runtime.plugin("live_detail").request(change)
+            self._runtime.built_in.detail.request(change)
 
     @property
     def detail(self) -> DetailRequest | None:
@@ -763,9 +763,8 @@ class ModuleMonitor:
         runtime = self._runtime
         if runtime.planner.module is None:
             raise ValueError("there is no module yet; pass it to ModuleMonitor(model) or call set_module(model) first")
-        setup = runtime.plugin("setup_check")
-        if setup is not None:
-            setup.expectations.declare(runtime.planner, frozen, trains, dtype, batch_varies, is_watched=runtime.loop is not None)
+        expectations = runtime.built_in.setup.expectations
+        expectations.declare(runtime.planner, frozen, trains, dtype, batch_varies, is_watched=runtime.loop is not None)
 
     def replay_step(self, compute: Callable[[nn.Module], Tensor], times: int = 3) -> Replay:
         """Run forward and backward of one batch several times with the same random numbers, and compare the results bit for bit, to
@@ -834,7 +833,8 @@ class ModuleMonitor:
     @property
     def rolled_back(self) -> RolledBack | None:
         """What the rollback of the last step did (``on_spike=Rollback()``); None without one."""
-        return None if self._runtime.plugin("spike_policy") is None else self._runtime.plugin("spike_policy").rolled_back
+        policy = self._runtime.built_in.policy
+        return None if policy is None else policy.rolled_back
 
     @property
     def counts(self) -> Counts:
@@ -1185,8 +1185,7 @@ class ModuleMonitor:
         return f"ModuleMonitor({', '.join(inspection.words(self._runtime))})"
 
     def __str__(self) -> str:
-        setup = self._runtime.plugin("setup_check")
-        return "\n  ".join([repr(self), *map(str, [] if setup is None else setup.parts())])
+        return "\n  ".join([repr(self), *map(str, self._runtime.built_in.setup.parts())])
 
 
 @dataclass(frozen=True)

@@ -20,21 +20,6 @@ if TYPE_CHECKING:  # imported where an option asks for them
     from ..plugins.replica_check.plugin import ReplicaCheck
     from ..plugins.spike_policy.plugin import SpikePolicy
 
-#: Names of the plugins that a monitor brings.
-BUILT_IN_PLUGINS = frozenset(
-    (
-        "overhead_budget",
-        "flight_recorder",
-        "spike_policy",
-        "live_detail",
-        "post_spike_detail",
-        "clipping",
-        "loop_audit",
-        "replica_check",
-        "setup_check",
-        "data_check",
-    )
-)
 #: Called for stopped plugins too, so that they release what they hold.
 _ALWAYS = {"on_detach", "close"}
 #: Called in idle steps too, of plugins that watch these.
@@ -74,7 +59,7 @@ class PluginSet:
     """
 
     def __init__(self, built_in: BuiltInPlugins, own: Sequence[Plugin], complaints: WarningLog) -> None:
-        self.built_in, self._complaints = built_in, complaints
+        self.built_in, self.own, self._complaints = built_in, own, complaints
         self._plugins = (*(plugin for plugin in built_in if plugin is not None), *own)
         self._calls = {hook: self._overridden(hook) for hook in _HOOKS}
         self._stopped: list[Plugin] = []

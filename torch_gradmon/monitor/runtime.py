@@ -30,7 +30,7 @@ from ..step.plugin import Plugin
 from .loop_hooks import LoopHooks
 from .machine import StepCycle, StepMachine, StepState
 from .optimizer_hooks import IdleStretch, LoopDriver
-from .plugin_set import BUILT_IN_PLUGINS
+from .plugin_set import BuiltInPlugins
 from .records import RecordFactory, RecordPipeline
 from .steps import Captures, Decisions, Ownership, StepLifecycle, StepMeasurement, link, linkable
 from .values import OverflowLog
@@ -433,8 +433,6 @@ _UNATTACHED = (
 _CAPTURED = "the loop was captured into a graph, whose replays call no hooks; call optimizer.step() outside of the graph"
 #: Parts that are absent from states of monitors without a spike policy, and of earlier versions.
 _OPTIONAL_PARTS = {"attempted", "acting", "clipping", "plugins"}
-#: Parts of plugins that a monitor brings, with their names; those of the user's are in the part ``plugins`` by name.
-_PARTS = {"acting": "spike_policy", "clipping": "clipping"}
 
 
 class Runtime:
@@ -493,9 +491,10 @@ class Runtime:
         """The followed loop; None where steps begin and end by hand."""
         return self.connection.loop
 
-    def plugin(self, name: str) -> Any:
-        """The plugin of this name; None where there is none."""
-        return next((plugin for plugin in self.lifecycle.plugins if plugin.name == name), None)
+    @property
+    def built_in(self) -> BuiltInPlugins:
+        """The plugins that the monitor brings."""
+        return self.lifecycle.plugins.built_in
 
     @property
     def plugins(self) -> Sequence[Plugin]:
@@ -548,7 +547,7 @@ class Runtime:
     @fenced
     def backfill(self) -> None:
         """Take the records of unmonitored steps that plugins still have. Waits for the device."""
-        self.pipeline.backfill(self.lifecycle.plugins.built_in.recorder.rest())
+        self.pipeline.backfill(self.built_in.recorder.rest())
 
     # --- metrics and the model -----------------------------------------------------------------------------------------------
 
@@ -613,7 +612,7 @@ class Runtime:
 
     def findings(self) -> list[LoopFinding]:
         """What the plugins have found so far."""
-        of = self.lifecycle.plugins.built_in
+        of = self.built_in
         found = [fact for check in (of.audit, of.replicas, of.setup, of.data) if check is not None for fact in check.facts()]
         return [*found, *map(LoopFinding.of_dict, self.pipeline.directory.facts.get("foresight", ()))]
 
@@ -642,17 +641,12 @@ class Runtime:
             return _GONE
         in_step = self.state.is_open and not self.state.progress.has_stepped
         with outside_dispatch_modes():
-            plugins = self.lifecycle.plugins
-            is_stale = plugins.call_one(plugins.built_in.audit, plugins.built_in.audit.is_stale, in_step)
+            is_stale = self.lifecycle.plugins.call_one(self.built_in.audit, self.built_in.audit.is_stale, in_step)
         return _UNATTACHED if is_stale else ""
 
     def counts(self) -> Counts:
         """Of the steps so far, as far as their values have come."""
-        summary, policy, attempts = (
-            self.factory.summary,
-            self.plugin("spike_policy"),
-            self.state.clock.attempts,
-        )
+        summary, policy, attempts = self.factory.summary, self.built_in.policy, self.state.clock.attempts
         skipped, rollbacks = (0, 0) if policy is None else (policy.skipped, policy.rollbacks)
         applied, overflowed = attempts - summary.not_applied, summary.not_applied - skipped - summary.interrupted
         return Counts(attempts, applied, skipped, overflowed, summary.nonfinite, rollbacks, summary.interrupted)
@@ -676,14 +670,20 @@ class Runtime:
 
     # --- state ---------------------------------------------------------------------------------------------------------------
 
+    @property
+    def _parts(self) -> dict[str, Plugin]:
+        """Of the state: those of plugins that the monitor brings. Those of the user's are in the part ``plugins`` by name."""
+        parts = {"acting": self.built_in.policy, "clipping": self.built_in.clips}
+        return {part: plugin for part, plugin in parts.items() if plugin is not None}
+
     def state_dict(self) -> dict[str, Any]:
         """The state as plain numbers and lists."""
         self.settle_now()
         self.lifecycle.hooks.wake()  # so that plugins have seen all steps
         records = {"summary": self.factory.summary.state_dict(), "detectors": self.pipeline.detection.state_dict()}
         steps = {"next_step": self.state.next_attempt, "attempted": self.state.clock.attempts}
-        parts = {part: plugin.state_dict() for part, name in _PARTS.items() if (plugin := self.plugin(name)) is not None}
-        states = {plugin.name: plugin.state_dict() for plugin in self.plugins if plugin.name not in BUILT_IN_PLUGINS}
+        parts = {part: plugin.state_dict() for part, plugin in self._parts.items()}
+        states = {plugin.name: plugin.state_dict() for plugin in self.lifecycle.plugins.own}
         own = {name: state for name, state in states.items() if state is not None}
         return {**steps, **records, **parts, **({"plugins": own} if own else {})}
 
@@ -720,8 +720,8 @@ class Runtime:
             self.connection.continue_at(int(value))
         elif part == "attempted":
             self.state.clock.count_from(int(value))
-        elif part in _PARTS:
-            self.plugin(_PARTS[part]).load_state_dict(value)
+        elif part in self._parts:
+            self._parts[part].load_state_dict(value)
         elif part == "plugins":
             for plugin in self.plugins:
                 if plugin.name in value:
@@ -766,7 +766,7 @@ class Runtime:
             check.step_number("start_step", start_step)
         bare = check.optimizers(module, optimizers, planner.source)
         source = planner.source
-        if (source.outer is not None or source.is_pipeline) and self.plugin("spike_policy") is not None:
+        if (source.outer is not None or source.is_pipeline) and self.built_in.policy is not None:
             raise ValueError(
                 "on_spike= of this monitor skips or undoes steps. An engine that steps by itself does not allow that, and the stages of "
                 'a pipeline would have to do it together; use on_spike="warn" or "raise"'
