@@ -1,4 +1,4 @@
-"""Mistakes of a training loop: severity, cause, and the line to change."""
+"""Findings that need no statistics, of the loop, the setup, the data and the ranks: severity, cause, and the line to change."""
 
 from __future__ import annotations
 

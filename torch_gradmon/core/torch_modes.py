@@ -1,4 +1,4 @@
-"""Modes of torch: hiding our operations from modes of the user, autocast, and random generators."""
+"""What torch does differently between releases, devices and modes of the user, behind one name each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one line."""
+"""``watch``: one line that makes a monitor, and replaces an earlier one of the model."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def meet(runtime: Runtime, parts: PipelineParts, named: Sequence[Any]) -> None:
     runtime.planner.whole = WholeModel.gathered(ranks, list(facts.values()), parts.kinds(), _cards(facts, named))
 
 
-# --- The one line ---
+# --- watch ---
 
 
 def watch(

@@ -1,4 +1,4 @@
-"""Prometheus: the values of the last step, for a server that scrapes them."""
+"""Sinks for Prometheus and OpenTelemetry, which have metrics with labels."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class OpenTelemetrySink:
         self._meter.create_observable_gauge(name, callbacks=[observed], unit=unit, description=help)
 
 
-# --- Prometheus: the values of the last step, for a server that scrapes them ---
+# --- Prometheus, whose server scrapes the last step ---
 
 
 class PrometheusSink:

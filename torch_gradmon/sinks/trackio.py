@@ -1,4 +1,4 @@
-"""Trackio: local first, free, one SQLite file for each project."""
+"""Sinks for Comet, MLflow and Trackio."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _allowed(key: str) -> str:
     return f"_{name}" if name.startswith("..") else name
 
 
-# --- Trackio: local first, free, one SQLite file for each project ---
+# --- Trackio: local, one SQLite file for each project ---
 
 
 class TrackioSink:

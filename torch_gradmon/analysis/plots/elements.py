@@ -1,4 +1,4 @@
-"""The parts of a chart, independent of the drawing library: lines, subplots, heat maps and depth profiles."""
+"""What charts are made of, independent of the drawing library: colours, scales, gaps, downsampling, lines, heat maps and depth profiles."""
 
 from __future__ import annotations
 

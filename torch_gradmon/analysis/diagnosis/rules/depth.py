@@ -1,4 +1,4 @@
-"""Gradients and signals over the depth of a model: vanishing, exploding, and weights of the wrong initial scale."""
+"""Rules about layers and steps: scale over the depth, spikes, clipping and attention."""
 
 from __future__ import annotations
 

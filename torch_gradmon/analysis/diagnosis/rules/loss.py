@@ -1,4 +1,4 @@
-"""A loss that does not fall, that stops falling because nothing moves any more, or that diverges."""
+"""Rules about learning: learning rate, silent and saturated units, mistakes of the loop, skipped steps, and the loss."""
 
 from __future__ import annotations
 
@@ -494,7 +494,7 @@ def check_skipped(history: History) -> list[Finding]:
     )
 
 
-# --- A loss that does not fall, that stops falling because nothing moves any more, or that diverges ---
+# --- The loss ---
 
 #: The last fifth of the losses lies above the best fifth or tenth by this factor, by this many standard deviations of its ranks,
 #: and by this many of its noise.

@@ -1,4 +1,4 @@
-"""NaN and infinity: which came first, a parameter, an output, the loss or a gradient."""
+"""Rules about numbers: underflow in half precision, mistakes that a few steps prove, NaN and infinity."""
 
 from __future__ import annotations
 
@@ -387,7 +387,7 @@ def _decay(history: History) -> list[Finding]:
     )
 
 
-# --- NaN and infinity: which came first, a parameter, an output, the loss or a gradient ---
+# --- NaN and infinity: which came first ---
 
 #: This many overflowed steps in a row at the end are no search for a loss scale: GradScaler starts at 2**16 and halves it, so
 #: that the scale is 1 after 16 of them.

@@ -1,4 +1,4 @@
-"""Parameters that never receive a gradient, or no longer do, and those that are frozen."""
+"""Rules about parameters: weights that grow, a collapsed latent, forecasts of a divergence, and parameters that do not train."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def _has_risen(loss: Series, first: int) -> bool:
     return loss.part(0.95, 1).median > normal.median + 6 * spread(normal)
 
 
-# --- Parameters that never receive a gradient, or no longer do, and those that are frozen ---
+# --- Parameters without a gradient, and frozen ones ---
 
 #: The fewest steps after which a parameter counts as never reached.
 _STEPS_UNREACHED = 20
