@@ -264,6 +264,17 @@ def test_two_steps_do_not_share_their_rows(tmp_path: Path) -> None:
         assert len(index.unreadable) == 2
 
 
+@pytest.mark.parametrize("begin", [2**63, 2**63 - 5])
+def test_step_with_rows_beyond_any_file_is_damage(begin: int, tmp_path: Path) -> None:
+    file = _begun(tmp_path)
+    file.append(_step(0, (begin, begin + 9)).packed())
+    file.append(_step(1).packed())
+    file.close()
+    with closing(RunIndex(_settled(tmp_path))) as index:
+        assert index.steps == [1]
+        assert len(index.unreadable) == 1
+
+
 def test_a_record_that_was_read_before_takes_time_too(tmp_path: Path) -> None:
     file = _begun(tmp_path)
     file.close()

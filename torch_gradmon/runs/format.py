@@ -234,7 +234,7 @@ def frame_of(record: bytes) -> StepFrame:
         raise Unreadable("a step is too short")
     _, flags, count, step, time, begin, size, layouts, keys, length = _STEP.unpack_from(record)
     text = _STEP.size + 8 * count
-    if text + length > len(record) or not _is_sound(step, time):
+    if text + length > len(record) or not _is_sound(step, time) or begin + size >= 1 << 63:  # which no file has room for
         raise Unreadable("the parts of a step are not of its size")
     values = np.frombuffer(record, "<f8", count, _STEP.size)
     rows = begin, begin + size
