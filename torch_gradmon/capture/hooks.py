@@ -105,6 +105,7 @@ class Handles:
     def __init__(self) -> None:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._hooked: list[tuple[Place, str]] = []
+        self._aside: list[tuple[dict[int, Any], int, Any]] = []
 
     def __bool__(self) -> bool:
         return bool(self._handles)
@@ -147,7 +148,20 @@ class Handles:
         with _thawed(parameter):
             self.add(register(hook))
 
+    def set_aside(self) -> None:
+        """Take the hooks on modules out until :meth:`restore`; they keep their identity, on which compiled code has guards."""
+        for handle in self._handles:
+            hooks: Any = handle.hooks_dict_ref()
+            if hooks is not None and handle.id in hooks:
+                self._aside.append((hooks, handle.id, hooks.pop(handle.id)))
+
+    def restore(self) -> None:
+        for hooks, key, hook in self._aside:
+            hooks[key] = hook
+        self._aside.clear()
+
     def remove(self) -> None:
+        self._aside.clear()
         for handle in self._handles:
             torch_modes.remove(handle)
         for place, attribute in self._hooked:

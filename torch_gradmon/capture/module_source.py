@@ -338,6 +338,7 @@ class ForwardHooks:
         self._hooks: dict[_Place, tuple[weakref.ref[nn.Module], Handles]] = {}
         self._version: int | None = None
         self.on_root = self.on_root_inputs = self.has_compiled_parts = False
+        self._fusible: list[tuple[weakref.ref[nn.Module], list[Handles]]] = []  # encoder layers, and the hooks in each
         self._left_out: list[str] = []  # names of modules that no metric applies to
         self._unhooked: list[str] = []  # names of modules that accept no hooks
         self._root: weakref.ref[nn.Module] | None = None
@@ -379,6 +380,7 @@ class ForwardHooks:
             self._leave_root()
         self.on_root_inputs = (_INPUTS[0], n.ROOT) in self._hooks
         self.has_compiled_parts = is_compiled(root)
+        self._fusible = self._in_fusible(root)
         self._left_out = _left_out(root, inventory)
         modules = ((name, reference()) for name, reference in inventory.modules.items())
         self._unhooked = [name for name, module in modules if module is not None and not takes_hooks(module)]
@@ -392,6 +394,31 @@ class ForwardHooks:
             return False
         self._version = None
         return self.install(root, *self._asked)
+
+    def _in_fusible(self, root: nn.Module) -> list[tuple[weakref.ref[nn.Module], list[Handles]]]:
+        layers = [module for module in root.modules() if isinstance(module, nn.TransformerEncoderLayer)]
+        inside = [{id(module) for module in layer.modules()} for layer in layers]
+        hooks = [(module(), handles) for module, handles in self._hooks.values()] if layers else []
+        return [
+            (weakref.ref(layer), [handles for module, handles in hooks if id(module) in parts])
+            for layer, parts in zip(layers, inside, strict=True)
+        ]
+
+    def leave_fusible(self) -> None:
+        """Take the hooks out of encoder layers that torch runs as one kernel in evaluation, unless any module in them has a hook: the
+        kernel rounds otherwise. Until :meth:`return_to_fusible`.
+        """
+        for reference, hooks in self._fusible:
+            layer = reference()
+            if layer is None or layer.training or (torch.is_grad_enabled() and any(p.requires_grad for p in layer.parameters())):
+                continue
+            for handles in hooks:
+                handles.set_aside()
+
+    def return_to_fusible(self) -> None:
+        for _, hooks in self._fusible:
+            for handles in hooks:
+                handles.restore()
 
     def _register(self, kind: str, name: str, module: nn.Module, root: nn.Module, is_heard: bool) -> Handles:
         """``is_heard``: the listener hears of calls outside of graphs."""
@@ -456,7 +483,7 @@ class ForwardHooks:
         """Remove the hooks that only monitored steps need; also those on the root, unless it must keep them."""
         for _, handles in self._hooks.values():
             handles.remove()
-        self._hooks, self._version, self._asked = {}, None, None
+        self._hooks, self._fusible, self._version, self._asked = {}, [], None, None
         self.on_root_inputs = False
         self.graphs.clear()
         if not stays_on_root:
@@ -805,6 +832,7 @@ class ModuleSource:
             return
         if not self.passes.forward_seen and self.hooks.install_in_compiled():
             self.attention.compiled = True
+        self.hooks.leave_fusible()
         trains = self.passes.root_began(module)
         self.was_trained |= trains
         self._handled, ModuleSource._last_called = id(sys.exc_info()[1]), self._sign
@@ -841,6 +869,7 @@ class ModuleSource:
             self._has_forward |= trains
 
     def _leave_root(self) -> None:
+        self.hooks.return_to_fusible()
         self.passes.builds_graph = True
         self._leave_forward()
         self.reference.forget()
