@@ -70,6 +70,9 @@ def _log(records: list[bytes]) -> bytes:
     return bytes(data)
 
 
+_BOMB = zlib.compress(bytes(10**8), 1)  # made here, so that the memory of what reads can be told
+
+
 class Mutator:
     """Makes mutated copies of a run's files.
 
@@ -178,9 +181,7 @@ class Mutator:
             else:
                 numbers = np.roll(numbers, chance.choice([1, 8]))
         data = f.squeezed(numbers)
-        return record[:head] + chance.choice(
-            [data, data, data, data[: len(data) // 2], data + b"x", zlib.compress(bytes(10**8), 1)]
-        )
+        return record[:head] + chance.choice([data, data, data, data[: len(data) // 2], data + b"x", _BOMB])
 
     def _json(self, chance: random.Random, name: str) -> bytes:
         """Members of JSON: of other types, numbers, names, depth."""

@@ -282,3 +282,39 @@ def test_counts_of_interrupted_steps_are_resumed() -> None:
     other.attach(optimizer)
     other.load_state_dict(state)
     assert (other.counts.interrupted, other.counts.overflowed) == (1, 0)
+
+
+@pytest.mark.parametrize("accepts", [True, False])
+def test_a_state_after_a_closure_that_raised_has_its_step(accepts: bool) -> None:
+    """As of a script that catches the error, saves, and is started again."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(8, 4)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    def fails() -> torch.Tensor:
+        closure()
+        raise RuntimeError("out of memory")
+
+    monitor = gradmon.watch(model, optimizer)
+    optimizer.step(closure)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        optimizer.step(fails)
+    state = monitor.state_dict()
+    if not accepts:
+        with pytest.raises(ValueError, match="nothing was loaded"):
+            monitor.load_state_dict({**state, "detectors": {"grad_norm": 3}})
+    else:
+        monitor.detach()
+        monitor = gradmon.watch(model, optimizer)
+        monitor.load_state_dict(state)
+    optimizer.step(closure)
+    assert monitor.last_step == 2
+    assert monitor.get_step_metrics()["gradmon/steps_not_applied"] == 1
+    counts = monitor.counts
+    assert (counts.attempted, counts.applied, counts.interrupted) == (3, 2, 1)

@@ -40,7 +40,8 @@ def _has_no_norm(truth: Truth) -> bool:
 
 def _output_is_bad(p: Program, record: Record, words: re.Match[str]) -> bool:
     outputs = record.steps[int(words["step"])].outputs
-    name = next((name for name in record.modules if p.name(name) == words["name"]), words["name"])
+    told = re.sub(r"@\d+$", "", words["name"])  # of a single call
+    name = next((name for name in record.modules if p.name(name) == told), told)
     return any(_is_bad(tensors) for path, tensors in outputs.items() if belongs(path, name, record))
 
 

@@ -677,7 +677,15 @@ class Runtime:
         return {part: plugin for part, plugin in parts.items() if plugin is not None}
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as plain numbers and lists."""
+        """The state as plain numbers and lists. An open step that an optimizer has left by an error counts as ended."""
+        state = self._state()
+        if self.state.is_interrupted:
+            for name in ("not_applied", "interrupted"):
+                state["summary"][name] += 1
+            state["attempted"] += not self.state.progress.is_attempted
+        return state
+
+    def _state(self) -> dict[str, Any]:
         self.settle_now()
         self.lifecycle.hooks.wake()  # so that plugins have seen all steps
         records = {"summary": self.factory.summary.state_dict(), "detectors": self.pipeline.detection.state_dict()}
@@ -690,7 +698,7 @@ class Runtime:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state, or leave everything as it was and raise."""
         self._check_state(state)
-        before, part = self.state_dict(), ""
+        before, part = self._state(), ""
         try:
             for part in before:
                 if part in state or part not in _OPTIONAL_PARTS:
