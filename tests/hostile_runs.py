@@ -86,11 +86,17 @@ class Mutator:
 
     def write(self, seed: int, path: Path) -> dict[str, bytes]:
         """Write a mutated copy into a new directory, as old as is settled or just written; returns its files."""
-        made = self.mutated(seed)
+        return self._write(path, self.mutated(seed), is_settled=seed % 3 > 0)
+
+    def write_unchanged(self, path: Path) -> None:
+        self._write(path, self._files, is_settled=True)
+
+    @staticmethod
+    def _write(path: Path, made: dict[str, bytes], is_settled: bool) -> dict[str, bytes]:
         path.mkdir()
         for name, data in made.items():
             (path / name).write_bytes(data)
-            if seed % 3:
+            if is_settled:
                 os.utime(path / name, (1e9, 1e9))
         return made
 
