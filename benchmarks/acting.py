@@ -61,7 +61,7 @@ def measure(threads: int, steps: int = STEPS) -> dict[str, Any]:
             before = fence.spent()
             run[name]()
             own[name].append(1e3 * (fence.spent() - before))
-    if any(monitor.counts.skipped for monitor in monitors.values()):
+    if any(monitor.get_step_counts().skipped for monitor in monitors.values()):
         raise SystemExit("a step was skipped, which is not what is measured here")
     same = all(
         torch.equal(a, b) for s in sides.values() for a, b in zip(bare.model.parameters(), s.model.parameters(), strict=True)

@@ -24,7 +24,7 @@ import torch_gradmon as gradmon
 from . import rivals
 from .sets import SETS, Tensors, build, gradients
 
-NINE = ("norm", "rms", "mean", "std", "max", "min_value", "max_value", "sparsity", "nonfinite")
+NINE = ("norm", "rms", "mean", "std", "max", "min_value", "max_value", "sparsity", "nonfinite_count")
 SMALL = "small_1024"
 DEMO_STEPS, DEMO_FIRST = 150, 8
 #: Beyond these the audit of the loop rests in most steps.
@@ -130,8 +130,12 @@ def demo_share() -> float:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         monitor = demo.train(CharacterGPT(characters, sizes), data, sizes, DEMO_STEPS, Path(folder), 0)
-    shares = [values["gradmon/overhead_pct"] for values in monitor.get_all_metrics().values() if "gradmon/overhead_pct" in values]
-    return statistics.median(shares[DEMO_FIRST:])
+    shares = [
+        values["gradmon/overhead_fraction"]
+        for values in monitor.get_all_metrics().values()
+        if "gradmon/overhead_fraction" in values
+    ]
+    return 100 * statistics.median(shares[DEMO_FIRST:])
 
 
 def main() -> None:

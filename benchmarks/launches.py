@@ -20,7 +20,7 @@ from .report import write_section
 LAYERS = (2, 32, 361)
 #: Title, preset, and more arguments of ``watch``.
 SETTINGS: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    ("cheap", "cheap", {}),
+    ("minimal", "minimal", {}),
     ("standard", "standard", {}),
     ('standard, `on_spike="skip"`', "standard", {"on_spike": "skip"}),
     ("full", "full", {}),

@@ -62,8 +62,8 @@ def made_up(path: Path, layers: int, steps: int) -> None:
             tables["update"] = table(level.exp() * 0.1)
         values = {
             Key("gradmon", "", "grad_norm"): whole,
-            Key("gradmon", "", "grad_norm_clipped"): min(whole, 1.0),
-            Key("gradmon", "", "clipped_share"): 1.0,
+            Key("gradmon", "", "grad_norm_after_clip"): min(whole, 1.0),
+            Key("gradmon", "", "clip_fraction"): 1.0,
             Key("gradmon", "", "update_ratio"): 1e-3,
             Key("", "loss", ""): 2.0 + math.exp(-step / 1000),
         }

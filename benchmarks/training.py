@@ -55,9 +55,10 @@ def train(device: torch.device, threads: int, steps: int) -> dict[str, Any]:
         history = monitor.get_all_metrics()
         monitor.detach()
     measured = range(_WARM_UP, _WARM_UP + steps)
-    # overhead_pct is of the time since the watched model's last step, and the other model's step lies within that time
+    # overhead_fraction is of the time since the watched model's last step, and the other model's step lies within that time
     own = {
-        step: history[step]["gradmon/overhead_pct"] * (ends[step] - ends[step - 1]) / times["watched"][step] for step in measured
+        step: 100 * history[step]["gradmon/overhead_fraction"] * (ends[step] - ends[step - 1]) / times["watched"][step]
+        for step in measured
     }
     return {
         "title": title,

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_gradmon as gradmon
-from torch_gradmon.integrations.accelerate import GradMonTracker
+from torch_gradmon.integrations.accelerate import GradmonTracker
 
 EPOCHS, SPOILED = 6, 150
 
@@ -50,7 +50,7 @@ def main() -> None:
     monitor = gradmon.ModuleMonitor(on_spike="skip")  # 1: a monitor and its metrics
     monitor.add_preset("standard")
     table = Table()
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4, log_with=[GradMonTracker(monitor), table])  # 2
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4, log_with=[GradmonTracker(monitor), table])  # 2
     accelerator.init_trackers("digits")
 
     torch.manual_seed(0)
@@ -74,22 +74,22 @@ def main() -> None:
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
-                if not monitor.step_skipped:  # Accelerate only checks for an overflow, and a skip is none
+                if not monitor.step_was_skipped:  # Accelerate only checks for an overflow, and a skip is none
                     scheduler.step()
                 optimizer.zero_grad()
             batch += 1
             right += int((outputs.argmax(1) == labels).sum())
             if accelerator.sync_gradients:
-                accelerator.log({"loss": loss.item(), "epoch": epoch}, step=monitor.step)
+                accelerator.log({"loss": loss.item(), "epoch": epoch}, step=monitor.current_step)
     accelerator.end_training()
 
     print(f"{'step':>5}{'loss':>9}{'grad_norm':>11}{'clipped':>9}{'skipped so far':>16}")
     for step in (0, 20, 36, 37, 38, 60, 100, max(table.rows)):
         row = table.rows[step]
-        told = (row["gradmon/grad_norm"], row["gradmon/grad_norm_clipped"], row.get("gradmon/steps_skipped", 0))
+        told = (row["gradmon/grad_norm"], row["gradmon/grad_norm_after_clip"], row.get("gradmon/steps_skipped", 0))
         print(f"{step:>5}{row['loss']:>9.3f}{told[0]:>11.3g}{told[1]:>9.3g}{told[2]:>16.0f}")
-    print(f"{right / 1797:.1%} right in the last epoch; {monitor.counts}")
-    print(monitor.why())
+    print(f"{right / 1797:.1%} right in the last epoch; {monitor.get_step_counts()}")
+    print(monitor.explain_spike())
 
 
 if __name__ == "__main__":

@@ -48,8 +48,8 @@ def main() -> None:
         if step % 8 == 0 or step in (BAD_STEP, BAD_STEP + 1):
             values = monitor.get_step_metrics()
             print(
-                f"{step:4}  {total:6.3f}  {values['gradmon/grad_norm']:11.3f}  {values.get('gradmon/grad_norm_clipped', 0):10.3f}"
-                f"  {values['gradmon/clipped_share']:7.0%}  {values['gradmon/steps_not_applied']:11.0f}  {scaler.get_scale():10.0f}"
+                f"{step:4}  {total:6.3f}  {values['gradmon/grad_norm']:11.3f}  {values.get('gradmon/grad_norm_after_clip', 0):10.3f}"
+                f"  {values['gradmon/clip_fraction']:7.0%}  {values['gradmon/steps_not_applied']:11.0f}  {scaler.get_scale():10.0f}"
             )
 
     for key, reason in sorted(monitor.missing().items()):

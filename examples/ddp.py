@@ -35,7 +35,7 @@ def main() -> None:
         loss = nn.functional.mse_loss(model(inputs), targets)
         optimizer.zero_grad()
         loss.backward()
-        monitor.log_scalar("loss", loss.detach(), reduce="mean")  # before the step, because the exchange is at its end
+        monitor.log_scalar("loss", loss.detach(), dist_reduce="mean")  # before the step, because the exchange is at its end
         nn.utils.clip_grad_norm_(model.parameters(), 5.0)
         optimizer.step()
 

@@ -47,7 +47,7 @@ def main() -> None:
         optimizer.zero_grad()
         loss.backward()
         exact = model[1].up.weight.grad.full_tensor().double().norm().item()  # what the monitor never does: gather a tensor
-        monitor.log_scalar("loss", loss.detach(), reduce="mean")
+        monitor.log_scalar("loss", loss.detach(), dist_reduce="mean")
         nn.utils.clip_grad_norm_(model.parameters(), 5.0)
         optimizer.step()
 
@@ -57,7 +57,7 @@ def main() -> None:
         if rank == 0 and step % 20 == 0:
             print(
                 f"step {step:3}  loss {values['loss']:7.3f}  gradient norm {values['gradmon/grad_norm']:7.3f}, clipped "
-                f"{values['gradmon/grad_norm_clipped']:5.3f}  1.up.weight {found:.6f}, gathered {exact:.6f}"
+                f"{values['gradmon/grad_norm_after_clip']:5.3f}  1.up.weight {found:.6f}, gathered {exact:.6f}"
             )
     monitor.detach()
     dist.destroy_process_group()

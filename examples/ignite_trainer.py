@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from torch_gradmon.core.records import SpikeEvent
-from torch_gradmon.integrations.ignite import GradMonHandler
+from torch_gradmon.integrations.ignite import GradmonHandler
 
 EPOCHS, BATCH, POISONED = 4, 64, 40
 Batch = tuple[Tensor, Tensor]
@@ -61,7 +61,7 @@ def train(name: str, batches: list[Batch], held_out: list[Batch], poisons: bool,
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
     trainer = create_supervised_trainer(model, optimizer, nn.functional.cross_entropy)
     events: list[SpikeEvent] = []
-    handler = GradMonHandler(on_spike=on_spike, callback=lambda engine, event: events.append(event))
+    handler = GradmonHandler(on_spike=on_spike, callback=lambda engine, event: events.append(event))
     handler.attach(trainer, model, optimizer)
     scheduler = CosineAnnealingScheduler(optimizer, "lr", 5e-3, 5e-4, 2 * EPOCHS * len(batches))
     trainer.add_event_handler(Events.ITERATION_STARTED(event_filter=handler.unless_skipped), scheduler)
@@ -85,7 +85,7 @@ def train(name: str, batches: list[Batch], held_out: list[Batch], poisons: bool,
     accuracy = evaluator.run(held_out).metrics["accuracy"]
     monitor = handler.monitor
     assert monitor is not None
-    print(f"  {accuracy:.1%} of the held-out digits; {monitor.counts.skipped} of {monitor.counts.attempted} steps skipped")
+    print(f"  {accuracy:.1%} of the held-out digits; {monitor.get_step_counts().skipped} of {monitor.get_step_counts().attempted} steps skipped")
     if events:
         print(f"  spikes: {len(events)}, the first: {events[0].reason}")
 

@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from torch_gradmon.integrations.lightning import GradMonCallback
+from torch_gradmon.integrations.lightning import GradmonCallback
 
 EPOCHS, BATCH, BROKEN = 6, 64, 80
 
@@ -95,10 +95,10 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     print(f"accuracy of a clean run               {train(breaks=False, callback=None):.3f}")
     print(f"with one broken batch                 {train(breaks=True, callback=None):.3f}")
-    callback = GradMonCallback(on_spike="skip", layers="blocks", run_dir="runs/lightning_gradmon")
+    callback = GradmonCallback(on_spike="skip", layers="blocks", run_dir="runs/lightning_gradmon")
     print(f"with one broken batch, and a callback {train(breaks=True, callback=callback):.3f}\n")
     assert callback.monitor is not None
-    print(callback.monitor.why())
+    print(callback.monitor.explain_spike())
 
 
 if __name__ == "__main__":

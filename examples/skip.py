@@ -31,7 +31,9 @@ TREATMENTS: dict[str, Callable[[], Any]] = {
 }
 
 
-def train(seed: int, accidents: set[str], treatment: str, data: torch.Tensor, characters: int) -> tuple[float, gradmon.Counts]:
+def train(
+    seed: int, accidents: set[str], treatment: str, data: torch.Tensor, characters: int
+) -> tuple[float, gradmon.StepCounts]:
     """The loss on held-out text after a training with these accidents, and the counts of its steps."""
     torch.manual_seed(seed)
     model: nn.Module = CharacterGPT(characters, SIZES)
@@ -53,7 +55,7 @@ def train(seed: int, accidents: set[str], treatment: str, data: torch.Tensor, ch
         if "clip" in treatment:
             monitor.clip_grad_norm_("zclip" if "zclip" in treatment else 1.0)
         optimizer.step()
-    counts = monitor.counts
+    counts = monitor.get_step_counts()
     monitor.detach()
     judge = torch.Generator().manual_seed(0)
     with torch.no_grad():

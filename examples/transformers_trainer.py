@@ -15,7 +15,7 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
 import torch_gradmon as gradmon
-from torch_gradmon.integrations.transformers import GradMonCallback
+from torch_gradmon.integrations.transformers import GradmonCallback
 
 STEPS, WORDS, LENGTH = 80, 2000, 24
 RUN = "runs/transformers"
@@ -55,7 +55,7 @@ def main() -> None:
     """Train for a while, and print values of the monitor."""
     torch.manual_seed(0)
     config = BertConfig(vocab_size=WORDS, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128)
-    callback = GradMonCallback(layers="blocks", run_dir=RUN, log_keys=("grad_norm", "grad_norm_clipped", "clipped_share"))
+    callback = GradmonCallback(layers="blocks", run_dir=RUN, log_keys=("grad_norm", "grad_norm_after_clip", "clip_fraction"))
     options = TrainingArguments(
         "runs/trainer",
         max_steps=STEPS,

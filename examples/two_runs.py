@@ -59,7 +59,7 @@ def main() -> None:
     """Train twice, and compare."""
     train("runs/two/before", slips=False)
     train("runs/two/after", slips=True)
-    print(gradmon.diff("runs/two/before", "runs/two/after"))
+    print(gradmon.diff_runs("runs/two/before", "runs/two/after"))
 
 
 if __name__ == "__main__":

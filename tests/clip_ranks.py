@@ -72,7 +72,7 @@ def clipped(rank: int, wrap: str, how: str) -> list[tuple[float, float, list[flo
             before = math.hypot(*whole)
             assert math.isclose(values["gradmon/grad_norm"], before, rel_tol=1e-5)
             # of a DTensor only the values tell whether it was clipped
-            assert math.isclose(values.get("gradmon/grad_norm_clipped", before), math.hypot(*after), rel_tol=1e-5)
+            assert math.isclose(values.get("gradmon/grad_norm_after_clip", before), math.hypot(*after), rel_tol=1e-5)
             assert ("gradmon/clip_limit" in values) == (how == "zclip" and step >= 3)
             assert ("gradmon/clipped_parameters" in values) == (how == "adagc")
     monitor.detach()

@@ -183,7 +183,7 @@ def by_trainer(rank: int, stage: int, folder: str) -> dict[str, Any]:
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from transformers import Trainer, TrainingArguments
 
-    from torch_gradmon.integrations.transformers import GradMonCallback
+    from torch_gradmon.integrations.transformers import GradmonCallback
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -195,7 +195,7 @@ def by_trainer(rank: int, stage: int, folder: str) -> dict[str, Any]:
 
     rows = [{"x": row} for row in torch.randn(3 * MICRO * ROWS * 2, 7, generator=torch.Generator().manual_seed(5))]
     states, norms, true = [], [], []
-    for callbacks in ([], [GradMonCallback(on_spike=None)]):
+    for callbacks in ([], [GradmonCallback(on_spike=None)]):
         arguments = TrainingArguments(
             output_dir=f"{folder}/{rank}",
             use_cpu=True,

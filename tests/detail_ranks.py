@@ -39,7 +39,7 @@ def from_outside(rank: int, wrap: str, directory: str, every: int, calls: dict[i
     period, live_detail.PERIOD = live_detail.PERIOD, 0.0
     model = wrapped(wrap)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    monitor = gradmon.watch(model, optimizer, preset="cheap", every=every, on_spike=None, run_dir=f"{directory}/run")
+    monitor = gradmon.watch(model, optimizer, preset="minimal", every=every, on_spike=None, run_dir=f"{directory}/run")
     before = _hooks(model)
     found: dict[str, Any] = {name: [] for name in ("keys", "tuned", "collectives", "activations", "hooks")}
     for step in range(60):
@@ -61,7 +61,7 @@ def from_outside(rank: int, wrap: str, directory: str, every: int, calls: dict[i
     live_detail.PERIOD = period
     found["monitored"] = sorted(monitor.get_all_metrics())
     monitor.detach()
-    found["complaints"] = monitor.complaints()
+    found["complaints"] = monitor.warning_counts()
     found["parameters"] = _local(model)
     return found
 
@@ -83,7 +83,7 @@ def at_random(rank: int, seed: int, directory: str, is_tuned: bool) -> dict[str,
     recorder = dice.choice([0, 4]) if every > 1 else 0
     reduces_from = dice.choice([0, dice.randrange(STEPS), dice.randrange(STEPS), 1000])
     adds_at = dice.choice([dice.randrange(STEPS), 1000, 1000])
-    preset = dice.choice(["cheap", "standard", "full"])
+    preset = dice.choice(["minimal", "standard", "full"])
     spikes = {dice.randrange(10, STEPS): dice.choice([0, None]) for _ in range(3)}
     changes: dict[int, dict[str, Any]] = {dice.randrange(STEPS): _change(dice) for _ in range(6)}
     everybody = dice.choice([False, True])
@@ -102,27 +102,27 @@ def at_random(rank: int, seed: int, directory: str, is_tuned: bool) -> dict[str,
             if step == adds_at:
                 monitor.add_activation_metric("rms", metric_regex="last")
             if is_tuned and step in changes and (rank == 0 or everybody):
-                monitor.set_detail(**changes[step])
+                monitor.override(**changes[step])
             optimizer.zero_grad()
             factor = 1e4 if step in spikes and spikes[step] in (None, rank) else 1.0
             (model(_batch(rank, step)).square().mean() * factor).backward()
             if step >= reduces_from:
-                monitor.log_scalar("step", float(step), reduce="mean")
+                monitor.log_scalar("step", float(step), dist_reduce="mean")
             optimizer.step()
             states.append(monitor.detail)
             seen.append(monitor.last_step if monitor.get_step_metrics() else None)
         last = monitor.detail
         meets = monitor._runtime.lifecycle.planning.exchange.exchanges_values
         monitor.detach()
-    found |= {"states": states, "seen": seen, "last": last, "meets": meets, "complaints": monitor.complaints()}
-    found |= {"parameters": _local(model), "hooks": _hooks(model), "skipped": monitor.counts.skipped, "always": wrap == "fsdp2"}
+    found |= {"states": states, "seen": seen, "last": last, "meets": meets, "complaints": monitor.warning_counts()}
+    found |= {"parameters": _local(model), "hooks": _hooks(model), "skipped": monitor.get_step_counts().skipped, "always": wrap == "fsdp2"}
     return found
 
 
 def _change(dice: random.Random) -> dict[str, Any]:
     if dice.random() < 0.2:
         return {"reset": True}
-    change: dict[str, Any] = {"every": dice.choice([None, 1, 2, 5]), "preset": dice.choice([None, "cheap", "standard", "full"])}
+    change: dict[str, Any] = {"every": dice.choice([None, 1, 2, 5]), "preset": dice.choice([None, "minimal", "standard", "full"])}
     if change == {"every": None, "preset": None}:
         change["every"] = 1
     if dice.random() < 0.6:
@@ -140,7 +140,7 @@ def judged(rank: int) -> dict[str, Any]:
     scores = []
     for step in range(300):
         if step == 205 and rank == 0:
-            monitor.set_detail(every=1, steps=50)
+            monitor.override(every=1, steps=50)
         optimizer.zero_grad()
         (model(_batch(0, step)).square().mean() * (1e4 if step == 213 else 1)).backward()
         optimizer.step()
@@ -154,11 +154,11 @@ def of_a_reset(rank: int, steps: int, at: int) -> list[int]:
     """The steps before which anything changes, of a training that goes on long after a reset."""
     model = wrapped("fsdp2")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    monitor = gradmon.watch(model, optimizer, preset="cheap", every=5, on_spike=None)
+    monitor = gradmon.watch(model, optimizer, preset="minimal", every=5, on_spike=None)
     versions = []
     for step in range(steps):
         if step == at and rank == 0:
-            monitor.set_detail(reset=True)
+            monitor.override(reset=True)
         optimizer.zero_grad()
         model(_batch(rank, step)).square().mean().backward()
         optimizer.step()

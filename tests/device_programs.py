@@ -58,8 +58,8 @@ def hot_path(place: Place, preset: str, on_spike: str | None = None) -> dict[str
 
 @program
 def cheap(place: Place) -> dict[str, Any]:
-    """Preset ``cheap``."""
-    return hot_path(place, "cheap")
+    """Preset ``minimal``."""
+    return hot_path(place, "minimal")
 
 
 @program
@@ -103,7 +103,7 @@ def _trained(place: Place | None) -> dict[int, dict[str, float]]:
     """A watched training, on the CPU if there is no place."""
     loop = Loop(place or Place("cpu"), preset="full")
     assert loop.monitor is not None
-    for metric in ("norm", "mean", "std", "l1", "max", "zeros"):
+    for metric in ("norm", "mean", "std", "l1_norm", "max", "zero_count"):
         loop.monitor.add_gradient_metric(metric)
         loop.monitor.add_activation_metric(metric)
     loop.monitor.add_update_metric("norm")
@@ -116,7 +116,7 @@ def _trained(place: Place | None) -> dict[int, dict[str, float]]:
 def numbers_of_training(place: Place) -> dict[str, Any]:
     """A training in float64 here and on the CPU."""
     pairs = list(zip(_trained(place).values(), _trained(None).values(), strict=True))
-    keys = [here.keys() - {"gradmon/overhead_pct"} for here, _ in pairs]
+    keys = [here.keys() - {"gradmon/overhead_fraction"} for here, _ in pairs]
     assert all(here.keys() == there.keys() for here, there in pairs)
     worst = max(apart(here[key], there[key]) for (here, there), names in zip(pairs, keys, strict=True) for key in names)
     return {"worst": worst, "values": sum(map(len, keys))}
@@ -126,7 +126,19 @@ def numbers_of_training(place: Place) -> dict[str, Any]:
 def numbers_in_float32(place: Place) -> dict[str, Any]:
     """The same float32 gradients here and on the CPU, since a forward in float32 rounds differently on each device."""
     shapes = ((3,), (1000, 33), (1 << 20,), (1,), (0, 4))
-    metrics = ("norm", "rms", "mean", "std", "l1", "max", "min_value", "max_value", "sparsity", "zeros", "nonfinite")
+    metrics = (
+        "norm",
+        "rms",
+        "mean",
+        "std",
+        "l1_norm",
+        "max",
+        "min_value",
+        "max_value",
+        "sparsity",
+        "zero_count",
+        "nonfinite_count",
+    )
     found = []
     for device in (place.at, torch.device("cpu")):
         torch.manual_seed(0)

@@ -117,7 +117,7 @@ def unlike(rank: int) -> tuple[list[str], list[str]]:
             for batch in batches(step, 1, range(rank, rank + 1)):
                 model(batch).square().mean().backward()
             optimizer.step()
-    keys, complaints = list(monitor.get_step_metrics()), list(monitor.complaints())
+    keys, complaints = list(monitor.get_step_metrics()), list(monitor.warning_counts())
     monitor.detach()
     return keys, complaints
 

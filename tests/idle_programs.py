@@ -177,12 +177,12 @@ class Loop:
                 self.detach()
                 records = self.monitor._runtime.pipeline.history.records()
                 seen.append([(record.step, record.applied, record.context.get("tags")) for record in records])
-                seen += [self.rows, self.monitor.complaints(), self.save(), [str(warning.message) for warning in caught]]
+                seen += [self.rows, self.monitor.warning_counts(), self.save(), [str(warning.message) for warning in caught]]
         return [*seen, repr([value.tolist() for value in self.model.state_dict().values()])]  # NaN is equal to itself then
 
     def _state(self) -> tuple[Any, ...]:
         monitor = self.monitor
-        return () if monitor is None else (monitor.step, monitor.last_step, str(monitor.counts), len(self.rows))
+        return () if monitor is None else (monitor.current_step, monitor.last_step, str(monitor.get_step_counts()), len(self.rows))
 
     # --- the loop --------------------------------------------------------------------------------------------------------------
 
@@ -324,13 +324,13 @@ class Loop:
 
     def tag(self, name: str) -> None:
         if self.monitor is not None:
-            self.monitor.tag(**{name: 1})
+            self.monitor.log_context(**{name: 1})
 
     def ask(self) -> Any:
         monitor = self.monitor
         if monitor is None:
             return None
-        ahead = [monitor.is_step_monitored((monitor.step or 0) + offset) for offset in range(-2, 4)]
+        ahead = [monitor.is_step_monitored((monitor.current_step or 0) + offset) for offset in range(-2, 4)]
         return _shown(monitor.get_step_metrics()), sorted(monitor.missing().items()), ahead, monitor.is_monitoring()
 
     def save(self) -> Any:
@@ -344,7 +344,7 @@ class Loop:
 
     def detail(self, arguments: dict[str, Any]) -> None:
         if self.monitor is not None:
-            self.monitor.set_detail(**arguments)
+            self.monitor.override(**arguments)
 
     def metric(self, name: str) -> None:
         if self.monitor is not None:
@@ -374,7 +374,7 @@ class Loop:
             self.monitor.attach(self.optimizer)
 
     def begin(self, offset: int) -> Any:
-        return None if self.monitor is None else self.monitor.begin_step((self.monitor.step or 0) + offset)
+        return None if self.monitor is None else self.monitor.begin_step((self.monitor.current_step or 0) + offset)
 
     def end(self) -> None:
         if self.monitor is not None:

@@ -9,7 +9,19 @@ import torch
 from torch import Tensor
 
 #: All built-in metrics of a tensor.
-BUILT_INS = ("norm", "rms", "mean", "std", "max", "min_value", "max_value", "l1", "sparsity", "zeros", "nonfinite")
+BUILT_INS = (
+    "norm",
+    "rms",
+    "mean",
+    "std",
+    "max",
+    "min_value",
+    "max_value",
+    "l1_norm",
+    "sparsity",
+    "zero_count",
+    "nonfinite_count",
+)
 EPS = 1e-8
 
 
@@ -32,9 +44,9 @@ def values(tensors: Tensor | Iterable[Tensor], eps: float = EPS) -> dict[str, fl
     finite = x[x.isfinite()]
     found = {
         "norm": x.square().sum().sqrt(),
-        "l1": x.abs().sum(),
-        "zeros": (x.abs() <= eps).sum(),
-        "nonfinite": (~x.isfinite()).sum(),
+        "l1_norm": x.abs().sum(),
+        "zero_count": (x.abs() <= eps).sum(),
+        "nonfinite_count": (~x.isfinite()).sum(),
     }
     if x.numel():
         found |= {"rms": x.square().mean().sqrt(), "mean": x.mean(), "std": (x - x.mean()).square().mean().sqrt()}
@@ -46,7 +58,7 @@ def values(tensors: Tensor | Iterable[Tensor], eps: float = EPS) -> dict[str, fl
 
 def slack(metric: str, x: Tensor, expected: float) -> float:
     """How far a value may be from ``expected``: what the package promises for the numbers ``x``."""
-    if metric in ("zeros", "nonfinite"):
+    if metric in ("zero_count", "nonfinite_count"):
         return 0.0
     if metric == "mean":
         return 1e-6 * float(x.abs().mean())

@@ -179,7 +179,7 @@ def train(rank: int, schedule: str, beside: str, watched: bool) -> dict[str, Any
             losses: list[Tensor] = []
             runner.step(*([x] if depth == 0 else []), **({"target": y, "losses": losses} if is_last else {}))
             if monitor is not None and is_last:  # on whose ranks alone there is a loss
-                monitor.log_scalar("loss", torch.stack(losses).mean().detach(), reduce="mean")
+                monitor.log_scalar("loss", torch.stack(losses).mean().detach(), dist_reduce="mean")
             clip([parameter for part in parts for parameter in part.parameters()], group)
             for optimizer in optimizers:
                 optimizer.step()
@@ -416,6 +416,6 @@ def unlike(rank: int, what: str) -> tuple[list[str], list[str]]:
             optimizer.zero_grad()
             compute_gradients(runner, rank, step)
             optimizer.step()
-    keys, complaints = list(monitor.get_step_metrics()), list(monitor.complaints())
+    keys, complaints = list(monitor.get_step_metrics()), list(monitor.warning_counts())
     monitor.detach()
     return keys, complaints

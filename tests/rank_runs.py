@@ -42,7 +42,7 @@ from . import oracle
 from .ranks import impatient
 
 #: Of gradients, parameters and updates.
-METRICS = ("norm", "rms", "mean", "std", "max", "min_value", "max_value", "l1", "sparsity", "nonfinite")
+METRICS = ("norm", "rms", "mean", "std", "max", "min_value", "max_value", "l1_norm", "sparsity", "nonfinite_count")
 STEPS, BATCH, WIDTH = 2, 8, 8
 
 
@@ -278,7 +278,7 @@ def batch_values(rank: int, wrap: str) -> tuple[list[dict[str, float]], list[dic
     model = wrapped(wrap)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     monitor = ModuleMonitor(model)
-    for metric in ("norm", "mean", "std", "max", "nonfinite"):
+    for metric in ("norm", "mean", "std", "max", "nonfinite_count"):
         monitor.add_activation_metric(metric)
     monitor.add_activation_metric("peak", lambda x: x.abs().max(), metric_aggregation_fn="max")
     monitor.add_activation_metric("average", lambda x: x, metric_aggregation_fn="mean")
@@ -297,9 +297,9 @@ def batch_values(rank: int, wrap: str) -> tuple[list[dict[str, float]], list[dic
         loss.backward()
         mine = {"mean": float(loss), "sum": float(rows), "min": float(rank + step), "max": float(rank - step)}
         for reducer, value in mine.items():
-            monitor.log_scalar(f"by {reducer}", value, reduce=reducer)
+            monitor.log_scalar(f"by {reducer}", value, dist_reduce=reducer)
         if rank == 1 and step >= 2:
-            monitor.log_scalar("seldom", 10.0 * step, reduce="mean")
+            monitor.log_scalar("seldom", 10.0 * step, dist_reduce="mean")
         monitor.log_scalar("own", float(rank))
         optimizer.step()
         found.append(monitor.get_step_metrics())
@@ -308,7 +308,9 @@ def batch_values(rank: int, wrap: str) -> tuple[list[dict[str, float]], list[dic
         for name in outputs:
             whole = torch.cat([theirs[name].double().reshape(-1) for theirs, _ in everybody])
             values = oracle.values(whole)
-            true |= {f"activation/{name}/{metric}": values[metric] for metric in ("norm", "mean", "std", "max", "nonfinite")}
+            true |= {
+                f"activation/{name}/{metric}": values[metric] for metric in ("norm", "mean", "std", "max", "nonfinite_count")
+            }
             true[f"activation/{name}/peak"] = values["max"]
             true[f"activation/{name}/average"] = values["mean"]
         numbers = {reducer: [logged[reducer] for _, logged in everybody] for reducer in mine}
@@ -349,7 +351,7 @@ def decided(rank: int, wrap: str, late: bool = False) -> tuple[list[tuple[int, s
     events: list[Any] = []
     monitor = ModuleMonitor(model, on_spike=events.append)
     monitor.add_detector(gradmon.SpikeDetector(signal="loss"))
-    monitor.add_preset("cheap")
+    monitor.add_preset("minimal")
     monitor.attach(optimizer)
     losses = []
     for step in range(50):
@@ -364,7 +366,7 @@ def decided(rank: int, wrap: str, late: bool = False) -> tuple[list[tuple[int, s
             monitor.log_scalar("loss", logged)
         losses.append(monitor.get_step_metrics()["loss"])
     monitor.detach()
-    return [(event.step, event.signal, event.value) for event in events], losses, monitor.complaints()
+    return [(event.step, event.signal, event.value) for event in events], losses, monitor.warning_counts()
 
 
 def in_disorder(rank: int, what: str) -> list[dict[str, float]]:
@@ -388,7 +390,7 @@ def in_disorder(rank: int, what: str) -> list[dict[str, float]]:
         if what == "no gradients" and rank == 1 and step == 1:
             optimizer.zero_grad()
         if what == "logs" and rank == 1 and step == 1:
-            monitor.log_scalar("only here", 3.0, reduce="sum")
+            monitor.log_scalar("only here", 3.0, dist_reduce="sum")
         if what == "reads" and rank == 0:
             monitor.get_step_metrics()
             monitor.missing()
@@ -419,7 +421,7 @@ def alone(rank: int, wrap: str) -> tuple[list[dict[str, float]], dict[str, str],
     if monitor is None:
         return [], {}, {}
     monitor.detach()
-    return found, missing, monitor.complaints()
+    return found, missing, monitor.warning_counts()
 
 
 def logged(rank: int, directory: str, on_all: bool) -> list[int]:
@@ -511,7 +513,7 @@ def in_groups(rank: int) -> tuple[float, float]:
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     monitor = ModuleMonitor(model, process_group=groups[rank // 2])
-    monitor.add_preset("cheap")
+    monitor.add_preset("minimal")
     monitor.attach(optimizer)
     (model(torch.ones(4, 5)).square().mean() * (1 + rank // 2)).backward()
     true = sum(float(p.grad.full_tensor().double().square().sum()) for p in model.parameters()) ** 0.5
@@ -539,7 +541,7 @@ def attached(rank: int, order: str) -> tuple[list[dict[str, float]], list[float]
         fully_shard(model)
     if order != "set, then fully_shard":
         monitor.set_module(watched_model)
-    monitor.add_preset("cheap")
+    monitor.add_preset("minimal")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     monitor.attach(optimizer)
     features = 8 if isinstance(watched_model, Sequence) else 5
@@ -559,10 +561,10 @@ def attached(rank: int, order: str) -> tuple[list[dict[str, float]], list[float]
             optimizer.step()
             found.append(monitor.get_step_metrics())
     monitor.detach()
-    return found, true, monitor.complaints(), [str(warning.message) for warning in said]
+    return found, true, monitor.warning_counts(), [str(warning.message) for warning in said]
 
 
-def out_of_step(rank: int, apart: int) -> tuple[list[str], dict[str, float], dict[str, int]]:
+def second_moment_ratio(rank: int, apart: int) -> tuple[list[str], dict[str, float], dict[str, int]]:
     """An exchange of buffers whose steps lie apart; the sources of tables, the values, and the complaints."""
     complaints = WarningLog()
     ranks = Ranks()
@@ -585,8 +587,8 @@ def looks_closer(rank: int) -> tuple[list[int], list[int], dict[str, int]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        monitor = ModuleMonitor(model, every=5, overhead_budget=1e-6)
-        monitor.add_preset("cheap")
+        monitor = ModuleMonitor(model, every=5, max_overhead=1e-6)
+        monitor.add_preset("minimal")
         monitor.attach(optimizer)
         close = []
         for step in range(111):
@@ -600,7 +602,7 @@ def looks_closer(rank: int) -> tuple[list[int], list[int], dict[str, int]]:
                 close.append(last.step)
     monitored = sorted(monitor.get_all_metrics())
     monitor.detach()
-    return close, monitored, monitor.complaints()
+    return close, monitored, monitor.warning_counts()
 
 
 def merged(rank: int, seed: int, columns: list[int], gathers: bool) -> tuple[Tensor, Tensor]:
@@ -657,8 +659,8 @@ def noisy(rank: int, micro: int, size: int, divided: bool) -> float:
         model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     monitor = ModuleMonitor(model)
-    monitor.add_preset("cheap")
-    monitor.add_batch_metrics(batch_size=size)
+    monitor.add_preset("minimal")
+    monitor.add_micro_batch_metrics(batch_size=size)
     monitor.attach(optimizer)
     data = torch.Generator().manual_seed(rank)
     for _ in range(80):
@@ -679,8 +681,8 @@ def batches_of(rank: int, wrap: str) -> tuple[list[str], Any, dict[str, list[flo
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     events: list[Any] = []
     monitor = ModuleMonitor(model, on_spike=events.append)
-    monitor.add_preset("cheap")
-    monitor.add_batch_metrics()
+    monitor.add_preset("minimal")
+    monitor.add_micro_batch_metrics()
     monitor.attach(optimizer)
     data = torch.Generator().manual_seed(rank)
     norms: list[float] = []
@@ -702,7 +704,7 @@ def batches_of(rank: int, wrap: str) -> tuple[list[str], Any, dict[str, list[flo
     everybody = of_everybody(norms)
     record = monitor._runtime.settle_now()
     assert record is not None
-    found = record.context.get("batch_norms") or monitor.missing()["gradmon/batch_norm_max"]
+    found = record.context.get("batch_norms") or monitor.missing()["gradmon/micro_batch_grad_norm_max"]
     monitor.detach()
     return (
         [event.where for event in events if event.step == 30],
@@ -768,7 +770,7 @@ def shardwise(rank: int, wrap: str) -> tuple[dict[str, float], dict[str, float],
         for add in (monitor.add_gradient_metric, monitor.add_parameter_metric, monitor.add_update_metric):
             add(name, function, metric_aggregation_fn=reducer, shardwise=True)
     monitor.add_gradient_metric("median", lambda x: x.median())
-    for built_in in ("exp_avg_norm", "exp_avg_sq_norm", "grad_momentum_cosine", "out_of_step"):
+    for built_in in ("exp_avg_norm", "exp_avg_sq_norm", "grad_momentum_cosine", "second_moment_ratio"):
         monitor.add_optimizer_metric(built_in)
     for built_in in ("angle", "growth"):
         monitor.add_update_metric(built_in)
@@ -800,7 +802,7 @@ def shardwise(rank: int, wrap: str) -> tuple[dict[str, float], dict[str, float],
             if "betas" in optimizer.param_groups[0]:
                 corrected = second / (1 - optimizer.param_groups[0]["betas"][1] ** float(state["step"]))
                 ratios = gradient.square() / corrected.clamp(min=optimizer.param_groups[0]["eps"] ** 2)
-                expected[f"optimizer/{name}/out_of_step"] = float(ratios.mean().sqrt())
+                expected[f"optimizer/{name}/second_moment_ratio"] = float(ratios.mean().sqrt())
     values, missing = monitor.get_step_metrics(), monitor.missing()
     monitor.detach()
     return values, expected, missing
@@ -845,8 +847,8 @@ def badly_aggregated(rank: int) -> list[dict[str, float]]:
     found = []
     for _ in range(3):
         model(torch.ones(4, 5)).square().mean().backward()
-        monitor.log_scalar("bad", 1.0, total, reduce="mean")
-        monitor.log_scalar("good", 1.0 + rank, reduce="mean")
+        monitor.log_scalar("bad", 1.0, total, dist_reduce="mean")
+        monitor.log_scalar("good", 1.0 + rank, dist_reduce="mean")
         optimizer.step()
         found.append(monitor.get_step_metrics())
     monitor.detach()
@@ -881,7 +883,7 @@ def logged_between(rank: int, wrap: str, directory: str) -> None:
     for step in range(107):
         optimizer.zero_grad()
         (model(torch.ones(4, 5)).square().mean() * (100 if step == 100 else 1)).backward()
-        monitor.log_scalar("mean", float(step + rank), reduce="mean")
+        monitor.log_scalar("mean", float(step + rank), dist_reduce="mean")
         monitor.log_scalar("loss", 1.0 + rank)
         optimizer.step()
     monitor.detach()
@@ -898,7 +900,7 @@ def with_a_plain_reference(rank: int) -> tuple[dict[str, float], dict[str, str],
     monitor.attach(optimizer)
     model(torch.ones(4, 5)).square().mean().backward()
     optimizer.step()
-    found = monitor.get_step_metrics(), monitor.missing(), monitor.complaints()
+    found = monitor.get_step_metrics(), monitor.missing(), monitor.warning_counts()
     monitor.detach()
     return found
 
@@ -973,7 +975,7 @@ def _trained(setting: Setting, every: int | None, rank: int) -> list[Tensor]:
             warnings.simplefilter("ignore")
             monitor = ModuleMonitor(model, every=every, flight_recorder=4 if every > 1 else 0)
             monitor.add_preset("full")
-            monitor.add_batch_metrics()
+            monitor.add_micro_batch_metrics()
             monitor.add_detector(gradmon.SpikeDetector(signal="loss"))
             monitor.add_gradient_metric("random", lambda x: x.abs().mean() + torch.rand(()), shardwise=True)
             monitor.attach(optimizer)
@@ -989,7 +991,7 @@ def _trained(setting: Setting, every: int | None, rank: int) -> list[Tensor]:
                 loss = nn.functional.dropout(y, 0.1).square().mean() / setting.micro
                 loss.backward()
         if monitor is not None:
-            monitor.log_scalar("loss", loss.detach(), reduce="mean")
+            monitor.log_scalar("loss", loss.detach(), dist_reduce="mean")
         if setting.clip:
             clip = torch.nn.utils.clip_grad_norm_ if setting.clip == "torch" or monitor is None else None
             if clip is None:
@@ -1065,7 +1067,7 @@ def by_functions(rank: int, wrap: str) -> tuple[dict[str, float], dict[str, floa
     monitor.attach(optimizer)
     getattr(model, "module", model).first.register_forward_hook(lambda module, args, output: seen.append(output.detach()))
     model(torch.randn(4, 5, generator=torch.Generator().manual_seed(rank)) * (1 + 3 * rank)).square().mean().backward()
-    monitor.log_scalar("both", float(rank), lambda values: {"a": values.sum(), "b": values.sum()}, reduce="sum")
+    monitor.log_scalar("both", float(rank), lambda values: {"a": values.sum(), "b": values.sum()}, dist_reduce="sum")
     optimizer.step()
     whole = torch.cat(of_everybody(seen[0]))
     values, missing = monitor.get_step_metrics(), monitor.missing()
@@ -1082,16 +1084,16 @@ def logged_again(rank: int) -> tuple[list[dict[str, float]], dict[str, int]]:
         optimizer.zero_grad()
         model(torch.ones(4, 5)).square().mean().backward()
         for value in (1.0 + rank, 10.0 + rank):
-            monitor.log_scalar("sum", value, reduce="sum")
-            monitor.log_scalar("total", value, "sum", reduce="max")
+            monitor.log_scalar("sum", value, dist_reduce="sum")
+            monitor.log_scalar("total", value, "sum", dist_reduce="max")
             if value >= 10.0:
-                monitor.log_scalar("own", value, reduce="sum")
+                monitor.log_scalar("own", value, dist_reduce="sum")
             elif step < 2:
                 optimizer.step()
         if step == 2:
             optimizer.step()
         found.append({key: value for key, value in monitor.get_step_metrics().items() if "/" not in key})
-    complaints = monitor.complaints()
+    complaints = monitor.warning_counts()
     monitor.detach()
     return found, complaints
 
@@ -1111,13 +1113,13 @@ def late(rank: int, wrap: str) -> tuple[list[dict[str, float]], list[dict[str, s
         if wrap == "ddp" and step == 0 and rank == 1:
             time.sleep(1.5)
         began = time.perf_counter()
-        monitor.log_scalar("rank", float(rank), reduce="sum")
+        monitor.log_scalar("rank", float(rank), dist_reduce="sum")
         optimizer.step()
         waited.append(time.perf_counter() - began)
         optimizer.zero_grad()
         values.append(monitor.get_step_metrics())
         missing.append(monitor.missing())
-    complaints = monitor.complaints()
+    complaints = monitor.warning_counts()
     monitor.detach()
     return values, missing, complaints, waited
 
@@ -1144,7 +1146,7 @@ def unlike(rank: int, what: str) -> tuple[dict[str, float], dict[str, float], di
         warnings.simplefilter("always")
         model(torch.randn(4, 5, generator=torch.Generator().manual_seed(rank))).square().mean().backward()
         gradient = full(model.first.weight.grad).norm().item()
-        monitor.log_scalar("rank", float(rank), reduce="sum")
+        monitor.log_scalar("rank", float(rank), dist_reduce="sum")
         optimizer.step()
     true = {"activation/first/max": torch.cat(of_everybody(outputs[0])).abs().max().item(), "rank": 1.0}
     if what == "names":
@@ -1166,7 +1168,7 @@ def dropped(rank: int) -> tuple[list[bool], list[float | None]]:
         for _ in range(2):
             optimizer.zero_grad()
             model(torch.ones(4, 5)).square().mean().backward()
-            monitor.log_scalar(name, 1.0, reduce="sum")
+            monitor.log_scalar(name, 1.0, dist_reduce="sum")
             optimizer.step()
         return weakref.ref(monitor), monitor.get_step_metrics().get(name)
 

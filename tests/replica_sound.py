@@ -106,7 +106,7 @@ class Loop:
         plugin = self.monitor._runtime.built_in.replicas
         found = [fact.rule for fact in plugin.facts()]
         if self.has_copies and plugin._memory.last_good is None:
-            found.append(f"no check was finished: {self.monitor.complaints()}")
+            found.append(f"no check was finished: {self.monitor.warning_counts()}")
         self.monitor.detach()
         return found
 
@@ -330,7 +330,7 @@ def probed() -> Loop:
 
     def forward(x: Tensor) -> Tensor:
         with loop.monitor.no_monitor(), torch.no_grad():
-            loop.model(torch.randn(4, 6, generator=torch.Generator().manual_seed(loop.monitor.step or 0)))
+            loop.model(torch.randn(4, 6, generator=torch.Generator().manual_seed(loop.monitor.current_step or 0)))
         return loop.model(x)
 
     loop.forward = forward
@@ -369,7 +369,7 @@ def parts_within_their_group() -> Loop:
     """Watched with the group that has one batch."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     loop = parts(lambda model: model, process_group=pairs[dist.get_rank() // 2])
-    loop.forward, loop.has_copies = lambda x: loop.model(torch.full_like(x, float(loop.monitor.step or 0))), False
+    loop.forward, loop.has_copies = lambda x: loop.model(torch.full_like(x, float(loop.monitor.current_step or 0))), False
     return loop
 
 
@@ -409,7 +409,7 @@ PROGRAMS: dict[str, Callable[[], Loop]] = {
         for optimizer in ("momentum", "adamw", "loop")
     },
     **{f"every{every}": (lambda e=every: ddp(every=e)) for every in (2, 5, 100)},
-    **{f"preset-{preset}": (lambda p=preset: ddp(preset=p)) for preset in ("cheap", "full")},
+    **{f"preset-{preset}": (lambda p=preset: ddp(preset=p)) for preset in ("minimal", "full")},
     **{f"on_spike-{action}": (lambda a=action: ddp(on_spike=a)) for action in ("skip", "raise")},
     **{
         each.__name__: each

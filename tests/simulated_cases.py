@@ -53,7 +53,7 @@ def _train_gpt(
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, foreach=False)
     monitor = gradmon.watch(model, optimizer, preset="full") if is_watched else None
     if monitor is not None:
-        for metric in ("std", "l1", "zeros", "kurtosis"):
+        for metric in ("std", "l1_norm", "zero_count", "kurtosis"):
             monitor.add_gradient_metric(metric)
         monitor.add_gradient_metric("median", lambda gradient: gradient.abs().median())
         monitor.add_attention_metric("entropy")
@@ -82,7 +82,7 @@ def _compared(ours: list[dict[str, float]], others: list[dict[str, float]]) -> d
     worst, count = 0.0, 0
     for a, b in zip(ours, others, strict=True):
         assert a.keys() == b.keys(), sorted(a.keys() ^ b.keys())
-        for key in a.keys() - {"gradmon/overhead_pct"}:
+        for key in a.keys() - {"gradmon/overhead_fraction"}:
             count += 1
             worst = max(worst, abs(a[key] - b[key]) / max(abs(a[key]), abs(b[key]), 1e-9))
             if math.isnan(a[key]) != math.isnan(b[key]):
@@ -195,7 +195,7 @@ def wait_for_a_deferred_sink() -> Any:
 
 def _lag(sink: str = "", **options: Any) -> list[float]:
     """Of each step of a lazy device, how many steps of work the host had not waited for when the step ended."""
-    loop = Loop(layers(2), "cheap", **options)
+    loop = Loop(layers(2), "minimal", **options)
     assert loop.monitor is not None
     if sink:
         loop.monitor.add_sink(lambda values, step: None, deferred=sink == "deferred")

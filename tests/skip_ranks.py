@@ -109,7 +109,7 @@ def poisoned(rank: int, wrap: str, how: str) -> tuple[list[bool], bool, list[str
                 monitor.log_scalar("loss", BAD if is_bad else loss)
             optimizer.step()
             if monitor is not None:
-                flags.append(monitor.step_skipped)
+                flags.append(monitor.step_was_skipped)
                 monitor.get_step_metrics()
                 record = monitor._runtime.pipeline.last
                 actions.append("" if record is None else str(record.context.get("skipped", "")))
@@ -152,8 +152,8 @@ def with_a_failing_rule(rank: int, policy: Any) -> tuple[list[bool], dict[str, i
         loss = _backward(model, step, BAD if step == 5 else 1.0)
         monitor.log_scalar("loss", loss.clamp(max=1.0))
         optimizer.step()
-        flags.append(monitor.step_skipped)
-    found = monitor.complaints()
+        flags.append(monitor.step_was_skipped)
+    found = monitor.warning_counts()
     monitor.detach()
     return flags, found
 
@@ -174,11 +174,11 @@ def refused_by_one(rank: int, wrap: str, fused: bool) -> tuple[list[bool], bool,
             gradient.view(-1)[0] = float("inf")
         scaler.step(optimizer)
         scaler.update()
-        flags.append(monitor.step_skipped)
+        flags.append(monitor.step_was_skipped)
     sums = [torch.stack([part.double().sum() for part in _parts(model, optimizer)])]
     gathered = [torch.zeros_like(sums[0]) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, sums[0])
-    counts = monitor.counts
+    counts = monitor.get_step_counts()
     monitor.detach()
     return flags, torch.equal(*gathered), (counts.attempted, counts.applied, counts.skipped, counts.overflowed)
 
@@ -262,8 +262,8 @@ def disagreeing(rank: int, how: str) -> tuple[list[bool], dict[str, int]]:
         optimizer.zero_grad()
         _backward(model, step, BAD if step == 2 else 1.0)
         optimizer.step()
-        flags.append(monitor is not None and monitor.step_skipped)
-    found = {} if monitor is None else monitor.complaints()
+        flags.append(monitor is not None and monitor.step_was_skipped)
+    found = {} if monitor is None else monitor.warning_counts()
     if monitor is not None:
         monitor.detach()
     return flags, found

@@ -28,8 +28,8 @@ def row(given: float | Mapping[str, float]) -> list[float]:
         mean * count,
         rms * count,
         rms**2 * count,
-        stats.get("zeros", 0.0) * count,
-        stats.get("nonfinite", 0),
+        stats.get("zero_count", 0.0) * count,
+        stats.get("nonfinite_count", 0),
         low,
         high,
     ]

@@ -280,8 +280,8 @@ def test_a_module_that_takes_the_place_and_the_address_of_another_has_values() -
         optimizer.step()
         check(monitor.get_step_metrics(), values)
         assert ("activation", "1") in values
-        assert monitor.step is not None
-        assert monitor.step < 100
+        assert monitor.current_step is not None
+        assert monitor.current_step < 100
         address = id(model[1])
         model[1] = nn.Identity()  # which lets go of the one at this address
         model[1] = nn.Tanh()

@@ -381,7 +381,7 @@ def test_gradients_that_are_not_finite() -> None:
     twin.backward((twin.model(x) * weights).sum())
     optimizer.step()
     check(monitor.get_step_metrics(), gradients_of(twin.values))
-    assert monitor.get_step_metrics()["activation_gradient/2/nonfinite"] == 4.0
+    assert monitor.get_step_metrics()["activation_gradient/2/nonfinite_count"] == 4.0
 
 
 @pytest.mark.parametrize("part", [nn.Tanh, lambda: nn.Linear(4, 4).requires_grad_(False)], ids=["no parameters", "frozen"])

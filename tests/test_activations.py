@@ -24,7 +24,7 @@ from tests import oracle
 from tests.families import BY_NAME
 from tests.test_copies import through_bytes, through_torch
 from torch_gradmon import ModuleMonitor
-from torch_gradmon.core.keys import KEY_STYLES, Key, format_key, parse_key
+from torch_gradmon.core.keys import KEY_ORDERS, Key, format_key, parse_key
 
 # most loops here are of what is measured, and leave out what the audit of the loop misses
 pytestmark = pytest.mark.filterwarnings("ignore:torch_gradmon.*Gradients are not cleared")
@@ -183,8 +183,8 @@ def test_all_sources_of_all_modules_in_all_built_ins(name: str, sizes: tuple[int
 
 @pytest.mark.parametrize(
     "metrics",
-    [oracle.BUILT_INS, ("norm", "zeros", "sparsity"), ("zeros", "max"), ("mean", "nonfinite"), ("l1",)],
-    ids=["all", "squares and zeros", "zeros", "mean", "l1"],
+    [oracle.BUILT_INS, ("norm", "zero_count", "sparsity"), ("zero_count", "max"), ("mean", "nonfinite_count"), ("l1_norm",)],
+    ids=["all", "squares and zeros", "zero_count", "mean", "l1_norm"],
 )
 def test_large_and_small_tensors_of_one_step(metrics: tuple[str, ...]) -> None:
     """Those that wait for each other, until they are too many, those that are measured at once, and what has NaN or gaps."""
@@ -264,7 +264,7 @@ def test_what_no_module_has_is_refused_and_nothing_is_added(of: Any, said: str) 
     monitor = ModuleMonitor(nn.Linear(2, 2))
     with pytest.raises(ValueError, match=said):
         monitor.add_activation_metric("norm", of=of)
-    assert monitor.describe() == {}
+    assert monitor.describe_metrics() == {}
 
 
 @pytest.mark.parametrize("of", [5, None])
@@ -278,7 +278,7 @@ def test_units_are_of_outputs_only_and_a_refusal_adds_nothing() -> None:
     for metric in ("dead", "saturation"):
         with pytest.raises(ValueError, match=f"no built-in input metric '{metric}'"):
             monitor.add_activation_metric(metric, of=("output", "input"))
-    assert monitor.describe() == {}
+    assert monitor.describe_metrics() == {}
 
 
 # --- paths -----------------------------------------------------------------------------------------------------------------------
@@ -348,16 +348,16 @@ class Around(nn.Module):
 def test_tensors_in_containers_are_named_by_their_path(form: str) -> None:
     make, paths = FORMS[form]
     model = Around(Returns(make), paths)
-    optimizer, monitor = watched(model, "output", "output_gradient", metrics=("norm", "l1"))
+    optimizer, monitor = watched(model, "output", "output_gradient", metrics=("norm", "l1_norm"))
     x = torch.tensor([[3.0, -4.0]])
     model(x).backward()
     optimizer.step()
     expected = {f"activation/inner{path}/norm": 5.0 * factor for path, factor in paths.items()}
-    expected |= {f"activation/inner{path}/l1": 7.0 * factor for path, factor in paths.items()}
+    expected |= {f"activation/inner{path}/l1_norm": 7.0 * factor for path, factor in paths.items()}
     shared = len(paths) if form == "the same twice" else 1  # the gradient of that one tensor has both shares
     of_each = {path: 10.0 * factor * shared for path, factor in paths.items()}
     expected |= {f"activation_gradient/inner{path}/norm": g * math.sqrt(2) for path, g in of_each.items()}
-    expected |= {f"activation_gradient/inner{path}/l1": 2 * g for path, g in of_each.items()}
+    expected |= {f"activation_gradient/inner{path}/l1_norm": 2 * g for path, g in of_each.items()}
     metrics = {key: value for key, value in monitor.get_step_metrics().items() if ROOT not in key}
     assert metrics == pytest.approx(expected, rel=1e-6)
     assert monitor.missing() == {}  # least of all the module itself, whose tensors stand under their paths
@@ -1067,7 +1067,7 @@ NEW_KEYS = [
 
 
 @pytest.mark.parametrize("prefix", ["", "train/", "input/"])
-@pytest.mark.parametrize("style", KEY_STYLES)
+@pytest.mark.parametrize("style", KEY_ORDERS)
 def test_keys_of_what_modules_take_and_return_come_back_from_their_text(style: str, prefix: str) -> None:
     texts = [format_key(key, style, prefix) for key in NEW_KEYS]
     assert [parse_key(text, style, prefix) for text in texts] == NEW_KEYS
@@ -1075,7 +1075,7 @@ def test_keys_of_what_modules_take_and_return_come_back_from_their_text(style: s
 
 
 def test_the_text_of_keys_in_both_styles() -> None:
-    found = [tuple(format_key(key, style) for style in KEY_STYLES) for key in (NEW_KEYS[3], NEW_KEYS[9], NEW_KEYS[-1])]
+    found = [tuple(format_key(key, style) for style in KEY_ORDERS) for key in (NEW_KEYS[3], NEW_KEYS[9], NEW_KEYS[-1])]
     assert found == [
         ("activation_gradient/h.0@12/norm", "activation_gradient_norm/h.0@12"),
         ("attention_entropy/h.0.attn/min", "attention_entropy_min/h.0.attn"),
@@ -1083,10 +1083,10 @@ def test_the_text_of_keys_in_both_styles() -> None:
     ]
 
 
-@pytest.mark.parametrize("style", KEY_STYLES)
+@pytest.mark.parametrize("style", KEY_ORDERS)
 def test_a_monitor_gives_these_keys_in_its_style(style: str) -> None:
     model = _model("net")
-    optimizer, monitor = watched(model, *KINDS, metrics=("norm", "min_value"), key_style=style, prefix="a/")
+    optimizer, monitor = watched(model, *KINDS, metrics=("norm", "min_value"), key_order=style, prefix="a/")
     model(torch.randn(2, 4)).backward()
     optimizer.step()
     keys = {parse_key(text, style, "a/") for text in monitor.get_step_metrics()}
@@ -1096,7 +1096,7 @@ def test_a_monitor_gives_these_keys_in_its_style(style: str) -> None:
 
 
 def test_two_values_never_share_a_key() -> None:
-    monitor = ModuleMonitor(nn.Linear(2, 2), key_style="metric_first")
+    monitor = ModuleMonitor(nn.Linear(2, 2), key_order="metric_first")
     with pytest.raises(ValueError, match="'gradient_norm' of 'input' reads like a metric of 'input_gradient'"):
         monitor.add_activation_metric("gradient_norm", lambda t: t.norm(), of="input")
     monitor.add_activation_metric("norm", of="input_gradient")

@@ -104,8 +104,8 @@ def test_zclip_is_the_naive_formula(seed: int, monitored: bool) -> None:
             values = monitor.get_step_metrics()
             assert values.get("gradmon/clip_limit") == (None if limit is None else pytest.approx(limit, rel=1e-6))
             assert values["gradmon/grad_norm"] == pytest.approx(before, rel=1e-6, nan_ok=True)
-            if math.isfinite(before) and "gradmon/grad_norm_clipped" in values:
-                assert values["gradmon/grad_norm_clipped"] == pytest.approx(wanted, rel=1e-6)
+            if math.isfinite(before) and "gradmon/grad_norm_after_clip" in values:
+                assert values["gradmon/grad_norm_after_clip"] == pytest.approx(wanted, rel=1e-6)
     assert spikes >= 3
     state = monitor.state_dict()["clipping"]["zclip"]
     assert state["mean"] == pytest.approx(naive.mean, rel=1e-6)
@@ -317,10 +317,10 @@ def test_in_an_attached_loop_the_clip_is_seen_and_told() -> None:
         optimizer.step()
         values = monitor.get_step_metrics()
         assert values["gradmon/grad_norm"] == pytest.approx(before, rel=1e-6)
-        assert values["gradmon/grad_norm_clipped"] == pytest.approx(after, rel=1e-6)
+        assert values["gradmon/grad_norm_after_clip"] == pytest.approx(after, rel=1e-6)
         assert ("gradmon/clip_limit" in values) == (step >= 5)
         assert (after < 0.99 * before) == ("gradmon/clip_limit" in values and before > values["gradmon/clip_limit"])
-        shares.append(values["gradmon/clipped_share"])
+        shares.append(values["gradmon/clip_fraction"])
     assert shares[9] > shares[8]
 
 

@@ -50,8 +50,8 @@ def _run(
 
     values: dict[str, Callable[[int], float | None]] = {"grad_norm": whole}
     if clipped is not None:
-        values["grad_norm_clipped"] = lambda step: min(whole(step), clipped)
-        values["clipped_share"] = lambda step: 0.01
+        values["grad_norm_after_clip"] = lambda step: min(whole(step), clipped)
+        values["clip_fraction"] = lambda step: 0.01
     run = history(
         loss=_flat, values=values, gradient_before_clip=rows, applied=lambda step: applied or step != at, context=context
     )
@@ -118,7 +118,7 @@ def test_a_step_that_was_not_applied_did_no_harm() -> None:
 def test_a_spike_is_told_what_the_clip_made_of_it(clipped: float | None, words: str) -> None:
     advice = _spike(_run(clipped=clipped)).advice
     assert words in advice
-    assert advice.startswith("Look at the batch of this step, and at monitor.why(60)")
+    assert advice.startswith("Look at the batch of this step, and at monitor.explain_spike(60)")
 
 
 def test_a_spike_of_a_run_directory_names_its_command() -> None:
@@ -187,7 +187,7 @@ def test_activations_and_norms_that_are_there_are_not_recommended() -> None:
 
 @pytest.mark.parametrize("clips_already", [False, True])
 def test_a_clip_that_is_there_is_not_recommended_against_explosions(clips_already: bool) -> None:
-    values = {"grad_norm": lambda _: 1e4, **({"grad_norm_clipped": lambda _: 1.0} if clips_already else {})}
+    values = {"grad_norm": lambda _: 1e4, **({"grad_norm_after_clip": lambda _: 1.0} if clips_already else {})}
     rows = dict.fromkeys(LAYERS, 100.0)
     (finding,) = check_depth(history(loss=_flat, gradient_before_clip=rows, parameter=dict.fromkeys(LAYERS, 0.1), values=values))
     assert finding.rule == "exploding-gradients"
@@ -195,7 +195,7 @@ def test_a_clip_that_is_there_is_not_recommended_against_explosions(clips_alread
 
 
 def test_a_scaler_that_is_there_is_not_recommended() -> None:
-    tiny = {"rms": 1e-8, "min": -(2.0**-24), "max": 2.0**-23, "zeros": 0.9}
+    tiny = {"rms": 1e-8, "min": -(2.0**-24), "max": 2.0**-23, "zero_count": 0.9}
     for context, words in (
         (lambda _: {}, "Scale the loss with torch.amp.GradScaler"),
         (lambda _: {"amp_scale": 8.0}, "GradScaler's scale, 8 "),
@@ -219,7 +219,7 @@ def test_a_schedule_is_ended_only_where_it_raises_the_rate() -> None:
 
 @pytest.mark.parametrize("skips", [False, True])
 def test_skipping_that_is_there_is_not_recommended(skips: bool) -> None:
-    rows = {"a.weight": lambda step: {"rms": math.nan, "nonfinite": 3} if step == 50 else 1.0}
+    rows = {"a.weight": lambda step: {"rms": math.nan, "nonfinite_count": 3} if step == 50 else 1.0}
     context = (lambda step: {"skipped": "a spike"} if step == 30 else {}) if skips else lambda step: {}
     (finding,) = check_nonfinite(history(loss=_flat, gradient_before_clip=rows, context=context))
     assert ("on_spike='skip'" in finding.advice) is not skips
@@ -242,7 +242,7 @@ def test_skipping_that_is_there_is_not_recommended(skips: bool) -> None:
     ],
 )
 def test_the_bound_has_the_name_that_the_loop_gives_it(after: Callable[[int], float], adaptive: bool, advice: str) -> None:
-    values = {"grad_norm": lambda _: 50.0, "grad_norm_clipped": after, "clipped_share": lambda _: 1.0}
+    values = {"grad_norm": lambda _: 50.0, "grad_norm_after_clip": after, "clip_fraction": lambda _: 1.0}
     if adaptive:
         values["clip_limit"] = after
     (finding,) = check_clipping(history(loss=_flat, values=values))
@@ -251,7 +251,7 @@ def test_the_bound_has_the_name_that_the_loop_gives_it(after: Callable[[int], fl
 
 
 def test_units_that_cannot_be_flat_are_not_taken_for_dead() -> None:
-    zeros = {"0.weight": {"rms": 0.1, "zeros": 0.8}, "0.bias": {"rms": 0.1, "zeros": 0.8}}
+    zeros = {"0.weight": {"rms": 0.1, "zero_count": 0.8}, "0.bias": {"rms": 0.1, "zero_count": 0.8}}
     for kinds in ({}, {"1": "ReLU"}, {"1": "ReLU", "2": "GELU"}):
         (finding,) = check_units(history(loss=_flat, gradient_before_clip=zeros, kinds=kinds))
         assert "LeakyReLU or GELU" in finding.advice
@@ -262,7 +262,7 @@ def test_units_that_cannot_be_flat_are_not_taken_for_dead() -> None:
 def test_what_is_there_is_told_from_records() -> None:
     bare = Precautions.of(history())
     assert bare == Precautions(False, None, False, None, 0, False, 1, False)
-    values = {"grad_norm": lambda step: 3.0, "grad_norm_clipped": lambda step: 0.5}
+    values = {"grad_norm": lambda step: 3.0, "grad_norm_after_clip": lambda step: 0.5}
     run = Precautions.of(history(values=values, context=lambda step: {**_warmed(step), "amp_scale": 4.0, "skipped": "x"}))
     assert run == Precautions(True, 0.5, False, 4.0, 19, False, 1, True)
     assert Precautions.of(History([])) == bare
@@ -283,7 +283,7 @@ def test_a_learning_rate_that_leapt_before_a_spike_is_named(leapt: int | None, w
 def _clipped(trainer: str) -> str:
     run = history(
         loss=lambda step: 2.0,
-        values={"grad_norm": lambda step: 50.0, "grad_norm_clipped": lambda step: 1.0, "clipped_share": lambda step: 1.0},
+        values={"grad_norm": lambda step: 50.0, "grad_norm_after_clip": lambda step: 1.0, "clip_fraction": lambda step: 1.0},
     )
     told = History(run.records, trainer=trainer)
     (found,) = (each for each in diagnose_history(told).findings if each.rule == "always-clipped")
@@ -320,6 +320,6 @@ def test_a_loss_function_of_the_trainer_divides_by_itself() -> None:
 
 
 def test_no_bound_is_recommended_where_no_norm_stands_out() -> None:
-    norms = {"grad_norm": lambda step: 0.3, "grad_norm_clipped": lambda step: 0.3, "clipped_share": lambda step: 0.0}
+    norms = {"grad_norm": lambda step: 0.3, "grad_norm_after_clip": lambda step: 0.3, "clip_fraction": lambda step: 0.0}
     (found,) = (each for each in diagnose_history(history(values=norms)).findings if each.rule == "never-clipped")
     assert "median" not in found.advice

@@ -217,7 +217,7 @@ def test_heads_of_one_metric_show_those_of_all():
 
 
 def test_the_time_of_recording_is_not_counted(monkeypatch):
-    """Neither overhead_pct nor overhead_budget knows of what costs most. A clock that only attention_rows moves."""
+    """Neither overhead_fraction nor max_overhead knows of what costs most. A clock that only attention_rows moves."""
     from torch_gradmon.capture import attention
     from torch_gradmon.core import fence
 

@@ -636,7 +636,7 @@ def test_tensors_that_cannot_be_measured_are_left_alone(kind: str) -> None:
             step(model, optimizer, x)
     assert monitor.get_step_metrics() == {}
     assert set(monitor.missing()) == {f"attention_{metric}/.*" for metric in METRICS}
-    assert monitor.complaints() == {}
+    assert monitor.warning_counts() == {}
 
 
 def test_a_call_without_heads_is_one_complaint() -> None:
@@ -645,7 +645,7 @@ def test_a_call_without_heads_is_one_complaint() -> None:
     with pytest.warns(gradmon.GradmonWarning, match="attention of layer could not be measured"):
         step(model, optimizer, torch.randn(2, 5, 8))
     step(model, optimizer, torch.randn(2, 5, 8))
-    assert monitor.complaints() == {"attention:layer": 2}
+    assert monitor.warning_counts() == {"attention:layer": 2}
 
 
 # --- modes, one's own and others' -------------------------------------------------------------------------------------------------
@@ -750,7 +750,7 @@ def test_missing_tells_why_attention_of_preset_is_unseen(tmp_path: Path, is_seen
         assert told == ({} if is_seen else dict.fromkeys(keys, f"{last}{NO_CALL}"))
     advice = monitor.diagnose().unseen.get("attention")
     assert advice == (None if is_seen else f"attention was not measured: {NO_CALL}")
-    assert NO_CALL not in monitor.why(10)
+    assert NO_CALL not in monitor.explain_spike(10)
     monitor.detach()
     assert gradmon.diagnose(tmp_path).unseen.get("attention") == advice
 

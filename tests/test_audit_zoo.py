@@ -59,7 +59,7 @@ def _seen(training: Training, healed: bool, steps: float) -> tuple[gradmon.Modul
     monitors = []
 
     def watch(model: Any, *optimizers: Any, scaler: Any = None) -> _Front:
-        monitors.append(gradmon.watch(model, *optimizers, scaler=scaler, preset="cheap", on_spike=None))
+        monitors.append(gradmon.watch(model, *optimizers, scaler=scaler, preset="minimal", on_spike=None))
         return _Front(monitors[-1], steps)
 
     with warnings.catch_warnings(record=True) as caught:
@@ -68,7 +68,7 @@ def _seen(training: Training, healed: bool, steps: float) -> tuple[gradmon.Modul
             training.run(watch, 0, healed)
     said = {f"{mistake.cause} (": rule for rule, mistake in MISTAKES.items()}
     told = [rule for words, rule in said.items() for w in caught if f"torch_gradmon: {words}" in str(w.message)]
-    assert sorted(told) == sorted(c.removeprefix("audit:") for c in monitors[-1].complaints() if c.startswith("audit:"))
+    assert sorted(told) == sorted(c.removeprefix("audit:") for c in monitors[-1].warning_counts() if c.startswith("audit:"))
     monitors[-1].detach()
     return monitors[-1], told
 

@@ -43,7 +43,7 @@ class World:
         self.free = ModuleMonitor(self.model)
         self.free.add_gradient_metric("norm", metric_regex="0")
         self.attached = ModuleMonitor(self.model)
-        self.attached.add_preset("cheap")
+        self.attached.add_preset("minimal")
         self.attached.add_sink(JsonlSink(path / "sink.jsonl"))
         self.attached.attach(self.optimizer)
         self.attached.begin_step(0)
@@ -116,7 +116,7 @@ BAD: list[tuple[Call, type[Exception], tuple[str, ...]]] = [
         ("the same SGD", "twice", "name each optimizer once"),
     ),
     (lambda w: gradmon.watch(w.model, w.stranger, run_dir=w.path / "new"), ValueError, ("Sequential",)),
-    (lambda w: gradmon.watch(w.model, w.optimizer, preset="x", run_dir=w.path / "new"), ValueError, ("'x'", "'cheap'")),
+    (lambda w: gradmon.watch(w.model, w.optimizer, preset="x", run_dir=w.path / "new"), ValueError, ("'x'", "'minimal'")),
     (lambda w: gradmon.watch(w.model, "sgd", run_dir=w.path / "new"), TypeError, ("'sgd'", "torch.optim.Optimizer")),
     # ModuleMonitor
     (lambda w: ModuleMonitor(nn.Linear), TypeError, ("the class Linear", "an instance")),
@@ -124,7 +124,7 @@ BAD: list[tuple[Call, type[Exception], tuple[str, ...]]] = [
     (lambda w: ModuleMonitor(every=True), ValueError, ("every=True", "positive int")),
     (lambda w: ModuleMonitor(every=2, monitor_step_fn=bool), ValueError, ("either every= or monitor_step_fn=",)),
     (lambda w: ModuleMonitor(monitor_step_fn=10), TypeError, ("10", "function of the step")),
-    (lambda w: ModuleMonitor(key_style="metric"), ValueError, ("key_style='metric'", "metric_first")),
+    (lambda w: ModuleMonitor(key_order="metric"), ValueError, ("key_order='metric'", "metric_first")),
     (lambda w: ModuleMonitor(on_metric_error="rise"), ValueError, ("'rise'", "did you mean raise?")),
     (lambda w: ModuleMonitor(prefix=None), TypeError, ("prefix", "None", "str")),
     (lambda w: ModuleMonitor(eps=-1e-8), ValueError, ("eps=-1e-08", "at least 0")),
@@ -136,7 +136,7 @@ BAD: list[tuple[Call, type[Exception], tuple[str, ...]]] = [
     (lambda w: ModuleMonitor(format_module_name_fn="x"), TypeError, ("'x'", "function of a name")),
     (lambda w: ModuleMonitor(w.model, format_module_name_fn=lambda n: "same"), ValueError, ("'same'", "names must differ")),
     (lambda w: ModuleMonitor(scaler=2.0), TypeError, ("2.0", "torch.amp.GradScaler")),
-    (lambda w: ModuleMonitor(w.model, run_dir=w.path / "new", key_style="x"), ValueError, ("'x'",)),
+    (lambda w: ModuleMonitor(w.model, run_dir=w.path / "new", key_order="x"), ValueError, ("'x'",)),
     (lambda w: ModuleMonitor("m", run_dir=w.path / "new"), TypeError, ("'m'",)),
     (lambda w: ModuleMonitor(w.model, run_dir=w.path / "new", format_module_name_fn=lambda n: ""), ValueError, ("differ",)),
     # metrics
@@ -159,14 +159,14 @@ BAD: list[tuple[Call, type[Exception], tuple[str, ...]]] = [
     (lambda w: w.free.add_optimizer_metric("norm"), ValueError, ("'norm'", "exp_avg_norm")),
     (lambda w: w.free.add_activation_metric("sparsty"), ValueError, ("'sparsty'", "did you mean sparsity?")),
     (lambda w: w.free.add_parameter_difference_metric("x", every="2"), ValueError, ("every='2'", "positive int")),
-    (lambda w: w.free.add_summary_metric("grad_men"), ValueError, ("'grad_men'", "did you mean grad_mean")),
+    (lambda w: w.free.add_model_metric("grad_men"), ValueError, ("'grad_men'", "did you mean grad_mean")),
     (lambda w: w.free.remove_sink(print), ValueError, ("this sink was not added", "print")),
-    (lambda w: w.free.add_preset("minimal"), ValueError, ("'minimal'", "'cheap', 'standard', 'full'")),
-    (lambda w: w.free.add_batch_metrics(0), ValueError, ("batch_size=0", "positive int")),
+    (lambda w: w.free.add_preset("minimal"), ValueError, ("'minimal'", "'minimal', 'standard', 'full'")),
+    (lambda w: w.free.add_micro_batch_metrics(0), ValueError, ("batch_size=0", "positive int")),
     (lambda w: ModuleMonitor(flight_recorder=-1), ValueError, ("flight_recorder=-1", "or 0 for none")),
     (lambda w: ModuleMonitor(process_group=3), TypeError, ("process_group", "mesh.get_group()", "3")),
     (lambda w: ModuleMonitor(rank_distinct_regex="("), ValueError, ("rank_distinct_regex",)),
-    (lambda w: w.attached.log_scalar("x", 1.0, reduce="average"), ValueError, ("reduce", "mean")),
+    (lambda w: w.attached.log_scalar("x", 1.0, dist_reduce="average"), ValueError, ("reduce", "mean")),
     # modules
     (lambda w: w.free.set_module(None), TypeError, ("None", "torch.nn.Module")),
     (lambda w: w.free.set_module(nn.Linear(1, 1)), ValueError, ("Sequential", "another ModuleMonitor")),
@@ -216,9 +216,9 @@ BAD: list[tuple[Call, type[Exception], tuple[str, ...]]] = [
     (lambda w: w.free.set_reference_module("first"), ValueError, ("'first'", "'init'")),
     (lambda w: w.attached.set_reference_module(w.model), ValueError, ("watched model itself", "'init'")),
     (lambda w: ModuleMonitor().set_reference_module("init"), ValueError, ("no module to copy", "set_module(model)")),
-    (lambda w: w.attached.set_detail(), ValueError, ("nothing to change", "reset=True")),
-    (lambda w: w.attached.set_detail(every=2, reset=True), ValueError, ("reset=True", "no other argument")),
-    (lambda w: w.attached.set_detail(preset="fully"), ValueError, ("'fully'", "did you mean full")),
+    (lambda w: w.attached.override(), ValueError, ("nothing to change", "reset=True")),
+    (lambda w: w.attached.override(every=2, reset=True), ValueError, ("reset=True", "no other argument")),
+    (lambda w: w.attached.override(preset="fully"), ValueError, ("'fully'", "did you mean full")),
     # outlets and spikes
     (lambda w: w.free.add_sink(object()), TypeError, ("object object", "log(dict, step=)", "callable")),
     (lambda w: w.free.add_sink(print, keys="("), ValueError, ("keys='('", "regular expression")),

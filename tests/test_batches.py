@@ -28,7 +28,7 @@ def _watched(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     events: list[Any] = []
     monitor = gradmon.watch(model, optimizer, on_spike=events.append, **arguments)
-    monitor.add_batch_metrics(batch_size=5)
+    monitor.add_micro_batch_metrics(batch_size=5)
     true = []
     for step in range(steps):
         optimizer.zero_grad()
@@ -46,7 +46,7 @@ def test_each_micro_batch_has_its_norm() -> None:
     monitor, _, true = _watched(4)
     context = monitor._runtime.pipeline.last.context  # type: ignore[union-attr]
     assert context["batch_norms"] == {"0": pytest.approx(true[-1], rel=1e-6)}
-    assert monitor.get_step_metrics()["gradmon/batch_norm_max"] == pytest.approx(max(true[-1]), rel=1e-6)
+    assert monitor.get_step_metrics()["gradmon/micro_batch_grad_norm_max"] == pytest.approx(max(true[-1]), rel=1e-6)
 
 
 def test_a_spike_names_the_micro_batch_that_it_came_from(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_a_spike_names_the_micro_batch_that_it_came_from(tmp_path: Path) -> None
     (event,) = [event for event in events if event.step == 30]
     assert "micro-batch 2 of rank 0 has " in event.where
     assert "the norm of the 3 others" in event.where
-    line = next(line for line in monitor.why(30).splitlines() if line.startswith("  norms of the micro-batches of rank 0: "))
+    line = next(line for line in monitor.explain_spike(30).splitlines() if line.startswith("  norms of the micro-batches of rank 0: "))
     assert line.endswith(", ".join(f"{norm:.4g}" for norm in true[30]))
     monitor.detach()
     assert line in explain(load_run(tmp_path), 30)
@@ -86,7 +86,7 @@ def test_one_micro_batch_has_no_noise_scale_and_that_is_said() -> None:
     monitor, _, _ = _watched(1, steps=3)
     assert "gradmon/noise_scale" not in monitor.get_step_metrics()
     assert "only one micro-batch" in monitor.missing()["gradmon/noise_scale"]
-    assert "gradient noise scale" in monitor.describe()["gradmon/noise_scale"]
+    assert "gradient noise scale" in monitor.describe_metrics()["gradmon/noise_scale"]
 
 
 #: Of a gradient that is ``MEAN`` in each of ``FEATURES`` directions, with the standard deviation ``SPREAD`` from example to example.
@@ -112,7 +112,7 @@ def test_the_scale_goes_on_where_a_state_is_loaded() -> None:
     monitor, _, _ = _watched(4)
     state = monitor.state_dict()
     other = ModuleMonitor(nn.Linear(1, 1))
-    other.add_batch_metrics(batch_size=5)
+    other.add_micro_batch_metrics(batch_size=5)
     other.add_detector(SpikeDetector())
     other.load_state_dict(state)
     assert other.state_dict()["summary"]["batches"] == state["summary"]["batches"]
@@ -137,4 +137,4 @@ def test_gradients_that_exist_only_reduced_are_said_to() -> None:
 @pytest.mark.parametrize("size", [0, 1.5, True])
 def test_what_is_no_size_is_refused(size: Any) -> None:
     with pytest.raises(ValueError, match=rf"batch_size={size!r} must be a positive int"):
-        ModuleMonitor().add_batch_metrics(size)
+        ModuleMonitor().add_micro_batch_metrics(size)

@@ -34,7 +34,7 @@ def check(monitor: ModuleMonitor, before: float, after: float | None = None) -> 
     values = monitor.get_step_metrics()
     assert values["gradmon/grad_norm"] == pytest.approx(before, rel=1e-6)
     if after is not None:
-        assert values["gradmon/grad_norm_clipped"] == pytest.approx(after, rel=1e-6)
+        assert values["gradmon/grad_norm_after_clip"] == pytest.approx(after, rel=1e-6)
 
 
 def steps(family: Family, model: nn.Module, counts: Iterable[int]) -> Iterator[int]:
@@ -61,8 +61,8 @@ def test_the_norm_before_and_after_is_exact_and_what_clip_returned(name: str, co
         optimizer.step()
         check(monitor, before, after)
         assert returned.item() == pytest.approx(before, rel=1e-6)
-        assert monitor.step == step
-        assert monitor.get_step_metrics()["gradmon/clipped_share"] == 1.0
+        assert monitor.current_step == step
+        assert monitor.get_step_metrics()["gradmon/clip_fraction"] == 1.0
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16", "complex", "sparse_embedding"])
@@ -172,7 +172,7 @@ def test_with_a_closure_it_is_the_norm_of_its_last_evaluation(name: str, micro_b
         optimizer.step(closure=closure) if by_keyword else optimizer.step(closure)
         assert len(norms) == 1 or name == "lbfgs"
         check(monitor, *norms[-1])
-        assert monitor.step == step
+        assert monitor.current_step == step
 
 
 # --- models ----------------------------------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ def test_with_activation_checkpointing(recompute: str, counts: list[int]) -> Non
         after = exact(model)
         optimizer.step()
         check(monitor, before, after)
-        assert monitor.step == step
+        assert monitor.current_step == step
 
 
 @pytest.mark.parametrize("watched", ["compiled", "inner"])
@@ -207,18 +207,24 @@ def test_with_a_compiled_model(watched: str) -> None:
         optimizer.step()
         check(monitor, before)
         assert monitor.get_step_metrics()["gradient_before_clip/0.weight/norm"] == pytest.approx(layer, rel=1e-6)
-        assert monitor.step == step
+        assert monitor.current_step == step
 
 
 # --- odd ways to come by a gradient ----------------------------------------------------------------------------------------------
 
 
 def _absent(monitor: ModuleMonitor) -> None:
-    keys = ("gradmon/grad_norm", "gradmon/grad_max", "gradmon/grad_nonfinite", "gradmon/grad_top_share", "gradmon/spike_score")
+    keys = (
+        "gradmon/grad_norm",
+        "gradmon/grad_max",
+        "gradmon/grad_nonfinite_count",
+        "gradmon/grad_top_fraction",
+        "gradmon/spike_score",
+    )
     assert not monitor.get_step_metrics().keys() & set(keys)
     missing = monitor.missing()
     assert all("monitor.monitor_gradients(before_clip=True) once they are set, before any clip" in missing[key] for key in keys)
-    assert monitor.get_step_metrics()["gradmon/grad_norm_clipped"] == pytest.approx(0.03, rel=1e-4)
+    assert monitor.get_step_metrics()["gradmon/grad_norm_after_clip"] == pytest.approx(0.03, rel=1e-4)
 
 
 def test_gradients_assigned_by_hand_give_no_key_and_a_reason() -> None:
@@ -233,7 +239,7 @@ def test_gradients_assigned_by_hand_give_no_key_and_a_reason() -> None:
         before = exact(model)
         clip_grad_norm_(model.parameters(), 0.03)
         optimizer.step()
-        assert monitor.step == step
+        assert monitor.current_step == step
         if by_hand:
             _absent(monitor)
         else:
@@ -287,7 +293,7 @@ def test_parameters_that_only_an_earlier_evaluation_of_a_closure_reached_are_in_
     assert len(norms) == 2
     assert model["b"].weight.grad is None
     check(monitor, norms[-1])
-    assert "gradmon/grad_norm_clipped" not in monitor.get_step_metrics()
+    assert "gradmon/grad_norm_after_clip" not in monitor.get_step_metrics()
     assert not [key for key in monitor.get_step_metrics() if "/b." in key]
 
 
@@ -323,7 +329,7 @@ def test_second_derivatives(kind: str) -> None:
         assert values["gradient_before_clip/0.weight/norm"] == pytest.approx(layer, rel=1e-6)
         if kind != "create_graph":  # a single backward pass, whatever autograd.grad went through
             assert values["gradient_local/0.weight/norm"] == pytest.approx(layer, rel=1e-6)
-        assert monitor.step == step
+        assert monitor.current_step == step
 
 
 class _Fails(torch.autograd.Function):
@@ -358,7 +364,7 @@ def test_a_backward_pass_that_raises_half_way_leaves_no_trace(zero_grad: bool) -
         optimizer.step()
         optimizer.zero_grad()
         check(monitor, before, after)
-        assert monitor.step == step
+        assert monitor.current_step == step
 
 
 # --- monitor.clip_grad_norm_ -----------------------------------------------------------------------------------------------------
@@ -378,7 +384,7 @@ def _with_gradients(spoil: float | None = None) -> nn.Module:
 def test_the_method_clips_bit_for_bit_as_torch_does(max_norm: float, norm_type: float, spoil: float | None) -> None:
     ours, theirs = _with_gradients(spoil), _with_gradients(spoil)
     monitor = ModuleMonitor(ours)
-    monitor.add_preset("cheap")
+    monitor.add_preset("minimal")
     monitor.begin_step(0)
     before = exact(ours)
     one = monitor.clip_grad_norm_(max_norm, norm_type)
@@ -424,7 +430,7 @@ def test_the_method_gives_both_norms_in_a_loop_written_by_hand_and_in_one_that_i
     model = MLP.model()
     optimizer = sgd(model)
     monitor = ModuleMonitor(model)
-    monitor.add_preset("cheap")
+    monitor.add_preset("minimal")
     if attached:
         monitor.attach(optimizer)
     for step in steps(MLP, model, [1, 4, 2]):
@@ -437,7 +443,7 @@ def test_the_method_gives_both_norms_in_a_loop_written_by_hand_and_in_one_that_i
         if not attached:
             monitor.end_step()
         check(monitor, before, after)
-        assert monitor.step == step
+        assert monitor.current_step == step
 
 
 def test_the_method_measures_by_hand_assigned_gradients_too() -> None:

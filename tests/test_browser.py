@@ -19,7 +19,7 @@ pytestmark = [
 @pytest.mark.skipif(find_spec("tensorboard") is None, reason="tensorboard is not installed")
 def test_tensorboards_page_shows_the_tags_under_gradmon(tmp_path: Path) -> None:
     titles = browser.picture_of_tensorboard(tmp_path, tmp_path / "page.png")
-    assert {"gradmon/grad_norm", "gradmon/clipped_share", "gradmon/grad_max"} <= set(titles)
+    assert {"gradmon/grad_norm", "gradmon/clip_fraction", "gradmon/grad_max"} <= set(titles)
     assert all(title.startswith("gradmon/") for title in titles)
     width, height = struct.unpack(">II", (tmp_path / "page.png").read_bytes()[16:24])
     assert width > 1000

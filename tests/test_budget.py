@@ -56,7 +56,7 @@ def _budget(share: float = 0.01) -> OverheadBudget:
 @pytest.mark.parametrize("cost", [0.011, 0.03, 0.2])
 def test_it_widens_until_the_budget_is_kept_and_says_so(cost: float) -> None:
     run = _Run(_budget())
-    with pytest.warns(GradmonWarning, match="overhead_budget=0.01 of the time") as said:
+    with pytest.warns(GradmonWarning, match="max_overhead=0.01 of the time") as said:
         run.go(300, lambda step: cost)
     before = run.spent, run.now
     run.go(40 * run.budget.interval, lambda step: cost)
@@ -127,14 +127,14 @@ def test_one_hiccup_does_not_blind_it_for_long() -> None:
 
 @pytest.mark.parametrize("bad", [0, 1, -0.1, 1.5, True, "0.01", float("nan")])
 def test_what_is_no_share_is_refused(bad: object) -> None:
-    with pytest.raises(ValueError, match=r"overhead_budget=.*must be a number between 0 and 1, such as 0.01"):
-        ModuleMonitor(nn.Linear(2, 2), overhead_budget=bad)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"max_overhead=.*must be a number between 0 and 1, such as 0.01"):
+        ModuleMonitor(nn.Linear(2, 2), max_overhead=bad)  # type: ignore[arg-type]
 
 
 def test_a_monitor_that_exceeds_its_budget_leaves_out_steps() -> None:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    monitor = watch(model, optimizer, overhead_budget=0.0001, on_spike=None)
+    monitor = watch(model, optimizer, max_overhead=0.0001, on_spike=None)
     monitor.add_gradient_metric("slow", lambda g: (time.sleep(0.003), g.sum())[1])
     monitored = []
 
@@ -146,7 +146,7 @@ def test_a_monitor_that_exceeds_its_budget_leaves_out_steps() -> None:
             if monitor.get_step_metrics():
                 monitored.append(step)
 
-    with pytest.warns(GradmonWarning, match="overhead_budget=0.0001"):
+    with pytest.warns(GradmonWarning, match="max_overhead=0.0001"):
         train()
     assert monitored[:4] == [0, 1, 2, 3]
     assert len(monitored) <= 10

@@ -111,7 +111,7 @@ def test_both_parts_are_measured_before_and_after_clipping(first: str) -> None:
         ]
         values = monitor.get_step_metrics()
         assert values["gradmon/grad_norm"] == pytest.approx(_norm([g for before, _ in seen for g in before]), rel=1e-6)
-        assert values["gradmon/grad_norm_clipped"] == pytest.approx(_norm([g for _, after in seen for g in after]), rel=1e-6)
+        assert values["gradmon/grad_norm_after_clip"] == pytest.approx(_norm([g for _, after in seen for g in after]), rel=1e-6)
         assert values["gradmon/param_norm"] == pytest.approx(_norm(start), rel=1e-6), "of both, and not of the idle part"
         if step == 0:
             assert values["gradmon/update_norm"] == pytest.approx(_norm(updates), rel=1e-5)
@@ -199,7 +199,7 @@ def test_a_late_judge_has_no_part_in_steps_before_it(late: int, judge_first: boo
     monitor.detach()
     assert [values["iteration"] for values in records] == list(range(late + 8))
     assert [values["gradmon/grad_norm"] for values in records] == pytest.approx(norms, rel=1e-5)
-    assert [values["gradmon/grad_norm_clipped"] for values in records] == pytest.approx([norm / 2 for norm in norms], rel=1e-4)
+    assert [values["gradmon/grad_norm_after_clip"] for values in records] == pytest.approx([norm / 2 for norm in norms], rel=1e-4)
 
 
 def test_clearing_gradients_of_a_late_judge_keeps_all_records() -> None:
@@ -306,7 +306,7 @@ def _phases(
         optimizers[part].step()
         if not log_first:
             monitor.log_scalar("number", float(number))
-            monitor.tag(part=part)
+            monitor.log_context(part=part)
     monitor.detach()
     return monitor
 

@@ -110,8 +110,8 @@ def _expected(seen: Seen, names: list[str], last: int | None) -> dict[str, Any]:
             (_together(seen[step], "update", names).norm() / _together(seen[step], "weights", names).norm()).item()
             for step in updates
         ),
-        "zeros": lower_median(zeros),
-        "nonfinite": len(bad),
+        "zero_count": lower_median(zeros),
+        "nonfinite_count": len(bad),
         "since": bad[0] if bad else None,
     }
 
@@ -193,7 +193,7 @@ def test_json_is_the_summary(trained: tuple[Path, Seen, list[float]], capsys: py
     assert found["steps"] == {"count": 20, "first": 40, "last": 59, "segments": [[40, 59]]}
     assert [row["name"] for row in found["layers"]] == [row.name for row in summary.rows]
     spoiled = next(row for row in found["layers"] if row["name"] == "[/].weight")
-    assert (spoiled["nonfinite"], spoiled["since"]) == (1, SPOILED)
+    assert (spoiled["nonfinite_count"], spoiled["since"]) == (1, SPOILED)
     assert found["spikes"][1] == {
         "step": SPOILED,
         "first": SPOILED,
@@ -347,7 +347,7 @@ def test_every_width_shows_each_layer_in_a_line(trained: tuple[Path, Seen, list[
     assert ("…" in drawn) == (width < 200)
     left_out = next((line for line in lines if line.startswith("no room for ")), "")
     assert bool(left_out) == (width <= 80)
-    for column in ("zeros", "update", "at"):
+    for column in ("zero_count", "update", "at"):
         assert (f" {column}" in drawn.partition("Layers")[2].partition("norm:")[0]) == (column not in left_out)
 
 

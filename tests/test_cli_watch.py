@@ -58,10 +58,10 @@ _CHILD = """
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         monitor.log_scalar("loss", loss.detach())
-        print(monitor.step, flush=True)
+        print(monitor.current_step, flush=True)
         time.sleep(pause)
     monitor.detach()
-    print("complaints", dict(monitor.complaints()), flush=True)
+    print("complaints", dict(monitor.warning_counts()), flush=True)
 """
 
 
@@ -229,7 +229,7 @@ def test_what_a_run_tells_of_itself(trained: Path) -> None:
     assert set(live.not_applied) == {70, 90}
     assert live.total("steps_skipped") == 2
     assert 0 < live.pace < 1
-    assert live.fact("overhead_pct") > 0
+    assert live.fact("overhead_fraction") > 0
     assert live.fact("nothing") is None
 
 

@@ -53,22 +53,22 @@ def _run(
 def test_a_division_is_no_clip_from_the_first_step_on(factor: float) -> None:
     values, reasons, norms = _run(_scaled(factor))
     for value, reason, norm in zip(values, reasons, norms, strict=True):
-        assert "gradmon/clipped_share" not in value
-        assert f"multiplied by {factor:.4g} after backward" in reason["gradmon/clipped_share"]
-        assert value["gradmon/grad_norm_clipped"] == pytest.approx(norm * factor, rel=1e-6)
+        assert "gradmon/clip_fraction" not in value
+        assert f"multiplied by {factor:.4g} after backward" in reason["gradmon/clip_fraction"]
+        assert value["gradmon/grad_norm_after_clip"] == pytest.approx(norm * factor, rel=1e-6)
 
 
 def test_any_factor_is_known_from_the_second_step_on() -> None:
     values, reasons, _ = _run(_scaled(0.7))
-    assert [step for step, value in enumerate(values) if "gradmon/clipped_share" in value] == [0]
-    assert "multiplied by 0.7 after backward" in reasons[-1]["gradmon/clipped_share"]
+    assert [step for step, value in enumerate(values) if "gradmon/clip_fraction" in value] == [0]
+    assert "multiplied by 0.7 after backward" in reasons[-1]["gradmon/clip_fraction"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_factor_is_known_by_gradients_that_it_rounds(dtype: torch.dtype) -> None:
     values, reasons, _ = _run(_scaled(1 / 3), steps=40, dtype=dtype)
-    assert all("gradmon/clipped_share" not in value for value in values[3:])
-    assert "multiplied by 0.33" in reasons[-1]["gradmon/clipped_share"]
+    assert all("gradmon/clip_fraction" not in value for value in values[3:])
+    assert "multiplied by 0.33" in reasons[-1]["gradmon/clip_fraction"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -76,7 +76,7 @@ def test_a_factor_is_known_by_gradients_that_it_rounds(dtype: torch.dtype) -> No
 def test_a_clip_of_gradients_that_it_rounds_counts(dtype: torch.dtype, limit: float) -> None:
     values, _, norms = _run(_clipped(limit), steps=100, dtype=dtype)
     clipped = [norm > limit for norm in norms]
-    assert values[-1]["gradmon/clipped_share"] == sum(clipped) / len(values) > 0.1
+    assert values[-1]["gradmon/clip_fraction"] == sum(clipped) / len(values) > 0.1
 
 
 @pytest.mark.parametrize("limit", [1e-3, 0.5, 1.0, 1e3])
@@ -89,12 +89,12 @@ def test_clips_are_counted_also_beside_a_scaling(limit: float, factor: float | N
         if factor and step + 1 - sum(clipped[: step + 1]) == 1:
             continue  # one step alone that is only scaled looks like one that is clipped
         expected = None if factor and not any(clipped[: step + 1]) else sum(clipped[: step + 1]) / (step + 1)
-        assert values[step].get("gradmon/clipped_share") == expected, step
+        assert values[step].get("gradmon/clip_fraction") == expected, step
 
 
 def test_a_clip_by_value_counts() -> None:
     values, _, _ = _run(lambda parameters, step: torch.nn.utils.clip_grad_value_(parameters, 1e-3))
-    assert [value["gradmon/clipped_share"] for value in values] == [1.0] * len(values)
+    assert [value["gradmon/clip_fraction"] for value in values] == [1.0] * len(values)
 
 
 @pytest.mark.parametrize("clamps", [False, True])
@@ -113,8 +113,8 @@ def test_a_clamp_of_narrow_gradients_shows_when_unscaled(clamps: bool) -> None:
                 parameter.grad.data.clamp_(-0.01, 0.01)
         scaler.step(optimizer)
         scaler.update()
-    assert monitor.get_step_metrics().get("gradmon/clipped_share") == (1.0 if clamps else None)
-    assert clamps or "nothing clipped in 6 steps" in monitor.missing()["gradmon/clipped_share"]
+    assert monitor.get_step_metrics().get("gradmon/clip_fraction") == (1.0 if clamps else None)
+    assert clamps or "nothing clipped in 6 steps" in monitor.missing()["gradmon/clip_fraction"]
 
 
 def test_after_a_closure_that_raised_the_clip_is_unknown() -> None:
@@ -138,7 +138,7 @@ def test_after_a_closure_that_raised_the_clip_is_unknown() -> None:
     is_failing = False
     model(torch.randn(8, 4))
     monitor.detach()
-    for name in ("grad_norm_clipped", "clipped_share"):
+    for name in ("grad_norm_after_clip", "clip_fraction"):
         assert monitor.missing()[f"gradmon/{name}"].startswith("the step was not applied: ")
 
 

@@ -277,7 +277,7 @@ def test_full_preset_with_attention_shares_one_graph(tmp_path: Any) -> None:
 
 
 def test_metrics_asked_one_after_the_other_are_all_measured() -> None:
-    watch = asking("rms", "max", "sparsity", "mean", "l1", "min_value")
+    watch = asking("rms", "max", "sparsity", "mean", "l1_norm", "min_value")
     monitored = Trained(eager, watch, number=2)
     assert len(monitored.values[0]) == 12
     for compile in (one_by_one, as_a_whole):

@@ -19,7 +19,7 @@ from torch_gradmon import ModuleMonitor
 from torch_gradmon.capture.compiled import RECOMPUTED
 from torch_gradmon.core import torch_modes
 
-METRICS = ("norm", "rms", "mean", "std", "max", "min_value", "max_value", "l1", "sparsity", "zeros", "nonfinite")
+METRICS = ("norm", "rms", "mean", "std", "max", "min_value", "max_value", "l1_norm", "sparsity", "zero_count", "nonfinite_count")
 # torch hides this warning of the compiler's own, which it cannot where warnings are errors
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
@@ -256,13 +256,13 @@ def test_a_nan_on_a_step_that_is_not_monitored_does_not_stay_in_the_slots() -> N
         if step % 2 == 0:
             expected = model[0](torch.ones(2, 3)).detach().double()
             assert values["activation/0/norm"] == pytest.approx(expected.norm().item(), rel=1e-6)
-            assert values["activation/0/nonfinite"] == 0
+            assert values["activation/0/nonfinite_count"] == 0
     with torch.no_grad():
         model[0].weight[0, 0] = torch.inf
     compiled(torch.ones(2, 3)).sum().backward()
     optimizer.step()
     found = monitor.get_step_metrics()
-    assert found["activation/0/nonfinite"] == 2
+    assert found["activation/0/nonfinite_count"] == 2
     assert found["activation/0/norm"] == torch.inf
     assert found["activation/0/max"] == pytest.approx(expected[:, 1:].abs().max().item(), rel=1e-6)
 

@@ -468,7 +468,7 @@ def test_rms_and_functions_of_the_terms() -> None:
     assert f"{UPDATE}/0/largest" not in found
     with pytest.raises(ValueError, match="already registered"):
         RefinedCoordinateCheck(monitor)
-    assert monitor.describe()[f"{UPDATE}/.*/l2norm"].startswith("Euclidean norm over the last dimension")
+    assert monitor.describe_metrics()[f"{UPDATE}/.*/l2norm"].startswith("Euclidean norm over the last dimension")
 
 
 def test_keys_are_read_back_in_both_styles_and_go_to_the_run_directory(tmp_path: Path) -> None:
@@ -526,7 +526,7 @@ def test_reasons() -> None:
         model(torch.randn(1, 8)).sum().backward()
         model(torch.randn(1, 8)).sum().backward()
     assert len(caught) == 1
-    assert monitor.complaints() == {"check:2": 2}
+    assert monitor.warning_counts() == {"check:2": 2}
     check.refined_coordinate_check()
     monitor.end_step()
     check.refined_coordinate_check()  # outside of a step
@@ -571,7 +571,7 @@ def test_without_a_reference_that_runs_or_with_compiled_parts_there_is_a_reason(
     if way == "removed":
         monitor.remove_reference_module()
     for _ in range(2):
-        if way == "raises" and monitor.step is None:
+        if way == "raises" and monitor.current_step is None:
             with pytest.warns(gradmon.GradmonWarning, match="reference module failed"):
                 step(called, optimizer, torch.zeros(2, 8))
         else:

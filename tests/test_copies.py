@@ -77,9 +77,9 @@ def test_copies_of_the_optimizer_and_the_scaler_do_not_feed_the_monitor() -> Non
         assert not taken_scaler.is_enabled()
     both_model, both_optimizer = copy.deepcopy((model, optimizer))
     one_step(both_model, both_optimizer)
-    assert monitor.step == 1
+    assert monitor.current_step == 1
     one_step(model, optimizer)
-    assert monitor.step == 2
+    assert monitor.current_step == 2
 
 
 def test_a_saved_model_loads_where_torch_gradmon_is_not_installed(tmp_path: Path) -> None:

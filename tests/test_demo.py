@@ -103,7 +103,7 @@ def test_the_whole_model_values_are_those_of_a_plain_loop(finished: Any, plain: 
     values = finished.values
     assert finished.step == 20
     assert values["gradmon/grad_norm"] == pytest.approx(whole["before"], rel=1e-6)
-    assert values["gradmon/grad_norm_clipped"] == pytest.approx(whole["after"], rel=1e-6)
+    assert values["gradmon/grad_norm_after_clip"] == pytest.approx(whole["after"], rel=1e-6)
     assert values["gradmon/update_ratio"] == pytest.approx(whole["update"] / whole["parameter"], rel=1e-6)
     assert values["loss"] == pytest.approx(loss, rel=1e-6)
 

@@ -56,7 +56,7 @@ class Loop:
             for optimizer in self.optimizers:
                 optimizer.step()
             if self.monitor is not None:
-                step = self.monitor.step
+                step = self.monitor.current_step
                 assert step is not None
                 if values := self.monitor.get_step_metrics():
                     self.seen.append(step)
@@ -98,7 +98,7 @@ def put(directory: Path, **arguments: Any) -> None:
     [
         detail_request(1, "full", 200, 0, 1),
         detail_request(every=7, number=3),
-        detail_request(preset="cheap", steps=1, number=2**53 - 1),
+        detail_request(preset="minimal", steps=1, number=2**53 - 1),
         detail_request(number=5),
         detail_request(every=2**53 - 1, first=2**53 - 2, steps=2**53 - 1, number=1),
     ],
@@ -139,7 +139,7 @@ def _of_user(found: os.stat_result, user: int) -> os.stat_result:
         ({"every": 0}, "every=0 must be a positive int"),
         ({"every": True}, "every=True must be a positive int"),
         ({"steps": -1}, "steps=-1 must be a positive int"),
-        ({"preset": "ful"}, "preset='ful' is not one of 'cheap', 'standard', 'full'; did you mean full"),
+        ({"preset": "ful"}, "preset='ful' is not one of 'minimal', 'standard', 'full'; did you mean full"),
         ({"first": -1}, "from_step=-1 must be a whole number of at least 0"),
         ({"first": 1.5}, r"from_step=1\.5 must be a whole number"),
         ({"every": 2**53}, "is too large; no training has that many steps"),
@@ -172,11 +172,11 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: p
 
 
 def test_from_within_it_begins_with_the_next_step_and_ends_by_itself() -> None:
-    loop = Loop(preset="cheap").go(5)
+    loop = Loop(preset="minimal").go(5)
     assert loop.monitor is not None
     before, hooks = loop.monitor._runtime.planner.registry.metrics, loop.hooks
     assert loop.monitor.detail is None
-    loop.monitor.set_detail(every=1, preset="full", steps=4)
+    loop.monitor.override(every=1, preset="full", steps=4)
     loop.go(3)
     assert loop.monitor.detail == DetailRequest(1, "full", 1, None, 1)
     assert set(loop.tables) >= {"activation", "gradient", "parameter"}
@@ -215,7 +215,7 @@ def test_a_step_that_it_begins_in_has_no_part_of_what_the_root_takes() -> None:
     norms = []
     for step in range(4):
         if step == 2:
-            monitor.set_detail(every=1, steps=2)
+            monitor.override(every=1, steps=2)
         batches = torch.randn(2, 5, 3)
         for x in batches:
             model(x).square().mean().backward()
@@ -232,16 +232,16 @@ def test_a_step_that_it_begins_in_has_no_part_of_what_the_root_takes() -> None:
 def test_a_later_change_takes_the_place_of_one_before_it() -> None:
     loop = Loop().go(1)
     assert loop.monitor is not None
-    loop.monitor.set_detail(every=1, preset="full", steps=100)
+    loop.monitor.override(every=1, preset="full", steps=100)
     loop.go(2)
-    loop.monitor.set_detail(every=5, steps=10)
+    loop.monitor.override(every=5, steps=10)
     loop.go(1)
     assert "activation" not in loop.tables
     loop.go(20)
     assert loop.seen == [0, 1, 2, 5, 10]
-    loop.monitor.set_detail(every=1)
+    loop.monitor.override(every=1)
     loop.go(2)
-    loop.monitor.set_detail(reset=True)
+    loop.monitor.override(reset=True)
     loop.go(20)
     assert loop.seen == [0, 1, 2, 5, 10, 24, 25]
 
@@ -249,28 +249,28 @@ def test_a_later_change_takes_the_place_of_one_before_it() -> None:
 def test_of_two_in_the_same_moment_the_second_counts_and_a_reset_of_nothing_does_nothing() -> None:
     loop = Loop().go(1)
     assert loop.monitor is not None
-    loop.monitor.set_detail(reset=True)
+    loop.monitor.override(reset=True)
     loop.go(2)
-    loop.monitor.set_detail(every=1)
-    loop.monitor.set_detail(every=2, steps=4)
+    loop.monitor.override(every=1)
+    loop.monitor.override(every=2, steps=4)
     assert loop.go(10).seen == [0, 4, 6]
 
 
 def test_it_waits_for_its_first_step() -> None:
     loop = Loop().go(1)
     assert loop.monitor is not None
-    loop.monitor.set_detail(every=1, steps=2, from_step=6)
+    loop.monitor.override(every=1, steps=2, from_step=6)
     assert loop.monitor.detail is None
     loop.go(12)
     assert loop.seen == [0, 6, 7]
-    loop.monitor.set_detail(every=1, steps=2, from_step=3)  # over by now
+    loop.monitor.override(every=1, steps=2, from_step=3)  # over by now
     assert loop.go(5).seen == [0, 6, 7, 13, 14]
 
 
 def test_before_the_first_step_of_all() -> None:
     loop = Loop()
     assert loop.monitor is not None
-    loop.monitor.set_detail(every=1, preset="full", steps=2)
+    loop.monitor.override(every=1, preset="full", steps=2)
     loop.go(1)
     assert "activation" in loop.tables
     assert loop.go(5).seen == [0, 1]
@@ -282,7 +282,7 @@ def test_a_preset_alone_keeps_the_cadence_and_may_be_less_than_the_script_measur
     assert loop.monitor is not None
     everything = loop.monitor._runtime.planner.registry.metrics
     assert "activation" in loop.tables
-    loop.monitor.set_detail(preset="cheap", steps=3)
+    loop.monitor.override(preset="minimal", steps=3)
     loop.go(2)
     assert loop.tables.keys() == {"gradient_before_clip", "gradient"}
     loop.go(2)
@@ -295,7 +295,7 @@ def test_a_preset_alone_keeps_the_cadence_and_may_be_less_than_the_script_measur
 def test_is_step_monitored_knows_what_is_in_force() -> None:
     loop = Loop().go(5)
     assert loop.monitor is not None
-    loop.monitor.set_detail(every=2, steps=5)
+    loop.monitor.override(every=2, steps=5)
     assert not loop.monitor.is_step_monitored(6)  # nothing is in force before a step begins
     loop.go(1)
     assert [step for step in range(120) if loop.monitor.is_step_monitored(step)] == [0, 6, 8, 100]
@@ -304,7 +304,7 @@ def test_is_step_monitored_knows_what_is_in_force() -> None:
 def test_steps_are_counted_and_not_optimizers_micro_batches_or_numbers() -> None:
     loop = Loop(optimizers=2).go(3)
     assert loop.monitor is not None
-    loop.monitor.set_detail(every=1, steps=3)
+    loop.monitor.override(every=1, steps=3)
     assert loop.go(10).seen == [0, 3, 4, 5]
 
 
@@ -319,7 +319,7 @@ def test_by_hand_with_numbers_of_its_own(attached: bool) -> None:
     begun = []
     for step in range(0, 300, 10):
         if step == 50:
-            monitor.set_detail(every=20, preset="full", steps=4, from_step=95)
+            monitor.override(every=20, preset="full", steps=4, from_step=95)
         if monitor.begin_step(step):
             begun.append(step)
         optimizer.zero_grad()
@@ -342,7 +342,7 @@ def test_a_script_that_goes_back_goes_on_counting() -> None:
         warnings.simplefilter("ignore")
         for step in (0, 1, 2, 3, 4, 2, 3, 4, 5, 6):
             if step == 3 and len(begun) == 1:
-                monitor.set_detail(every=1, steps=4)
+                monitor.override(every=1, steps=4)
             begun += [step] if monitor.begin_step(step) else []
             model(torch.randn(4, 3)).square().mean().backward()
             monitor.end_step()
@@ -365,7 +365,7 @@ def test_what_asks_for_nothing_is_refused(arguments: dict[str, Any], words: str)
     loop = Loop()
     assert loop.monitor is not None
     with pytest.raises(ValueError, match=words):
-        loop.monitor.set_detail(**arguments)
+        loop.monitor.override(**arguments)
     assert not loop.monitor._runtime.built_in.detail.watches_idle_steps
 
 
@@ -373,7 +373,7 @@ def test_from_a_signal_handler_in_the_middle_of_a_forward_pass() -> None:
     loop = Loop().go(2)
     monitor = loop.monitor
     assert monitor is not None
-    before = signal.signal(signal.SIGUSR1, lambda *_: monitor.set_detail(every=1, steps=2))
+    before = signal.signal(signal.SIGUSR1, lambda *_: monitor.override(every=1, steps=2))
     handle = loop.model[1].register_forward_pre_hook(lambda *_: signal.raise_signal(signal.SIGUSR1))
     try:
         loop.go(1)
@@ -391,7 +391,7 @@ def test_from_another_thread_while_steps_go_on() -> None:
 
     def ask() -> None:
         while not stop.is_set():
-            monitor.set_detail(every=1, steps=2)
+            monitor.override(every=1, steps=2)
 
     thread = threading.Thread(target=ask)
     thread.start()
@@ -400,9 +400,9 @@ def test_from_another_thread_while_steps_go_on() -> None:
     thread.join()
     loop.go(10)
     assert len(loop.seen) > 2
-    assert not monitor.complaints()
-    monitor.set_detail(every=1, steps=1)  # none is lost for those before
-    first = monitor.step
+    assert not monitor.warning_counts()
+    monitor.override(every=1, steps=1)  # none is lost for those before
+    first = monitor.current_step
     assert first is not None
     assert loop.go(3).seen[-1] == first + 1
 
@@ -411,11 +411,11 @@ def test_the_environment_makes_it_inert(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setenv("GRADMON_DISABLE", "1")
     model = nn.Linear(2, 1)
     monitor = gradmon.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), run_dir=tmp_path / "run")
-    monitor.set_detail(every=1, preset="full")
+    monitor.override(every=1, preset="full")
     assert monitor.detail is None
     assert not (tmp_path / "run").exists()
     with pytest.raises(ValueError, match="every=0"):
-        monitor.set_detail(every=0)
+        monitor.override(every=0)
 
 
 # --- what stays ------------------------------------------------------------------------------------------------------------------------
@@ -427,7 +427,7 @@ def test_what_was_added_by_hand_stays_also_if_it_is_added_meanwhile() -> None:
     assert monitor is not None
     monitor.add_activation_metric("max", metric_regex="^0$")
     loop.go(1)
-    monitor.set_detail(preset="cheap", steps=6)
+    monitor.override(preset="minimal", steps=6)
     loop.go(2)
     assert "activation/0/max" in loop.keys[3]
     monitor.add_gradient_metric("norm", metric_regex="^2.weight$", stages=["after_clip"])
@@ -444,9 +444,9 @@ def test_what_was_added_by_hand_stays_also_if_it_is_added_meanwhile() -> None:
 
 
 def test_a_preset_that_the_script_adds_meanwhile_is_what_comes_after() -> None:
-    loop = Loop(every=1, preset="cheap").go(1)
+    loop = Loop(every=1, preset="minimal").go(1)
     assert loop.monitor is not None
-    loop.monitor.set_detail(preset="standard", steps=4)
+    loop.monitor.override(preset="standard", steps=4)
     loop.go(2)
     loop.monitor.add_preset("full")
     loop.go(1)
@@ -458,7 +458,7 @@ def test_a_preset_that_the_script_adds_meanwhile_is_what_comes_after() -> None:
 def test_detach_ends_it_and_leaves_no_hook(tmp_path: Path) -> None:
     loop = Loop(run_dir=tmp_path)
     assert loop.monitor is not None
-    loop.monitor.set_detail(every=1, preset="full")
+    loop.monitor.override(every=1, preset="full")
     loop.go(3)
     assert any(loop.hooks)
     loop.monitor.detach()
@@ -476,13 +476,13 @@ def test_detach_ends_it_and_leaves_no_hook(tmp_path: Path) -> None:
 def test_a_state_has_nothing_of_it_so_that_a_resumed_run_does_what_its_script_says() -> None:
     loop = Loop()
     assert loop.monitor is not None
-    loop.monitor.set_detail(every=1, preset="full")
+    loop.monitor.override(every=1, preset="full")
     loop.go(3)
     again = Loop()
     assert again.monitor is not None
     again.monitor.load_state_dict(loop.monitor.state_dict())
     assert again.go(10).seen == []
-    assert again.monitor.step == 12
+    assert again.monitor.current_step == 12
 
 
 def test_the_closer_look_after_a_spike_goes_on_beside_it() -> None:
@@ -493,7 +493,7 @@ def test_the_closer_look_after_a_spike_goes_on_beside_it() -> None:
     with gradmon.testing.collect_records(monitor) as records:
         for step in range(60):
             if step == 50:
-                monitor.set_detail(preset="full", steps=2)
+                monitor.override(preset="full", steps=2)
             optimizer.zero_grad()
             (model(torch.randn(16, 4)).square().mean() * (1e4 if step == 50 else 1)).backward()
             optimizer.step()
@@ -516,51 +516,51 @@ def test_it_stands_above_monitor_step_fn_which_is_asked_once_a_step_as_ever() ->
 
     loop = Loop(monitored=False)
     monitor = loop.monitor = ModuleMonitor(loop.model, monitor_step_fn=every_fourth_call)
-    monitor.add_preset("cheap")
+    monitor.add_preset("minimal")
     monitor.attach(*loop.optimizers)
     asked.clear()
     loop.go(6)
-    monitor.set_detail(every=1, steps=3)
+    monitor.override(every=1, steps=3)
     loop.go(14)
     assert asked == [*range(21)]
     assert loop.seen == [0, 4, 6, 7, 8, 12, 16]
 
 
 def test_it_stands_above_the_budget_which_learns_nothing_of_it() -> None:
-    loop = Loop(every=1, overhead_budget=1e-5)
+    loop = Loop(every=1, max_overhead=1e-5)
     monitor = loop.monitor
     assert monitor is not None
-    with pytest.warns(GradmonWarning, match="overhead_budget"):
+    with pytest.warns(GradmonWarning, match="max_overhead"):
         loop.go(400)
     budget = monitor._runtime.built_in.budget
     assert budget is not None
-    interval, told = budget.interval, dict(monitor.complaints())
+    interval, told = budget.interval, dict(monitor.warning_counts())
     assert interval > 4
     del loop.seen[:]
-    monitor.set_detail(every=1, preset="full", steps=40)
+    monitor.override(every=1, preset="full", steps=40)
     loop.go(40)
     assert loop.seen == [*range(400, 440)]
     assert budget.interval == interval
-    assert monitor.complaints() == told
+    assert monitor.warning_counts() == told
     loop.go(interval)
     assert len(loop.seen) <= 41
-    monitor.set_detail(preset="full", steps=20)  # no word about the cadence: the budget rules
+    monitor.override(preset="full", steps=20)  # no word about the cadence: the budget rules
     loop.go(20)
     assert len(loop.seen) < 50
 
 
 def test_a_budget_goes_back_to_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OverheadBudget, "count", lambda *_: None)  # which goes by the clock
-    loop = Loop(every=1, overhead_budget=0.9).go(60)
+    loop = Loop(every=1, max_overhead=0.9).go(60)
     assert loop.monitor is not None
     budget = loop.monitor._runtime.built_in.budget
     assert budget is not None
     budget.interval = 4  # as it was found for what the script asks for
-    loop.monitor.set_detail(preset="full", steps=50)
+    loop.monitor.override(preset="full", steps=50)
     loop.go(20)
     budget.interval = 16  # as it may be found for more
     loop.go(20)
-    loop.monitor.set_detail(preset="full", steps=10)  # one takes the place of another
+    loop.monitor.override(preset="full", steps=10)  # one takes the place of another
     loop.go(11)
     assert loop.monitor.detail is None
     assert budget.interval == 4
@@ -572,7 +572,7 @@ def test_a_budget_goes_back_to_where_it_was(monkeypatch: pytest.MonkeyPatch) -> 
 def test_records_say_under_what_they_were_measured(tmp_path: Path) -> None:
     loop = Loop(run_dir=tmp_path).go(1)
     assert loop.monitor is not None
-    loop.monitor.set_detail(every=2, preset="full", steps=5)
+    loop.monitor.override(every=2, preset="full", steps=5)
     loop.go(20)
     run = load_run(tmp_path)
     assert run.steps == [0, 2, 4]
@@ -581,7 +581,7 @@ def test_records_say_under_what_they_were_measured(tmp_path: Path) -> None:
     assert run.table("activation", 4) is not None
     words = "measured under a live change of detail (gradmon detail, number 1): steps divisible by 2, preset full"
     assert words in explain(run, 4)
-    assert words in loop.monitor.why(4)
+    assert words in loop.monitor.explain_spike(4)
     assert "tuned" not in explain(run, 0)
     assert "live change" not in explain(run, 0)
 
@@ -591,7 +591,7 @@ def test_detectors_judge_the_steps_between(tmp_path: Path) -> None:
     monitor = loop.monitor
     assert monitor is not None
     monitor.add_detector(SpikeDetector(signal="param_norm"))
-    monitor.set_detail(every=1, steps=60)
+    monitor.override(every=1, steps=60)
     loop.go(70)
     assert sum("spike_score/param_norm" in keys for keys in loop.keys.values()) > 20
 
@@ -616,8 +616,8 @@ def test_training_is_the_same_bit_for_bit(setting: loops.Setting, tmp_path: Path
 
     def watch(model: Any, optimizer: Any, scaler: Any) -> ModuleMonitor:
         monitor = ModuleMonitor(model, every=1000, on_metric_error="raise", run_dir=tmp_path / "run")
-        monitor.add_preset("cheap")
-        monitor.set_detail(every=1, preset="full", steps=4, from_step=3)
+        monitor.add_preset("minimal")
+        monitor.override(every=1, preset="full", steps=4, from_step=3)
         monitors.append(monitor)
         return monitor.attach(optimizer, scaler=scaler)
 
@@ -640,7 +640,7 @@ def test_a_compiled_model_is_not_compiled_again(preset: str, tmp_path: Path) -> 
     monitor = loop.monitor = gradmon.watch(loop.model, *loop.optimizers, preset=preset, every=10, run_dir=tmp_path, on_spike=None)
     loop.go(3)
     hooks = [len(module._forward_hooks) for module in inner.modules()]
-    monitor.set_detail(every=1, preset="full", steps=3)
+    monitor.override(every=1, preset="full", steps=3)
     with pytest.warns(GradmonWarning, match="a change of detail leaves activations and attention as the script asked for"):
         loop.go(3)
     loop.go(10)
@@ -651,7 +651,7 @@ def test_a_compiled_model_is_not_compiled_again(preset: str, tmp_path: Path) -> 
     for step in run.steps:
         assert (run.table("activation", step) is not None) == (preset == "full")
     assert run.table("gradient", 4) is not None
-    assert not [cause for cause in monitor.complaints() if cause != "tune:compiled"]
+    assert not [cause for cause in monitor.warning_counts() if cause != "tune:compiled"]
     torch._dynamo.reset()
 
 
@@ -661,7 +661,7 @@ def test_a_model_that_is_compiled_meanwhile_is_not_compiled_again_when_the_chang
     counters.clear()
     loop = Loop().go(3)
     assert loop.monitor is not None
-    loop.monitor.set_detail(every=1, preset="full", steps=8)
+    loop.monitor.override(every=1, preset="full", steps=8)
     loop.go(2)
     inner, loop.model = loop.model, torch.compile(loop.model, backend="aot_eager")  # type: ignore[assignment]
     loop.go(20)
@@ -850,7 +850,7 @@ def test_idle_steps_have_no_hooks_and_read_nothing(tmp_path: Path) -> None:
 def test_a_tensor_of_a_step_is_not_kept_by_what_ended(tmp_path: Path) -> None:
     loop = Loop(run_dir=tmp_path)
     assert loop.monitor is not None
-    loop.monitor.set_detail(every=1, preset="full", steps=2)
+    loop.monitor.override(every=1, preset="full", steps=2)
     kept: list[weakref.ref[Tensor]] = []
     handle = loop.model[0].register_forward_hook(lambda module, args, output: kept.append(weakref.ref(output)))
     loop.go(2)

@@ -41,7 +41,7 @@ while time.time() < end and not os.path.exists(sys.argv[1] + "/stop"):
     optimizer.zero_grad()
     model(torch.randn(16, 8)).square().mean().backward()
     optimizer.step()
-    if monitor.step == 0:
+    if monitor.current_step == 0:
         print("begun", flush=True)
     time.sleep(0.005)
 """
@@ -236,7 +236,7 @@ def test_the_file_itself_may_be_named_and_numbers_grow(tmp_path: Path, capsys: p
         assert f"number {number}: every step" in _said(capsys, 0, tmp_path / VALUES, "--every", 1, "--for", 2)
         assert detail_request.read(tmp_path / detail_request.FILE_NAME)[0].number == number
     training.go(3)
-    training.monitor.set_detail(every=2)  # which is a number too
+    training.monitor.override(every=2)  # which is a number too
     training.go(2)
     assert "number 5: preset full" in _said(capsys, 0, tmp_path, "--preset", "full")
     (tmp_path / detail_request.FILE_NAME).write_text("broken")
@@ -245,7 +245,7 @@ def test_the_file_itself_may_be_named_and_numbers_grow(tmp_path: Path, capsys: p
 
 @pytest.mark.usefixtures("at_once")
 def test_what_whoever_asks_may_not_have_thought_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    training = Training(tmp_path, every=1, preset="cheap").go(10)
+    training = Training(tmp_path, every=1, preset="minimal").go(10)
     assert "step 3 is over, so the change begins with the next step" in _said(capsys, 0, tmp_path, "--every", 1, "--first", 3)
     assert "without --every the cadence stays that of the script: every step, preset cheap" in _said(
         capsys, 0, tmp_path, "--preset", "full", "--for", 5
@@ -306,7 +306,7 @@ def test_whether_a_run_looks_alive_depends_on_how_often_it_is_monitored(
     now = 1_000_000.0
     monkeypatch.setattr("torch_gradmon.step.record_builder.time.time", lambda: now)
     for _ in range(3):  # of a run whose steps take a second
-        training.monitor.set_detail(every=1, steps=1)
+        training.monitor.override(every=1, steps=1)
         for _ in range(10):
             training.go(1)
             now += 1.0

@@ -183,7 +183,7 @@ def test_attention_measured_later_does_not_show_its_beginning() -> None:
 
 def test_units_seen_after_a_spike_have_the_steps_that_were_seen() -> None:
     def of(step: int) -> dict[str, float] | None:
-        return {"rms": 0.95, "zeros": 0.97} if 60 <= step < 70 else None
+        return {"rms": 0.95, "zero_count": 0.97} if 60 <= step < 70 else None
 
     run = history(loss=flat, activation={"1": of, "2": of}, kinds={"1": "ReLU", "2": "Tanh"})
     assert {finding.rule: finding.steps for finding in check_units(run)} == {"dead-units": (65, 69), "saturated-units": (62, 69)}

@@ -83,7 +83,7 @@ def test_a_long_run_is_thinned_and_keeps_its_ends_and_its_spikes(tmp_path: Path)
 def test_a_loss_that_is_logged_seldom_is_still_looked_at(tmp_path: Path) -> None:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    monitor = gradmon.watch(model, optimizer, preset="cheap", run_dir=tmp_path, on_spike=None)
+    monitor = gradmon.watch(model, optimizer, preset="minimal", run_dir=tmp_path, on_spike=None)
     for step in range(1300):
         optimizer.zero_grad()
         loss = model(torch.ones(2, 4)).square().mean()

@@ -157,7 +157,7 @@ def test_a_layer_that_cannot_make_nan_is_not_blamed(last: nn.Module, is_blamed: 
 
 
 def test_steps_without_gradients_are_not_said_to_be_finite() -> None:
-    rows = {"a.weight": lambda step: {"rms": 1.0, "nonfinite": float(step >= 30)}}
+    rows = {"a.weight": lambda step: {"rms": 1.0, "nonfinite_count": float(step >= 30)}}
     (finding,) = check_nonfinite(history(6, every=10, parameter=rows, gradient_before_clip={"a.weight": 1.0}))
     assert finding.steps[0] == 30
     assert "gradients were finite in step 20, and later ones are not known" in finding.cause

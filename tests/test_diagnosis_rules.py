@@ -252,7 +252,7 @@ def test_a_bias_that_is_taken_out_again_needs_no_mending() -> None:
 
 
 def test_a_gradient_that_is_nan_is_one() -> None:
-    rows = {"a.weight": 1.0, "b.weight": {"rms": math.nan, "nonfinite": 3}, "c.weight": None}
+    rows = {"a.weight": 1.0, "b.weight": {"rms": math.nan, "nonfinite_count": 3}, "c.weight": None}
     (finding,) = check_unused_parameters(history(gradient_before_clip=rows, parameter=dict.fromkeys(rows, 0.1)))
     assert (finding.where, finding.evidence["parameters without gradient"]) == ("c.weight", 1.0)
 
@@ -277,7 +277,7 @@ def test_a_parameter_that_was_seen_too_seldom_is_not_judged() -> None:
 
 
 def test_a_branch_whose_gradient_is_nan_is_not_frozen() -> None:
-    gradients = {LAYERS[0]: lambda step: {"rms": math.nan, "nonfinite": 3} if step > 40 else 0.1, LAYERS[1]: 0.1}
+    gradients = {LAYERS[0]: lambda step: {"rms": math.nan, "nonfinite_count": 3} if step > 40 else 0.1, LAYERS[1]: 0.1}
     run = history(loss=falls, gradient_before_clip=gradients, parameter=dict.fromkeys(LAYERS[:2], 0.1))
     assert "gradient-dropped-to-zero" not in [finding.rule for finding in check_unused_parameters(run)]
 
@@ -334,11 +334,11 @@ def test_a_loss_that_is_solved_may_have_no_gradient() -> None:
 
 
 @pytest.mark.parametrize(
-    ("largest", "zeros", "found"),
+    ("largest", "zero_count", "found"),
     [(3 * 2.0**-24, 0.9, True), (3 * 2.0**-24, 0.1, False), (2.0**-10, 0.9, False), (3.3 * 2.0**-24, 0.9, False)],
 )
 def test_gradients_that_were_float16_and_too_small(largest: float, zeros: float, found: bool) -> None:
-    stats = {"rms": largest / 3, "min": -(2.0**-24), "max": largest, "zeros": zeros}
+    stats = {"rms": largest / 3, "min": -(2.0**-24), "max": largest, "zero_count": zeros}
     run = history(gradient_before_clip={"a.weight": stats, "b.weight": stats})
     assert _rules(check_precision(run)) == [("warning", "low-precision-underflow")] * found
 
@@ -346,7 +346,7 @@ def test_gradients_that_were_float16_and_too_small(largest: float, zeros: float,
 def test_a_gradient_that_once_had_other_numbers_was_no_float16() -> None:
     def stats(step: int) -> dict[str, float]:
         largest = 1e-6 if step == 7 else 2.0**-23
-        return {"rms": 1e-8, "min": -(2.0**-24), "max": largest, "zeros": 0.9}
+        return {"rms": 1e-8, "min": -(2.0**-24), "max": largest, "zero_count": 0.9}
 
     assert check_precision(history(gradient_before_clip={"a.weight": stats, "b.weight": stats})) == []
 
@@ -354,7 +354,7 @@ def test_a_gradient_that_once_had_other_numbers_was_no_float16() -> None:
 @pytest.mark.parametrize(("output", "found"), [(0.333251953125, True), (0.3332, False), (0.33203125, False)])
 def test_gradients_that_are_all_zero_are_underflow_only_where_outputs_are_float16(output: float, found: bool) -> None:
     # the first has eleven digits, as float16 does; the second more; the third eight, as bfloat16 does
-    nothing = {"rms": 0.0, "min": 0.0, "max": 0.0, "zeros": 1.0}
+    nothing = {"rms": 0.0, "min": 0.0, "max": 0.0, "zero_count": 1.0}
     outputs = {"rms": 0.1, "min": -output, "max": output}
     run = history(gradient_before_clip={"a.weight": nothing}, activation={"a": outputs, "b": outputs})
     assert _rules(check_precision(run)) == [("warning", "low-precision-underflow")] * found
@@ -373,8 +373,8 @@ def test_updates_that_half_precision_rounds_to_nothing(largest: float, update: f
     weights = {"rms": 0.1, "min": -largest, "max": largest}
     run = history(
         parameter={"a.weight": weights, "b.weight": weights},
-        update={name: {"rms": 1e-5, "zeros": update} for name in ("a.weight", "b.weight")},
-        gradient_before_clip={name: {"rms": 0.1, "zeros": gradient} for name in ("a.weight", "b.weight")},
+        update={name: {"rms": 1e-5, "zero_count": update} for name in ("a.weight", "b.weight")},
+        gradient_before_clip={name: {"rms": 0.1, "zero_count": gradient} for name in ("a.weight", "b.weight")},
     )
     assert _rules(check_precision(run)) == [("warning", "low-precision-underflow")] * found
 
@@ -395,7 +395,7 @@ def _columns(run: History, source: str, columns: frozenset[Column]) -> None:
 @pytest.mark.parametrize(("dtype", "said"), [("bfloat16", True), ("float16", True), ("float32", False)])
 @pytest.mark.parametrize("missing", ["update", "gradient_before_clip"])
 def test_lost_updates_that_no_zeros_show_are_not_judged(dtype: str, said: bool, missing: str) -> None:
-    run = _of_halves(dtype, parameter={"rms": 0.1}, update={"rms": 1e-7, "zeros": 0.9}, gradient_before_clip={"rms": 0.1})
+    run = _of_halves(dtype, parameter={"rms": 0.1}, update={"rms": 1e-7, "zero_count": 0.9}, gradient_before_clip={"rms": 0.1})
     _columns(run, missing, frozenset({Column.COUNT, Column.SQUARE_SUM, Column.MIN, Column.MAX}))
     diagnosis = diagnose_history(run)
     found = {finding.rule for finding in diagnosis.findings}
@@ -410,16 +410,18 @@ def test_lost_updates_that_no_zeros_show_are_not_judged(dtype: str, said: bool, 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_updates_are_lost_to_the_dtype_of_the_weights(dtype: str) -> None:
-    run = _of_halves(dtype, parameter={"rms": 0.1}, update={"rms": 1e-5, "zeros": 0.9}, gradient_before_clip={"rms": 0.1})
+    run = _of_halves(dtype, parameter={"rms": 0.1}, update={"rms": 1e-5, "zero_count": 0.9}, gradient_before_clip={"rms": 0.1})
     assert _rules(check_precision(run)) == [("warning", "low-precision-underflow")] * (dtype == "bfloat16")
 
 
 def test_matrices_that_rounding_keeps_still_are_part_of_one_finding() -> None:
-    run = _of_halves("bfloat16", parameter={"rms": 0.1}, update={"rms": 0.0, "zeros": 1.0}, gradient_before_clip={"rms": 0.1})
+    run = _of_halves(
+        "bfloat16", parameter={"rms": 0.1}, update={"rms": 0.0, "zero_count": 1.0}, gradient_before_clip={"rms": 0.1}
+    )
     found = [finding for finding in diagnose_history(run).findings if finding.rule in ("low-precision-underflow", "zero-update")]
     assert [finding.rule for finding in found] == ["low-precision-underflow"]
     assert found[0].evidence["matrices whose update is exactly zero"] == 2.0
-    plain = _of_halves("float32", parameter={"rms": 0.1}, update={"rms": 0.0, "zeros": 1.0}, gradient={"rms": 0.1})
+    plain = _of_halves("float32", parameter={"rms": 0.1}, update={"rms": 0.0, "zero_count": 1.0}, gradient={"rms": 0.1})
     assert "zero-update" in [finding.rule for finding in diagnose_history(plain).findings]
 
 
@@ -427,7 +429,7 @@ def test_matrices_that_rounding_keeps_still_are_part_of_one_finding() -> None:
 
 
 @pytest.mark.parametrize(
-    ("zeros", "kind", "loss", "expected"),
+    ("zero_count", "kind", "loss", "expected"),
     [
         (0.97, "ReLU", flat, [("warning", "dead-units")]),
         (0.97, "ReLU", falls, [("info", "dead-units")]),
@@ -438,15 +440,15 @@ def test_matrices_that_rounding_keeps_still_are_part_of_one_finding() -> None:
 def test_dead_units_by_their_outputs(
     zeros: float, kind: str, loss: Callable[[int], float], expected: list[tuple[str, str]]
 ) -> None:
-    run = history(loss=loss, activation={"1": {"rms": 0.1, "zeros": zeros}}, kinds={"1": kind})
+    run = history(loss=loss, activation={"1": {"rms": 0.1, "zero_count": zeros}}, kinds={"1": kind})
     assert _rules(check_units(run)) == expected
 
 
-@pytest.mark.parametrize(("zeros", "below", "severity"), [(1.0, 0.0, "warning"), (0.99, 0.0, "info"), (1.0, 0.1, "info")])
+@pytest.mark.parametrize(("zero_count", "below", "severity"), [(1.0, 0.0, "warning"), (0.99, 0.0, "info"), (1.0, 0.1, "info")])
 def test_a_layer_of_which_no_unit_fires_matters_where_it_keeps_all_gradients(zeros: float, below: float, severity: str) -> None:
     run = history(
         loss=falls,
-        activation={"1": {"rms": 0.1, "zeros": zeros}},
+        activation={"1": {"rms": 0.1, "zero_count": zeros}},
         kinds={"1": "ReLU"},
         parameter={"0.weight": 0.1, "2.weight": 0.1},
         gradient_before_clip={"0.weight": below, "2.weight": 0.1},
@@ -456,7 +458,7 @@ def test_a_layer_of_which_no_unit_fires_matters_where_it_keeps_all_gradients(zer
 
 @pytest.mark.parametrize(("weight", "bias", "found"), [(0.8, 0.8, True), (0.8, 0.0, False), (0.3, 0.9, False), (1.0, 1.0, False)])
 def test_dead_units_by_rows_of_zeros_in_weight_and_bias(weight: float, bias: float, found: bool) -> None:
-    gradients = {"0.weight": {"rms": 0.1, "zeros": weight}, "0.bias": {"rms": 0.1, "zeros": bias}}
+    gradients = {"0.weight": {"rms": 0.1, "zero_count": weight}, "0.bias": {"rms": 0.1, "zero_count": bias}}
     faded = {name: {**stats, "rms": 1e-7} for name, stats in gradients.items()}
     assert check_units(history(loss=flat, gradient_before_clip=faded, activation={"0": 1.0})) == []
     run = history(loss=flat, gradient_before_clip=gradients, activation={"0": 1.0})
@@ -501,7 +503,7 @@ def test_without_activations_units_are_unseen() -> None:
 def test_a_bound_far_below_the_usual_norm(
     norm: float, share: float, loss: Callable[[int], float], expected: list[tuple[str, str]]
 ) -> None:
-    values = {"grad_norm": lambda _: norm, "grad_norm_clipped": lambda _: 1.0, "clipped_share": lambda _: share}
+    values = {"grad_norm": lambda _: norm, "grad_norm_after_clip": lambda _: 1.0, "clip_fraction": lambda _: share}
     found = check_clipping(history(loss=loss, values=values))
     assert _rules(found) == expected
     for finding in found:
@@ -513,14 +515,14 @@ def test_what_has_no_bound_in_common_is_not_taken_for_a_clip_of_the_whole_gradie
     # as after a sum of losses, whose gradient the loop divides by the number of tokens
     values = {
         "grad_norm": lambda step: 50.0 + step,
-        "grad_norm_clipped": lambda step: 1.0 + step / 30,
-        "clipped_share": lambda _: 1.0,
+        "grad_norm_after_clip": lambda step: 1.0 + step / 30,
+        "clip_fraction": lambda _: 1.0,
     }
     (finding,) = check_clipping(history(loss=flat, values=values))
     assert (finding.rule, finding.severity) == ("always-clipped", "info")
     assert "not to one norm, as by a clip with one bound" in finding.cause
     # as after sign_(), which makes most norms larger
-    values = {"grad_norm": lambda step: 1.0, "grad_norm_clipped": lambda step: 9.0, "clipped_share": lambda _: 0.0}
+    values = {"grad_norm": lambda step: 1.0, "grad_norm_after_clip": lambda step: 9.0, "clip_fraction": lambda _: 0.0}
     assert check_clipping(history(loss=flat, values=values)) == []
 
 
@@ -535,7 +537,7 @@ def test_what_has_no_bound_in_common_is_not_taken_for_a_clip_of_the_whole_gradie
     ],
 )
 def test_a_clip_that_never_acts_is_a_fault_where_outliers_pass(norm: Callable[[int], float], severity: str) -> None:
-    values = {"grad_norm": norm, "grad_norm_clipped": norm, "clipped_share": lambda _: 0.0}
+    values = {"grad_norm": norm, "grad_norm_after_clip": norm, "clip_fraction": lambda _: 0.0}
     assert _rules(check_clipping(history(loss=flat, values=values))) == [(severity, "never-clipped")]
     assert _rules(check_clipping(history(loss=falls, values=values))) == [("info", "never-clipped")]
 
@@ -553,8 +555,8 @@ def test_a_clip_that_never_acts_is_a_fault_where_outliers_pass(norm: Callable[[i
     ],
 )
 def test_the_bound_of_a_trainer_is_known(bound: float | None, outliers: int, cause: str) -> None:
-    values = {name: lambda step: 30.0 if step in (40, 70)[:outliers] else 1.0 for name in ("grad_norm", "grad_norm_clipped")}
-    run = history(loss=flat, values={**values, "clipped_share": lambda step: 0.0})
+    values = {name: lambda step: 30.0 if step in (40, 70)[:outliers] else 1.0 for name in ("grad_norm", "grad_norm_after_clip")}
+    run = history(loss=flat, values={**values, "clip_fraction": lambda step: 0.0})
     run.clip_bound = bound
     found = [finding.cause for finding in check_clipping(run)]
     assert len(found) == bool(cause)
@@ -832,7 +834,7 @@ def test_a_spike_is_told_with_the_layer_that_made_it() -> None:
     assert (finding.rule, finding.severity, finding.where, finding.steps) == ("spike", "warning", "b.weight", (60, 60))
     assert "58.3 times what was usual; b.weight (300 times its usual norm, 26% of the square) moved most, then " in finding.cause
     assert "There was 1 other spike, none larger." in finding.cause
-    assert "monitor.why(60)" in finding.advice
+    assert "monitor.explain_spike(60)" in finding.advice
     assert finding.evidence["grad_norm"] == 58.3
 
 
@@ -1058,7 +1060,7 @@ def test_chance_is_that_of_the_loss_that_goes_backward(logged: float, is_known: 
 def test_a_clip_sets_the_pace_of_plain_sgd(optimizer: str, ratio: float, severity: str) -> None:
     run = history(
         loss=falls,
-        values={"grad_norm": lambda step: ratio, "grad_norm_clipped": lambda step: 1.0, "clipped_share": lambda step: 1.0},
+        values={"grad_norm": lambda step: ratio, "grad_norm_after_clip": lambda step: 1.0, "clip_fraction": lambda step: 1.0},
     )
     run.groups = [{"optimizer": optimizer, "settings": {}, "parameters": []}]
     assert _rules(check_clipping(run)) == [(severity, "always-clipped")]
@@ -1290,7 +1292,7 @@ def test_words_that_fit_their_numbers() -> None:
 
 
 def test_zeros_in_gradients_are_no_dead_units_of_a_model_without_relu() -> None:
-    rows = {"max": 1.0, "rms": 1.0, "zeros": 0.9}
+    rows = {"max": 1.0, "rms": 1.0, "zero_count": 0.9}
     for kind, found in (("GELU", []), ("Tanh", []), ("ReLU", ["dead-units"]), ("Linear", ["dead-units"])):
         run = history(gradient={"qkv.weight": rows, "qkv.bias": rows}, kinds={"qkv": "Linear", "after": kind})
         try:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import torch_gradmon as gradmon
-from torch_gradmon import Difference, ModuleMonitor, Run, diff, load_run
+from torch_gradmon import ModuleMonitor, Run, RunDiff, diff_runs, load_run
 from torch_gradmon.analysis.comparison import STAGES, Order, is_clock
 from torch_gradmon.analysis.run import settings_that_differ
 from torch_gradmon.cli.main import main
@@ -86,7 +86,7 @@ def train(
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), model.limit)
         if tag is not None:
-            monitor.tag(batch=tag(step))
+            monitor.log_context(batch=tag(step))
         optimizer.step()
         monitor.log_scalars({"loss": loss.item(), **{key: value(step) for key, value in (log or {}).items()}})
     monitor.detach()
@@ -105,14 +105,14 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_training_that_is_done_again_is_the_same_to_the_bit(base: Path, tmp_path: Path) -> None:
     again = train(tmp_path)
-    for found in (diff(base, again, rtol=0), diff(load_run(base), load_run(again))):
+    for found in (diff_runs(base, again, rtol=0), diff_runs(load_run(base), load_run(again))):
         assert not found.diverges
         assert found.exit_code == 0
         assert (found.first, found.onset, found.largest, found.divergences, found.interpretation) == (None, None, None, (), "")
         assert found.steps == tuple(range(24))
         assert found.stages["parameters"].tensors == 10
         assert not any(found.unmatched)
-        assert found.not_compared == ("gradmon/overhead_pct",)
+        assert found.not_compared == ("gradmon/overhead_fraction",)
     assert "none of the compared values differs at all" in str(found)
 
 
@@ -195,7 +195,7 @@ def test_one_change_is_found_where_it_was_made(
     preset: str, change: Change, step: int, key: str, reading: str, base: Path, full: Path, tmp_path: Path
 ) -> None:
     changed = train(tmp_path, change, preset=preset)
-    found = diff(full if preset == "full" else base, changed)
+    found = diff_runs(full if preset == "full" else base, changed)
     assert found.first is not None
     assert (found.first.step, found.first.key) == (step, key)
     assert found.first == found.divergences[0]
@@ -217,7 +217,7 @@ def test_one_change_is_found_where_it_was_made(
 
 def test_every_value_of_a_parting_is_that_of_the_runs(base: Path, tmp_path: Path) -> None:
     changed = train(tmp_path, _data)
-    found = diff(base, changed)
+    found = diff_runs(base, changed)
     runs = load_run(base), load_run(changed)
     values = [{**values_of(run, 13), "context/lr": run.context(13)["lr"][0]} for run in runs]
     assert len(found.divergences) > 20
@@ -228,7 +228,7 @@ def test_every_value_of_a_parting_is_that_of_the_runs(base: Path, tmp_path: Path
 
 
 def test_the_growth_is_that_of_the_values(base: Path, tmp_path: Path) -> None:
-    found = diff(base, train(tmp_path, _data))
+    found = diff_runs(base, train(tmp_path, _data))
     runs = load_run(base), load_run(tmp_path)
     assert list(found.growth) == ["loss", "gradmon/param_norm", "gradmon/grad_norm"]
     assert list(found.growth["loss"]) == [13, 14, 16, 23]
@@ -240,7 +240,7 @@ def test_the_growth_is_that_of_the_values(base: Path, tmp_path: Path) -> None:
 
 
 def test_another_seed_parts_in_the_first_step(base: Path, tmp_path: Path) -> None:
-    found = diff(base, train(tmp_path, seed=1))
+    found = diff_runs(base, train(tmp_path, seed=1))
     assert found.first is not None
     assert (found.first.step, found.first.stage) == (0, "parameters")
     assert "another seed, initialisation or checkpoint" in found.interpretation
@@ -254,12 +254,12 @@ def test_no_more_than_needed_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     window = Run.window
     monkeypatch.setattr(Run, "window", lambda run, steps: read.append(len(steps)) or window(run, steps))
     monkeypatch.setattr("torch_gradmon.analysis.comparison._CELLS", 4000)
-    found = diff(one, other)
+    found = diff_runs(one, other)
     assert found.first is not None
     assert (found.first.step, found.first.key) == (5, "x7")
     assert sum(read) < 60
     read.clear()
-    assert diff(one, one).exit_code == 0
+    assert diff_runs(one, one).exit_code == 0
     assert sum(read) >= 2000
     assert max(read) <= 100  # of forty values each
 
@@ -267,7 +267,7 @@ def test_no_more_than_needed_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_tags_that_are_not_the_same_are_told(tmp_path: Path) -> None:
     one = train(tmp_path / "a", tag=lambda step: [step, 2])
     other = train(tmp_path / "b", _data, tag=lambda step: [step if step != 13 else 99, 2])
-    found = diff(one, other)
+    found = diff_runs(one, other)
     assert found.tags == {"batch": ([13, 2], [99, 2])}
     assert "tags of step 13 that differ: batch [13, 2] and [99, 2]" in str(found)
 
@@ -278,37 +278,37 @@ def test_rounding_is_told_from_more(base: Path, tmp_path: Path) -> None:
         return x
 
     changed = train(tmp_path, rounded)
-    found = diff(base, changed, rtol=1e-2)
+    found = diff_runs(base, changed, rtol=1e-2)
     assert not found.diverges
     assert found.onset is not None
     assert found.largest is not None
     assert found.onset.step == 5
     assert 0 < found.onset.relative < found.largest.relative < 1e-2
     assert "of the size of rounding in float32" in found.interpretation
-    tight = diff(base, changed, rtol=0)
+    tight = diff_runs(base, changed, rtol=0)
     assert tight.first is not None
     assert tight.first.step == 5
-    assert "more than rounding" in diff(base, train(tmp_path / "more", _data)).interpretation
+    assert "more than rounding" in diff_runs(base, train(tmp_path / "more", _data)).interpretation
 
 
 # --- what only one has -------------------------------------------------------------------------------------------------------------
 
 
 def test_settings_of_optimizers_that_differ_are_the_cause(base: Path, tmp_path: Path) -> None:
-    decayed = diff(base, train(tmp_path / "decayed", weight_decay=0.01001))
+    decayed = diff_runs(base, train(tmp_path / "decayed", weight_decay=0.01001))
     assert decayed.settings == {"weight_decay": ("0.01", "0.01001")}
     assert decayed.onset is not None
     assert decayed.onset.relative < 2e-6
     assert decayed.interpretation.endswith("The optimizers differ in weight_decay, which may be the cause.")
     assert "settings that differ: weight_decay 0.01 and 0.01001" in str(decayed)
-    shorter = diff(base, train(tmp_path / "shorter", betas=(0.8, 0.99), foreach=False))
+    shorter = diff_runs(base, train(tmp_path / "shorter", betas=(0.8, 0.99), foreach=False))
     assert shorter.settings == {"betas": ("0.9, 0.999", "0.8, 0.99"), "foreach": ("", "False")}
     assert json.loads(shorter.to_json())["settings"]["betas"] == ["0.9, 0.999", "0.8, 0.99"]
     assert "The optimizers differ in betas, foreach, which" in shorter.interpretation
-    data = diff(base, train(tmp_path / "data", _data, weight_decay=0.02), ignore=["^parameter", "param_norm", "^update"])
+    data = diff_runs(base, train(tmp_path / "data", _data, weight_decay=0.02), ignore=["^parameter", "param_norm", "^update"])
     assert "settings that differ: weight_decay" in str(data)
-    assert diff(base, base).settings == {}
-    other = diff(base, train(tmp_path / "other", seed=1, weight_decay=0.02))
+    assert diff_runs(base, base).settings == {}
+    other = diff_runs(base, train(tmp_path / "other", seed=1, weight_decay=0.02))
     assert other.onset is not None
     assert other.onset.key.startswith("parameter/")
     assert "weight_decay" not in other.interpretation  # they differ before any step
@@ -326,16 +326,18 @@ def test_settings_are_compared_group_by_group() -> None:
 
 def test_common_steps_are_compared_and_the_others_told(base: Path, tmp_path: Path) -> None:
     seldom = train(tmp_path, every=2, steps=30)
-    found = diff(base, seldom)
+    found = diff_runs(base, seldom)
     assert not found.diverges
     assert found.steps == tuple(range(0, 24, 2))
     assert found.unmatched[0].steps == tuple(step for step in range(24) if step % 2)
     assert found.unmatched[1].steps == (24, 26, 28)
     # a spike score follows from the steps before, which are not the same
-    assert {"gradmon/spike_score", "gradmon/clipped_share"} <= set(found.not_compared)
-    assert diff(base, seldom, strict=True).exit_code == 1
-    assert diff(base, seldom, only="spike_score").exit_code == 1  # who asks for it gets it
-    assert "gradmon/spike_score" in diff(base, seldom, first=21).not_compared  # of which steps before the first one tell, too
+    assert {"gradmon/spike_score", "gradmon/clip_fraction"} <= set(found.not_compared)
+    assert diff_runs(base, seldom, strict=True).exit_code == 1
+    assert diff_runs(base, seldom, only="spike_score").exit_code == 1  # who asks for it gets it
+    assert (
+        "gradmon/spike_score" in diff_runs(base, seldom, first=21).not_compared
+    )  # of which steps before the first one tell, too
 
 
 def test_a_run_that_was_resumed_is_compared_by_its_last_word(base: Path, tmp_path: Path) -> None:
@@ -347,8 +349,8 @@ def test_a_run_that_was_resumed_is_compared_by_its_last_word(base: Path, tmp_pat
         values = {parse_key(key): value for key, value in whole.metrics(step).items()}
         store.log(StepRecord(step, context.pop("time"), context.pop("applied"), values, tables, context))
     store.close()
-    assert diff(base, resumed).exit_code == 0
-    assert diff(base, resumed).largest is None or diff(base, resumed).largest.relative < 1e-6
+    assert diff_runs(base, resumed).exit_code == 0
+    assert diff_runs(base, resumed).largest is None or diff_runs(base, resumed).largest.relative < 1e-6
 
 
 def _log(path: Path, values: Mapping[int, Mapping[str, float]], context: Mapping[int, Mapping[str, Any]] | None = None) -> Path:
@@ -363,15 +365,15 @@ def _log(path: Path, values: Mapping[int, Mapping[str, float]], context: Mapping
 def test_what_one_run_lacks_is_told_and_counts_if_strict(tmp_path: Path) -> None:
     a = _log(tmp_path / "a", {step: {"x": 1.0, "y": 2.0, "z": float(step)} for step in range(4)})
     b = _log(tmp_path / "b", {0: {"x": 1.0, "z": 0.0}, 1: {"x": 1.0}, 2: {"x": 1.0, "w": 1.0}, 3: {"x": 1.0}})
-    found = diff(a, b)
+    found = diff_runs(a, b)
     assert found.exit_code == 0
     assert [lone.keys for lone in found.unmatched] == [("y",), ("w",)]
     assert [lone.gaps for lone in found.unmatched] == [{"z": (3, 1)}, {}]
     assert "but 2 tensors and values are in one of them only" in str(found)
-    assert diff(a, b, strict=True).exit_code == 1
-    assert diff(a, b, strict=True, only="^x$").exit_code == 0
-    assert diff(a, b, strict=True, only="^[xz]$").exit_code == 1  # the gap
-    assert diff(a, b, strict=True, only="^[xz]$", last=0).exit_code == 0
+    assert diff_runs(a, b, strict=True).exit_code == 1
+    assert diff_runs(a, b, strict=True, only="^x$").exit_code == 0
+    assert diff_runs(a, b, strict=True, only="^[xz]$").exit_code == 1  # the gap
+    assert diff_runs(a, b, strict=True, only="^[xz]$", last=0).exit_code == 0
 
 
 def test_a_tensor_without_a_gradient_in_one_run_is_told(tmp_path: Path) -> None:
@@ -382,10 +384,10 @@ def test_a_tensor_without_a_gradient_in_one_run_is_told(tmp_path: Path) -> None:
             some = StatsTable(("u",), table.rows[:1], ALL_COLUMNS) if step in lacking else table
             store.log(StepRecord(step, 0.0, True, {}, {"gradient": some}))
         store.close()
-    found = diff(tmp_path / "a", tmp_path / "b")
+    found = diff_runs(tmp_path / "a", tmp_path / "b")
     assert found.exit_code == 0
     assert [lone.gaps for lone in found.unmatched] == [{"gradient/v": (2, 2)}, {}]
-    assert diff(tmp_path / "a", tmp_path / "b", strict=True).exit_code == 1
+    assert diff_runs(tmp_path / "a", tmp_path / "b", strict=True).exit_code == 1
 
 
 @pytest.mark.parametrize("steps_at_a_time", [1, 8])
@@ -403,16 +405,17 @@ def test_gaps_are_counted_wherever_they_are(steps_at_a_time: int, tmp_path: Path
                 values |= {Key("", "seldom", ""): 2.0, Key("parameter", names[0], "mine"): 3.0}
             store.log(StepRecord(step, 0.0, True, values, tables))
         store.close()
-    found = diff(tmp_path / "a", tmp_path / "b", rename={"^old": "new"})
+    found = diff_runs(tmp_path / "a", tmp_path / "b", rename={"^old": "new"})
     assert not found.diverges
     only_a, only_b = (2, 4, 8, 10), (3, 9)
     gaps = {"update/{}.u", "update/{}.v", "seldom", "parameter/{}.u/mine"}
     for lone, steps in zip(found.unmatched, (only_a, only_b), strict=True):
         assert not lone.keys
         assert lone.gaps == {key.format("old"): (len(steps), steps[0]) for key in gaps}
-    assert diff(tmp_path / "a", tmp_path / "b", rename={"^old": "new"}, strict=True).exit_code == 1
+    assert diff_runs(tmp_path / "a", tmp_path / "b", rename={"^old": "new"}, strict=True).exit_code == 1
     assert (
-        diff(tmp_path / "a", tmp_path / "b", rename={"^old": "new"}, strict=True, only="x$|norm", ignore="update").exit_code == 0
+        diff_runs(tmp_path / "a", tmp_path / "b", rename={"^old": "new"}, strict=True, only="x$|norm", ignore="update").exit_code
+        == 0
     )
 
 
@@ -427,10 +430,10 @@ def test_what_one_run_has_alone_outside_of_the_steps_that_count_does_not_count(t
             tables = {"parameter": table} | ({"update": table} if name == "a" and step == 35 else {})
             store.log(StepRecord(step, 0.0, True, values, tables))
         store.close()
-    assert diff(tmp_path / "a", tmp_path / "b", strict=True).exit_code == 1
-    assert diff(tmp_path / "a", tmp_path / "b", last=20, strict=True).exit_code == 0
-    assert diff(tmp_path / "a", tmp_path / "b", first=20, last=32, strict=True).unmatched[0].keys == ("val/score",)
-    assert diff(tmp_path / "a", tmp_path / "b", first=32, strict=True).unmatched[0].keys == ("update/u",)
+    assert diff_runs(tmp_path / "a", tmp_path / "b", strict=True).exit_code == 1
+    assert diff_runs(tmp_path / "a", tmp_path / "b", last=20, strict=True).exit_code == 0
+    assert diff_runs(tmp_path / "a", tmp_path / "b", first=20, last=32, strict=True).unmatched[0].keys == ("val/score",)
+    assert diff_runs(tmp_path / "a", tmp_path / "b", first=32, strict=True).unmatched[0].keys == ("update/u",)
 
 
 def test_tags_that_are_nan_are_alike_and_json(tmp_path: Path) -> None:
@@ -438,10 +441,10 @@ def test_tags_that_are_nan_are_alike_and_json(tmp_path: Path) -> None:
         store = RunWriter(tmp_path / name)
         store.log(StepRecord(0, 0.0, True, {Key("", "loss", ""): value}, {}, {"tags": {"temperature": tag}}))
         store.close()
-    assert diff(tmp_path / "a", tmp_path / "b").tags == {}
-    found = diff(tmp_path / "a", tmp_path / "c")
+    assert diff_runs(tmp_path / "a", tmp_path / "b").tags == {}
+    found = diff_runs(tmp_path / "a", tmp_path / "c")
     assert json.loads(found.to_json())["tags"] == {"temperature": ["NaN", 3.0]}
-    far = diff(tmp_path / "c", tmp_path / "d")
+    far = diff_runs(tmp_path / "c", tmp_path / "d")
     assert far.first is not None
     assert (far.first.relative, "finite" in far.interpretation) == (math.inf, False)
     assert json.loads(far.to_json())["first"]["relative"] == "Infinity"
@@ -473,7 +476,7 @@ def test_two_values(a: float, b: float, parts: bool, tmp_path: Path) -> None:
         one, other = tmp_path / f"{left}", tmp_path / f"{right} "
         _log(one, {0: {"x": left, "same": 1.0}})
         _log(other, {0: {"x": right, "same": 1.0}})
-        found = diff(one, other)
+        found = diff_runs(one, other)
         assert found.diverges is parts
         assert (found.first is None) is not parts
         if parts:
@@ -496,7 +499,7 @@ def test_small_values_that_are_differences_are_judged_by_larger_ones(tmp_path: P
             store = RunWriter(tmp_path / name)
             store.log(StepRecord(0, 0.0, True, {}, {"gradient": some}))
             store.close()
-        return diff(tmp_path / "a", tmp_path / "b", **options).diverges
+        return diff_runs(tmp_path / "a", tmp_path / "b", **options).diverges
 
     assert not parts(table(1e-9, 0), table(2e-9, 0))  # a mean beside an rms of 1
     assert not parts(table(1e-9, 0), table(2e-9, 0), only="/mean$")  # which is looked at, even if it is not compared
@@ -515,10 +518,10 @@ def test_learning_rates_scales_and_refusals_are_compared(tmp_path: Path) -> None
         "rate": {"lr": [0.1, 0.3], "amp_scale": 8.0},
         "scale": {"lr": [0.1, 0.2], "amp_scale": 4.0},
         "groups": {"lr": [0.1], "amp_scale": 8.0},
-        "time": {"lr": [0.1, 0.2], "amp_scale": 8.0, "overhead_pct": 3.0},
+        "time": {"lr": [0.1, 0.2], "amp_scale": 8.0, "overhead_fraction": 3.0},
     }
     paths = {name: _log(tmp_path / name, {0: {"x": 1.0}}, {0: context}) for name, context in contexts.items()}
-    firsts = {name: diff(paths["base"], path).first for name, path in paths.items()}
+    firsts = {name: diff_runs(paths["base"], path).first for name, path in paths.items()}
     assert {name: first and first.key for name, first in firsts.items()} == {
         "base": None,
         "rate": "context/lr/1",
@@ -537,7 +540,7 @@ def test_learning_rates_scales_and_refusals_are_compared(tmp_path: Path) -> None
         scaler.update()
         monitor.log_scalar("x", 1.0)
         monitor.detach()
-    found = diff(tmp_path / "c", tmp_path / "d", only="^context/")
+    found = diff_runs(tmp_path / "c", tmp_path / "d", only="^context/")
     assert [parting.key for parting in found.divergences] == ["context/applied"]
 
 
@@ -545,10 +548,10 @@ def test_what_tells_of_time_is_not_compared(base: Path, tmp_path: Path) -> None:
     log = {"tokens_per_sec": lambda step: 3.0 * step, "step_time_ms": float, "timestep_loss": float}
     one = train(tmp_path / "a", log=log, steps=3)
     other = train(tmp_path / "b", log={**log, "tokens_per_sec": float, "step_time_ms": lambda step: 9.0}, steps=3)
-    found = diff(one, other)
+    found = diff_runs(one, other)
     assert not found.diverges
-    assert set(found.not_compared) == {"gradmon/overhead_pct", "tokens_per_sec", "step_time_ms"}
-    assert diff(one, other, only="tokens").diverges
+    assert set(found.not_compared) == {"gradmon/overhead_fraction", "tokens_per_sec", "step_time_ms"}
+    assert diff_runs(one, other, only="tokens").diverges
     assert not is_clock(Key("gradient", "time.weight", "norm"))
 
 
@@ -557,31 +560,31 @@ def test_what_tells_of_time_is_not_compared(base: Path, tmp_path: Path) -> None:
 
 def test_patterns_choose_what_is_compared_and_how_closely(base: Path, tmp_path: Path) -> None:
     changed = train(tmp_path, _limit)
-    found = diff(base, changed, only="^gradient_before_clip/", last=13)
+    found = diff_runs(base, changed, only="^gradient_before_clip/", last=13)
     assert not found.diverges
     assert set(found.stages) == {"gradients before clipping"}
-    assert not diff(base, changed, ignore=["^gradient/", "gradmon/"], last=13).diverges
-    assert not diff(base, changed, tolerances={"^gradient/": 1.0, "gradmon/": 1.0}, last=13).diverges
-    found = diff(base, changed, tolerances={"head": 1.0, "^gradient/": 1e-3}, last=13)
+    assert not diff_runs(base, changed, ignore=["^gradient/", "gradmon/"], last=13).diverges
+    assert not diff_runs(base, changed, tolerances={"^gradient/": 1.0, "gradmon/": 1.0}, last=13).diverges
+    found = diff_runs(base, changed, tolerances={"head": 1.0, "^gradient/": 1e-3}, last=13)
     assert found.first is not None
-    assert found.first.key == "gradmon/grad_norm_clipped" or "head" not in found.first.key
+    assert found.first.key == "gradmon/grad_norm_after_clip" or "head" not in found.first.key
     # the first pattern that is found decides
-    assert not diff(
+    assert not diff_runs(
         base, changed, tolerances={"^gradient/.*norm": 1.0, "^gradient/": 0.0}, only="^gradient/.*norm", last=13
     ).diverges
 
 
 def test_modules_that_were_renamed_are_compared(base: Path, tmp_path: Path) -> None:
     renamed = train(tmp_path, blocks="layers")
-    found = diff(base, renamed)
+    found = diff_runs(base, renamed)
     assert not found.diverges  # in what both have
     assert found.stages["parameters"].tensors == 4
     assert "parameter/layers.0.0.weight" in found.unmatched[1].keys
-    assert diff(base, renamed, strict=True).exit_code == 1
-    found = diff(base, renamed, rename={r"^blocks\.(\d)": r"layers.\1"}, strict=True)
+    assert diff_runs(base, renamed, strict=True).exit_code == 1
+    found = diff_runs(base, renamed, rename={r"^blocks\.(\d)": r"layers.\1"}, strict=True)
     assert found.exit_code == 0
     assert found.stages["parameters"].tensors == 10
-    found = diff(base, train(tmp_path / "other", _noise, blocks="layers"), rename={"^blocks": "layers"}, only="weight/norm")
+    found = diff_runs(base, train(tmp_path / "other", _noise, blocks="layers"), rename={"^blocks": "layers"}, only="weight/norm")
     assert found.first is not None
     assert found.first.key.replace("blocks", "layers") == found.first.other
 
@@ -611,18 +614,18 @@ def test_modules_that_were_renamed_are_compared(base: Path, tmp_path: Path) -> N
 )
 def test_wrong_arguments_are_refused(options: dict[str, Any], error: type[Exception], message: str, base: Path) -> None:
     with pytest.raises(error, match=message):
-        diff(base, base, **options)
+        diff_runs(base, base, **options)
 
 
 def test_runs_without_anything_in_common_are_refused(base: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no tensor and no value in common; rename= \(--rename\)"):
-        diff(base, _log(tmp_path / "a", {0: {"x": 1.0}}))
+        diff_runs(base, _log(tmp_path / "a", {0: {"x": 1.0}}))
     with pytest.raises(
         ValueError, match="no step in common: the first has 24 steps from 0 to 23, the second 1 steps from 99 to 99"
     ):
-        diff(base, _log(tmp_path / "b", {99: {"loss": 1.0}}))
+        diff_runs(base, _log(tmp_path / "b", {99: {"loss": 1.0}}))
     with pytest.raises(FileNotFoundError, match="there is no run"):
-        diff(base, tmp_path / "nowhere")
+        diff_runs(base, tmp_path / "nowhere")
 
 
 # --- the order of a step ---------------------------------------------------------------------------------------------------------------
@@ -653,7 +656,7 @@ def test_values_are_ranked_as_they_come_about() -> None:
         "activation/blocks.0/norm",
         "activation/blocks.1/norm",
         "activation/head/count",
-        "activation/head/nonfinite",
+        "activation/head/nonfinite_count",
         "activation/head/norm",
         "activation/head/mine",
         "activation/[root module]/norm",
@@ -665,7 +668,7 @@ def test_values_are_ranked_as_they_come_about() -> None:
         "gradient_before_clip/embed.weight/norm",
         "gradmon/grad_norm",
         "gradient/head.weight/norm",
-        "gradmon/grad_norm_clipped",
+        "gradmon/grad_norm_after_clip",
         "optimizer/head.weight/exp_avg_norm",
         "update/embed.weight/norm",
         "update/head.weight/norm",
@@ -713,13 +716,13 @@ def test_the_first_parting_is_that_of_plain_arithmetic(
     tmp_path: Path, rows: list[tuple[float, float, float]], rtol: float, atol: float
 ) -> None:
     one, other = _pair(tmp_path, rows)
-    found, back = diff(one, other, rtol, atol), diff(other, one, rtol, atol)
+    found, back = diff_runs(one, other, rtol, atol), diff_runs(other, one, rtol, atol)
     expected = _naive(rows, rtol, atol)
     assert (None if found.first is None else found.first.step) == expected
     assert [(p.step, p.key, p.a, p.b) for p in found.divergences if p.a == p.a and p.b == p.b] == [
         (p.step, p.key, p.b, p.a) for p in back.divergences if p.a == p.a and p.b == p.b
     ]
-    assert diff(one, one, 0.0).onset is None
+    assert diff_runs(one, one, 0.0).onset is None
     assert found.steps == tuple(range(len(rows) if expected is None else expected + 1))
 
 
@@ -727,7 +730,7 @@ def test_the_first_parting_is_that_of_plain_arithmetic(
 @given(_STEPS)
 def test_a_wider_tolerance_never_parts_earlier(tmp_path: Path, rows: list[tuple[float, float, float]]) -> None:
     one, other = _pair(tmp_path, rows)
-    found = [diff(one, other, rtol) for rtol in (0.0, 1e-8, 1e-6, 1e-4, 1e-2, 1e6)]
+    found = [diff_runs(one, other, rtol) for rtol in (0.0, 1e-8, 1e-6, 1e-4, 1e-2, 1e6)]
     steps = [math.inf if each.first is None else each.first.step for each in found]
     assert steps == sorted(steps)
     for narrow, wide in itertools.pairwise(found):
@@ -744,8 +747,13 @@ def test_it_is_told_on_one_screen(base: Path, full: Path, tmp_path: Path, monkey
     shutil.copytree(base, "base")
     shutil.copytree(full, "full")
     train(Path("data"), _data)
-    found = diff("base", "data")
-    for each in (found, diff("full", train(Path("random"), _random, preset="full")), diff("base", "base"), diff("full", "data")):
+    found = diff_runs("base", "data")
+    for each in (
+        found,
+        diff_runs("full", train(Path("random"), _random, preset="full")),
+        diff_runs("base", "base"),
+        diff_runs("full", "data"),
+    ):
         lines = str(each).splitlines()
         assert len(lines) <= 45
         assert [line for line in lines if len(line) > 100] == []
@@ -766,7 +774,7 @@ def test_the_command_line(base: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     found = json.loads(capsys.readouterr().out)
     assert found["first"]["step"] == 13
     assert found["parts"] is True
-    assert found == diff(base, changed, rename={"^blocks": "layers"}).to_dict() | {"runs": [str(base), str(changed)]}
+    assert found == diff_runs(base, changed, rename={"^blocks": "layers"}).to_dict() | {"runs": [str(base), str(changed)]}
     assert main([*words, "--last", "12", "--strict"]) == 0
     assert main([*words, "--tol", ".=1e9", "--atol", "1e9"]) == 0
     assert main([*words, "--ignore", "loss|grad|update|spike|param"]) == 0
@@ -798,6 +806,6 @@ def test_a_run_that_is_not_there_is_a_wrong_request(base: Path, tmp_path: Path, 
 
 
 def test_the_result_is_public() -> None:
-    assert isinstance(gradmon.Difference, type)
-    assert gradmon.Difference is Difference
-    assert callable(gradmon.diff)
+    assert isinstance(gradmon.RunDiff, type)
+    assert gradmon.RunDiff is RunDiff
+    assert callable(gradmon.diff_runs)

@@ -75,7 +75,7 @@ def visits(site: Path, driver: Any) -> dict[str, Visit]:
 
 
 def test_the_search_works_from_a_file(site: Path, driver: Any) -> None:
-    _open(driver, site / "search.html", query="?q=overhead_budget")
+    _open(driver, site / "search.html", query="?q=max_overhead")
 
     def found() -> bool:
         links = driver.find_elements("css selector", "#search-results li a")

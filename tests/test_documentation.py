@@ -390,11 +390,11 @@ def test_every_documented_whole_model_key_appears(clip: bool) -> None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         optimizer.step()
         seen |= monitor.get_step_metrics().keys()
-    clipping = {"gradmon/grad_norm_clipped", "gradmon/clipped_share"}
+    clipping = {"gradmon/grad_norm_after_clip", "gradmon/clip_fraction"}
     assert seen == {f"gradmon/{name}" for name in summary.STANDARD} - (set() if clip else clipping)
     for preset in PRESETS.values():
         assert set(preset.keys) <= set(summary.KEY_DOCUMENTATION)
-    assert (len(PRESETS["cheap"].keys), len(PRESETS["standard"].keys)) == (9, 14)
+    assert (len(PRESETS["minimal"].keys), len(PRESETS["standard"].keys)) == (9, 14)
     assert all(text.strip() and "\n" not in text for text in summary.KEY_DOCUMENTATION.values())
 
 
@@ -409,13 +409,13 @@ def test_what_is_there_on_request_is_described() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batch = BY_NAME["mlp"].batches(1)[0]
     headroom = Headroom(lambda: BY_NAME["mlp"].loss(model, batch), every=1)
-    monitor = gradmon.watch(model, optimizer, preset="cheap", on_spike="skip", plugins=[headroom])
+    monitor = gradmon.watch(model, optimizer, preset="minimal", on_spike="skip", plugins=[headroom])
     for batch in BY_NAME["mlp"].batches(2):
         BY_NAME["mlp"].loss(model, batch).backward()
         monitor.clip_grad_norm_(gradmon.ZClip(max_norm=1.0))
         monitor.clip_grad_norm_("adagc")
         optimizer.step()
-    described = monitor.describe()
+    described = monitor.describe_metrics()
     assert {f"gradmon/{name}" for name in summary.ON_REQUEST} <= described.keys() & monitor.get_step_metrics().keys()
 
 

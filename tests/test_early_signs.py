@@ -165,13 +165,13 @@ def test_what_is_not_finite_is_no_share() -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU())
     batch = draw(4, 6)
     batch[1] = math.nan
-    for metric in ("dormant", "singular_side"):
+    for metric in ("dormant", "spectral_alignment"):
         found, _ = outputs_of(model, metric, [batch], "^0$")
         assert math.isnan(found[f"activation/0/{metric}"])
     nn.init.zeros_(model[0].weight)
-    found, missing = outputs_of(model, "singular_side", [draw(4, 6)], "^0$")
+    found, missing = outputs_of(model, "spectral_alignment", [draw(4, 6)], "^0$")
     assert not found
-    assert missing["activation/0/singular_side"] == "the weight is zero"
+    assert missing["activation/0/spectral_alignment"] == "the weight is zero"
 
 
 def test_units_of_a_convolution_are_its_channels() -> None:
@@ -190,29 +190,29 @@ def test_inputs_on_one_side_of_the_first_singular_vector() -> None:
         layer.weight += 3 * draw(24, 1) @ draw(1, 16, seed=3)
     model = nn.Sequential(layer, nn.ReLU(), nn.Linear(24, 2))
     batches = [draw(7, 16), draw(30, 16, seed=2)]
-    found, missing = outputs_of(model, "singular_side", batches, "^[01]$")
+    found, missing = outputs_of(model, "spectral_alignment", batches, "^[01]$")
     left, _, right = torch.linalg.svd(layer.weight.detach().double())
     first = right[0] * left[left[:, 0].abs().argmax(), 0].sign()
     share = float((torch.cat(batches).double() @ first > 0).double().mean())
-    assert found == {"activation/0/singular_side": pytest.approx(share)}
-    assert "no Linear" in missing["activation/1/singular_side"]
+    assert found == {"activation/0/spectral_alignment": pytest.approx(share)}
+    assert "no Linear" in missing["activation/1/spectral_alignment"]
     for side in (0, 1):
         one_sided = [(2 * side - 1) * first.float() + 0.1 * draw(20, 16)]
-        assert outputs_of(model, "singular_side", one_sided, "^0$")[0]["activation/0/singular_side"] == side
+        assert outputs_of(model, "spectral_alignment", one_sided, "^0$")[0]["activation/0/spectral_alignment"] == side
 
 
 def test_a_parametrized_weight_is_left_alone() -> None:
     model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)), nn.Linear(6, 2))
-    found, missing = outputs_of(model, "singular_side", [draw(4, 6)], "^0$")
+    found, missing = outputs_of(model, "spectral_alignment", [draw(4, 6)], "^0$")
     assert not found
-    assert "activation/0/singular_side" in missing
+    assert "activation/0/spectral_alignment" in missing
 
 
 def test_no_metric_holds_a_layer_alive() -> None:
     model = nn.Sequential(nn.Linear(6, 6))
     reference = weakref.ref(model[0])
     monitor = gradmon.ModuleMonitor(model)
-    monitor.add_activation_metric("singular_side")
+    monitor.add_activation_metric("spectral_alignment")
     monitor.add_activation_metric("dormant")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monitor.attach(optimizer)

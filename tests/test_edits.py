@@ -21,7 +21,7 @@ VALUES: dict[str, Callable[[Tensor], float]] = {
     "max_value": lambda g: g[g.isfinite()].max().item(),
     "mean": lambda g: g.mean().item(),
     "std": lambda g: g.std(correction=0).item(),
-    "nonfinite": lambda g: float((~g.isfinite()).sum()),
+    "nonfinite_count": lambda g: float((~g.isfinite()).sum()),
 }
 
 
@@ -96,11 +96,11 @@ def test_an_edit_through_data_is_measured(edit: str, names: tuple[str, ...]) -> 
 
 
 def test_an_edit_of_finite_elements_beside_a_nan_is_measured() -> None:
-    monitor, used = _trained(lambda p: p.grad.data.clamp_(-0.1, 0.1), _by_key("max", "nonfinite", "norm"), spoiled=True)
+    monitor, used = _trained(lambda p: p.grad.data.clamp_(-0.1, 0.1), _by_key("max", "nonfinite_count", "norm"), spoiled=True)
     values, gradient = monitor.get_step_metrics(), used[-1].double()
     assert gradient[gradient.isfinite()].abs().max().item() == pytest.approx(0.1)
     assert values["gradient/0.weight/max"] == pytest.approx(0.1)
-    assert values["gradient/0.weight/nonfinite"] == 1
+    assert values["gradient/0.weight/nonfinite_count"] == 1
     assert values["gradient/0.weight/norm"] != values["gradient/0.weight/norm"]
     monitor.detach()
 

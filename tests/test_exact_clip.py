@@ -157,7 +157,7 @@ def test_the_norm_is_the_same_to_the_last_bit_whatever_is_measured(order: float)
         for parameter in model.parameters():
             parameter.grad = torch.rand(parameter.shape) * 0.2 + 1.0  # a mean far from zero, for which float32 is too narrow
         found = set()
-        for metric, monitored in (("std", True), ("std", False), ("norm", True), ("l1", True), ("max", True)):
+        for metric, monitored in (("std", True), ("std", False), ("norm", True), ("l1_norm", True), ("max", True)):
             monitor = ModuleMonitor(model)
             monitor.add_gradient_metric(metric)
             if monitored:

@@ -50,7 +50,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if step % 3:
             nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         if step != 7:
-            monitor.tag(batch=[step, "a,\"b'"], worst=math.inf)
+            monitor.log_context(batch=[step, "a,\"b'"], worst=math.inf)
         monitor.log_scalars({"loss": 1e6 if step == 9 else 1 + 0.01 * step, "lr": 3.0, "step": -1.0, "lr_0": 5.0})
         if step == 5:
             monitor.log_scalar("seldom", math.nan)

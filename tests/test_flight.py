@@ -118,7 +118,7 @@ def test_a_value_logged_after_the_step_lands_in_it_though_its_own_are_on_their_w
         loop.step()
         loop.monitor.log_scalar("loss", torch.tensor(float(number)))
         loop.monitor.log_scalar("loss", float(number))
-        loop.monitor.tag(batch=number)
+        loop.monitor.log_context(batch=number)
     loop.monitor.detach()
     assert sent == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0)]
 
@@ -128,13 +128,13 @@ def test_tags_and_late_values_reach_the_run_directory_of_their_step(slow: _Slow,
     for number in range(3):
         loop.step()
         loop.monitor.log_scalar("loss", float(number))
-        loop.monitor.tag(batch=number)
+        loop.monitor.log_context(batch=number)
     loop.monitor.detach()
     run = gradmon.load_run(tmp_path)
     assert run.steps == [0, 1, 2]
     assert [run.context(step)["tags"] for step in run.steps] == [{"batch": number} for number in range(3)]
     assert run.series("loss") == {0: 0.0, 1: 1.0, 2: 2.0}
-    assert all(run.context(step)["overhead_pct"] > 0 for step in run.steps)
+    assert all(run.context(step)["overhead_fraction"] > 0 for step in run.steps)
 
 
 def test_metrics_that_are_due_on_other_steps_are_those_of_their_own_step(slow: _Slow) -> None:

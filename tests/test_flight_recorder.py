@@ -41,7 +41,7 @@ def _train(steps: int = STEPS, scaler: Any = None, clip: bool = False, **argumen
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         monitor.log_scalar("loss", loss.detach())
-        monitor.tag(batch=step)
+        monitor.log_context(batch=step)
     return monitor, model
 
 
@@ -71,7 +71,9 @@ def test_the_steps_around_a_spike_are_there_with_the_numbers_of_a_monitor_that_t
         values, truth = run.metrics(step), reference.metrics(step)
         assert values["loss"] == truth["loss"]
         whole = {key for key in values if key.startswith("gradmon/")}
-        assert whole == {f"gradmon/grad_{name}" for name in ("norm", "max", "nonfinite", "top_share", *["norm_clipped"] * clip)}
+        assert whole == {
+            f"gradmon/grad_{name}" for name in ("norm", "max", "nonfinite_count", "top_share", *["norm_clipped"] * clip)
+        }
         assert all(values[key] == truth[key] for key in whole)
         context = run.context(step)
         assert {name: context[name] for name in ("tags", "lr", "applied", "monitored")} == {
@@ -88,7 +90,7 @@ def test_the_steps_around_a_spike_are_there_with_the_numbers_of_a_monitor_that_t
 
 def test_the_story_knows_that_a_layer_moved_between_two_monitored_steps() -> None:
     monitor, _ = _train(every=10, flight_recorder=REMEMBERED)
-    text = monitor.why()
+    text = monitor.explain_spike()
     lines = text.splitlines()
     first = lines[next(row for row, line in enumerate(lines) if line.startswith("parameter, by suspicion")) + 1].split()
     assert first[0] in ("1.weight", "1.bias")
@@ -189,7 +191,7 @@ def test_steps_that_a_scaler_refuses_are_counted_once_and_kept_as_not_applied(tm
 def test_a_rollback_forgets_what_comes_again(tmp_path: Path) -> None:
     model = nn.Linear(4, 1)
     monitor = ModuleMonitor(model, every=10, flight_recorder=REMEMBERED, run_dir=tmp_path)
-    monitor.add_preset("cheap")
+    monitor.add_preset("minimal")
 
     def step(number: int, factor: float = 1.0) -> None:
         monitor.begin_step(number)
@@ -233,8 +235,8 @@ def test_what_is_no_number_of_steps_is_refused(value: Any) -> None:
 
 
 def test_a_budget_and_a_recorder_exclude_each_other() -> None:
-    with pytest.raises(ValueError, match=r"flight_recorder=8 measures every step, so overhead_budget=0\.01 could save nothing"):
-        ModuleMonitor(flight_recorder=8, overhead_budget=0.01)
+    with pytest.raises(ValueError, match=r"flight_recorder=8 measures every step, so max_overhead=0\.01 could save nothing"):
+        ModuleMonitor(flight_recorder=8, max_overhead=0.01)
 
 
 def test_the_run_directory_has_what_followed_when_the_run_ends_early(tmp_path: Path) -> None:
@@ -256,14 +258,14 @@ def _by_hand(monitor: ModuleMonitor, model: nn.Module, number: int, factor: floa
 def test_after_a_rollback_nothing_of_the_abandoned_branch_is_told(tmp_path: Path, again: bool) -> None:
     model = nn.Linear(4, 1)
     monitor = ModuleMonitor(model, every=10, flight_recorder=REMEMBERED, run_dir=tmp_path)
-    monitor.add_preset("cheap")
+    monitor.add_preset("minimal")
     for number in range(207):
         _by_hand(monitor, model, number, 100.0 if number == SPIKE else 1.0)
     with pytest.warns(gradmon.GradmonWarning, match="comes after step 206"):
         _by_hand(monitor, model, 195, 1.1)
     for number in range(196, 230):
         _by_hand(monitor, model, number, 100.0 if again and number == 210 else 1.1)
-    told = monitor.why(200).splitlines()
+    told = monitor.explain_spike(200).splitlines()
     monitor.detach()
     factors = load_run(tmp_path).series("factor")
     assert all(factors[step] == 1.0 for step in factors if step < 195)
@@ -278,7 +280,7 @@ def test_a_run_that_is_continued_replaces_what_was_recorded_from_there_on(tmp_pa
     model = nn.Linear(4, 1)
     for start, factor in ((0, 1.0), (195, 1.1)):
         monitor = ModuleMonitor(model, every=10, flight_recorder=REMEMBERED, run_dir=tmp_path)
-        monitor.add_preset("cheap")
+        monitor.add_preset("minimal")
         for number in range(start, start + 207):
             _by_hand(monitor, model, number, 100.0 if number == SPIKE and not start else factor)
         monitor.detach()
@@ -295,7 +297,7 @@ def test_tags_are_taken_as_they_are_when_they_are_given(tmp_path: Path) -> None:
     for step in range(205):
         ids[:] = [step]
         number.fill_(step)
-        monitor.tag(ids=ids, number=number)
+        monitor.log_context(ids=ids, number=number)
         optimizer.zero_grad()
         (model(torch.ones(8, 4)).square().mean() * (100 if step == SPIKE else 1)).backward()
         optimizer.step()
@@ -314,9 +316,9 @@ def test_what_is_logged_after_a_story_was_told_still_counts(tmp_path: Path) -> N
         (model(torch.ones(8, 4)).square().mean() * (100 if step == SPIKE else 1)).backward()
         optimizer.step()
         if step == 205:
-            monitor.why()
+            monitor.explain_spike()
         monitor.log_scalar("late", float(step))
-        monitor.tag(step=step)
+        monitor.log_context(step=step)
     monitor.detach()
     run = load_run(tmp_path)
     recorded = [step for step in run.steps if step % 10 and step not in (201, 202, 203)]
@@ -338,21 +340,21 @@ def test_gradients_are_recorded_whatever_is_watched() -> None:
         (model(torch.ones(8, 4)).square().mean() * factor).backward()
         monitor.log_scalar("loss", factor)
         optimizer.step()
-    row = next(line for line in monitor.why().splitlines() if line.startswith("grad_norm ")).split()
+    row = next(line for line in monitor.explain_spike().splitlines() if line.startswith("grad_norm ")).split()
     assert "-" not in row[1:4]
 
 
 def test_steps_in_which_a_loop_measures_nothing_leave_no_empty_records() -> None:
     model = nn.Linear(4, 1)
     monitor = ModuleMonitor(model, every=10, flight_recorder=REMEMBERED, post_spike_steps=0)
-    monitor.add_preset("cheap")
+    monitor.add_preset("minimal")
     for step in range(230):
         if monitor.begin_step(step):
             model.zero_grad()
             (model(torch.ones(8, 4)).square().mean() * (100.0 if step == SPIKE else 1.0)).backward()
             monitor.monitor_gradients(before_clip=True)
         monitor.end_step()
-    titles = next(line for line in monitor.why().splitlines() if line.startswith("signal")).split()
+    titles = next(line for line in monitor.explain_spike().splitlines() if line.startswith("signal")).split()
     assert titles[1:6] == ["170", "180", "190", "[200]", "210"]
 
 

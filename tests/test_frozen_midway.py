@@ -76,4 +76,4 @@ def test_a_layer_frozen_within_an_open_step_is_no_part_of_it() -> None:
         optimizer.zero_grad()
         assert monitor.get_step_metrics()["gradmon/param_norm"] == pytest.approx(norm, rel=1e-6)
         model[0].requires_grad_(step != 2)
-    assert monitor.step == 3
+    assert monitor.current_step == 3

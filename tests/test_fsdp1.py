@@ -23,7 +23,7 @@ SETTINGS = [
     (2, False, "SHARD_GRAD_OP", 2, True),
 ]
 #: What does not depend on which layer has which elements.
-WHOLE = ("grad_norm", "grad_norm_clipped", "grad_max", "grad_nonfinite", "param_norm", "update_norm", "clipped_share")
+WHOLE = ("grad_norm", "grad_norm_after_clip", "grad_max", "grad_nonfinite_count", "param_norm", "update_norm", "clip_fraction")
 
 
 def _without_time(values: dict[str, float]) -> dict[str, float]:

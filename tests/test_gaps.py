@@ -40,7 +40,7 @@ def written(path: Path, measured: Callable[[int], bool] = MEASURED.__contains__,
         values = {Key("gradmon", "", "grad_norm"): 3.0, Key("", "loss", ""): 1.0}
         if measured(step):
             tables["activation"] = table({"a": 1.0 + step, "b": 2.0}, step)
-            values[Key("gradmon", "", "clipped_share")] = 0.5
+            values[Key("gradmon", "", "clip_fraction")] = 0.5
             values |= {Key("gradmon", "", name): 1e-3 for name in ("update_ratio", "update_ratio_p10", "update_ratio_p90")}
         store.log(
             StepRecord(step, float(step), True, values, {name: found for name, found in tables.items() if found is not None})
@@ -304,7 +304,7 @@ def test_both_engines_draw_no_line_over_a_gap_and_a_point_where_there_is_but_one
 
 def test_a_sparkline_has_a_blank_where_nothing_was_measured(run: Path) -> None:
     live = LiveRun(load_run(run), STEPS)
-    series = live.series(Key("gradmon", "", "clipped_share"))
+    series = live.series(Key("gradmon", "", "clip_fraction"))
     columns = Columns.of(live.steps, 100)
     found = columns.largest(series.steps, series.values)
     assert [step for step, value in enumerate(found) if value is not None] == list(MEASURED)

@@ -66,9 +66,9 @@ def test_nan_made_after_backward_is_of_its_step(clips: bool) -> None:
     assert "finite when backward() ended, and NaN or infinite when the optimizer used them" in finding.cause
     alarms = [text for text in said if "grad_norm" in text and "after the spike" not in text]
     assert len(alarms) == 1  # what follows is no other spike
-    assert f"step {BAD}: grad_norm_clipped is" in alarms[0]
+    assert f"step {BAD}: grad_norm_after_clip is" in alarms[0]
     assert "the loop made those of all parameters NaN or infinite before the optimizer's step" in alarms[0]
-    assert "all gradients were finite when backward() ended" in str(monitor.why(BAD))
+    assert "all gradients were finite when backward() ended" in str(monitor.explain_spike(BAD))
 
 
 def test_nan_made_in_one_gradient_after_backward_is_named() -> None:
@@ -79,7 +79,7 @@ def test_nan_made_in_one_gradient_after_backward_is_named() -> None:
     monitor, said = trained(edit)
     (finding,) = [found for found in monitor.diagnose().findings if found.severity == "error"]
     assert (finding.rule, finding.where, finding.steps[0]) == ("non-finite-gradient", "2.weight", BAD)
-    assert f"step {BAD}: grad_norm_clipped is nan" in said[0]
+    assert f"step {BAD}: grad_norm_after_clip is nan" in said[0]
     assert "made that of 2.weight NaN" in said[0]
 
 
@@ -117,7 +117,7 @@ def test_gradients_set_by_hand_have_no_norm_of_the_last_pass(in_place: bool) -> 
     monitor, said = trained(edit, backward=lambda model, x: _set(model, x, in_place))
     values = monitor.get_step_metrics()
     assert "gradmon/grad_norm" not in values
-    assert values["gradmon/grad_norm_clipped"] == pytest.approx(used[-1], rel=1e-5)
+    assert values["gradmon/grad_norm_after_clip"] == pytest.approx(used[-1], rel=1e-5)
     assert "the loop has set them itself" in monitor.missing()["gradmon/grad_norm"]
     assert any("monitor.monitor_gradients(before_clip=True)" in text for text in said)
 
@@ -260,7 +260,7 @@ def test_a_summed_loss_that_is_divided_later_does_not_explode(by: Callable[[int]
     wave = lambda step: 60.0 + step % 7  # noqa: E731
     before = {"a.weight": wave, "b.weight": wave}
     after = {name: lambda step: wave(step) / by(step) for name in before}
-    values = {"grad_norm": lambda step: 20 * wave(step), "grad_norm_clipped": lambda step: 20 * wave(step) / by(step)}
+    values = {"grad_norm": lambda step: 20 * wave(step), "grad_norm_after_clip": lambda step: 20 * wave(step) / by(step)}
     run = history(
         loss=lambda _: 1.0, values=values, gradient_before_clip=before, gradient=after, parameter=dict.fromkeys(before, 0.1)
     )
@@ -285,7 +285,7 @@ def test_what_never_clips_is_not_advised_to_clip_less(touch: str) -> None:
 
 
 def test_an_edit_that_reduces_nothing_is_no_clip() -> None:
-    values = {"grad_norm": lambda step: 1.0 + step % 5, "grad_norm_clipped": lambda step: 1.0 + step % 5}
-    assert not Precautions.of(history(values={**values, "clipped_share": lambda _: 0.0})).clips
-    clipped = {**values, "grad_norm_clipped": lambda step: min(1.0 + step % 5, 3.0), "clipped_share": lambda _: 0.4}
+    values = {"grad_norm": lambda step: 1.0 + step % 5, "grad_norm_after_clip": lambda step: 1.0 + step % 5}
+    assert not Precautions.of(history(values={**values, "clip_fraction": lambda _: 0.0})).clips
+    clipped = {**values, "grad_norm_after_clip": lambda step: min(1.0 + step % 5, 3.0), "clip_fraction": lambda _: 0.4}
     assert (Precautions.of(history(values=clipped)).clips, Precautions.of(history(values=clipped)).bound) == (True, 3.0)

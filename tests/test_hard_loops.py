@@ -148,7 +148,7 @@ def test_a_compiled_step_is_one_graph_and_its_values_are_there() -> None:
         expected = true_norm(model)
         step()
         optimizer.zero_grad()
-    assert monitor.step == 2
+    assert monitor.current_step == 2
     assert monitor.get_step_metrics()["gradmon/grad_norm"] == pytest.approx(expected, rel=1e-6)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert not torch._dynamo.utils.counters["graph_break"]
@@ -253,7 +253,7 @@ def test_detach_takes_the_hooks_away_also_when_the_last_step_raises() -> None:
     model = net()
     optimizer = SGD(model.parameters(), lr=0.0)
     monitor = ModuleMonitor(model, on_spike="raise")
-    monitor.add_preset("cheap")
+    monitor.add_preset("minimal")
     monitor.attach(optimizer)
     monitor.begin_step(0)
     (model(X).sum() * float("nan")).backward()
@@ -281,7 +281,7 @@ def test_an_edit_through_data_is_seen(edit: Any) -> None:
     values = monitor.get_step_metrics()
     assert values["gradient/2.weight/max"] == pytest.approx(expected.abs().max().item(), rel=1e-6)
     assert values["gradient/2.weight/mean"] == pytest.approx(expected.mean().item(), rel=1e-5)
-    assert "gradmon/grad_norm_clipped" in values
+    assert "gradmon/grad_norm_after_clip" in values
 
 
 def test_optimizers_named_in_another_order_are_put_right_with_one_warning() -> None:
@@ -293,7 +293,7 @@ def test_optimizers_named_in_another_order_are_put_right_with_one_warning() -> N
         one(model, b, a)
     for step in range(1, 4):
         one(model, b, a)
-        assert monitor.step == step
+        assert monitor.current_step == step
         values = monitor.get_step_metrics()
         assert values["gradmon/grad_norm"] == pytest.approx(true_norm(model), rel=1e-6)
         assert values["gradient/0.bias/norm"] == pytest.approx(model[0].bias.grad.norm().item(), rel=1e-6)
@@ -428,7 +428,7 @@ def test_a_detector_is_fed_without_a_preset_and_scores_stand_under_their_signal(
     for _ in range(20):
         one(model, optimizer)
     assert set(monitor.get_step_metrics()) == {"spike_score/grad_norm"}
-    monitor.add_preset("cheap")
+    monitor.add_preset("minimal")
     one(model, optimizer)
     assert "gradmon/spike_score" in monitor.get_step_metrics()
 
@@ -443,17 +443,17 @@ def test_what_the_full_preset_adds_stays_out_of_sight_and_makes_way(tmp_path: Pa
     assert run.series("optimizer/0.weight/exp_avg_norm")[0] > 0
     assert run.series("activation/2/std")[0] == pytest.approx(model(X).std(correction=0).item(), rel=0.5)
     monitor.add_gradient_metric("norm")
-    monitor.add_preset("cheap")
+    monitor.add_preset("minimal")
     one(model, optimizer)
     assert "gradient/0.weight/norm" in monitor.get_step_metrics()
-    assert not any(key.startswith("optimizer/") for key in monitor.describe())
+    assert not any(key.startswith("optimizer/") for key in monitor.describe_metrics())
 
 
 def test_the_run_has_what_was_shown_where_its_rows_do_not_say_so(tmp_path: Path) -> None:
     model = net()
     optimizer = SGD(model.parameters(), lr=0.1)
     monitor = ModuleMonitor(model, run_dir=tmp_path, layers="blocks")
-    monitor.add_preset("cheap")
+    monitor.add_preset("minimal")
     monitor.add_gradient_metric("norm", lambda g: g.abs().max())  # a built-in's name for something else
     monitor.add_activation_metric("norm", metric_regex="^0$")
     monitor.add_activation_metric("max", metric_regex="^2$")
@@ -500,7 +500,7 @@ def test_getters_can_be_called_from_another_thread() -> None:
     model = net()
     optimizer = SGD(model.parameters(), lr=0.0)
     monitor = ModuleMonitor(model, history=5)
-    monitor.add_preset("cheap")
+    monitor.add_preset("minimal")
     monitor.attach(optimizer)
     failures: list[BaseException] = []
     done = threading.Event()
@@ -528,9 +528,9 @@ def test_a_tag_stands_with_the_step_that_it_was_given_for(tmp_path: Path) -> Non
     for step in range(4):
         optimizer.zero_grad()
         model(X).sum().backward()
-        monitor.tag(batch=step)
+        monitor.log_context(batch=step)
         optimizer.step()
-        monitor.tag(after=step)
+        monitor.log_context(after=step)
     run = gradmon.load_run(tmp_path)
     assert [run.context(step)["tags"] for step in run.steps] == [{"batch": 0, "after": 0}, {"batch": 2, "after": 2}]
 

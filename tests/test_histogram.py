@@ -112,7 +112,7 @@ def test_it_is_a_metric_like_any_other() -> None:
     assert not [key for key in rows[1] if key.startswith("gradient/")]
     both = sum(v for k, v in rows[0].items() if k.startswith("activation/0/log2_histogram."))
     assert both == 2 * 8 * 20  # two micro-batches
-    assert "number of elements" in monitor.describe()["gradient/weight/log2_histogram"]
+    assert "number of elements" in monitor.describe_metrics()["gradient/weight/log2_histogram"]
 
 
 def test_where_nothing_is_finite_it_says_so() -> None:
@@ -129,7 +129,7 @@ def test_where_nothing_is_finite_it_says_so() -> None:
 
 @pytest.mark.parametrize("style", ["seed", "metric_first"])
 def test_sinks_put_the_classes_together(style: str, tmp_path: Path) -> None:
-    _, gradients = _monitored(JsonlSink(tmp_path / "rows.jsonl"), key_style=style)
+    _, gradients = _monitored(JsonlSink(tmp_path / "rows.jsonl"), key_order=style)
     row = json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[2])
     scalars, histograms = without_histograms(row)
     key = "gradient/0.weight/log2_histogram" if style == "seed" else "gradient_log2_histogram/0.weight"

@@ -61,8 +61,8 @@ def _check(loop: _Loop, monitor: ModuleMonitor, steps: int, between: Callable[[]
         assert values["gradient_before_clip/weight/norm"] == pytest.approx(before, rel=1e-6)
         assert values["gradient/weight/norm"] == pytest.approx(loop.norm(), rel=1e-6)
         assert loop.norm() < LIMIT < before
-        assert values["gradmon/grad_norm_clipped"] == pytest.approx(LIMIT, rel=1e-3)
-        assert values["gradmon/clipped_share"] == 1
+        assert values["gradmon/grad_norm_after_clip"] == pytest.approx(LIMIT, rel=1e-3)
+        assert values["gradmon/clip_fraction"] == 1
         change = (loop.model.weight.detach().double() - start).norm()
         assert values["update/weight/norm"] == pytest.approx(float(change), rel=1e-5)
 
@@ -197,7 +197,7 @@ def test_a_hook_that_raises_before_the_last_one_costs_no_step(monitors: int) -> 
         loop.optimizer.step()
         assert list(loop.optimizer._optimizer_step_pre_hooks.values())[monitors:] == hooks
         for monitor in watching:
-            assert monitor.step == step
+            assert monitor.current_step == step
             values = monitor.get_step_metrics()
             assert values["gradient/weight/norm"] == pytest.approx(loop.norm(), rel=1e-6)
             assert values["gradmon/steps_not_applied"] == 0
@@ -270,12 +270,12 @@ def test_a_clip_in_a_hook_is_seen_by_what_acts_on_spikes() -> None:
     for _ in range(3):
         loop.backward()
         loop.optimizer.step()
-        assert monitor.get_step_metrics()["gradmon/grad_norm_clipped"] == pytest.approx(LIMIT, rel=1e-3)
+        assert monitor.get_step_metrics()["gradmon/grad_norm_after_clip"] == pytest.approx(LIMIT, rel=1e-3)
     loop.backward()
     loop.model.weight.grad.fill_(float("nan"))
     start = loop.model.weight.detach().clone()
     with pytest.warns(gradmon.GradmonWarning, match="NaN or infinite before the optimizer's step; skipped"):
         loop.optimizer.step()
-    assert monitor.step_skipped
+    assert monitor.step_was_skipped
     assert loop.model.weight.equal(start)
     monitor.detach()

@@ -241,7 +241,7 @@ def test_what_is_compressed_takes_no_more_than_its_place(what: str, tmp_path: Pa
     begin = file.append(struct.pack("<c3xII", f.COLUMN, 1, 0) + bomb)[0]
     names = [str(number) for number in range(1000)]
     layout = {"is": "layout", "source": "activation", "tensors": names, "counts": [1] * 1000, "same_as": ""}
-    stored = ["mean", "abs_mean", "std", "near_zero", "nonfinite", "min", "max"]
+    stored = ["mean", "abs_mean", "std", "near_zero", "nonfinite_count", "min", "max"]
     place = rows.append(f.of_json({**layout, "measured": ["count", *stored] if what == "rows" else [], "stored": stored}))[0]
     found = rows.append(f.of_tables(0, [(place, (1 << 32) - 1, b"")]))  # which leaves all columns out
     step = file.append(_step(0, found).packed())[0]

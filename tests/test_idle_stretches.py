@@ -83,8 +83,8 @@ def test_most_idle_steps_are_only_counted_and_the_monitored_ones_are_the_same(co
     loop = Loop(every=10).go(101)
     loop.monitor.detach()
     assert loop.records == list(range(0, 101, 10))
-    assert loop.monitor.step == 100
-    assert loop.monitor.counts.attempted == 101
+    assert loop.monitor.current_step == 100
+    assert loop.monitor.get_step_counts().attempted == 101
     assert len(counted) > 40
     assert not {step % 10 for step in counted} & {0, 9}  # nor the last one before a monitored one
 
@@ -123,9 +123,9 @@ def test_the_number_of_the_step_is_right_at_any_moment() -> None:
     for number in range(60):
         loop.optimizer.zero_grad()
         loop.backward()
-        assert loop.monitor.step == number
+        assert loop.monitor.current_step == number
         loop.optimizer.step()
-        assert loop.monitor.step == number
+        assert loop.monitor.current_step == number
         assert bool(loop.monitor.get_step_metrics()) == (number % 10 == 0)
 
 
@@ -139,7 +139,7 @@ def test_micro_batches_and_evaluation_do_not_count_as_steps(counted: list[int]) 
         with torch.no_grad():
             loop.model(torch.randn(8, 3))
         loop.model.train()
-        assert loop.monitor.step == number
+        assert loop.monitor.current_step == number
     loop.monitor.detach()
     assert counted
     assert loop.records == list(range(0, 60, 10))
@@ -151,7 +151,7 @@ def test_a_loop_that_begins_to_train_in_evaluation_mode_is_followed_again(counte
     loop.model.eval()
     loop.go(24)
     loop.monitor.detach()
-    assert loop.monitor.step == 47
+    assert loop.monitor.current_step == 47
     assert loop.records == [0, 10, 20, 30, 40]
     assert max(counted) == 23
 
@@ -175,7 +175,7 @@ def test_values_logged_in_idle_steps_are_dropped_and_those_of_monitored_ones_are
 def test_tags_given_before_a_step_are_of_that_step() -> None:
     loop = Loop(every=10)
     for number in range(60):
-        loop.monitor.tag(batch=number)
+        loop.monitor.log_context(batch=number)
         loop.step()
     records = [record for record in loop.monitor._runtime.pipeline.history.records() if record.step % 10 == 0]
     assert [record.context["tags"]["batch"] for record in records] == [record.step for record in records]
@@ -184,7 +184,7 @@ def test_tags_given_before_a_step_are_of_that_step() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda monitor: monitor.set_detail(every=1),
+        lambda monitor: monitor.override(every=1),
         lambda monitor: monitor.load_state_dict({**monitor.state_dict(), "next_step": 60}),
     ],
     ids=["detail", "state"],
@@ -203,7 +203,7 @@ def test_a_pause_and_steps_by_hand_hold_at_once(counted: list[int]) -> None:
     with loop.monitor.no_monitor():
         loop.go(3)
     loop.step()
-    assert loop.monitor.step == 24
+    assert loop.monitor.current_step == 24
     assert loop.monitor.begin_step(60)
     loop.step()
     loop.monitor.end_step()
@@ -216,7 +216,7 @@ def test_detach_in_the_middle_of_a_counted_step_drops_it_and_attach_goes_on(coun
     loop.monitor.detach()
     loop.monitor.attach(loop.optimizer)
     loop.go(7)
-    assert loop.monitor.step == 30
+    assert loop.monitor.current_step == 30
     assert loop.monitor.get_step_metrics()
 
 
@@ -240,10 +240,10 @@ def test_a_step_without_a_forward_is_counted_as_before(counted: list[int]) -> No
         for _ in range(5):
             loop.optimizer.step()
     loop.go(1)
-    assert loop.monitor.counts.attempted == 30
+    assert loop.monitor.get_step_counts().attempted == 30
     loop.step()
     assert loop.monitor.get_step_metrics()
-    assert loop.monitor.step == 30
+    assert loop.monitor.current_step == 30
 
 
 def test_a_request_from_another_process_is_seen_within_a_second(tmp_path: Path, counted: list[int]) -> None:
@@ -278,7 +278,7 @@ class WithClosure:
 def test_where_hooks_fire_twice_nothing_is_only_counted(counted: list[int]) -> None:
     loop = Loop(every=10, optimizer=Twice).go(60)
     loop.monitor.detach()
-    assert loop.monitor.counts.attempted == 60
+    assert loop.monitor.get_step_counts().attempted == 60
     assert loop.records == list(range(0, 60, 10))
 
 
@@ -292,11 +292,11 @@ def test_closures_are_followed(counted: list[int]) -> None:
     assert loop.records == list(range(0, 60, 10))
 
 
-@pytest.mark.parametrize("options", [{"on_spike": "skip"}, {"overhead_budget": 0.5}, {"flight_recorder": 4}], ids=str)
+@pytest.mark.parametrize("options", [{"on_spike": "skip"}, {"max_overhead": 0.5}, {"flight_recorder": 4}], ids=str)
 def test_plugins_that_need_idle_steps_get_them(options: dict[str, Any], counted: list[int]) -> None:
     loop = Loop(every=10, **options).go(60)
     assert not counted
-    assert loop.monitor.counts.attempted == 60
+    assert loop.monitor.get_step_counts().attempted == 60
 
 
 def test_a_function_that_selects_steps_is_asked_once_for_each(counted: list[int]) -> None:
@@ -329,8 +329,8 @@ def test_a_scaler_is_followed(counted: list[int]) -> None:
         scaler.step(optimizer)
         scaler.update()
     assert not counted
-    assert monitor.counts.overflowed == 1
-    assert monitor.step == 59
+    assert monitor.get_step_counts().overflowed == 1
+    assert monitor.current_step == 59
 
 
 def test_a_spike_is_found_after_a_stretch(counted: list[int]) -> None:
@@ -446,7 +446,7 @@ def test_a_plugin_may_answer_by_a_property(answer: Any, counted: list[int]) -> N
     answers.is_asked = True
     loop.go(30)
     assert counted == []
-    assert loop.monitor.counts.attempted == 35
+    assert loop.monitor.get_step_counts().attempted == 35
 
 
 def test_a_plugin_whose_answer_fails_warns_and_sees_all_steps(counted: list[int]) -> None:
@@ -462,7 +462,7 @@ def test_a_plugin_whose_answer_fails_warns_and_sees_all_steps(counted: list[int]
     with pytest.warns(gradmon.GradmonWarning, match="may_miss"):
         loop = Loop(every=30, plugins=[Fails()]).go(10)
     assert counted == []
-    assert set(loop.monitor.complaints()) == {"plugin:fails"}
+    assert set(loop.monitor.warning_counts()) == {"plugin:fails"}
 
 
 class Fragile(torch.optim.SGD):
@@ -512,7 +512,7 @@ def test_an_optimizer_with_hooks_of_its_own_kind_goes_on() -> None:
     loop = Loop(every=10, optimizer=OwnHooks).go(60)
     loop.monitor.detach()
     assert loop.records == list(range(0, 60, 10))
-    assert loop.monitor.counts.attempted == 60
+    assert loop.monitor.get_step_counts().attempted == 60
 
 
 def test_a_step_that_raises_was_not_applied(counted: list[int]) -> None:
@@ -523,7 +523,7 @@ def test_a_step_that_raises_was_not_applied(counted: list[int]) -> None:
         loop.step()
     loop.optimizer.fails = False
     loop.go(9).monitor.detach()
-    counts = loop.monitor.counts
+    counts = loop.monitor.get_step_counts()
     assert (counts.applied, counts.interrupted, counts.overflowed) == (14, 1, 0)
     assert loop.records == [0, 10]
 
@@ -540,7 +540,7 @@ def test_a_closure_and_a_scaler_that_come_late_are_followed(counted: list[int]) 
             scaler.step(loop.optimizer)
             scaler.update()
     assert counted == [3, 4]
-    assert (loop.monitor.counts.applied, loop.monitor.counts.overflowed) == (43, 3)
+    assert (loop.monitor.get_step_counts().applied, loop.monitor.get_step_counts().overflowed) == (43, 3)
 
 
 def test_a_state_loaded_within_a_counted_step_begins_a_segment() -> None:
@@ -617,7 +617,7 @@ def test_a_plugin_that_moves_on_is_heard_by_each_of_its_monitors(is_attached_aga
     else:
         gradmon.ModuleMonitor(first.model, plugins=[watcher])  # never attached
     watcher.closed.clear()
-    before = first.monitor.counts.attempted
+    before = first.monitor.get_step_counts().attempted
     watcher.watches_idle_steps = True
     first.go(2)
     assert watcher.closed == [before, before + 1]
@@ -629,16 +629,16 @@ def test_the_time_of_counted_steps_is_overhead() -> None:
     before = fence.spent()
     loop.go(20)
     loop.backward()
-    loop.monitor.set_detail(every=1)  # the loop is followed again
+    loop.monitor.override(every=1)  # the loop is followed again
     assert fence.spent() - before > 20e-6
 
 
 def test_tags_of_a_counted_step_are_not_of_the_next_one() -> None:
     loop = Loop(every=30).go(5)
     loop.backward()
-    loop.monitor.tag(batch=5)
+    loop.monitor.log_context(batch=5)
     loop.optimizer.step()
-    loop.monitor.set_detail(every=1)
+    loop.monitor.override(every=1)
     loop.step()
     assert loop.monitor._runtime.pipeline.history.records()[-1].context.get("tags") is None
 
@@ -652,7 +652,7 @@ def test_an_evaluation_with_gradients_in_a_step_is_no_step(counted: list[int]) -
         torch.autograd.grad(loop.model(torch.randn(8, 3)).sum(), list(loop.model.parameters()))
         loop.model.train()
         loop.optimizer.step()
-        assert loop.monitor.step == number
+        assert loop.monitor.current_step == number
 
 
 def test_an_optimizer_that_is_replaced_is_reported_in_the_next_forward(counted: list[int]) -> None:
@@ -669,7 +669,7 @@ def test_a_model_called_in_another_thread_is_followed(counted: list[int]) -> Non
     caller.start()
     caller.join()
     loop.optimizer.step()
-    assert (loop.monitor.step, counted[-1]) == (24, 23)
+    assert (loop.monitor.current_step, counted[-1]) == (24, 23)
 
 
 def test_steps_that_the_script_ends_itself_are_measured_at_the_same_numbers() -> None:

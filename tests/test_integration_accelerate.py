@@ -26,7 +26,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.tracking import GeneralTracker
 
-from torch_gradmon.integrations.accelerate import GradMonTracker
+from torch_gradmon.integrations.accelerate import GradmonTracker
 
 pytestmark = pytest.mark.integration
 
@@ -124,7 +124,7 @@ def _monitor() -> gradmon.ModuleMonitor:
 
 def _trained(make: Any, setting: oracle.Setting, monitor: gradmon.ModuleMonitor | None) -> tuple[nn.Module, Rows, bool]:
     kept = Kept()
-    accelerator = make(setting, *(() if monitor is None else (GradMonTracker(monitor),)), kept)
+    accelerator = make(setting, *(() if monitor is None else (GradmonTracker(monitor),)), kept)
     net = oracle.model()
     model, optimizer = accelerator.prepare(net, oracle.OPTIMIZERS[setting.optimizer](net.parameters()))
     if monitor is not None:
@@ -206,7 +206,7 @@ def test_the_scaler_of_an_accelerated_optimizer_is_found_from_the_first_step_on(
         optimizer.step()
         optimizer.zero_grad()
     assert [row["gradmon/grad_norm"] for row in monitor.get_all_metrics().values()] == pytest.approx(norms, rel=1e-6)
-    assert monitor.complaints() == {}, "nobody had to be told that there is a scaler"
+    assert monitor.warning_counts() == {}, "nobody had to be told that there is a scaler"
 
 
 def test_a_scaler_that_is_named_wins_over_the_one_of_the_wrapper() -> None:
@@ -231,14 +231,14 @@ def test_a_prepared_loader_whose_last_step_has_fewer_batches(make: Any) -> None:
     monitor = gradmon.watch(model, optimizer)
     _loop(accelerator, (model, optimizer), loader)
     assert list(monitor.get_all_metrics()) == [0, 1, 2], "Accelerate steps at the end of the data whatever was accumulated"
-    assert monitor.counts.attempted == 3
+    assert monitor.get_step_counts().attempted == 3
 
 
 # --- the tracker ---------------------------------------------------------------------------------------------------------------
 
 
 def _started(make: Any, monitor: gradmon.ModuleMonitor, *others: Any) -> tuple[Accelerator, Any, Any]:
-    accelerator = make(None, GradMonTracker(monitor), *others)
+    accelerator = make(None, GradmonTracker(monitor), *others)
     net = oracle.model()
     model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
     monitor.set_module(model)
@@ -248,7 +248,7 @@ def _started(make: Any, monitor: gradmon.ModuleMonitor, *others: Any) -> tuple[A
 
 def test_what_the_loop_logs_is_in_the_record_of_the_step_and_in_the_run_directory(make: Any, tmp_path: Path) -> None:
     monitor = gradmon.ModuleMonitor(run_dir=tmp_path / "run")
-    monitor.add_preset("cheap")
+    monitor.add_preset("minimal")
     accelerator, model, optimizer = _started(make, monitor)
     losses = _loop(
         accelerator,
@@ -313,11 +313,11 @@ def test_values_of_the_monitor_go_round_neither_by_a_sink_nor_by_the_loop(make: 
     assert all(row.keys() - {"loss"} <= own for row in found.values()), "no key that is the monitor's own came back as another"
     first = found[1]["gradient/0.weight/norm"]
     assert first == monitor.get_all_metrics()[1]["gradient/0.weight/norm"]
-    assert monitor.complaints() == {}
+    assert monitor.warning_counts() == {}
     accelerator.end_training()
     assert kept.calls["loss"] == 6, "once from the loop, and not once more from the monitor"
     assert [tracker.name for tracker in accelerator.trackers] == ["gradmon", "kept"]
-    assert [each for each in adapted(accelerator) if isinstance(each, GradMonTracker)] == []
+    assert [each for each in adapted(accelerator) if isinstance(each, GradmonTracker)] == []
 
 
 def test_what_is_logged_twice_in_a_step_is_its_mean_and_not_taken_for_the_monitors_own(make: Any) -> None:
@@ -369,13 +369,13 @@ def test_the_last_step_reaches_the_other_trackers_before_they_close(make: Any, t
 
 def test_the_tracker_wants_a_monitor() -> None:
     with pytest.raises(TypeError, match="monitor must be a ModuleMonitor, got Linear"):
-        GradMonTracker(nn.Linear(1, 1))  # type: ignore[arg-type]
+        GradmonTracker(nn.Linear(1, 1))  # type: ignore[arg-type]
 
 
 def test_before_there_is_a_step_and_where_it_is_switched_off_logging_does_no_harm(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    accelerator = make(None, GradMonTracker(gradmon.ModuleMonitor()))
+    accelerator = make(None, GradmonTracker(gradmon.ModuleMonitor()))
     accelerator.log({"loss": 1.0})
     monkeypatch.setenv("GRADMON_DISABLE", "1")
     accelerator, model, optimizer = _started(make, monitor := _monitor())
@@ -408,7 +408,7 @@ def test_a_skip_is_no_overflow_for_accelerate_so_the_loop_asks_the_monitor_befor
 
         def step() -> None:
             overflows.append(accelerator.optimizer_step_was_skipped)
-            if not asks or not monitor.step_skipped:
+            if not asks or not monitor.step_was_skipped:
                 scheduler.step()
 
         data = oracle.batches(20 * accumulation)

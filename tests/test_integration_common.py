@@ -38,7 +38,7 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 def test_arguments_are_those_of_watch_and_of_the_monitor(tmp_path: Path) -> None:
     model = oracle.model()
-    watching = _watching(preset="cheap", layers="all", every=2, run_dir=tmp_path / "run", prefix="a/")
+    watching = _watching(preset="minimal", layers="all", every=2, run_dir=tmp_path / "run", prefix="a/")
     assert not (tmp_path / "run").exists(), "nothing is written before there is a training"
     monitor = watching.begin(model, [optimizer := _optimizer(model)])
     for step in range(3):
@@ -112,7 +112,7 @@ def test_a_state_goes_on_where_it_was_taken_and_one_that_does_not_fit_is_left_wi
     again = _watching()
     monitor = again.begin(model, [optimizer], start_step=1, state=state)
     _step(model, optimizer)
-    assert monitor.step == 4, "the state's number, not the trainer's"
+    assert monitor.current_step == 4, "the state's number, not the trainer's"
     again.end()
 
     with_more = gradmon.ModuleMonitor()
@@ -121,7 +121,7 @@ def test_a_state_goes_on_where_it_was_taken_and_one_that_does_not_fit_is_left_wi
     with pytest.warns(gradmon.GradmonWarning, match="does not fit this monitor, which starts without it .*detectors"):
         monitor = changed.begin(model, [optimizer], start_step=4, state=state)
     _step(model, optimizer)
-    assert monitor.step == 4
+    assert monitor.current_step == 4
 
 
 def test_an_optimizer_of_another_model_is_refused_before_a_run_directory_is_made(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_to_ask_for_spikes_changes_nothing_of_what_is_recorded_or_told(asks: boo
     monitor.detach()
     assert told == [(3, "loss"), (4, "loss")]
     assert [row["spike_score/loss"] for row in monitor.get_all_metrics().values()] == [0, 0, 0, 1, 1, 0, 0, 0]
-    assert "loss = 9" in monitor.why(3)
+    assert "loss = 9" in monitor.explain_spike(3)
 
 
 # --- schedulers after a skip -------------------------------------------------------------------------------------------------
@@ -255,7 +255,7 @@ def test_schedulers_of_an_optimizer_that_did_step_go_on() -> None:
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (first, second)]
     schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1) for optimizer in optimizers]
     monitor = gradmon.ModuleMonitor(model, on_spike="skip")
-    monitor.add_preset("cheap")
+    monitor.add_preset("minimal")
     monitor.attach(*optimizers)
     held = SchedulerRollback(monitor, optimizers, lambda: schedulers)
     model(torch.ones(2, 3)).sum().backward()

@@ -45,7 +45,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger  # noqa: E402
 from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
 
-from torch_gradmon.integrations.lightning import GradMonCallback  # noqa: E402
+from torch_gradmon.integrations.lightning import GradmonCallback  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -83,11 +83,11 @@ class Net(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": self.interval}}
 
 
-class Everything(GradMonCallback):
+class Everything(GradmonCallback):
     """Keeps the rows that it hands out, and takes norms of every parameter before and after the clip."""
 
     def __init__(self, **more: Any) -> None:
-        monitor = gradmon.ModuleMonitor(key_style="seed", **more)
+        monitor = gradmon.ModuleMonitor(key_order="seed", **more)
         monitor.add_preset("standard")
         monitor.add_gradient_metric("norm")
         super().__init__(monitor, log_every_n_steps=1)
@@ -192,7 +192,7 @@ def test_rows_go_to_every_logger_and_a_few_values_through_lightning(tmp_path: Pa
 
     monkeypatch.setattr(lightning.LightningModule, "log", counted)
     loggers = [CSVLogger(tmp_path), TensorBoardLogger(tmp_path)]
-    callback = GradMonCallback(layers="all")
+    callback = GradmonCallback(layers="all")
     run = trainer(callback, logger=loggers, log_every_n_steps=5)
     run.fit(Net(), loader(12))
 
@@ -220,7 +220,7 @@ def test_rows_go_to_every_logger_and_a_few_values_through_lightning(tmp_path: Pa
 
 def test_every_whole_model_value_may_be_one_of_the_few() -> None:
     wanted = ("grad_max", "param_norm", "steps_not_applied")
-    run = trainer(GradMonCallback(log_every_n_steps=1, summary=wanted, prog_bar=wanted[:1]))
+    run = trainer(GradmonCallback(log_every_n_steps=1, summary=wanted, prog_bar=wanted[:1]))
     run.fit(Net(), loader(3))
     for section in ("gradmon", "gradmon_epoch"):
         assert {f"{section}/{name}" for name in wanted} <= run.callback_metrics.keys()
@@ -230,8 +230,8 @@ def test_every_whole_model_value_may_be_one_of_the_few() -> None:
 def test_the_keys_of_lightnings_own_monitor(tmp_path: Path) -> None:
     monitor = gradmon.ModuleMonitor(layers="all")
     for name in ("grad_norm", "grad_mean", "grad_std", "grad_sparsity"):
-        monitor.add_summary_metric(name)
-    callback = GradMonCallback(monitor, log_every_n_steps=2, step_prefix="train/", epoch_prefix="train_epoch/")
+        monitor.add_model_metric(name)
+    callback = GradmonCallback(monitor, log_every_n_steps=2, step_prefix="train/", epoch_prefix="train_epoch/")
     run = trainer(callback, logger=CSVLogger(tmp_path))
     run.fit(Net(), loader(4))
     wanted = {"grad_norm", "grad_mean", "grad_std", "grad_sparsity"}
@@ -247,7 +247,7 @@ def test_the_keys_of_lightnings_own_monitor(tmp_path: Path) -> None:
 
 
 def test_no_rows_of_steps_where_none_are_wanted_and_none_of_epochs(tmp_path: Path) -> None:
-    quiet = GradMonCallback(log_every_n_steps=0, track_epochs=False)
+    quiet = GradmonCallback(log_every_n_steps=0, track_epochs=False)
     run = trainer(quiet, logger=CSVLogger(tmp_path), log_every_n_steps=1)
     run.fit(Net(), loader(3))
     assert {key for row in rows(tmp_path) for key in row} == {"epoch", "step", "loss"}
@@ -257,7 +257,7 @@ def test_no_rows_of_steps_where_none_are_wanted_and_none_of_epochs(tmp_path: Pat
 
 def test_means_of_an_epoch_leave_out_what_is_not_finite_and_begin_anew(tmp_path: Path) -> None:
     setting = Setting(precision="fp16")
-    callback = GradMonCallback(log_every_n_steps=0)
+    callback = GradmonCallback(log_every_n_steps=0)
     trainer(callback, setting=setting, logger=CSVLogger(tmp_path), epochs=3).fit(Net(setting), loader(10))
     assert callback.monitor is not None
     every = callback.monitor.get_all_metrics()
@@ -277,7 +277,7 @@ def test_means_of_an_epoch_leave_out_what_is_not_finite_and_begin_anew(tmp_path:
 def test_checkpoints_may_be_chosen_by_a_value_of_a_step_or_of_an_epoch(tmp_path: Path) -> None:
     by_step = ModelCheckpoint(tmp_path / "step", monitor="gradmon/grad_norm", every_n_train_steps=1, mode="min")
     by_epoch = ModelCheckpoint(tmp_path / "epoch", monitor="gradmon_epoch/grad_norm", save_on_train_epoch_end=True)
-    callback = GradMonCallback(log_every_n_steps=1)
+    callback = GradmonCallback(log_every_n_steps=1)
     trainer(callback, by_step, by_epoch, enable_checkpointing=True, epochs=2).fit(Net(), loader(5))
     assert callback.monitor is not None
     norms = [values["gradmon/grad_norm"] for values in callback.monitor.get_all_metrics().values()]
@@ -286,18 +286,18 @@ def test_checkpoints_may_be_chosen_by_a_value_of_a_step_or_of_an_epoch(tmp_path:
 
 
 def test_an_explosion_is_said_once_and_before_clipping(tmp_path: Path) -> None:
-    callback = GradMonCallback(explosion_threshold=1e-3)
+    callback = GradmonCallback(explosion_threshold=1e-3)
     with pytest.warns(
         gradmon.GradmonWarning, match=r"step 0: the gradient norm before clipping is .* explosion_threshold=0.001"
     ) as said:
         trainer(callback, setting=Setting(clip=1e-4)).fit(Net(), loader(5))
     assert len([each for each in said if "explosion" in str(each.message)]) == 1
-    high = GradMonCallback(explosion_threshold=1e4)
+    high = GradmonCallback(explosion_threshold=1e4)
     trainer(high).fit(Net(), loader(5))  # where a warning would be an error
 
 
 def test_what_is_logged_may_be_changed_by_a_subclass(tmp_path: Path) -> None:
-    class Mine(GradMonCallback):
+    class Mine(GradmonCallback):
         def step_values(self, values: dict[str, float]) -> dict[str, float]:
             return {"log10": math.log10(values["mine/grad_norm"])}
 
@@ -316,7 +316,7 @@ def test_what_is_logged_may_be_changed_by_a_subclass(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("by", ["the environment", "the cadence"])
 def test_a_subclass_is_not_asked_about_an_epoch_without_values(by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Mine(GradMonCallback):
+    class Mine(GradmonCallback):
         def epoch_values(self, values: dict[str, float]) -> dict[str, float]:
             return {"mine": values["gradmon_epoch/grad_norm"]}
 
@@ -391,15 +391,15 @@ def test_a_run_that_goes_on_from_a_checkpoint_ends_like_one_that_was_never_stopp
 def test_a_checkpoint_of_a_run_without_the_callback_gives_the_number_of_the_step(tmp_path: Path) -> None:
     saves = ModelCheckpoint(tmp_path, filename="last")
     trainer(saves, enable_checkpointing=True).fit(Net(), loader(4))
-    callback = GradMonCallback()
+    callback = GradmonCallback()
     trainer(callback, epochs=2).fit(Net(), loader(4), ckpt_path=str(tmp_path / "last.ckpt"))
     assert callback.monitor is not None
     assert list(callback.monitor.get_all_metrics()) == [4, 5, 6, 7]
 
 
 def test_two_callbacks_with_another_prefix_each_have_their_keys_and_their_states(tmp_path: Path) -> None:
-    def both() -> list[GradMonCallback]:
-        return [GradMonCallback(log_every_n_steps=1), GradMonCallback(log_every_n_steps=1, every=2, prefix="other/")]
+    def both() -> list[GradmonCallback]:
+        return [GradmonCallback(log_every_n_steps=1), GradmonCallback(log_every_n_steps=1, every=2, prefix="other/")]
 
     first, saves = both(), ModelCheckpoint(tmp_path, filename="last", monitor="other/gradmon/grad_norm")
     run = trainer(*first, saves, enable_checkpointing=True, logger=CSVLogger(tmp_path))
@@ -408,7 +408,7 @@ def test_two_callbacks_with_another_prefix_each_have_their_keys_and_their_states
     assert wanted <= run.callback_metrics.keys()
     assert wanted <= {key for row in rows(tmp_path) for key in row}
     states = torch.load(tmp_path / "last.ckpt", weights_only=False)["callbacks"]
-    assert {"GradMonCallback", "GradMonCallback prefix='other/'"} <= states.keys()
+    assert {"GradmonCallback", "GradmonCallback prefix='other/'"} <= states.keys()
     second = both()
     trainer(*second, epochs=2).fit(Net(), loader(6), ckpt_path=str(tmp_path / "last.ckpt"))
     assert [list(each.monitor.get_all_metrics()) for each in second if each.monitor] == [[6, 7, 8, 9, 10, 11], [6, 8, 10]]
@@ -428,7 +428,7 @@ def test_a_skipped_step_did_not_happen_for_the_model_the_optimizer_and_the_sched
     plain, skipping = Net(setting, interval=interval), Net(setting, spike_at=at, interval=interval)
     first = trainer(setting=setting, epochs=1)
     first.fit(plain, without)
-    callback = GradMonCallback(on_spike="skip")
+    callback = GradmonCallback(on_spike="skip")
     second = trainer(callback, setting=setting, epochs=1)
     with pytest.warns(gradmon.GradmonWarning, match=f"step {at}"):
         second.fit(skipping, loader(8))
@@ -439,7 +439,7 @@ def test_a_skipped_step_did_not_happen_for_the_model_the_optimizer_and_the_sched
     assert schedulers[0] == schedulers[1]
     assert schedulers[0]["last_epoch"] == (7 if interval == "step" else 1)
     assert callback.monitor is not None
-    assert callback.monitor.counts.skipped == 1
+    assert callback.monitor.get_step_counts().skipped == 1
 
 
 class Plateau(Net):
@@ -454,7 +454,7 @@ class Plateau(Net):
 @pytest.mark.parametrize("at", [5, 7])
 def test_a_scheduler_that_follows_a_value_does_not_know_of_a_skipped_step(at: int) -> None:
     ends = []
-    for bad, callbacks in ((None, []), (at, [GradMonCallback(on_spike="skip")])):
+    for bad, callbacks in ((None, []), (at, [GradmonCallback(on_spike="skip")])):
         data, net = loader(8), Plateau(spike_at=bad)
         if bad is None:
             data.dataset.pop(at)
@@ -479,7 +479,7 @@ def test_what_a_scheduler_does_every_so_many_batches_is_not_put_off_by_a_skip(at
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step", "frequency": 4}}
 
-    run = trainer(GradMonCallback(on_spike="skip"))
+    run = trainer(GradmonCallback(on_spike="skip"))
     with pytest.warns(gradmon.GradmonWarning, match=f"step {at}"):
         run.fit(Rare(spike_at=at), loader(7))
     assert run.optimizers[0].param_groups[0]["lr"] == 0.5e-2
@@ -567,7 +567,7 @@ def test_a_model_that_is_frozen_or_not_trained_is_left_alone() -> None:
         def configure_optimizers(self) -> None:
             return None
 
-    callback = GradMonCallback()
+    callback = GradmonCallback()
     with pytest.warns(UserWarning, match="configure_optimizers"):
         trainer(callback).fit(Idle(), loader(2))
     assert callback.monitor is None
@@ -588,7 +588,7 @@ def test_when_training_breaks_off_the_model_is_as_it_was_found_and_the_values_ar
                 raise RuntimeError("the disk is full")
 
     net = Net()
-    callback = GradMonCallback(log_every_n_steps=1)
+    callback = GradmonCallback(log_every_n_steps=1)
     run = trainer(callback, Broken(), logger=CSVLogger(tmp_path))
     with pytest.raises(RuntimeError, match="the disk is full"):
         run.fit(net, loader(6))
@@ -601,7 +601,7 @@ def test_when_training_breaks_off_the_model_is_as_it_was_found_and_the_values_ar
 
 
 def test_a_second_fit_goes_on_and_logs_to_its_own_logger_only(tmp_path: Path) -> None:
-    callback, net = GradMonCallback(log_every_n_steps=1), Net()
+    callback, net = GradmonCallback(log_every_n_steps=1), Net()
     for name in ("first", "second"):
         trainer(callback, logger=CSVLogger(tmp_path / name)).fit(net, loader(3))
     found = [[row["step"] for row in rows(tmp_path / name) if "gradmon/grad_norm" in row] for name in ("first", "second")]
@@ -609,7 +609,7 @@ def test_a_second_fit_goes_on_and_logs_to_its_own_logger_only(tmp_path: Path) ->
 
 
 def test_before_training_it_can_be_copied_and_pickled() -> None:
-    for callback in (copy.deepcopy(GradMonCallback(every=2)), pickle.loads(pickle.dumps(GradMonCallback(every=2)))):
+    for callback in (copy.deepcopy(GradmonCallback(every=2)), pickle.loads(pickle.dumps(GradmonCallback(every=2)))):
         assert callback.monitor is None
         assert callback.state_dict() == {}
         trainer(callback).fit(Net(), loader(4))
@@ -632,7 +632,7 @@ def test_before_training_it_can_be_copied_and_pickled() -> None:
 )
 def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
-        GradMonCallback(**arguments)
+        GradmonCallback(**arguments)
 
 
 # --- many ranks --------------------------------------------------------------------------------------------------------------
@@ -696,7 +696,7 @@ def _losses_by_hand(setting: Setting, batches: int) -> list[float]:
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_the_loss_of_each_step_is_in_the_run(accumulation: int, tmp_path: Path) -> None:
     setting = Setting(accumulation=accumulation)
-    callback = GradMonCallback(run_dir=tmp_path / "run")
+    callback = GradmonCallback(run_dir=tmp_path / "run")
     trainer(callback, setting=setting).fit(Net(setting), loader(24))
     run = gradmon.load_run(tmp_path / "run")
     assert list(run.series("loss").values()) == pytest.approx(_losses_by_hand(setting, 24), rel=1e-6)
@@ -713,7 +713,7 @@ def test_a_loss_that_the_module_logs_is_not_doubled(name: str, tmp_path: Path) -
             callback.monitor.log_scalar(name, 7.0)
             return loss
 
-    callback = GradMonCallback(run_dir=tmp_path / "run")
+    callback = GradmonCallback(run_dir=tmp_path / "run")
     trainer(callback).fit(Logs(), loader(4))
     run = gradmon.load_run(tmp_path / "run")
     assert {key for key in set(run.keys()) if "loss" in key} == {name}
@@ -730,7 +730,7 @@ def test_manual_optimisation_without_a_loss_says_where_to_log_it(tmp_path: Path)
             self.manual_backward(oracle.loss_of(self.net(batch[0]), batch[1]))
             optimizer.step()
 
-    callback = GradMonCallback(run_dir=tmp_path / "run")
+    callback = GradmonCallback(run_dir=tmp_path / "run")
     trainer(callback).fit(Manual(), loader(24))
     assert callback.monitor is not None
     for diagnosis in (callback.monitor.diagnose(), gradmon.diagnose(tmp_path / "run")):
@@ -738,7 +738,7 @@ def test_manual_optimisation_without_a_loss_says_where_to_log_it(tmp_path: Path)
 
 
 def test_each_fold_has_a_run_directory_of_its_own(tmp_path: Path) -> None:
-    callback = GradMonCallback(run_dir=tmp_path / "run")
+    callback = GradmonCallback(run_dir=tmp_path / "run")
     trainer(callback).fit(Net(), loader(4))
     with pytest.warns(
         gradmon.GradmonWarning, match="several models train with one callback: the run of this one is in .*trial-2"

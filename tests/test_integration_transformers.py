@@ -28,7 +28,7 @@ pytest.importorskip("accelerate")
 from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper  # noqa: E402
 from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
-from torch_gradmon.integrations.transformers import LOG_KEYS, GradMonCallback, run_directory  # noqa: E402
+from torch_gradmon.integrations.transformers import LOG_KEYS, GradmonCallback, run_directory  # noqa: E402
 from torch_gradmon.spikes import MedianMad  # noqa: E402
 
 pytestmark = pytest.mark.integration
@@ -131,7 +131,9 @@ def same(first: nn.Module, second: nn.Module) -> bool:
 def records(callback: Any) -> dict[int, dict[str, float]]:
     """All that is shown but how long it took."""
     found = callback.monitor.get_all_metrics()
-    return {step: {k: v for k, v in values.items() if not k.endswith("gradmon/overhead_pct")} for step, values in found.items()}
+    return {
+        step: {k: v for k, v in values.items() if not k.endswith("gradmon/overhead_fraction")} for step, values in found.items()
+    }
 
 
 def whole(steps: Sequence[oracle.Step]) -> list[oracle.Step]:
@@ -151,7 +153,7 @@ def test_every_number_is_that_of_the_plain_loop_and_training_is_the_same(setting
     monitor = gradmon.ModuleMonitor()
     monitor.add_preset("standard")
     monitor.add_gradient_metric("norm")
-    watched = trainer(tmp_path, GradMonCallback(monitor), setting=setting, kind=kind)
+    watched = trainer(tmp_path, GradmonCallback(monitor), setting=setting, kind=kind)
     watched.train()
 
     expected = oracle.by_hand(oracle.model(), oracle.batches(STEPS * setting.accumulation), setting)
@@ -160,14 +162,14 @@ def test_every_number_is_that_of_the_plain_loop_and_training_is_the_same(setting
     assert applied == STEPS if setting.precision != "fp16" else 0 < applied < STEPS
     # 6 parameters before and after the clip; of a step that is refused what the oracle compares, and an update in the first one
     assert compared == applied * (3 + 12 + bool(setting.clip)) + (STEPS - applied) * (2 + 6) + expected[0].applied
-    assert monitor.counts.overflowed == STEPS - applied
+    assert monitor.get_step_counts().overflowed == STEPS - applied
     assert same(plain.model, watched.model)
     assert repr(own_lines(plain)) == repr(own_lines(watched))
     assert len(own_lines(plain)) == STEPS + 1
 
 
 def test_on_a_cpu_the_trainer_passes_over_fp16_and_the_numbers_are_those_of_full_precision(tmp_path: Path) -> None:
-    callback = GradMonCallback()
+    callback = GradmonCallback()
     watched = trainer(tmp_path, callback, fp16=True)
     watched.train()
     assert watched.accelerator.scaler is None
@@ -176,7 +178,7 @@ def test_on_a_cpu_the_trainer_passes_over_fp16_and_the_numbers_are_those_of_full
 
 
 def test_several_epochs_each_with_a_last_incomplete_window(tmp_path: Path) -> None:
-    callback = GradMonCallback()
+    callback = GradmonCallback()
     setting = Setting(accumulation=4, clip=oracle.CLIP)
     watched = trainer(tmp_path, callback, setting=setting, batches=oracle.batches(6), max_steps=-1, num_train_epochs=3)
     watched.train()
@@ -186,7 +188,7 @@ def test_several_epochs_each_with_a_last_incomplete_window(tmp_path: Path) -> No
     assert list(found) == [0, 1, 2, 3, 4, 5]
     for step, line in enumerate(lines):  # the norm that the Trainer's own clip returned
         assert found[step]["gradmon/grad_norm"] == pytest.approx(line["grad_norm"], rel=1e-6)
-        assert found[step]["gradmon/grad_norm_clipped"] == pytest.approx(oracle.CLIP, rel=1e-4)
+        assert found[step]["gradmon/grad_norm_after_clip"] == pytest.approx(oracle.CLIP, rel=1e-4)
 
 
 def test_checkpointing_of_activations_and_evaluation_in_between_change_no_number(tmp_path: Path) -> None:
@@ -204,7 +206,7 @@ def test_checkpointing_of_activations_and_evaluation_in_between_change_no_number
         made.train()
         return made
 
-    simple, both = GradMonCallback(layers="all"), GradMonCallback(layers="all")
+    simple, both = GradmonCallback(layers="all"), GradmonCallback(layers="all")
     more = {"activation_checkpointing": True, "eval_strategy": "steps", "eval_steps": 2}
     first, second, plain = trained(simple), trained(both, **more), trained(**more)
     assert len(simple.monitor.get_step_metrics()) > 40
@@ -215,7 +217,7 @@ def test_checkpointing_of_activations_and_evaluation_in_between_change_no_number
 
 
 def test_the_gradient_norm_of_every_parameter_in_one_line(tmp_path: Path) -> None:
-    callback = GradMonCallback(layers="all")
+    callback = GradmonCallback(layers="all")
     trainer(tmp_path, callback).train()
     expected = [
         oracle.Step({key: value for key, value in step.values.items() if key.startswith("gradient_before_clip/")}, True)
@@ -237,7 +239,7 @@ def test_whole_model_values_join_the_line_with_the_loss_and_no_other(tmp_path: P
 
     plain = trained()
     printed_before = capsys.readouterr().out
-    callback = GradMonCallback(layers="all")
+    callback = GradmonCallback(layers="all")
     watched = trained(callback)
     printed = capsys.readouterr().out.splitlines()
 
@@ -252,7 +254,7 @@ def test_whole_model_values_join_the_line_with_the_loss_and_no_other(tmp_path: P
         assert mine == {
             f"gradmon/{name}": found[step][f"gradmon/{name}"] for name in LOG_KEYS if f"gradmon/{name}" in found[step]
         }
-        assert {"gradmon/grad_norm", "gradmon/grad_norm_clipped", "gradmon/steps_not_applied"} <= mine.keys()
+        assert {"gradmon/grad_norm", "gradmon/grad_norm_after_clip", "gradmon/steps_not_applied"} <= mine.keys()
         assert line["grad_norm"] == pytest.approx(mine["gradmon/grad_norm"], rel=1e-6), "the Trainer's own is still there"
     assert not any("gradient" in key for line in watched.state.log_history for key in line)
     assert [("'loss'" in line, "gradmon/grad_norm'" in line) for line in printed] == [
@@ -262,7 +264,7 @@ def test_whole_model_values_join_the_line_with_the_loss_and_no_other(tmp_path: P
 
 
 def test_a_line_has_what_was_measured_since_the_line_before(tmp_path: Path) -> None:
-    callback = GradMonCallback(log_keys=("update_norm", "grad_norm"))
+    callback = GradmonCallback(log_keys=("update_norm", "grad_norm"))
     watched = trainer(tmp_path, callback, max_steps=12, logging_steps=4)
     watched.train()
     found = callback.monitor.get_all_metrics()
@@ -274,7 +276,7 @@ def test_a_line_has_what_was_measured_since_the_line_before(tmp_path: Path) -> N
 
 
 def test_what_is_measured_in_the_step_of_a_line_is_in_that_line_only(tmp_path: Path) -> None:
-    watched = trainer(tmp_path, GradMonCallback(log_keys=["update_norm"]), max_steps=3)
+    watched = trainer(tmp_path, GradmonCallback(log_keys=["update_norm"]), max_steps=3)
     watched.train()
     lines = [line for line in watched.state.log_history if "loss" in line]
     assert ["gradmon/update_norm" in line for line in lines] == [True, False, False]
@@ -282,7 +284,7 @@ def test_what_is_measured_in_the_step_of_a_line_is_in_that_line_only(tmp_path: P
 
 @pytest.mark.parametrize("strategy", ["epoch", "no"])
 def test_other_times_of_logging(strategy: str, tmp_path: Path) -> None:
-    callback = GradMonCallback(prefix="net/")
+    callback = GradmonCallback(prefix="net/")
     options: dict[str, Any] = {"max_steps": -1, "num_train_epochs": 2, "logging_strategy": strategy}
     plain, watched = (trainer(tmp_path, *own, batches=oracle.batches(3), **options) for own in ((), (callback,)))
     plain.train()
@@ -303,7 +305,7 @@ def test_lines_of_the_scripts_own_in_the_middle_of_a_step_are_left_alone(tmp_pat
             self.log({"aux": 1.0})
             return super().compute_loss(*given, **named)
 
-    callback = GradMonCallback()
+    callback = GradmonCallback()
     plain, watched = (trainer(tmp_path, *own, kind=Talks) for own in ((), (callback,)))
     plain.train()
     watched.train()
@@ -313,7 +315,7 @@ def test_lines_of_the_scripts_own_in_the_middle_of_a_step_are_left_alone(tmp_pat
 
 
 def test_no_keys_for_the_line(tmp_path: Path) -> None:
-    watched = trainer(tmp_path, GradMonCallback(log_keys=()))
+    watched = trainer(tmp_path, GradmonCallback(log_keys=()))
     watched.train()
     assert not any(key.startswith("gradmon") for line in watched.state.log_history for key in line)
 
@@ -336,7 +338,7 @@ def wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_a_run_of_wandb_has_every_step_and_all_that_the_trainer_logs(wandb: Any, tmp_path: Path) -> None:
     from .wandb_files import history
 
-    callback = GradMonCallback(layers="all")
+    callback = GradmonCallback(layers="all")
     watched = trainer(tmp_path, callback, max_steps=12, logging_steps=4, report_to="wandb", run_name="run")
     watched.train()
     wandb.finish()
@@ -364,9 +366,9 @@ def test_the_last_step_is_sent_before_reporters_close_their_runs(tmp_path: Path)
     known: list[list[int]] = []
     sink = gradmon.testing.RecordingSink()
     monitor = gradmon.ModuleMonitor()
-    monitor.add_preset("cheap")
+    monitor.add_preset("minimal")
     monitor.add_sink(sink)
-    trainer(tmp_path, Closes(), GradMonCallback(monitor)).train()
+    trainer(tmp_path, Closes(), GradmonCallback(monitor)).train()
     assert known == [sink.steps] == [list(range(STEPS))]
 
 
@@ -376,7 +378,7 @@ def test_a_reporter_that_has_no_run_is_told_of_and_nothing_else_happens(wandb: A
             super().__init__(*given, **named)
             self.remove_callback(transformers.integrations.WandbCallback)
 
-    callback = GradMonCallback()
+    callback = GradmonCallback()
     watched = trainer(tmp_path, callback, kind=WithoutReporter, report_to="wandb")
     with pytest.warns(gradmon.GradmonWarning, match="does not report to wandb .*no W&B run is active"):
         watched.train()
@@ -399,7 +401,7 @@ def test_tensorboard_shows_a_run_beside_the_trainers(place: str, tmp_path: Path,
     monitor = gradmon.ModuleMonitor()
     monitor.add_preset("standard")
     monitor.add_gradient_metric("norm")  # of each parameter, before and after the clip
-    callback = GradMonCallback(monitor)
+    callback = GradmonCallback(monitor)
     watched = trainer(tmp_path / "out", callback, report_to="tensorboard")
     watched.train()
     (mine,) = tmp_path.rglob("gradmon")
@@ -434,7 +436,7 @@ def test_the_trainers_directory_is_found_beside_one_of_ours_of_the_same_moment(t
 
 def test_no_report_where_none_is_wanted(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    trainer(tmp_path, GradMonCallback(report=False), report_to="tensorboard").train()
+    trainer(tmp_path, GradmonCallback(report=False), report_to="tensorboard").train()
     assert list(tmp_path.rglob("events.out*"))
     assert not list(tmp_path.rglob("gradmon"))
 
@@ -445,7 +447,7 @@ from pathlib import Path
 sys.path.insert(0, {root!r})
 from tests.test_integration_transformers import *
 
-callback = GradMonCallback(layers="all")
+callback = GradmonCallback(layers="all")
 watched = trainer(Path("out"), callback, report_to="trackio", project="tests", run_name="run", logging_steps=3)
 watched.train()
 watched.args.run_name = "second"
@@ -487,7 +489,7 @@ class Clipping(Ordered):
     by = ""
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        callback = next(each for each in self.callback_handler.callbacks if isinstance(each, GradMonCallback))
+        callback = next(each for each in self.callback_handler.callbacks if isinstance(each, GradmonCallback))
         assert callback.monitor is not None
         return callback.monitor.clip_grad_norm_(self.by) if self.by else super()._clip_grad_norm(model)
 
@@ -495,7 +497,7 @@ class Clipping(Ordered):
 def _resumed(tmp_path: Path, kind: type[Any], again: Any, **arguments: Any) -> tuple[Any, Any, Any]:
     """A training of 12 steps, its callback, and the Trainer that goes on with its sixth step."""
     options: dict[str, Any] = {"max_steps": 12, "save_strategy": "steps", "save_steps": 6, "batches": oracle.batches(8)}
-    callback = GradMonCallback(layers="all")
+    callback = GradmonCallback(layers="all")
     whole = trainer(tmp_path / "whole", callback, kind=kind, **options)
     whole.train()
     resumed = trainer(tmp_path / "again", again, kind=kind, **{**options, **arguments})
@@ -506,7 +508,7 @@ def _resumed(tmp_path: Path, kind: type[Any], again: Any, **arguments: Any) -> t
 @pytest.mark.parametrize("by", ["", "zclip", "adagc"])
 def test_a_resumed_training_goes_on_as_if_it_had_not_been_interrupted(by: str, tmp_path: Path) -> None:
     kind = type("Kind", (Clipping,), {"by": by})
-    again = GradMonCallback(layers="all")
+    again = GradmonCallback(layers="all")
     whole, callback, resumed = _resumed(tmp_path, kind, again)
     assert same(whole.model, resumed.model)
     assert records(again) == {step: values for step, values in records(callback).items() if step >= 6}
@@ -516,14 +518,14 @@ def test_a_resumed_training_goes_on_as_if_it_had_not_been_interrupted(by: str, t
     assert learned["detectors"]["grad_norm"]["rule"]
     assert list(learned["clipping"]) == ([by] if by else [])
     saved = json.loads((tmp_path / "again" / "checkpoint-12" / "trainer_state.json").read_text(encoding="utf-8"))
-    assert repr(saved["stateful_callbacks"]["GradMonCallback"]) == repr(json.loads(json.dumps(again.state(), sort_keys=True)))
+    assert repr(saved["stateful_callbacks"]["GradmonCallback"]) == repr(json.loads(json.dumps(again.state(), sort_keys=True)))
 
 
 def test_one_that_the_trainer_makes_anew_has_the_same_arguments_and_goes_on_too(tmp_path: Path) -> None:
     # here other arguments than in the checkpoint, whose own it gets
-    passed = GradMonCallback(log_keys=["grad_max"])
+    passed = GradmonCallback(log_keys=["grad_max"])
     whole, callback, resumed = _resumed(tmp_path, Ordered, passed, restore_callback_states_from_checkpoint=True)
-    (made,) = (each for each in resumed.callback_handler.callbacks if isinstance(each, GradMonCallback))
+    (made,) = (each for each in resumed.callback_handler.callbacks if isinstance(each, GradmonCallback))
     assert made is not passed
     assert passed.monitor is None
     assert records(made) == {step: values for step, values in records(callback).items() if step >= 6}
@@ -540,7 +542,7 @@ def test_one_that_the_trainer_makes_anew_has_the_same_arguments_and_goes_on_too(
 def test_what_json_cannot_hold_is_refused_before_training_where_it_would_be_lost(
     named: str, arguments: dict[str, Any], tmp_path: Path
 ) -> None:
-    callback = GradMonCallback(**arguments)
+    callback = GradmonCallback(**arguments)
     with pytest.raises(ValueError, match=f"recreates callbacks from JSON, which cannot hold {named}; leave it out"):
         trainer(tmp_path, callback, restore_callback_states_from_checkpoint=True)
     trainer(tmp_path, callback)
@@ -550,17 +552,17 @@ def test_what_json_cannot_hold_is_refused_before_training_where_it_would_be_lost
 def test_a_checkpoint_without_the_callback_can_be_resumed_with_it_and_saved_again(tmp_path: Path) -> None:
     options: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     trainer(tmp_path, **options).train()
-    callback = GradMonCallback()
+    callback = GradmonCallback()
     resumed = trainer(tmp_path, callback, **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert list(records(callback)) == [2, 3], "numbered as the Trainer's steps"
     saved = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text(encoding="utf-8"))
-    assert saved["stateful_callbacks"]["GradMonCallback"]["monitor"]["next_step"] == 4
+    assert saved["stateful_callbacks"]["GradmonCallback"]["monitor"]["next_step"] == 4
 
 
 def test_of_two_callbacks_each_goes_on_with_its_own_state(tmp_path: Path) -> None:
-    def both() -> list[GradMonCallback]:
-        return [GradMonCallback(), GradMonCallback(prefix="other/", on_spike=None)]
+    def both() -> list[GradmonCallback]:
+        return [GradmonCallback(), GradmonCallback(prefix="other/", on_spike=None)]
 
     whole = both()
     trainer(tmp_path, *whole, max_steps=12, save_strategy="steps", save_steps=10).train()
@@ -570,9 +572,9 @@ def test_of_two_callbacks_each_goes_on_with_its_own_state(tmp_path: Path) -> Non
         assert records(second) == {step: values for step, values in records(first).items() if step >= 10}
         assert any(key.endswith("gradmon/spike_score") for key in records(second)[10]), "the detector knows what is usual"
 
-    changed = [GradMonCallback(layers="all"), GradMonCallback(prefix="other/", on_spike=None)]
+    changed = [GradmonCallback(layers="all"), GradmonCallback(prefix="other/", on_spike=None)]
     with pytest.warns(
-        gradmon.GradmonWarning, match="several GradMonCallbacks, none with these arguments; this one starts without a state"
+        gradmon.GradmonWarning, match="several GradmonCallbacks, none with these arguments; this one starts without a state"
     ):
         trainer(tmp_path, *changed, max_steps=12).train(resume_from_checkpoint=str(tmp_path / "checkpoint-10"))
     assert records(changed[1]) == records(resumed[1])
@@ -589,11 +591,11 @@ def test_what_a_loop_logs_late_is_learned_before_a_checkpoint(tmp_path: Path) ->
         made.add_detector(gradmon.SpikeDetector(signal="loss"))
         return made
 
-    callback = GradMonCallback(monitor())
+    callback = GradmonCallback(monitor())
     options: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     trainer(tmp_path, callback, LogsTheLoss(), **options).train()
     whole = callback.state()
-    callback = GradMonCallback(monitor())
+    callback = GradmonCallback(monitor())
     resumed = trainer(tmp_path, callback, LogsTheLoss(), **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert callback.state() == whole
@@ -608,10 +610,10 @@ def test_a_rule_with_a_state_that_is_no_json_costs_no_checkpoint(tmp_path: Path)
             return {"tensor": torch.zeros(2)}
 
     monitor = gradmon.ModuleMonitor()
-    monitor.add_preset("cheap")
+    monitor.add_preset("minimal")
     monitor.add_detector(gradmon.SpikeDetector(Tensors()))
     with pytest.warns(gradmon.GradmonWarning, match="the monitor's state is left out of the checkpoint") as told:
-        trainer(tmp_path, GradMonCallback(monitor), save_strategy="steps", save_steps=STEPS).train()
+        trainer(tmp_path, GradmonCallback(monitor), save_strategy="steps", save_steps=STEPS).train()
     assert len(told) == 1
     assert (tmp_path / f"checkpoint-{STEPS}" / "trainer_state.json").exists()
 
@@ -648,10 +650,10 @@ def test_after_a_skipped_step_everything_is_as_if_the_batch_had_never_come(
         return made
 
     plain = trained(8, batches)
-    callback = GradMonCallback(on_spike="skip")
+    callback = GradmonCallback(on_spike="skip")
     with pytest.warns(gradmon.GradmonWarning, match="step 5: "):
         skipped = trained(9, batches[:at] + bad + batches[at:], callback)
-    assert callback.monitor.counts.skipped == 1
+    assert callback.monitor.get_step_counts().skipped == 1
     assert same(plain.model, skipped.model)
     assert repr(plain.optimizer.state_dict()) == repr(skipped.optimizer.state_dict())
     assert plain.lr_scheduler.state_dict() == skipped.lr_scheduler.state_dict()
@@ -664,7 +666,7 @@ def test_after_a_skipped_step_everything_is_as_if_the_batch_had_never_come(
 
 
 def test_a_second_training_of_the_model_goes_on_and_another_model_gets_another_monitor(tmp_path: Path) -> None:
-    callback = GradMonCallback()
+    callback = GradmonCallback()
     watched = trainer(tmp_path, callback)
     watched.train()
     first = callback.monitor
@@ -682,7 +684,7 @@ def test_a_second_training_of_the_model_goes_on_and_another_model_gets_another_m
 
 
 def test_trials_with_a_model_each(tmp_path: Path) -> None:
-    callback = GradMonCallback()
+    callback = GradmonCallback()
     made = Ordered(
         args=trainer(tmp_path).args,
         model_init=model,
@@ -707,14 +709,14 @@ def test_a_training_that_was_broken_off_can_be_begun_again(tmp_path: Path) -> No
                 raise RuntimeError("out of memory")
             return super().compute_loss(*given, **named)
 
-    callback = GradMonCallback()
+    callback = GradmonCallback()
     watched = trainer(tmp_path, callback, kind=Fails)
     with pytest.raises(RuntimeError, match="out of memory"):
         watched.train()
     watched.train()
     assert len(watched.optimizer.optimizer._optimizer_step_post_hooks) == 0, "nothing is left behind"
     assert not callback.monitor._runtime.pipeline.publisher.sinks
-    assert callback.monitor.step == 3 + STEPS - 1 + (list(records(callback))[3] - 3)
+    assert callback.monitor.current_step == 3 + STEPS - 1 + (list(records(callback))[3] - 3)
     losses = [line["gradmon/grad_norm"] for line in watched.state.log_history if "loss" in line]
     assert losses == [values["gradmon/grad_norm"] for values in records(callback).values()][-STEPS:]
 
@@ -726,7 +728,7 @@ def test_another_trainer_takes_over_a_model_that_the_first_one_left_watched(tmp_
                 raise KeyboardInterrupt
             return super().compute_loss(*given, **named)
 
-    net, left, callbacks = model(), GradMonCallback(), [GradMonCallback(), GradMonCallback(prefix="b/")]
+    net, left, callbacks = model(), GradmonCallback(), [GradmonCallback(), GradmonCallback(prefix="b/")]
     with pytest.raises(KeyboardInterrupt):  # which the Trainer tells nobody of
         trainer(tmp_path, left, net=net, kind=Interrupted).train()
     with pytest.warns(gradmon.GradmonWarning, match="this Classifier was watched already"):
@@ -740,7 +742,7 @@ def test_it_does_nothing_where_monitors_are_switched_off(tmp_path: Path, monkeyp
     plain = trainer(tmp_path)
     plain.train()
     monkeypatch.setenv("GRADMON_DISABLE", "1")
-    callback = GradMonCallback(run_dir=tmp_path / "run", layers="all")
+    callback = GradmonCallback(run_dir=tmp_path / "run", layers="all")
     watched = trainer(tmp_path, callback, save_strategy="steps", save_steps=3)
     watched.train()
     assert own_lines(watched) == own_lines(plain)
@@ -765,14 +767,14 @@ def test_it_does_nothing_where_monitors_are_switched_off(tmp_path: Path, monkeyp
 )
 def test_what_is_wrong_is_said_when_the_callback_is_made(arguments: dict[str, Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
-        GradMonCallback(**arguments)
+        GradmonCallback(**arguments)
 
 
 def test_an_engine_of_deepspeed_that_is_not_found_is_named(tmp_path: Path) -> None:
     made = trainer(tmp_path)
     wrapper = DeepSpeedOptimizerWrapper(oracle.OPTIMIZERS["sgd"](made.model.parameters()))
     with pytest.raises(ValueError, match="the Trainer's DeepSpeed engine was not found"):
-        GradMonCallback().on_train_begin(made.args, made.state, made.control, model=made.model, optimizer=wrapper)
+        GradmonCallback().on_train_begin(made.args, made.state, made.control, model=made.model, optimizer=wrapper)
 
 
 # --- ranks -------------------------------------------------------------------------------------------------------------------
@@ -784,7 +786,7 @@ from tests.test_integration_transformers import *
 
 warnings.simplefilter("error", gradmon.GradmonWarning)
 setting = Setting(accumulation=2, clip=oracle.CLIP)
-callback = GradMonCallback(layers="all", run_dir="run", log_keys=["grad_norm", "update_norm"])
+callback = GradmonCallback(layers="all", run_dir="run", log_keys=["grad_norm", "update_norm"])
 options = {"setting": setting, "batches": oracle.batches(2 * 2 * STEPS)}  # two batches of a step are each rank's
 more = {**options, "save_strategy": "steps", "save_steps": 4, "logging_steps": 2}
 plain = trainer(Path("plain"), **more)
@@ -799,7 +801,7 @@ every = [None, None]
 torch.distributed.all_gather_object(every, lines)
 assert every[0] == every[1]
 assert ("gradmon/update_norm" in dict(lines[0])) and len(lines) == 4
-again = GradMonCallback(layers="all")
+again = GradmonCallback(layers="all")
 resumed = trainer(Path("again"), again, **options)
 resumed.train(resume_from_checkpoint="watched/checkpoint-4")
 assert same(resumed.model, watched.model)
@@ -843,7 +845,7 @@ def test_on_two_ranks_the_values_are_those_of_both_and_the_first_one_reports(tmp
 @pytest.mark.parametrize("logging_steps", [1, 3])
 def test_the_loss_of_each_step_is_in_the_run(accumulation: int, logging_steps: int, tmp_path: Path) -> None:
     setting = Setting(accumulation=accumulation)
-    callback = GradMonCallback(run_dir=tmp_path / "run")
+    callback = GradmonCallback(run_dir=tmp_path / "run")
     watched = trainer(tmp_path, callback, setting=setting, logging_steps=logging_steps)
     watched.train()
     run = gradmon.load_run(tmp_path / "run")
@@ -858,7 +860,7 @@ def test_the_loss_of_each_step_is_in_the_run(accumulation: int, logging_steps: i
 
 
 def test_two_callbacks_of_one_trainer_both_record_the_loss(tmp_path: Path) -> None:
-    callbacks = [GradMonCallback(run_dir=tmp_path / name) for name in ("one", "other")]
+    callbacks = [GradmonCallback(run_dir=tmp_path / name) for name in ("one", "other")]
     watched = trainer(tmp_path, *callbacks)
     for _ in range(2):
         watched.train()
@@ -878,7 +880,7 @@ class Rewards(Ordered):
 
 
 def test_rewards_of_the_trainers_own_line_are_in_the_run(tmp_path: Path) -> None:
-    watched = trainer(tmp_path, GradMonCallback(run_dir=tmp_path / "run"), kind=Rewards, logging_steps=2)
+    watched = trainer(tmp_path, GradmonCallback(run_dir=tmp_path / "run"), kind=Rewards, logging_steps=2)
     watched.train()
     run = gradmon.load_run(tmp_path / "run")
     for key, value in {"reward": 0.5, "rewards/chosen": 1.5, "kl": 0.25, "entropy": 2.0}.items():
@@ -900,7 +902,7 @@ def test_a_loss_that_the_script_logs_replaces_the_trainers(when: str, tmp_path: 
             if when != "in the forward" and "loss" in logs:
                 callback.monitor.log_scalar("loss", 7.0)
 
-    callback = GradMonCallback(run_dir=tmp_path / "run")
+    callback = GradmonCallback(run_dir=tmp_path / "run")
     trainer(tmp_path, callback, Line(), net=Logs(*oracle.model()), logging_steps=3).train()
     losses = gradmon.load_run(tmp_path / "run").series("loss")
     assert list(losses) == list(range(STEPS))
@@ -909,14 +911,14 @@ def test_a_loss_that_the_script_logs_replaces_the_trainers(when: str, tmp_path: 
 
 def test_where_the_trainer_is_not_found_its_line_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch_gradmon.integrations.transformers._trainer_of", lambda control: None)
-    watched = trainer(tmp_path, GradMonCallback(run_dir=tmp_path / "run"), logging_steps=3)
+    watched = trainer(tmp_path, GradmonCallback(run_dir=tmp_path / "run"), logging_steps=3)
     watched.train()
     lines = {line["step"] - 1: line["loss"] for line in watched.state.log_history if "loss" in line}
     assert gradmon.load_run(tmp_path / "run").series("loss") == pytest.approx(lines)
 
 
 def test_each_trial_of_a_search_has_a_run_directory_of_its_own(tmp_path: Path) -> None:
-    callback = GradMonCallback(run_dir=tmp_path / "run")
+    callback = GradmonCallback(run_dir=tmp_path / "run")
     with pytest.warns(gradmon.GradmonWarning, match="the run of this one is in .*trial-1'"):
         for number in range(3):
             one = trainer(tmp_path, callback, max_steps=number + 2)
@@ -938,7 +940,7 @@ def test_each_trial_of_a_search_has_a_run_directory_of_its_own(tmp_path: Path) -
 def test_an_optimizer_of_a_copy_is_refused_before_any_step(tmp_path: Path) -> None:
     net = model()
     other = torch.optim.SGD(copy.deepcopy(net).parameters(), lr=0.1)
-    watched = trainer(tmp_path, GradMonCallback(), net=net, optimizers=(other, None))
+    watched = trainer(tmp_path, GradmonCallback(), net=net, optimizers=(other, None))
     with pytest.raises(ValueError, match=r"for another model: .* Give the Trainer optimizers=\(optimizer, scheduler\)"):
         watched.train()
     assert watched.state.global_step == 0
@@ -953,7 +955,7 @@ class _OfForward(Ordered):
 
 @pytest.mark.parametrize("has_function", [False, True])
 def test_the_run_knows_whether_the_trainer_divides_the_loss(has_function: bool, tmp_path: Path) -> None:
-    callback = GradMonCallback()
+    callback = GradmonCallback()
     watched = trainer(tmp_path, callback, max_steps=2, kind=_OfForward)
     if has_function:
         watched.compute_loss_func = lambda outputs, labels, num_items_in_batch=None: outputs["loss"]
@@ -964,7 +966,7 @@ def test_the_run_knows_whether_the_trainer_divides_the_loss(has_function: bool, 
 
 @pytest.mark.parametrize("bound", [0.0, 0.5])
 def test_the_run_knows_the_bound_of_the_clip(bound: float, tmp_path: Path) -> None:
-    callback = GradMonCallback()
+    callback = GradmonCallback()
     trainer(tmp_path, callback, max_steps=2, max_grad_norm=bound).train()
     assert callback.monitor is not None
     assert callback.monitor._runtime.pipeline.directory.facts["clip_bound"] == bound

@@ -120,7 +120,7 @@ def trained(fail: Callable[[nn.Module, Tensor], None] | None, in_handler: bool =
                 step(number)
         else:
             step(number)
-    return found, monitor.step
+    return found, monitor.current_step
 
 
 @pytest.mark.parametrize("fails", FAILURES)

@@ -250,12 +250,12 @@ def test_patterns_see_the_names_that_keys_show_whatever_is_wrapped_around(wrap: 
 def test_what_is_not_finite_is_counted() -> None:
     model = mlp()
     monitor = ModuleMonitor(model)
-    monitor.add_activation_metric("nonfinite", metric_regex="^0$")
-    monitor.add_gradient_metric("nonfinite", metric_regex="0.bias", stages=("after_clip",))
+    monitor.add_activation_metric("nonfinite_count", metric_regex="^0$")
+    monitor.add_gradient_metric("nonfinite_count", metric_regex="0.bias", stages=("after_clip",))
     bad = X.clone()
     bad[0, 0] = torch.nan
     values = one_step(monitor, model, bad)
-    assert values == {"activation/0/nonfinite": 6, "gradient/0.bias/nonfinite": 6}
+    assert values == {"activation/0/nonfinite_count": 6, "gradient/0.bias/nonfinite_count": 6}
 
 
 # --- what it cost ------------------------------------------------------------------------------------------------------------------

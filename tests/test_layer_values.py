@@ -68,7 +68,7 @@ METRICS: dict[str, tuple[Adds, Callable[[int], bool]]] = {
         lambda monitor: (
             monitor.add_gradient_metric("max"),
             monitor.add_update_metric("max"),
-            monitor.add_parameter_metric("l1"),
+            monitor.add_parameter_metric("l1_norm"),
         ),
         lambda step: False,
     ),
@@ -79,9 +79,9 @@ METRICS: dict[str, tuple[Adds, Callable[[int], bool]]] = {
         lambda step: True,
     ),
     "logged by hand": (lambda monitor: monitor.add_detector(SpikeDetector(signal="loss")), lambda step: False),
-    "one value of the model": (lambda monitor: monitor.add_summary_metric("param_norm"), lambda step: False),
+    "one value of the model": (lambda monitor: monitor.add_model_metric("param_norm"), lambda step: False),
     "cheap, and columns of updates without squares": (
-        lambda monitor: (monitor.add_preset("cheap"), monitor.add_update_metric("max")),
+        lambda monitor: (monitor.add_preset("minimal"), monitor.add_update_metric("max")),
         lambda step: False,
     ),
     "standard": (lambda monitor: monitor.add_preset("standard"), lambda step: step == 0),
@@ -175,7 +175,7 @@ def test_values_of_layers_also_under_a_live_change_and_with_a_flight_recorder() 
     monitor = ModuleMonitor(model, layers="all", every=3, flight_recorder=2)
     monitor.add_gradient_metric("max")
     monitor.attach(optimizer)
-    monitor.set_detail(every=1, preset="cheap", steps=2)
+    monitor.override(every=1, preset="minimal", steps=2)
     for step, seen in enumerate(_train(monitor, model, optimizer, 1, 6, by_hand=False)):
         shown = {k: v for k, v in seen.metrics.items() if k.endswith("/norm")}
         wanted = [f"gradient_before_clip/{name}/norm" for name in names] if seen.metrics else []
@@ -216,7 +216,7 @@ def test_top_parameters_are_of_the_whole_model_or_none() -> None:
     assert monitor.top_parameters() == []
 
 
-@pytest.mark.parametrize("metric", ["max", "mean", "sparsity", "l1"])
+@pytest.mark.parametrize("metric", ["max", "mean", "sparsity", "l1_norm"])
 def test_no_reader_makes_norms_of_other_columns(metric: str, tmp_path: Path) -> None:
     model = _model()
     optimizer = _optimizer(model)
@@ -253,12 +253,12 @@ def test_a_stack_without_squares_has_no_norms() -> None:
     assert StatsSeries((0,), ("a", "b"), rows, frozenset({Column.SQUARE_SUM})).values("norm").tolist() == [[0.0, 0.0]]
 
 
-@pytest.mark.parametrize("signal", ["grad_norm", "grad_top_share", "grad_max", "grad_mean", "param_norm", "update_norm"])
+@pytest.mark.parametrize("signal", ["grad_norm", "grad_top_fraction", "grad_max", "grad_mean", "param_norm", "update_norm"])
 def test_a_detector_measures_what_it_judges(signal: str) -> None:
     model = _model()
     optimizer, names = _optimizer(model), [name for name, _ in model.named_parameters()]
     monitor = ModuleMonitor(model)
-    monitor.add_gradient_metric("l1", metric_regex="head")  # whose table alone would be a part of the model
+    monitor.add_gradient_metric("l1_norm", metric_regex="head")  # whose table alone would be a part of the model
     judged: list[float] = []
     monitor.add_detector(SpikeDetector(lambda value: judged.append(value) and None, signal=signal))
     monitor.attach(optimizer)
@@ -268,7 +268,7 @@ def test_a_detector_measures_what_it_judges(signal: str) -> None:
         largest = max(_norm(step.gradients, [name]) for name in names)
         true = {
             "grad_norm": _norm(step.gradients, names),
-            "grad_top_share": (largest / _norm(step.gradients, names)) ** 2,
+            "grad_top_fraction": (largest / _norm(step.gradients, names)) ** 2,
             "grad_max": oracle.values(list(step.gradients.values()))["max"],
             "grad_mean": oracle.values(list(step.gradients.values()))["mean"],
             "param_norm": _norm(step.parameters, names),
@@ -289,7 +289,7 @@ def test_a_preset_that_is_added_within_a_step_shows_nothing_of_the_part_that_was
     optimizer.step()
     optimizer.zero_grad()
     values, missing = monitor.get_step_metrics(), monitor.missing()
-    for name in ("grad_norm", "grad_max", "grad_top_share", "param_norm", "update_norm"):
+    for name in ("grad_norm", "grad_max", "grad_top_fraction", "param_norm", "update_norm"):
         assert f"gradmon/{name}" not in values
         assert missing[f"gradmon/{name}"] == "it was asked for after the step had begun"
     (seen,) = _train(monitor, model, optimizer, 1, 1, by_hand=False)
@@ -310,7 +310,7 @@ def test_steps_with_nonfinite_gradients_are_counted_as_far_as_gradients_are_meas
         optimizer.step()
         optimizer.zero_grad()
     monitor.detach()
-    assert monitor.counts.nonfinite == 1
+    assert monitor.get_step_counts().nonfinite == 1
 
 
 class Wrapped(nn.Module):

@@ -93,7 +93,7 @@ class Loop:
         self.fails_in.get("forward", len)(())
         loss = output.square().mean()
         self.monitor.log_scalar("loss", loss)
-        self.monitor.tag(batch_ids=[0, 1])
+        self.monitor.log_context(batch_ids=[0, 1])
         loss.backward()
         self.fails_in.get("backward", len)(())
         self.optimizer.step()
@@ -354,7 +354,7 @@ def test_a_scaler_that_goes_on_and_facts_about_a_step_hold_nothing(detach: bool)
     monitor = loop.watch(scaler=scaler, preset="full")
     for _ in range(3):
         output = loop.model(torch.randn(2, 3))
-        monitor.tag(output=output, batch_ids=[0, 1])
+        monitor.log_context(output=output, batch_ids=[0, 1])
         monitor.log_tensor("mine", output)
         scaler.scale(output.sum()).backward()
         scaler.step(loop.optimizer)
@@ -380,7 +380,7 @@ def test_a_detector_that_failed_in_a_step_that_never_ended_holds_nothing() -> No
     monitor = loop.watch(on_spike="skip")
     monitor.add_detector(SpikeDetector(rule, "loss"))
     loop.steps(1)
-    assert monitor.complaints()["detector:loss"] == 1
+    assert monitor.warning_counts()["detector:loss"] == 1
     gone = {"model": weakref.ref(loop.model), "optimizer": weakref.ref(loop.optimizer)}
     del loop
     assert still_there(gone) == []

@@ -81,7 +81,7 @@ def test_model_and_optimizer_go_without_the_garbage_collector_as_far_as_torch_le
         assert gone() is None, "something of ours makes a cycle through the model"
     finally:
         gc.enable()
-    assert monitor.step == 1
+    assert monitor.current_step == 1
 
 
 def test_a_monitor_that_nobody_kept_lives_as_long_as_its_optimizer(tmp_path: Path) -> None:
@@ -296,15 +296,15 @@ def test_a_tag_goes_to_its_step_wherever_the_loop_gives_it(when: str, every: int
     with gradmon.testing.collect_records(monitor) as records:
         for step in range(6):
             if when == "before":
-                monitor.tag(batch=step)
+                monitor.log_context(batch=step)
             optimizer.zero_grad()
             loss = model(torch.randn(2, 3)).sum()
             if when == "inside":
-                monitor.tag(batch=step)
+                monitor.log_context(batch=step)
             loss.backward()
             optimizer.step()
             if when == "after":
-                monitor.tag(batch=step)
+                monitor.log_context(batch=step)
     assert {record.step: record.context.get("tags") for record in records} == {
         step: {"batch": step} for step in range(0, 6, every)
     }
@@ -320,7 +320,7 @@ def test_a_tag_of_a_step_that_is_not_monitored_goes_to_no_other_step() -> None:
         optimizer.zero_grad()
         loss = model(torch.randn(2, 3)).sum()
         if step == 1:
-            monitor.tag(batch=1)
+            monitor.log_context(batch=1)
         loss.backward()
         optimizer.step()
         record = monitor._runtime.pipeline.last

@@ -16,7 +16,7 @@ from torch_gradmon.runs.writer import RunWriter
 def written(path: Path, costs: list[float | None]) -> Path:
     store = RunWriter(path)
     for step, cost in enumerate(costs):
-        context = {} if cost is None else {"overhead_pct": cost}
+        context = {} if cost is None else {"overhead_fraction": cost}
         store.log(StepRecord(step, float(step), True, {Key("", "loss", ""): 1.0}, {}, context))
     store.close()
     return path
@@ -33,7 +33,7 @@ def written(path: Path, costs: list[float | None]) -> Path:
     ],
 )
 def test_the_overhead_is_the_median_of_what_is_shown(tmp_path: Path, costs: list[float | None], shown: float | None) -> None:
-    assert LiveRun(load_run(written(tmp_path, costs)), 600).fact("overhead_pct") == shown
+    assert LiveRun(load_run(written(tmp_path, costs)), 600).fact("overhead_fraction") == shown
 
 
 @pytest.mark.extra

@@ -49,7 +49,7 @@ def _train(
             rows.update(zip(ids.tolist(), each.detach().double().tolist(), strict=True))
             if monitor is not None:
                 named: Any = ids if names == "tensor" else [f"row {i}" for i in ids.tolist()] if names == "text" else ids.tolist()
-                monitor.log_rows(named, each)
+                monitor.log_sample_losses(named, each)
                 monitor.log_scalar("loss", each.mean())
         true.append(rows)
         optimizer.step()
@@ -68,7 +68,7 @@ def test_the_largest_losses_of_each_step_are_in_the_run_directory(micro: int, na
         assert found["ids"] == [f"row {i}" if names == "text" else i for i, _ in expected]
         assert found["losses"] == pytest.approx([loss for _, loss in expected])
         assert found["sum"] == pytest.approx(sum(rows.values()))
-        assert (found["count"], found["nonfinite"]) == (16 * micro, 0)
+        assert (found["count"], found["nonfinite_count"]) == (16 * micro, 0)
 
 
 def test_a_spike_names_the_row_that_makes_it() -> None:
@@ -76,7 +76,7 @@ def test_a_spike_names_the_row_that_makes_it() -> None:
     share = true[41][666] / sum(true[41].values())
     assert share > 0.9
     assert any(f"of 16 rows the largest shares of the loss are those of 666 ({share:.1%})" in spike for spike in spikes)
-    assert "rows with the largest losses, of 16 with a sum of" in monitor.why(41)
+    assert "rows with the largest losses, of 16 with a sum of" in monitor.explain_spike(41)
 
 
 def test_rows_without_a_number_are_named() -> None:
@@ -104,7 +104,7 @@ def test_rows_that_come_after_the_step_are_lost_with_a_warning() -> None:
     each.mean().backward()
     optimizer.step()
     with pytest.warns(gradmon.GradmonWarning, match=r"call it before optimizer\.step\(\)"):
-        monitor.log_rows([1, 2, 3], each)
+        monitor.log_sample_losses([1, 2, 3], each)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_wrong_arguments_are_refused(ids: Any, losses: Any, error: type[Exceptio
     model = nn.Linear(2, 1)
     monitor = gradmon.watch(model, torch.optim.SGD(model.parameters(), 0.1))
     with pytest.raises(error, match=words):
-        monitor.log_rows(ids, losses)
+        monitor.log_sample_losses(ids, losses)
 
 
 def _on_a_rank(rank: int, directory: str) -> tuple[Any, list[str]]:
@@ -145,7 +145,7 @@ def _on_a_rank(rank: int, directory: str) -> tuple[Any, list[str]]:
         if rank and step == 50:
             each = each * torch.tensor([1.0] * 7 + [1e6])
         if rank:
-            monitor.log_rows(torch.arange(8) + 8 * step, each)
+            monitor.log_sample_losses(torch.arange(8) + 8 * step, each)
         optimizer.zero_grad()
         each.mean().backward()
         optimizer.step()
@@ -211,7 +211,7 @@ def test_identities_are_exact(dtype: torch.dtype) -> None:
 def test_numpy_and_other_lists() -> None:
     numpy = pytest.importorskip("numpy")
     for ids in (numpy.arange(5, 8), range(5, 8), (5, 6, 7), [torch.tensor(5), torch.tensor(6), torch.tensor(7)]):
-        monitor = _monitor(lambda monitor, each, ids=ids: monitor.log_rows(ids, each))
+        monitor = _monitor(lambda monitor, each, ids=ids: monitor.log_sample_losses(ids, each))
         assert monitor["ids"] == [7, 6, 5]
 
 
@@ -221,7 +221,7 @@ def test_a_list_or_tensor_that_is_filled_anew() -> None:
         def log(monitor: Any, each: Tensor, buffer: Any = buffer) -> None:
             for part in range(2):
                 buffer[:] = torch.arange(3) + 3 * part if isinstance(buffer, Tensor) else [3 * part, 3 * part + 1, 3 * part + 2]
-                monitor.log_rows(buffer, each + 3 * part)
+                monitor.log_sample_losses(buffer, each + 3 * part)
             buffer[:] = torch.zeros(3) if isinstance(buffer, Tensor) else [0, 0, 0]
 
         assert _monitor(log)["ids"] == [5, 4, 3, 2, 1, 0]
@@ -243,7 +243,7 @@ def test_of_a_closure_the_last_rows_count(kind: type[torch.optim.Optimizer]) -> 
         optimizer.zero_grad()
         each = (model(x)[:, 0] - x.sum(1)).square()
         for part in (slice(0, 3), slice(3, 6)):
-            monitor.log_rows(torch.arange(6)[part], each[part])
+            monitor.log_sample_losses(torch.arange(6)[part], each[part])
         evaluations.append(each.detach().double())
         each.mean().backward()
         return each.mean()

@@ -193,7 +193,7 @@ def test_status_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "there is no run" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("read", [load_run, gradmon.diagnose, lambda path: gradmon.diff(path, path)])
+@pytest.mark.parametrize("read", [load_run, gradmon.diagnose, lambda path: gradmon.diff_runs(path, path)])
 def test_load_run_of_a_directory_of_runs_names_those(read: Callable[[Path], object], root: Path) -> None:
     with pytest.raises(FileNotFoundError, match=rf"no run in .* itself; below it: .*{re.escape(str(root / 'lr-0.01'))}"):
         read(root)

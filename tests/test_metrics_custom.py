@@ -305,7 +305,7 @@ def test_a_key_logged_with_two_aggregations_keeps_the_first() -> None:
             values.append({key: value for key, value in monitor.get_step_metrics().items() if not key.startswith("gradmon/")})
     assert values == [{"most": 1.0, "plain": 4.0, "other": 2.0}, *([{"most": 1.0, "plain": 5.0, "other": 2.0}] * 2)]
     assert monitor.missing() == {}
-    assert monitor.complaints() == {"log:most": 6}
+    assert monitor.warning_counts() == {"log:most": 6}
     assert "need one aggregation, and were logged with 'max' and 'mean'" in str(told[0].message)
 
 

@@ -335,7 +335,7 @@ def test_training_is_the_same_and_gradients_are_right(kind: str) -> None:
     assert norms
     for name, norm in norms.items():
         assert values[f"gradient/{name.removeprefix('module.')}/norm"] == pytest.approx(norm, rel=1e-5)
-    assert not monitor.complaints()
+    assert not monitor.warning_counts()
     monitor.detach()
     assert _hooks(model) == _hooks(bare)
 
@@ -351,7 +351,7 @@ def test_of_modules_of_torchscript_the_missing_outputs_have_their_reason_and_all
             assert missing[key] == "a module of TorchScript (torch.jit), which calls no Python hooks"
         else:
             assert key in values
-    assert monitor.step == 2
+    assert monitor.current_step == 2
 
 
 def test_a_skipped_step_gives_the_statistics_of_a_scripted_module_back() -> None:
@@ -368,7 +368,7 @@ def test_a_skipped_step_gives_the_statistics_of_a_scripted_module_back() -> None
             loss = model(BATCH + step).square().mean() * (1e6 if step == 1 else 1)
             loss.backward()
             optimizer.step()
-        assert monitor.counts.skipped == spike
+        assert monitor.get_step_counts().skipped == spike
         return {name: value.clone() for name, value in model.state_dict().items()}
 
     with pytest.warns(gradmon.GradmonWarning, match="skipped"):
@@ -416,12 +416,12 @@ def test_a_watched_model_that_is_traced_or_tried_on_fake_tensors_is_as_without_t
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     monitor = watch(model, optimizer)
     assert seen(model) == bare
-    assert monitor.step is None
+    assert monitor.current_step is None
     for step in range(2):
         model(BATCH).sum().backward()
         optimizer.step()
         assert seen(model) == bare
-        assert monitor.step == monitor.last_step == step
+        assert monitor.current_step == monitor.last_step == step
 
 
 @pytest.mark.parametrize("preset", ["standard", "full"])

@@ -12,7 +12,7 @@ from torch import nn
 
 from torch_gradmon import ModuleMonitor, watch
 from torch_gradmon.core.keys import (
-    KEY_STYLES,
+    KEY_ORDERS,
     NAME_SOURCES,
     ROOT,
     SUMMARY,
@@ -38,7 +38,7 @@ _KEYS = st.one_of(
 )
 
 
-@given(key=_KEYS, style=st.sampled_from(KEY_STYLES), prefix=_PREFIX)
+@given(key=_KEYS, style=st.sampled_from(KEY_ORDERS), prefix=_PREFIX)
 def test_a_key_comes_back_from_its_text(key: Key, style: str, prefix: str) -> None:
     assert parse_key(format_key(key, style, prefix), style, prefix) == key
 
@@ -49,13 +49,13 @@ def test_a_key_comes_back_from_its_text(key: Key, style: str, prefix: str) -> No
     metric=_PART,
     prefix=_PREFIX,
 )
-@pytest.mark.parametrize("style", KEY_STYLES)
+@pytest.mark.parametrize("style", KEY_ORDERS)
 def test_a_name_with_slashes_comes_back_too(source: str, name: str, metric: str, prefix: str, style: str) -> None:
     key = Key(source, name, metric)
     assert parse_key(format_key(key, style, prefix), style, prefix) == key
 
 
-@given(first=_KEYS, second=_KEYS, style=st.sampled_from(KEY_STYLES))
+@given(first=_KEYS, second=_KEYS, style=st.sampled_from(KEY_ORDERS))
 def test_two_keys_never_share_a_text(first: Key, second: Key, style: str) -> None:
     assert (format_key(first, style) == format_key(second, style)) == (first == second)
 
@@ -182,8 +182,8 @@ def test_keys_and_patterns_know_the_names_of_the_bare_model(wrap) -> None:
     [
         ({}, "gradient/0.weight/norm"),
         ({"prefix": "train/"}, "train/gradient/0.weight/norm"),
-        ({"key_style": "metric_first"}, "gradient_norm/0.weight"),
-        ({"key_style": "metric_first", "prefix": "a/"}, "a/gradient_norm/0.weight"),
+        ({"key_order": "metric_first"}, "gradient_norm/0.weight"),
+        ({"key_order": "metric_first", "prefix": "a/"}, "a/gradient_norm/0.weight"),
         ({"format_module_name_fn": lambda name: f"net.{name}"}, "gradient/net.0.weight/norm"),
     ],
 )

@@ -69,7 +69,7 @@ class Recorder:
         if "gradmon/update_norm" in values:
             assert values["gradmon/update_norm"] == pytest.approx(norm(change), rel=1e-5)
         if not all(torch.equal(self.before[name], self.used[name]) for name in self.used):
-            assert values["gradmon/grad_norm_clipped"] == pytest.approx(norm(self.used), rel=1e-6)
+            assert values["gradmon/grad_norm_after_clip"] == pytest.approx(norm(self.used), rel=1e-6)
 
 
 def norm(tensors: dict[Any, Tensor]) -> float:
@@ -141,8 +141,8 @@ def test_every_value_is_right_from_the_first_step_on(order: str, clip: float, ev
             assert values == {}
     monitor.detach()
     assert gradmon.load_run(tmp_path).steps == list(range(0, 7, every))
-    assert monitor.counts.attempted == 7
-    assert monitor.complaints() == {}
+    assert monitor.get_step_counts().attempted == 7
+    assert monitor.warning_counts() == {}
     assert monitor._runtime.built_in.audit.facts() == []
     assert not any("by_turns" in record.context for record in monitor._runtime.pipeline.history.sample.records())
 
@@ -177,7 +177,7 @@ def test_the_helper_of_torch(order: str) -> None:
         recorder.used = dict(recorder.before)
         assert monitor.last_step == step
         recorder.check(monitor.get_step_metrics())
-    assert monitor.complaints() == {}
+    assert monitor.warning_counts() == {}
 
 
 def test_where_it_cannot_be_foreseen_the_first_step_lacks_its_gradients_before_clipping_and_says_so() -> None:
@@ -248,7 +248,7 @@ def test_some_within_the_pass_and_the_rest_behind_it(order: str, clip: float) ->
         assert monitor.last_step == step
         recorder.check(monitor.get_step_metrics())
     monitor.detach()
-    assert monitor.complaints() == {}
+    assert monitor.warning_counts() == {}
     assert monitor._runtime.built_in.audit.facts() == []
 
 
@@ -264,7 +264,7 @@ def test_a_plain_one_without_gradients_steps_all_the_same() -> None:
         model(batch(step), rare=step != 2).square().mean().backward()
         plain.step()
         assert monitor.last_step == step
-    assert monitor.complaints() == {}
+    assert monitor.warning_counts() == {}
 
 
 def test_gradients_that_are_accumulated_over_passes_and_stepped_in_the_last() -> None:
@@ -289,7 +289,7 @@ def test_gradients_that_are_accumulated_over_passes_and_stepped_in_the_last() ->
             count[0] += 1
         assert monitor.last_step == step
         recorder.check(monitor.get_step_metrics())
-    assert monitor.complaints() == {}
+    assert monitor.warning_counts() == {}
 
 
 @pytest.mark.parametrize("outside", [False, True], ids=["all of it", "all but the last layer"])
@@ -309,7 +309,7 @@ def test_reentrant_checkpoints_make_one_step_of_several_passes(outside: bool) ->
             model(batch(step))
         assert monitor.last_step == step
         recorder.check(monitor.get_step_metrics())
-    assert monitor.complaints() == {}
+    assert monitor.warning_counts() == {}
 
 
 def test_values_asked_for_within_a_step_are_those_of_the_last_one() -> None:
@@ -330,8 +330,8 @@ def test_nothing_can_be_done_about_a_spike_and_that_is_said_once() -> None:
         for step in range(3):
             model(batch(step)).square().mean().backward()
     assert len(caught) == 1
-    assert not monitor.step_skipped
-    assert monitor.counts.applied == 3
+    assert not monitor.step_was_skipped
+    assert monitor.get_step_counts().applied == 3
 
 
 def test_a_spike_in_such_a_loop_is_found() -> None:

@@ -67,7 +67,7 @@ def feed(sink: Any, rows: Rows | None = None, **how: Any) -> Rows:
         monitor.log_scalars(values)
         monitor.end_step()
     monitor.detach()
-    assert monitor.complaints() == {}
+    assert monitor.warning_counts() == {}
     return rows
 
 
@@ -98,7 +98,7 @@ def trained(
     yield rows
     monitor.detach()
     assert list(rows) == [0, 1, 2, 3]
-    assert monitor.complaints() == lost
+    assert monitor.warning_counts() == lost
 
 
 def _renamed(rows: Rows, old: str, new: str) -> Rows:

@@ -175,7 +175,7 @@ def test_what_cannot_be_drawn_is_told(trained: Any, kind: str, options: dict[str
 def test_what_was_not_measured_is_told() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    monitor = gradmon.watch(model, optimizer, preset="cheap", on_spike=None)
+    monitor = gradmon.watch(model, optimizer, preset="minimal", on_spike=None)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     with pytest.raises(ValueError, match="output root mean square of layers was not measured; preset='full'"):

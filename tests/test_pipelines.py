@@ -43,7 +43,7 @@ def test_values_are_those_of_one_process_on_every_rank(schedule: str, beside: st
         assert values.keys() == true.keys()
         # sums of four micro-batches and of stages round otherwise
         assert values == pytest.approx(true, rel=1e-5, abs=5e-8)
-    assert numbers[0][0]["gradmon/grad_norm_clipped"] == pytest.approx(runs.MAX_NORM, rel=1e-3)
+    assert numbers[0][0]["gradmon/grad_norm_after_clip"] == pytest.approx(runs.MAX_NORM, rel=1e-3)
     for result in watched:
         for name, tensor in result["state"].items():
             assert torch.allclose(tensor, state[name], atol=1e-6), name

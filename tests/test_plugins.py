@@ -164,7 +164,7 @@ def test_a_plugin_that_fails_is_named_in_one_warning_and_counted() -> None:
         loop.go(3)
     assert len(seen) == 1
     assert loop.monitor is not None
-    assert loop.monitor.complaints()["plugin:annoying"] == 3
+    assert loop.monitor.warning_counts()["plugin:annoying"] == 3
 
 
 def test_a_plugin_may_stop_for_good_when_it_fails() -> None:
@@ -221,10 +221,10 @@ def test_a_plugin_may_skip_a_step() -> None:
     before = {name: value.clone() for name, value in loop.model.state_dict().items()}
     loop.step(scale=1e9)
     assert loop.monitor is not None
-    assert loop.monitor.step_skipped
+    assert loop.monitor.step_was_skipped
     assert differences(before, dict(loop.model.state_dict())) == []
     loop.step()
-    assert not loop.monitor.step_skipped
+    assert not loop.monitor.step_was_skipped
     assert differences(before, dict(loop.model.state_dict())) != []
 
 
@@ -354,7 +354,7 @@ def test_bad_plugins_are_refused(plugins: Any, error: type[Exception], message: 
 
 
 def test_the_names_of_the_plugins_that_a_monitor_brings() -> None:
-    monitor = ModuleMonitor(nn.Linear(2, 2), on_spike="skip", overhead_budget=0.5, check_data=True)
+    monitor = ModuleMonitor(nn.Linear(2, 2), on_spike="skip", max_overhead=0.5, check_data=True)
     assert {plugin.name for plugin in monitor._runtime.plugins} | {
         "replica_check"
     } == BUILT_IN_PLUGINS  # which takes several ranks

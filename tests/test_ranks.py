@@ -41,8 +41,8 @@ from .rank_runs import (
     logged_between,
     looks_closer,
     merged,
-    out_of_step,
     recorded,
+    second_moment_ratio,
     shardwise,
     train,
     train_with_reductions,
@@ -112,14 +112,14 @@ def test_bytes_are_those_of_the_formula(ranks: int, wrap: str, tensors: int) -> 
 
 def _check(results: list[list[tuple[dict[str, float], dict[str, float]]]]) -> None:
     for steps in zip(*results, strict=True):
-        values = [{key: value for key, value in found.items() if key != "gradmon/overhead_pct"} for found, _ in steps]
+        values = [{key: value for key, value in found.items() if key != "gradmon/overhead_fraction"} for found, _ in steps]
         assert all(found == values[0] for found in values), "the ranks differ"
         expected = steps[0][1]
         per_layer = {key for key in values[0] if not key.startswith("gradmon/")}
         assert per_layer == {key for key in expected if not key.startswith("gradmon/")}
         for key, value in expected.items():
             name = key.rpartition("/")[0]
-            unit = expected.get(f"{name}/l1", 0.0) if key.endswith("/mean") else 0.0
+            unit = expected.get(f"{name}/l1_norm", 0.0) if key.endswith("/mean") else 0.0
             spread = 1e-7 * expected.get(f"{name}/rms", 0.0) if key.endswith("/std") else 0.0
             assert values[0][key] == pytest.approx(value, rel=1e-6, abs=1e-6 * unit + spread + 1e-30), key
 
@@ -177,7 +177,7 @@ def test_a_loss_that_comes_after_the_exchange_is_judged_by_no_rank_and_that_is_s
 @pytest.mark.parametrize("what", ["raises", "no gradients", "logs", "reads"])
 def test_ranks_that_do_not_see_the_same_keep_step(what: str) -> None:
     first, second = on_ranks(2, in_disorder, what)
-    drop = {"gradmon/overhead_pct"}
+    drop = {"gradmon/overhead_fraction"}
     for a, b in zip(first, second, strict=True):
         assert {k: v for k, v in a.items() if k not in drop} == {k: v for k, v in b.items() if k not in drop}
     assert ("only here" in first[1]) == (what == "logs")
@@ -252,7 +252,7 @@ def test_monitors_find_each_other_after_one_was_left_alone() -> None:
 
 @pytest.mark.parametrize("apart", [0, 1])
 def test_values_of_different_steps_are_not_merged(apart: int) -> None:
-    for tables, values, complaints in on_ranks(2, out_of_step, apart):
+    for tables, values, complaints in on_ranks(2, second_moment_ratio, apart):
         assert tables == ([] if apart else ["gradient"])
         assert values == ({} if apart else {"x": 1.5})
         assert complaints.get("ranks:skew", 0) == apart

@@ -251,7 +251,7 @@ def asked_for_within_the_step(loop: Loop) -> None:
 
 
 def on_every_second_step(loop: Loop) -> None:
-    loop.monitor.add_parameter_metric("l1", every=2)
+    loop.monitor.add_parameter_metric("l1_norm", every=2)
     loop.begin().step()
     loop.step()
 
@@ -457,7 +457,7 @@ def test_a_loop_by_hand_that_clips_and_does_not_measure_after_it_is_told_what_to
         loop.model.zero_grad()
         loop.monitor.end_step()
     told = _model_values(loop)
-    for name in ("grad_norm_clipped", "clipped_share"):
+    for name in ("grad_norm_after_clip", "clip_fraction"):
         assert "call monitor.monitor_gradients() after you clip" in told[name]
     assert "monitor.monitor_parameters()" in told["param_norm"]
 
@@ -466,31 +466,31 @@ def test_a_gradient_that_is_taken_away_is_not_used_and_not_clipped() -> None:
     loop = Loop()
     loop.optimizers = [SGD(loop.model.parameters(), lr=0.1)]
     loop.monitor.set_module(loop.model)
-    loop.monitor.add_preset("cheap")
+    loop.monitor.add_preset("minimal")
     loop.monitor.attach(*loop.optimizers)
     loop.backward()
     torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 1e-3)
     loop.step(backward=False)
-    assert "clipped_share" in {key.removeprefix("gradmon/") for key in loop.monitor.get_step_metrics()}
+    assert "clip_fraction" in {key.removeprefix("gradmon/") for key in loop.monitor.get_step_metrics()}
     loop.backward()
     loop.model.base.weight.grad = None
     used = [p.grad.double().norm() for p in loop.model.parameters() if p.grad is not None]
     loop.step(backward=False)
     values = loop.monitor.get_step_metrics()
-    assert values["gradmon/grad_norm_clipped"] == pytest.approx(torch.stack(used).norm().item(), rel=1e-6)
-    assert values["gradmon/clipped_share"] == 0.5
+    assert values["gradmon/grad_norm_after_clip"] == pytest.approx(torch.stack(used).norm().item(), rel=1e-6)
+    assert values["gradmon/clip_fraction"] == 0.5
     loop.backward()
     loop.model.zero_grad()
     loop.step(backward=False)
     told = _model_values(loop)
-    assert told["clipped_share"] == told["grad_norm_clipped"] == "all gradients were gone when the optimizers stepped"
+    assert told["clip_fraction"] == told["grad_norm_after_clip"] == "all gradients were gone when the optimizers stepped"
 
 
 def test_gradients_that_are_gone_before_the_monitor_clips_are_known_from_the_backward_pass() -> None:
     loop = Loop()
     loop.optimizers = [SGD(loop.model.parameters(), lr=0.1)]
     loop.monitor.set_module(loop.model)
-    loop.monitor.add_preset("cheap")
+    loop.monitor.add_preset("minimal")
     loop.monitor.attach(*loop.optimizers)
     loop.backward()
     norm = torch.stack([p.grad.double().norm() for p in loop.model.parameters() if p.grad is not None]).norm()
@@ -504,7 +504,7 @@ def test_a_rule_that_gives_no_score_is_not_said_to_warm_up() -> None:
     loop = Loop()
     loop.optimizers = [SGD(loop.model.parameters(), lr=0.1)]
     loop.monitor.set_module(loop.model)
-    loop.monitor.add_preset("cheap")
+    loop.monitor.add_preset("minimal")
     loop.monitor.add_detector(gradmon.SpikeDetector(lambda value: None))
     loop.monitor.attach(*loop.optimizers)
     loop.step()
@@ -514,7 +514,7 @@ def test_a_rule_that_gives_no_score_is_not_said_to_warm_up() -> None:
 def test_micro_batches_of_a_loop_by_hand_are_not_said_to_be_spread_over_ranks() -> None:
     loop = Loop()
     loop.monitor.set_module(loop.model)
-    loop.monitor.add_batch_metrics()
+    loop.monitor.add_micro_batch_metrics()
     loop.monitor.begin_step(0)
     loop.backward()
     loop.monitor.end_step()
@@ -538,8 +538,8 @@ def test_values_of_the_model_that_are_asked_for_within_a_step_are_said_to_be() -
     loop.monitor.set_module(loop.model)
     loop.monitor.attach(*loop.optimizers)
     loop.backward()
-    loop.monitor.add_preset("cheap")
-    loop.monitor.add_summary_metric("grad_mean")
+    loop.monitor.add_preset("minimal")
+    loop.monitor.add_model_metric("grad_mean")
     loop.step(backward=False)
     told = _model_values(loop)
     assert {name: told[name] for name in ("grad_max", "grad_mean")} == {"grad_max": LATE, "grad_mean": LATE}
@@ -639,7 +639,7 @@ def test_after_a_live_change_what_is_missing_in_the_last_step_is_what_was_asked_
     loop.monitor.add_preset("standard")
     loop.monitor.attach(*loop.optimizers)
     loop.step()
-    loop.monitor.set_detail(preset="cheap", steps=1)
+    loop.monitor.override(preset="minimal", steps=1)
     loop.step()
     values = loop.monitor.get_step_metrics()
     assert "gradmon/param_norm" not in values
@@ -653,7 +653,7 @@ def test_all_gradients_were_gone_also_where_none_was_seen_before_clipping() -> N
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monitor = gradmon.watch(model, optimizer)
     optimizer.step()
-    assert monitor.missing()["gradmon/clipped_share"] == "all gradients were gone when the optimizers stepped"
+    assert monitor.missing()["gradmon/clip_fraction"] == "all gradients were gone when the optimizers stepped"
     monitor.detach()
 
 
@@ -670,11 +670,11 @@ def test_after_a_step_that_was_not_monitored_that_is_the_reason() -> None:
         told = monitor.missing()
         if step % 2:
             assert monitor.get_step_metrics() == {}
-            assert {"gradmon/grad_norm", "gradmon/clipped_share", "gradient/weight/norm"} <= told.keys()
+            assert {"gradmon/grad_norm", "gradmon/clip_fraction", "gradient/weight/norm"} <= told.keys()
             assert set(told.values()) == {f"step {step} was not monitored"}
         else:
             assert "gradmon/grad_norm" not in told
-            assert told["gradmon/clipped_share"] == f"nothing clipped in {1 + step // 2} step{'s' * (step > 1)}"
+            assert told["gradmon/clip_fraction"] == f"nothing clipped in {1 + step // 2} step{'s' * (step > 1)}"
     monitor.detach()
 
 

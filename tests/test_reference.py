@@ -310,7 +310,7 @@ def test_one_that_raises_is_off_after_one_warning_until_another_one_is_set() -> 
             reason = "the reference module is off, because it raised ZeroDivisionError: on purpose"
             assert set(monitor.missing().values()) == {reason}
     assert len(caught) == 1
-    assert monitor.complaints() == {"reference": 1}
+    assert monitor.warning_counts() == {"reference": 1}
     assert monitor.has_reference_module()
     monitor.set_reference_module("init")
     step(model, optimizer)

@@ -337,7 +337,7 @@ def _after_the_end_of_another(rank: int) -> tuple[list[str], dict[str, int]]:
             training.optimizer.zero_grad()
             training.model(torch.randn(4, 6)).square().mean().backward()
             training.optimizer.step()
-    complaints = monitor.complaints()
+    complaints = monitor.warning_counts()
     monitor.detach()
     return [str(each.message) for each in warned], complaints
 

@@ -153,7 +153,7 @@ class Page:
 def page(request: pytest.FixtureRequest, runs: tuple[Path, Path], driver: Any) -> Page:
     if request.param == "one run":
         return Page(driver, write(runs[0]))
-    return Page(driver, write_both(*runs, gradmon.diff(*runs), runs[1] / "both.html"))
+    return Page(driver, write_both(*runs, gradmon.diff_runs(*runs), runs[1] / "both.html"))
 
 
 def test_every_button_of_every_chart_is_ours_and_stays_in_the_page(page: Page, tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ def test_the_layer_that_lost_its_gradient_is_named(tmp_path: Path) -> None:
         monitor.detach()
         return path
 
-    found = gradmon.diff(train(tmp_path / "a", False), train(tmp_path / "b", True))
+    found = gradmon.diff_runs(train(tmp_path / "a", False), train(tmp_path / "b", True))
     assert found.onset is not None
     assert found.onset.step == 7
     assert found.interpretation.startswith("In step 7 the second run lacks gradient/0.bias")

@@ -17,7 +17,7 @@ from torch_gradmon.step.planner import PRESETS, PresetName
 def test_a_monitor_says_what_it_watches_how_far_it_is_and_where_it_writes(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    monitor = gradmon.watch(model, optimizer, preset="cheap", run_dir=tmp_path / "first", on_spike=None)
+    monitor = gradmon.watch(model, optimizer, preset="minimal", run_dir=tmp_path / "first", on_spike=None)
     monitor.add_gradient_metric("norm")
     where = f"the run directory {str(tmp_path / 'first')!r}"
     assert repr(monitor) == f"ModuleMonitor(Sequential, 2 metrics, no step yet, {where})"
@@ -26,7 +26,7 @@ def test_a_monitor_says_what_it_watches_how_far_it_is_and_where_it_writes(tmp_pa
         (model(torch.ones(2, 3)).sum() * factor).backward()
         optimizer.step()
     assert f"step 40, 1 of the last steps with spikes, {where})" in repr(monitor)
-    monitor.set_detail(every=2, steps=10)
+    monitor.override(every=2, steps=10)
     model(torch.ones(2, 3)).sum().backward()
     assert "for now steps divisible by 2, for 10 steps, " in repr(monitor)
     monitor.detach()
@@ -54,7 +54,7 @@ def test_a_monitor_that_is_printed_shows_what_trains(tmp_path: Path) -> None:
     model["encoder"].requires_grad_(False)
     groups = [{"params": model["body"].parameters()}, {"params": model["head"].parameters(), "lr": 0.5, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=0.25, weight_decay=0.1)
-    monitor = gradmon.watch(model, optimizer, preset="cheap", run_dir=tmp_path / "first", on_spike=None)
+    monitor = gradmon.watch(model, optimizer, preset="minimal", run_dir=tmp_path / "first", on_spike=None)
     lines = [
         "AdamW, group 0, lr 0.25, weight decay 0.1, 2 tensors of 20 elements (45.5%): body",
         "AdamW, group 1, lr 0.5, 2 tensors of 5 elements (11.4%): head",
@@ -82,7 +82,7 @@ def test_a_run_shows_the_learning_rate_that_a_schedule_multiplies(tmp_path: Path
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 100)
-    monitor = gradmon.watch(model, optimizer, preset="cheap", run_dir=tmp_path / "first", on_spike=None)
+    monitor = gradmon.watch(model, optimizer, preset="minimal", run_dir=tmp_path / "first", on_spike=None)
     assert "SGD, group 0, lr 0.005," in str(monitor)  # as it is now
     monitor.detach()
     assert str(gradmon.load_run(tmp_path / "first").trained_parts[0]).startswith("SGD, group 0, lr 0.5,")
@@ -107,7 +107,7 @@ def _spoiled(path: Path) -> gradmon.ModuleMonitor:
 def test_results_are_shown_as_text_and_escaped_in_a_notebook(tmp_path: Path) -> None:
     monitor = _spoiled(tmp_path)
     diagnosis = monitor.diagnose()
-    shown = [diagnosis, diagnosis.findings[0], monitor.why(), gradmon.diff(tmp_path, tmp_path), gradmon.diagnose(tmp_path)]
+    shown = [diagnosis, diagnosis.findings[0], monitor.explain_spike(), gradmon.diff_runs(tmp_path, tmp_path), gradmon.diagnose(tmp_path)]
     assert any("img" in str(each) for each in shown)
     for each in shown:
         page = each._repr_html_()
@@ -123,8 +123,8 @@ def test_results_are_shown_as_text_and_escaped_in_a_notebook(tmp_path: Path) -> 
 def test_why_without_a_spike_is_a_text(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     monitor = gradmon.watch(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert repr(monitor.why()) == "there is no spike, because no step is known yet"
-    assert isinstance(monitor.why(), str)
+    assert repr(monitor.explain_spike()) == "there is no spike, because no step is known yet"
+    assert isinstance(monitor.explain_spike(), str)
 
 
 def test_names_of_the_package_are_the_public_ones() -> None:

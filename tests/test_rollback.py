@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import torch_gradmon as gradmon
-from torch_gradmon import ModuleMonitor, Rollback, RolledBack, SpikeDetector, SpikeError
+from torch_gradmon import ModuleMonitor, Rollback, RollbackResult, SpikeDetector, SpikeError
 from torch_gradmon.plugins.spike_policy.plugin import Snapshots
 from torch_gradmon.spikes import Threshold
 
@@ -73,9 +73,9 @@ def test_the_run_goes_on_as_one_that_had_skipped_those_batches(on_disk: bool, tm
     for step in range(40):
         number = next(batches)
         _step(model, optimizer, number, BAD if number == 25 else 1.0)
-        assert monitor.step_skipped == (number == 25)
+        assert monitor.step_was_skipped == (number == 25)
         if (back := monitor.rolled_back) is not None:
-            assert back == RolledBack(step=25, to_step=20, seen=5, skip_batches=2)
+            assert back == RollbackResult(step=25, to_step=20, seen=5, skip_batches=2)
             assert step == 25
             if on_disk:
                 assert sorted(file.name for file in directory.glob("rank0-*/*")) == ["step10.pt", "step20.pt"]
@@ -86,9 +86,9 @@ def test_the_run_goes_on_as_one_that_had_skipped_those_batches(on_disk: bool, tm
     assert _same(model, reference)
     assert _equal(_states(optimizer), _states(other))
     assert [p.data_ptr() for p in model.parameters()] == addresses
-    assert monitor.counts.rolled_back == monitor.counts.skipped == 1
+    assert monitor.get_step_counts().rolled_back == monitor.get_step_counts().skipped == 1
     assert monitor.get_all_metrics()[25]["gradmon/steps_skipped"] == 1
-    assert "went back to the state after step 20" in monitor.why()
+    assert "went back to the state after step 20" in monitor.explain_spike()
     monitor.detach()
     if on_disk:
         assert list(directory.iterdir()) == []
@@ -159,7 +159,7 @@ def test_until_there_is_a_snapshot_the_step_is_skipped() -> None:
     monitor = _watched(model, optimizer, Rollback())
     before = copy.deepcopy(model)
     _step(model, optimizer, 0, math.nan)
-    assert monitor.step_skipped
+    assert monitor.step_was_skipped
     assert monitor.rolled_back is None
     assert _same(model, before)
 
@@ -208,7 +208,7 @@ def test_a_model_that_has_changed_since_is_left_alone_and_that_is_said() -> None
     before = copy.deepcopy(model.state_dict())
     with pytest.warns(gradmon.GradmonWarning, match="is skipped, but the model could not go back to step 0"):
         _step(model, optimizer, 3, BAD)
-    assert monitor.step_skipped
+    assert monitor.step_was_skipped
     assert monitor.rolled_back is None
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items() if "running" not in name)
 
@@ -254,7 +254,7 @@ def test_a_snapshot_can_be_gone_back_to_twice() -> None:
         if monitor.rolled_back is not None:
             assert kept.values == [0.0]
         kept.values[0] += step
-    assert monitor.counts.rolled_back == 2
+    assert monitor.get_step_counts().rolled_back == 2
 
 
 def test_snapshots_share_no_memory_with_the_run() -> None:
@@ -286,4 +286,4 @@ def test_a_disk_that_takes_no_snapshot_does_not_stop_the_training(tmp_path: Path
     with pytest.warns(gradmon.GradmonWarning, match="no snapshot could be taken after step 0"):
         for step in range(3):
             _step(model, optimizer, step)
-    assert monitor.counts.applied == 3
+    assert monitor.get_step_counts().applied == 3

@@ -126,7 +126,7 @@ def test_merged_rows_are_those_of_the_tensors_together() -> None:
     steps = [{name: (number + 1) * tensor for name, tensor in tensors.items()} for number in range(4)]
     rows = torch.stack([torch.cat([measure([t], ALL_COLUMNS) for t in step.values()]) for step in steps])
     merged = StatsSeries((0, 1, 2, 3), tuple(tensors), rows, ALL_COLUMNS).merged(("a", "c", "none"), [0, 0, 1])
-    for metric in ("norm", "mean", "std", "max", "min_value", "sparsity", "l1"):
+    for metric in ("norm", "mean", "std", "max", "min_value", "sparsity", "l1_norm"):
         for number, step in enumerate(steps):
             together = torch.cat([step["a.w"].flatten(), step["a.b"]]).double()
             expected = {
@@ -136,7 +136,7 @@ def test_merged_rows_are_those_of_the_tensors_together() -> None:
                 "max": together.abs().max(),
                 "min_value": together.min(),
                 "sparsity": (together.abs() <= 1e-8).double().mean(),
-                "l1": together.abs().sum(),
+                "l1_norm": together.abs().sum(),
             }[metric]
             assert merged.values(metric)[number, 0].item() == pytest.approx(expected.item(), rel=1e-6)
     assert merged.values("mean")[:, 2].isnan().all()

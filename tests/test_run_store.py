@@ -82,7 +82,7 @@ def test_metrics_that_nobody_asked_for_follow_from_the_rows(tmp_path: Path) -> N
         for step, g in enumerate(of_steps):
             for metric, value in {
                 "std": g.std(correction=0),
-                "l1": g.abs().sum(),
+                "l1_norm": g.abs().sum(),
                 "max": g.abs().max(),
                 "min_value": g.min(),
             }.items():
@@ -97,7 +97,7 @@ _TENSORS = {
     "normal": torch.randn(1000, generator=_SEEDED),
     "variance far below the squared mean": 1000 + 1e-3 * torch.randn(10_000, dtype=torch.float64, generator=_SEEDED),
     "constant": torch.full((777,), 0.1),
-    "zeros": torch.zeros(5),
+    "zero_count": torch.zeros(5),
     "empty": torch.empty(0, 3),
     "one": torch.tensor([-3.5]),
     "nan": torch.tensor([1.0, math.nan, -2.0]),
@@ -128,8 +128,8 @@ def _through_the_store(path: Path, table: StatsTable) -> StatsTable:
         ALL_COLUMNS,
         VIEWS["norm"].columns | VIEWS["max"].columns,
         VIEWS["std"].columns,
-        VIEWS["l1"].columns,
-        VIEWS["zeros"].columns,
+        VIEWS["l1_norm"].columns,
+        VIEWS["zero_count"].columns,
     ],
 )
 def test_a_table_of_odd_tensors_reads_back(columns: frozenset[Column], tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_scalars_events_and_context_read_back(tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD([{"params": [model.weight], "lr": 0.5}, {"params": [model.bias], "lr": 0.25}])
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    monitor = ModuleMonitor(model, run_dir=tmp_path, prefix="p/", key_style="metric_first")
+    monitor = ModuleMonitor(model, run_dir=tmp_path, prefix="p/", key_order="metric_first")
     monitor.add_detector(SpikeDetector(MedianMad(warmup=4), "loss"))
     monitor.add_gradient_metric("mine", lambda g: g.abs().sum(), "weight", stages="after_clip")
     monitor.attach(optimizer, scaler=scaler)
@@ -170,7 +170,7 @@ def test_scalars_events_and_context_read_back(tmp_path: Path) -> None:
         optimizer.zero_grad()
         monitor_loss = model(torch.ones(1, 2)).sum() * (math.inf if step == 4 else 1.0)
         monitor.log_scalar("loss", value)
-        monitor.tag(batch_ids=[step, step + 1])
+        monitor.log_context(batch_ids=[step, step + 1])
         scaler.scale(monitor_loss).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -301,7 +301,7 @@ def test_a_directory_used_twice_has_the_keys_of_its_last_run(used_twice: Path) -
     assert {key.name for key in run.scalars if not key.source} == {"loss"}
     for key in keys:
         assert set(run.series(key)) <= set(run.steps)
-    for gone in ("gradmon/grad_norm_clipped", "old", "gradient/0.weight/norm"):
+    for gone in ("gradmon/grad_norm_after_clip", "old", "gradient/0.weight/norm"):
         with pytest.raises(KeyError) as caught:
             run.series(gone)
         suggested = str(caught.value).partition("did you mean")[2]
@@ -329,7 +329,7 @@ def test_a_listed_key_without_a_defined_value_is_an_empty_series(tmp_path: Path)
     store.close()
     run = load_run(tmp_path)
     series = {key: run.series(key) for key in run.keys()}  # noqa: SIM118 (a method of the run)
-    assert series["gradient/a/nonfinite"] == {0: 4, 1: 4, 2: 4}
+    assert series["gradient/a/nonfinite_count"] == {0: 4, 1: 4, 2: 4}
 
 
 def test_a_rollback_inside_one_process_opens_a_segment_too(tmp_path: Path) -> None:

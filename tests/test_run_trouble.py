@@ -91,7 +91,7 @@ def _run_with_trouble(
     for step, batch in enumerate(BY_NAME["mlp"].batches(steps)):
         optimizer.zero_grad()
         BY_NAME["mlp"].loss(model, batch).backward()
-        monitor.tag(note="x" * 100_000)
+        monitor.log_context(note="x" * 100_000)
         happens(step)
         optimizer.step()
     return model, monitor
@@ -127,7 +127,7 @@ def test_a_failing_file_system_warns_once_and_recovers(
     assert len(caught) == 1
     for ours, other in zip(_parameters(model), _parameters(plain), strict=True):
         assert torch.equal(ours, other)
-    lost = monitor.complaints()["store"]
+    lost = monitor.warning_counts()["store"]
     monitor.detach()
     run = load_run(tmp_path)
     assert run.damage == [] or "not cut off" in call
@@ -171,7 +171,7 @@ def test_what_a_full_disk_cost_is_told_and_the_run_goes_on(limited: Callable[...
             model, monitor = _run_with_trouble(
                 tmp_path / "disk" / "run", happens=lambda step: make_room() if step == 10 else None
             )
-        lost = monitor.complaints()["store"]
+        lost = monitor.warning_counts()["store"]
         monitor.detach()
         assert len(caught) == 1
         assert 2 < lost < 8
@@ -204,7 +204,7 @@ def test_a_run_can_be_read_while_it_goes_on(tmp_path: Path) -> None:
         readers.append(load_run(tmp_path))
         assert readers[-1].series("x") == {s: s for s in range(step + 1)}
     assert readers[3].series("x") == {s: s for s in range(4)}
-    assert not monitor.complaints()
+    assert not monitor.warning_counts()
 
 
 @contextlib.contextmanager
@@ -397,7 +397,7 @@ def test_a_run_directory_without_a_place_has_a_remedy(how: str, tmp_path: Path) 
     with pytest.warns(GradmonWarning, match=words) as caught:
         _trained(path, 20, lambda: _without_place(path, how), seen.append)
     assert len(caught) == 1
-    assert seen[0].complaints() == {"gone": 20}
+    assert seen[0].warning_counts() == {"gone": 20}
     assert path.is_file() if how == "file" else not path.parent.exists()
 
 

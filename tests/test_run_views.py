@@ -479,7 +479,7 @@ def test_columns_that_are_zero_everywhere_take_no_bytes(tmp_path: Path) -> None:
         assert all(torch.equal(run.table("gradient", step).rows, table.rows) for step, table in enumerate(tables))
         (stack,) = run.stacks("gradient")
         assert torch.equal(stack.rows, torch.stack([table.rows for table in tables]))
-        assert run.series("gradient/layer.3.weight/nonfinite") == {0: 1.0, 1: 0.0, 2: 0.0, 3: 0.0}
+        assert run.series("gradient/layer.3.weight/nonfinite_count") == {0: 1.0, 1: 0.0, 2: 0.0, 3: 0.0}
 
 
 def test_a_later_file_that_takes_long_to_read_holds_no_training_up(tmp_path: Path) -> None:

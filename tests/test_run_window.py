@@ -98,7 +98,7 @@ def _tables() -> dict[str, StatsTable]:
         "nan": torch.tensor([1.0, math.nan]),
         "only inf": torch.tensor([math.inf]),
         "empty": torch.empty(0),
-        "zeros": torch.zeros(3),
+        "zero_count": torch.zeros(3),
     }
     rows = torch.stack([measure([tensor], ALL_COLUMNS)[0] for tensor in tensors.values()])
     names = tuple(tensors)
@@ -115,14 +115,14 @@ def test_odd_tensors_and_parts_of_another_source_read_back(tmp_path: Path) -> No
         tables = _tables()
         if step == 1:
             del tables["activation"]
-        custom = {Key("gradient", "zeros", "norm"): 7.0} if step == 0 else {}
+        custom = {Key("gradient", "zero_count", "norm"): 7.0} if step == 0 else {}
         store.log(StepRecord(step, 0.0, True, {**custom, Key("", "x", ""): math.inf}, tables))
     store.close()
     run = load_run(tmp_path)
     assert _check(run, run.steps) > 40
     sheet = run.window(run.steps).sheet(GRADIENT)
-    assert [key.name for key in sheet.keys if key.metric == COUNT] == ["nan", "only inf", "empty", "zeros"]
-    norms = sheet.values[:, sheet.keys.index(Key("gradient", "zeros", "norm"))].tolist()
+    assert [key.name for key in sheet.keys if key.metric == COUNT] == ["nan", "only inf", "empty", "zero_count"]
+    norms = sheet.values[:, sheet.keys.index(Key("gradient", "zero_count", "norm"))].tolist()
     assert norms == [7.0, 0.0, 0.0]  # what is stored as such comes first
 
 

@@ -113,7 +113,7 @@ def without_gradmon(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, None)
 
 
-@pytest.mark.parametrize("preset", ["cheap", "full"])
+@pytest.mark.parametrize("preset", ["minimal", "full"])
 @pytest.mark.parametrize("kind", [Net, OwnState])
 @pytest.mark.parametrize("in_step", [False, True], ids=["between steps", "in a step"])
 def test_what_is_saved_is_that_of_the_bare_training_byte_for_byte(kind: type[Net], preset: str, in_step: bool) -> None:
@@ -224,7 +224,7 @@ def test_hooks_of_others_are_saved_and_copied_as_before_and_their_handles_are_go
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("preset", ["cheap", "full"])
+@pytest.mark.parametrize("preset", ["minimal", "full"])
 def test_a_watched_model_can_be_scripted(preset: str) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -15,7 +15,7 @@ from tests.browser import available, wait_for
 for package in ("plotly", "jinja2"):
     pytest.importorskip(package)
 
-from torch_gradmon.analysis.diff import diff  # noqa: E402
+from torch_gradmon.analysis.diff import diff_runs  # noqa: E402
 from torch_gradmon.analysis.report.page import write, write_both  # noqa: E402
 
 from .stored_runs import rewritten  # noqa: E402
@@ -61,7 +61,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     second = place / "runs" / PAYLOADS[4].replace("/", "|")
     shutil.copytree(first, second)
     write(first, place / "report.html", PAYLOADS[0], progress=False)
-    write_both(first, second, diff(first, second, progress=False), place / "both.html", PAYLOADS[1], progress=False)
+    write_both(first, second, diff_runs(first, second, progress=False), place / "both.html", PAYLOADS[1], progress=False)
     return place
 
 

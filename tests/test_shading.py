@@ -44,7 +44,7 @@ def rows(step: int) -> dict[str, Row]:
         "large.weight": 1e3 * (1 + 0.1 * math.sin(step)),
         "small.weight": 84.0 if step == SPIKE else 1.0 + 0.1 * math.cos(step),
         "dead.weight": 0.5 if step == 3 else 0.0,
-        "spoiled.weight": {"rms": 1.0, "nonfinite": 1},
+        "spoiled.weight": {"rms": 1.0, "nonfinite_count": 1},
         "seldom.weight": 2.0 if step == 7 else None,
     }
 

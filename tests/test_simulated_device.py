@@ -46,7 +46,7 @@ def found() -> Any:
 
 @needs_devices
 class TestLaunches:
-    @pytest.mark.parametrize(("setting", "most"), [("cheap", 20), ("standard", 30), ('standard, `on_spike="skip"`', 30)])
+    @pytest.mark.parametrize(("setting", "most"), [("minimal", 20), ("standard", 30), ('standard, `on_spike="skip"`', 30)])
     def test_they_hardly_grow_with_the_number_of_parameters(self, found: Any, setting: str, most: int) -> None:
         by_size = found[setting]
         few, some, many = ({step: by_size[size][step]["launches"] for step in ("7", "10")} for size in ("4", "64", "722"))

@@ -183,7 +183,7 @@ def test_what_a_sink_fails_to_take_is_tried_again_and_comes_in_order(monitor: Mo
     monitor.detach()
     assert flaky.steps == other.steps == list(range(8))
     assert flaky.calls == 8 + 3
-    assert monitor.complaints() == {}
+    assert monitor.warning_counts() == {}
 
 
 def test_a_sink_that_fails_at_the_end_is_told(monitor: ModuleMonitor) -> None:
@@ -192,7 +192,7 @@ def test_a_sink_that_fails_at_the_end_is_told(monitor: ModuleMonitor) -> None:
     _steps(monitor, 5)
     with pytest.warns(GradmonWarning, match=r"the sink Recorder failed 3 times in a row, first with step 3"):
         monitor.detach()
-    assert monitor.complaints() == {"sink:Recorder": 2}
+    assert monitor.warning_counts() == {"sink:Recorder": 2}
 
     short = Recorder(failing=set(range(4, 100)))
     monitor.add_sink(short)
@@ -213,7 +213,7 @@ def test_a_sink_that_fails_three_times_in_a_row_is_dropped_and_what_it_lost_is_c
     assert len(caught) == 1
     assert broken.calls == 3
     assert other.steps == list(range(10))
-    assert monitor.complaints() == {"sink:Recorder": 10}
+    assert monitor.warning_counts() == {"sink:Recorder": 10}
 
 
 def test_what_a_dropped_sink_missed_is_in_the_run_directory(tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ def test_in_a_thread_a_sink_may_hang_and_training_does_not_wait(monitor: ModuleM
     monitor.detach()
     assert rows == list(range(20))
     assert threads == {"torch_gradmon hanging"}
-    assert monitor.complaints() == {}
+    assert monitor.warning_counts() == {}
 
 
 def test_in_a_thread_what_fails_is_tried_again_too(monitor: ModuleMonitor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,7 +302,7 @@ def test_in_a_thread_a_broken_sink_is_dropped(monitor: ModuleMonitor, monkeypatc
         _steps(monitor, 8)
         monitor.detach()
     assert broken.calls == 3
-    assert monitor.complaints() == {"sink:Recorder": 8}
+    assert monitor.warning_counts() == {"sink:Recorder": 8}
 
 
 def test_in_a_thread_too_many_rows_are_lost_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,7 +391,7 @@ def test_where_warnings_are_errors_no_sink_loses_a_row_by_that_of_another(
     with contextlib.suppress(GradmonWarning):
         monitor.detach()
     assert other.steps == list(range(6))
-    assert monitor.complaints() == {"sink:Recorder": 6, "sink:Recorder:2": 6}
+    assert monitor.warning_counts() == {"sink:Recorder": 6, "sink:Recorder:2": 6}
 
 
 def test_that_a_sink_is_dropped_is_said_also_where_something_was_said_before(monitor: ModuleMonitor) -> None:
@@ -434,7 +434,7 @@ def test_spikes_are_not_counted_as_rows(monitor: ModuleMonitor) -> None:
             monitor.log_scalar("loss", 100.0 if step == 50 else 1.0 + step % 3 / 10)
             monitor.end_step()
         monitor.detach()
-    assert monitor.complaints() == {"sink:Broken": 6}
+    assert monitor.warning_counts() == {"sink:Broken": 6}
 
 
 # --- what else a sink gets ---------------------------------------------------------------------------------------------------------
@@ -658,7 +658,7 @@ def test_a_training_inside_of_a_sink_is_recorded_like_any_other(at: int, tmp_pat
     alone = _trained_model(5, tmp_path / "alone")
     outer = _trained_model(5, tmp_path / "outer", probe)
     assert gradmon.load_run(tmp_path / "inner").steps == [0, 1, 2]
-    assert outer.complaints() == alone.complaints() == {}
+    assert outer.warning_counts() == alone.warning_counts() == {}
     norms = [gradmon.load_run(tmp_path / name).series("gradmon/grad_norm") for name in ("alone", "inner", "outer")]
     assert norms[1] == {step: norms[0][step] for step in range(3)}
     assert norms[2].keys() == norms[0].keys()
@@ -676,4 +676,4 @@ def test_what_is_called_about_a_spike_may_train(tmp_path: Path) -> None:
         monitor.end_step()
     monitor.detach()
     assert gradmon.load_run(tmp_path).steps == [0, 1, 2]
-    assert "on_spike" not in monitor.complaints()
+    assert "on_spike" not in monitor.warning_counts()

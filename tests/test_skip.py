@@ -144,12 +144,12 @@ def _leaves_nothing(name: str, flag: str, mode: str, count: int) -> None:
     for _ in range(3):
         reference.train()
         task.train()
-        assert not monitor.step_skipped
+        assert not monitor.step_was_skipped
     assert task.content() == reference.content()
     addresses = [p.data_ptr() for p in task.model.parameters()]
     for _ in range(count):
         task.train(next(bad))
-        assert monitor.step_skipped
+        assert monitor.step_was_skipped
     assert task.content() == reference.content()
     assert [p.data_ptr() for p in task.model.parameters()] == addresses
     reference.data.set_state(task.data.get_state())  # the batches that never came
@@ -157,6 +157,6 @@ def _leaves_nothing(name: str, flag: str, mode: str, count: int) -> None:
         reference.train()
         task.train()
         assert task.content() == reference.content()
-    counts = monitor.counts
+    counts = monitor.get_step_counts()
     assert (counts.attempted, counts.applied, counts.skipped, counts.overflowed) == (count + 5, 5, count, 0)
     assert counts.nonfinite == (0 if mode == "scaler" else count - -(-count // 3))

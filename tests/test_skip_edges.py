@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import torch_gradmon as gradmon
-from torch_gradmon import ModuleMonitor, Rollback, RolledBack, Skip, SpikeDetector, SpikeError
+from torch_gradmon import ModuleMonitor, Rollback, RollbackResult, Skip, SpikeDetector, SpikeError
 from torch_gradmon.spikes import Threshold
 
 pytestmark = pytest.mark.filterwarnings("ignore::torch_gradmon.GradmonWarning")
@@ -88,13 +88,13 @@ def test_whatever_way_a_buffer_is_kept_it_forgets_the_batch(how: str, bad: int) 
         optimizer.zero_grad()
         model(_batch(step) * (math.nan if step == bad else 1)).square().mean().backward()
         optimizer.step()
-        assert monitor.step_skipped == (step == bad)
+        assert monitor.step_was_skipped == (step == bad)
         if step == bad:
             reference[0].calls += 1
         else:
             _step(reference, other, step)
     assert _same(model, reference)
-    assert monitor.complaints() == {}
+    assert monitor.warning_counts() == {}
 
 
 @pytest.mark.filterwarnings("always::torch_gradmon.GradmonWarning")
@@ -130,9 +130,9 @@ def test_statistics_of_norms_are_copied_however_large_they_are(monkeypatch: pyte
     monitor = _watched(model, optimizer)
     before = copy.deepcopy(model.state_dict())
     _step(model, optimizer, 0, math.nan)
-    assert monitor.step_skipped
+    assert monitor.step_was_skipped
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    assert monitor.complaints() == {}
+    assert monitor.warning_counts() == {}
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
@@ -149,7 +149,7 @@ def test_statistics_go_back_by_one_step_where_hooks_on_modules_come_and_go(how: 
         monitor.add_activation_metric("rms", metric_regex="^1$")
     monitor.attach(optimizer)
     if how == "tuned":
-        monitor.set_detail(preset="full", steps=5, from_step=42)
+        monitor.override(preset="full", steps=5, from_step=42)
     for number in range(60):
         by = BAD if number in bad else 1.0
         optimizer.zero_grad()
@@ -162,7 +162,7 @@ def test_statistics_go_back_by_one_step_where_hooks_on_modules_come_and_go(how: 
                 (other(_batch(number)).square().mean() * by).backward()
             same.step()
         assert _same(model, other), number
-    assert monitor.counts.skipped == len(bad)
+    assert monitor.get_step_counts().skipped == len(bad)
 
 
 @pytest.mark.parametrize("call", [_parts, _after_a_look_ahead, _from_outside])
@@ -177,7 +177,7 @@ def test_statistics_are_put_back_however_the_model_is_called(call: Any) -> None:
                 x = _batch(step).requires_grad_()
                 (call(each, x).square().mean() * (BAD if step == 4 else 1)).backward()
                 stepper.step()
-        assert monitor.step_skipped == (step == 4)
+        assert monitor.step_was_skipped == (step == 4)
     assert _same(model, reference)
 
 
@@ -220,7 +220,7 @@ def test_a_spike_of_the_one_is_not_one_of_the_other_in_the_next_step(by: float) 
     skipped = []
     for step in range(9):
         _play(model, optimizers, step, generator=by if step in (4, 7) else 1.0)
-        if monitor.step_skipped:
+        if monitor.step_was_skipped:
             skipped.append(step)
     assert skipped == [4, 7]
 
@@ -235,10 +235,10 @@ def test_a_spike_that_is_accepted_is_so_for_all_optimizers_of_the_step() -> None
         for optimizer in ours:
             optimizer.step()
             optimizer.zero_grad()
-        skipped.append(monitor.step_skipped)
+        skipped.append(monitor.step_was_skipped)
     assert skipped == [True, False] * 3
-    assert monitor.counts.skipped == monitor.counts.applied == 3
-    assert "the 2nd spike in a row" in monitor.why(5)
+    assert monitor.get_step_counts().skipped == monitor.get_step_counts().applied == 3
+    assert "the 2nd spike in a row" in monitor.explain_spike(5)
 
 
 def test_what_a_forward_after_the_decision_did_is_undone_too() -> None:
@@ -248,7 +248,7 @@ def test_what_a_forward_after_the_decision_did_is_undone_too() -> None:
     monitor = _watched(model, *ours)
     for step in range(6):
         _play(model, ours, step, critic=BAD if step == 3 else 1.0)
-        assert monitor.step_skipped == (step == 3)
+        assert monitor.step_was_skipped == (step == 3)
         if step != 3:
             _play(reference, theirs, step)
     assert _same(model, reference)
@@ -264,7 +264,7 @@ def test_an_optimizer_that_was_named_in_the_wrong_order_is_skipped_with_the_othe
         second.step()
         first.step()
         if step == 0:
-            assert monitor.step_skipped
+            assert monitor.step_was_skipped
             assert all(map(torch.equal, before, model.parameters()))
         model.zero_grad()
     assert not any(p.isnan().any() for p in model.parameters())
@@ -287,8 +287,8 @@ def test_a_step_that_one_optimizer_was_refused_moves_the_scale_though_another_on
             scaler.step(optimizer)
         scaler.update()
         # infinite gradients of the one, which was refused, are no spike of the other
-        assert monitor.step_skipped == (loss > 5)
-        assert monitor.step_skipped == all(torch.equal(before[name], value) for name, value in model[4].state_dict().items())
+        assert monitor.step_was_skipped == (loss > 5)
+        assert monitor.step_was_skipped == all(torch.equal(before[name], value) for name, value in model[4].state_dict().items())
         assert scaler.get_scale() == scale
 
 
@@ -307,7 +307,7 @@ def test_infinite_gradients_lower_the_scale_also_in_a_step_that_is_skipped_for_i
     scaler.step(other)  # which nobody watches, under the same scaler
     scaler.step(optimizer)
     scaler.update()
-    assert monitor.step_skipped
+    assert monitor.step_was_skipped
     assert scaler.get_scale() == 32.0
 
 
@@ -319,11 +319,11 @@ def test_the_same_gradients_are_not_applied_by_a_second_step() -> None:
     before = copy.deepcopy(model.state_dict())
     _step(model, optimizer, 1, BAD)
     optimizer.step()
-    assert monitor.step_skipped
-    assert "not zeroed since" in monitor.why(2)
+    assert monitor.step_was_skipped
+    assert "not zeroed since" in monitor.explain_spike(2)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     _step(model, optimizer, 2)
-    assert not monitor.step_skipped
+    assert not monitor.step_was_skipped
 
 
 def test_gradients_that_were_zeroed_in_place_are_new_ones() -> None:
@@ -333,7 +333,7 @@ def test_gradients_that_were_zeroed_in_place_are_new_ones() -> None:
     for step in range(4):
         (model(_batch(step)).square().mean() * (BAD if step == 1 else 1)).backward()
         optimizer.step()
-        assert monitor.step_skipped == (step == 1)
+        assert monitor.step_was_skipped == (step == 1)
         optimizer.zero_grad(set_to_none=False)
 
 
@@ -382,7 +382,7 @@ def test_an_optimizer_that_moves_the_parameters_first_is_not_skipped_and_that_is
         for step in range(4):
             trained(model, sam, step)
             trained(reference, other, step)
-            assert not monitor.step_skipped
+            assert not monitor.step_was_skipped
     assert _same(model, reference)
 
 
@@ -441,7 +441,7 @@ def test_a_closure_that_is_called_again_leaves_its_last_gradients() -> None:
 
     before = copy.deepcopy(model[1].weight)
     optimizer.step(closure)
-    assert monitor.step_skipped
+    assert monitor.step_was_skipped
     assert torch.equal(model[1].weight, before)
     found = model[1].weight.grad.clone()
     optimizer.zero_grad()
@@ -462,7 +462,7 @@ def test_hooks_of_others_find_the_gradients(attached_first: bool) -> None:
         monitor = _watched(model, optimizer)
     for step in range(3):
         _step(model, optimizer, step, BAD if step == 2 else 1)
-    assert monitor.step_skipped
+    assert monitor.step_was_skipped
     assert seen == {"before": 18, "after": 18}
 
 
@@ -485,8 +485,8 @@ def test_a_rule_that_fails_does_not_switch_off_the_others() -> None:
             (model(_batch(step)).square().mean() * (by if step == 2 else 1)).backward()
             monitor.log_scalar("loss", 1.0)
             optimizer.step()
-        assert monitor.step_skipped
-        assert monitor.complaints() == {"detector:loss": 1}
+        assert monitor.step_was_skipped
+        assert monitor.warning_counts() == {"detector:loss": 1}
 
 
 def test_nan_that_the_loop_cleans_is_accepted_after_a_while() -> None:
@@ -500,7 +500,7 @@ def test_nan_that_the_loop_cleans_is_accepted_after_a_while() -> None:
         for parameter in model.parameters():
             parameter.grad.nan_to_num_(0.0)
         optimizer.step()
-        skipped.append(monitor.step_skipped)
+        skipped.append(monitor.step_was_skipped)
     assert skipped == [True, True, False, True, True, False]
 
 
@@ -516,7 +516,7 @@ def test_counts_of_a_step_by_hand_that_was_stopped() -> None:
             with pytest.raises(SpikeError):
                 _step(model, optimizer, step, BAD)
         monitor.end_step()
-    counts = monitor.counts
+    counts = monitor.get_step_counts()
     assert (counts.attempted, counts.applied, counts.skipped, counts.overflowed) == (4, 2, 2, 0)
 
 
@@ -543,9 +543,9 @@ def test_what_cannot_go_back_is_said_and_all_else_has_gone() -> None:
         kept.append(copy.deepcopy(model.state_dict()))
     with pytest.warns(gradmon.GradmonWarning, match=r"not all of the model went back to step 2, .*not today"):
         _step(model, optimizer, 4, BAD)
-    assert monitor.rolled_back == RolledBack(4, 2, 2, 0)
+    assert monitor.rolled_back == RollbackResult(4, 2, 2, 0)
     assert all(torch.equal(kept[2][name], value) for name, value in model.state_dict().items())
-    assert monitor.counts.overflowed == 0
+    assert monitor.get_step_counts().overflowed == 0
 
 
 def test_what_else_goes_back_is_not_kept_alive() -> None:
@@ -560,7 +560,7 @@ def test_what_else_goes_back_is_not_kept_alive() -> None:
     del model, optimizer, scheduler
     gc.collect()
     assert weight() is None
-    assert monitor.step == 3
+    assert monitor.current_step == 3
 
 
 def test_two_runs_may_be_given_one_directory(tmp_path: Path) -> None:
@@ -597,12 +597,12 @@ def test_after_a_state_was_loaded_there_is_nothing_to_go_back_to() -> None:
     model.load_state_dict(early[0])
     monitor.load_state_dict(early[1])
     _step(model, optimizer, 2, BAD)
-    assert monitor.step_skipped
+    assert monitor.step_was_skipped
     assert monitor.rolled_back is None
     for step in range(3, 6):
         _step(model, optimizer, step)
     _step(model, optimizer, 6, BAD)
-    assert monitor.rolled_back == RolledBack(6, 3, 3, 0)
+    assert monitor.rolled_back == RollbackResult(6, 3, 3, 0)
 
 
 def test_a_disk_that_is_full_is_not_tried_in_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -628,8 +628,8 @@ def test_buffers_that_nothing_can_be_written_to_are_no_obstacle() -> None:
     for step in range(4):
         _step(model, optimizer, step)
     _step(model, optimizer, 4, BAD)
-    assert monitor.rolled_back == RolledBack(4, 2, 2, 0)
-    assert monitor.complaints() == {}
+    assert monitor.rolled_back == RollbackResult(4, 2, 2, 0)
+    assert monitor.warning_counts() == {}
 
 
 def test_the_word_rollback_is_answered_with_the_class() -> None:

@@ -65,8 +65,8 @@ def test_the_loop_holds_back_its_scheduler() -> None:
         for step in range(8):
             if bad or step not in (3, 4):
                 _train(model, optimizer, [step], bad)
-                assert monitor.step_skipped == (step in bad)
-                if not monitor.step_skipped:
+                assert monitor.step_was_skipped == (step in bad)
+                if not monitor.step_was_skipped:
                     scheduler.step()
         results.append((model, optimizer.state_dict(), scheduler.state_dict()))
     (one, state, schedule), (other, other_state, other_schedule) = results
@@ -111,7 +111,7 @@ def test_buffers_forget_the_batch(by: float, first_bad: int) -> None:
                 stepper.zero_grad()
                 (each(batch).square().mean() * (by if poisoned else 1.0)).backward()
                 stepper.step()
-        assert monitor.step_skipped == poisoned
+        assert monitor.step_was_skipped == poisoned
         assert _same(one, other)
     assert one[0].mask is mask
 
@@ -128,7 +128,7 @@ def test_two_optimizers_of_one_model_are_skipped_together() -> None:
                 for optimizer in optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
-        assert monitor.step_skipped == (step == 3)
+        assert monitor.step_was_skipped == (step == 3)
     assert _same(one, other)
     assert str([o.state_dict() for o in ours]) == str([o.state_dict() for o in theirs])
 
@@ -145,9 +145,9 @@ def test_an_optimizer_that_had_stepped_before_the_spike_was_known_is_named() -> 
         (model(_batch(step)).square().mean() * (BAD if step == 2 else 1.0)).backward(inputs=list(model[2].parameters()))
         before = copy.deepcopy(model[2].state_dict())
         second.step()
-    assert monitor.step_skipped
+    assert monitor.step_was_skipped
     assert all(torch.equal(before[name], value) for name, value in model[2].state_dict().items())
-    assert "skipped, but SGD had stepped before" in monitor.why()
+    assert "skipped, but SGD had stepped before" in monitor.explain_spike()
 
 
 def test_gradients_are_there_again_after_the_step() -> None:
@@ -160,7 +160,7 @@ def test_gradients_are_there_again_after_the_step() -> None:
     (model(_batch(0)).square().mean() * BAD).backward()
     gradients = [p.grad for p in model.parameters()]
     optimizer.step()
-    assert monitor.step_skipped
+    assert monitor.step_was_skipped
     assert all(p.grad is gradient for p, gradient in zip(model.parameters(), gradients, strict=True))
     assert seen == [[True] * 4] * 3
 
@@ -179,7 +179,7 @@ def test_an_adaptive_clip_forgets_the_batch(make: Any, by_name: bool) -> None:
             (model(_batch(step)).square().mean() * (BAD if step in (8, 9) else 1.0)).backward()
             monitor.clip_grad_norm_(make.__name__.lower() if by_name else own)
             optimizer.step()
-        assert monitor.counts.skipped == (2 if len(batches) == 12 else 0)
+        assert monitor.get_step_counts().skipped == (2 if len(batches) == 12 else 0)
         states.append(monitor.state_dict()["clipping"] if by_name else own.state_dict())
     assert states[0] == states[1]
     assert states[0]
@@ -192,7 +192,7 @@ def _skipped(monitor: ModuleMonitor, model: nn.Module, optimizer: torch.optim.Op
     found = []
     for step in range(steps):
         _train(model, optimizer, [step], [step], bad)
-        found.append(monitor.step_skipped)
+        found.append(monitor.step_was_skipped)
     return found
 
 
@@ -201,8 +201,8 @@ def test_by_default_the_fourth_spike_in_a_row_is_accepted() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-12)
     monitor = _watched(model, optimizer)
     assert _skipped(monitor, model, optimizer, BAD, 9) == [True, True, True, False, True, True, True, False, True]
-    assert monitor.counts.skipped == 7
-    assert monitor.counts.applied == 2
+    assert monitor.get_step_counts().skipped == 7
+    assert monitor.get_step_counts().applied == 2
 
 
 def test_a_good_step_between_begins_another_row() -> None:
@@ -228,10 +228,10 @@ def test_or_it_stops_before_anything_is_changed() -> None:
     assert _same(model, before)
     assert str(optimizer.state_dict()) == state
     assert monitor.get_all_metrics()[5]["spike_score/grad_norm"] > LIMIT  # the record is not lost
-    assert monitor.counts.attempted == 6
+    assert monitor.get_step_counts().attempted == 6
     _train(model, optimizer, range(2))  # whoever catches it can go on
-    assert monitor.counts.applied == 5
-    assert monitor.step == 7
+    assert monitor.get_step_counts().applied == 5
+    assert monitor.current_step == 7
 
 
 @pytest.mark.filterwarnings("always::torch_gradmon.GradmonWarning")
@@ -248,7 +248,7 @@ def test_nan_is_never_accepted_and_that_is_said() -> None:
     assert [str(w.message).rpartition("; skipped, ")[2] for w in told if words in str(w.message)] == [
         f"{n} {words}" for n in (4, 10, 30)
     ]
-    assert monitor.counts.nonfinite == monitor.counts.skipped == 40
+    assert monitor.get_step_counts().nonfinite == monitor.get_step_counts().skipped == 40
 
 
 # --- what is judged --------------------------------------------------------------------------------------------------------------
@@ -259,10 +259,10 @@ def test_without_any_detector_nan_and_inf_are_skipped() -> None:
     optimizer = _adam(model)
     monitor = ModuleMonitor(model, on_spike="skip").attach(optimizer)
     _train(model, optimizer, range(3), [1], BAD)
-    assert monitor.counts.skipped == 0
+    assert monitor.get_step_counts().skipped == 0
     _train(model, optimizer, range(3), [1], math.inf)
-    assert monitor.counts.skipped == 1
-    assert "elements of the gradients are NaN or infinite" in monitor.why(4)
+    assert monitor.get_step_counts().skipped == 1
+    assert "elements of the gradients are NaN or infinite" in monitor.explain_spike(4)
 
 
 def test_a_loss_that_is_logged_in_time_can_skip_the_step() -> None:
@@ -275,7 +275,7 @@ def test_a_loss_that_is_logged_in_time_can_skip_the_step() -> None:
         model(_batch(step)).square().mean().backward()
         monitor.log_scalar("loss", loss)
         optimizer.step()
-        assert monitor.step_skipped == (loss > 5)
+        assert monitor.step_was_skipped == (loss > 5)
     monitor.detach()
     assert monitor.get_all_metrics()[1]["spike_score/loss"] == 9.0
 
@@ -290,13 +290,13 @@ def test_a_loss_that_comes_too_late_cannot_and_that_is_said_once() -> None:
     with pytest.warns(gradmon.GradmonWarning) as told:
         for step in range(3):
             _train(model, optimizer, [step])
-            assert not monitor.step_skipped
+            assert not monitor.step_was_skipped
             monitor.log_scalar("loss", 9.0)
         monitor.detach()
     late = [str(w.message) for w in told if "became known only when the optimizer had stepped" in str(w.message)]
     assert len(late) == 1
     assert "has to be logged before optimizer.step()" in late[0]
-    assert monitor.counts.skipped == 0
+    assert monitor.get_step_counts().skipped == 0
 
 
 def test_a_pattern_over_layers_can_skip_the_step() -> None:
@@ -309,7 +309,7 @@ def test_a_pattern_over_layers_can_skip_the_step() -> None:
     monitor.add_gradient_metric("norm")
     monitor.attach(optimizer)
     _train(model, optimizer, range(4), [2])
-    assert monitor.counts.skipped == 1
+    assert monitor.get_step_counts().skipped == 1
 
 
 def test_a_rule_is_asked_once_for_each_value() -> None:
@@ -321,7 +321,7 @@ def test_a_rule_is_asked_once_for_each_value() -> None:
     monitor.attach(optimizer)
     _train(model, optimizer, range(6), [3])
     assert len(asked) == 6
-    assert monitor.counts.skipped == 1
+    assert monitor.get_step_counts().skipped == 1
 
 
 @pytest.mark.parametrize("every", [1, 4])
@@ -332,12 +332,12 @@ def test_every_step_is_judged_whatever_the_cadence(every: int) -> None:
     flags = []
     for step in range(60):
         _train(model, optimizer, [step], [30, 31, 45], 1e3)
-        flags.append(monitor.step_skipped)
+        flags.append(monitor.step_was_skipped)
     assert [step for step, flag in enumerate(flags) if flag] == [30, 31, 45]
     rows = monitor.get_all_metrics()
     assert rows[30]["gradmon/steps_skipped"] == 1
     assert rows[45]["gradmon/steps_skipped"] == 3
-    assert "skipped, 2 in a row" in monitor.why(31)
+    assert "skipped, 2 in a row" in monitor.explain_spike(31)
 
 
 def test_what_the_detectors_learn_does_not_depend_on_the_cadence() -> None:
@@ -349,7 +349,7 @@ def test_what_the_detectors_learn_does_not_depend_on_the_cadence() -> None:
         monitor.add_detector(SpikeDetector())
         monitor.attach(optimizer)
         _train(model, optimizer, range(40), [20], 1e3)
-        assert monitor.counts.skipped == 1
+        assert monitor.get_step_counts().skipped == 1
         states.append(monitor.state_dict()["detectors"])
     assert states[0] == states[1]
 
@@ -389,10 +389,10 @@ def test_what_the_scaler_refuses_is_no_skip_and_moves_its_scale(fused: bool) -> 
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
-        skipped.append(monitor.step_skipped)
+        skipped.append(monitor.step_was_skipped)
     assert skipped == [False, False, False, True, False, True, False, False]
     assert scales == [64, 64, 32, 32, 32, 32, 32, 64]  # as if the skipped steps had not been
-    counts = monitor.counts
+    counts = monitor.get_step_counts()
     assert (counts.attempted, counts.applied, counts.skipped, counts.overflowed, counts.nonfinite) == (8, 5, 2, 1, 1)
 
 
@@ -406,7 +406,7 @@ def test_a_scale_that_the_loop_sets_stands() -> None:
     scaler.scale(model(_batch(0)).square().mean() * BAD).backward()
     scaler.step(optimizer)
     scaler.update(8.0)
-    assert monitor.step_skipped
+    assert monitor.step_was_skipped
     assert scaler.get_scale() == 8.0
 
 
@@ -439,8 +439,8 @@ def test_a_run_resumed_amid_skips_goes_on_as_if_it_had_not_been_broken(at: int) 
     _train(again, again_optimizer, range(at, 12), bad, 1e5)
     assert _same(model, again)
     assert again_monitor.state_dict() == monitor.state_dict()
-    assert again_monitor.counts == monitor.counts
-    assert monitor.counts.skipped == 4
+    assert again_monitor.counts == monitor.get_step_counts()
+    assert monitor.get_step_counts().skipped == 4
     assert again_monitor.step == 11
 
 
@@ -453,7 +453,7 @@ def test_a_state_of_a_run_that_did_not_act_can_be_loaded() -> None:
     monitor.add_detector(SpikeDetector())
     monitor.load_state_dict(state)
     plain.load_state_dict(monitor.state_dict())
-    assert monitor.counts.skipped == 0
+    assert monitor.get_step_counts().skipped == 0
 
 
 # --- what else may happen ----------------------------------------------------------------------------------------------------------
@@ -478,9 +478,9 @@ def test_an_optimizer_that_fails_in_a_skipped_step_leaves_nothing_of_it() -> Non
     optimizer.zero_grad()  # which finds no gradients any more, and none may come back later
     model(_batch(1)).square().mean().backward()
     optimizer.step()
-    assert not monitor.step_skipped
-    assert monitor.counts.attempted == 4
-    assert monitor.counts.overflowed == 0
+    assert not monitor.step_was_skipped
+    assert monitor.get_step_counts().attempted == 4
+    assert monitor.get_step_counts().overflowed == 0
 
 
 def test_what_an_optimizer_counts_in_its_groups_is_put_back() -> None:
@@ -505,9 +505,9 @@ def test_steps_by_hand_are_skipped_where_the_optimizer_is_attached() -> None:
         monitor.begin_step(step)
         before = copy.deepcopy(model)
         _train(model, optimizer, [step], [2])
-        assert monitor.step_skipped == (step == 2) == _same(model, before)
+        assert monitor.step_was_skipped == (step == 2) == _same(model, before)
         monitor.end_step()
-    assert monitor.counts.skipped == 1
+    assert monitor.get_step_counts().skipped == 1
 
 
 @pytest.mark.filterwarnings("always::torch_gradmon.GradmonWarning")
@@ -565,7 +565,7 @@ def test_a_compiled_step_is_skipped() -> None:
         (model(_batch(step)).square().mean() * (BAD if step == 2 else 1)).backward()
         before = copy.deepcopy(model)
         step_compiled()
-        assert _same(model, before) == monitor.step_skipped == (step == 2)
+        assert _same(model, before) == monitor.step_was_skipped == (step == 2)
 
 
 def test_inert(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -575,7 +575,7 @@ def test_inert(monkeypatch: pytest.MonkeyPatch) -> None:
     monitor = gradmon.watch(model, optimizer, on_spike="skip")
     before = copy.deepcopy(model)
     _train(model, optimizer, range(3), [2], math.nan)
-    assert not monitor.step_skipped
+    assert not monitor.step_was_skipped
     assert not _same(model, before)
 
 
@@ -615,7 +615,7 @@ def test_the_default_detector_skips_a_loud_batch_in_a_short_training_and_no_othe
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            if monitor.step_skipped:
+            if monitor.step_was_skipped:
                 skipped.append(step)
         monitor.detach()
         assert skipped == [30], seed

@@ -557,10 +557,10 @@ def test_a_rollback_takes_back_what_was_told_of_the_steps_that_come_again() -> N
             monitor.end_step()
 
     run(range(60), 55)
-    assert monitor.why().startswith("step 55: loss")
+    assert monitor.explain_spike().startswith("step 55: loss")
     with pytest.warns(GradmonWarning, match="step 40 comes after step 59"):
         run(range(40, 52), 45)
-    assert monitor.why().startswith("step 45: loss")
+    assert monitor.explain_spike().startswith("step 45: loss")
     assert list(monitor.get_all_metrics()) == list(range(52))
 
 
@@ -595,7 +595,7 @@ def test_a_spike_soon_after_gradients_that_are_not_finite_is_told(bad: float) ->
         (model(torch.ones(8, 4)).square().mean() * factor).backward()
         optimizer.step()
     assert 6 in [event.step for event in events]
-    assert not monitor.complaints()
+    assert not monitor.warning_counts()
     assert sorted(monitor.get_all_metrics()) == list(range(8))
 
 
@@ -604,7 +604,7 @@ def test_a_judge_that_fails_costs_no_record(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.warns(GradmonWarning, match="step 39 could not be judged"):
         monitor, events = _toy(40, SpikeDetector(signal="gradmon/grad_norm"))
     assert sorted(monitor.get_all_metrics()) == list(range(40))
-    assert monitor.complaints() == {"internal:judge": 1}
+    assert monitor.warning_counts() == {"internal:judge": 1}
     assert not events
 
 

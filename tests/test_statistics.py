@@ -171,7 +171,7 @@ def test_the_inverse_scale_multiplies_first(dtype: torch.dtype) -> None:
 def test_the_inverse_scale_of_an_infinite_gradient_leaves_it_infinite() -> None:
     x = torch.tensor([INF, 1.0, NAN])
     found = views(measure([x], inverse_scale=torch.tensor(0.5))[0])
-    assert found["nonfinite"] == 2
+    assert found["nonfinite_count"] == 2
     assert found["max"] == 0.5
 
 
@@ -315,7 +315,7 @@ LONG = 30_000_000
 def test_a_long_constant_tensor(size: int) -> None:
     found = views(measure([torch.full((size,), 0.1)])[0])
     value = float(torch.tensor(0.1))
-    for metric, expected in {"norm": value * math.sqrt(size), "l1": value * size, "mean": value, "rms": value}.items():
+    for metric, expected in {"norm": value * math.sqrt(size), "l1_norm": value * size, "mean": value, "rms": value}.items():
         assert found[metric] == pytest.approx(expected, rel=1e-6), metric
     assert found["std"] <= 1e-7 * value
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_gradmon import ModuleMonitor, load_run, watch
-from torch_gradmon.core.keys import KEY_STYLES, Key, format_key
+from torch_gradmon.core.keys import KEY_ORDERS, Key, format_key
 from torch_gradmon.core.moments import VIEWS
 from torch_gradmon.core.records import Block, KeyFormatter, StepValues
 
@@ -33,7 +33,7 @@ def test_they_are_those_of_a_dict() -> None:
         values[Key("", "d", "")]
 
 
-@pytest.mark.parametrize("style", KEY_STYLES)
+@pytest.mark.parametrize("style", KEY_ORDERS)
 def test_a_later_value_replaces_an_earlier_one(style: str) -> None:
     values = StepValues(Block((A, B), [1.0, 2.0])).updated({B: 5.0, C: 3.0})
     assert values == {A: 1.0, B: 5.0, C: 3.0}

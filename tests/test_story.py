@@ -24,7 +24,7 @@ def _spiked(run_dir: Path | None, steps: int = 50, spoiled: float = 40.0) -> Mod
     monitor.add_detector(SpikeDetector(signal="loss"))
     x = torch.randn(32, 6)
     for step in range(steps):
-        monitor.tag(batch_ids=[4 * step, 4 * step + 1])
+        monitor.log_context(batch_ids=[4 * step, 4 * step + 1])
         hidden = model[1](model[0](x).detach()).square().mean()
         loss = model(x).square().mean() * (spoiled if step == 40 else 1) + 10 * spoiled * hidden * (step == 39)
         optimizer.zero_grad()
@@ -53,18 +53,18 @@ def test_the_story_names_what_who_when_and_what_came_after() -> None:
 
 def test_the_worst_step_is_told_of_by_default_and_other_steps_on_request() -> None:
     monitor = _spiked(None)
-    assert monitor.why() == monitor.why(39)
-    assert monitor.why(20).startswith("step 20: no detector called it a spike")
+    assert monitor.explain_spike() == monitor.explain_spike(39)
+    assert monitor.explain_spike(20).startswith("step 20: no detector called it a spike")
     with pytest.raises(ValueError, match="step 77 is not known: 50 steps are known, from 0 to 49"):
-        monitor.why(77)
+        monitor.explain_spike(77)
     assert _spiked(None, steps=30).why().startswith("there is no spike in the 30 monitored steps from 0 to 29")
     monitor = ModuleMonitor(nn.Linear(1, 1))
     with pytest.raises(ValueError, match="nothing looks for spikes"):
-        monitor.why()
-    monitor.add_preset("cheap")
-    assert monitor.why() == "there is no spike, because no step is known yet"
+        monitor.explain_spike()
+    monitor.add_preset("minimal")
+    assert monitor.explain_spike() == "there is no spike, because no step is known yet"
     with pytest.raises(TypeError, match="step must be an int"):
-        monitor.why(torch.tensor(3))
+        monitor.explain_spike(torch.tensor(3))
 
 
 @pytest.mark.parametrize("asked", [False, True])
@@ -83,7 +83,7 @@ def test_the_story_has_a_row_for_a_signal_of_one_parameter_whether_its_metric_is
         optimizer.zero_grad()
         (model(x).square().mean() * (50 if step == 40 else 1)).backward()
         optimizer.step()
-    told = monitor.why(40)
+    told = monitor.explain_spike(40)
     worst = monitor._runtime.pipeline.history._records[40].events[-1]
     monitor.detach()
     for text in (told, explain(load_run(tmp_path), 40)):
@@ -95,7 +95,7 @@ def test_the_story_has_a_row_for_a_signal_of_one_parameter_whether_its_metric_is
 
 def test_a_run_directory_tells_the_same_story(tmp_path: Path) -> None:
     monitor = _spiked(tmp_path)
-    told = monitor.why()
+    told = monitor.explain_spike()
     monitor.detach()
     # statistics are stored as float32, of which the story shows four digits
     assert explain(load_run(tmp_path)) == told

@@ -41,7 +41,7 @@ def test_mean_standard_deviation_and_sparsity_of_all_gradient_elements() -> None
     model = _model()
     monitor = gradmon.ModuleMonitor(model)
     for name in DISTRIBUTION:
-        monitor.add_summary_metric(name)
+        monitor.add_model_metric(name)
     expected = _train(monitor, model)
     for step, values in monitor.get_all_metrics().items():
         assert set(values) == {f"gradmon/{name}" for name in DISTRIBUTION}, "nothing else is shown"
@@ -55,21 +55,23 @@ def test_it_comes_beside_a_preset_and_stays_when_that_is_replaced() -> None:
     model = _model()
     monitor = gradmon.ModuleMonitor(model)
     monitor.add_preset("standard")
-    monitor.add_summary_metric("grad_std")
-    monitor.add_summary_metric("grad_norm")  # of the preset too: shown once
-    monitor.add_preset("cheap")
+    monitor.add_model_metric("grad_std")
+    monitor.add_model_metric("grad_norm")  # of the preset too: shown once
+    monitor.add_preset("minimal")
     _train(monitor, model)
     shown = list(monitor.get_step_metrics())
     assert shown.count("gradmon/grad_std") == shown.count("gradmon/grad_norm") == 1
     assert "gradmon/param_norm" not in shown
-    assert monitor.describe()["gradmon/grad_std"] == "population standard deviation of all gradient elements before clipping"
+    assert (
+        monitor.describe_metrics()["gradmon/grad_std"] == "population standard deviation of all gradient elements before clipping"
+    )
 
 
 def test_with_gradients_that_are_not_finite_it_says_what_torch_says() -> None:
     model = nn.Linear(6, 3)  # a ReLU would let zeros through
     monitor = gradmon.ModuleMonitor(model)
     for name in DISTRIBUTION:
-        monitor.add_summary_metric(name)
+        monitor.add_model_metric(name)
     _train(monitor, model, steps=1, scale=math.nan)
     values = monitor.get_step_metrics()
     assert math.isnan(values["gradmon/grad_mean"])
@@ -81,10 +83,10 @@ def test_with_gradients_that_are_not_finite_it_says_what_torch_says() -> None:
 def test_what_is_no_whole_model_value_is_refused() -> None:
     monitor = gradmon.ModuleMonitor(_model())
     with pytest.raises(ValueError, match=r"metric_name='grad_men' is not one of .*did you mean grad_mean, "):
-        monitor.add_summary_metric("grad_men")
-    monitor.add_summary_metric("grad_mean")
+        monitor.add_model_metric("grad_men")
+    monitor.add_model_metric("grad_mean")
     with pytest.raises(ValueError, match="'grad_mean' was added already"):
-        monitor.add_summary_metric("grad_mean")
+        monitor.add_model_metric("grad_mean")
 
 
 def test_a_detector_may_watch_it() -> None:

@@ -59,7 +59,7 @@ def trained(seed: int, pause: Callable[[], None] = lambda: None, **options: Any)
         optimizer.zero_grad()
         model(torch.randn(2, 5, 4, generator=generator)).square().mean().backward()
         optimizer.step()
-        steps.append({key: value for key, value in monitor.get_step_metrics().items() if key != "gradmon/overhead_pct"})
+        steps.append({key: value for key, value in monitor.get_step_metrics().items() if key != "gradmon/overhead_fraction"})
     monitor.detach()
     return steps, [parameter.detach() for parameter in model.parameters()]
 

@@ -66,7 +66,7 @@ class Run:
             self.monitor.log_scalar("loss", loss.detach())
             self.monitor.log_scalars({"number": number})
             self.monitor.log_tensor("tensor", loss.detach().expand(3))
-            self.monitor.tag(batch=number)
+            self.monitor.log_context(batch=number)
             loss.backward()
         self.optimizer.step()
         self.monitor.log_scalar("after", float(number))
@@ -94,7 +94,7 @@ class Run:
         assert {n: {k: v for k, v in row.items() if k in self.expected[n]} for n, row in self.rows.items()} == {
             n: {k: v for k, v in values.items() if k in self.expected[n]} for n, values in found.items()
         }
-        assert self.monitor.complaints() == {}
+        assert self.monitor.warning_counts() == {}
 
 
 @pytest.mark.parametrize("every", [1, 2])

@@ -73,13 +73,13 @@ def test_gradients_of_autograd_grad_on_some_steps_are_no_dead_hooks(
             assert values["gradmon/grad_norm"] == pytest.approx(expected, rel=1e-6)
         else:
             assert "gradmon/grad_norm" not in values
-            assert values["gradmon/grad_norm_clipped"] == pytest.approx(expected, rel=1e-6)
+            assert values["gradmon/grad_norm_after_clip"] == pytest.approx(expected, rel=1e-6)
             missing = monitor.missing()
             assert "no backward pass ran through" in missing["gradmon/grad_norm"]
             assert "before_clip=True) once they are set" in missing["gradmon/grad_norm"]
             assert "before you clip" not in "".join(missing.values())
     assert monitor.diagnose().findings == ()
-    assert monitor.complaints() == {}
+    assert monitor.warning_counts() == {}
 
 
 def test_gradients_that_are_set_by_hand_have_a_norm_and_a_reason_for_what_is_absent() -> None:
@@ -97,12 +97,12 @@ def test_gradients_that_are_set_by_hand_have_a_norm_and_a_reason_for_what_is_abs
         nn.utils.clip_grad_norm_(parameters, 1e-3)
         expected = norm(model)
         optimizer.step()
-        assert monitor.get_step_metrics()["gradmon/grad_norm_clipped"] == pytest.approx(expected, rel=1e-6)
+        assert monitor.get_step_metrics()["gradmon/grad_norm_after_clip"] == pytest.approx(expected, rel=1e-6)
         missing = monitor.missing()
         names = [f"gradient_before_clip/{name}/norm" for name, _ in model.named_parameters()]
         for key in ("gradmon/grad_norm", *(names[:1] if are_some_of_backward else names)):
             assert missing[key].endswith("call monitor.monitor_gradients(before_clip=True) once they are set, before any clip")
-        assert missing["gradmon/clipped_share"] == "no step so far had gradients that were seen before a clip and after it"
+        assert missing["gradmon/clip_fraction"] == "no step so far had gradients that were seen before a clip and after it"
     by_grad(model, model(X).square().mean())
     monitor.monitor_gradients(before_clip=True)
     expected = norm(model)
@@ -116,7 +116,7 @@ def test_the_norm_of_some_gradients_that_are_set_by_hand_is_not_that_of_all() ->
         parameter.grad = torch.ones_like(parameter)
     optimizers[1].step()
     monitor.detach()
-    assert all("grad_norm_clipped" not in key for values in monitor.get_all_metrics().values() for key in values)
+    assert all("grad_norm_after_clip" not in key for values in monitor.get_all_metrics().values() for key in values)
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def test_detach_and_attach_between_backward_and_step_says_nothing_of_the_order(c
         else:
             assert values["gradmon/grad_norm"] == pytest.approx(expected, rel=1e-6)
     assert list(monitor.get_all_metrics()) == list(range(6))
-    assert monitor.complaints() == {}
+    assert monitor.warning_counts() == {}
 
 
 def test_two_optimizers_that_rest_by_turns_are_named_in_order() -> None:
@@ -183,4 +183,4 @@ def test_two_optimizers_that_rest_by_turns_are_named_in_order() -> None:
             first.step()
         if step % 3 != 2:
             last.step()
-    assert monitor.complaints() == {}
+    assert monitor.warning_counts() == {}

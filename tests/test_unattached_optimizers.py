@@ -108,7 +108,7 @@ def test_it_is_said_within_ten_steps(before: int, other: str, call: Any, every: 
     monitor.detach()
     # what is remembered is what was recorded
     assert list(monitor.get_all_metrics()) == list(range(before))[::every]
-    assert monitor.counts.attempted == before
+    assert monitor.get_step_counts().attempted == before
 
 
 def test_the_remedy_helps_and_steps_go_on(tmp_path: Path) -> None:
@@ -302,7 +302,7 @@ def test_two_optimizers_of_the_same_parameters_of_which_one_rests() -> None:
     for step in range(30):
         train(model, (warm if step < 20 else main).step, step)
     assert RULE not in [fact.rule for fact in monitor._runtime.built_in.audit.facts()]
-    assert f"audit:{RULE}" not in monitor.complaints()
+    assert f"audit:{RULE}" not in monitor.warning_counts()
 
 
 def test_a_game_of_two_of_which_one_is_watched() -> None:
@@ -318,7 +318,7 @@ def test_a_game_of_two_of_which_one_is_watched() -> None:
         judge(generator(torch.randn(5, 3))).mean().backward()
         mine.step()
     assert monitor._runtime.built_in.audit.facts() == []
-    assert monitor.complaints() == {}
+    assert monitor.warning_counts() == {}
 
 
 def test_nothing_is_compared_within_the_usual_count_of_passes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,9 +66,9 @@ class Run:
         assert norms == pytest.approx(self.norms, rel=1e-6)
         assert self.sink.steps == numbers
         assert self.scored == numbers
-        assert self.monitor.step == self.monitor.last_step == steps - 1
+        assert self.monitor.current_step == self.monitor.last_step == steps - 1
         assert self.monitor.get_step_metrics()["gradmon/grad_norm"] == pytest.approx(self.norms[-1], rel=1e-6)
-        counts = self.monitor.counts
+        counts = self.monitor.get_step_counts()
         assert (counts.attempted, counts.applied) == (steps, steps)
         assert self.monitor.state_dict()["next_step"] == steps
 
@@ -110,10 +110,10 @@ def test_nothing_is_recorded_where_there_was_no_step_at_all(tmp_path: Path) -> N
     run = Run(run_dir=tmp_path)
     run.other_turn()
     run.monitor.detach()
-    assert run.monitor.step is run.monitor.last_step is None
+    assert run.monitor.current_step is run.monitor.last_step is None
     assert (run.monitor.get_all_metrics(), run.sink.rows, run.scored) == ({}, [], [])
     assert list(gradmon.load_run(tmp_path).steps) == []
-    assert run.monitor.counts.attempted == 0
+    assert run.monitor.get_step_counts().attempted == 0
 
 
 def test_the_end_of_the_program_records_no_unfinished_step() -> None:
@@ -145,7 +145,7 @@ def test_a_step_begun_by_hand_takes_the_place_of_an_unfinished_one() -> None:
         run.monitor.end_step()
     run.monitor.detach()
     run.check(3)
-    assert run.monitor.complaints() == {}
+    assert run.monitor.warning_counts() == {}
 
 
 def test_a_step_that_one_of_two_optimizers_has_taken_is_recorded() -> None:
@@ -156,7 +156,7 @@ def test_a_step_that_one_of_two_optimizers_has_taken_is_recorded() -> None:
     first.step()
     monitor.detach()
     assert list(monitor.get_all_metrics()) == [0]
-    assert monitor.counts.attempted == 1
+    assert monitor.get_step_counts().attempted == 1
 
 
 @pytest.mark.parametrize("every", [1, 2])
@@ -171,7 +171,7 @@ def test_an_optimizer_that_raised_has_made_an_attempt_that_was_not_applied(every
             optimizer.step()
     monitor.detach()
     assert (monitor.last_step, monitor.get_step_metrics()["gradmon/steps_not_applied"]) == (2, 1.0)
-    assert (monitor.counts.attempted, monitor.counts.applied) == (3, 2)
+    assert (monitor.get_step_counts().attempted, monitor.get_step_counts().applied) == (3, 2)
 
 
 def _by_closure(optimizer: torch.optim.Optimizer, model: nn.Module, fails: bool) -> float:
@@ -213,7 +213,7 @@ def test_the_step_after_a_closure_that_raised_is_a_step_of_its_own(kind: type[to
         assert math.hypot(*parts) == pytest.approx(norm, rel=1e-6)
         assert found[step]["gradmon/grad_norm"] == pytest.approx(norm, rel=1e-6)
     assert [values["gradmon/steps_not_applied"] for values in found.values()] == [0, 1, 2, 2, 2]
-    assert (monitor.counts.attempted, monitor.counts.applied) == (5, 3)
+    assert (monitor.get_step_counts().attempted, monitor.get_step_counts().applied) == (5, 3)
 
 
 def test_a_step_by_hand_whose_optimizer_raised_is_not_applied() -> None:
@@ -229,7 +229,7 @@ def test_a_step_by_hand_whose_optimizer_raised_is_not_applied() -> None:
             _by_closure(optimizer, model, fails=False)
         monitor.end_step()
         assert monitor.get_step_metrics()["gradmon/steps_not_applied"] == min(step, 1)
-    assert (monitor.counts.attempted, monitor.counts.applied) == (3, 2)
+    assert (monitor.get_step_counts().attempted, monitor.get_step_counts().applied) == (3, 2)
 
 
 def test_parameters_are_the_same_with_and_without_the_monitor() -> None:
@@ -259,9 +259,9 @@ def test_a_closure_that_raised_is_no_overflow(every: int) -> None:
         if step == 20:
             monitor.get_step_metrics()
             reason = monitor.missing().get("gradmon/update_norm", "")
-    counts = monitor.counts
+    counts = monitor.get_step_counts()
     assert (counts.attempted, counts.applied, counts.interrupted, counts.overflowed, counts.nonfinite) == (41, 21, 20, 0, 0)
-    assert "its closure raised RuntimeError" in str(monitor.why(10))
+    assert "its closure raised RuntimeError" in str(monitor.explain_spike(10))
     if every == 1:
         assert "updates" in reason or "its closure raised RuntimeError" in reason
     assert not any(finding.rule == "non-finite-gradient" for finding in monitor.diagnose().findings)
@@ -316,5 +316,5 @@ def test_a_state_after_a_closure_that_raised_has_its_step(accepts: bool) -> None
     optimizer.step(closure)
     assert monitor.last_step == 2
     assert monitor.get_step_metrics()["gradmon/steps_not_applied"] == 1
-    counts = monitor.counts
+    counts = monitor.get_step_counts()
     assert (counts.attempted, counts.applied, counts.interrupted) == (3, 2, 1)

@@ -592,7 +592,7 @@ def test_a_sparse_output_has_all_that_a_dense_one_has() -> None:
 def test_they_are_described_and_merge_by_themselves(metric: str) -> None:
     monitor = gradmon.ModuleMonitor(nn.Sigmoid())
     monitor.add_activation_metric(metric)
-    assert list(monitor.describe()) == [f"activation/.*/{metric}"]
+    assert list(monitor.describe_metrics()) == [f"activation/.*/{metric}"]
     if metric == "kurtosis":
         with pytest.raises(ValueError, match="merges its values itself"):
             monitor.add_activation_metric(metric, metric_aggregation_fn="max", of="input")

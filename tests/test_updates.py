@@ -54,7 +54,7 @@ def test_a_sample_of_rows_is_measured_and_named() -> None:
     assert values["update/0.weight/ratio"] == pytest.approx((change.norm() / base.norm()).item(), rel=1e-6)
     assert values["update/0.weight/rms"] == pytest.approx(change.square().mean().sqrt().item(), rel=1e-6)
     assert values["update/4.bias/norm"] == pytest.approx(applied["4.bias"].norm().item(), rel=1e-6)  # three rows: all
-    assert "at most 4 rows" in monitor.describe()["update/.*/ratio"]
+    assert "at most 4 rows" in monitor.describe_metrics()["update/.*/ratio"]
 
 
 def test_a_sample_of_layers_leaves_the_others_out_with_a_reason() -> None:
@@ -102,7 +102,7 @@ def test_excluded_modules_have_no_metrics_but_count_in_the_whole() -> None:
     model = BY_NAME["mlp"].model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monitor = ModuleMonitor(model, excluded_modules_regex=r"^2(\.|$)")
-    monitor.add_preset("cheap")
+    monitor.add_preset("minimal")
     monitor.add_gradient_metric("norm")
     monitor.add_activation_metric("norm")
     monitor.attach(optimizer)

@@ -244,7 +244,7 @@ def test_no_row_is_lost_neither_ours_nor_the_scripts(
     assert ours == [(step, step / 8) for step in range(steps)]
     keys = {key for key, _ in script.logged}
     assert sorted(_pairs(rows, *keys)) == sorted(script.logged)
-    assert monitor.complaints() == {}
+    assert monitor.warning_counts() == {}
 
 
 @pytest.mark.filterwarnings(KEPT_BACK)
@@ -323,7 +323,7 @@ def test_a_run_that_is_disabled_takes_everything_and_keeps_nothing(tmp_path: Pat
         for step in range(150):
             _step(monitor, step, x=step)
         monitor.detach()
-        assert monitor.complaints() == {}
+        assert monitor.warning_counts() == {}
     disabled.finish()
 
 
@@ -521,7 +521,7 @@ def test_a_row_that_failed_half_way_is_there_once(run: Any, tmp_path: Path, monk
     monitor.detach()
     run.finish()
     assert _pairs(history(tmp_path), "x") == [("x", step) for step in range(15)]
-    assert monitor.complaints() == {}
+    assert monitor.warning_counts() == {}
 
 
 @pytest.mark.filterwarnings(KEPT_BACK)
@@ -536,7 +536,7 @@ def test_what_can_be_kept_back_no_longer_is_counted(run: Any, tmp_path: Path, mo
     run.finish()
     kept = [value for _, value in _pairs(history(tmp_path), "x")]
     assert kept == [0, *range(70, 100)]
-    assert monitor.complaints() == {"sink:WandbSink": 69}
+    assert monitor.warning_counts() == {"sink:WandbSink": 69}
 
 
 def test_another_thread_may_log_at_the_same_time(run: Any, tmp_path: Path) -> None:

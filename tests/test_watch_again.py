@@ -93,7 +93,7 @@ ARGUMENTS: dict[str, tuple[Any, Any]] = {
     "excluded_modules_regex": ("0", "["),
     "format_module_name_fn": (str.upper, "upper"),
     "on_metric_error": ("raise", "rais"),
-    "key_style": ("metric_first", "metric"),
+    "key_order": ("metric_first", "metric"),
     "prefix": ("a/", 1),
     "eps": (1e-3, -1.0),
     "update_sample": (2, 0),
@@ -102,7 +102,7 @@ ARGUMENTS: dict[str, tuple[Any, Any]] = {
     "history": (1, 0),
     "run_dir": ("run", 5),
     "compile_statistics": (False, "yes"),
-    "overhead_budget": (0.5, 2),
+    "max_overhead": (0.5, 2),
     "post_spike_steps": (0, -1),
     "flight_recorder": (2, -1),
     "process_group": (None, "all"),
@@ -135,7 +135,7 @@ def test_each_argument_is_passed_on_and_is_checked_as_the_monitor_checks_it(
     with watch(model, optimizer, **{name: good}) as monitor:
         _step(model, optimizer)
         assert name == "scaler" or given[0][name] is good
-        assert monitor.step == 0
+        assert monitor.current_step == 0
     monkeypatch.setattr(ModuleMonitor, "__init__", made)
     if bad is None:
         return
@@ -329,7 +329,7 @@ def test_a_second_call_with_bad_arguments_leaves_the_first_monitor_alone(
     assert first.get_step_metrics()["gradmon/grad_norm"] == pytest.approx(norm, rel=1e-6)
     first.detach()
     assert gradmon.load_run(tmp_path / "run").steps == [0, 1]
-    assert first.complaints() == {}
+    assert first.warning_counts() == {}
 
 
 class Logs(nn.Linear, gradmon.MonitorMixin):
@@ -423,7 +423,7 @@ def test_adapters_of_one_trainer_stay_and_those_of_another_one_are_replaced() ->
     _step(model, optimizer)
     assert first.monitor is not None
     assert second.monitor is not None
-    assert (first.monitor.step, second.monitor.step) == (0, 0)
+    assert (first.monitor.current_step, second.monitor.current_step) == (0, 0)
     other = AdapterMonitor(None, {})  # both were left attached by a training that was broken off
     with pytest.warns(GradmonWarning, match=AGAIN) as caught:
         other.begin(model, [optimizer], trainer=Trainer())
@@ -431,7 +431,7 @@ def test_adapters_of_one_trainer_stay_and_those_of_another_one_are_replaced() ->
     with pytest.warns(GradmonWarning, match=AGAIN):
         monitor = watch(model, optimizer)
     _step(model, optimizer)
-    assert (first.monitor.step, second.monitor.step, monitor.step) == (0, 0, 0)
+    assert (first.monitor.current_step, second.monitor.current_step, monitor.current_step) == (0, 0, 0)
     again = AdapterMonitor(None, {})
     with pytest.warns(GradmonWarning, match=AGAIN):
         again.begin(model, [optimizer], trainer=trainer)
@@ -443,7 +443,7 @@ def test_adapters_of_one_trainer_stay_and_those_of_another_one_are_replaced() ->
 def test_a_monitor_that_is_given_to_the_adapter_of_a_new_trainer_goes_on_there() -> None:
     model = _model()
     optimizer, given = _sgd(model), ModuleMonitor()
-    given.add_preset("cheap")
+    given.add_preset("minimal")
     AdapterMonitor(given, {}).begin(model, [optimizer], trainer=Trainer())
     _step(model, optimizer)
     again = AdapterMonitor(given, {})  # of which the first one need not know
@@ -527,7 +527,7 @@ def test_a_cell_that_makes_everything_anew_keeps_the_facts_of_the_new_run(tmp_pa
     monitor.detach()
     assert gradmon.load_run(tmp_path / "run").steps == [0, 1]
     assert run_status(tmp_path / "run").has_ended
-    assert monitor.complaints() == {"replaced": 1}
+    assert monitor.warning_counts() == {"replaced": 1}
 
 
 def test_two_monitors_do_not_write_into_one_run_directory(tmp_path: Path, impatient: None) -> None:
@@ -545,8 +545,8 @@ def test_two_monitors_do_not_write_into_one_run_directory(tmp_path: Path, impati
     first.detach()
     second.detach()
     assert gradmon.load_run(tmp_path / "run").steps == [0, 1]
-    assert first.complaints() == {"store": 2}
-    assert second.complaints() == {}
+    assert first.warning_counts() == {"store": 2}
+    assert second.warning_counts() == {}
 
 
 def test_a_run_directory_that_another_monitor_has_taken_is_not_taken_back_after_detach(tmp_path: Path, impatient: None) -> None:
@@ -565,8 +565,8 @@ def test_a_run_directory_that_another_monitor_has_taken_is_not_taken_back_after_
     first.detach()
     second.detach()
     assert gradmon.load_run(tmp_path / "run").steps == [0, 5, 6]
-    assert first.complaints() == {"store": 2}
-    assert second.complaints() == {}
+    assert first.warning_counts() == {"store": 2}
+    assert second.warning_counts() == {}
 
 
 def test_a_monitor_that_goes_on_after_detach_takes_its_run_directory_again(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def by_hand(net: nn.Module, data: Sequence[Batch], setting: Setting) -> list[Ste
     """Train ``net`` on micro-batches, and compute what each step has to log under the keys of a monitor.
 
     Keys: ``gradmon/grad_norm``, ``gradmon/grad_max``, ``gradmon/param_norm``, ``gradmon/update_norm``, with a clip
-    ``gradmon/grad_norm_clipped``, and ``gradient_before_clip/{p}/norm``, ``gradient/{p}/norm`` for each parameter.
+    ``gradmon/grad_norm_after_clip``, and ``gradient_before_clip/{p}/norm``, ``gradient/{p}/norm`` for each parameter.
     """
     optimizer = OPTIMIZERS[setting.optimizer](net.parameters())
     scaler = setting.scaler()
@@ -126,7 +126,7 @@ def _values(
     finite = _flat(before)[_flat(before).isfinite()]
     values["gradmon/grad_max"] = finite.abs().max().item() if len(finite) else 0.0
     if clips:
-        values["gradmon/grad_norm_clipped"] = _flat(after).norm().item()
+        values["gradmon/grad_norm_after_clip"] = _flat(after).norm().item()
     for source, tensors in (("gradient_before_clip", before), ("gradient", after)):
         values |= {f"{source}/{name}/norm": tensor.norm().item() for name, tensor in tensors.items()}
     return values
@@ -148,7 +148,7 @@ def assert_logged(found: dict[int, dict[str, float]], expected: Sequence[Step], 
         for key, value in step.values.items():
             if not step.applied and not key.startswith(("gradient_before_clip/", "gradmon/grad_norm", "gradmon/param_norm")):
                 continue
-            if not step.applied and key == "gradmon/grad_norm_clipped":
+            if not step.applied and key == "gradmon/grad_norm_after_clip":
                 continue
             name = key.rpartition("/")[0] if not key.startswith("gradmon/") else key
             if key not in found[number] and key.startswith("gradmon/update_norm") and number % 10:

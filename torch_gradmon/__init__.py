@@ -10,15 +10,15 @@ if TYPE_CHECKING:
     from . import testing
     from .analysis.diagnosis import Diagnosis, Finding
     from .analysis.diagnosis.diagnose import diagnose
-    from .analysis.diff import Difference, diff
+    from .analysis.diff import RunDiff, diff_runs
     from .analysis.run import Run, load_run
     from .core.errors import GradmonWarning, SpikeError
     from .monitor.compatibility import MonitorMixin, RefinedCoordinateCheck, monitor_scaled_dot_product_attention
     from .monitor.monitor import ModuleMonitor
     from .monitor.watch import watch
     from .plugins.clipping import AdaGC, ZClip
-    from .plugins.replica_check.replay import Replay
-    from .plugins.spike_policy.policy import Counts, Rollback, RolledBack, Skip
+    from .plugins.replica_check.replay import DeterminismReport
+    from .plugins.spike_policy.policy import Rollback, RollbackResult, Skip, StepCounts
     from .sinks import JsonlSink, TensorBoardSink, TrackioSink, WandbSink
     from .spikes import SpikeDetector
     from .step.model_index import GradientSource, MainGradSource
@@ -26,9 +26,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AdaGC",
-    "Counts",
+    "DeterminismReport",
     "Diagnosis",
-    "Difference",
     "Finding",
     "GradientSource",
     "GradmonWarning",
@@ -37,19 +36,20 @@ __all__ = [
     "ModuleMonitor",
     "MonitorMixin",
     "RefinedCoordinateCheck",
-    "Replay",
     "Rollback",
-    "RolledBack",
+    "RollbackResult",
     "Run",
+    "RunDiff",
     "Skip",
     "SpikeDetector",
     "SpikeError",
+    "StepCounts",
     "TensorBoardSink",
     "TrackioSink",
     "WandbSink",
     "ZClip",
     "diagnose",
-    "diff",
+    "diff_runs",
     "load_run",
     "monitor_scaled_dot_product_attention",
     "testing",
@@ -59,9 +59,9 @@ __all__ = [
 #: The modules of these names.
 _HOMES = {
     "AdaGC": "plugins.clipping",
-    "Counts": "plugins.spike_policy.policy",
+    "StepCounts": "plugins.spike_policy.policy",
     "Diagnosis": "analysis.diagnosis",
-    "Difference": "analysis.diff",
+    "RunDiff": "analysis.diff",
     "Finding": "analysis.diagnosis",
     "GradientSource": "step.model_index",
     "GradmonWarning": "core.errors",
@@ -70,9 +70,9 @@ _HOMES = {
     "ModuleMonitor": "monitor.monitor",
     "MonitorMixin": "monitor.compatibility",
     "RefinedCoordinateCheck": "monitor.compatibility",
-    "Replay": "plugins.replica_check.replay",
+    "DeterminismReport": "plugins.replica_check.replay",
     "Rollback": "plugins.spike_policy.policy",
-    "RolledBack": "plugins.spike_policy.policy",
+    "RollbackResult": "plugins.spike_policy.policy",
     "Run": "analysis.run",
     "Skip": "plugins.spike_policy.policy",
     "SpikeDetector": "spikes",
@@ -82,7 +82,7 @@ _HOMES = {
     "WandbSink": "sinks",
     "ZClip": "plugins.clipping",
     "diagnose": "analysis.diagnosis.diagnose",
-    "diff": "analysis.diff",
+    "diff_runs": "analysis.diff",
     "load_run": "analysis.run",
     "monitor_scaled_dot_product_attention": "monitor.compatibility",
     "testing": "testing",

@@ -182,7 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults.judging", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="only those whose name, rule or family contains one of these")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--preset", default="full", choices=["cheap", "standard", "full"])
+    parser.add_argument("--preset", default="full", choices=["minimal", "standard", "full"])
     parser.add_argument("--unseen", action="store_true", help="the second zoo only")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     arguments = parser.parse_args()

@@ -54,7 +54,7 @@ class Signals:
 
 
 def _out_of_step(monitor: gradmon.ModuleMonitor) -> None:
-    monitor.add_optimizer_metric("out_of_step")
+    monitor.add_optimizer_metric("second_moment_ratio")
 
 
 def _matrices(monitor: gradmon.ModuleMonitor) -> None:
@@ -68,7 +68,7 @@ def _turns(monitor: gradmon.ModuleMonitor) -> None:
 
 
 def _sides(monitor: gradmon.ModuleMonitor) -> None:
-    monitor.add_activation_metric("singular_side", metric_regex="(qkv|out|up|down)$")
+    monitor.add_activation_metric("spectral_alignment", metric_regex="(qkv|out|up|down)$")
 
 
 def _plasticity(monitor: gradmon.ModuleMonitor) -> None:
@@ -81,12 +81,12 @@ def _attention(monitor: gradmon.ModuleMonitor) -> None:
 
 
 SETS = (
-    Signals("preset `cheap` alone, which the others contain"),
-    Signals("`out_of_step` of all parameters", _out_of_step),
+    Signals("preset `minimal` alone, which the others contain"),
+    Signals("`second_moment_ratio` of all parameters", _out_of_step),
     Signals("`Headroom`, at most eight forwards", plugins=lambda loss: [Headroom(loss, every=2)]),
     Signals("`spectral_norm` and `stable_rank` of all weights", _matrices),
     Signals("`angle` and `growth` of all updates", _turns),
-    Signals("`singular_side` of all linear layers", _sides),
+    Signals("`spectral_alignment` of all linear layers", _sides),
     Signals("`dormant` and `participation_ratio` of the feed-forward layers", _plasticity),
     Signals("`max_logit` of attention", _attention),
     Signals("`Foresight`", plugins=lambda loss: [Foresight(every=2)], every=5),
@@ -100,7 +100,7 @@ class _Side:
         self._model, self._batch = model, batch
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
         plugins = signals.plugins(lambda: model(*batch))
-        self._monitor = gradmon.watch(model, self._optimizer, preset="cheap", every=2, check_data=False, plugins=plugins)
+        self._monitor = gradmon.watch(model, self._optimizer, preset="minimal", every=2, check_data=False, plugins=plugins)
         signals.add(self._monitor)
 
     def step(self) -> float:

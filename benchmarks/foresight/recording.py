@@ -74,7 +74,7 @@ def record(family: Family, seed: int, sound: bool, steps: int = STEPS) -> Record
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plugins = [*([headroom] if family.is_pure else []), foresight, recorder]
-        monitor = gradmon.watch(task.model, optimizer, preset="cheap", plugins=plugins, check_data=False)
+        monitor = gradmon.watch(task.model, optimizer, preset="minimal", plugins=plugins, check_data=False)
         _add_signals(monitor, task.model)
         for step in range(steps):
             batch = next(task.batches)
@@ -96,7 +96,7 @@ def record(family: Family, seed: int, sound: bool, steps: int = STEPS) -> Record
 
 
 def _add_signals(monitor: Any, model: nn.Module) -> None:
-    monitor.add_optimizer_metric("out_of_step", every=EVERY)
+    monitor.add_optimizer_metric("second_moment_ratio", every=EVERY)
     for metric in ("angle", "ratio"):
         monitor.add_update_metric(metric, metric_regex="weight", every=EVERY)
     monitor.add_activation_metric("rms", every=EVERY)
@@ -109,5 +109,5 @@ def _add_signals(monitor: Any, model: nn.Module) -> None:
     if linear:
         these = "|".join(f"^{name}$" for name in linear)
         monitor.add_activation_metric("logsumexp_square", metric_regex=f"^{linear[-1]}$", every=EVERY)
-        for metric in ("participation_ratio", "singular_side"):
+        for metric in ("participation_ratio", "spectral_alignment"):
             monitor.add_activation_metric(metric, metric_regex=these, every=EVERY)

@@ -107,8 +107,8 @@ SIGNALS = (
     Signal("one layer's gradient, the same", _rows(n.GRADIENT_BEFORE_CLIP, "norm", _is_weight), RecordHigh),
     Signal("one weight's update over its norm, the same", _keys(n.UPDATE, "ratio"), RecordHigh),
     Signal("angle of an update above its highest", _keys(n.UPDATE, "angle"), RecordHigh, "arXiv 2305.17212"),
-    Signal("Adam out of step, level", _keys(n.OPTIMIZER, "out_of_step"), Level, "arXiv 2304.13013"),
-    Signal("Adam out of step above its highest", _keys(n.OPTIMIZER, "out_of_step"), RecordHigh, "arXiv 2304.13013"),
+    Signal("Adam out of step, level", _keys(n.OPTIMIZER, "second_moment_ratio"), Level, "arXiv 2304.13013"),
+    Signal("Adam out of step above its highest", _keys(n.OPTIMIZER, "second_moment_ratio"), RecordHigh, "arXiv 2304.13013"),
     Signal("learning rate over the critical one, level", _whole("lr_over_critical"), Level, "arXiv 2601.16979"),
     Signal("spectral norm, growth faster than before", _keys(n.PARAMETER, "spectral_norm"), AcceleratedGrowth),
     Signal(
@@ -116,7 +116,7 @@ SIGNALS = (
     ),
     Signal(
         "inputs on one side of a singular vector",
-        _keys(n.ACTIVATION, "singular_side", rarer=True),
+        _keys(n.ACTIVATION, "spectral_alignment", rarer=True),
         RecordHigh,
         "arXiv 2510.04202",
     ),

@@ -127,13 +127,13 @@ FAMILIES: Mapping[str, Family] = {
 
 _VALUES = {
     "gradient norm": "grad_norm",
-    "the same after the clip": "grad_norm_clipped",
-    "share of clipped steps": "clipped_share",
+    "the same after the clip": "grad_norm_after_clip",
+    "share of clipped steps": "clip_fraction",
     "update ratio": "update_ratio",
     "its 10th percentile over matrices": "update_ratio_p10",
     "its 90th percentile over matrices": "update_ratio_p90",
     "parameter norm": "param_norm",
-    "largest share of the squared gradient norm": "grad_top_share",
+    "largest share of the squared gradient norm": "grad_top_fraction",
 }
 
 

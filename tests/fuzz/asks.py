@@ -12,13 +12,29 @@ from torch import Tensor
 from ..oracle import BUILT_INS
 from .program import Program
 
-#: Whole-model values as the README lists them; ``cheap`` has those of gradients only.
+#: Whole-model values as the README lists them; ``minimal`` has those of gradients only.
 STANDARD = (
-    *("grad_norm", "grad_norm_clipped", "clipped_share", "grad_max", "grad_nonfinite", "grad_top_share", "param_norm"),
-    *("update_norm", "update_ratio", "update_ratio_p10", "update_ratio_p90", "spike_score", "steps_not_applied", "overhead_pct"),
+    *(
+        "grad_norm",
+        "grad_norm_after_clip",
+        "clip_fraction",
+        "grad_max",
+        "grad_nonfinite_count",
+        "grad_top_fraction",
+        "param_norm",
+    ),
+    *(
+        "update_norm",
+        "update_ratio",
+        "update_ratio_p10",
+        "update_ratio_p90",
+        "spike_score",
+        "steps_not_applied",
+        "overhead_fraction",
+    ),
 )
-CHEAP = tuple(name for name in STANDARD if not name.startswith(("param_", "update_")))
-PRESETS = {"none": (), "cheap": CHEAP, "standard": STANDARD, "full": STANDARD}
+MINIMAL = tuple(name for name in STANDARD if not name.startswith(("param_", "update_")))
+PRESETS = {"none": (), "minimal": MINIMAL, "standard": STANDARD, "full": STANDARD}
 
 
 def middle(tensor: Tensor) -> Tensor:
@@ -85,7 +101,7 @@ GROUPS: dict[str, list[Ask]] = {
     "kurtosis": _asks("activation", ("kurtosis",)),
     "dead": _asks("activation", ("dead",)),
     "saturation": _asks("activation", ("saturation",)),
-    "split": _asks("activation", ("norm", "zeros"), split_calls=True),
+    "split": _asks("activation", ("norm", "zero_count"), split_calls=True),
     "histogram": _asks("gradient", ("log2_histogram",), pattern="weight", every=2),
     "input": _asks("activation", ("norm", "std"), of="input"),
     "output_gradient": _asks("activation", ("norm", "max"), of="output_gradient"),

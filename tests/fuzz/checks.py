@@ -19,7 +19,7 @@ from .watcher import Seen
 from .whole_model import expected, rows, shown
 
 #: Values that have no oracle: of clocks, and scores of a rule that has tests of its own.
-UNJUDGED = re.compile(r"gradmon/(overhead_pct|spike_score)$|spike_score/|RCC ")
+UNJUDGED = re.compile(r"gradmon/(overhead_fraction|spike_score)$|spike_score/|RCC ")
 
 
 def values(p: Program, record: Record, seen: Seen) -> Iterator[str]:
@@ -55,7 +55,7 @@ def values(p: Program, record: Record, seen: Seen) -> Iterator[str]:
 def _steps(p: Program, record: Record, seen: Seen, steps: Sequence[int]) -> Iterator[str]:
     """Every step that is monitored has a record, and no other one."""
     wanted = [number for number, truth in record.steps.items() if number % p.every == 0 or truth.tuned]
-    lost = [number for number in wanted if number not in steps] if not p.overhead_budget else []
+    lost = [number for number in wanted if number not in steps] if not p.max_overhead else []
     phantoms = [number for number in steps if number not in record.steps]
     extra = [number for number in steps if number not in wanted and number in record.steps]
     if lost:
@@ -165,7 +165,7 @@ def said(
     attempts = [truth for truth in record.steps.values() if truth.stepped]
     true = len(attempts), sum(truth.applied for truth in attempts)
     # what a fused optimizer refuses stays on the device until a step is monitored
-    late = p.scaler and p.optimizer in FUSED and (p.every > 1 or bool(p.overhead_budget))
+    late = p.scaler and p.optimizer in FUSED and (p.every > 1 or bool(p.max_overhead))
     if p.attached and (seen.counts.attempted, seen.counts.applied) != true and not (late or p.has_event("raise_closure")):
         yield f"counts are {seen.counts}, of {true[0]} attempts {true[1]} were applied"
 

@@ -44,14 +44,14 @@ CHOICES: dict[str, tuple[float, tuple[Any, ...]]] = {
     "hooks": (0.25, ("gradient", "accumulated", "forward", "step")),
     "ema": (0.15, (True,)),
     "mistake": (0.12, ("step_twice", "clip_after_step", "zero_before_step", "clip_scaled", "clip_micro")),
-    "preset": (0.7, ("none", "cheap", "full")),
+    "preset": (0.7, ("none", "minimal", "full")),
     "layers": (0.35, ("blocks", "top", "all", "weight")),
     "every": (0.3, (2, 3)),
     "run_dir": (0.3, (True,)),
     "on_spike": (0.4, ("none", "function", "skip")),
     "flight_recorder": (0.15, (4,)),
     "post_spike_steps": (0.2, (0, 1)),
-    "overhead_budget": (0.08, (1e-9,)),
+    "max_overhead": (0.08, (1e-9,)),
     "update_sample": (0.2, ("2", "weight")),
     "eps": (0.2, (0.0, 1e-3)),
     "style": (0.2, ("run1/", "metric_first")),
@@ -83,7 +83,7 @@ EVENTS = (
         "raise_backward",
         "raise_closure",
     ),
-    *("detach_attach", "detach_attach_mid", "leave", "resume", "detail_cheap", "detail_full", "phantom"),
+    *("detach_attach", "detach_attach_mid", "leave", "resume", "detail_minimal", "detail_full", "phantom"),
 )
 
 

@@ -10,7 +10,7 @@ from .optimizers import BY_CLOSURE
 from .program import Program
 
 _BETWEEN = ("freeze", "thaw", "reload", "save")
-_OF_MONITOR = ("detach_attach", "leave", "resume", "detail_cheap", "detail_full")
+_OF_MONITOR = ("detach_attach", "leave", "resume", "detail_minimal", "detail_full")
 #: Iterations whose gradients are thrown away.
 LOST = ("skip", "raise_backward")
 

@@ -53,7 +53,7 @@ class Program:
     on_spike: str = "warn"
     flight_recorder: int = 0
     post_spike_steps: int = 3
-    overhead_budget: float = 0.0
+    max_overhead: float = 0.0
     update_sample: str = ""
     eps: float = 1e-8
     style: str = ""  # of keys: a prefix, or "metric_first"

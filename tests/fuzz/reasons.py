@@ -44,7 +44,7 @@ TRUE_REASONS: list[tuple[str, Fact]] = [
     # of when something is measured
     (r"updates are measured on every (\d+)th step", lambda c: c.truth.number % UPDATE_EVERY != 0),
     (r"measured on (?:every|steps divisible by) (\d+)", lambda c: c.truth.number % int(c.words[1]) != 0),  # type: ignore[index]
-    (r"it was asked for after the step had begun", lambda c: c.p.has_event("detail_cheap", "detail_full")),
+    (r"it was asked for after the step had begun", lambda c: c.p.has_event("detail_minimal", "detail_full")),
     (r"it takes 100 monitored steps, and (\d+) were seen", lambda c: int(c.words[1]) < 100),  # type: ignore[index]
     (r"detector('s rule gave no score|has not seen enough)", lambda c: _few(c)),
     (r"the detector has not seen enough steps yet", lambda c: _few(c)),

@@ -83,7 +83,7 @@ REMARKS: list[tuple[str, Fact]] = [
     (r"the pattern '(?P<pattern>.*)' of the .* metric '.*' matches nothing", _matches_nothing),
     (r"the sink Failing", lambda p, r, w: "failing" in p.sinks),
     (r"Gradients are not cleared between two steps", lambda p, r, w: p.zero == "never"),
-    (r"monitoring took more than overhead_budget", lambda p, r, w: p.overhead_budget > 0),
+    (r"monitoring took more than max_overhead", lambda p, r, w: p.max_overhead > 0),
     (r"requires_grad=False still move", lambda p, r, w: p.has_event("freeze")),
     (
         r"came after the step had gone out to the sinks",

@@ -138,7 +138,7 @@ OF_CONTRACT: list[tuple[str, Predicate]] = [
         "a step that is begun by hand is not cut",
         lambda p: (
             bool(p.hand)
-            and p.has_event("detach_attach", "detach_attach_mid", "leave", "resume", "detail_cheap", "detail_full", "phantom")
+            and p.has_event("detach_attach", "detach_attach_mid", "leave", "resume", "detail_minimal", "detail_full", "phantom")
         ),
     ),
     ("one number begins the run", lambda p: bool(p.start_step) and (p.hand == "alone" or p.has_event("resume"))),
@@ -166,7 +166,7 @@ OF_CONTRACT: list[tuple[str, Predicate]] = [
         "a group of nothing that steps in backward",
         lambda p: p.players == "in_backward" and "empty" in p.extras and bool(p.layers),
     ),
-    ("two who measure every step save nothing", lambda p: bool(p.overhead_budget) and bool(p.flight_recorder)),
+    ("two who measure every step save nothing", lambda p: bool(p.max_overhead) and bool(p.flight_recorder)),
     (
         "a script in a reference takes no hooks",
         lambda p: "jit" in p.extras and bool({"difference", "coordinates"} & {*p.metrics}),
@@ -188,9 +188,9 @@ OF_CONTRACT: list[tuple[str, Predicate]] = [
     ("a model with the recorder's hooks is not saved, nor is a script", lambda p: p.has_event("save") and "jit" in p.extras),
     (
         "one change at a time",
-        lambda p: p.has_event("detail_cheap", "detail_full") and (len(p.events) > 1 or bool(p.overhead_budget)),
+        lambda p: p.has_event("detail_minimal", "detail_full") and (len(p.events) > 1 or bool(p.max_overhead)),
     ),
-    ("what is seen by modes is seen of the recorder too", lambda p: p.surroundings in SEEING and bool(p.overhead_budget)),
+    ("what is seen by modes is seen of the recorder too", lambda p: p.surroundings in SEEING and bool(p.max_overhead)),
 ]
 
 RULES = [*OF_TORCH, *OF_SENSE, *OF_CONTRACT]
@@ -251,7 +251,7 @@ FEATURES: dict[str, Predicate] = {
     "a closure that raises": lambda p: p.has_event("raise_closure"),
     "clipped twice": lambda p: p.monitor_clips and p.mistake in ("clip_micro", "zero_before_step"),
     "scaled and nobody's": lambda p: p.scaler and p.optimizer == "muon",
-    "missing after a live change": lambda p: p.has_event("detail_cheap", "detail_full"),
+    "missing after a live change": lambda p: p.has_event("detail_minimal", "detail_full"),
     "logged when it is away": lambda p: p.has_event("leave", "detach_attach", "detach_attach_mid", "resume") and bool(p.log),
 }
 

@@ -157,7 +157,7 @@ class Watcher(Observer):
 
     def act(self, what: str) -> None:
         if what.startswith("detail_"):
-            self._monitor.set_detail(preset=what.removeprefix("detail_"), every=1, steps=2)
+            self._monitor.override(preset=what.removeprefix("detail_"), every=1, steps=2)
             return
         state = self._monitor.state_dict()
         self._monitor.detach()
@@ -177,7 +177,7 @@ class Watcher(Observer):
         monitor = self._monitor
         poll = Poll(monitor.last_step, monitor.get_step_metrics(), monitor.missing(), monitor.top_parameters(3))
         self.seen.polls.append(poll)
-        repr(monitor), monitor.describe(), monitor.counts  # which must be of no consequence
+        repr(monitor), monitor.describe_metrics(), monitor.get_step_counts()  # which must be of no consequence
 
     def over(self) -> None:
         monitor = self._monitor
@@ -186,7 +186,7 @@ class Watcher(Observer):
         if self.companion is not None:
             self.companion.detach()
         self.seen.history |= monitor.get_all_metrics()
-        self.seen.complaints, self.seen.counts = monitor.complaints(), monitor.counts
+        self.seen.complaints, self.seen.counts = monitor.warning_counts(), monitor.get_step_counts()
         self.monitor = self.companion = None
 
 
@@ -199,11 +199,11 @@ def made(p: Program, loop: Loop, place: Path, events: list[Any]) -> ModuleMonito
     options |= {"layers": p.layers} if p.layers else {}
     options |= {"run_dir": place / "run"} if p.run_dir else {}
     options |= {"flight_recorder": p.flight_recorder} if p.flight_recorder else {}
-    options |= {"overhead_budget": p.overhead_budget} if p.overhead_budget else {}
+    options |= {"max_overhead": p.max_overhead} if p.max_overhead else {}
     more: dict[str, Any] = {"post_spike_steps": p.post_spike_steps} if p.post_spike_steps != 3 else {}
     more |= {"eps": p.eps} if p.eps != 1e-8 else {}
     more |= {"update_sample": int(p.update_sample) if p.update_sample.isdigit() else p.update_sample} if p.update_sample else {}
-    more |= {"key_style": "metric_first"} if p.style == "metric_first" else {"prefix": p.style} if p.style else {}
+    more |= {"key_order": "metric_first"} if p.style == "metric_first" else {"prefix": p.style} if p.style else {}
     more |= {"format_module_name_fn": p.name} if p.names == "renamed" else {"excluded_modules_regex": p.names} if p.names else {}
     if p.preset != "none" and not more and p.attached and not p.start_step:
         return gradmon.watch(loop.model, *loop.optimizers, scaler=loop.scaler, preset=p.preset, **options)

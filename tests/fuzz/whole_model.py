@@ -59,15 +59,15 @@ def _whole_model(p: Program, record: Record, truth: Truth, earlier: Sequence[Tru
 
 def _of_gradients(p: Program, truth: Truth) -> Expected | dict[str, Number]:
     if not truth.before or truth.used.keys() - truth.before.keys():
-        return dict.fromkeys(("grad_norm", "grad_max", "grad_nonfinite", "grad_top_share"), NOTHING)
+        return dict.fromkeys(("grad_norm", "grad_max", "grad_nonfinite_count", "grad_top_fraction"), NOTHING)
     x = oracle.reals([*truth.before.values(), torch.zeros(0)])
     finite, total = x[x.isfinite()], float(x.square().sum())
     top = max((float(oracle.reals(t).square().sum()) for t in truth.before.values()), default=0.0)
     return {
         "grad_norm": close(math.sqrt(total)),
         "grad_max": Number(float(finite.abs().max())) if finite.numel() else NOTHING,
-        "grad_nonfinite": Number(float((~x.isfinite()).sum())),
-        "grad_top_share": close(top / total) if 0 < total < math.inf else NOTHING,
+        "grad_nonfinite_count": Number(float((~x.isfinite()).sum())),
+        "grad_top_fraction": close(top / total) if 0 < total < math.inf else NOTHING,
     }
 
 
@@ -99,7 +99,7 @@ def _of_clips(p: Program, record: Record, truth: Truth, earlier: Sequence[Truth]
     if not truth.used or is_cut(record, truth) or not any(each.edited for each in judged):
         by_hand = truth.used.keys() - truth.before.keys() and not is_cut(record, truth)
         norm = norm_of(truth.used.values())._replace(promised=False) if by_hand else NOTHING
-        return {"grad_norm_clipped": norm, "clipped_share": NOTHING}
+        return {"grad_norm_after_clip": norm, "clip_fraction": NOTHING}
     pairs = [norms(each) if each.edited else (0.0, 0.0) for each in judged]
     share = sum(used < before * (1 - 1e-5) for before, used in pairs) / len(pairs)
     # an edit that leaves neither a version nor a norm behind may be taken for none; a factor for all is no clip
@@ -109,8 +109,8 @@ def _of_clips(p: Program, record: Record, truth: Truth, earlier: Sequence[Truth]
     # no factor shows where every norm is NaN, and no clip either
     blind = not any(math.isfinite(before) for (before, _), each in zip(pairs, judged, strict=True) if each.edited)
     return {
-        "grad_norm_clipped": norm_of(truth.used.values())._replace(promised=seen),
-        "clipped_share": (Number(0.0) if blind else NOTHING)._replace(promised=False)
+        "grad_norm_after_clip": norm_of(truth.used.values())._replace(promised=seen),
+        "clip_fraction": (Number(0.0) if blind else NOTHING)._replace(promised=False)
         if scaled and not in_part
         # noise changes norms by about as much as two factors may differ and still be one, which is then taken for a scaling
         else Number(share, 1.0 if p.edit == "noise" else 1e-12, promised=seen and not in_part and p.edit != "noise"),

@@ -46,14 +46,14 @@ _STAGE_OF = {source: stage for stage, sources in STAGES.items() for source in so
 _OF_WHOLE = {
     "param_": "parameters",
     "update_": "updates",
-    "grad_norm_clipped": "gradients for the optimizer",
+    "grad_norm_after_clip": "gradients for the optimizer",
     "grad_": "gradients before clipping",
     "clip": "gradients for the optimizer",
 }
 _NUMBER = {stage: number for number, stage in enumerate(STAGES)}
 _BACKWARD = ("gradients of activations", "gradients before clipping", "gradients for the optimizer")
 #: The most informative metric of a tensor comes first.
-_METRICS = {metric: rank for rank, metric in enumerate(dict.fromkeys((COUNT, "nonfinite", *VIEWS)))}
+_METRICS = {metric: rank for rank, metric in enumerate(dict.fromkeys((COUNT, "nonfinite_count", *VIEWS)))}
 _INSIDE = re.compile(r"(?<=.)[\[@].*$")
 #: After all tensors of a stage: values of the whole model.
 _LAST = 1 << 40
@@ -126,7 +126,7 @@ _CLOCKS = frozenset(
     | {"throughput", "speed", "fps", "mfu", "tflops", "flops", "memory", "mem", "overhead"}
 )
 #: Values that follow from earlier steps.
-_WITH_MEMORY = frozenset({"spike_score", "clipped_share", "steps_not_applied", "steps_skipped", "clip_limit", "dead"})
+_WITH_MEMORY = frozenset({"spike_score", "clip_fraction", "steps_not_applied", "steps_skipped", "clip_limit", "dead"})
 Patterns = str | re.Pattern[str] | Sequence[str | re.Pattern[str]]
 
 
@@ -217,7 +217,7 @@ def has_memory(key: Key) -> bool:
 def is_clock(key: Key) -> bool:
     """Whether a value is a time, a speed or an amount of memory.
 
-    >>> is_clock(Key("", "tokens_per_sec", "")), is_clock(Key("", "timestep_loss", "")), is_clock(Key("gradmon", "", "overhead_pct"))
+    >>> is_clock(Key("", "tokens_per_sec", "")), is_clock(Key("", "timestep_loss", "")), is_clock(Key("gradmon", "", "overhead_fraction"))
     (True, False, True)
     """
     if key.source not in ("", n.SUMMARY):
@@ -267,12 +267,12 @@ def _replacement(pattern: str, place: str) -> str:
 
 #: A value that may be close to zero because it is a difference, or a count of few, is compared relative to a share of another
 #: metric.
-_BESIDE = {"mean": ("rms", 1.0), "std": ("rms", 1e-2), "zeros": (COUNT, 1.0), "grad_mean": ("grad_std", 1.0)}
+_BESIDE = {"mean": ("rms", 1.0), "std": ("rms", 1e-2), "zero_count": (COUNT, 1.0), "grad_mean": ("grad_std", 1.0)}
 #: Shares, cosines, scores, entropies and logits are compared relative to 1.
-_OF_UNIT_ONE = frozenset({"sparsity", "grad_sparsity", "grad_momentum_cosine", "clipped_share", "spike_score"})
+_OF_UNIT_ONE = frozenset({"sparsity", "grad_sparsity", "grad_momentum_cosine", "clip_fraction", "spike_score"})
 _SOURCES_OF_UNIT_ONE = frozenset({*n.ATTENTION_SOURCES.values(), n.SPIKE_SCORE})
 #: Metrics of near-zero elements. Rounding may move this many of them across the threshold.
-_OF_ELEMENTS, _STRAY = ("sparsity", "zeros"), 2.0
+_OF_ELEMENTS, _STRAY = ("sparsity", "zero_count"), 2.0
 
 
 class _Scales(NamedTuple):
@@ -337,7 +337,9 @@ class Pairing:
     def stray(self, left: ValueMatrix, right: ValueMatrix) -> Tensor:
         """The difference that rounding allows in metrics of single elements; 0 if equal bits are required."""
         columns = self.elements.columns
-        whole = torch.tensor([self.keys[column].metric == "zeros" for column in columns.tolist()], dtype=torch.bool, device="cpu")
+        whole = torch.tensor(
+            [self.keys[column].metric == "zero_count" for column in columns.tolist()], dtype=torch.bool, device="cpu"
+        )
         per_element = torch.where(whole, 1.0, 1.0 / self.elements.of(left, right).clamp(min=1.0))
         return torch.where(self.rtol[columns] > 0, _STRAY * per_element, 0.0)
 

@@ -20,7 +20,7 @@ from .run import Run, load_run, optimizer_settings, settings_that_differ
 
 
 @dataclass(frozen=True, repr=False)
-class Difference(ShownAsText):
+class RunDiff(ShownAsText):
     """Where two runs diverge; ``str()`` gives it as text on one screen.
 
     Attributes:
@@ -104,7 +104,7 @@ _WIDTH, _KEY, _NUMBER = 100, 58, 13
 _DIVERGENCES, _NAMES = 6, 3
 
 
-def to_text(result: Difference) -> str:
+def to_text(result: RunDiff) -> str:
     """The comparison as text."""
     parts = [_wrapped(opening(result))]
     if result.first is not None:
@@ -113,7 +113,7 @@ def to_text(result: Difference) -> str:
     return "\n\n".join("\n".join(lines) for lines in map(list, parts) if lines)
 
 
-def opening(result: Difference) -> Iterator[str]:
+def opening(result: RunDiff) -> Iterator[str]:
     """The sentences on whether and where the runs diverge, and what that points to."""
     yield from _equal(result) if result.first is None else _divergent(result)
     if result.settings:
@@ -130,7 +130,7 @@ def _wrapped(lines: Iterator[str]) -> Iterator[str]:
         yield from textwrap.wrap(line, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-def _equal(result: Difference) -> Iterator[str]:
+def _equal(result: RunDiff) -> Iterator[str]:
     a, b = result.runs
     steps = result.steps
     span = f"{len(steps)} steps, {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]} only"
@@ -146,7 +146,7 @@ def _equal(result: Difference) -> Iterator[str]:
         yield f"but {count} tensors and values are in one of them only: see below, --rename and --strict"
 
 
-def _divergent(result: Difference) -> Iterator[str]:
+def _divergent(result: RunDiff) -> Iterator[str]:
     first, onset = result.first, result.onset
     assert first is not None
     assert onset is not None, "divergent values differ"
@@ -177,7 +177,7 @@ def both(divergence: Divergence) -> tuple[str, str]:
     return repr(divergence.a), repr(divergence.b)
 
 
-def _divergences(result: Difference) -> Iterator[str]:
+def _divergences(result: RunDiff) -> Iterator[str]:
     """The divergent values of the last step, in the order of computation."""
     titles = "".join(f"{title:>{_NUMBER}}" for title in ("first run", "second run", "relative"))
     yield f"{f'diverges in step {result.steps[-1]}, in the order of the step':<{_KEY}}{titles}"
@@ -189,7 +189,7 @@ def _divergences(result: Difference) -> Iterator[str]:
         yield f"  and {more} more"
 
 
-def _stages(result: Difference) -> Iterator[str]:
+def _stages(result: RunDiff) -> Iterator[str]:
     """What was compared in the last step."""
     titles = "".join(f"{title:>{_NUMBER}}" for title in ("tensors", "values", "largest"))
     yield f"{f'compared in step {result.steps[-1]}':<{_KEY}}{titles}"
@@ -197,7 +197,7 @@ def _stages(result: Difference) -> Iterator[str]:
         yield f"  {row[0]:<{_KEY - 2}}" + "".join(f"{cell:>{_NUMBER}}" for cell in row[1:])
 
 
-def stage_rows(result: Difference) -> list[list[str]]:
+def stage_rows(result: RunDiff) -> list[list[str]]:
     """For each stage its name, how many tensors and values diverge, and the largest difference."""
     return [
         [name, part_of(stage.tensors_part, stage.tensors), part_of(stage.values_part, stage.values), number(stage.largest)]
@@ -205,7 +205,7 @@ def stage_rows(result: Difference) -> list[list[str]]:
     ]
 
 
-def _growth(result: Difference) -> Iterator[str]:
+def _growth(result: RunDiff) -> Iterator[str]:
     """The differences of the whole model in later steps."""
     steps = sorted({step for values in result.growth.values() for step in values})
     if len(steps) < 2:
@@ -218,7 +218,7 @@ def _growth(result: Difference) -> Iterator[str]:
         yield f"  {cut_start(key.removeprefix(f'{SUMMARY}/'), label - 3):<{label - 2}}{cells}"
 
 
-def unmatched(result: Difference) -> Iterator[str]:
+def unmatched(result: RunDiff) -> Iterator[str]:
     """What only one of the runs has, and what was not compared."""
     for run, own in zip(result.runs, result.unmatched, strict=True):
         yield from _of_one(run, own)
@@ -251,7 +251,7 @@ _LATER = (1, 3, 10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000)
 _MOST = 8
 
 
-def diff(
+def diff_runs(
     a: Run | str | os.PathLike[str],
     b: Run | str | os.PathLike[str],
     rtol: float = 1e-5,
@@ -265,7 +265,7 @@ def diff(
     last: int | None = None,
     strict: bool = False,
     progress: bool | None = None,
-) -> Difference:
+) -> RunDiff:
     """Compare two runs, such as of one seed before and after a change of the code, and find where they diverge.
 
     Everything recorded in the common steps is compared, up to the first step that diverges: the built-in statistics of all tensors, other
@@ -311,7 +311,7 @@ def _diff(
     bounds: tuple[int | None, int | None],
     strict: bool,
     progress: bool | None,
-) -> Difference:
+) -> RunDiff:
     check_use(left, right, rules)
     steps = between(left.steps, *bounds), between(right.steps, *bounds)
     common = sorted(set(steps[0]) & set(steps[1]))
@@ -331,7 +331,7 @@ def _diff(
         because = "The differences follow from that, or have the same cause."
         meaning = f"{missing} {because}" if comes_first else f"{meaning} {missing}".strip()
     divergences, remark = ([], "") if scan.first is None else comparison.divergences(scan.first)
-    return Difference(
+    return RunDiff(
         runs=names,
         steps=tuple(scan.steps),
         first=divergences[0] if divergences else None,

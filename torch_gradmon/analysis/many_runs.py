@@ -54,7 +54,7 @@ class RunCard:
         losses: step and loss, thinned out, for a small chart.
         spike_where: the layer that moved most, or what the layers did together; empty if it is unknown.
         headroom: learning rate over the critical one, the last that was measured.
-        cost: median share of the time that monitoring took lately, in percent.
+        cost: median share of the time that monitoring took lately.
         findings: severity, rule and place, ranked, if the run was diagnosed; else what was found while it trained, without a severity.
         metrics: the last value of each of the metrics that were asked for, if the run has it.
     """
@@ -149,7 +149,7 @@ def run_card(
             **_described(last, "last_spike", "last_spike"),
             not_applied=int(max(_series(run, _whole("steps_not_applied")).values, default=0.0)),
             headroom=next(reversed(_series(run, _whole("lr_over_critical")).values), None),
-            cost=_cost(_series(run, _whole("overhead_pct"))),
+            cost=_cost(_series(run, _whole("overhead_fraction"))),
             findings=[_named(finding) for finding in found] if diagnosis is None else _ranked(diagnosis),
             is_diagnosed=diagnosis is not None,
             settings=dict(islice(settings_of(run.meta).items(), _SETTINGS)),

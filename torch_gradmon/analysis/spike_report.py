@@ -90,7 +90,7 @@ _BEFORE, _AFTER = 3, 4
 #: Later steps that are searched for values of a signal, which may be logged seldom.
 _SEARCHED = 1000
 #: Whole-model values that are shown in addition to those that spiked and those with "loss" in their name.
-_SIGNALS = ("grad_norm", "grad_norm_clipped", "update_norm", "spike_score")
+_SIGNALS = ("grad_norm", "grad_norm_after_clip", "update_norm", "spike_score")
 #: Facts that are shown over the steps if they change.
 _CHANGING = ("lr", "amp_scale")
 
@@ -302,7 +302,9 @@ def _heading(report: SpikeReport) -> Iterator[str]:
     if tuned := context.pop("tuned", None):
         yield f"  measured under a live change of detail (gradmon detail, number {tuned['number']}): {request_text(tuned)}"
     tags, norms, rows = context.pop("tags", {}), context.pop("batch_norms", {}), context.pop("rows", {})
-    facts = {name: value for name, value in {**tags, **context}.items() if name not in ("time", "overhead_pct", n.NO_ATTENTION)}
+    facts = {
+        name: value for name, value in {**tags, **context}.items() if name not in ("time", "overhead_fraction", n.NO_ATTENTION)
+    }
     if facts:
         yield "  " + ", ".join(f"{name} {_fact(value)}" for name, value in facts.items())
     if rows:

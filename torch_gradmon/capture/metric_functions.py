@@ -200,7 +200,7 @@ OPTIMIZER_BUILT_INS = {
         frozenset(), "1", "norm of the second moment of Adam and its kin", StateNorm("exp_avg_sq", "square_avg")
     ),
     "grad_momentum_cosine": BuiltIn(frozenset(), "1", "cosine between the gradient and the momentum", Cosine()),
-    "out_of_step": BuiltIn(
+    "second_moment_ratio": BuiltIn(
         frozenset(), "1", "root mean square of the gradient over the root of Adam's second moment", OutOfStep()
     ),
 }

@@ -302,7 +302,7 @@ ACTIVATION_BUILT_INS = {
         f"share of units whose mean |output| is {DORMANT_SHARE} of the mean over units or less; mean of the micro-batches",
         _Dormant(),
     ),
-    "singular_side": BuiltIn(
+    "spectral_alignment": BuiltIn(
         frozenset(),
         "share",
         "share of the inputs of a Linear on one side of the first singular vector of its weight: 0 or 1 if all lie on one side",

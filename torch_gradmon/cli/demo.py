@@ -52,7 +52,7 @@ class DemoResult:
     values: Mapping[str, float]  # all values of it by key
     rows: Sequence[DemoRow]  # the table of layers
     steps: int  # number of steps
-    overhead_pct: float  # time spent in the monitor, mean over all steps
+    overhead_fraction: float  # time spent in the monitor, mean over all steps
     run_dir: Path  # the run directory
     spoiled: tuple[int, str] | None = None  # the step and the layer whose gradient was spoiled on purpose; None if none was
 
@@ -91,13 +91,13 @@ def report(console: Console, result: DemoResult) -> None:
     summary = Table.grid(padding=(0, 2))
     for name, meaning in (
         ("grad_norm", "norm of all gradients before the clip"),
-        ("clipped_share", "of the last 100 steps had their gradients clipped"),
+        ("clip_fraction", "of the last 100 steps had their gradients clipped"),
         ("update_ratio", "norm of the update over that of the parameters"),
         ("spike_score", "robust deviations of grad_norm above normal"),
     ):
         summary.add_row(f"[bold]{name}", _number(values.get(f"gradmon/{name}", math.nan), name), f"[dim]{meaning}")
     overhead = f"of the time is spent in the monitor, mean of {result.steps} steps"
-    summary.add_row("[bold]overhead_pct", f"{result.overhead_pct:.1f}%", f"[dim]{overhead}")
+    summary.add_row("[bold]overhead_fraction", f"{result.overhead_fraction:.1%}", f"[dim]{overhead}")
     console.print(f"\nWhole model, step {result.step}, loss {values['loss']:.3f}", style="bold cyan")
     console.print(summary)
 
@@ -156,7 +156,7 @@ def _number(value: float, kind: str = "") -> str:
     if kind == "update_ratio":
         mantissa, _, exponent = f"{value:.1e}".partition("e")
         return f"{mantissa}e{int(exponent)}"
-    return f"{value:.0%}" if kind == "clipped_share" else f"{value:.1f}" if kind == "spike_score" else f"{value:.3f}"
+    return f"{value:.0%}" if kind == "clip_fraction" else f"{value:.1f}" if kind == "spike_score" else f"{value:.3f}"
 
 
 # --- the training ---
@@ -299,7 +299,7 @@ def _result(
 ) -> DemoResult:
     history = monitor.get_all_metrics()
     step = max(step for step in history if step % UPDATE_EVERY == 0)
-    overhead = [values["gradmon/overhead_pct"] for values in history.values()]
+    overhead = [values["gradmon/overhead_fraction"] for values in history.values()]
     elements = {name: parameter.numel() for name, parameter in model.named_parameters()}
     share = sum(overhead) / len(overhead)
     return DemoResult(step, history[step], rows(history[step], elements), steps, share, run_dir, spoiled)

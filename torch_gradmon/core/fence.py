@@ -116,12 +116,12 @@ class Fence:
         self._entered += seconds
 
     def cost(self) -> float:
-        """Time spent inside, in percent of the time since the last call."""
+        """Time spent inside, as a share of the time since the last call."""
         now = time.perf_counter()
         if self._inside:  # the part of the running call until now
             self._seconds += now - self._entered
             self._entered = now
-        share = 100 * self._seconds / max(now - self._since, 1e-9)
+        share = self._seconds / max(now - self._since, 1e-9)
         self._settled += self._seconds
         self._seconds, self._since = 0.0, now
         return share

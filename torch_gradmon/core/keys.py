@@ -84,7 +84,7 @@ NAME_SOURCES = (*ATTENTION_SOURCES.values(), SPIKE_SCORE)
 GRADIENT_STAGES = {"local": GRADIENT_LOCAL, "before_clip": GRADIENT_BEFORE_CLIP, "after_clip": GRADIENT}
 
 ROOT = "[root module]"
-KEY_STYLES = ("seed", "metric_first")
+KEY_ORDERS = ("seed", "metric_first")
 
 #: Path components that a wrapper adds: DDP and DataParallel, torch.compile, FSDP1, activation checkpointing, Megatron and
 #: DeepSpeed style holders.

@@ -162,7 +162,7 @@ VIEWS: dict[str, StatView] = {
     ),
     "min_value": _view([_C.COUNT, _C.NONFINITE, _C.MIN], "finite elements", "1", "smallest finite x", lambda c: c[_C.MIN]),
     "max_value": _view([_C.COUNT, _C.NONFINITE, _C.MAX], "finite elements", "1", "largest finite x", lambda c: c[_C.MAX]),
-    "l1": _view([_C.ABS_SUM], "", "1", "sum of |x|", lambda c: c[_C.ABS_SUM]),
+    "l1_norm": _view([_C.ABS_SUM], "", "1", "sum of |x|", lambda c: c[_C.ABS_SUM]),
     "sparsity": _view(
         [_C.COUNT, _C.NONFINITE, _C.NEAR_ZERO],
         "finite elements",
@@ -170,6 +170,6 @@ VIEWS: dict[str, StatView] = {
         "share of the finite elements with |x| <= eps",
         lambda c: c[_C.NEAR_ZERO] / _finite_count(c),
     ),
-    "zeros": _view([_C.NEAR_ZERO], "", "count", "number of elements with |x| <= eps", lambda c: c[_C.NEAR_ZERO]),
-    "nonfinite": _view([_C.NONFINITE], "", "count", "number of NaN and infinite elements", lambda c: c[_C.NONFINITE]),
+    "zero_count": _view([_C.NEAR_ZERO], "", "count", "number of elements with |x| <= eps", lambda c: c[_C.NEAR_ZERO]),
+    "nonfinite_count": _view([_C.NONFINITE], "", "count", "number of NaN and infinite elements", lambda c: c[_C.NONFINITE]),
 }

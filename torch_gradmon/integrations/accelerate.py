@@ -1,4 +1,4 @@
-"""Hugging Face Accelerate: ``Accelerator(log_with=[GradMonTracker(monitor), ...])``.
+"""Hugging Face Accelerate: ``Accelerator(log_with=[GradmonTracker(monitor), ...])``.
 
 Nothing else is needed: :func:`torch_gradmon.watch` takes what ``accelerator.prepare`` returns, with its GradScaler;
 ``monitor.add_sink(accelerator)`` feeds all trackers, and ``accelerator.register_for_checkpointing(monitor)`` saves the state.
@@ -15,7 +15,7 @@ from ..core.errors import WarningLog, display
 from ..monitor.monitor import ModuleMonitor
 
 
-class GradMonTracker(GeneralTracker):  # type: ignore[misc]
+class GradmonTracker(GeneralTracker):  # type: ignore[misc]
     """Adds what a loop logs by ``accelerator.log`` to the monitor's record of the step.
 
     The values are then in the run directory and in the report on a spike, and ``SpikeDetector(signal="loss")`` watches them. They belong to

@@ -203,7 +203,7 @@ class SchedulerRollback:
 
     def _stepped(self, optimizer: Optimizer, *_: object) -> None:
         monitor = self._monitor()
-        if monitor is not None and monitor.step_skipped:
+        if monitor is not None and monitor.step_was_skipped:
             # a scheduler of a trainer may hold its optimizer in a wrapper
             own = [each for each in self._schedulers() if check.inside(getattr(each, "optimizer", None)) is optimizer]
             self._kept += [(each, copy.deepcopy(each.state_dict()), _options(optimizer)) for each in own]

@@ -1,4 +1,4 @@
-"""PyTorch-Ignite: ``GradMonHandler().attach(trainer, model, optimizer)``."""
+"""PyTorch-Ignite: ``GradmonHandler().attach(trainer, model, optimizer)``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class GradMonHandler:
+class GradmonHandler:
     """Watches what an Ignite trainer trains, whatever its update function does.
 
     After each iteration ``engine.state.unhealthy_spike`` is whether a step that ended in it was a spike, on all ranks alike, and
@@ -129,7 +129,7 @@ class GradMonHandler:
         """Whether the last step was not skipped, for a scheduler:
         ``Events.ITERATION_STARTED(event_filter=handler.unless_skipped)``.
         """
-        return self.monitor is None or not self.monitor.step_skipped
+        return self.monitor is None or not self.monitor.step_was_skipped
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the monitor, as plain numbers and lists; empty before the first run."""
@@ -142,7 +142,7 @@ class GradMonHandler:
             TypeError, ValueError: it is not such a state. Between runs, wrong contents give a warning in the next run.
         """
         if not isinstance(state, Mapping):
-            raise TypeError(f"expected the dict of GradMonHandler.state_dict(), got {display(state)}")
+            raise TypeError(f"expected the dict of GradmonHandler.state_dict(), got {display(state)}")
         if self._runs and state and self.monitor is not None:
             self.monitor.load_state_dict(state)
         else:
@@ -178,7 +178,7 @@ class GradMonHandler:
             self._adapter.log("loss", loss)
         has_step = monitor.last_step != self._last_step
         self._last_step, events = monitor.last_step, monitor.last_events if has_step else []
-        self._spiked |= bool(events) or (has_step and monitor.step_skipped)
+        self._spiked |= bool(events) or (has_step and monitor.step_was_skipped)
         _set_flag(engine)
         if not has_step:
             return
@@ -190,7 +190,7 @@ class GradMonHandler:
             try:
                 self._callback(engine, event)  # type: ignore[misc]
             except Exception as error:
-                self._complaints.add("callback", "the callback of GradMonHandler failed; training continues", error)
+                self._complaints.add("callback", "the callback of GradmonHandler failed; training continues", error)
 
     def _end(self, *_: Engine) -> None:
         if self._runs:
@@ -201,14 +201,14 @@ class GradMonHandler:
         """Ignite does not raise if this event has handlers, so without other handlers the last of ours raises instead."""
         self._end()
         owners = [getattr(handler, "__self__", None) for handler, *_ in engine._event_handlers[Events.EXCEPTION_RAISED]]
-        if owners[-1] is self and all(isinstance(owner, GradMonHandler) for owner in owners):
+        if owners[-1] is self and all(isinstance(owner, GradmonHandler) for owner in owners):
             raise error
 
 
 def _set_flag(engine: Engine) -> None:
     """Set the flag of the trainer. With several handlers, each for its own model, a spike of any of them sets it."""
     owners = (getattr(handler, "__self__", None) for handler, *_ in engine._event_handlers[Events.ITERATION_COMPLETED])
-    spiked = any(isinstance(owner, GradMonHandler) and owner._spiked for owner in owners)
+    spiked = any(isinstance(owner, GradmonHandler) and owner._spiked for owner in owners)
     engine.state.unhealthy_spike = spiked  # type: ignore[attr-defined]
 
 
@@ -228,13 +228,13 @@ class _Target(NamedTuple):
 
 
 class TrainerAttachment:
-    """What :meth:`GradMonHandler.attach` returns: it detaches the handler, as a RemovableEventHandle of Ignite would."""
+    """What :meth:`GradmonHandler.attach` returns: it detaches the handler, as a RemovableEventHandle of Ignite would."""
 
-    def __init__(self, handler: GradMonHandler) -> None:
+    def __init__(self, handler: GradmonHandler) -> None:
         self._handler = handler
 
     def remove(self) -> None:
-        """The same as :meth:`GradMonHandler.detach`."""
+        """The same as :meth:`GradmonHandler.detach`."""
         self._handler.detach()
 
     def __enter__(self) -> TrainerAttachment:

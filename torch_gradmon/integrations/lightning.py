@@ -1,4 +1,4 @@
-"""PyTorch Lightning: ``Trainer(callbacks=[GradMonCallback()])``."""
+"""PyTorch Lightning: ``Trainer(callbacks=[GradmonCallback()])``."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ SECTION, EPOCH = "gradmon/", "gradmon_epoch/"
 
 
 class CallbackOptions(NamedTuple):
-    """The arguments of ``GradMonCallback`` for Lightning, which explains them."""
+    """The arguments of ``GradmonCallback`` for Lightning, which explains them."""
 
     log_every: int | None
     track_epochs: bool
@@ -140,10 +140,10 @@ class CallbackOptions(NamedTuple):
         return f"step {step}: the gradient norm before clipping is {norm:.4g}, above explosion_threshold={self.threshold:g}"
 
 
-# --- PyTorch Lightning: ``Trainer(callbacks=[GradMonCallback()])`` ---
+# --- PyTorch Lightning: ``Trainer(callbacks=[GradmonCallback()])`` ---
 
 
-class GradMonCallback(Callback):
+class GradmonCallback(Callback):
     """Watches what a Lightning ``Trainer`` trains.
 
     Gradients are those of the optimizer's step: accumulated, reduced over ranks, unscaled; ``grad_norm`` is before clipping. Rows of values
@@ -337,7 +337,7 @@ def _log_summary(
 class _LoggerSink:
     """One of Lightning's loggers as a sink."""
 
-    def __init__(self, logger: Any, callback: GradMonCallback) -> None:
+    def __init__(self, logger: Any, callback: GradmonCallback) -> None:
         self.logger, self._callback = logger, callback
 
     def log(self, values: dict[str, float], step: int) -> None:

@@ -1,4 +1,4 @@
-"""A callback for the ``Trainer`` of Hugging Face Transformers: ``Trainer(..., callbacks=[GradMonCallback()])``."""
+"""A callback for the ``Trainer`` of Hugging Face Transformers: ``Trainer(..., callbacks=[GradmonCallback()])``."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 if not hasattr(trainer_callback, "ExportableState"):
-    raise ImportError(f"GradMonCallback needs transformers 4.45 or newer, and this is {transformers.__version__}")
+    raise ImportError(f"GradmonCallback needs transformers 4.45 or newer, and this is {transformers.__version__}")
 
 #: The default values in the Trainer's own log line.
-LOG_KEYS = ("grad_norm", "grad_norm_clipped", "clipped_share", "spike_score", "steps_not_applied")
+LOG_KEYS = ("grad_norm", "grad_norm_after_clip", "clip_fraction", "spike_score", "steps_not_applied")
 #: Of the Trainer's own line: what the monitor measures itself, and what is no value of the step.
 _NOT_TAKEN = frozenset({"grad_norm", "epoch", "step", "total_flos"})
 _STEP, _ADAPTERS, _REPLACED = "training_step", "gradmon_adapters", "gradmon_replaced"
@@ -42,7 +42,7 @@ _RESTORE = "restore_callback_states_from_checkpoint"
 
 
 # without Transformers both are Any
-class GradMonCallback(trainer_callback.TrainerCallback, trainer_callback.ExportableState):  # type: ignore[misc]
+class GradmonCallback(trainer_callback.TrainerCallback, trainer_callback.ExportableState):  # type: ignore[misc]
     """Watches the model of a ``Trainer`` while it trains. Nothing else in the script changes.
 
     ==========================  ===================================================================================
@@ -51,7 +51,7 @@ class GradMonCallback(trainer_callback.TrainerCallback, trainer_callback.Exporta
     the Trainer's log line      ``gradmon/{key}`` for each of ``log_keys``, on the screen and in ``log_history``
     the run of a reporter       all values that the monitor shows, per-layer values too, of every step, by ``report``
     ``trainer_state.json``      the state of the monitor, with which a resumed training continues
-    :attr:`monitor`             everything else: ``get_step_metrics()``, ``why()``, ``add_sink()``
+    :attr:`monitor`             everything else: ``get_step_metrics()``, ``explain_spike()``, ``add_sink()``
     ==========================  ===================================================================================
 
     Steps have the number ``state.global_step`` at their beginning, from 0, so the line of step 10 ends with the values of step 9.
@@ -106,7 +106,7 @@ class GradMonCallback(trainer_callback.TrainerCallback, trainer_callback.Exporta
         unkept = sorted(self._arguments.keys() - _for_json(self._arguments).keys())
         if unkept and getattr(args, _RESTORE, False):
             raise ValueError(
-                f"{_RESTORE}=True recreates callbacks from JSON, which cannot hold {', '.join(unkept)}; leave it out: GradMonCallback "
+                f"{_RESTORE}=True recreates callbacks from JSON, which cannot hold {', '.join(unkept)}; leave it out: GradmonCallback "
                 "restores its state from a checkpoint anyway"
             )
 
@@ -157,13 +157,13 @@ class GradMonCallback(trainer_callback.TrainerCallback, trainer_callback.Exporta
         if "train_runtime" in logs:  # the last line; then reporters close their runs
             self.monitor.end_step()
         elif "loss" in logs and "learning_rate" in logs:
-            self._collect(self.monitor.get_step_metrics(), self.monitor.step or 0)
+            self._collect(self.monitor.get_step_metrics(), self.monitor.current_step or 0)
             for key in logs.keys() - (_NOT_TAKEN if self._losses is None else _NOT_TAKEN | {"loss"}):
                 self._adapter.log(key, logs[key])
             logs.update(self._line_values)
             if state.log_history and "loss" in state.log_history[-1]:
                 state.log_history[-1].update(self._line_values)
-            self._line_values, self._line = {}, self.monitor.step or 0
+            self._line_values, self._line = {}, self.monitor.current_step or 0
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Detach."""
@@ -197,7 +197,7 @@ class GradMonCallback(trainer_callback.TrainerCallback, trainer_callback.Exporta
             own = [each for each in kept if isinstance(each, dict) and each.get("args") == _for_json(self._arguments)]
             if not own:
                 message = (
-                    "the checkpoint has several GradMonCallbacks, none with these arguments; this one starts without a state"
+                    "the checkpoint has several GradmonCallbacks, none with these arguments; this one starts without a state"
                 )
                 self._complaints.add("resume", message)
             kept = own[-1] if own else None
@@ -236,7 +236,7 @@ class GradMonCallback(trainer_callback.TrainerCallback, trainer_callback.Exporta
                 try:
                     yield of[name]()
                 except (ImportError, TypeError, ValueError, OSError) as error:
-                    self._complaints.add(f"report:{name}", f"GradMonCallback does not report to {name}", error)
+                    self._complaints.add(f"report:{name}", f"GradmonCallback does not report to {name}", error)
 
 
 class _Losses:
@@ -305,7 +305,7 @@ def _engine_of(trainer: Any) -> Any:
     if check.is_deepspeed(engine := getattr(trainer, "model_wrapped", None)):
         return engine
     raise ValueError(
-        "the Trainer's DeepSpeed engine was not found, so GradMonCallback cannot follow it; call gradmon.watch(engine) with it instead"
+        "the Trainer's DeepSpeed engine was not found, so GradmonCallback cannot follow it; call gradmon.watch(engine) with it instead"
     )
 
 

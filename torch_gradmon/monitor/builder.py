@@ -23,7 +23,7 @@ from ..core import keys as n
 from ..core import validation as check
 from ..core.errors import WarningLog, display, nearest
 from ..core.fence import Fence, is_disabled
-from ..core.keys import KEY_STYLES, compile_pattern
+from ..core.keys import KEY_ORDERS, compile_pattern
 from ..core.records import KeyFormatter, Metric, SpikeEvent, StepRecord
 from ..plugins.clipping import AdaptiveClips
 from ..plugins.data_check.plugin import DataCheck
@@ -66,7 +66,7 @@ from .values import LateValues, ValueLog
 #: Names of the plugins that a monitor brings.
 BUILT_IN_PLUGINS = frozenset(
     (
-        "overhead_budget",
+        "max_overhead",
         "flight_recorder",
         "spike_policy",
         "live_detail",
@@ -94,7 +94,7 @@ class MonitorConfig:
     excluded_modules_regex: str | re.Pattern[str] | None = None
     format_module_name_fn: Callable[[str], str] | None = None
     on_metric_error: str = "warn"
-    key_style: str = "seed"
+    key_order: str = "seed"
     prefix: str = ""
     eps: float = DEFAULT_EPS
     update_sample: int | str | re.Pattern[str] | None = None
@@ -103,7 +103,7 @@ class MonitorConfig:
     history: int = 1000
     run_dir: str | os.PathLike[str] | None = None
     compile_statistics: bool | None = None
-    overhead_budget: float | None = None
+    max_overhead: float | None = None
     post_spike_steps: int = 3
     flight_recorder: int = 0
     process_group: torch.distributed.ProcessGroup | None = None
@@ -117,10 +117,10 @@ class MonitorConfig:
 
     def __post_init__(self) -> None:
         check.cadence(self.every, self.monitor_step_fn)
-        if self.overhead_budget is not None:
-            check.share("overhead_budget", self.overhead_budget)
+        if self.max_overhead is not None:
+            check.share("max_overhead", self.max_overhead)
         check.one_of("on_metric_error", self.on_metric_error, ("warn", "raise"))
-        check.one_of("key_style", self.key_style, KEY_STYLES)
+        check.one_of("key_order", self.key_order, KEY_ORDERS)
         check.reaction(self.on_spike, (Skip, Rollback))
         check.string("prefix", self.prefix)
         check.function("format_module_name_fn", self.format_module_name_fn, "a name")
@@ -147,9 +147,9 @@ class MonitorConfig:
 
     def _check_flight_recorder(self) -> None:
         check.positive_int_or_zero("flight_recorder", self.flight_recorder)
-        if self.flight_recorder and self.overhead_budget is not None:
+        if self.flight_recorder and self.max_overhead is not None:
             raise ValueError(
-                f"flight_recorder={self.flight_recorder} measures every step, so overhead_budget={self.overhead_budget!r} could save "
+                f"flight_recorder={self.flight_recorder} measures every step, so max_overhead={self.max_overhead!r} could save "
                 "nothing by leaving out steps; give one of the two"
             )
 
@@ -336,7 +336,7 @@ def build(config: MonitorConfig, model: nn.Module | None = None) -> Runtime:
         detection,
         history,
         directory,
-        Publisher(KeyFormatter(config.key_style, config.prefix), complaints, is_muted),
+        Publisher(KeyFormatter(config.key_order, config.prefix), complaints, is_muted),
         SpikeNotification(_on_spike(config), detection.detector_set, plugins, complaints, is_muted),
         partial(plugins.call, "on_record"),
     )
@@ -383,10 +383,10 @@ def _plugins(
     post_spike = PostSpikeDetail(planner, config.post_spike_steps)
     detail = LiveDetail(planner, summary, lambda: post_spike.may_add_hooks, directory, exchange, complaints)
     budget = acting = data = replicas = None
-    if config.overhead_budget is not None:
+    if config.max_overhead is not None:
         from ..plugins.overhead_budget import OverheadBudget
 
-        budget = OverheadBudget(config.overhead_budget)
+        budget = OverheadBudget(config.max_overhead)
     policy = policy_of(config.on_spike)
     if policy is not None and not fence.inert:
         from ..plugins.spike_policy.plugin import SpikePolicy
@@ -394,7 +394,7 @@ def _plugins(
         decisions = RankExchange(exchange.exchange.ranks, complaints)
         acting = SpikePolicy(policy, detectors, decisions, complaints, exchange.parts_of_tensors)
         # the decision needs these two, whether they are shown or have a detector or not
-        summary.choice.require("grad_norm", "grad_nonfinite")
+        summary.choice.require("grad_norm", "grad_nonfinite_count")
     audit = LoopAudit(planner, complaints, directory.annotate)
     setup = SetupCheck(planner, complaints, directory.annotate)
     if config.check_data:

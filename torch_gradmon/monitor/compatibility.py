@@ -195,6 +195,6 @@ class RefinedCoordinateCheck:
         """
         if self._monitor.is_monitoring() and self._monitor._runtime.captures.modules.awaits_check:
             raise ValueError(
-                f"no forward of the model was seen in step {self._monitor.step}; call refined_coordinate_check() after one in "
+                f"no forward of the model was seen in step {self._monitor.current_step}; call refined_coordinate_check() after one in "
                 "training mode"
             )

@@ -163,10 +163,10 @@ def checked_ids(ids: Any, losses: Any) -> Any:
         TypeError, ValueError: wrong types, or other shapes.
     """
     if not isinstance(losses, Tensor) or losses.is_complex() or losses.dtype == torch.bool:
-        raise TypeError(f"log_rows takes the losses as a tensor of real numbers, got {display(losses)}")
+        raise TypeError(f"log_sample_losses takes the losses as a tensor of real numbers, got {display(losses)}")
     if losses.layout is not torch.strided or losses.ndim != 1 or not len(losses):
         raise ValueError(
-            f"log_rows takes one loss for each row, a dense tensor [rows], got {display(losses)}; reduce other dimensions"
+            f"log_sample_losses takes one loss for each row, a dense tensor [rows], got {display(losses)}; reduce other dimensions"
         )
     if isinstance(ids, Tensor):
         is_list = ids.ndim == 1 and not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
@@ -174,9 +174,9 @@ def checked_ids(ids: Any, losses: Any) -> Any:
         ids = ids.tolist() if hasattr(ids, "tolist") else ids  # of numpy
         is_list = isinstance(ids, Sequence) and not isinstance(ids, (str, bytes))
     if not is_list:
-        raise TypeError(f"log_rows takes ids as a tensor of whole numbers, [rows], or as a list, got {display(ids)}")
+        raise TypeError(f"log_sample_losses takes ids as a tensor of whole numbers, [rows], or as a list, got {display(ids)}")
     if len(ids) != len(losses):
-        raise ValueError(f"log_rows takes one id for each of the {len(losses)} losses, got {display(ids)}")
+        raise ValueError(f"log_sample_losses takes one id for each of the {len(losses)} losses, got {display(ids)}")
     return ids
 
 

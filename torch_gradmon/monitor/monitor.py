@@ -24,7 +24,7 @@ from ..core.loop_mistakes import LoopFinding
 from ..core.records import SpikeEvent
 from ..core.torch_modes import is_compiling, outside_dispatch_modes
 from ..plugins.clipping import AdaptiveClip
-from ..plugins.spike_policy.policy import Counts, Policy, RolledBack
+from ..plugins.spike_policy.policy import Policy, RollbackResult, StepCounts
 from ..runs.detail_request import DetailRequest, detail_request
 from ..spikes.detector import SpikeDetector
 from ..statistics.request import DEFAULT_EPS
@@ -42,7 +42,7 @@ from .steps import unlink
 
 if TYPE_CHECKING:
     from ..analysis.diagnosis import Diagnosis
-    from ..plugins.replica_check.replay import Replay
+    from ..plugins.replica_check.replay import DeterminismReport
 
 
 def sources(argument: str, given: str | Iterable[str], known: Mapping[str, str]) -> list[str]:
@@ -72,8 +72,8 @@ class ModuleMonitor:
 
     * ``metric_name``: last part of the key, without a slash.
     * ``metric_fn``: a function of the tensor that returns a number, or a tensor whose elements are then reduced. None takes the
-      built-in of that name: ``norm``, ``rms``, ``mean``, ``std``, ``max``, ``min_value``, ``max_value``, ``l1``, ``sparsity``,
-      ``zeros``, ``nonfinite``, ``log2_histogram`` (counts by power of two, with keys such as ``log2_histogram.-12``; it costs much
+      built-in of that name: ``norm``, ``rms``, ``mean``, ``std``, ``max``, ``min_value``, ``max_value``, ``l1_norm``, ``sparsity``,
+      ``zero_count``, ``nonfinite_count``, ``log2_histogram`` (counts by power of two, with keys such as ``log2_histogram.-12``; it costs much
       more than the others, so set ``every``), and those that the method lists.
     * ``metric_regex``: searched (``re.search``) in the canonical name of the tensor.
     * ``metric_aggregation_fn``: merges the values of micro-batches and elements: ``"mean"`` (weighted by elements), ``"sum"``,
@@ -96,7 +96,7 @@ class ModuleMonitor:
             values still cover all parameters.
         format_module_name_fn: maps each canonical name to the one in keys.
         on_metric_error: ``"warn"`` warns once and continues; ``"raise"`` raises, for tests.
-        key_style: ``"seed"`` gives ``source/name/metric``, ``"metric_first"`` gives ``source_metric/name``.
+        key_order: ``"seed"`` gives ``source/name/metric``, ``"metric_first"`` gives ``source_metric/name``.
         prefix: put before every key.
         eps: an element counts as near zero when ``|x| <= eps``.
         update_sample: limits the copy that update metrics need, and update values are then those of the sample. An int copies at
@@ -115,7 +115,7 @@ class ModuleMonitor:
             has one for this processor (see ``gradmon doctor``), else by torch's operations, which take three times as long or more. True:
             if it has none, compile one now, with g++ or clang++ in about a second, once in a process; without a compiler it warns and
             continues. False: by torch's operations.
-        overhead_budget: largest share of the training time that the monitor may spend on the host, such as 0.01. Above it, the
+        max_overhead: largest share of the training time that the monitor may spend on the host, such as 0.01. Above it, the
             monitor leaves out steps of the cadence (every 2nd, 4th, ... remains) and warns.
         post_spike_steps: monitor the next N steps after a spike, regardless of the cadence; 0 for none. Unless a module is compiled,
             these steps also measure the outputs of all modules and their gradients, for the run directory and to locate the first
@@ -157,7 +157,7 @@ class ModuleMonitor:
         excluded_modules_regex: str | re.Pattern[str] | None = None,
         format_module_name_fn: Callable[[str], str] | None = None,
         on_metric_error: str = "warn",
-        key_style: str = "seed",
+        key_order: str = "seed",
         prefix: str = "",
         eps: float = DEFAULT_EPS,
         update_sample: int | str | re.Pattern[str] | None = None,
@@ -166,7 +166,7 @@ class ModuleMonitor:
         history: int = 1000,
         run_dir: str | os.PathLike[str] | None = None,
         compile_statistics: bool | None = None,
-        overhead_budget: float | None = None,
+        max_overhead: float | None = None,
         post_spike_steps: int = 3,
         flight_recorder: int = 0,
         process_group: torch.distributed.ProcessGroup | None = None,
@@ -185,7 +185,7 @@ class ModuleMonitor:
             excluded_modules_regex=excluded_modules_regex,
             format_module_name_fn=format_module_name_fn,
             on_metric_error=on_metric_error,
-            key_style=key_style,
+            key_order=key_order,
             prefix=prefix,
             eps=eps,
             update_sample=update_sample,
@@ -194,7 +194,7 @@ class ModuleMonitor:
             history=history,
             run_dir=run_dir,
             compile_statistics=compile_statistics,
-            overhead_budget=overhead_budget,
+            max_overhead=max_overhead,
             post_spike_steps=post_spike_steps,
             flight_recorder=flight_recorder,
             process_group=process_group,
@@ -410,7 +410,7 @@ class ModuleMonitor:
     ) -> None:
         """Of the optimizer's state for a parameter, after its step: ``optimizer/{param}/{metric}``. Needs :meth:`attach`.
 
-        Built-in, instead of the usual ones: ``exp_avg_norm``, ``exp_avg_sq_norm``, ``grad_momentum_cosine``, ``out_of_step``. A function
+        Built-in, instead of the usual ones: ``exp_avg_norm``, ``exp_avg_sq_norm``, ``grad_momentum_cosine``, ``second_moment_ratio``. A function
         gets a dict: the state, ``param``, ``grad``, and ``group``, the settings of the parameter's group. If it returns None, there is no
         key.
 
@@ -545,10 +545,10 @@ class ModuleMonitor:
         source = n.ATTENTION_SOURCES[metric_name]
         self._runtime.add_metrics([source], metric_name, None, metric_regex, None, every, per_head=check.flag(heads=heads))
 
-    def add_batch_metrics(self, batch_size: int = 1) -> None:
+    def add_micro_batch_metrics(self, batch_size: int = 1) -> None:
         """Measure the gradient of each micro-batch on each rank, before accumulation and reduction.
 
-        This gives ``gradmon/batch_norm_max`` and the gradient noise scale ``gradmon/noise_scale``
+        This gives ``gradmon/micro_batch_grad_norm_max`` and the gradient noise scale ``gradmon/noise_scale``
         (:class:`torch_gradmon.step.summary.Batches` has the formula). The text of a spike then names the rank and the
         micro-batch that caused it. It costs a hook and a pass for each parameter and micro-batch. Not for gradients that exist only
         in reduced form, as under FSDP2.
@@ -564,7 +564,7 @@ class ModuleMonitor:
         self._runtime.planner.measures_each_batch = True
         self._runtime.planner.changed()
 
-    def add_summary_metric(self, metric_name: str) -> None:
+    def add_model_metric(self, metric_name: str) -> None:
         """Show one more whole-model value, as ``gradmon/{metric_name}``: one of a preset, or ``grad_mean``, ``grad_std`` or
         ``grad_sparsity``, each over all gradient elements before clipping.
 
@@ -576,7 +576,7 @@ class ModuleMonitor:
         self._runtime.planner.changed()
 
     def add_preset(self, name: PresetName) -> None:
-        """Whole-model values under ``gradmon/``: ``"cheap"`` (nine, of gradients only), ``"standard"`` (fourteen), or ``"full"``
+        """Whole-model values under ``gradmon/``: ``"minimal"`` (nine, of gradients only), ``"standard"`` (fourteen), or ``"full"``
         (the same, and per-layer values for the run directory). A later preset replaces the selection of an earlier one.
 
         Raises:
@@ -592,11 +592,11 @@ class ModuleMonitor:
         pipeline.directory.annotate(preset=name)
         planner.changed()
 
-    def describe(self) -> dict[str, str]:
+    def describe_metrics(self) -> dict[str, str]:
         """The meaning and unit of each value that is shown, by key; keys of metrics have the pattern in the place of a name."""
         return inspection.describe(self._runtime)
 
-    def set_detail(
+    def override(
         self,
         *,
         every: int | None = None,
@@ -612,10 +612,10 @@ class ModuleMonitor:
         ``on_spike=`` acts in the steps that are monitored, and the change alters which these are.
 
         Args:
-            every: monitor the steps that are divisible by it. It overrides ``every``, ``monitor_step_fn`` and ``overhead_budget`` of the
+            every: monitor the steps that are divisible by it. It overrides ``every``, ``monitor_step_fn`` and ``max_overhead`` of the
                 script. ``monitor_step_fn`` is still called for each step, and the budget later resumes where it was. None keeps all
                 three in charge.
-            preset: ``"cheap"``, ``"standard"`` or ``"full"``, instead of the script's preset; None for that one. Metrics of
+            preset: ``"minimal"``, ``"standard"`` or ``"full"``, instead of the script's preset; None for that one. Metrics of
                 ``add_*`` and detectors stay. In a compiled model, metrics of modules and of attention stay those of the script, because
                 hooks installed after its first call do not run, or recompile it.
             steps: the number of steps; None until the next change.
@@ -623,8 +623,8 @@ class ModuleMonitor:
             reset: go back to the script's settings.
 
         Only the call on the first rank counts. Ranks that exchange values (sharded tensors, activations, values logged with
-        ``reduce=``) change together: the request travels in the exchange of the next step of the current cadence, which may be far
-        away, and the step after that is the first. Where ranks exchange nothing, as under DDP with ``"cheap"`` and ``"standard"``,
+        ``dist_reduce=``) change together: the request travels in the exchange of the next step of the current cadence, which may be far
+        away, and the step after that is the first. Where ranks exchange nothing, as under DDP with ``"minimal"`` and ``"standard"``,
         the request is refused with a reason.
 
         :meth:`state_dict` does not contain the change: a resumed run uses the settings of its script.
@@ -766,7 +766,7 @@ class ModuleMonitor:
         expectations = runtime.built_in.setup.expectations
         expectations.declare(runtime.planner, frozen, trains, dtype, batch_varies, is_watched=runtime.loop is not None)
 
-    def replay_step(self, compute: Callable[[nn.Module], Tensor], times: int = 3) -> Replay:
+    def replay_step(self, compute: Callable[[nn.Module], Tensor], times: int = 3) -> DeterminismReport:
         """Run forward and backward of one batch several times with the same random numbers, and compare the results bit for bit, to
         distinguish a faulty device from a faulty program: ``print(monitor.replay_step(lambda model: loss_fn(model(x), y)))``.
 
@@ -785,7 +785,7 @@ class ModuleMonitor:
             ValueError: there is no model or no trained parameter; ``times`` is no integer from 2 on; ``compute`` called the model itself
                 or returned a loss without a graph or gradients.
         """
-        from ..plugins.replica_check.replay import Replay, replay
+        from ..plugins.replica_check.replay import DeterminismReport, replay
 
         check.positive_int("times", times)
         if times < 2:
@@ -794,7 +794,7 @@ class ModuleMonitor:
         if module is None:
             raise ValueError(NO_MODULE)
         if self._runtime.fence.inert:
-            return Replay((), (), (), 0, "equal")
+            return DeterminismReport((), (), (), 0, "equal")
         with self._runtime.lifecycle.paused():
             return replay(module, compute, times)
 
@@ -822,22 +822,21 @@ class ModuleMonitor:
         return self._runtime.state.clock.ended
 
     @property
-    def step_skipped(self) -> bool:
+    def step_was_skipped(self) -> bool:
         """Whether a spike made the last step a skip (``on_spike="skip"``); known once ``optimizer.step()`` returns.
 
-        Use it for the rest of the loop: ``if not monitor.step_skipped: scheduler.step()``. An overflow that makes a GradScaler leave
+        Use it for the rest of the loop: ``if not monitor.step_was_skipped: scheduler.step()``. An overflow that makes a GradScaler leave
         out a step is no skip.
         """
         return self._runtime.lifecycle.is_skipped
 
     @property
-    def rolled_back(self) -> RolledBack | None:
+    def rolled_back(self) -> RollbackResult | None:
         """What the rollback of the last step did (``on_spike=Rollback()``); None without one."""
         policy = self._runtime.built_in.policy
         return None if policy is None else policy.rolled_back
 
-    @property
-    def counts(self) -> Counts:
+    def get_step_counts(self) -> StepCounts:
         """Numbers of steps that were attempted, applied, skipped, overflowed, or had NaN or Inf. Synchronises at most once a step."""
         self._runtime.settle_now()
         return self._runtime.counts()
@@ -959,10 +958,10 @@ class ModuleMonitor:
             aggregation = checked_aggregation(aggregation_fn, "aggregation_fn")
             self._runtime.lifecycle.values.log(Key("", key, ""), tensor, aggregation, is_measured=True)
 
-    def log_rows(self, ids: Sequence[int | str] | Tensor, losses: Tensor) -> None:
+    def log_sample_losses(self, ids: Sequence[int | str] | Tensor, losses: Tensor) -> None:
         """The loss of each row of the batch, before ``optimizer.step()``; again for each micro-batch. Only in monitored steps.
 
-        The eight largest losses of a step are kept with their ids: a spike names the rows that hold the loss, :meth:`why` and the run
+        The eight largest losses of a step are kept with their ids: a spike names the rows that hold the loss, :meth:`explain_spike` and the run
         directory (``run.context(step)["rows"]``) have them. The rows are those of this rank. Nothing waits for the device.
 
         Args:
@@ -973,7 +972,7 @@ class ModuleMonitor:
         Raises:
             TypeError, ValueError: wrong types, or other shapes.
         """
-        self._runtime.log_rows(inspection.checked_ids(ids, losses), losses)
+        self._runtime.log_sample_losses(inspection.checked_ids(ids, losses), losses)
 
     def log_key(self, key: Key, value: Any, aggregation_fn: str | Callable[..., Any] | None = None, reducer: str = "") -> None:
         """Log a value under a key in parts; see :meth:`log_scalar` and :meth:`log_tensor`.
@@ -985,7 +984,7 @@ class ModuleMonitor:
             raise TypeError(f"log_key takes a Key(source, name, metric), and log_scalar a text; got {key!r}")
         self._runtime.lifecycle.values.log(key, value, checked_aggregation(aggregation_fn, "aggregation_fn"), reducer)
 
-    def tag(self, **facts: Any) -> None:
+    def log_context(self, **facts: Any) -> None:
         """Facts about the step in flight, such as ``batch_ids=[...]``, for the run directory and the report on a spike.
 
         Between two steps they belong to the one that just ended. A name that was first used before any forward, as in a loop
@@ -997,7 +996,7 @@ class ModuleMonitor:
         """The reason why each requested key has no value in the step that ended last, by key."""
         return inspection.missing(self._runtime)
 
-    def complaints(self) -> dict[str, int]:
+    def warning_counts(self) -> dict[str, int]:
         """Number of times that each problem occurred, by cause; only the first of each gives a warning.
 
         ``sink:JsonlSink`` counts steps that the sink lost, ``store`` steps that the run directory lost, ``metric:...`` values
@@ -1024,7 +1023,7 @@ class ModuleMonitor:
         """
         return inspection.diagnose(self._runtime)
 
-    def why(self, step: int | None = None) -> str:
+    def explain_spike(self, step: int | None = None) -> str:
         """The report on a step, by default on the worst step of the largest spike, on one screen, to print: its reasons, the
         signals around it, the parameters that moved and since when, and the steps after it. Consecutive spikes count as one.
         Without a spike it says so.
@@ -1079,7 +1078,7 @@ class ModuleMonitor:
 
         A W&B or Trackio run, a ``SummaryWriter``, a Comet experiment, the modules ``wandb``, ``trackio`` and ``mlflow`` (for the
         active run), and the trackers of an ``Accelerator`` get the matching sink of :mod:`torch_gradmon.sinks`. With a
-        ``GradMonTracker`` among the trackers, keys that ``accelerator.log`` sends to them already are left out.
+        ``GradmonTracker`` among the trackers, keys that ``accelerator.log`` sends to them already are left out.
 
         A step's values are sent when the next step begins, which waits for the end of the step on the GPU. A row that a sink fails to
         take is sent again with the next one. After three failures in a row, or three rows that took longer than training itself, the

@@ -27,7 +27,7 @@ class MonitorOptions(TypedDict, total=False):
     excluded_modules_regex: str | re.Pattern[str] | None
     format_module_name_fn: Callable[[str], str] | None
     on_metric_error: str
-    key_style: str
+    key_order: str
     prefix: str
     eps: float
     update_sample: int | str | re.Pattern[str] | None
@@ -35,7 +35,7 @@ class MonitorOptions(TypedDict, total=False):
     history: int
     run_dir: str | os.PathLike[str] | None
     compile_statistics: bool | None
-    overhead_budget: float | None
+    max_overhead: float | None
     post_spike_steps: int
     flight_recorder: int
     process_group: torch.distributed.ProcessGroup | None

@@ -21,7 +21,7 @@ from ..core.keys import GRADIENT, GRADIENT_BEFORE_CLIP
 from ..core.loop_mistakes import LoopFinding
 from ..core.records import Metric, StepRecord
 from ..core.torch_modes import outside_dispatch_modes
-from ..plugins.spike_policy.policy import Counts
+from ..plugins.spike_policy.policy import StepCounts
 from ..step.active_step import Mode
 from ..step.buffer import StepBuffer
 from ..step.model_index import GradientSource
@@ -534,14 +534,14 @@ class Runtime:
         self.pipeline.finish()
 
     @fenced
-    def log_rows(self, ids: Any, losses: Tensor) -> None:
+    def log_sample_losses(self, ids: Any, losses: Tensor) -> None:
         """The losses of the rows of the open step, if it is measured."""
         active = self.lifecycle.active
         if self.state.is_open and active is not None and active.is_monitored and active.buffer is not None:
-            active.buffer.log_rows(ids, losses)
+            active.buffer.log_sample_losses(ids, losses)
         elif not self.state.is_open and active is not None:
             self.fence.complaints.add(
-                "rows", "log_rows was called between two steps, and the rows are lost: call it before optimizer.step()"
+                "rows", "log_sample_losses was called between two steps, and the rows are lost: call it before optimizer.step()"
             )
 
     @fenced
@@ -644,12 +644,12 @@ class Runtime:
             is_stale = self.lifecycle.plugins.call_one(self.built_in.audit, self.built_in.audit.is_stale, in_step)
         return _UNATTACHED if is_stale else ""
 
-    def counts(self) -> Counts:
+    def counts(self) -> StepCounts:
         """Of the steps so far, as far as their values have come."""
         summary, policy, attempts = self.factory.summary, self.built_in.policy, self.state.clock.attempts
         skipped, rollbacks = (0, 0) if policy is None else (policy.skipped, policy.rollbacks)
         applied, overflowed = attempts - summary.not_applied, summary.not_applied - skipped - summary.interrupted
-        return Counts(attempts, applied, skipped, overflowed, summary.nonfinite, rollbacks, summary.interrupted)
+        return StepCounts(attempts, applied, skipped, overflowed, summary.nonfinite, rollbacks, summary.interrupted)
 
     def settle_now(self) -> StepRecord | None:
         """The record of the last step, None where it was not monitored. Waits for the device."""

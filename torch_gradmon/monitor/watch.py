@@ -226,7 +226,7 @@ def watch(
         optimizers: its optimizers, in stepping order.
         scaler: the GradScaler that drives them, unless Accelerate's wrapper of the optimizer has it.
         start_step: number of the first step; by default 0, or the next one of a loaded state.
-        preset: ``"cheap"``, ``"standard"`` or ``"full"``, see :meth:`ModuleMonitor.add_preset`.
+        preset: ``"minimal"``, ``"standard"`` or ``"full"``, see :meth:`ModuleMonitor.add_preset`.
         on_spike: ``"warn"``, ``"skip"`` (or :class:`Skip`, or :class:`Rollback`), ``"raise"``, a function of the event, or None.
             Unless it is None, a line on stderr says at the end what is wrong with the run in ``run_dir``.
         **options: all other arguments of :class:`ModuleMonitor`, such as ``run_dir="runs/first"``, where every step is kept for

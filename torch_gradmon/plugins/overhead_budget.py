@@ -51,7 +51,7 @@ class OverheadBudget(Plugin):
 
     def _give_up(self, reason: str) -> None:
         self.interval, self.share = 1, 1.0
-        self.context.warn("budget:off", f"overhead_budget has no effect: {reason}")
+        self.context.warn("budget:off", f"max_overhead has no effect: {reason}")
 
     def count(self, step: int, monitored: bool, spent: float, now: float) -> None:
         """Decide about the next steps after the end of a step.
@@ -98,6 +98,6 @@ class OverheadBudget(Plugin):
             which = "2nd" if self.interval == 2 else f"{self.interval}th"
             self.context.warn(
                 f"budget:{self.interval}",
-                f"monitoring took more than overhead_budget={self.share:g} of the time; from here on every {which} step "
+                f"monitoring took more than max_overhead={self.share:g} of the time; from here on every {which} step "
                 "of those asked for is monitored",
             )

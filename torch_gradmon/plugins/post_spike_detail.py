@@ -12,7 +12,7 @@ from ..step.planner import Planner
 from ..step.plugin import Plugin
 
 #: The added metrics: one-pass statistics, so the run directory stores them all.
-_METRICS = {n.ACTIVATION: ("std", "max", "nonfinite"), n.ACTIVATION_GRADIENT: ("norm", "nonfinite")}
+_METRICS = {n.ACTIVATION: ("std", "max", "nonfinite_count"), n.ACTIVATION_GRADIENT: ("norm", "nonfinite_count")}
 
 
 class PostSpikeDetail(Plugin):

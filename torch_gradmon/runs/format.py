@@ -420,7 +420,7 @@ _FACTS: dict[str, Form] = {
 _CONTEXT: dict[str, Form] = {
     "lr": _NUMBERS,
     "amp_scale": _maybe(_NUMBER),
-    "overhead_pct": _maybe(_NUMBER),
+    "overhead_fraction": _maybe(_NUMBER),
     "tags": _ANYTHING,
     "batch_norms": lambda found: _by_name(_NUMBERS)(found) and all(name.isdecimal() and len(name) < 10 for name in found),
     "rows": _object(

@@ -15,7 +15,7 @@ from mcp.server.mcpserver.exceptions import ToolError
 from mcp.types import ToolAnnotations
 
 from ..analysis.diagnosis.diagnose import diagnose
-from ..analysis.diff import diff
+from ..analysis.diff import diff_runs
 from ..analysis.many_runs import next_action, run_card, status_dict
 from ..analysis.run import find_runs, load_run
 from ..analysis.spike_report import explain
@@ -141,4 +141,4 @@ class RunTools:
 
     def diff(self, first: str, second: str) -> str:
         """The first step and value in which two runs differ, in the order of the step."""
-        return printable_lines(str(diff(self._path(first), self._path(second), progress=False)))
+        return printable_lines(str(diff_runs(self._path(first), self._path(second), progress=False)))

@@ -93,7 +93,7 @@
     ["findings", finding, (card) => Math.max(-1, ...card.findings.map(([level]) => RANKS[level])), "note"],
     ["spikes", spikes, (card) => card.spikes, "note"],
     ["head-room used", (card) => number(card.headroom, 2), (card) => card.headroom, "number"],
-    ["cost", (card) => (card.cost === null ? "" : `${number(card.cost, 2)} %`), (card) => card.cost, "number"],
+    ["cost", (card) => (card.cost === null ? "" : `${number(100 * card.cost, 2)} %`), (card) => card.cost, "number"],
     ...differing().map((name) => [name, (card) => card.settings[name] ?? "", (card) => quantity(card.settings[name]), "number"]),
   ].filter(([title, shown]) => title === "findings" || [...cards.values()].some((card) => shown(card) !== ""));
   // settings are text: numbers among them are sorted as numbers

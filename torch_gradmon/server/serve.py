@@ -24,7 +24,7 @@ from typing import Any, cast
 from urllib.parse import parse_qs, quote, urlsplit
 
 from ..analysis.comparison import renamer
-from ..analysis.diff import diff
+from ..analysis.diff import diff_runs
 from ..analysis.many_runs import RunCard
 from ..analysis.report.content import comparison_content, content
 from ..analysis.report.page import LivePage, as_json, html, template
@@ -118,7 +118,7 @@ def one_run(path: Path, name: str) -> str:
 
 def two_runs(paths: tuple[Path, Path], names: tuple[str, str]) -> str:
     """The report of two runs on top of each other, as they are now."""
-    difference = diff(*paths)
+    difference = diff_runs(*paths)
     with closing(load_run(paths[0])) as first, closing(load_run(paths[1])) as second:
         title = f"{names[0]} and {names[1]}"
         found = comparison_content((first, second), names, difference, renamer(None), title, lambda: None)

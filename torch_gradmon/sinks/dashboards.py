@@ -13,7 +13,7 @@ from ..core.keys import Key, parse_key
 from ..core.records import is_loss
 
 #: Whole-model values that stand beside the loss.
-_FIRST = ("grad_norm", "grad_norm_clipped", "update_ratio", "lr_over_critical", "spike_score")
+_FIRST = ("grad_norm", "grad_norm_after_clip", "update_ratio", "lr_over_critical", "spike_score")
 _TRAINING, _WHOLE = "training", "whole model"
 
 

@@ -46,7 +46,7 @@ class Family(NamedTuple):
 
 
 def families(
-    values: Mapping[str, float], separator: str, key_style: str = "seed", prefix: str = ""
+    values: Mapping[str, float], separator: str, key_order: str = "seed", prefix: str = ""
 ) -> dict[str, tuple[Family, dict[str, float]]]:
     """The values by label, by the name of their family. Logged values are one family, ``logged``, with their keys as labels; a name that
     two families would have gets a number.
@@ -54,13 +54,13 @@ def families(
     Args:
         values: by key.
         separator: of the parts of a name.
-        key_style, prefix: of the keys, as for the monitor.
+        key_order, prefix: of the keys, as for the monitor.
     """
     found: dict[Family, dict[str, float]] = {}
     for text, value in values.items():
-        key = parse_key(encodable(text), key_style, prefix)
+        key = parse_key(encodable(text), key_order, prefix)
         if key.source == n.SUMMARY:
-            found.setdefault(Family(("model", key.metric), "", _WHOLE.get(key.metric, key.metric), _unit(key.metric)), {})[""] = (
+            found.setdefault(Family(("model", key.metric), "", _WHOLE.get(key.metric, key.metric), "1"), {})[""] = (
                 value
             )
         elif key.source and key.metric:
@@ -85,10 +85,6 @@ def encodable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def _unit(metric: str) -> str:
-    return "%" if metric.endswith("_pct") else "1"
-
-
 # --- OpenTelemetry: gauges that its readers collect ---
 
 
@@ -102,19 +98,19 @@ class OpenTelemetrySink:
 
     Args:
         provider: a meter provider of the SDK; by default the one that ``opentelemetry.metrics.set_meter_provider`` has set.
-        key_style, prefix: those of the monitor, if it has others than the default.
+        key_order, prefix: those of the monitor, if it has others than the default.
 
     Raises:
         ImportError: opentelemetry is not installed.
     """
 
-    def __init__(self, provider: Any = None, key_style: str = "seed", prefix: str = "") -> None:
+    def __init__(self, provider: Any = None, key_order: str = "seed", prefix: str = "") -> None:
         require("opentelemetry", self)
         metrics = import_module("opentelemetry.metrics")
         self._observation = metrics.Observation
         self._meter = (provider or metrics.get_meter_provider()).get_meter("torch_gradmon")
         self._values: Mapping[str, float] = {}
-        self._keys = key_style, prefix
+        self._keys = key_order, prefix
         self._grouped: tuple[Mapping[str, float], dict[str, tuple[Family, dict[str, float]]]] = ({}, {})
         self._known: set[str] = set()
         self._last: tuple[int, float] | None = None
@@ -173,7 +169,7 @@ class PrometheusSink:
             something else serves the registry.
         address: it listens at.
         registry: by default one of its own if ``port`` is given, else the registry of the process, which several sinks cannot share.
-        key_style, prefix: those of the monitor, if it has others than the default.
+        key_order, prefix: those of the monitor, if it has others than the default.
 
     Attributes:
         port: the real one; None while there is no server.
@@ -185,7 +181,7 @@ class PrometheusSink:
     """
 
     def __init__(
-        self, port: int | None = 9400, address: str = "127.0.0.1", registry: Any = None, key_style: str = "seed", prefix: str = ""
+        self, port: int | None = 9400, address: str = "127.0.0.1", registry: Any = None, key_order: str = "seed", prefix: str = ""
     ) -> None:
         require("prometheus_client", self)
         if port is not None and (not isinstance(port, int) or isinstance(port, bool) or not 0 <= port < 65536):
@@ -196,7 +192,7 @@ class PrometheusSink:
         self._last: tuple[int, float] | None = None
         self._held: dict[str, float] = {}
         self._spikes: Counter[str] = Counter()
-        self._keys, self._asked, self._address = (key_style, prefix), port, address
+        self._keys, self._asked, self._address = (key_order, prefix), port, address
         self._server: Any = None
         self._is_registered = False
         self.port: int | None = None
@@ -229,7 +225,7 @@ class PrometheusSink:
         """Count it."""
         self._spikes[encodable(event.signal)] += 1
 
-    def describe(self) -> list[Any]:
+    def describe_metrics(self) -> list[Any]:
         """The names that are known from the beginning, so that no two sinks share a registry."""
         return [self._core.GaugeMetricFamily("gradmon_step", "the last monitored step")]
 

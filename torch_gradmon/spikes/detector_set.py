@@ -203,7 +203,7 @@ MAIN_SIGNAL = "grad_norm"
 MAIN_SCORE = Key(SUMMARY, "", "spike_score")
 #: The norm of the gradients that the optimizer used. Its only spikes are NaN and Inf that came in after the backward pass: as a clip bounds
 #: it, nothing else shows there.
-USED_SIGNAL = "grad_norm_clipped"
+USED_SIGNAL = "grad_norm_after_clip"
 #: Steps without a value after which a signal is reported: of a whole-model value, which may be missing in the first steps, and of a logged
 #: one, which may be logged rarely.
 _PATIENCE, _LONG_PATIENCE = 3, 200

@@ -823,13 +823,13 @@ class StepBuffer:
         for key in self.shared_values(watches):
             self.withhold(key, reason)
 
-    def out_of_step(self) -> None:
+    def second_moment_ratio(self) -> None:
         """Warn that ranks have exchanged values of different steps, which are useless."""
         reason = "the ranks are not in the same step: on one of them a step did not end, or ended twice"
         self._complaints.add("ranks:skew", f"values from step {self.step} on are dropped, because {reason}")
         self.absent.update(((source, ""), reason) for source in (*PARAMETER_SOURCES, *MODULE_SOURCES, *RCC_SOURCES))
 
-    def log_rows(self, ids: Identities, losses: Tensor) -> None:
+    def log_sample_losses(self, ids: Identities, losses: Tensor) -> None:
         """The losses of rows; the largest are kept."""
         if self.are_rows_over:
             for call in range(len(self.rows)):
@@ -965,7 +965,7 @@ class PendingReadback:
         values = {key: float(next(host)) for key in self._keys}
         facts = {name: float(next(host) if name in self._noted else fact) for name, fact in buffer.noted.items()}
         if facts.pop(SKEW, 0.0):
-            buffer.out_of_step()
+            buffer.second_moment_ratio()
             return {}, {}, facts
         contributed = {key: float(next(host)) for key in buffer._counts}
         values = {key: value for key, value in values.items() if contributed.get(key, 1.0)}

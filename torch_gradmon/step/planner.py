@@ -18,7 +18,7 @@ from ..core.records import Metric
 from ..core.torch_modes import outside_dispatch_modes
 from .model_index import PLAIN_GRADIENTS, GradientSource, MainGradSource, ModelIndex, checked
 from .plan import Registry, SourcePlan, compile_plan
-from .summary import CHEAP, STANDARD, Summary
+from .summary import MINIMAL, STANDARD, Summary
 
 if TYPE_CHECKING:
     from .model_index import WholeModel
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # --- Predefined selections of metrics ---
 
 
-PresetName = Literal["cheap", "standard", "full"]
+PresetName = Literal["minimal", "standard", "full"]
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class Preset:
 
 #: The entropy needs the attention weights, which fused kernels never store; it costs as much as attention itself.
 _ATTENTION_EVERY = 10
-_LAYER_VIEWS = ("norm", "mean", "std", "max", "sparsity", "nonfinite")
+_LAYER_VIEWS = ("norm", "mean", "std", "max", "sparsity", "nonfinite_count")
 
 PRESETS: dict[str, Preset] = {
-    "cheap": Preset(CHEAP),
+    "minimal": Preset(MINIMAL),
     "standard": Preset(STANDARD),
     "full": Preset(
         STANDARD,

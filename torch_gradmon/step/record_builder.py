@@ -39,7 +39,7 @@ _UNDEFINED = {
 _UNDEFINED_OF = {
     (n.UPDATE, "angle"): "the parameter is zero before the step, or after it",
     (n.UPDATE, "growth"): "the parameter is zero before the step",
-    (n.ACTIVATION, "singular_side"): "the weight is zero",
+    (n.ACTIVATION, "spectral_alignment"): "the weight is zero",
 }
 _CLASS_OF_HISTOGRAM = f"{histogram.HISTOGRAM_NAME}."
 
@@ -277,7 +277,7 @@ class PendingStep:
         modules: computes the built-in values of modules from tables; None if none are due.
         groups: names of the parameters of each of the optimizers' groups.
         tags: facts for its context.
-        cost: time spent in the monitor, in percent of the time since the last monitored step; None for an unmonitored one.
+        cost: time spent in the monitor, as a share of the time since the last monitored step; None for an unmonitored one.
         late: merges values that were logged after its end.
         late_readback: these on their way to the host, once the next step has begun.
         refusals_after: steps neither monitored nor applied, between this one and the next monitored one.
@@ -350,8 +350,8 @@ class PendingStep:
             nonfinite=any(_is_spoiled(tables.get(source)) for source in (n.GRADIENT_BEFORE_CLIP, n.GRADIENT)),
             attached=self.attached,
         )
-        if self.cost is not None and "overhead_pct" in summary.choice.keys:
-            custom[summary_key("overhead_pct")] = self.cost
+        if self.cost is not None and "overhead_fraction" in summary.choice.keys:
+            custom[summary_key("overhead_fraction")] = self.cost
         custom.update(self.active.values)
         attention, heads = head_values(tables, buffer.unshown)
         modules = [*(() if self.modules is None else self.modules(tables)), *StepValues.of(attention).blocks]
@@ -375,7 +375,7 @@ class PendingStep:
         return {source: ASKED_LATE for source, plan in self.active.plans.items() if not plan.is_whole}
 
     def _context(self, noted: Mapping[str, float]) -> dict[str, Any]:
-        context: dict[str, Any] = {} if self.cost is None else {"overhead_pct": self.cost}
+        context: dict[str, Any] = {} if self.cost is None else {"overhead_fraction": self.cost}
         context.update((name, value) for name, value in noted.items() if "/" not in name)
         if rates := {name: value for name, value in noted.items() if name.startswith("lr/")}:
             context["lr"] = list(rates.values())

@@ -282,13 +282,13 @@ DISTRIBUTION = {"grad_mean": "mean", "grad_std": "std", "grad_sparsity": "sparsi
 
 def gradient_values(before: StatsTable, wanted: Collection[str] = ()) -> dict[str, float]:
     """The values by name, without undefined ones; ``wanted``: names in :data:`DISTRIBUTION` to compute as well."""
-    values = {"grad_norm": norm_of(before), "grad_nonfinite": before.sums[Column.NONFINITE]}
+    values = {"grad_norm": norm_of(before), "grad_nonfinite_count": before.sums[Column.NONFINITE]}
     if VIEWS["max"].columns <= before.columns:
         largest = max(before.largest[Column.MAX], -before.rows[:, Column.MIN].amin().item())
         if largest >= 0:  # else it is that of no element
             values["grad_max"] = abs(largest)  # 0 for -0
     if 0 < values["grad_norm"] < float("inf"):
-        values["grad_top_share"] = before.largest[Column.SQUARE_SUM] / values["grad_norm"] ** 2
+        values["grad_top_fraction"] = before.largest[Column.SQUARE_SUM] / values["grad_norm"] ** 2
     if not DISTRIBUTION.keys().isdisjoint(wanted):
         values |= _distribution(before, wanted)
     return values
@@ -318,7 +318,7 @@ BATCH_DOCUMENTATION = {
         "gradient noise scale: the batch size, in examples, from which on larger batches bring less than they cost; smoothed over "
         "some hundred steps"
     ),
-    "batch_norm_max": "largest L2 norm among the gradients of single micro-batches, of all ranks",
+    "micro_batch_grad_norm_max": "largest L2 norm among the gradients of single micro-batches, of all ranks",
 }
 #: Decay of the running means whose quotient is the noise scale.
 _DECAY = 0.99
@@ -369,7 +369,7 @@ class MicroBatchStats:
             )
             absent.update(dict.fromkeys(BATCH_DOCUMENTATION, reason))
             return {}
-        values = {"batch_norm_max": max(every) if not any(map(math.isnan, every)) else math.nan}
+        values = {"micro_batch_grad_norm_max": max(every) if not any(map(math.isnan, every)) else math.nan}
         if len(every) == 1:
             absent["noise_scale"] = "there is only one micro-batch, and nothing smaller to compare with"
         elif whole is None or not math.isfinite(whole) or not all(map(math.isfinite, every)):
@@ -433,12 +433,12 @@ def rank_norms_text(norms: Mapping[str, Sequence[float]]) -> str:
 #: The meaning of each key, in the order of display.
 KEY_DOCUMENTATION = {
     "grad_norm": "L2 norm of all gradients before clipping",
-    "grad_norm_clipped": "L2 norm of the gradients that the optimizer uses; absent where nothing clips or edits what backward brought",
-    "clipped_share": "share of the last 100 steps in which the gradient norm was reduced after backward, as by a clip; absent where the "
+    "grad_norm_after_clip": "L2 norm of the gradients that the optimizer uses; absent where nothing clips or edits what backward brought",
+    "clip_fraction": "share of the last 100 steps in which the gradient norm was reduced after backward, as by a clip; absent where the "
     "loop does not edit gradients, or only scales them by one factor",
     "grad_max": "largest |x| of the finite gradient elements before clipping",
-    "grad_nonfinite": "number of NaN and infinite gradient elements before clipping",
-    "grad_top_share": "largest share of the squared gradient norm that one parameter holds",
+    "grad_nonfinite_count": "number of NaN and infinite gradient elements before clipping",
+    "grad_top_fraction": "largest share of the squared gradient norm that one parameter holds",
     "param_norm": "L2 norm of all trainable parameters, before the update",
     "update_norm": "L2 norm of the change that the optimizer made",
     "update_ratio": "update_norm over the norm of the same parameters before the update",
@@ -450,7 +450,7 @@ KEY_DOCUMENTATION = {
     "grad_mean": "mean of all gradient elements before clipping",
     "grad_std": "population standard deviation of all gradient elements before clipping",
     "grad_sparsity": "share of the finite gradient elements before clipping with |x| <= eps",
-    "overhead_pct": "time spent in the monitor's own code, in percent of the time since the last monitored step",
+    "overhead_fraction": "time spent in the monitor's own code, as a share of the time since the last monitored step",
 }
 #: Keys of features that are not part of a preset; present if in use.
 ON_REQUEST = {
@@ -460,10 +460,10 @@ ON_REQUEST = {
     "clipped_parameters": "parameters whose gradients an adaptive clip has scaled down in this step",
 }
 STANDARD = tuple(k for k in KEY_DOCUMENTATION if k not in DISTRIBUTION)
-CHEAP = tuple(k for k in STANDARD if not k.startswith(("param_", "update_")))
+MINIMAL = tuple(k for k in STANDARD if not k.startswith(("param_", "update_")))
 #: The update keys need a copy of the parameters, so they are measured on every tenth step.
 UPDATE_EVERY = 10
-OF_GRADIENTS = ("grad_norm", "grad_max", "grad_nonfinite", "grad_top_share", "spike_score", *DISTRIBUTION)
+OF_GRADIENTS = ("grad_norm", "grad_max", "grad_nonfinite_count", "grad_top_fraction", "spike_score", *DISTRIBUTION)
 UPDATE_KEYS = tuple(k for k in KEY_DOCUMENTATION if k.startswith("update_"))
 
 
@@ -774,7 +774,7 @@ def _scaling(run: Sequence[_Step]) -> list[float]:
     return [factor] if max(norms) > min(norms) * (1 + different) else []
 
 
-_CLIP_KEYS = ("grad_norm_clipped", "clipped_share")
+_CLIP_KEYS = ("grad_norm_after_clip", "clip_fraction")
 
 
 def _nothing_clipped(steps: int) -> str:
@@ -847,7 +847,7 @@ class Summary:
 
     def of_one_step(self) -> Summary:
         """An independent summary of gradients for one unmonitored step."""
-        found = Summary(SummaryChoice(name for name in CHEAP if name.startswith("grad_")))
+        found = Summary(SummaryChoice(name for name in MINIMAL if name.startswith("grad_")))
         found._clips.extend(self._clips)
         return found
 
@@ -945,8 +945,8 @@ class Summary:
             )
             if before.has("max") and "grad_max" not in values:
                 absent.update(dict.fromkeys(("grad_max", "grad_sparsity"), "no gradient has a finite element"))
-            if "grad_top_share" not in values:
-                absent["grad_top_share"] = f"the gradient norm is {norm}"
+            if "grad_top_fraction" not in values:
+                absent["grad_top_fraction"] = f"the gradient norm is {norm}"
             if facts.applied and after is not None and facts.used >= set(before.names):
                 self._add_clip(before, after, facts)
         values |= self._clip_values(before, after, facts, absent)
@@ -972,18 +972,18 @@ class Summary:
         elif not self._clips.has_edits:
             reason = _nothing_clipped(len(self._clips))
             if after is not None and facts.attached and facts.used >= facts.trainable and brings_others(before, after):
-                absent["clipped_share"] = reason
-                return {"grad_norm_clipped": norm_of(rows_of(after, facts.trainable))}
+                absent["clip_fraction"] = reason
+                return {"grad_norm_after_clip": norm_of(rows_of(after, facts.trainable))}
         elif after is None or not used_all:
             reason = not_applied(facts.context) if facts.is_interrupted else "not every attached optimizer stepped"
         else:
             share, factor = self._clips.share()
             if share is not None:
-                return {"grad_norm_clipped": norm_of(after), "clipped_share": share}
-            absent["clipped_share"] = (
+                return {"grad_norm_after_clip": norm_of(after), "clip_fraction": share}
+            absent["clip_fraction"] = (
                 f"gradients are multiplied by {factor:.4g} after backward, whatever their norm, which is no clip"
             )
-            return {"grad_norm_clipped": norm_of(after)}
+            return {"grad_norm_after_clip": norm_of(after)}
         absent.update(dict.fromkeys(_CLIP_KEYS, reason))
         return {}
 

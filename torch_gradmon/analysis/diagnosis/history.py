@@ -522,7 +522,7 @@ class History:
         if self.series("clip_limit"):  # an adaptive clip, whose bound changes, scales nothing else
             return GradientEdit()
         kept = self.ratio(n.GRADIENT, n.GRADIENT_BEFORE_CLIP)
-        return GradientEdit.of(self.series("grad_norm").finite, self.series("grad_norm_clipped").finite, kept)
+        return GradientEdit.of(self.series("grad_norm").finite, self.series("grad_norm_after_clip").finite, kept)
 
     def gradients(self, metric: str) -> Matrix:
         """A metric of the gradients that backward brings, for rules that compare layers or look for outliers, which a clip would hide; of
@@ -712,7 +712,7 @@ class Precautions:
         scales = [scale for record in history.records if (scale := record.context.get("amp_scale")) is not None]
         adaptive = any(len(history.series(name)) for name in ("clip_limit", "clipped_parameters"))
         bound = None if adaptive else history.edit.bound
-        shares = history.series("clipped_share")
+        shares = history.series("clip_fraction")
         return cls(
             clips=adaptive or bound is not None or any(share > 0 for share in shares.values),
             bound=bound,

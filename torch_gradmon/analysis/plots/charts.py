@@ -135,8 +135,8 @@ def heatmap(
 
 def norm(panels: PanelSet) -> LineChart:
     """The loss, the norm of all gradients before and after clipping with the bound, the share of clipped steps, and the head-room."""
-    before, after, loss = panels.line("grad_norm"), panels.line("grad_norm_clipped"), panels.loss()
-    share, limit = panels.line("clipped_share"), panels.line("clip_limit")
+    before, after, loss = panels.line("grad_norm"), panels.line("grad_norm_after_clip"), panels.loss()
+    share, limit = panels.line("clip_fraction"), panels.line("clip_limit")
     if not len(before) and not len(loss):
         raise ValueError(NO_NORM)
 
@@ -350,9 +350,9 @@ def pair_norm(pair: RunPair, marks: Sequence[int] = ()) -> LineChart:
     subplots = (
         *_subplot(pair, "loss", PanelSet.loss, is_log=wide),
         *_subplot(pair, "gradient norm", lambda panels: panels.line("grad_norm"), height=1.5),
-        *_subplot(pair, "after clipping", lambda panels: panels.line("grad_norm_clipped")),
+        *_subplot(pair, "after clipping", lambda panels: panels.line("grad_norm_after_clip")),
         *_subplot(
-            pair, "clipped share", lambda panels: panels.line("clipped_share"), is_log=False, limits=(0.0, 1.05), height=0.7
+            pair, "clipped share", lambda panels: panels.line("clip_fraction"), is_log=False, limits=(0.0, 1.05), height=0.7
         ),
     )
     if not subplots:

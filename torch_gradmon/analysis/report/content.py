@@ -20,7 +20,7 @@ from ..diagnosis.diagnose import diagnose_history
 from ..diagnosis.findings import Diagnosis, Finding
 from ..diagnosis.history import History
 from ..diagnosis.series import Series
-from ..diff import Difference
+from ..diff import RunDiff
 from ..plots import charts
 from ..plots.charts import PanelPair, RunPair, blocks, by_block, pair_layers, pair_norm, pair_update
 from ..plots.elements import (
@@ -306,7 +306,7 @@ _DIVERGENCES, _MOST_LAYERS = 5, 9
 def comparison_content(
     runs: tuple[Run, Run],
     names: tuple[str, str],
-    difference: Difference,
+    difference: RunDiff,
     renamed: Callable[[str], str],
     title: str,
     advance: Callable[[], None],
@@ -351,7 +351,7 @@ def comparison_content(
     }
 
 
-def comparison(difference: Difference) -> dict[str, Any]:
+def comparison(difference: RunDiff) -> dict[str, Any]:
     shown = difference.divergences[:_DIVERGENCES]
     return {
         "parts": difference.diverges,
@@ -374,7 +374,7 @@ def _facts(runs: tuple[Run, Run], pair: RunPair) -> list[list[str]]:
     return found
 
 
-def _differing_layers(difference: Difference, gradient: PanelPair | None) -> list[str]:
+def _differing_layers(difference: RunDiff, gradient: PanelPair | None) -> list[str]:
     """The layers that diverge in the first divergent step, then those with the largest differences in any step."""
     if gradient is None:
         return []

@@ -22,7 +22,7 @@ from plotly.utils import PlotlyJSONEncoder
 from ...core.files import replacing
 from ...core.formatting import ProgressBar
 from ..comparison import renamer
-from ..diff import Difference
+from ..diff import RunDiff
 from ..run import load_run
 from .content import PARTS, comparison_content, content
 
@@ -55,13 +55,13 @@ def write(
 def write_both(
     first: str | os.PathLike[str],
     second: str | os.PathLike[str],
-    difference: Difference,
+    difference: RunDiff,
     to: str | os.PathLike[str],
     title: str | None = None,
     rename: Mapping[str, str] | None = None,
     progress: bool | None = None,
 ) -> Path:
-    """Write one report of two runs on top of each other; ``difference`` and ``rename`` are those of :func:`torch_gradmon.diff`. Returns
+    """Write one report of two runs on top of each other; ``difference`` and ``rename`` are those of :func:`torch_gradmon.diff_runs`. Returns
     and raises as :func:`write`.
     """
     target = _checked(Path(to))

@@ -251,7 +251,7 @@ COMMANDS = (
         """The training reads a change at most once a second, at the end of a step, and applies it to the next one. A change replaces the
     one before it and does not affect the training: its parameters end as the same bits. Ranks that exchange values change together, in
     a monitored step; with a large cadence that may take a while. A change of the cadence overrides every=, monitor_step_fn= and
-    overhead_budget= of the script. In a compiled model, activations and attention stay as in the script. Updates are measured in steps
+    max_overhead= of the script. In a compiled model, activations and attention stay as in the script. Updates are measured in steps
     divisible by 10, as by the presets. A resumed run follows its script: request the change again.
 
     The exit code is 0 if the change was requested (with --wait: if it is or was in force), 1 if the wait failed, and 2 if nothing

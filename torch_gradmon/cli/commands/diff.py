@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from ...analysis.diff import diff
+from ...analysis.diff import diff_runs
 from .common import (
     FIRST,
     JSON,
@@ -30,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
             from ...analysis.report.page import write_both
     try:
         rename = dict(_pairs("--rename", options.rename, "'^h\\.=layers.'"))
-        found = diff(
+        found = diff_runs(
             options.a,
             options.b,
             options.rtol,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ...analysis.diagnosis.diagnose import diagnose, diagnose_history
 from ...analysis.diagnosis.history import History
-from ...analysis.diff import diff
+from ...analysis.diff import diff_runs
 from ...analysis.many_runs import run_card, status_dict, status_text
 from ...analysis.run import no_run
 from ...analysis.spike_report import SpikeReport, explain, no_report
@@ -45,7 +45,7 @@ def _report(options: argparse.Namespace) -> int:
         if options.other is None:
             page = write(options.run, to, options.title)
         else:
-            found = diff(options.run, options.other)
+            found = diff_runs(options.run, options.other)
             to = to or Path(options.other) / f"against-{Path(options.run).resolve().name}.html"
             page = write_both(options.run, options.other, found, to, options.title)
     except (FileNotFoundError, ValueError) as error:

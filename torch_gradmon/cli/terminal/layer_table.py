@@ -231,9 +231,11 @@ def layer_rows(run: Run, grouped: Groups, since: int | None = None) -> list[Laye
         norm = _values(stack, "norm")
         norms.add(stack.steps, norm)
         zeros.add(stack.steps, _values(stack, "sparsity"))
-        nonfinite.add(stack.steps, stack.values("nonfinite"))
+        nonfinite.add(stack.steps, stack.values("nonfinite_count"))
         total = whole.values("norm").square().nansum(1, keepdim=True)
-        total = torch.where((total > 0) & total.isfinite() & ~whole.values("nonfinite").any(1, keepdim=True), total, torch.nan)
+        total = torch.where(
+            (total > 0) & total.isfinite() & ~whole.values("nonfinite_count").any(1, keepdim=True), total, torch.nan
+        )
         shares.add(stack.steps, torch.where(total.isnan(), torch.nan, (norm.square() / total).nan_to_num(nan=0.0)))
     if not norms.steps or not grouped.titles:
         return []

@@ -136,7 +136,7 @@ class LiveRun:
         return median if median > 0 else None
 
     def fact(self, name: str) -> float | None:
-        """The median of a number in the context of the shown steps, such as ``overhead_pct``; None without any."""
+        """The median of a number in the context of the shown steps, such as ``overhead_fraction``; None without any."""
         found = [record.context[name] for record in self.records if isinstance(record.context.get(name), (int, float))]
         return lower_median(found) if found else None
 

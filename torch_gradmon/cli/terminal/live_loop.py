@@ -27,8 +27,8 @@ _IDLE_STEPS, _IDLE_SECONDS = 20, 10.0
 #: Whole-model values: the shown name, the metric, and the range of the sparkline if it is fixed.
 _SIGNALS: tuple[tuple[str, str, tuple[float, float] | None], ...] = (
     ("grad norm", "grad_norm", None),
-    ("after clip", "grad_norm_clipped", None),
-    ("clip share", "clipped_share", (0.0, 1.0)),
+    ("after clip", "grad_norm_after_clip", None),
+    ("clip share", "clip_fraction", (0.0, 1.0)),
 )
 #: Widths of the cells after a sparkline; the second one only in a terminal with at least this many columns.
 _CELLS, _WIDE = (8, 8, 8, 9), 100
@@ -103,12 +103,12 @@ def _state(live: LiveRun, now: float) -> Text:
 def _facts(live: LiveRun) -> Text:
     assert live.last is not None, "there is a step"
     rates = rates_in(live.last.context)
-    overhead, scale = live.fact("overhead_pct"), live.last.context.get("amp_scale")
+    overhead, scale = live.fact("overhead_fraction"), live.last.context.get("amp_scale")
     skipped, not_applied = live.total("steps_skipped"), max(live.total("steps_not_applied"), len(live.not_applied))
     spiked, segments = len(live.spikes), live.run.segments
     facts = [
         (f"lr {max(rates):.3g}" if rates else "", ""),
-        (f"overhead {overhead:.1f}% (median)" if overhead is not None else "", ""),
+        (f"overhead {overhead:.1%} (median)" if overhead is not None else "", ""),
         (f"loss scale {scale:g}" if isinstance(scale, (int, float)) else "", ""),
         (f"{spiked} spike{'s' if spiked > 1 else ''}" if spiked else "no spikes", _WARN if spiked else ""),
         (f"{not_applied} not applied" + (f" ({skipped} skipped)" if skipped else "") if not_applied else "", _WARN),

@@ -43,7 +43,7 @@ def show(console: Console, cards: Sequence[RunCard]) -> None:
         "findings": _findings,
         "spikes": _spikes,
         "head-room used": _number(lambda card: card.headroom),
-        "cost": lambda card: Text("" if card.cost is None else f"{card.cost:.2g} %"),
+        "cost": lambda card: Text("" if card.cost is None else f"{100 * card.cost:.2g} %"),
         **{name: _setting(name) for name in some[:_MOST]},
     }
     cells = {title: [cell(card) for card in cards] for title, cell in columns.items()}

@@ -356,7 +356,7 @@ def range_of(values: Sequence[float]) -> Range | None:
 
 def local_values(kind: str, records: Sequence[StepRecord], after: int, rank: int) -> list[float]:
     """What this rank has measured of its own batches in the steps ``after`` that one: the loss, or the norm of their gradients where
-    :meth:`ModuleMonitor.add_batch_metrics` measures it.
+    :meth:`ModuleMonitor.add_micro_batch_metrics` measures it.
     """
     recent = [record for record in records if record.step > after]
     if kind == "loss":

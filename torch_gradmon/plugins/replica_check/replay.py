@@ -27,7 +27,7 @@ _Found = dict[str, int]
 
 
 @dataclass(frozen=True, repr=False)
-class Replay(ShownAsText):
+class DeterminismReport(ShownAsText):
     """The same forward and backward pass several times, compared bit for bit. Print it, or read the attributes.
 
     Attributes:
@@ -69,7 +69,7 @@ class Replay(ShownAsText):
         )
 
 
-def replay(model: nn.Module, compute: Callable[[nn.Module], Tensor], times: int) -> Replay:
+def replay(model: nn.Module, compute: Callable[[nn.Module], Tensor], times: int) -> DeterminismReport:
     """Run ``compute`` and its backward pass ``times`` times, each on a new copy of the model; where results differ, as many times again.
 
     Nothing of the training changes. Synchronises the device.
@@ -89,7 +89,7 @@ def replay(model: nn.Module, compute: Callable[[nn.Module], Tensor], times: int)
     found = [values for _, values in passes]
     differing = tuple(name for name in dict.fromkeys(chain(*found)) if len({values.get(name) for values in found}) > 1)
     compared = len({name for values in found for name in values} - {LOSS})
-    return Replay(tuple(loss for loss, _ in passes), odd, differing, compared, verdict)
+    return DeterminismReport(tuple(loss for loss, _ in passes), odd, differing, compared, verdict)
 
 
 #: Classes of modules whose parameters are in parts on all ranks.

@@ -35,7 +35,7 @@ from ...step.plan import SourcePlan
 from ...step.plugin import OptimizerContext, Plugin
 from ...step.ranks import Ranks, local_part
 from ...step.summary import gradient_values
-from .policy import Act, Policy, Rollback, RolledBack
+from .policy import Act, Policy, Rollback, RollbackResult
 
 # --- decision ---
 
@@ -553,7 +553,7 @@ class Rollbacks:
         if is_sound and self._snapshots.is_due(step):
             self.due = step
 
-    def go_back(self, step: int, model: nn.Module, optimizers: Sequence[Optimizer]) -> RolledBack | None:
+    def go_back(self, step: int, model: nn.Module, optimizers: Sequence[Optimizer]) -> RollbackResult | None:
         """Go back after a spike in ``step``; None without a snapshot that all ranks have and can restore."""
         snapshots = self._snapshots
         to = snapshots.choose(step, set(snapshots.steps).intersection(*self._ranks.gathered(snapshots.steps)))
@@ -570,7 +570,7 @@ class Rollbacks:
             self._complaints.add("rollback:partly", message)
         seen = self._batches - before
         self._batches += self._skip_batches
-        return RolledBack(step, to, seen, self._skip_batches)
+        return RollbackResult(step, to, seen, self._skip_batches)
 
     def _on_all(self, action: Callable[[], object]) -> list[str]:
         """Do it on each rank; what went wrong, on any of them."""
@@ -622,7 +622,7 @@ class SpikePolicy(Plugin):
         self.policy = policy.without_others() if isinstance(policy, Rollback) else policy
         self._model_buffers = Buffers(complaints)
         self.act: Act | None = None
-        self.rolled_back: RolledBack | None = None
+        self.rolled_back: RollbackResult | None = None
         self.skipped = self.rollbacks = 0
         settings = policy.settings  # not the policy, which may hold the model
         self._votes = Votes(detectors, exchange, complaints, lambda: {**parts(), "on_spike=": settings})

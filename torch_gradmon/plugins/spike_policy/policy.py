@@ -120,7 +120,7 @@ Policy = Skip | Rollback
 
 
 @dataclass(frozen=True)
-class RolledBack:
+class RollbackResult:
     """The result of a rollback.
 
     Attributes:
@@ -138,7 +138,7 @@ class RolledBack:
 
 
 @dataclass(frozen=True)
-class Counts:
+class StepCounts:
     """Steps so far; with ``attempted`` = ``applied`` + ``skipped`` + ``overflowed`` + ``interrupted``.
 
     Attributes:

@@ -390,7 +390,7 @@ def _applied(history: History, step: int) -> bool:
 def _bounded(history: History, spike: Episode) -> float | None:
     """The norm to which the worst step was clipped; None if it was not."""
     before, after = (
-        dict(series.pairs()).get(spike.worst.step) for series in (history.unclipped_norm, history.series("grad_norm_clipped"))
+        dict(series.pairs()).get(spike.worst.step) for series in (history.unclipped_norm, history.series("grad_norm_after_clip"))
     )
     return after if before is not None and after is not None and after < (1 - _ROUNDING) * before else None
 
@@ -398,7 +398,7 @@ def _bounded(history: History, spike: Episode) -> float | None:
 def _advice(history: History, spike: Episode, made: SpikeCause, suspects: Sequence[ParameterAttribution]) -> str:
     """What to look at, then what the run does not do yet."""
     step, run, bound = spike.worst.step, Precautions.of(history), _bounded(history, spike)
-    report = f"'gradmon why {history.place} --step {step}'" if history.place else f"monitor.why({step})"
+    report = f"'gradmon why {history.place} --step {step}'" if history.place else f"monitor.explain_spike({step})"
     what = "the batch and the loss" if made.is_common else "the batch"
     when = "this step" if spike.first == spike.last else f"step {step}"
     look = f"Look at {what} of {when}, and at {report}{_rate_jump(history, spike.first)}"
@@ -441,7 +441,7 @@ def check_clipping(history: History) -> list[Finding]:
     norms = history.edit.before_clip(history.applied("grad_norm").finite)
     if not norms:
         raise NotMeasured("no gradient norm before clipping was measured")
-    shares = history.applied("clipped_share")
+    shares = history.applied("clip_fraction")
     if not shares or shares.steps[-1] < norms.part(0.9, 1).steps[0]:  # a scaling that was first taken for a clip
         return []
     if shares.values[-1] >= _ALWAYS:
@@ -450,7 +450,7 @@ def check_clipping(history: History) -> list[Finding]:
 
 
 def _always(history: History, norms: Series, shares: Series) -> list[Finding]:
-    clipped = history.applied("grad_norm_clipped").finite
+    clipped = history.applied("grad_norm_after_clip").finite
     run = Precautions.of(history)
     is_clip = run.bound is not None or run.adaptive
     norms = norms if is_clip else history.applied("grad_norm").finite  # with what may be a scaling
@@ -504,7 +504,7 @@ def _pairs(norms: Series, clipped: Series) -> list[tuple[float, float]]:
 
 
 def _never(history: History, norms: Series) -> list[Finding]:
-    pairs = _pairs(history.applied("grad_norm").finite, history.applied("grad_norm_clipped").finite)
+    pairs = _pairs(history.applied("grad_norm").finite, history.applied("grad_norm_after_clip").finite)
     if any(abs(before - after) > _SAME * before for before, after in pairs):  # what changes norms, and reduces none, is no clip
         return []
     far = _outliers(norms)

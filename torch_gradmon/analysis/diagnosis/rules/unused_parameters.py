@@ -335,7 +335,7 @@ def _never(history: History, norms: Matrix) -> list[Finding]:
     whole = torch.tensor([step not in history.partial_steps for step in parameters.steps], dtype=torch.bool)
     there = torch.isfinite(parameters.values[whole]).sum(0).tolist()
     seen = norms.by_name(norms.values.nan_to_num(0.0).amax(0))
-    spoiled = history.gradients("nonfinite").largest()  # NaN is a gradient too, but no norm
+    spoiled = history.gradients("nonfinite_count").largest()  # NaN is a gradient too, but no norm
     seen.update((name, count) for name, count in spoiled.items() if count)
     measured = {
         name: steps
@@ -486,7 +486,7 @@ def _vanished(history: History, norms: Matrix) -> list[Finding]:
 
 def _frozen(history: History, norms: Matrix) -> list[Finding]:
     """Parameters that had a gradient in nearly all steps, and from one step on have none at all."""
-    if any(history.gradients("nonfinite").largest().values()):
+    if any(history.gradients("nonfinite_count").largest().values()):
         return []  # NaN is no missing gradient
     there = norms.values.isfinite()
     ends = {}
