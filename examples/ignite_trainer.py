@@ -85,7 +85,8 @@ def train(name: str, batches: list[Batch], held_out: list[Batch], poisons: bool,
     accuracy = evaluator.run(held_out).metrics["accuracy"]
     monitor = handler.monitor
     assert monitor is not None
-    print(f"  {accuracy:.1%} of the held-out digits; {monitor.get_step_counts().skipped} of {monitor.get_step_counts().attempted} steps skipped")
+    counts = monitor.get_step_counts()
+    print(f"  {accuracy:.1%} of the held-out digits; {counts.skipped} of {counts.attempted} steps skipped")
     if events:
         print(f"  spikes: {len(events)}, the first: {events[0].reason}")
 

@@ -115,7 +115,12 @@ def at_random(rank: int, seed: int, directory: str, is_tuned: bool) -> dict[str,
         meets = monitor._runtime.lifecycle.planning.exchange.exchanges_values
         monitor.detach()
     found |= {"states": states, "seen": seen, "last": last, "meets": meets, "complaints": monitor.warning_counts()}
-    found |= {"parameters": _local(model), "hooks": _hooks(model), "skipped": monitor.get_step_counts().skipped, "always": wrap == "fsdp2"}
+    found |= {
+        "parameters": _local(model),
+        "hooks": _hooks(model),
+        "skipped": monitor.get_step_counts().skipped,
+        "always": wrap == "fsdp2",
+    }
     return found
 
 

@@ -182,7 +182,9 @@ class Loop:
 
     def _state(self) -> tuple[Any, ...]:
         monitor = self.monitor
-        return () if monitor is None else (monitor.current_step, monitor.last_step, str(monitor.get_step_counts()), len(self.rows))
+        return (
+            () if monitor is None else (monitor.current_step, monitor.last_step, str(monitor.get_step_counts()), len(self.rows))
+        )
 
     # --- the loop --------------------------------------------------------------------------------------------------------------
 

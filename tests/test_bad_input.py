@@ -166,7 +166,7 @@ BAD: list[tuple[Call, type[Exception], tuple[str, ...]]] = [
     (lambda w: ModuleMonitor(flight_recorder=-1), ValueError, ("flight_recorder=-1", "or 0 for none")),
     (lambda w: ModuleMonitor(process_group=3), TypeError, ("process_group", "mesh.get_group()", "3")),
     (lambda w: ModuleMonitor(rank_distinct_regex="("), ValueError, ("rank_distinct_regex",)),
-    (lambda w: w.attached.log_scalar("x", 1.0, dist_reduce="average"), ValueError, ("reduce", "mean")),
+    (lambda w: w.attached.log_scalar("x", 1.0, dist_reduce="average"), ValueError, ("dist_reduce", "mean")),
     # modules
     (lambda w: w.free.set_module(None), TypeError, ("None", "torch.nn.Module")),
     (lambda w: w.free.set_module(nn.Linear(1, 1)), ValueError, ("Sequential", "another ModuleMonitor")),

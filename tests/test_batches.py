@@ -54,7 +54,9 @@ def test_a_spike_names_the_micro_batch_that_it_came_from(tmp_path: Path) -> None
     (event,) = [event for event in events if event.step == 30]
     assert "micro-batch 2 of rank 0 has " in event.where
     assert "the norm of the 3 others" in event.where
-    line = next(line for line in monitor.explain_spike(30).splitlines() if line.startswith("  norms of the micro-batches of rank 0: "))
+    line = next(
+        line for line in monitor.explain_spike(30).splitlines() if line.startswith("  norms of the micro-batches of rank 0: ")
+    )
     assert line.endswith(", ".join(f"{norm:.4g}" for norm in true[30]))
     monitor.detach()
     assert line in explain(load_run(tmp_path), 30)

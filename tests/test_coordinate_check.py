@@ -475,7 +475,7 @@ def test_keys_are_read_back_in_both_styles_and_go_to_the_run_directory(tmp_path:
     for source in RCC_SOURCES:
         for name in ("h.0.fc", "h.0.fc.weight/W_t x_t"):
             key = Key(source, name, "l2norm")
-            assert [parse_key(format_key(key, style), style) for style in ("seed", "metric_first")] == [key, key]
+            assert [parse_key(format_key(key, style), style) for style in ("name_first", "metric_first")] == [key, key]
     model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
     sink = gradmon.testing.RecordingSink()
     monitor, optimizer = checked(model, run_dir=tmp_path / "run")

@@ -127,12 +127,12 @@ def test_where_nothing_is_finite_it_says_so() -> None:
     assert monitor.get_step_metrics()["gradient/bias/log2_histogram.0"] == 1
 
 
-@pytest.mark.parametrize("style", ["seed", "metric_first"])
+@pytest.mark.parametrize("style", ["name_first", "metric_first"])
 def test_sinks_put_the_classes_together(style: str, tmp_path: Path) -> None:
     _, gradients = _monitored(JsonlSink(tmp_path / "rows.jsonl"), key_order=style)
     row = json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[2])
     scalars, histograms = without_histograms(row)
-    key = "gradient/0.weight/log2_histogram" if style == "seed" else "gradient_log2_histogram/0.weight"
+    key = "gradient/0.weight/log2_histogram" if style == "name_first" else "gradient_log2_histogram/0.weight"
     counts = _naive(gradients[2]["0.weight"])
     assert histograms[key].counts == [counts.get(str(power), 0) for power in range(LOWEST, HIGHEST + 1)]
     assert histograms[key].edges[0] == LOWEST

@@ -87,7 +87,7 @@ class Everything(GradmonCallback):
     """Keeps the rows that it hands out, and takes norms of every parameter before and after the clip."""
 
     def __init__(self, **more: Any) -> None:
-        monitor = gradmon.ModuleMonitor(key_order="seed", **more)
+        monitor = gradmon.ModuleMonitor(key_order="name_first", **more)
         monitor.add_preset("standard")
         monitor.add_gradient_metric("norm")
         super().__init__(monitor, log_every_n_steps=1)

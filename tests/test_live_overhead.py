@@ -25,10 +25,10 @@ def written(path: Path, costs: list[float | None]) -> Path:
 @pytest.mark.parametrize(
     ("costs", "shown"),
     [
-        ([6.6] * 9 + [50.0], 6.6),
-        ([6.6] * 90 + [50.0] * 40, 6.6),  # a closer look at the end
-        ([50.0, 45.0] + [6.6, None] * 20, 6.6),  # hooks were made at the beginning; a step that was recorded later has no cost
-        ([90.0] * 500 + [6.6] * 600, 6.6),  # of the steps that are shown, not of the whole run
+        ([0.066] * 9 + [0.5], 0.066),
+        ([0.066] * 90 + [0.5] * 40, 0.066),  # a closer look at the end
+        ([0.5, 0.45] + [0.066, None] * 20, 0.066),  # hooks were made at the beginning; a step that was recorded later has no cost
+        ([0.9] * 500 + [0.066] * 600, 0.066),  # of the steps that are shown, not of the whole run
         ([None] * 5, None),
     ],
 )
@@ -41,7 +41,7 @@ def test_the_live_view_calls_it_a_median(tmp_path: Path) -> None:
     pytest.importorskip("rich")
     from torch_gradmon.cli.terminal.live_loop import Screen, frame
 
-    follower = RunFollower(written(tmp_path, [6.6] * 90 + [45.0, 55.0] * 15), 600)
+    follower = RunFollower(written(tmp_path, [0.066] * 90 + [0.45, 55.0] * 15), 600)
     follower.refresh()
     assert "overhead 6.6% (median)" in frame(follower, Screen(100, None), 0.0)[1].plain
     follower.close()

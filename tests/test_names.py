@@ -64,7 +64,7 @@ def test_two_keys_never_share_a_text(first: Key, second: Key, style: str) -> Non
 def test_metric_first_has_one_slash_so_that_a_dashboard_makes_one_section_per_metric(key: Key) -> None:
     assert format_key(key, "metric_first").count("/") == 1
     assert format_key(key, "metric_first").split("/") == [f"{key.source}_{key.metric}", key.name]
-    assert format_key(key, "seed").split("/") == [key.source, key.name, key.metric]
+    assert format_key(key, "name_first").split("/") == [key.source, key.name, key.metric]
 
 
 @pytest.mark.parametrize(

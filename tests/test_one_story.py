@@ -84,7 +84,10 @@ def _in_table(story: str) -> _Told:
 
 def _everywhere(monitor: ModuleMonitor, path: Path, step: int) -> dict[str, _Told]:
     """What each outlet says of the spike of ``step``, the largest of the run."""
-    found = {"why of the monitor": _in_table(monitor.explain_spike()), "diagnosis of the monitor": _only(monitor.diagnose().text(10_000))}
+    found = {
+        "why of the monitor": _in_table(monitor.explain_spike()),
+        "diagnosis of the monitor": _only(monitor.diagnose().text(10_000)),
+    }
     event = next(event for event in monitor._runtime.pipeline.history.recent().events if event.step == step)
     monitor.detach()
     run = load_run(path)

@@ -107,7 +107,13 @@ def _spoiled(path: Path) -> gradmon.ModuleMonitor:
 def test_results_are_shown_as_text_and_escaped_in_a_notebook(tmp_path: Path) -> None:
     monitor = _spoiled(tmp_path)
     diagnosis = monitor.diagnose()
-    shown = [diagnosis, diagnosis.findings[0], monitor.explain_spike(), gradmon.diff_runs(tmp_path, tmp_path), gradmon.diagnose(tmp_path)]
+    shown = [
+        diagnosis,
+        diagnosis.findings[0],
+        monitor.explain_spike(),
+        gradmon.diff_runs(tmp_path, tmp_path),
+        gradmon.diagnose(tmp_path),
+    ]
     assert any("img" in str(each) for each in shown)
     for each in shown:
         page = each._repr_html_()

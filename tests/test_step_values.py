@@ -141,7 +141,7 @@ def test_values_of_outputs_are_blocks_too_and_follow_what_is_called_and_asked_fo
 
 
 def test_flat_keys_follow_the_blocks() -> None:
-    formatted, first = KeyFormatter("seed", ""), (A, B)
+    formatted, first = KeyFormatter("name_first", ""), (A, B)
     for blocks in (
         [(first, [1.0, 2.0])],
         [(first, [3.0, 4.0])],
@@ -159,7 +159,7 @@ def test_flat_keys_follow_the_blocks() -> None:
 
 
 def test_a_caller_may_change_the_dict() -> None:
-    formatted = KeyFormatter("seed", "")
+    formatted = KeyFormatter("name_first", "")
     values = StepValues(Block((A, B), [1.0, 2.0]))
     formatted(values).clear()
     formatted(values)["more"] = 1.0

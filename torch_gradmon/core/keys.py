@@ -84,7 +84,7 @@ NAME_SOURCES = (*ATTENTION_SOURCES.values(), SPIKE_SCORE)
 GRADIENT_STAGES = {"local": GRADIENT_LOCAL, "before_clip": GRADIENT_BEFORE_CLIP, "after_clip": GRADIENT}
 
 ROOT = "[root module]"
-KEY_ORDERS = ("seed", "metric_first")
+KEY_ORDERS = ("name_first", "metric_first")
 
 #: Path components that a wrapper adds: DDP and DataParallel, torch.compile, FSDP1, activation checkpointing, Megatron and
 #: DeepSpeed style holders.
@@ -156,7 +156,7 @@ def blocks_of(names: Iterable[str], of_modules: bool = False) -> dict[str, str]:
     return {name: ".".join(path[: depth_of(name)]) for name, path in paths.items()}
 
 
-def format_key(key: Key, style: str = "seed", prefix: str = "") -> str:
+def format_key(key: Key, style: str = "name_first", prefix: str = "") -> str:
     """The flat string for ``key``: ``source/name/metric``, or ``source_metric/name`` in the style ``metric_first``.
 
     >>> format_key(Key("gradient", "fc.weight", "norm"))
@@ -169,7 +169,7 @@ def format_key(key: Key, style: str = "seed", prefix: str = "") -> str:
     return prefix + "/".join(part for part in key if part)
 
 
-def parse_key(text: str, style: str = "seed", prefix: str = "") -> Key:
+def parse_key(text: str, style: str = "name_first", prefix: str = "") -> Key:
     """The inverse of :func:`format_key`. A text without a known source is a free key.
 
     >>> parse_key("gradient/fc.weight/norm")

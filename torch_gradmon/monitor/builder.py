@@ -94,7 +94,7 @@ class MonitorConfig:
     excluded_modules_regex: str | re.Pattern[str] | None = None
     format_module_name_fn: Callable[[str], str] | None = None
     on_metric_error: str = "warn"
-    key_order: str = "seed"
+    key_order: str = "name_first"
     prefix: str = ""
     eps: float = DEFAULT_EPS
     update_sample: int | str | re.Pattern[str] | None = None

@@ -73,8 +73,8 @@ class ModuleMonitor:
     * ``metric_name``: last part of the key, without a slash.
     * ``metric_fn``: a function of the tensor that returns a number, or a tensor whose elements are then reduced. None takes the
       built-in of that name: ``norm``, ``rms``, ``mean``, ``std``, ``max``, ``min_value``, ``max_value``, ``l1_norm``, ``sparsity``,
-      ``zero_count``, ``nonfinite_count``, ``log2_histogram`` (counts by power of two, with keys such as ``log2_histogram.-12``; it costs much
-      more than the others, so set ``every``), and those that the method lists.
+      ``zero_count``, ``nonfinite_count``, ``log2_histogram`` (counts by power of two, with keys such as ``log2_histogram.-12``; it
+      costs much more than the others, so set ``every``), and those that the method lists.
     * ``metric_regex``: searched (``re.search``) in the canonical name of the tensor.
     * ``metric_aggregation_fn``: merges the values of micro-batches and elements: ``"mean"`` (weighted by elements), ``"sum"``,
       ``"min"``, ``"max"``, or a function of all values, as one flat tensor, that returns a number or a dict of numbers. A function
@@ -96,7 +96,7 @@ class ModuleMonitor:
             values still cover all parameters.
         format_module_name_fn: maps each canonical name to the one in keys.
         on_metric_error: ``"warn"`` warns once and continues; ``"raise"`` raises, for tests.
-        key_order: ``"seed"`` gives ``source/name/metric``, ``"metric_first"`` gives ``source_metric/name``.
+        key_order: ``"name_first"`` gives ``source/name/metric``, ``"metric_first"`` gives ``source_metric/name``.
         prefix: put before every key.
         eps: an element counts as near zero when ``|x| <= eps``.
         update_sample: limits the copy that update metrics need, and update values are then those of the sample. An int copies at
@@ -157,7 +157,7 @@ class ModuleMonitor:
         excluded_modules_regex: str | re.Pattern[str] | None = None,
         format_module_name_fn: Callable[[str], str] | None = None,
         on_metric_error: str = "warn",
-        key_order: str = "seed",
+        key_order: str = "name_first",
         prefix: str = "",
         eps: float = DEFAULT_EPS,
         update_sample: int | str | re.Pattern[str] | None = None,
@@ -410,9 +410,9 @@ class ModuleMonitor:
     ) -> None:
         """Of the optimizer's state for a parameter, after its step: ``optimizer/{param}/{metric}``. Needs :meth:`attach`.
 
-        Built-in, instead of the usual ones: ``exp_avg_norm``, ``exp_avg_sq_norm``, ``grad_momentum_cosine``, ``second_moment_ratio``. A function
-        gets a dict: the state, ``param``, ``grad``, and ``group``, the settings of the parameter's group. If it returns None, there is no
-        key.
+        Built-in, instead of the usual ones: ``exp_avg_norm``, ``exp_avg_sq_norm``, ``grad_momentum_cosine``, ``second_moment_ratio``. A
+        function gets a dict: the state, ``param``, ``grad``, and ``group``, the settings of the parameter's group. If it returns None,
+        there is no key.
 
         Args:
             metric_name, metric_fn, metric_regex, metric_aggregation_fn, every, shardwise: see the class.
@@ -899,7 +899,7 @@ class ModuleMonitor:
         return () if record is None else record.events
 
     def log_scalar(
-        self, key: str, value: Any, aggregation_fn: str | Callable[..., Any] | None = None, *, reduce: str | None = None
+        self, key: str, value: Any, aggregation_fn: str | Callable[..., Any] | None = None, *, dist_reduce: str | None = None
     ) -> None:
         """Log one number under ``key``, merged over micro-batches by ``aggregation_fn`` (by default the mean).
 
@@ -911,19 +911,19 @@ class ModuleMonitor:
             key: the key.
             value: the number, or a tensor of one element.
             aggregation_fn: see the class; the same for all values of a key in one step, since others are lost with a warning.
-            reduce: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"`` merges the value over the ranks that log it, in the exchange at
+            dist_reduce: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"`` merges the value over the ranks that log it, in the exchange at
                 the end of the step, so log it before the optimizer steps: a later one is lost if ranks have merged earlier ones.
                 By default a value stays on its rank, except a value with a detector, which is averaged.
 
         Raises:
             TypeError: ``key`` is no str, or the value no number.
-            ValueError: a tensor of several elements; :meth:`log_tensor` takes those. Or an unknown ``reduce``.
+            ValueError: a tensor of several elements; :meth:`log_tensor` takes those. Or an unknown ``dist_reduce``.
         """
-        if aggregation_fn is None and reduce is None and self._runtime.lifecycle.values.keep(key, value):
+        if aggregation_fn is None and dist_reduce is None and self._runtime.lifecycle.values.keep(key, value):
             return
         check.log_key(key)
-        if reduce is not None:
-            check.one_of("reduce", reduce, ("mean", "sum", "min", "max"))
+        if dist_reduce is not None:
+            check.one_of("dist_reduce", dist_reduce, ("mean", "sum", "min", "max"))
         with outside_dispatch_modes():
             if isinstance(value, Tensor) and value.numel() != 1:
                 shape = tuple(value.shape)
@@ -932,7 +932,7 @@ class ModuleMonitor:
                 raise TypeError(f"log_scalar({key!r}) takes a real number, got a complex one, {display(value)}; log its abs()")
         if not isinstance(value, (int, float, Tensor)) and not hasattr(value, "__float__"):
             raise TypeError(f"log_scalar({key!r}) takes a number, got {display(value)}")
-        self.log_key(Key("", key, ""), value, aggregation_fn, reduce or "")
+        self.log_key(Key("", key, ""), value, aggregation_fn, dist_reduce or "")
 
     def log_scalars(self, values: Mapping[str, Any]) -> None:
         """Log several numbers by key, see :meth:`log_scalar`."""
@@ -961,8 +961,8 @@ class ModuleMonitor:
     def log_sample_losses(self, ids: Sequence[int | str] | Tensor, losses: Tensor) -> None:
         """The loss of each row of the batch, before ``optimizer.step()``; again for each micro-batch. Only in monitored steps.
 
-        The eight largest losses of a step are kept with their ids: a spike names the rows that hold the loss, :meth:`explain_spike` and the run
-        directory (``run.context(step)["rows"]``) have them. The rows are those of this rank. Nothing waits for the device.
+        The eight largest losses of a step are kept with their ids: a spike names the rows that hold the loss, :meth:`explain_spike` and the
+        run directory (``run.context(step)["rows"]``) have them. The rows are those of this rank. Nothing waits for the device.
 
         Args:
             ids: what identifies each row in the data, ``[rows]``: integers, strings, or a tensor of integers. Of a

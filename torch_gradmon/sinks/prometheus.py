@@ -60,9 +60,7 @@ def families(
     for text, value in values.items():
         key = parse_key(encodable(text), key_order, prefix)
         if key.source == n.SUMMARY:
-            found.setdefault(Family(("model", key.metric), "", _WHOLE.get(key.metric, key.metric), "1"), {})[""] = (
-                value
-            )
+            found.setdefault(Family(("model", key.metric), "", _WHOLE.get(key.metric, key.metric), "1"), {})[""] = value
         elif key.source and key.metric:
             built_in = VIEW_BUILT_INS.get(key.source, {}).get(key.metric)
             meaning = f"{key.metric} of {key.source}" if built_in is None else built_in.documentation

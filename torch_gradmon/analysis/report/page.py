@@ -61,8 +61,8 @@ def write_both(
     rename: Mapping[str, str] | None = None,
     progress: bool | None = None,
 ) -> Path:
-    """Write one report of two runs on top of each other; ``difference`` and ``rename`` are those of :func:`torch_gradmon.diff_runs`. Returns
-    and raises as :func:`write`.
+    """Write one report of two runs on top of each other; ``difference`` and ``rename`` are those of :func:`torch_gradmon.diff_runs`.
+    Returns and raises as :func:`write`.
     """
     target = _checked(Path(to))
     names = _name(first), _name(second)
