@@ -55,7 +55,7 @@ def contenders(stack: ExitStack, directory: Path) -> dict[str, dict[str, Log]]:
 
     file = stack.enter_context((directory / "by_hand.jsonl").open("w"))
     writer = stack.enter_context(SummaryWriter(str(directory / "by_hand")))
-    jsonl, board = gradmon.JsonlSink(directory / "sink.jsonl"), gradmon.TensorBoardSink(directory / "sink")
+    jsonl, board = gradmon.sinks.JsonlSink(directory / "sink.jsonl"), gradmon.sinks.TensorBoardSink(directory / "sink")
     own, other = run(), run()
     tracked = trackio.init(project="benchmark", auto_log_gpu=False, auto_log_cpu=False)  # one process has one run
     for each in (jsonl, board):
@@ -72,9 +72,9 @@ def contenders(stack: ExitStack, directory: Path) -> dict[str, dict[str, Log]]:
 
     return {
         "JsonlSink": {"ours": jsonl.log, "json.dumps, write, flush": write_line},
-        "WandbSink": {"ours": gradmon.WandbSink(own, alone=True).log, "run.log, offline": lambda row, step: other.log(row)},
+        "WandbSink": {"ours": gradmon.sinks.WandbSink(own, alone=True).log, "run.log, offline": lambda row, step: other.log(row)},
         "TensorBoardSink": {"ours": board.log, "add_scalar for each": add_scalars},
-        "TrackioSink": {"ours": gradmon.TrackioSink(tracked).log, "run.log": lambda row, step: tracked.log(row, step=step)},
+        "TrackioSink": {"ours": gradmon.sinks.TrackioSink(tracked).log, "run.log": lambda row, step: tracked.log(row, step=step)},
     }
 
 

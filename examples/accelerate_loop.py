@@ -47,8 +47,7 @@ def digits() -> DataLoader[Any]:
 def main() -> None:
     """Train, and print the rows of the tracker."""
     warnings.simplefilter("ignore", gradmon.GradmonWarning)  # without the warning about the spike
-    monitor = gradmon.ModuleMonitor(on_spike="skip")  # 1: a monitor and its metrics
-    monitor.add_preset("standard")
+    monitor = gradmon.ModuleMonitor(on_spike="skip", preset="standard")  # 1: a monitor and its metrics
     table = Table()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4, log_with=[GradmonTracker(monitor), table])  # 2
     accelerator.init_trackers("digits")

@@ -38,7 +38,7 @@ def main() -> None:
             )
 
     print("\nlargest shares of the squared gradient norm:")
-    for name, share in monitor.top_parameters(3):
+    for name, share in monitor.last_record.top_gradients(3):
         print(f"  {name:10} {share:.0%}")
 
 

@@ -33,7 +33,7 @@ TREATMENTS: dict[str, Callable[[], Any]] = {
 
 def train(
     seed: int, accidents: set[str], treatment: str, data: torch.Tensor, characters: int
-) -> tuple[float, gradmon.StepCounts]:
+) -> tuple[float, gradmon.plugins.spike_policy.policy.StepCounts]:
     """The loss on held-out text after a training with these accidents, and the counts of its steps."""
     torch.manual_seed(seed)
     model: nn.Module = CharacterGPT(characters, SIZES)
@@ -82,7 +82,7 @@ def main() -> None:
             clip = next((clip for clip in clips if clip in treatment), "nothing")
             above = [loss - calm[seed, clip] for seed, (loss, _) in zip(seeds, runs, strict=True)]
             skipped = statistics.fmean(counts.skipped for _, counts in runs)
-            back = statistics.fmean(counts.rolled_back for _, counts in runs)
+            back = statistics.fmean(counts.last_record.rollback for _, counts in runs)
             told = f"{statistics.fmean(above):>10.3f}  {min(above):>7.3f} {max(above):>7.3f}"
             print(f"{accident:<20}{treatment:<17}{told}  {skipped:>7.1f}  {back:>4.1f}")
 

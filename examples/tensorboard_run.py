@@ -17,7 +17,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
     with gradmon.watch(model, optimizer, layers="all") as monitor:
-        monitor.add_sink(gradmon.TensorBoardSink("runs/gradmon"))  # or your SummaryWriter
+        monitor.add_sink(gradmon.sinks.TensorBoardSink("runs/gradmon"))  # or your SummaryWriter
         monitor.add_gradient_metric("log2_histogram", metric_regex="weight", stages=("after_clip",), every=20)
         for step in range(300):
             batch = torch.randint(len(inputs), (64,))

@@ -81,7 +81,7 @@ def main() -> None:
         if step % 10 == 0:
             print(f"{step:>4}" + "".join(f"{values[f'gradient_before_clip/{name}/norm']:>23.4f}" for name in names))
     print("\nwho holds the gradient")
-    for name, share in monitor.top_parameters(3):
+    for name, share in monitor.last_record.top_gradients(3):
         print(f"  {name:<44} {share:.0%}")
     print(f"\n{gradmon.load_run(RUN)}")
 

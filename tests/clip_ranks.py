@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import torch_gradmon as gradmon
-from torch_gradmon import AdaGC, ModuleMonitor, ZClip
+from torch_gradmon import ModuleMonitor
+from torch_gradmon.plugins.clipping import AdaGC, ZClip
 
 from . import clip_oracle
 from .rank_runs import WRAPS, Net, full
@@ -83,8 +84,7 @@ def experts(rank: int, how: str) -> tuple[float, float, float]:
     """A total norm with plain parameters that are other ones on each rank, one of them without a gradient on one rank."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"shared": nn.Linear(4, 3), "expert": nn.Linear(4, 3), "idle": nn.Linear(4, 3)})
-    monitor = ModuleMonitor(model, rank_distinct_regex="expert|idle")
-    monitor.add_preset("standard")
+    monitor = ModuleMonitor(model, distributed=gradmon.Distributed(distinct="expert|idle"), preset="standard")
     monitor.begin_step(0)
     for name, parameter in model.named_parameters():
         if not name.startswith("idle") or rank == 1:

@@ -125,8 +125,8 @@ def train(rank: int, stage: int, watched: bool, config: dict[str, Any]) -> dict[
             norms.append(float(engine.get_global_grad_norm() or 0.0))
             if monitor is not None:
                 values.append(monitor.get_step_metrics())
-                steps.append(monitor.last_step)
-    absent = {} if monitor is None else monitor.missing()
+                steps.append(monitor.last_record.step)
+    absent = {} if monitor is None else monitor.last_record.missing
     names = [(name, parameter) for name, parameter in engine.module.named_parameters()]
     if stage == 3:
         with deepspeed.zero.GatheredParameters([parameter for _, parameter in names]):
@@ -170,7 +170,7 @@ def by_accelerate(rank: int, stage: int) -> dict[str, Any]:
         norms.append(monitor.get_step_metrics()["gradmon/grad_norm"])
         own = model.get_global_grad_norm()
         true.append(plain(2)[1][step]["gradmon/grad_norm"] if own is None else float(own))
-        steps.append(monitor.last_step)
+        steps.append(monitor.last_record.step)
     monitor.detach()
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
@@ -269,7 +269,7 @@ def nan_from(rank: int, stage: int, config: dict[str, Any]) -> list[str]:
             loss = engine(rows if step < 2 else rows * torch.nan).float().square().mean()
             engine.backward(loss)
             engine.step()
-        found += [f"{event.step} {event.signal}" for event in monitor.last_events]
+        found += [f"{event.step} {event.signal}" for event in monitor.last_record.spikes]
     monitor.detach()
     engine.destroy()
     return found

@@ -94,8 +94,14 @@ def at_random(rank: int, seed: int, directory: str, is_tuned: bool) -> dict[str,
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        monitor = ModuleMonitor(model, every=every, on_spike=acts, flight_recorder=recorder, run_dir=f"{directory}/{seed}")
-        monitor.add_preset(preset)
+        monitor = ModuleMonitor(
+            model,
+            every=every,
+            on_spike=acts,
+            spike_capture=gradmon.SpikeCapture(before=recorder),
+            run_dir=f"{directory}/{seed}",
+            preset=preset,
+        )
         monitor.attach(optimizer)
         states, seen = [], []
         for step in range(STEPS):
@@ -109,9 +115,9 @@ def at_random(rank: int, seed: int, directory: str, is_tuned: bool) -> dict[str,
             if step >= reduces_from:
                 monitor.log_scalar("step", float(step), dist_reduce="mean")
             optimizer.step()
-            states.append(monitor.detail)
-            seen.append(monitor.last_step if monitor.get_step_metrics() else None)
-        last = monitor.detail
+            states.append(monitor.last_record.override)
+            seen.append(monitor.last_record.step if monitor.get_step_metrics() else None)
+        last = monitor.last_record.override
         meets = monitor._runtime.lifecycle.planning.exchange.exchanges_values
         monitor.detach()
     found |= {"states": states, "seen": seen, "last": last, "meets": meets, "complaints": monitor.warning_counts()}

@@ -183,7 +183,9 @@ class Loop:
     def _state(self) -> tuple[Any, ...]:
         monitor = self.monitor
         return (
-            () if monitor is None else (monitor.current_step, monitor.last_step, str(monitor.get_step_counts()), len(self.rows))
+            ()
+            if monitor is None
+            else (monitor.current_step, monitor.last_record.step, str(monitor.get_step_counts()), len(self.rows))
         )
 
     # --- the loop --------------------------------------------------------------------------------------------------------------
@@ -333,7 +335,7 @@ class Loop:
         if monitor is None:
             return None
         ahead = [monitor.is_step_monitored((monitor.current_step or 0) + offset) for offset in range(-2, 4)]
-        return _shown(monitor.get_step_metrics()), sorted(monitor.missing().items()), ahead, monitor.is_monitoring()
+        return _shown(monitor.get_step_metrics()), sorted(monitor.last_record.missing.items()), ahead, monitor.is_monitoring()
 
     def save(self) -> Any:
         state = {} if self.monitor is None else self.monitor.state_dict()
@@ -354,7 +356,7 @@ class Loop:
                 "activation": lambda monitor=self.monitor: monitor.add_activation_metric("mean"),
                 "update": lambda monitor=self.monitor: monitor.add_update_metric("norm"),
                 "gradient": lambda monitor=self.monitor: monitor.add_gradient_metric("max"),
-                "full": lambda monitor=self.monitor: monitor.add_preset("full"),
+                "full": lambda monitor=self.monitor: monitor._runtime.use_preset("full"),
             }
             add[name]()
 

@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torch_gradmon as gradmon
 from benchmarks import exchange
 from benchmarks.exchange import Collectives
+from tests.watching import watch_with
 from torch_gradmon import ModuleMonitor
 from torch_gradmon.core.errors import WarningLog
 from torch_gradmon.core.keys import GRADIENT, Key
@@ -349,9 +350,8 @@ def decided(rank: int, wrap: str, late: bool = False) -> tuple[list[tuple[int, s
     model = wrapped(wrap)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     events: list[Any] = []
-    monitor = ModuleMonitor(model, on_spike=events.append)
+    monitor = ModuleMonitor(model, on_spike=events.append, preset="minimal")
     monitor.add_detector(gradmon.SpikeDetector(signal="loss"))
-    monitor.add_preset("minimal")
     monitor.attach(optimizer)
     losses = []
     for step in range(50):
@@ -393,7 +393,7 @@ def in_disorder(rank: int, what: str) -> list[dict[str, float]]:
             monitor.log_scalar("only here", 3.0, dist_reduce="sum")
         if what == "reads" and rank == 0:
             monitor.get_step_metrics()
-            monitor.missing()
+            str(monitor.last_record.missing)
         optimizer.step()
         found.append(monitor.get_step_metrics())
     monitor.detach()
@@ -417,7 +417,7 @@ def alone(rank: int, wrap: str) -> tuple[list[dict[str, float]], dict[str, str],
         if monitor is not None:
             monitor.log_scalar("loss", loss)
             found.append(monitor.get_step_metrics())
-            missing = monitor.missing()
+            missing = monitor.last_record.missing
     if monitor is None:
         return [], {}, {}
     monitor.detach()
@@ -429,8 +429,9 @@ def logged(rank: int, directory: str, on_all: bool) -> list[int]:
     model = wrapped("fsdp2")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     run_dir = f"{directory}/run" if on_all or rank == 0 else None
-    monitor = ModuleMonitor(model, run_dir=run_dir, log_on_all_ranks=on_all, on_spike="warn")
-    monitor.add_preset("standard")
+    monitor = ModuleMonitor(
+        model, run_dir=run_dir, distributed=gradmon.Distributed(log_on_all_ranks=on_all), on_spike="warn", preset="standard"
+    )
     steps: list[int] = []
     everywhere: list[int] = []
     monitor.add_sink(lambda values, step: steps.append(step))
@@ -489,8 +490,7 @@ def with_experts(rank: int) -> tuple[dict[str, float], dict[str, float], dict[st
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, ["expert.weight", "expert.bias"])
     model = DistributedDataParallel(inner)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    monitor = ModuleMonitor(model, rank_distinct_regex=r"^expert\.")
-    monitor.add_preset("standard")
+    monitor = ModuleMonitor(model, distributed=gradmon.Distributed(distinct=r"^expert\."), preset="standard")
     for metric in METRICS:
         monitor.add_gradient_metric(metric)
     monitor.add_gradient_metric("custom", lambda g: g.abs().max())
@@ -502,7 +502,7 @@ def with_experts(rank: int) -> tuple[dict[str, float], dict[str, float], dict[st
     optimizer.step()
     expected = truth("gradient", together)
     expected["gradmon/grad_norm"] = sum(value**2 for key, value in expected.items() if key.endswith("/norm")) ** 0.5
-    return monitor.get_step_metrics(), expected, monitor.missing()
+    return monitor.get_step_metrics(), expected, monitor.last_record.missing
 
 
 def in_groups(rank: int) -> tuple[float, float]:
@@ -512,8 +512,7 @@ def in_groups(rank: int) -> tuple[float, float]:
     model = Net(width=7, idle=False)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    monitor = ModuleMonitor(model, process_group=groups[rank // 2])
-    monitor.add_preset("minimal")
+    monitor = ModuleMonitor(model, distributed=gradmon.Distributed(process_group=groups[rank // 2]), preset="minimal")
     monitor.attach(optimizer)
     (model(torch.ones(4, 5)).square().mean() * (1 + rank // 2)).backward()
     true = sum(float(p.grad.full_tensor().double().square().sum()) for p in model.parameters()) ** 0.5
@@ -525,7 +524,7 @@ def attached(rank: int, order: str) -> tuple[list[dict[str, float]], list[float]
     """A monitor that comes before or after a wrapper, or whose hooks die on the way; norms by the monitor and true ones."""
     model: nn.Module = Net(idle=False)
     watched_model = model
-    monitor = ModuleMonitor()
+    monitor = ModuleMonitor(preset="minimal")
     if order == "set, then fully_shard":
         monitor.set_module(model)
     if order in ("watch, then ddp",):
@@ -541,7 +540,6 @@ def attached(rank: int, order: str) -> tuple[list[dict[str, float]], list[float]
         fully_shard(model)
     if order != "set, then fully_shard":
         monitor.set_module(watched_model)
-    monitor.add_preset("minimal")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     monitor.attach(optimizer)
     features = 8 if isinstance(watched_model, Sequence) else 5
@@ -587,8 +585,7 @@ def looks_closer(rank: int) -> tuple[list[int], list[int], dict[str, int]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        monitor = ModuleMonitor(model, every=5, max_overhead=1e-6)
-        monitor.add_preset("minimal")
+        monitor = ModuleMonitor(model, every=5, max_overhead=1e-6, preset="minimal")
         monitor.attach(optimizer)
         close = []
         for step in range(111):
@@ -658,8 +655,7 @@ def noisy(rank: int, micro: int, size: int, divided: bool) -> float:
     if ranks > 1:
         model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    monitor = ModuleMonitor(model)
-    monitor.add_preset("minimal")
+    monitor = ModuleMonitor(model, preset="minimal")
     monitor.add_micro_batch_metrics(batch_size=size)
     monitor.attach(optimizer)
     data = torch.Generator().manual_seed(rank)
@@ -680,8 +676,7 @@ def batches_of(rank: int, wrap: str) -> tuple[list[str], Any, dict[str, list[flo
     model = wrapped(wrap)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     events: list[Any] = []
-    monitor = ModuleMonitor(model, on_spike=events.append)
-    monitor.add_preset("minimal")
+    monitor = ModuleMonitor(model, on_spike=events.append, preset="minimal")
     monitor.add_micro_batch_metrics()
     monitor.attach(optimizer)
     data = torch.Generator().manual_seed(rank)
@@ -704,7 +699,7 @@ def batches_of(rank: int, wrap: str) -> tuple[list[str], Any, dict[str, list[flo
     everybody = of_everybody(norms)
     record = monitor._runtime.settle_now()
     assert record is not None
-    found = record.context.get("batch_norms") or monitor.missing()["gradmon/micro_batch_grad_norm_max"]
+    found = record.context.get("batch_norms") or monitor.last_record.missing["gradmon/micro_batch_grad_norm_max"]
     monitor.detach()
     return (
         [event.where for event in events if event.step == 30],
@@ -803,7 +798,7 @@ def shardwise(rank: int, wrap: str) -> tuple[dict[str, float], dict[str, float],
                 corrected = second / (1 - optimizer.param_groups[0]["betas"][1] ** float(state["step"]))
                 ratios = gradient.square() / corrected.clamp(min=optimizer.param_groups[0]["eps"] ** 2)
                 expected[f"optimizer/{name}/second_moment_ratio"] = float(ratios.mean().sqrt())
-    values, missing = monitor.get_step_metrics(), monitor.missing()
+    values, missing = monitor.get_step_metrics(), monitor.last_record.missing
     monitor.detach()
     return values, expected, missing
 
@@ -868,7 +863,7 @@ def alone_with_partial_sums(rank: int) -> tuple[list[set[str]], dict[str, str]]:
         optimizer.step()
         if monitor is not None:
             keys.append(set(monitor.get_step_metrics()))
-            missing = monitor.missing()
+            missing = monitor.last_record.missing
     if monitor is not None:
         monitor.detach()
     return keys, missing
@@ -878,7 +873,9 @@ def logged_between(rank: int, wrap: str, directory: str) -> None:
     """Values that are logged in steps that are recorded, and in those that are monitored."""
     model = wrapped(wrap)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    monitor = gradmon.watch(model, optimizer, every=5, flight_recorder=4, on_spike=None, run_dir=f"{directory}/{wrap}")
+    monitor = watch_with(
+        model, optimizer, every=5, spike_capture=gradmon.SpikeCapture(before=4), on_spike=None, run_dir=f"{directory}/{wrap}"
+    )
     monitor.add_detector(gradmon.SpikeDetector(signal="loss"))
     for step in range(107):
         optimizer.zero_grad()
@@ -900,7 +897,7 @@ def with_a_plain_reference(rank: int) -> tuple[dict[str, float], dict[str, str],
     monitor.attach(optimizer)
     model(torch.ones(4, 5)).square().mean().backward()
     optimizer.step()
-    found = monitor.get_step_metrics(), monitor.missing(), monitor.warning_counts()
+    found = monitor.get_step_metrics(), monitor.last_record.missing, monitor.warning_counts()
     monitor.detach()
     return found
 
@@ -953,7 +950,7 @@ def converted(rank: int, spread: bool) -> tuple[list[float | None], list[float],
             true.append(sum(float(gradient.double().square().sum()) for gradient in _gradients(model).values()) ** 0.5)
             optimizer.step()
             found.append(monitor.get_step_metrics().get("gradmon/grad_norm"))
-            why = monitor.missing().get("gradmon/grad_norm", why)
+            why = monitor.last_record.missing.get("gradmon/grad_norm", why)
     monitor.detach()
     return found, true, why, [str(warning.message) for warning in said if "hooks" in str(warning.message)]
 
@@ -973,8 +970,9 @@ def _trained(setting: Setting, every: int | None, rank: int) -> list[Tensor]:
     if every is not None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            monitor = ModuleMonitor(model, every=every, flight_recorder=4 if every > 1 else 0)
-            monitor.add_preset("full")
+            monitor = ModuleMonitor(
+                model, every=every, spike_capture=gradmon.SpikeCapture(before=4 if every > 1 else 0), preset="full"
+            )
             monitor.add_micro_batch_metrics()
             monitor.add_detector(gradmon.SpikeDetector(signal="loss"))
             monitor.add_gradient_metric("random", lambda x: x.abs().mean() + torch.rand(()), shardwise=True)
@@ -1070,7 +1068,7 @@ def by_functions(rank: int, wrap: str) -> tuple[dict[str, float], dict[str, floa
     monitor.log_scalar("both", float(rank), lambda values: {"a": values.sum(), "b": values.sum()}, dist_reduce="sum")
     optimizer.step()
     whole = torch.cat(of_everybody(seen[0]))
-    values, missing = monitor.get_step_metrics(), monitor.missing()
+    values, missing = monitor.get_step_metrics(), monitor.last_record.missing
     monitor.detach()
     return values, {"activation/first/named": whole.abs().max().item()}, missing
 
@@ -1118,7 +1116,7 @@ def late(rank: int, wrap: str) -> tuple[list[dict[str, float]], list[dict[str, s
         waited.append(time.perf_counter() - began)
         optimizer.zero_grad()
         values.append(monitor.get_step_metrics())
-        missing.append(monitor.missing())
+        missing.append(monitor.last_record.missing)
     complaints = monitor.warning_counts()
     monitor.detach()
     return values, missing, complaints, waited
@@ -1151,7 +1149,7 @@ def unlike(rank: int, what: str) -> tuple[dict[str, float], dict[str, float], di
     true = {"activation/first/max": torch.cat(of_everybody(outputs[0])).abs().max().item(), "rank": 1.0}
     if what == "names":
         true["gradient/first.weight/norm"] = gradient
-    values, missing = monitor.get_step_metrics(), monitor.missing()
+    values, missing = monitor.get_step_metrics(), monitor.last_record.missing
     monitor.detach()
     return values, true, missing, [str(each.message) for each in warned]
 

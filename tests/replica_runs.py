@@ -370,7 +370,7 @@ def train(
 def train_apart(rank: int, factor: float, every: int, reduce: str | None = None) -> dict[str, Any]:
     """Train on batches that on rank 1 are larger by a factor, for a little more than four checks."""
     training = ddp(rank)
-    monitor = gradmon.watch(training.model, training.optimizer, check_replicas=every)
+    monitor = gradmon.watch(training.model, training.optimizer, checks=gradmon.Checks(replicas_every=every))
     monitor.add_micro_batch_metrics(batch_size=4)
     generator = torch.Generator().manual_seed(rank)
     with warnings.catch_warnings(record=True) as warned:

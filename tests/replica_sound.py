@@ -192,7 +192,7 @@ def clipped_by_the_monitor() -> Loop:
 
 def local_sgd() -> Loop:
     model = Net()
-    loop = Loop(model, torch.optim.AdamW(model.parameters(), 1e-2), replicas_sync_every=4)
+    loop = Loop(model, torch.optim.AdamW(model.parameters(), 1e-2), distributed=gradmon.Distributed(sync_every=4))
     loop.after_step = lambda step: average(model) if step % 4 == 3 else None
     return loop
 
@@ -202,7 +202,7 @@ def experts() -> Loop:
     expert = nn.Linear(3, 3)
     net = Net()
     model = nn.Sequential(net, expert)
-    loop = Loop(model, torch.optim.AdamW(model.parameters(), 1e-2), rank_distinct_regex="^1")
+    loop = Loop(model, torch.optim.AdamW(model.parameters(), 1e-2), distributed=gradmon.Distributed(distinct="^1"))
     loop.before_step = lambda step: [dist.all_reduce(p.grad) for p in net.parameters() if p.grad is not None]
     return loop
 
@@ -472,7 +472,7 @@ def run_one_sided(rank: int) -> list[str]:
     """A monitor on the first rank alone."""
     model = DistributedDataParallel(Net())
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    monitor = gradmon.watch(model, optimizer, check_replicas=EVERY) if rank == 0 else None
+    monitor = gradmon.watch(model, optimizer, checks=gradmon.Checks(replicas_every=EVERY)) if rank == 0 else None
     for _ in range(STEPS):
         optimizer.zero_grad()
         model(torch.randn(4, 6)).square().mean().backward()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.exchange import Collectives
-from torch_gradmon import ModuleMonitor, Rollback, Skip, SpikeDetector, SpikeError
+from torch_gradmon import ModuleMonitor, Rollback, Skip, SpikeCapture, SpikeDetector, SpikeError
 from torch_gradmon.spikes import Threshold
 
 from .rank_runs import WRAPS, Net
@@ -60,7 +60,7 @@ def _equal(a: list[Tensor], b: list[Tensor]) -> bool:
 def _watch(
     model: nn.Module, optimizer: Any, policy: Any, detector: SpikeDetector | None = None, scaler: Any = None
 ) -> ModuleMonitor:
-    monitor = ModuleMonitor(model, on_spike=policy, post_spike_steps=0)
+    monitor = ModuleMonitor(model, on_spike=policy, spike_capture=SpikeCapture(after=0))
     monitor.add_detector(detector or SpikeDetector(Threshold(LIMIT)))
     return monitor.attach(optimizer, scaler=scaler)
 
@@ -142,7 +142,7 @@ def with_a_failing_rule(rank: int, policy: Any) -> tuple[list[bool], dict[str, i
     warnings.simplefilter("ignore")
     model = _model("ddp")
     optimizer = _optimizer(model)
-    monitor = ModuleMonitor(model, on_spike=policy, post_spike_steps=0)
+    monitor = ModuleMonitor(model, on_spike=policy, spike_capture=SpikeCapture(after=0))
     monitor.add_detector(SpikeDetector(Threshold(LIMIT)))
     monitor.add_detector(SpikeDetector(Fails(LIMIT, rank == 1), signal="loss"))
     monitor.attach(optimizer)
@@ -202,7 +202,7 @@ def went_back(rank: int, wrap: str, directory: str, lost: str) -> tuple[list[int
             optimizer.zero_grad()
             _backward(model, number, BAD if rank == 1 and number == 12 and monitor is not None else 1.0)
             optimizer.step()
-            if monitor is not None and (back := monitor.rolled_back) is not None:
+            if monitor is not None and (back := monitor.last_record.rollback) is not None:
                 went.append(back.to_step)
                 for _ in range(back.skip_batches):
                     next(numbers)
@@ -240,8 +240,8 @@ def with_other_snapshots(rank: int, what: str, directory: str) -> tuple[list[int
         optimizer.zero_grad()
         _backward(model, step, BAD if step == 13 else 1.0)
         optimizer.step()
-        if monitor.rolled_back is not None:
-            went.append(monitor.rolled_back.to_step)
+        if monitor.last_record.rollback is not None:
+            went.append(monitor.last_record.rollback.to_step)
     monitor.detach()
     sums = torch.stack([part.double().sum() for part in _parts(model, optimizer)])
     gathered = [torch.zeros_like(sums) for _ in range(dist.get_world_size())]

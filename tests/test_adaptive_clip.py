@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import torch_gradmon as gradmon
-from torch_gradmon import AdaGC, ModuleMonitor, ZClip
+from torch_gradmon import ModuleMonitor
+from torch_gradmon.plugins.clipping import AdaGC, ZClip
 
 from . import clip_oracle, clip_ranks
 from .ranks import on_ranks
@@ -81,8 +82,7 @@ def poison(model: nn.Module, norms: list[float | None], generator: torch.Generat
 @pytest.mark.parametrize(("monitored", "seed"), [(False, 0), (False, 1), (True, 2), (True, 3)])
 def test_zclip_is_the_naive_formula(seed: int, monitored: bool) -> None:
     model, generator = model_of(*SIZES), torch.Generator().manual_seed(seed)
-    monitor, naive = ModuleMonitor(model), clip_oracle.ZClip()
-    monitor.add_preset("standard")
+    monitor, naive = ModuleMonitor(model, preset="standard"), clip_oracle.ZClip()
     spikes = 0
     for step, norms in enumerate(course(300, seed)):
         poison(model, norms, generator)
@@ -115,8 +115,7 @@ def test_zclip_is_the_naive_formula(seed: int, monitored: bool) -> None:
 @pytest.mark.parametrize(("monitored", "seed"), [(False, 0), (False, 1), (True, 2), (True, 3)])
 def test_adagc_is_the_naive_formula(seed: int, monitored: bool) -> None:
     model, generator = model_of(*SIZES), torch.Generator().manual_seed(seed)
-    monitor, naive = ModuleMonitor(model), clip_oracle.AdaGC()
-    monitor.add_preset("standard")
+    monitor, naive = ModuleMonitor(model, preset="standard"), clip_oracle.AdaGC()
     total_clipped = 0
     for step, norms in enumerate(course(300, seed)):
         poison(model, norms, generator)

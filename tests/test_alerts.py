@@ -53,7 +53,7 @@ def trained(*targets: Any, steps: int = 60, **options: Any) -> list[Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     monitor = gradmon.watch(model, optimizer, on_spike=None, **options)
     for target in targets:
-        monitor.add_alert(target)
+        monitor.add_sink(gradmon.sinks.AlertSink(target))
     for step in range(steps):
         x = torch.randn(32, 8) * (1000 if step == 40 else 1)
         optimizer.zero_grad()
@@ -87,7 +87,7 @@ def test_a_finding_calls_once() -> None:
     model = nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     monitor = gradmon.watch(model, optimizer)
-    monitor.add_alert(got.append, on="finding")
+    monitor.add_sink(gradmon.sinks.AlertSink(got.append, on="finding"))
     for _ in range(60):  # gradients are never cleared
         model(torch.randn(32, 8)).square().mean().backward()
         optimizer.step()
@@ -136,7 +136,7 @@ def test_the_training_thread_never_waits_for_a_receiver(monkeypatch: pytest.Monk
         model = nn.Linear(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         monitor = gradmon.watch(model, optimizer, on_spike=None)
-        monitor.add_alert(hanging.address)
+        monitor.add_sink(gradmon.sinks.AlertSink(hanging.address))
         monkeypatch.setattr(socket.socket, "connect", connect)
         monkeypatch.setattr(threading.Thread, "join", join)
         for step in range(60):
@@ -241,17 +241,17 @@ def test_wrong_targets_are_refused_before_anything_changes() -> None:
     model = nn.Linear(2, 2)
     monitor = gradmon.watch(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(ValueError, match=r"'ftp://example\.org/'"):
-        monitor.add_alert("ftp://example.org/")
+        monitor.add_sink(gradmon.sinks.AlertSink("ftp://example.org/"))
     with pytest.raises(ValueError, match="'hook'"):
-        monitor.add_alert("hook")
+        monitor.add_sink(gradmon.sinks.AlertSink("hook"))
     with pytest.raises(TypeError, match="webhook or to a function"):
-        monitor.add_alert(3)  # type: ignore[arg-type]
+        monitor.add_sink(gradmon.sinks.AlertSink(3))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="gradmon serve DIRECTORY --alert URL"):
-        monitor.add_alert(print, on="stalled")
+        monitor.add_sink(gradmon.sinks.AlertSink(print, on="stalled"))
     with pytest.raises(ValueError, match="'spikes'"):
-        monitor.add_alert(print, on="spikes")
+        monitor.add_sink(gradmon.sinks.AlertSink(print, on="spikes"))
     with pytest.raises(ValueError, match=r"got \(\)"):
-        monitor.add_alert(print, on=())
+        monitor.add_sink(gradmon.sinks.AlertSink(print, on=()))
 
 
 # --- from outside ------------------------------------------------------------------------------------------------------------------
@@ -384,7 +384,7 @@ def test_a_method_of_the_script_does_not_keep_the_model_alive() -> None:
             self.model = nn.Linear(2, 2)
             optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
             self.monitor = gradmon.watch(self.model, optimizer)
-            self.monitor.add_alert(self.note)
+            self.monitor.add_sink(gradmon.sinks.AlertSink(self.note))
 
         def note(self, alert: Alert) -> None: ...
 

@@ -38,7 +38,7 @@ class Run:
         self.taken = 0
 
     def attach(self, **options: Any) -> Run:
-        self.monitor.add_preset("minimal")
+        self.monitor._runtime.use_preset("minimal")
         self.monitor.attach(self.optimizer, **options)
         return self
 
@@ -80,7 +80,7 @@ def test_a_resumed_run_goes_on_counting_and_remembers_what_it_learned() -> None:
     expected = [whole.step() for _ in range(25)]
     first.step(18)
     second = Run()
-    second.monitor.add_preset("minimal")
+    second.monitor._runtime.use_preset("minimal")
     second.monitor.load_state_dict(first.monitor.state_dict())
     second.model.load_state_dict(first.model.state_dict())
     second.taken = first.taken
@@ -587,7 +587,7 @@ def test_the_environment_can_make_everything_inert(monkeypatch: pytest.MonkeyPat
     monitor.log_scalar("loss", 1.0)
     optimizer.step()
     monitor.end_step()
-    assert monitor.get_step_metrics() == monitor.get_all_metrics() == monitor.missing() == {}
+    assert monitor.get_step_metrics() == monitor.get_all_metrics() == monitor.last_record.missing == {}
     assert _hooked(model) == 0
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert not optimizer._optimizer_step_pre_hooks

@@ -127,7 +127,7 @@ def test_a_run_that_never_stepped_can_be_diagnose_history(tmp_path: Path) -> Non
         optimizer.zero_grad()
         loss_of(model).backward()
     monitor.detach()
-    diagnosis = gradmon.diagnose(tmp_path)
+    diagnosis = gradmon.load_run(tmp_path).diagnose()
     assert [finding.rule for finding in diagnosis.findings] == ["never-stepped"]
     assert diagnosis.exit_code == 1
     assert "ERROR   never-stepped" in str(diagnosis)
@@ -173,7 +173,7 @@ def test_facts_are_in_the_run_directory_while_the_run_goes_on(tmp_path: Path) ->
     assert (fact["rule"], fact["first"], fact["count"]) == ("missing-zero-grad", 1, 3)
     monitor.detach()
     assert gradmon.load_run(tmp_path).meta["audit"][0]["count"] == 4
-    assert gradmon.diagnose(tmp_path).findings[0].rule == "missing-zero-grad"
+    assert gradmon.load_run(tmp_path).diagnose().findings[0].rule == "missing-zero-grad"
 
 
 def test_facts_stay_when_the_monitor_is_detached_and_go_on_when_it_is_attached_again() -> None:

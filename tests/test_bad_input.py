@@ -42,8 +42,7 @@ class World:
         self.stranger = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
         self.free = ModuleMonitor(self.model)
         self.free.add_gradient_metric("norm", metric_regex="0")
-        self.attached = ModuleMonitor(self.model)
-        self.attached.add_preset("minimal")
+        self.attached = ModuleMonitor(self.model, preset="minimal")
         self.attached.add_sink(JsonlSink(path / "sink.jsonl"))
         self.attached.attach(self.optimizer)
         self.attached.begin_step(0)
@@ -127,11 +126,11 @@ BAD: list[tuple[Call, type[Exception], tuple[str, ...]]] = [
     (lambda w: ModuleMonitor(key_order="metric"), ValueError, ("key_order='metric'", "metric_first")),
     (lambda w: ModuleMonitor(on_metric_error="rise"), ValueError, ("'rise'", "did you mean raise?")),
     (lambda w: ModuleMonitor(prefix=None), TypeError, ("prefix", "None", "str")),
-    (lambda w: ModuleMonitor(eps=-1e-8), ValueError, ("eps=-1e-08", "at least 0")),
-    (lambda w: ModuleMonitor(eps="small"), ValueError, ("eps='small'", "1e-8")),
+    (lambda w: ModuleMonitor(zero_threshold=-1e-8), ValueError, ("eps=-1e-08", "at least 0")),
+    (lambda w: ModuleMonitor(zero_threshold="small"), ValueError, ("eps='small'", "1e-8")),
     (lambda w: ModuleMonitor(history=0), ValueError, ("history=0", "positive int")),
-    (lambda w: ModuleMonitor(update_sample=-1), ValueError, ("update_sample=-1", "positive int")),
-    (lambda w: ModuleMonitor(update_sample="*"), ValueError, ("update_sample='*'", "regular expression")),
+    (lambda w: ModuleMonitor(max_update_rows=-1), ValueError, ("update_sample=-1", "positive int")),
+    (lambda w: ModuleMonitor(update_regex="*"), ValueError, ("update_sample='*'", "regular expression")),
     (lambda w: ModuleMonitor(excluded_modules_regex="("), ValueError, ("excluded_modules_regex='('", "regular expression")),
     (lambda w: ModuleMonitor(format_module_name_fn="x"), TypeError, ("'x'", "function of a name")),
     (lambda w: ModuleMonitor(w.model, format_module_name_fn=lambda n: "same"), ValueError, ("'same'", "names must differ")),
@@ -160,18 +159,25 @@ BAD: list[tuple[Call, type[Exception], tuple[str, ...]]] = [
     (lambda w: w.free.add_activation_metric("sparsty"), ValueError, ("'sparsty'", "did you mean sparsity?")),
     (lambda w: w.free.add_parameter_difference_metric("x", every="2"), ValueError, ("every='2'", "positive int")),
     (lambda w: w.free.add_model_metric("grad_men"), ValueError, ("'grad_men'", "did you mean grad_mean")),
-    (lambda w: w.free.remove_sink(print), ValueError, ("this sink was not added", "print")),
-    (lambda w: w.free.add_preset("minimal"), ValueError, ("'minimal'", "'minimal', 'standard', 'full'")),
+    (lambda w: ModuleMonitor(preset="cheap"), ValueError, ("'cheap'", "'minimal', 'standard', 'full'")),
     (lambda w: w.free.add_micro_batch_metrics(0), ValueError, ("batch_size=0", "positive int")),
-    (lambda w: ModuleMonitor(flight_recorder=-1), ValueError, ("flight_recorder=-1", "or 0 for none")),
-    (lambda w: ModuleMonitor(process_group=3), TypeError, ("process_group", "mesh.get_group()", "3")),
-    (lambda w: ModuleMonitor(rank_distinct_regex="("), ValueError, ("rank_distinct_regex",)),
+    (lambda w: ModuleMonitor(spike_capture=gradmon.SpikeCapture(before=-1)), ValueError, ("flight_recorder=-1", "or 0 for none")),
+    (
+        lambda w: ModuleMonitor(distributed=gradmon.Distributed(process_group=3)),
+        TypeError,
+        ("process_group", "mesh.get_group()", "3"),
+    ),
+    (lambda w: ModuleMonitor(distributed=gradmon.Distributed(distinct="(")), ValueError, ("rank_distinct_regex",)),
     (lambda w: w.attached.log_scalar("x", 1.0, dist_reduce="average"), ValueError, ("dist_reduce", "mean")),
     # modules
     (lambda w: w.free.set_module(None), TypeError, ("None", "torch.nn.Module")),
     (lambda w: w.free.set_module(nn.Linear(1, 1)), ValueError, ("Sequential", "another ModuleMonitor")),
     (lambda w: w.free.set_reference_module({}), TypeError, ("{}", "torch.nn.Module")),
-    (lambda w: w.free.module_name(nn.Linear(1, 1)), ValueError, ("Linear", "not part of the watched model", "str")),
+    (
+        lambda w: w.free.monitor_activations(nn.Linear(1, 1), torch.ones(1)),
+        ValueError,
+        ("Linear", "not part of the watched model", "str"),
+    ),
     (lambda w: w.free.monitor_activations(3, torch.ones(1)), TypeError, ("3", "module of the watched model or a name")),
     # the loop
     (lambda w: ModuleMonitor().attach(w.optimizer), ValueError, ("no module", "set_module(model)")),
@@ -197,7 +203,7 @@ BAD: list[tuple[Call, type[Exception], tuple[str, ...]]] = [
     (lambda w: w.attached.log_scalars([("loss", 1.0)]), TypeError, ("[('loss', 1.0)]", "dict")),
     (lambda w: w.attached.log_scalars({"a": 1.0, "b": None}), TypeError, ("'b'", "None")),
     (lambda w: w.attached.log_tensor("x", [1.0]), TypeError, ("'x'", "[1.0]", "log_scalar")),
-    (lambda w: w.attached.top_parameters(0), ValueError, ("count=0", "positive int")),
+    (lambda w: w.attached.last_record.top_gradients(0), ValueError, ("count=0", "positive int")),
     (lambda w: _attention(w, query=torch.zeros(3, 4)), ValueError, ("query", "(3, 4)", "[..., heads, length, size]")),
     (lambda w: _attention(w, module=nn.Linear(1, 1)), ValueError, ("Linear", "not part of the watched model")),
     (lambda w: _attention(w, module=7), TypeError, ("7", "module of the watched model or a name")),
@@ -206,7 +212,6 @@ BAD: list[tuple[Call, type[Exception], tuple[str, ...]]] = [
     (lambda w: w.free.add_activation_metric("norm", of="input", split_calls=1), TypeError, ("split_calls", "1", "True or False")),
     (lambda w: w.free.add_activation_metric("dead", of="input"), ValueError, ("input", "'dead'", "metric_fn")),
     (lambda w: w.free.add_activation_difference_metric("nrom"), ValueError, ("'nrom'", "did you mean norm")),
-    (lambda w: w.free.add_coordinate_metric("l2nrom"), ValueError, ("'l2nrom'", "did you mean l2norm")),
     (lambda w: RefinedCoordinateCheck(w.model), TypeError, ("Sequential", "ModuleMonitor")),
     (lambda w: RefinedCoordinateCheck(ModuleMonitor()), ValueError, ("no module to check", "set_module(model)")),
     (lambda w: RefinedCoordinateCheck(w.free), ValueError, ("no reference module", 'monitor.set_reference_module("init")')),
@@ -223,9 +228,13 @@ BAD: list[tuple[Call, type[Exception], tuple[str, ...]]] = [
     (lambda w: w.free.add_sink(object()), TypeError, ("object object", "log(dict, step=)", "callable")),
     (lambda w: w.free.add_sink(print, keys="("), ValueError, ("keys='('", "regular expression")),
     (lambda w: w.free.add_sink(print, every=-1), ValueError, ("every=-1", "positive int")),
-    (lambda w: w.free.add_alert("hook"), ValueError, ("'hook'", "https://example.org/hook")),
-    (lambda w: w.free.add_alert(3), TypeError, ("3", "webhook or to a function")),
-    (lambda w: w.free.add_alert(print, on="stalled"), ValueError, ("'stalled'", "gradmon serve DIRECTORY --alert URL")),
+    (lambda w: w.free.add_sink(gradmon.sinks.AlertSink("hook")), ValueError, ("'hook'", "https://example.org/hook")),
+    (lambda w: w.free.add_sink(gradmon.sinks.AlertSink(3)), TypeError, ("3", "webhook or to a function")),
+    (
+        lambda w: w.free.add_sink(gradmon.sinks.AlertSink(print, on="stalled")),
+        ValueError,
+        ("'stalled'", "gradmon serve DIRECTORY --alert URL"),
+    ),
     (lambda w: JsonlSink(None), TypeError, ("None", "file path")),
     (lambda w: JsonlSink(w.path), IsADirectoryError, ("is a directory", "metrics.jsonl")),
     (lambda w: w.free.add_detector(MedianMad()), TypeError, ("MedianMad", "SpikeDetector(rule)")),

@@ -87,7 +87,7 @@ def test_the_words_say_which_stands_out(norms: dict[str, list[float]], words: st
 def test_one_micro_batch_has_no_noise_scale_and_that_is_said() -> None:
     monitor, _, _ = _watched(1, steps=3)
     assert "gradmon/noise_scale" not in monitor.get_step_metrics()
-    assert "only one micro-batch" in monitor.missing()["gradmon/noise_scale"]
+    assert "only one micro-batch" in monitor.last_record.missing["gradmon/noise_scale"]
     assert "gradient noise scale" in monitor.describe_metrics()["gradmon/noise_scale"]
 
 

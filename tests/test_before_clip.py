@@ -91,7 +91,7 @@ def test_after_a_hundred_equal_steps_fewer_micro_batches_give_the_right_value_or
         before, layer = exact(model), model[0].weight.grad.double().norm().item()
         clip_grad_norm_(model.parameters(), before / 2)
         optimizer.step()
-        values, missing = monitor.get_step_metrics(), monitor.missing()
+        values, missing = monitor.get_step_metrics(), monitor.last_record.missing
         assert values["gradient/0.weight/norm"] == pytest.approx(layer / 2, rel=1e-5)
         for key, expected in {"gradmon/grad_norm": before, "gradient_before_clip/0.weight/norm": layer}.items():
             if key in values:
@@ -222,7 +222,7 @@ def _absent(monitor: ModuleMonitor) -> None:
         "gradmon/spike_score",
     )
     assert not monitor.get_step_metrics().keys() & set(keys)
-    missing = monitor.missing()
+    missing = monitor.last_record.missing
     assert all("monitor.monitor_gradients(before_clip=True) once they are set, before any clip" in missing[key] for key in keys)
     assert monitor.get_step_metrics()["gradmon/grad_norm_after_clip"] == pytest.approx(0.03, rel=1e-4)
 
@@ -383,8 +383,7 @@ def _with_gradients(spoil: float | None = None) -> nn.Module:
 @pytest.mark.parametrize("max_norm", [0.01, 1e3])
 def test_the_method_clips_bit_for_bit_as_torch_does(max_norm: float, norm_type: float, spoil: float | None) -> None:
     ours, theirs = _with_gradients(spoil), _with_gradients(spoil)
-    monitor = ModuleMonitor(ours)
-    monitor.add_preset("minimal")
+    monitor = ModuleMonitor(ours, preset="minimal")
     monitor.begin_step(0)
     before = exact(ours)
     one = monitor.clip_grad_norm_(max_norm, norm_type)
@@ -429,8 +428,7 @@ def test_the_method_clips_only_the_parameters_it_is_given() -> None:
 def test_the_method_gives_both_norms_in_a_loop_written_by_hand_and_in_one_that_is_followed(attached: bool) -> None:
     model = MLP.model()
     optimizer = sgd(model)
-    monitor = ModuleMonitor(model)
-    monitor.add_preset("minimal")
+    monitor = ModuleMonitor(model, preset="minimal")
     if attached:
         monitor.attach(optimizer)
     for step in steps(MLP, model, [1, 4, 2]):

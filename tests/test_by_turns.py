@@ -99,8 +99,7 @@ def test_both_parts_are_measured_before_and_after_clipping(first: str) -> None:
     model = _model()
     optimizers = dict(zip(("maker", "judge"), _optimizers(model), strict=True))
     turns = (first, "judge" if first == "maker" else "maker")
-    monitor = gradmon.ModuleMonitor(model)
-    monitor.add_preset("standard")
+    monitor = gradmon.ModuleMonitor(model, preset="standard")
     monitor.add_gradient_metric("norm")
     monitor.attach(*(optimizers[part] for part in turns))
     for step in range(3):
@@ -132,7 +131,7 @@ def test_a_part_that_begins_later_or_rests_costs_no_steps(full: bool) -> None:
         monitor = gradmon.watch(model, maker, judge, on_spike=None, preset="full" if full else "standard")
         for step in range(40):
             _turn(model, _batch(step), "maker", maker, 1.0)
-    assert monitor.last_step == 39
+    assert monitor.last_record.step == 39
     assert monitor.get_step_metrics()["gradmon/grad_norm"] > 0
     monitor.detach()
 
@@ -169,7 +168,7 @@ def test_an_optimizer_that_accumulates_over_many_steps_is_awaited() -> None:
             values = monitor.get_step_metrics()
             assert math.hypot(values["gradient/1.weight/norm"], values["gradient/1.bias/norm"]) == pytest.approx(norm, rel=1e-6)
             seldom.zero_grad()
-    assert monitor.last_step == 3
+    assert monitor.last_record.step == 3
 
 
 @pytest.mark.parametrize("judge_first", [False, True])
@@ -213,7 +212,7 @@ def test_clearing_gradients_of_a_late_judge_keeps_all_records() -> None:
             optimizer.zero_grad(set_to_none=iteration == 30)
             model(torch.randn(8, 4)).square().mean().backward()
             optimizer.step()
-    assert monitor.last_step == 39
+    assert monitor.last_record.step == 39
 
 
 def test_nothing_changes_and_nothing_is_left_behind() -> None:
@@ -221,8 +220,7 @@ def test_nothing_changes_and_nothing_is_left_behind() -> None:
     for watched in (False, True):
         model = _model()
         optimizers = _optimizers(model)
-        monitor = gradmon.ModuleMonitor(model)
-        monitor.add_preset("full")
+        monitor = gradmon.ModuleMonitor(model, preset="full")
         if watched:
             monitor.attach(*optimizers)
         for step in range(4):
@@ -357,7 +355,7 @@ def test_each_step_has_a_record_in_phases_and_rounds(phases: str, watched: str, 
     monitor = _phases(phases, watched, shares=shares)
     history = monitor.get_all_metrics()
     assert [*history] == list(range(steps))
-    assert monitor.last_step == steps - 1
+    assert monitor.last_record.step == steps - 1
     if steps == len(phases):
         assert [values["number"] for values in history.values()] == list(range(steps))
 
@@ -378,7 +376,7 @@ def test_a_run_that_is_saved_while_the_last_optimizer_rests_goes_on_at_its_step(
         model.zero_grad()
     saved = monitor.state_dict()
     monitor.detach()
-    assert monitor.last_step == 4
+    assert monitor.last_record.step == 4
     again = gradmon.watch(model, *optimizers, on_spike=None)
     again.load_state_dict(saved)
     model(torch.randn(8, 4)).square().mean().backward()

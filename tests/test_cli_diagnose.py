@@ -49,22 +49,22 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_sick_run_is_told_and_fails(sick: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["diagnose", str(sick)]) == gradmon.diagnose(sick).exit_code == 1
+    assert main(["diagnose", str(sick)]) == gradmon.load_run(sick).diagnose().exit_code == 1
     printed = capsys.readouterr().out
-    assert printed == f"{gradmon.diagnose(sick)}\n"
+    assert printed == f"{gradmon.load_run(sick).diagnose()}\n"
     assert "WARNING learning-rate-high" in printed
 
 
 def test_a_sound_run_passes(sound: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diagnose", str(sound)]) == 0
-    assert capsys.readouterr().out == f"{gradmon.diagnose(sound)}\n"
+    assert capsys.readouterr().out == f"{gradmon.load_run(sound).diagnose()}\n"
 
 
 @pytest.mark.parametrize("which", ["sick", "sound"])
 def test_json_has_everything(which: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> None:
     path = request.getfixturevalue(which)
     assert main(["diagnose", str(path), "--json"]) == (1 if which == "sick" else 0)
-    assert json.loads(capsys.readouterr().out) == gradmon.diagnose(path).to_dict()
+    assert json.loads(capsys.readouterr().out) == gradmon.load_run(path).diagnose().to_dict()
 
 
 def test_a_run_without_a_step_is_nothing_to_diagnose(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,7 +75,7 @@ def test_a_run_without_a_step_is_nothing_to_diagnose(tmp_path: Path, capsys: pyt
 
 
 def test_words_are_wrapped_where_they_are_told_to_be(sick: Path) -> None:
-    diagnosis = gradmon.diagnose(sick)
+    diagnosis = gradmon.load_run(sick).diagnose()
     assert str(diagnosis) == diagnosis.text(100)
     narrow = diagnosis.text(60)
     assert max(map(len, narrow.splitlines())) <= 60
@@ -89,7 +89,7 @@ def test_a_terminal_gets_its_width_and_colours_where_there_is_rich(sick: Path, r
         with terminal("diagnose", str(sick), columns=72, rich=rich, **environment) as seen:
             assert seen.end() == 1
         lines = [line.rstrip() for line in seen.plain.splitlines()]
-        assert lines == gradmon.diagnose(sick).text(72).splitlines()
+        assert lines == gradmon.load_run(sick).diagnose().text(72).splitlines()
         coloured = re.findall(r"\x1b\[1;(3[0-9])m((?:ERROR|WARNING|INFO) +\S+)\x1b", seen.output)
         if not rich or environment:
             assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", seen.output)

@@ -92,4 +92,4 @@ def test_an_optimizer_of_its_package_that_steps_the_model_itself_is_followed() -
     monitor = gradmon.watch(model, optimizer)
     model(torch.ones(2, 3)).sum().backward()
     optimizer.step()
-    assert monitor.last_step == 0
+    assert monitor.last_record.step == 0

@@ -140,8 +140,8 @@ def _of_user(found: os.stat_result, user: int) -> os.stat_result:
         ({"every": True}, "every=True must be a positive int"),
         ({"steps": -1}, "steps=-1 must be a positive int"),
         ({"preset": "ful"}, "preset='ful' is not one of 'minimal', 'standard', 'full'; did you mean full"),
-        ({"first": -1}, "from_step=-1 must be a whole number of at least 0"),
-        ({"first": 1.5}, r"from_step=1\.5 must be a whole number"),
+        ({"first": -1}, "first=-1 must be a whole number of at least 0"),
+        ({"first": 1.5}, r"first=1\.5 must be a whole number"),
         ({"every": 2**53}, "is too large; no training has that many steps"),
     ],
 )
@@ -175,14 +175,14 @@ def test_from_within_it_begins_with_the_next_step_and_ends_by_itself() -> None:
     loop = Loop(preset="minimal").go(5)
     assert loop.monitor is not None
     before, hooks = loop.monitor._runtime.planner.registry.metrics, loop.hooks
-    assert loop.monitor.detail is None
+    assert loop.monitor.last_record.override is None
     loop.monitor.override(every=1, preset="full", steps=4)
     loop.go(3)
-    assert loop.monitor.detail == DetailRequest(1, "full", 1, None, 1)
+    assert loop.monitor.last_record.override == DetailRequest(1, "full", 1, None, 1)
     assert set(loop.tables) >= {"activation", "gradient", "parameter"}
     assert any(key.source == "optimizer" for key in loop.monitor._runtime.pipeline.last.values)  # type: ignore[union-attr]
     loop.go(1)
-    assert loop.monitor.detail is None
+    assert loop.monitor.last_record.override is None
     assert loop.hooks == hooks
     loop.go(EVERY - 8)
     assert loop.seen == [0, 5, 6, 7, 8, EVERY]
@@ -223,7 +223,7 @@ def test_a_step_that_it_begins_in_has_no_part_of_what_the_root_takes() -> None:
         optimizer.zero_grad()
         norms.append(float(batches.norm()))
         if step == 2:
-            assert "after the step had begun" in monitor.missing()["input/[root module]/norm"]
+            assert "after the step had begun" in monitor.last_record.missing["input/[root module]/norm"]
     monitor.detach()
     found = {step: values.get("input/[root module]/norm") for step, values in monitor.get_all_metrics().items()}
     assert found == {0: pytest.approx(norms[0], rel=1e-6), 2: None, 3: pytest.approx(norms[3], rel=1e-6)}
@@ -259,11 +259,11 @@ def test_of_two_in_the_same_moment_the_second_counts_and_a_reset_of_nothing_does
 def test_it_waits_for_its_first_step() -> None:
     loop = Loop().go(1)
     assert loop.monitor is not None
-    loop.monitor.override(every=1, steps=2, from_step=6)
-    assert loop.monitor.detail is None
+    loop.monitor.override(every=1, steps=2, first=6)
+    assert loop.monitor.last_record.override is None
     loop.go(12)
     assert loop.seen == [0, 6, 7]
-    loop.monitor.override(every=1, steps=2, from_step=3)  # over by now
+    loop.monitor.override(every=1, steps=2, first=3)  # over by now
     assert loop.go(5).seen == [0, 6, 7, 13, 14]
 
 
@@ -319,7 +319,7 @@ def test_by_hand_with_numbers_of_its_own(attached: bool) -> None:
     begun = []
     for step in range(0, 300, 10):
         if step == 50:
-            monitor.override(every=20, preset="full", steps=4, from_step=95)
+            monitor.override(every=20, preset="full", steps=4, first=95)
         if monitor.begin_step(step):
             begun.append(step)
         optimizer.zero_grad()
@@ -412,7 +412,7 @@ def test_the_environment_makes_it_inert(monkeypatch: pytest.MonkeyPatch, tmp_pat
     model = nn.Linear(2, 1)
     monitor = gradmon.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), run_dir=tmp_path / "run")
     monitor.override(every=1, preset="full")
-    assert monitor.detail is None
+    assert monitor.last_record.override is None
     assert not (tmp_path / "run").exists()
     with pytest.raises(ValueError, match="every=0"):
         monitor.override(every=0)
@@ -435,7 +435,7 @@ def test_what_was_added_by_hand_stays_also_if_it_is_added_meanwhile() -> None:
     loop.go(2)
     assert {"activation/0/max", "gradient/2.weight/norm", "parameter/0.bias/rms"} <= loop.keys[5]
     loop.go(4)
-    assert monitor.detail is None
+    assert monitor.last_record.override is None
     assert {"activation/0/max", "gradient/2.weight/norm", "parameter/0.bias/rms"} <= loop.keys[9]
     names = [(metric.source, metric.name, metric.shown) for metric in monitor._runtime.planner.registry.metrics]
     assert names.count(("gradient", "norm", True)) == 1  # for which the preset's has made way for good
@@ -448,7 +448,7 @@ def test_a_preset_that_the_script_adds_meanwhile_is_what_comes_after() -> None:
     assert loop.monitor is not None
     loop.monitor.override(preset="standard", steps=4)
     loop.go(2)
-    loop.monitor.add_preset("full")
+    loop.monitor._runtime.use_preset("full")
     loop.go(1)
     assert "activation" not in loop.tables
     loop.go(2)
@@ -463,7 +463,7 @@ def test_detach_ends_it_and_leaves_no_hook(tmp_path: Path) -> None:
     assert any(loop.hooks)
     loop.monitor.detach()
     assert not any(loop.hooks)
-    assert loop.monitor.detail is None
+    assert loop.monitor.last_record.override is None
     state = load_run(tmp_path).meta["tune"]
     assert not state["listens"]
     assert state["last"]["until"] == 2
@@ -515,8 +515,7 @@ def test_it_stands_above_monitor_step_fn_which_is_asked_once_a_step_as_ever() ->
         return len(asked) % 4 == 1
 
     loop = Loop(monitored=False)
-    monitor = loop.monitor = ModuleMonitor(loop.model, monitor_step_fn=every_fourth_call)
-    monitor.add_preset("minimal")
+    monitor = loop.monitor = ModuleMonitor(loop.model, monitor_step_fn=every_fourth_call, preset="minimal")
     monitor.attach(*loop.optimizers)
     asked.clear()
     loop.go(6)
@@ -562,7 +561,7 @@ def test_a_budget_goes_back_to_where_it_was(monkeypatch: pytest.MonkeyPatch) -> 
     loop.go(20)
     loop.monitor.override(preset="full", steps=10)  # one takes the place of another
     loop.go(11)
-    assert loop.monitor.detail is None
+    assert loop.monitor.last_record.override is None
     assert budget.interval == 4
 
 
@@ -615,9 +614,8 @@ def test_training_is_the_same_bit_for_bit(setting: loops.Setting, tmp_path: Path
     monitors = []
 
     def watch(model: Any, optimizer: Any, scaler: Any) -> ModuleMonitor:
-        monitor = ModuleMonitor(model, every=1000, on_metric_error="raise", run_dir=tmp_path / "run")
-        monitor.add_preset("minimal")
-        monitor.override(every=1, preset="full", steps=4, from_step=3)
+        monitor = ModuleMonitor(model, every=1000, on_metric_error="raise", run_dir=tmp_path / "run", preset="minimal")
+        monitor.override(every=1, preset="full", steps=4, first=3)
         monitors.append(monitor)
         return monitor.attach(optimizer, scaler=scaler)
 

@@ -63,7 +63,7 @@ def train(
     loss_of: Callable[[int, Tensor], Tensor] = lambda step, loss: loss,
     **options: object,
 ) -> Diagnosis:
-    monitor = gradmon.watch(model, optimizer, on_spike=None, check_data=False, **options)
+    monitor = gradmon.watch(model, optimizer, on_spike=None, checks=gradmon.Checks(data=False), **options)
     generator = torch.Generator().manual_seed(1)
     for step in range(steps):
         at(step)
@@ -354,7 +354,7 @@ def test_a_parameter_with_another_name_was_not_frozen(change: Callable[[Model], 
     found = train(model, optimizer, 50, at, **({"run_dir": tmp_path} if stored else {}))
     assert found.findings == ()
     if stored:
-        assert gradmon.diagnose(tmp_path).findings == ()
+        assert gradmon.load_run(tmp_path).diagnose().findings == ()
 
 
 def test_names_that_come_later_have_their_place_in_the_model() -> None:
@@ -427,7 +427,7 @@ def test_a_part_that_a_resume_freezes_again_is_named(tmp_path: Path) -> None:
     model = mlp(8, 16, 16, 1)
     model[0].requires_grad_(False)
     train(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2), 8, run_dir=tmp_path, start_step=40)
-    (finding,) = [each for each in gradmon.diagnose(tmp_path).findings if each.rule == "gradient-dropped-to-zero"]
+    (finding,) = [each for each in gradmon.load_run(tmp_path).diagnose().findings if each.rule == "gradient-dropped-to-zero"]
     assert (finding.severity, finding.where, finding.steps) == ("info", "0.weight", (40, 47))
     assert "It trained until step 39, and is frozen since step 40, by requires_grad=False. Also in 0.bias." in finding.cause
 

@@ -210,12 +210,12 @@ def test_without_a_step_nothing_is_said_of_rules_and_where_it_is_switched_off_th
 def test_without_a_monitored_step_the_reason_is_that_of_missing() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    monitor = gradmon.watch(model, optimizer, monitor_step_fn=lambda step: step > 100)
+    monitor = gradmon.watch(model, optimizer, every=lambda step: step > 100)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     told = monitor.diagnose()
     assert told.unseen == {"everything": "step 0 was not monitored"}
-    assert told.unseen["everything"] in monitor.missing().values()
+    assert told.unseen["everything"] in monitor.last_record.missing.values()
     assert str(told).splitlines()[0] == "Nothing to diagnose: no monitored step yet."
 
 

@@ -37,7 +37,7 @@ class Net(nn.Module):
 def _diagnosis(path: Path, spoils: str, act: Callable[[Net, torch.optim.Optimizer], None] | None = None) -> Diagnosis:
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    monitor = gradmon.watch(net, optimizer, preset="full", run_dir=path, on_spike=None, check_data=False)
+    monitor = gradmon.watch(net, optimizer, preset="full", run_dir=path, on_spike=None, checks=gradmon.Checks(data=False))
     for step in range(20):
         net.spoils = spoils if step == AT else ""
         optimizer.zero_grad()
@@ -76,7 +76,7 @@ def test_a_scaler_that_looks_for_its_scale_is_sound_and_one_that_never_finds_it_
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler("cpu")
-    monitor = gradmon.watch(net, optimizer, scaler=scaler, run_dir=tmp_path, on_spike=None, check_data=False)
+    monitor = gradmon.watch(net, optimizer, scaler=scaler, run_dir=tmp_path, on_spike=None, checks=gradmon.Checks(data=False))
     for step in range(20):
         optimizer.zero_grad()
         loss = net(torch.ones(2, 4)).square().mean() * (math.inf if step < overflows else 1.0)
@@ -105,7 +105,7 @@ def test_steps_that_a_policy_skips_are_no_scaler_that_never_finds_its_scale() ->
 def test_logits_that_are_masked_are_no_fault_as_long_as_what_follows_is_finite(reaches_loss: bool, expected: list[str]) -> None:
     net = nn.Sequential(nn.Linear(4, 3), nn.Threshold(math.inf, -math.inf) if reaches_loss else _Mask())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    monitor = gradmon.watch(net, optimizer, preset="full", on_spike=None, check_data=False)
+    monitor = gradmon.watch(net, optimizer, preset="full", on_spike=None, checks=gradmon.Checks(data=False))
     for _ in range(20):
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(net(torch.ones(2, 4)), torch.tensor([0, 1]))
@@ -141,7 +141,7 @@ class _Own(nn.Linear):
 def test_a_layer_that_cannot_make_nan_is_not_blamed(last: nn.Module, is_blamed: bool) -> None:
     model = _Between(last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    monitor = gradmon.watch(model, optimizer, preset="full", on_spike=None, check_data=False)
+    monitor = gradmon.watch(model, optimizer, preset="full", on_spike=None, checks=gradmon.Checks(data=False))
     for step in range(20):
         model.is_bad = step == AT
         optimizer.zero_grad()
@@ -179,7 +179,7 @@ class _Recurrent(nn.Module):
 
 def _diagnosed(net: nn.Module, steps: int = 10, burst: int | None = None) -> Diagnosis:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    monitor = gradmon.watch(net, optimizer, on_spike=None, check_data=False)
+    monitor = gradmon.watch(net, optimizer, on_spike=None, checks=gradmon.Checks(data=False))
     for step in range(steps):
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(net(torch.randn(16, 64, 4) * (30 if step == burst else 1)), torch.randint(3, (16,)))
@@ -207,7 +207,7 @@ def _with_bad_batch(on_spike: str | None, preset: str = "standard", check_data: 
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    monitor = gradmon.watch(net, optimizer, preset=preset, on_spike=on_spike, check_data=check_data)
+    monitor = gradmon.watch(net, optimizer, preset=preset, on_spike=on_spike, checks=gradmon.Checks(data=check_data))
     for step in range(20):
         x = torch.randn(8, 4)
         if step == AT:
@@ -230,7 +230,9 @@ def test_nan_in_the_batch_is_a_fault_of_the_input() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_nan_in_the_first_output_leads_to_the_batch() -> None:
-    (found,) = (each for each in _with_bad_batch(None, "full", check_data=False).findings if each.severity == "error")
+    (found,) = (
+        each for each in _with_bad_batch(None, "full", checks=gradmon.Checks(data=False)).findings if each.severity == "error"
+    )
     assert (found.rule, found.where) == ("non-finite-activation", "0")
     assert "the batch" in found.cause
     assert "torch.isfinite" in found.advice
@@ -240,7 +242,7 @@ def test_nan_in_the_first_output_leads_to_the_batch() -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("check_data", [False, True])
 def test_steps_skipped_for_nan_are_information(check_data: bool) -> None:
-    diagnosis = _with_bad_batch("skip", check_data=check_data)
+    diagnosis = _with_bad_batch("skip", checks=gradmon.Checks(data=check_data))
     assert diagnosis.healthy
     (skipped,) = (finding for finding in diagnosis.findings if finding.rule == "steps-skipped")
     assert (skipped.severity, skipped.steps) == ("info", (AT, AT))

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import torch_gradmon as gradmon
-from torch_gradmon import ModuleMonitor, Run, RunDiff, diff_runs, load_run
+from torch_gradmon import ModuleMonitor, Run, diff_runs, load_run
 from torch_gradmon.analysis.comparison import STAGES, Order, is_clock
+from torch_gradmon.analysis.diff import RunDiff
 from torch_gradmon.analysis.run import settings_that_differ
 from torch_gradmon.cli.main import main
 from torch_gradmon.core.keys import Key, parse_key
@@ -806,6 +807,6 @@ def test_a_run_that_is_not_there_is_a_wrong_request(base: Path, tmp_path: Path, 
 
 
 def test_the_result_is_public() -> None:
-    assert isinstance(gradmon.RunDiff, type)
-    assert gradmon.RunDiff is RunDiff
+    assert isinstance(gradmon.analysis.diff.RunDiff, type)
+    assert gradmon.analysis.diff.RunDiff is RunDiff
     assert callable(gradmon.diff_runs)

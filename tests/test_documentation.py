@@ -412,7 +412,7 @@ def test_what_is_there_on_request_is_described() -> None:
     monitor = gradmon.watch(model, optimizer, preset="minimal", on_spike="skip", plugins=[headroom])
     for batch in BY_NAME["mlp"].batches(2):
         BY_NAME["mlp"].loss(model, batch).backward()
-        monitor.clip_grad_norm_(gradmon.ZClip(max_norm=1.0))
+        monitor.clip_grad_norm_(gradmon.plugins.clipping.ZClip(max_norm=1.0))
         monitor.clip_grad_norm_("adagc")
         optimizer.step()
     described = monitor.describe_metrics()

@@ -170,7 +170,7 @@ def test_by_hand_the_end_of_a_step_waits(slow: _Slow) -> None:
 def _spiked() -> _Loop:
     """A loop whose step 1 spikes, and raises when the next one begins."""
     loop = _Loop(on_spike="raise")
-    loop.monitor.add_preset("standard")
+    loop.monitor._runtime.use_preset("standard")
     loop.step()
     with torch.no_grad():
         loop.model[0].weight.fill_(torch.nan)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
+from tests.watching import watch_with
 from torch_gradmon import ModuleMonitor, SpikeDetector, load_run
 from torch_gradmon.core.keys import GRADIENT, GRADIENT_BEFORE_CLIP, PARAMETER, Key
 from torch_gradmon.step.buffer import DeviceToHostCopy
@@ -49,7 +50,9 @@ def _train(steps: int = STEPS, scaler: Any = None, clip: bool = False, **argumen
 def test_the_steps_around_a_spike_are_there_with_the_numbers_of_a_monitor_that_takes_every_step(
     tmp_path: Path, clip: bool
 ) -> None:
-    seldom, other = _train(every=10, flight_recorder=REMEMBERED, run_dir=tmp_path / "seldom", clip=clip)
+    seldom, other = _train(
+        every=10, spike_capture=gradmon.SpikeCapture(before=REMEMBERED), run_dir=tmp_path / "seldom", clip=clip
+    )
     always, model = _train(run_dir=tmp_path / "always", clip=clip)
     seldom.detach()
     always.detach()
@@ -89,7 +92,7 @@ def test_the_steps_around_a_spike_are_there_with_the_numbers_of_a_monitor_that_t
 
 
 def test_the_story_knows_that_a_layer_moved_between_two_monitored_steps() -> None:
-    monitor, _ = _train(every=10, flight_recorder=REMEMBERED)
+    monitor, _ = _train(every=10, spike_capture=gradmon.SpikeCapture(before=REMEMBERED))
     text = monitor.explain_spike()
     lines = text.splitlines()
     first = lines[next(row for row, line in enumerate(lines) if line.startswith("parameter, by suspicion")) + 1].split()
@@ -102,9 +105,11 @@ def test_the_story_knows_that_a_layer_moved_between_two_monitored_steps() -> Non
 
 
 def test_dashboards_get_the_cadence_and_the_closer_look_and_nothing_else() -> None:
-    monitor, _ = _train(every=10, flight_recorder=REMEMBERED)
+    monitor, _ = _train(every=10, spike_capture=gradmon.SpikeCapture(before=REMEMBERED))
     assert set(monitor.get_all_metrics()) == {*range(0, STEPS, 10), 201, 202, 203}
-    assert set(_train(every=10, flight_recorder=REMEMBERED, steps=150)[0].get_all_metrics()) == set(range(0, 150, 10))
+    assert set(_train(every=10, spike_capture=gradmon.SpikeCapture(before=REMEMBERED), steps=150)[0].get_all_metrics()) == set(
+        range(0, 150, 10)
+    )
 
 
 def test_after_a_spike_some_steps_are_monitored_whatever_the_cadence() -> None:
@@ -134,7 +139,7 @@ def test_a_recorded_step_sends_nothing_to_the_host_and_keeps_26_kilobytes_for_20
     monkeypatch.setattr(DeviceToHostCopy, "__init__", lambda self, tensors: (sent.append(len(tensors)), begin(self, tensors))[1])
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(100)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    monitor = gradmon.watch(model, optimizer, every=1000, flight_recorder=8)
+    monitor = watch_with(model, optimizer, every=1000, spike_capture=gradmon.SpikeCapture(before=8))
     for _ in range(40):
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
@@ -152,7 +157,7 @@ def test_a_recorded_step_sends_nothing_to_the_host_and_keeps_26_kilobytes_for_20
 def test_a_recorded_step_copies_nothing_from_the_gpu() -> None:
     model = nn.Linear(4, 4).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    gradmon.watch(model, optimizer, every=1000, flight_recorder=8)
+    watch_with(model, optimizer, every=1000, spike_capture=gradmon.SpikeCapture(before=8))
     for step in range(4):
         with HostReads("cuda") as reads:
             model(torch.ones(2, 4, device="cuda")).sum().backward()
@@ -171,8 +176,14 @@ def test_steps_that_a_scaler_refuses_are_counted_once_and_kept_as_not_applied(tm
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    monitor = gradmon.watch(
-        model, optimizer, scaler=scaler, every=10, flight_recorder=REMEMBERED, on_spike=None, run_dir=tmp_path
+    monitor = watch_with(
+        model,
+        optimizer,
+        scaler=scaler,
+        every=10,
+        spike_capture=gradmon.SpikeCapture(before=REMEMBERED),
+        on_spike=None,
+        run_dir=tmp_path,
     )
     for step in range(206):
         loss = model(torch.ones(8, 4)).square().mean() * (100 if step == SPIKE else 1) * (torch.inf if step == 195 else 1)
@@ -190,8 +201,9 @@ def test_steps_that_a_scaler_refuses_are_counted_once_and_kept_as_not_applied(tm
 
 def test_a_rollback_forgets_what_comes_again(tmp_path: Path) -> None:
     model = nn.Linear(4, 1)
-    monitor = ModuleMonitor(model, every=10, flight_recorder=REMEMBERED, run_dir=tmp_path)
-    monitor.add_preset("minimal")
+    monitor = ModuleMonitor(
+        model, every=10, spike_capture=gradmon.SpikeCapture(before=REMEMBERED), run_dir=tmp_path, preset="minimal"
+    )
 
     def step(number: int, factor: float = 1.0) -> None:
         monitor.begin_step(number)
@@ -215,7 +227,7 @@ def test_a_rollback_forgets_what_comes_again(tmp_path: Path) -> None:
 def test_a_late_signal_brings_the_steps_too() -> None:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    monitor = ModuleMonitor(model, every=10, flight_recorder=REMEMBERED, post_spike_steps=0)
+    monitor = ModuleMonitor(model, every=10, spike_capture=gradmon.SpikeCapture(after=0, before=REMEMBERED))
     monitor.add_detector(SpikeDetector(signal="loss"))
     monitor.add_gradient_metric("norm")
     monitor.attach(optimizer)
@@ -231,16 +243,16 @@ def test_a_late_signal_brings_the_steps_too() -> None:
 @pytest.mark.parametrize("value", [-1, 1.5, True, "3"])
 def test_what_is_no_number_of_steps_is_refused(value: Any) -> None:
     with pytest.raises(ValueError, match=rf"flight_recorder={value!r} must be a positive int, or 0 for none"):
-        ModuleMonitor(flight_recorder=value)
+        ModuleMonitor(spike_capture=gradmon.SpikeCapture(before=value))
 
 
 def test_a_budget_and_a_recorder_exclude_each_other() -> None:
     with pytest.raises(ValueError, match=r"flight_recorder=8 measures every step, so max_overhead=0\.01 could save nothing"):
-        ModuleMonitor(flight_recorder=8, max_overhead=0.01)
+        ModuleMonitor(spike_capture=gradmon.SpikeCapture(before=8), max_overhead=0.01)
 
 
 def test_the_run_directory_has_what_followed_when_the_run_ends_early(tmp_path: Path) -> None:
-    monitor, _ = _train(steps=SPIKE + 8, every=10, flight_recorder=REMEMBERED, run_dir=tmp_path)
+    monitor, _ = _train(steps=SPIKE + 8, every=10, spike_capture=gradmon.SpikeCapture(before=REMEMBERED), run_dir=tmp_path)
     monitor.detach()
     assert load_run(tmp_path).steps[-4:] == [204, 205, 206, 207]
 
@@ -257,8 +269,9 @@ def _by_hand(monitor: ModuleMonitor, model: nn.Module, number: int, factor: floa
 @pytest.mark.parametrize("again", [False, True])
 def test_after_a_rollback_nothing_of_the_abandoned_branch_is_told(tmp_path: Path, again: bool) -> None:
     model = nn.Linear(4, 1)
-    monitor = ModuleMonitor(model, every=10, flight_recorder=REMEMBERED, run_dir=tmp_path)
-    monitor.add_preset("minimal")
+    monitor = ModuleMonitor(
+        model, every=10, spike_capture=gradmon.SpikeCapture(before=REMEMBERED), run_dir=tmp_path, preset="minimal"
+    )
     for number in range(207):
         _by_hand(monitor, model, number, 100.0 if number == SPIKE else 1.0)
     with pytest.warns(gradmon.GradmonWarning, match="comes after step 206"):
@@ -279,8 +292,9 @@ def test_after_a_rollback_nothing_of_the_abandoned_branch_is_told(tmp_path: Path
 def test_a_run_that_is_continued_replaces_what_was_recorded_from_there_on(tmp_path: Path) -> None:
     model = nn.Linear(4, 1)
     for start, factor in ((0, 1.0), (195, 1.1)):
-        monitor = ModuleMonitor(model, every=10, flight_recorder=REMEMBERED, run_dir=tmp_path)
-        monitor.add_preset("minimal")
+        monitor = ModuleMonitor(
+            model, every=10, spike_capture=gradmon.SpikeCapture(before=REMEMBERED), run_dir=tmp_path, preset="minimal"
+        )
         for number in range(start, start + 207):
             _by_hand(monitor, model, number, 100.0 if number == SPIKE and not start else factor)
         monitor.detach()
@@ -292,7 +306,9 @@ def test_a_run_that_is_continued_replaces_what_was_recorded_from_there_on(tmp_pa
 def test_tags_are_taken_as_they_are_when_they_are_given(tmp_path: Path) -> None:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    monitor = gradmon.watch(model, optimizer, every=10, flight_recorder=REMEMBERED, on_spike=None, run_dir=tmp_path)
+    monitor = watch_with(
+        model, optimizer, every=10, spike_capture=gradmon.SpikeCapture(before=REMEMBERED), on_spike=None, run_dir=tmp_path
+    )
     ids, number = [0], torch.zeros(())
     for step in range(205):
         ids[:] = [step]
@@ -310,7 +326,9 @@ def test_tags_are_taken_as_they_are_when_they_are_given(tmp_path: Path) -> None:
 def test_what_is_logged_after_a_story_was_told_still_counts(tmp_path: Path) -> None:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    monitor = gradmon.watch(model, optimizer, every=10, flight_recorder=4, on_spike=None, run_dir=tmp_path)
+    monitor = watch_with(
+        model, optimizer, every=10, spike_capture=gradmon.SpikeCapture(before=4), on_spike=None, run_dir=tmp_path
+    )
     for step in range(230):
         optimizer.zero_grad()
         (model(torch.ones(8, 4)).square().mean() * (100 if step == SPIKE else 1)).backward()
@@ -330,7 +348,7 @@ def test_what_is_logged_after_a_story_was_told_still_counts(tmp_path: Path) -> N
 def test_gradients_are_recorded_whatever_is_watched() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    monitor = ModuleMonitor(model, every=10, flight_recorder=REMEMBERED)
+    monitor = ModuleMonitor(model, every=10, spike_capture=gradmon.SpikeCapture(before=REMEMBERED))
     monitor.add_detector(SpikeDetector(signal="loss"))
     monitor.add_gradient_metric("norm")
     monitor.attach(optimizer)
@@ -346,8 +364,7 @@ def test_gradients_are_recorded_whatever_is_watched() -> None:
 
 def test_steps_in_which_a_loop_measures_nothing_leave_no_empty_records() -> None:
     model = nn.Linear(4, 1)
-    monitor = ModuleMonitor(model, every=10, flight_recorder=REMEMBERED, post_spike_steps=0)
-    monitor.add_preset("minimal")
+    monitor = ModuleMonitor(model, every=10, spike_capture=gradmon.SpikeCapture(after=0, before=REMEMBERED), preset="minimal")
     for step in range(230):
         if monitor.begin_step(step):
             model.zero_grad()
@@ -359,7 +376,7 @@ def test_steps_in_which_a_loop_measures_nothing_leave_no_empty_records() -> None
 
 
 def test_the_steps_after_a_spike_are_not_lost_where_everything_is_collected(tmp_path: Path) -> None:
-    monitor, model = _train(steps=SPIKE + 8, every=10, flight_recorder=REMEMBERED, run_dir=tmp_path)
+    monitor, model = _train(steps=SPIKE + 8, every=10, spike_capture=gradmon.SpikeCapture(before=REMEMBERED), run_dir=tmp_path)
     del monitor, model
     gc.collect()
     assert load_run(tmp_path).steps[-4:] == [204, 205, 206, 207]

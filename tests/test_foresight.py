@@ -174,7 +174,7 @@ def test_the_finding_tells_the_layer_the_step_and_what_to_do(tmp_path: Path) -> 
     with pytest.warns(gradmon.GradmonWarning):
         _, foresight, monitor, _ = train(rising, steps=CHANGE + 75, run_dir=tmp_path, on_spike=None)
     assert monitor is not None
-    for diagnosis in (monitor.diagnose(), gradmon.diagnose(tmp_path)):
+    for diagnosis in (monitor.diagnose(), gradmon.load_run(tmp_path).diagnose()):
         finding = next(each for each in diagnosis.findings if each.rule == "about-to-diverge")
         assert finding.severity == "warning"
         assert finding.steps == (foresight.signs[0][0], foresight.signs[-1][0])

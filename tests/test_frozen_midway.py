@@ -27,8 +27,7 @@ def test_a_layer_counts_while_it_is_trained(set_to_none: bool, thaw: int | None,
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, **options)
-    monitor = ModuleMonitor(model, on_metric_error="raise")
-    monitor.add_preset("standard")
+    monitor = ModuleMonitor(model, on_metric_error="raise", preset="standard")
     monitor.attach(optimizer)
     for step in range(STEPS):
         if step == 6:
@@ -63,8 +62,7 @@ def test_a_layer_frozen_within_an_open_step_is_no_part_of_it() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    monitor = ModuleMonitor(model, on_metric_error="raise").attach(optimizer)
-    monitor.add_preset("standard")
+    monitor = ModuleMonitor(model, on_metric_error="raise", preset="standard").attach(optimizer)
     for step in range(4):
         model(torch.randn(16, 4)).square().mean().backward()
         optimizer.zero_grad()  # this batch is left out, so that the step goes on

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import torch_gradmon as gradmon
+from tests.watching import watch_with
 
 MAX_NORM = 0.05
 METRICS = ("norm", "mean", "sparsity")
@@ -66,7 +67,7 @@ class Masters:
             parameter.main_grad.zero_()  # type: ignore[attr-defined]
 
 
-class Scaled(gradmon.MainGradSource):
+class Scaled(gradmon.plugins.MainGradSource):
     """As where the loss was scaled."""
 
     def __init__(self, optimizer: Masters) -> None:
@@ -106,7 +107,7 @@ def _train(kind: str, watched: bool, micro_batches: int = 2) -> tuple[dict[str, 
         optimizer.zero_grad()
         if monitor is not None:
             values.append(monitor.get_step_metrics())
-            assert not {key: why for key, why in monitor.missing().items() if key.startswith(("gradient/", "update/"))}
+            assert not {key: why for key, why in monitor.last_record.missing.items() if key.startswith(("gradient/", "update/"))}
     if monitor is not None:
         monitor.detach()
     return model.state_dict(), values
@@ -148,7 +149,7 @@ def test_main_grad_stays_scaled_where_a_grad_scaler_unscales_the_copies() -> Non
     monitor.detach()
 
 
-class Flat(gradmon.GradientSource):
+class Flat(gradmon.plugins.GradientSource):
     """All parameters are parts of one flat tensor, which the optimizer steps."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -177,7 +178,7 @@ def test_a_flat_tensor_that_is_stepped_has_values_of_each_parameter() -> None:
     model = _model()
     source = Flat(model)
     optimizer = torch.optim.AdamW([source.flat], 1e-2)
-    monitor = gradmon.watch(model, optimizer, gradient_source=source)
+    monitor = watch_with(model, optimizer, gradient_source=source)
     _measured(monitor)
     parameters = list(model.parameters())
     for step, batch in enumerate(_batches(6)):
@@ -192,19 +193,19 @@ def test_a_flat_tensor_that_is_stepped_has_values_of_each_parameter() -> None:
         values = monitor.get_step_metrics()
         numbers = {key: value for key, value in plain[step].items() if not key.startswith("optimizer/") and "overhead" not in key}
         assert {key: values[key] for key in numbers} == pytest.approx(numbers, rel=1e-4, abs=1e-9)
-        reasons = monitor.missing()
+        reasons = monitor.last_record.missing
         assert reasons["optimizer/0.weight/exp_avg_norm"] == "the optimizer's state is of a flat tensor of several parameters"
     monitor.detach()
 
 
-@pytest.mark.parametrize("wrong", [gradmon.GradientSource, "main_grad"])
+@pytest.mark.parametrize("wrong", [gradmon.plugins.GradientSource, "main_grad"])
 def test_a_source_that_is_none_is_refused(wrong: Any) -> None:
     with pytest.raises(TypeError, match=r"gradient_source=.* must be an instance of a subclass of"):
         gradmon.ModuleMonitor(_model(), gradient_source=wrong)
 
 
 def test_a_source_that_fails_costs_the_values_and_not_the_training() -> None:
-    class Failing(gradmon.GradientSource):
+    class Failing(gradmon.plugins.GradientSource):
         def accumulated(self, parameter: nn.Parameter) -> Tensor | None:
             raise KeyError("no such buffer")
 
@@ -219,6 +220,6 @@ def test_a_source_that_fails_costs_the_values_and_not_the_training() -> None:
         return model
 
     with pytest.warns(gradmon.GradmonWarning, match="no such buffer"):
-        watched = train(lambda model, optimizer: gradmon.watch(model, optimizer, gradient_source=Failing()))
+        watched = train(lambda model, optimizer: watch_with(model, optimizer, gradient_source=Failing()))
     for ours, theirs in zip(watched.parameters(), train(lambda *_: None).parameters(), strict=True):
         assert torch.equal(ours, theirs)

@@ -111,7 +111,7 @@ def test_compiled_autograd_goes_on_and_the_values_it_hides_are_absent(train: Cal
             expected = float(model[0].weight.grad.norm())
             optimizer.step()
         if monitor is not None:
-            shown, missing = monitor.get_step_metrics(), monitor.missing()
+            shown, missing = monitor.get_step_metrics(), monitor.last_record.missing
             assert shown["gradient/0.weight/norm"] == pytest.approx(expected, rel=1e-6)
             assert shown["activation/0/norm"] > 0
             for hidden in ("gradmon/grad_norm", "gradient_local/0.weight/norm", "activation_gradient/0/norm"):
@@ -252,8 +252,7 @@ def test_values_that_cannot_be_logged_cost_one_key_and_no_error() -> None:
 def test_detach_takes_the_hooks_away_also_when_the_last_step_raises() -> None:
     model = net()
     optimizer = SGD(model.parameters(), lr=0.0)
-    monitor = ModuleMonitor(model, on_spike="raise")
-    monitor.add_preset("minimal")
+    monitor = ModuleMonitor(model, on_spike="raise", preset="minimal")
     monitor.attach(optimizer)
     monitor.begin_step(0)
     (model(X).sum() * float("nan")).backward()
@@ -422,13 +421,12 @@ def test_late_values_merge_and_reach_their_detector() -> None:
 def test_a_detector_is_fed_without_a_preset_and_scores_stand_under_their_signal() -> None:
     model = net()
     optimizer = SGD(model.parameters(), lr=0.0)
-    monitor = ModuleMonitor(model)
+    monitor = ModuleMonitor(model, preset="minimal")
     monitor.add_detector(SpikeDetector())
     monitor.attach(optimizer)
     for _ in range(20):
         one(model, optimizer)
     assert set(monitor.get_step_metrics()) == {"spike_score/grad_norm"}
-    monitor.add_preset("minimal")
     one(model, optimizer)
     assert "gradmon/spike_score" in monitor.get_step_metrics()
 
@@ -443,7 +441,7 @@ def test_what_the_full_preset_adds_stays_out_of_sight_and_makes_way(tmp_path: Pa
     assert run.series("optimizer/0.weight/exp_avg_norm")[0] > 0
     assert run.series("activation/2/std")[0] == pytest.approx(model(X).std(correction=0).item(), rel=0.5)
     monitor.add_gradient_metric("norm")
-    monitor.add_preset("minimal")
+    monitor._runtime.use_preset("minimal")
     one(model, optimizer)
     assert "gradient/0.weight/norm" in monitor.get_step_metrics()
     assert not any(key.startswith("optimizer/") for key in monitor.describe_metrics())
@@ -452,8 +450,7 @@ def test_what_the_full_preset_adds_stays_out_of_sight_and_makes_way(tmp_path: Pa
 def test_the_run_has_what_was_shown_where_its_rows_do_not_say_so(tmp_path: Path) -> None:
     model = net()
     optimizer = SGD(model.parameters(), lr=0.1)
-    monitor = ModuleMonitor(model, run_dir=tmp_path, layers="blocks")
-    monitor.add_preset("minimal")
+    monitor = ModuleMonitor(model, run_dir=tmp_path, layers="blocks", preset="minimal")
     monitor.add_gradient_metric("norm", lambda g: g.abs().max())  # a built-in's name for something else
     monitor.add_activation_metric("norm", metric_regex="^0$")
     monitor.add_activation_metric("max", metric_regex="^2$")
@@ -487,7 +484,7 @@ def test_the_callback_of_a_spike_can_ask_the_monitor() -> None:
     optimizer = SGD(model.parameters(), lr=0.0)
     told: list[Any] = []
     monitor = gradmon.watch(
-        model, optimizer, on_spike=lambda event: told.append((monitor.get_step_metrics(), monitor.top_parameters(1)))
+        model, optimizer, on_spike=lambda event: told.append((monitor.get_step_metrics(), monitor.last_record.top_gradients(1)))
     )
     for step in range(20):
         one(model, optimizer, x=X * (1000 if step == 19 else 1))
@@ -499,8 +496,7 @@ def test_the_callback_of_a_spike_can_ask_the_monitor() -> None:
 def test_getters_can_be_called_from_another_thread() -> None:
     model = net()
     optimizer = SGD(model.parameters(), lr=0.0)
-    monitor = ModuleMonitor(model, history=5)
-    monitor.add_preset("minimal")
+    monitor = ModuleMonitor(model, history=5, preset="minimal")
     monitor.attach(optimizer)
     failures: list[BaseException] = []
     done = threading.Event()

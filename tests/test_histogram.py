@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import torch_gradmon as gradmon
-from torch_gradmon import JsonlSink, ModuleMonitor
+from torch_gradmon import ModuleMonitor
+from torch_gradmon.sinks import JsonlSink
 from torch_gradmon.sinks.tensorboard import Histogram, without_histograms
 from torch_gradmon.statistics.histogram import HIGHEST, LOWEST, as_metrics, log2_counts
 
@@ -123,7 +124,7 @@ def test_where_nothing_is_finite_it_says_so() -> None:
     model(torch.full((1, 2), math.nan)).sum().backward()
     optimizer.step()
     monitor.log_scalar("x", 0.0)
-    assert monitor.missing()["gradient/weight/log2_histogram"] == "it has no finite element"
+    assert monitor.last_record.missing["gradient/weight/log2_histogram"] == "it has no finite element"
     assert monitor.get_step_metrics()["gradient/bias/log2_histogram.0"] == 1
 
 
@@ -157,7 +158,7 @@ def test_tensorboard_has_them_as_histograms(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    _, gradients = _monitored(gradmon.TensorBoardSink(tmp_path))
+    _, gradients = _monitored(gradmon.sinks.TensorBoardSink(tmp_path))
     found = EventAccumulator(str(tmp_path))
     found.Reload()
     event = found.Histograms("gradient/0.weight/log2_histogram")[-1]

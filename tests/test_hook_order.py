@@ -35,8 +35,7 @@ class _Loop:
         self.optimizer = optimizer(self.model.parameters(), **{"lr": 0.1, **options})
 
     def watch(self) -> ModuleMonitor:
-        monitor = ModuleMonitor(self.model, on_metric_error="raise")
-        monitor.add_preset("standard")
+        monitor = ModuleMonitor(self.model, on_metric_error="raise", preset="standard")
         monitor.add_gradient_metric("norm", metric_regex="weight", stages=("before_clip", "after_clip"))
         monitor.add_update_metric("norm", metric_regex="weight")
         return monitor.attach(self.optimizer)

@@ -308,7 +308,7 @@ def test_a_function_that_selects_steps_is_asked_once_for_each(counted: list[int]
         return step % 10 == 0
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    gradmon.watch(model, optimizer, monitor_step_fn=wanted)
+    gradmon.watch(model, optimizer, every=wanted)
     for _ in range(40):
         optimizer.zero_grad()
         model(torch.randn(8, 3)).square().mean().backward()

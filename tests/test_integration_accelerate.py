@@ -116,8 +116,7 @@ def _equal(a: nn.Module, b: nn.Module) -> bool:
 
 
 def _monitor() -> gradmon.ModuleMonitor:
-    monitor = gradmon.ModuleMonitor()
-    monitor.add_preset("standard")
+    monitor = gradmon.ModuleMonitor(preset="standard")
     monitor.add_gradient_metric("norm")
     return monitor
 
@@ -247,8 +246,7 @@ def _started(make: Any, monitor: gradmon.ModuleMonitor, *others: Any) -> tuple[A
 
 
 def test_what_the_loop_logs_is_in_the_record_of_the_step_and_in_the_run_directory(make: Any, tmp_path: Path) -> None:
-    monitor = gradmon.ModuleMonitor(run_dir=tmp_path / "run")
-    monitor.add_preset("minimal")
+    monitor = gradmon.ModuleMonitor(run_dir=tmp_path / "run", preset="minimal")
     accelerator, model, optimizer = _started(make, monitor)
     losses = _loop(
         accelerator,

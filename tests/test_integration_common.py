@@ -156,17 +156,17 @@ def test_the_last_step_and_its_spikes_are_those_of_the_step_that_ended_last() ->
     monitor = gradmon.watch(model, optimizer, on_spike=None, every=2)
     monitor.add_detector(gradmon.SpikeDetector(lambda norm: norm > 100))
     monitor.add_detector(gradmon.SpikeDetector(lambda loss: loss > 5, signal="loss"))
-    assert monitor.last_step is None
-    assert monitor.last_events == ()
+    assert monitor.last_record.step is None
+    assert monitor.last_record.spikes == ()
     found = []
     for step, (scale, loss) in enumerate([(1, 1), (1, 1), (1000, 1), (1, 1), (1, 9), (1, 1), (1000, 9), (1, 1)]):
         _step(model, optimizer, step, scale=scale)
         monitor.log_scalar("loss", loss)
-        assert monitor.last_step == step
-        found.append([event.signal for event in monitor.last_events])
-        assert [event.step for event in monitor.last_events] == [step] * len(found[-1]), "asked again it is the same"
+        assert monitor.last_record.step == step
+        found.append([event.signal for event in monitor.last_record.spikes])
+        assert [event.step for event in monitor.last_record.spikes] == [step] * len(found[-1]), "asked again it is the same"
         model(oracle.batches(1)[0][0])
-        assert monitor.last_step == step, "though the next one has begun"
+        assert monitor.last_record.step == step, "though the next one has begun"
     # the steps behind a spike are monitored whatever the cadence
     assert found == [[], [], ["grad_norm"], [], ["loss"], [], ["grad_norm", "loss"], []]
 
@@ -182,7 +182,7 @@ def test_to_ask_for_spikes_changes_nothing_of_what_is_recorded_or_told(asks: boo
         _step(model, optimizer, step)
         monitor.log_scalar("loss", 9 if step in (3, 4) else 1)
         if asks:
-            assert len(monitor.last_events) == (step in (3, 4))
+            assert len(monitor.last_record.spikes) == (step in (3, 4))
             assert told[-1:] == ([(step, "loss")] if step in (3, 4) else told[-1:])
     monitor.detach()
     assert told == [(3, "loss"), (4, "loss")]
@@ -254,8 +254,7 @@ def test_schedulers_of_an_optimizer_that_did_step_go_on() -> None:
     model = nn.Sequential(first, second)
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (first, second)]
     schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1) for optimizer in optimizers]
-    monitor = gradmon.ModuleMonitor(model, on_spike="skip")
-    monitor.add_preset("minimal")
+    monitor = gradmon.ModuleMonitor(model, on_spike="skip", preset="minimal")
     monitor.attach(*optimizers)
     held = SchedulerRollback(monitor, optimizers, lambda: schedulers)
     model(torch.ones(2, 3)).sum().backward()

@@ -118,8 +118,7 @@ def _trained(setting: oracle.Setting, watched: bool) -> tuple[nn.Module, list[di
     trainer.state.scaler = scaler
     RunningAverage(output_transform=lambda loss: loss).attach(trainer, "running_loss")
     if watched:
-        monitor = gradmon.ModuleMonitor()
-        monitor.add_preset("standard")
+        monitor = gradmon.ModuleMonitor(preset="standard")
         monitor.add_gradient_metric("norm")
         GradmonHandler(monitor, keys=".").attach(trainer, model, optimizer)
     rows = _rows(trainer) if watched else []
@@ -324,8 +323,7 @@ def test_sinks_of_a_given_monitor_have_every_value_of_every_layer() -> None:
     optimizer = _adam(model)
     trainer = _stock(model, optimizer)
     rows: dict[int, dict[str, float]] = {}
-    monitor = gradmon.ModuleMonitor(layers="all")
-    monitor.add_preset("standard")
+    monitor = gradmon.ModuleMonitor(layers="all", preset="standard")
     monitor.add_sink(lambda values, step: rows.update({step: values}))
     GradmonHandler(monitor).attach(trainer, model, optimizer)
     trainer.run(oracle.batches(3))
@@ -822,8 +820,7 @@ def test_when_the_run_ends_however_it_ends_the_model_is_as_it_was_found_and_all_
     trainer = _stock(model, optimizer := _adam(model))
     clean = _hooks(model, optimizer)
     rows: list[int] = []
-    monitor = gradmon.ModuleMonitor()
-    monitor.add_preset("minimal")
+    monitor = gradmon.ModuleMonitor(preset="minimal")
     monitor.add_sink(lambda values, step: rows.append(step))
     GradmonHandler(monitor).attach(trainer, model, optimizer)
     assert _hooks(model, optimizer) == clean
@@ -1165,4 +1162,4 @@ def test_an_output_that_is_no_loss_is_left_out(tmp_path: Path) -> None:
     GradmonHandler(run_dir=tmp_path).attach(trainer, model, optimizer)
     trainer.run(oracle.batches(3))
     assert "loss" not in set(gradmon.load_run(tmp_path).keys())
-    assert gradmon.diagnose(tmp_path).unseen["loss"].startswith("return the loss from the update function")
+    assert gradmon.load_run(tmp_path).diagnose().unseen["loss"].startswith("return the loss from the update function")

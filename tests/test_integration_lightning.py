@@ -87,8 +87,7 @@ class Everything(GradmonCallback):
     """Keeps the rows that it hands out, and takes norms of every parameter before and after the clip."""
 
     def __init__(self, **more: Any) -> None:
-        monitor = gradmon.ModuleMonitor(key_order="name_first", **more)
-        monitor.add_preset("standard")
+        monitor = gradmon.ModuleMonitor(key_order="name_first", **more, preset="standard")
         monitor.add_gradient_metric("norm")
         super().__init__(monitor, log_every_n_steps=1)
 
@@ -733,7 +732,7 @@ def test_manual_optimisation_without_a_loss_says_where_to_log_it(tmp_path: Path)
     callback = GradmonCallback(run_dir=tmp_path / "run")
     trainer(callback).fit(Manual(), loader(24))
     assert callback.monitor is not None
-    for diagnosis in (callback.monitor.diagnose(), gradmon.diagnose(tmp_path / "run")):
+    for diagnosis in (callback.monitor.diagnose(), gradmon.load_run(tmp_path / "run").diagnose()):
         assert diagnosis.unseen["loss"].startswith("return the loss from training_step(), or log it there with callback.monitor")
 
 

@@ -150,8 +150,7 @@ def test_every_number_is_that_of_the_plain_loop_and_training_is_the_same(setting
     plain = trainer(tmp_path, setting=setting, kind=kind)
     plain.train()
 
-    monitor = gradmon.ModuleMonitor()
-    monitor.add_preset("standard")
+    monitor = gradmon.ModuleMonitor(preset="standard")
     monitor.add_gradient_metric("norm")
     watched = trainer(tmp_path, GradmonCallback(monitor), setting=setting, kind=kind)
     watched.train()
@@ -365,8 +364,7 @@ def test_the_last_step_is_sent_before_reporters_close_their_runs(tmp_path: Path)
 
     known: list[list[int]] = []
     sink = gradmon.testing.RecordingSink()
-    monitor = gradmon.ModuleMonitor()
-    monitor.add_preset("minimal")
+    monitor = gradmon.ModuleMonitor(preset="minimal")
     monitor.add_sink(sink)
     trainer(tmp_path, Closes(), GradmonCallback(monitor)).train()
     assert known == [sink.steps] == [list(range(STEPS))]
@@ -398,8 +396,7 @@ def test_tensorboard_shows_a_run_beside_the_trainers(place: str, tmp_path: Path,
     pytest.importorskip("tensorboard")
     if place != "its own":
         monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
-    monitor = gradmon.ModuleMonitor()
-    monitor.add_preset("standard")
+    monitor = gradmon.ModuleMonitor(preset="standard")
     monitor.add_gradient_metric("norm")  # of each parameter, before and after the clip
     callback = GradmonCallback(monitor)
     watched = trainer(tmp_path / "out", callback, report_to="tensorboard")
@@ -609,8 +606,7 @@ def test_a_rule_with_a_state_that_is_no_json_costs_no_checkpoint(tmp_path: Path)
         def state_dict(self) -> dict[str, Any]:
             return {"tensor": torch.zeros(2)}
 
-    monitor = gradmon.ModuleMonitor()
-    monitor.add_preset("minimal")
+    monitor = gradmon.ModuleMonitor(preset="minimal")
     monitor.add_detector(gradmon.SpikeDetector(Tensors()))
     with pytest.warns(gradmon.GradmonWarning, match="the monitor's state is left out of the checkpoint") as told:
         trainer(tmp_path, GradmonCallback(monitor), save_strategy="steps", save_steps=STEPS).train()

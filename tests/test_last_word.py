@@ -77,7 +77,7 @@ def test_last_word_is_one_line_where_something_was_found(body: str, lines: int, 
 def test_last_word_tells_of_steps_after_the_first_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e3)
-    monitor = gradmon.watch(model, optimizer, run_dir=tmp_path, on_spike="warn", check_data=False)
+    monitor = gradmon.watch(model, optimizer, run_dir=tmp_path, on_spike="warn", checks=gradmon.Checks(data=False))
     for _ in range(2):
         for _ in range(40):
             optimizer.zero_grad()

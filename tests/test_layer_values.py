@@ -81,10 +81,10 @@ METRICS: dict[str, tuple[Adds, Callable[[int], bool]]] = {
     "logged by hand": (lambda monitor: monitor.add_detector(SpikeDetector(signal="loss")), lambda step: False),
     "one value of the model": (lambda monitor: monitor.add_model_metric("param_norm"), lambda step: False),
     "cheap, and columns of updates without squares": (
-        lambda monitor: (monitor.add_preset("minimal"), monitor.add_update_metric("max")),
+        lambda monitor: (monitor._runtime.use_preset("minimal"), monitor.add_update_metric("max")),
         lambda step: False,
     ),
-    "standard": (lambda monitor: monitor.add_preset("standard"), lambda step: step == 0),
+    "standard": (lambda monitor: monitor._runtime.use_preset("standard"), lambda step: step == 0),
 }
 
 
@@ -172,7 +172,7 @@ def test_layers_cost_only_the_squares_before_clipping() -> None:
 def test_values_of_layers_also_under_a_live_change_and_with_a_flight_recorder() -> None:
     model = _model()
     optimizer, names = _optimizer(model), [name for name, _ in model.named_parameters()]
-    monitor = ModuleMonitor(model, layers="all", every=3, flight_recorder=2)
+    monitor = ModuleMonitor(model, layers="all", every=3, spike_capture=gradmon.SpikeCapture(before=2))
     monitor.add_gradient_metric("max")
     monitor.attach(optimizer)
     monitor.override(every=1, preset="minimal", steps=2)
@@ -213,7 +213,7 @@ def test_top_parameters_are_of_the_whole_model_or_none() -> None:
     monitor.add_gradient_metric("norm", metric_regex="head")
     monitor.attach(optimizer)
     _train(monitor, model, optimizer, 1, 1, by_hand=False)
-    assert monitor.top_parameters() == []
+    assert monitor.last_record.top_gradients() == []
 
 
 @pytest.mark.parametrize("metric", ["max", "mean", "sparsity", "l1_norm"])
@@ -244,7 +244,7 @@ def test_no_reader_makes_norms_of_other_columns(metric: str, tmp_path: Path) -> 
         exported = list(csv.DictReader(file))
     assert exported
     assert not any(row.get(name) for row in exported for name in ("norm", "rms", "std", "ratio"))
-    assert gradmon.diagnose(tmp_path / "run").exit_code == 0
+    assert gradmon.load_run(tmp_path / "run").diagnose().exit_code == 0
 
 
 def test_a_stack_without_squares_has_no_norms() -> None:
@@ -280,15 +280,14 @@ def test_a_detector_measures_what_it_judges(signal: str) -> None:
 def test_a_preset_that_is_added_within_a_step_shows_nothing_of_the_part_that_was_measured() -> None:
     model = _model()
     optimizer, names = _optimizer(model), [name for name, _ in model.named_parameters()]
-    monitor = ModuleMonitor(model)
+    monitor = ModuleMonitor(model, preset="standard")
     monitor.add_gradient_metric("norm", metric_regex="head")
     monitor.add_parameter_metric("max")
     monitor.attach(optimizer)
     model(torch.randn(5, 4)).square().mean().backward()
-    monitor.add_preset("standard")
     optimizer.step()
     optimizer.zero_grad()
-    values, missing = monitor.get_step_metrics(), monitor.missing()
+    values, missing = monitor.get_step_metrics(), monitor.last_record.missing
     for name in ("grad_norm", "grad_max", "grad_top_fraction", "param_norm", "update_norm"):
         assert f"gradmon/{name}" not in values
         assert missing[f"gradmon/{name}"] == "it was asked for after the step had begun"
@@ -333,7 +332,7 @@ def test_blocks_within_a_wrapper_are_shown_one_by_one() -> None:
     monitor.attach(optimizer)
     model(torch.randn(3, 4)).sum().backward()
     optimizer.step()
-    found, missing = monitor.get_step_metrics(), monitor.missing()
+    found, missing = monitor.get_step_metrics(), monitor.last_record.missing
     for block, part in (("m.h.0", model.m["h"][0]), ("m.h.1", model.m["h"][1]), ("m.head", model.m["head"])):  # type: ignore[index]
         norm = _norm({name: p.grad.double() for name, p in part.named_parameters() if p.grad is not None}, ["weight", "bias"])
         assert found[f"gradient_before_clip/{block}/norm"] == pytest.approx(norm, rel=1e-6)

@@ -158,7 +158,7 @@ def aggregation(loop: Loop) -> None:
 
 def cadence(loop: Loop) -> None:
     once = loop.gives(True)
-    loop.bare(monitor_step_fn=lambda step: step == 0 or once(step)).add_preset("standard")
+    loop.bare(monitor_step_fn=lambda step: step == 0 or once(step))._runtime.use_preset("standard")
     loop.monitor.attach(loop.optimizer)
 
 
@@ -195,7 +195,7 @@ def a_hook(loop: Loop) -> None:
 
 
 def a_clip(loop: Loop) -> None:
-    class Clip(gradmon.ZClip):
+    class Clip(gradmon.plugins.clipping.ZClip):
         def factors(self, *args: Any) -> Any:
             self.once()
             return super().factors(*args)
@@ -218,7 +218,7 @@ class Clipping:
 def a_name(loop: Loop) -> None:
     once = loop.gives("")
     once.raised = 1
-    loop.bare(format_module_name_fn=lambda name: name + once()).add_preset("full")
+    loop.bare(format_module_name_fn=lambda name: name + once())._runtime.use_preset("full")
     loop.monitor.attach(loop.optimizer)
     loop.model.append(nn.Linear(1, 1))  # so that names are asked for again, in the middle of the training
     once.raised = 0

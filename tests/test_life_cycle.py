@@ -116,7 +116,7 @@ def test_a_container_that_was_made_for_the_monitor_lives_as_long_as_its_optimize
         gc.collect()
         second(first(torch.ones(2, 3))).sum().backward()
         optimizer.step()
-    assert monitor.last_step == 2
+    assert monitor.last_record.step == 2
     gone = weakref.ref(first)
     del first, second, optimizer
     gc.collect()
@@ -135,7 +135,7 @@ def test_a_model_that_is_gone_while_its_optimizer_steps_is_named() -> None:
             second(first(torch.ones(2, 3))).sum().backward()
             optimizer.step()
     assert monitor.get_step_metrics() == {}
-    (why,) = set(monitor.missing().values())
+    (why,) = set(monitor.last_record.missing.values())
     assert why.startswith(
         "the watched model is gone: keep a reference to it, or, if only its parts are called, watch an nn.ModuleDict"
     )
@@ -194,7 +194,7 @@ def test_detach_leaves_everything_as_it_was_found(foreign: bool, leave: str) -> 
     for _ in range(2 if leave == "again" else 1):
         monitor = ModuleMonitor(model)
         with monitor:
-            monitor.add_preset("full")
+            monitor._runtime.use_preset("full")
             monitor.add_gradient_metric("rms", stages=["local"])
             monitor.add_activation_metric("rms")
             monitor.attach(optimizer, scaler=scaler)
@@ -239,8 +239,7 @@ def _hook_count(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 def test_long_trainings_grow_neither_memory_nor_hooks(steps: int) -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    monitor = ModuleMonitor(model, every=2, history=100)
-    monitor.add_preset("standard")
+    monitor = ModuleMonitor(model, every=2, history=100, preset="standard")
     monitor.add_gradient_metric("norm", stages=["local"])
     monitor.add_activation_metric("mine", lambda x: x.mean())
     monitor.attach(optimizer)
@@ -270,7 +269,7 @@ def test_a_function_on_spike_keeps_nothing_alive() -> None:
             self.monitor = gradmon.watch(self.model, self.optimizer, on_spike=self.spiked)
 
         def spiked(self, event: object) -> None:
-            self.monitor.top_parameters()
+            self.monitor.last_record.top_gradients()
 
         def train(self) -> None:
             for _ in range(3):

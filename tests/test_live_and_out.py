@@ -57,7 +57,7 @@ def test_training_is_the_same_with_the_server_alerts_and_both_sinks(tmp_path: Pa
             for sink in (prometheus, OpenTelemetrySink(MeterProvider([reader]))):
                 monitor.add_sink(sink)
             for each in (hook, broken):
-                monitor.add_alert(each.address)
+                monitor.add_sink(gradmon.sinks.AlertSink(each.address))
             return monitor
 
         def look(monitor: gradmon.ModuleMonitor, step: int) -> None:

@@ -42,7 +42,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 run = wandb.init(project="tests")
 trackio.init(project="tests", name="run", auto_log_gpu=False, auto_log_cpu=False)
 with gradmon.watch(model, optimizer, layers="all", run_dir="run", on_spike=None) as monitor:
-    for sink in (gradmon.JsonlSink("metrics.jsonl"), run, gradmon.TensorBoardSink("tb"), trackio):
+    for sink in (gradmon.sinks.JsonlSink("metrics.jsonl"), run, gradmon.sinks.TensorBoardSink("tb"), trackio):
         monitor.add_sink(sink)
     for step in range(int(sys.argv[1])):
         loss = model(torch.randn(8, 4)).square().mean()

@@ -97,8 +97,8 @@ def test_a_mode_sees_nothing_of_what_acts_on_spikes_and_records_between_monitore
                 optimizer.step()
                 optimizer.zero_grad()
                 if monitor is not None:  # what is asked of it in between
-                    monitor.top_parameters()
-                    monitor.missing()
+                    monitor.last_record.top_gradients()
+                    str(monitor.last_record.missing)
                     monitor.diagnose()
                     monitor.detach()
                     monitor.attach(optimizer)

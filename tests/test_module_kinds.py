@@ -288,8 +288,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
 def watch(model: nn.Module, optimizer: torch.optim.Optimizer) -> ModuleMonitor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*matches nothing in the model")
-        monitor = ModuleMonitor(model, layers="all", on_metric_error="raise")
-        monitor.add_preset("full")
+        monitor = ModuleMonitor(model, layers="all", on_metric_error="raise", preset="full")
         for of in ("output", "input", "output_gradient"):
             monitor.add_activation_metric("rms", of=of)
         monitor.add_activation_metric("mine", lambda x: x.abs().amax())
@@ -344,7 +343,7 @@ def test_training_is_the_same_and_gradients_are_right(kind: str) -> None:
 def test_of_modules_of_torchscript_the_missing_outputs_have_their_reason_and_all_others_are_there(kind: str) -> None:
     model, monitor, _ = train(OF_SCRIPT[kind], watched=True)
     assert monitor is not None
-    values, missing = monitor.get_step_metrics(), monitor.missing()
+    values, missing = monitor.get_step_metrics(), monitor.last_record.missing
     for name, module in model.named_modules():
         key = f"activation/{name or '[root module]'}/rms"
         if isinstance(module, torch.jit.ScriptModule):
@@ -421,7 +420,7 @@ def test_a_watched_model_that_is_traced_or_tried_on_fake_tensors_is_as_without_t
         model(BATCH).sum().backward()
         optimizer.step()
         assert seen(model) == bare
-        assert monitor.current_step == monitor.last_step == step
+        assert monitor.current_step == monitor.last_record.step == step
 
 
 @pytest.mark.parametrize("preset", ["standard", "full"])

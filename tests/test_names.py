@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from torch_gradmon import ModuleMonitor, watch
+from tests.watching import watch_with
+from torch_gradmon import ModuleMonitor
 from torch_gradmon.core.keys import (
     KEY_ORDERS,
     NAME_SOURCES,
@@ -213,7 +214,7 @@ def _comparisons(count: int) -> int:
     """How often names are compared in a run over so many tensors, of which half are frozen and have no values."""
     tensors = nn.ParameterList([nn.Parameter(torch.ones(2), requires_grad=place % 2 == 0) for place in range(count)])
     optimizer = torch.optim.SGD(tensors.parameters(), lr=0.1)
-    monitor = watch(tensors, optimizer, preset="full", layers="all", format_module_name_fn=_Name)
+    monitor = watch_with(tensors, optimizer, preset="full", layers="all", format_module_name_fn=_Name)
     monitor.add_gradient_metric("sum", lambda gradient: gradient.sum())
     _Name.compared = 0
     for _ in range(2):
@@ -221,7 +222,7 @@ def _comparisons(count: int) -> int:
         nn.utils.clip_grad_norm_(tensors.parameters(), 1.0)
         optimizer.step()
     assert monitor.get_step_metrics()
-    assert len(monitor.missing()) > count
+    assert len(monitor.last_record.missing) > count
     return _Name.compared
 
 

@@ -34,8 +34,7 @@ def heaviest(directory: Path) -> loops.Watch:
     """Every source on every step, functions that draw random numbers, all outlets; a failure inside raises."""
 
     def watch(model: Any, optimizer: Any, scaler: Any) -> ModuleMonitor:
-        monitor = ModuleMonitor(on_metric_error="raise", layers="all", run_dir=directory / "run")
-        monitor.add_preset("full")
+        monitor = ModuleMonitor(on_metric_error="raise", layers="all", run_dir=directory / "run", preset="full")
         for add in (monitor.add_gradient_metric, monitor.add_parameter_metric, monitor.add_update_metric):
             add("random", _random)
         monitor.add_gradient_metric("random_mean", _random, metric_aggregation_fn=torch.median, stages=("local",))
@@ -57,8 +56,8 @@ def heaviest(directory: Path) -> loops.Watch:
         monitor.add_activation_difference_metric("std")
         monitor.add_activation_difference_metric("random", lambda x, _: _random(x))
         if any(True for _ in model.children()):
-            monitor.add_coordinate_metric("l2norm")
-            monitor.add_coordinate_metric("random", _random)
+            RefinedCoordinateCheck(monitor)
+            RefinedCoordinateCheck(monitor, "random", _random)
         monitor.add_parameter_difference_metric("std")
         return monitor.attach(optimizer, scaler=scaler)
 

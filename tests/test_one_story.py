@@ -102,7 +102,7 @@ def _everywhere(monitor: ModuleMonitor, path: Path, step: int) -> dict[str, _Tol
         "why": table,
         "words of why": _only(explain(run)),
         "summary": _only(f"{line.layer} {line.moved[line.moved.index('(') :]}"),
-        "diagnosis": _only(gradmon.diagnose(path).text(10_000)),
+        "diagnosis": _only(gradmon.load_run(path).diagnose().text(10_000)),
     }
 
 
@@ -376,7 +376,7 @@ def test_the_largest_spike_is_told_of_by_default_and_the_others_are_named(
     assert [(spike.first, spike.last) for spike in summary.spikes] == [(40, 44), (60, 60), (80, 80)]
     assert summary.to_dict()["spikes_in_all"] == 3
     assert summary.to_dict()["steps_with_spikes"] == 7
-    (finding,) = [finding for finding in gradmon.diagnose(tmp_path).findings if finding.rule == "spike"]
+    (finding,) = [finding for finding in gradmon.load_run(tmp_path).diagnose().findings if finding.rule == "spike"]
     assert finding.steps == (60, 60)
     assert "There were 2 other spikes, none larger." in finding.cause
 
@@ -422,8 +422,7 @@ def test_what_came_after_a_row_is_said_once_it_is_over(length: int, end: str | N
 def test_a_monitor_remembers_the_largest_spike_of_a_long_training() -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    monitor = ModuleMonitor(model, on_spike=None, history=50)
-    monitor.add_preset("minimal")
+    monitor = ModuleMonitor(model, on_spike=None, history=50, preset="minimal")
     monitor.attach(optimizer)
     for step in range(200):
         optimizer.zero_grad()
@@ -449,7 +448,7 @@ def test_the_largest_of_many_spikes_is_among_the_steps_that_a_diagnosis_looks_at
     assert len(history.steps) <= 100
     assert 580 in history.steps
     assert len(history.spikes) == 200  # steps 579 and 580 are one
-    (finding,) = [finding for finding in gradmon.diagnose(tmp_path).findings if finding.rule == "spike"]
+    (finding,) = [finding for finding in gradmon.load_run(tmp_path).diagnose().findings if finding.rule == "spike"]
     assert finding.steps == (579, 580)
     assert "There were 199 other spikes, none larger." in finding.cause
     assert "The step was not applied" in finding.advice

@@ -132,7 +132,7 @@ def test_every_value_is_right_from_the_first_step_on(order: str, clip: float, ev
         recorder.begin()
         model(batch(step), rare=step % 2 == 1).square().mean().backward()
         monitor.log_scalar("after", step)
-        assert monitor.last_step == step
+        assert monitor.last_record.step == step
         values = monitor.get_step_metrics()
         if step % every == 0:
             recorder.check(values)
@@ -175,7 +175,7 @@ def test_the_helper_of_torch(order: str) -> None:
         recorder.begin()
         model(batch(step), rare=step == 2).square().mean().backward()
         recorder.used = dict(recorder.before)
-        assert monitor.last_step == step
+        assert monitor.last_record.step == step
         recorder.check(monitor.get_step_metrics())
     assert monitor.warning_counts() == {}
 
@@ -207,12 +207,12 @@ def test_where_it_cannot_be_foreseen_the_first_step_lacks_its_gradients_before_c
         model(batch(step)).square().mean().backward()
         recorder.before = dict(recorder.used)
         values = monitor.get_step_metrics()
-        assert monitor.last_step == step
+        assert monitor.last_record.step == step
         if step:
             recorder.check(values)
             continue
         assert "gradmon/grad_norm" not in values
-        assert "stepped within the backward pass" in monitor.missing()["gradmon/grad_norm"]
+        assert "stepped within the backward pass" in monitor.last_record.missing["gradmon/grad_norm"]
         assert values["gradmon/param_norm"] == pytest.approx(norm(recorder.start), rel=1e-6)
         change = {n: p.detach().double() - recorder.start[n].double() for n, p in model.named_parameters()}
         assert values["gradmon/update_norm"] == pytest.approx(norm(change), rel=1e-5)
@@ -240,12 +240,12 @@ def test_some_within_the_pass_and_the_rest_behind_it(order: str, clip: float) ->
         recorder.begin()
         plain.zero_grad()
         model(batch(step), rare=step == 3).square().mean().backward()
-        assert monitor.last_step == (step - 1 if step else None)  # it goes on
+        assert monitor.last_record.step == (step - 1 if step else None)  # it goes on
         if clip:
             nn.utils.clip_grad_norm_(rest, clip)
         recorder.take(rest)
         plain.step()
-        assert monitor.last_step == step
+        assert monitor.last_record.step == step
         recorder.check(monitor.get_step_metrics())
     monitor.detach()
     assert monitor.warning_counts() == {}
@@ -263,7 +263,7 @@ def test_a_plain_one_without_gradients_steps_all_the_same() -> None:
         plain.zero_grad()
         model(batch(step), rare=step != 2).square().mean().backward()
         plain.step()
-        assert monitor.last_step == step
+        assert monitor.last_record.step == step
     assert monitor.warning_counts() == {}
 
 
@@ -287,7 +287,7 @@ def test_gradients_that_are_accumulated_over_passes_and_stepped_in_the_last() ->
         for _ in range(3):
             (model(batch(count[0])).square().mean() / 3).backward()
             count[0] += 1
-        assert monitor.last_step == step
+        assert monitor.last_record.step == step
         recorder.check(monitor.get_step_metrics())
     assert monitor.warning_counts() == {}
 
@@ -307,7 +307,7 @@ def test_reentrant_checkpoints_make_one_step_of_several_passes(outside: bool) ->
         y.square().mean().backward()
         if not outside:  # no hook tells of the end of the pass around the others
             model(batch(step))
-        assert monitor.last_step == step
+        assert monitor.last_record.step == step
         recorder.check(monitor.get_step_metrics())
     assert monitor.warning_counts() == {}
 
@@ -353,7 +353,7 @@ def test_steps_begun_by_hand() -> None:
         monitor.begin_step(step)
         model(batch(step)).square().mean().backward()
         monitor.end_step()
-        assert monitor.last_step == step
+        assert monitor.last_record.step == step
         recorder.check(monitor.get_step_metrics())
 
 

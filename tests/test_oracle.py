@@ -78,7 +78,7 @@ def train(
             clip(model, max_norm)
         gradients, parameters = _gradients(model), _parameters(model)
         optimizer.step()
-        metrics, missing = monitor.get_step_metrics(), monitor.missing()
+        metrics, missing = monitor.get_step_metrics(), monitor.last_record.missing
         seen.append(Seen(before_clip, gradients, parameters, _parameters(model), metrics, missing))
     return seen
 
@@ -192,7 +192,7 @@ def test_a_cosine_with_a_zero_gradient_does_not_exist_and_is_absent_with_a_reaso
     model(torch.ones(2, 3)).sum().backward()
     optimizer.step()
     assert monitor.get_step_metrics().keys() == {f"optimizer/1.{p}/grad_momentum_cosine" for p in ("weight", "bias")}
-    assert monitor.missing().keys() == {f"optimizer/0.{p}/grad_momentum_cosine" for p in ("weight", "bias")}
+    assert monitor.last_record.missing.keys() == {f"optimizer/0.{p}/grad_momentum_cosine" for p in ("weight", "bias")}
 
 
 @pytest.mark.parametrize("family", ["mlp", "gpt_tied", "complex", "bf16", "odd_sizes", "non_contiguous"])
@@ -307,7 +307,7 @@ def _summary_by_hand(seen: Seen, trainable: set[str], step: int) -> dict[str, fl
 def test_the_fourteen_whole_model_values(family: str, max_norm: float | None) -> None:
     model, optimizer, monitor = watched(BY_NAME[family])
     monitor.add_detector(SpikeDetector(MedianMad(warmup=4)))  # the standard one would still be warming up
-    monitor.add_preset("standard")
+    monitor._runtime.use_preset("standard")
     monitor.attach(optimizer)
     trainable = {name for name, p in model.named_parameters() if p.requires_grad}
     shares = []
@@ -332,7 +332,7 @@ def test_the_fourteen_whole_model_values(family: str, max_norm: float | None) ->
 @pytest.mark.filterwarnings("ignore:.*the spike detector of grad_norm has nothing to judge")
 def test_the_monitors_share_of_the_time_is_never_above_the_whole() -> None:
     model, optimizer, monitor = watched(BY_NAME["mlp"])
-    monitor.add_preset("standard")
+    monitor._runtime.use_preset("standard")
     monitor.attach(optimizer)
     for _ in range(100):
         for p in model.parameters():
@@ -343,7 +343,7 @@ def test_the_monitors_share_of_the_time_is_never_above_the_whole() -> None:
 
 def test_the_clip_values_leave_the_dashboard_when_nothing_clipped_in_a_hundred_steps() -> None:
     model, optimizer, monitor = watched(BY_NAME["mlp"])
-    monitor.add_preset("minimal")
+    monitor._runtime.use_preset("minimal")
     monitor.attach(optimizer)
     train(BY_NAME["mlp"], model, optimizer, monitor, 1, max_norm=1e-3)
     for step, seen in enumerate(train(BY_NAME["mlp"], model, optimizer, monitor, 101)):
@@ -369,11 +369,10 @@ GPT_GROUPS: dict[str, Callable[[list[str]], dict[str, list[str]]]] = {
 @pytest.mark.parametrize("choice", GPT_GROUPS)
 def test_layer_values_over_parameters_blocks_and_groups(choice: str) -> None:
     model = BY_NAME["gpt_tied"].model()
-    monitor = ModuleMonitor(model, layers=choice, on_metric_error="raise")
+    monitor = ModuleMonitor(model, layers=choice, on_metric_error="raise", preset="standard")
     names = [name for name, _ in model.named_parameters()]
     sides = [[p for name, p in model.named_parameters() if name.endswith("bias") == bias] for bias in (False, True)]
     optimizer = SGD([{"params": side} for side in sides], lr=0.05)
-    monitor.add_preset("standard")
     monitor.attach(optimizer)
     for step, seen in enumerate(train(BY_NAME["gpt_tied"], model, optimizer, monitor, 2, max_norm=0.1)):
         expected = {}
@@ -387,12 +386,16 @@ def test_layer_values_over_parameters_blocks_and_groups(choice: str) -> None:
 
 def test_top_parameters_and_top_layers_hold_the_largest_shares_of_the_squared_norm() -> None:
     model, optimizer, monitor = watched(BY_NAME["gpt_tied"], layers="top")
-    monitor.add_preset("minimal")
+    monitor._runtime.use_preset("minimal")
     monitor.attach(optimizer)
     (seen,) = train(BY_NAME["gpt_tied"], model, optimizer, monitor, 1, max_norm=0.1)
     total = norm(seen.before_clip) ** 2
     shares = sorted(((name, norm(g) ** 2 / total) for name, g in seen.before_clip.items()), key=lambda pair: -pair[1])
-    for found, count in ((monitor.top_parameters(3), 3), (monitor.top_parameters(), 10), (monitor.top_parameters(999), 999)):
+    for found, count in (
+        (monitor.last_record.top_gradients(3), 3),
+        (monitor.last_record.top_gradients(), 10),
+        (monitor.last_record.top_gradients(999), 999),
+    ):
         assert [name for name, _ in found] == [name for name, _ in shares[:count]]
         assert [share for _, share in found] == pytest.approx([share for _, share in shares[:count]], rel=1e-6)
     shown = {k: v for k, v in seen.metrics.items() if not k.startswith("gradmon/")}

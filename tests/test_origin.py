@@ -71,7 +71,7 @@ def by_hand(
 ) -> tuple[list[dict[str, list[str]]], list[str], ModuleMonitor]:
     """A loop by hand that takes no step with bad gradients, so that the parameters stay as they are; sources by step."""
     model = net()
-    monitor = ModuleMonitor(model, on_spike="warn", post_spike_steps=post_spike_steps)
+    monitor = ModuleMonitor(model, on_spike="warn", spike_capture=gradmon.SpikeCapture(after=post_spike_steps))
     monitor.add_detector(SpikeDetector())
     with heard() as said, gradmon.testing.collect_records(monitor) as records:
         for step in range(30):
@@ -189,7 +189,7 @@ def test_the_closer_look_is_taken_for_some_steps_and_leaves_nothing_behind() -> 
 
 
 def test_without_a_closer_look_nothing_more_is_measured() -> None:
-    sources, _, _ = by_hand(FORWARD, post_spike_steps=0)
+    sources, _, _ = by_hand(FORWARD, spike_capture=gradmon.SpikeCapture(after=0))
     assert not any(ACTIVATION in of for of in sources)
 
 
@@ -214,8 +214,7 @@ def test_the_same_parameters_with_and_without_a_closer_look() -> None:
     for post_spike_steps in (0, 3):
         model = net()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        monitor = ModuleMonitor(model, post_spike_steps=post_spike_steps)
-        monitor.add_preset("standard")
+        monitor = ModuleMonitor(model, spike_capture=gradmon.SpikeCapture(after=post_spike_steps), preset="standard")
         monitor.attach(optimizer)
         for step in range(30):
             loss = model(torch.randn(4, 8)).square().mean() * (1e3 if step == BAD else 1)

@@ -240,7 +240,7 @@ def test_a_plugin_may_stop_the_training() -> None:
     with pytest.raises(SpikeError, match="enough"):
         loop.go(5)
     assert loop.monitor is not None
-    assert loop.monitor.last_step == 2
+    assert loop.monitor.last_record.step == 2
 
 
 def test_unmonitored_steps_with_gradients_come_to_the_plugin_that_needs_them() -> None:
@@ -354,7 +354,7 @@ def test_bad_plugins_are_refused(plugins: Any, error: type[Exception], message: 
 
 
 def test_the_names_of_the_plugins_that_a_monitor_brings() -> None:
-    monitor = ModuleMonitor(nn.Linear(2, 2), on_spike="skip", max_overhead=0.5, check_data=True)
+    monitor = ModuleMonitor(nn.Linear(2, 2), on_spike="skip", max_overhead=0.5, checks=gradmon.Checks(data=True))
     assert {plugin.name for plugin in monitor._runtime.plugins} | {
         "replica_check"
     } == BUILT_IN_PLUGINS  # which takes several ranks
@@ -387,4 +387,4 @@ def test_the_early_stop_of_the_documentation() -> None:
     loop.monitor.add_update_metric("ratio")
     with pytest.raises(SpikeError, match=r"0\.weight changed by less than 1 of its norm in 5 steps"):
         loop.go(20)
-    assert loop.monitor.last_step == 5
+    assert loop.monitor.last_record.step == 5

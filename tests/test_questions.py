@@ -42,7 +42,7 @@ def _train(rank: int, directory: str, corrupts: bool) -> None:
     torch.manual_seed(0)
     ddp_model = DistributedDataParallel(nn.Linear(4, 2))
     optimizer = torch.optim.SGD(ddp_model.parameters(), lr=0.1)
-    monitor = gradmon.watch(ddp_model, optimizer, run_dir=directory, log_on_all_ranks=True)
+    monitor = gradmon.watch(ddp_model, optimizer, run_dir=directory, distributed=gradmon.Distributed(log_on_all_ranks=True))
     torch.manual_seed(rank)
     for step in range(8):
         optimizer.zero_grad()

@@ -49,16 +49,18 @@ def _train(replays: bool) -> tuple[dict[str, Any], list[dict[str, float]]]:
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(count)
     values = []
-    with gradmon.watch(model, optimizer, check_replicas=0) as monitor:
+    with gradmon.watch(model, optimizer, checks=gradmon.Checks(replicas_every=0)) as monitor:
         for _ in range(6):
             optimizer.zero_grad()
             batch = torch.randint(5, (4,))
             loss = _loss(model, batch)
             if replays:  # between forward and backward pass, where most could go wrong
-                assert monitor.replay_step(lambda model, batch=batch: _loss(model, batch)).verdict == "equal"
+                assert gradmon.check_determinism(model, lambda model, batch=batch: _loss(model, batch)).verdict == "equal"
             loss.backward()
             if replays:
-                assert monitor.replay_step(lambda model, batch=batch: _loss(model, batch), times=2).verdict == "equal"
+                assert (
+                    gradmon.check_determinism(model, lambda model, batch=batch: _loss(model, batch), times=2).verdict == "equal"
+                )
             optimizer.step()
             taken = monitor.get_step_metrics()
             values.append({key: value for key, value in taken.items() if "overhead" not in key})
@@ -89,8 +91,7 @@ def _odd_in(numbers: Callable[[int], bool]) -> Callable[[nn.Module], Tensor]:
 
 def test_one_pass_that_differs_is_named_with_what_differs() -> None:
     model = Net()
-    monitor = gradmon.ModuleMonitor(model)
-    found = monitor.replay_step(_odd_in(lambda number: number == 1))
+    found = gradmon.check_determinism(model, _odd_in(lambda number: number == 1))
     assert (found.verdict, found.odd, len(found.losses)) == ("one-off", (1,), 6)
     assert found.differing[0] == "loss"
     assert "down.bias" in found.differing
@@ -102,9 +103,8 @@ def test_one_pass_that_differs_is_named_with_what_differs() -> None:
 
 def test_passes_that_differ_again_and_again_tell_nothing_of_the_device() -> None:
     model = Net()
-    monitor = gradmon.ModuleMonitor(model)
     for numbers in (lambda number: bool(number % 2), lambda number: number in (2, 4)):
-        found = monitor.replay_step(_odd_in(numbers))
+        found = gradmon.check_determinism(model, _odd_in(numbers))
         assert (found.verdict, found.odd) == ("non-deterministic", ())
         assert "use_deterministic_algorithms" in str(found)
 
@@ -112,7 +112,7 @@ def test_passes_that_differ_again_and_again_tell_nothing_of_the_device() -> None
 @pytest.mark.parametrize("numbers", [lambda number: number < 2, lambda number: number > 1, lambda number: number == 0])
 def test_passes_that_change_once_tell_nothing_of_the_device_either(numbers: Callable[[int], bool]) -> None:
     model = Net()
-    found = gradmon.ModuleMonitor(model).replay_step(_odd_in(numbers))
+    found = gradmon.ModuleMonitor(model).check_determinism(_odd_in(numbers))
     assert (found.verdict, found.odd, len(found.losses)) == ("changed", (), 6)
     assert "gave two results, one after the other: loss" in str(found)
 
@@ -149,7 +149,6 @@ def test_programs_of_all_kinds_train_the_same_wherever_they_replay(kind: str, pl
         if kind == "sparse":
             model = nn.Sequential(nn.Embedding(5, 3, sparse=True, max_norm=0.5), nn.Linear(3, 3))
         once = torch.autocast("cpu", dtype=torch.bfloat16, enabled=kind == "autocast")
-        monitor = gradmon.ModuleMonitor(model)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
         def compute(model: nn.Module) -> Tensor:
@@ -161,7 +160,7 @@ def test_programs_of_all_kinds_train_the_same_wherever_they_replay(kind: str, pl
 
         def maybe(here: str) -> None:
             if replays and here == place:
-                found = monitor.replay_step(compute)
+                found = gradmon.check_determinism(model, compute)
                 assert (found.verdict, found.compared > 0) == ("equal", True)
 
         for _ in range(3):
@@ -181,44 +180,43 @@ def test_programs_of_all_kinds_train_the_same_wherever_they_replay(kind: str, pl
 
 def test_equal_passes_say_what_was_compared() -> None:
     model = Net()
-    found = gradmon.ModuleMonitor(model).replay_step(_odd_in(lambda number: False), times=4)
+    found = gradmon.ModuleMonitor(model).check_determinism(_odd_in(lambda number: False), times=4)
     assert (found.verdict, found.odd, found.differing, len(set(found.losses))) == ("equal", (), (), 1)
     assert str(found) == "4 passes over one batch gave the same bits: the loss and 7 gradients"
 
 
 def test_bad_arguments_are_refused_before_anything_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Net()
-    monitor = gradmon.ModuleMonitor(model)
     before = torch.get_rng_state()
-    with pytest.raises(ValueError, match=r"replay_step\(times=1\) compares nothing"):
-        monitor.replay_step(_odd_in(lambda number: False), times=1)
+    with pytest.raises(ValueError, match=r"check_determinism\(times=1\) compares nothing"):
+        gradmon.check_determinism(model, _odd_in(lambda number: False), times=1)
     with pytest.raises(TypeError, match=r"a tensor of one element; got a tensor of shape \(4, 3\)"):
-        monitor.replay_step(lambda model: model(torch.arange(4)))
+        gradmon.check_determinism(model, lambda model: model(torch.arange(4)))
     with pytest.raises(TypeError, match=r"got 3\.0"):
-        monitor.replay_step(lambda model: 3.0)  # type: ignore[arg-type, return-value]
+        gradmon.check_determinism(model, lambda model: 3.0)  # type: ignore[arg-type, return-value]
     with pytest.raises(ValueError, match="no graph"):
-        monitor.replay_step(lambda model: model(torch.arange(4)).mean().detach())
+        gradmon.check_determinism(model, lambda model: model(torch.arange(4)).mean().detach())
     with pytest.raises(ZeroDivisionError):
-        monitor.replay_step(lambda model: model(torch.arange(4)).mean() * (1 / 0))
+        gradmon.check_determinism(model, lambda model: model(torch.arange(4)).mean() * (1 / 0))
     with pytest.raises(TypeError, match="takes a function of the model that returns the loss, got 5"):
-        monitor.replay_step(5)  # type: ignore[arg-type]
+        gradmon.check_determinism(model, 5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="gives a copy of the model to its function, which called the model itself"):
-        monitor.replay_step(lambda _: model(torch.arange(4)).mean())
+        gradmon.check_determinism(model, lambda _: model(torch.arange(4)).mean())
     with pytest.raises(ValueError, match="has no gradient of any parameter of the model that its function was given"):
-        monitor.replay_step(lambda _: torch.ones((), requires_grad=True) * 2)
+        gradmon.check_determinism(model, lambda _: torch.ones((), requires_grad=True) * 2)
     assert torch.equal(before, torch.get_rng_state())
     frozen = nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
-        gradmon.ModuleMonitor(frozen).replay_step(lambda model: model(torch.ones(2)).mean())
+        gradmon.ModuleMonitor(frozen).check_determinism(lambda model: model(torch.ones(2)).mean())
     model.last = model.up(torch.ones(6))  # with a graph
     with pytest.raises(TypeError, match=r"cannot be made .* call it between two steps"):
-        monitor.replay_step(_odd_in(lambda number: False))
+        gradmon.check_determinism(model, _odd_in(lambda number: False))
     del model.last
     with pytest.raises(ValueError, match="no module to watch"):
-        gradmon.ModuleMonitor().replay_step(_odd_in(lambda number: False))
+        gradmon.ModuleMonitor().check_determinism(_odd_in(lambda number: False))
     assert model.calls == 0
     monkeypatch.setenv("GRADMON_DISABLE", "1")
-    found = gradmon.ModuleMonitor(model).replay_step(_odd_in(lambda number: False))
+    found = gradmon.ModuleMonitor(model).check_determinism(_odd_in(lambda number: False))
     assert str(found) == "nothing was run: GRADMON_DISABLE is set"
 
 
@@ -229,7 +227,7 @@ def _replay_on(rank: int, make: Callable[..., runs.Training], on_all: bool) -> s
     found = ""
     if rank == 0 or on_all:
         try:
-            found = str(monitor.replay_step(lambda model: model(batch).square().mean()))
+            found = str(gradmon.check_determinism(training.model, lambda model: model(batch).square().mean()))
         except TypeError as error:
             found = str(error)
     torch.distributed.barrier()
@@ -248,12 +246,12 @@ def _replay_of_the_wrapper(rank: int, kind: str) -> str:
     training = runs.ddp(rank)
     outer: nn.Module = torch.compile(training.model, backend="eager") if kind == "compiled" else training.model
     outer = nn.Sequential(outer) if kind == "inside" else outer
-    batch, monitor = torch.ones(4, 6), gradmon.ModuleMonitor(outer)
+    batch = torch.ones(4, 6)
     found = ""
     if rank == 0:
         try:
             of_copy = kind == "compiled"
-            found = str(monitor.replay_step(lambda model: (model if of_copy else outer)(batch).square().mean()))
+            found = str(gradmon.check_determinism(outer, lambda model: (model if of_copy else outer)(batch).square().mean()))
         except (TypeError, ValueError) as error:
             found = str(error)
     torch.distributed.barrier()
@@ -265,9 +263,9 @@ def _replay_of_the_wrapper(rank: int, kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        ("closure", "replay_step() gives a copy of the model to its function, which called the model itself"),
+        ("closure", "check_determinism() gives a copy of the model to its function, which called the model itself"),
         ("compiled", "3 passes over one batch gave the same bits"),
-        ("inside", "replay_step() runs a pass on one rank by itself, and DistributedDataParallel inside of the model"),
+        ("inside", "check_determinism() runs a pass on one rank by itself, and DistributedDataParallel inside of the model"),
     ],
 )
 def test_one_rank_that_replays_never_waits_for_another(kind: str, expected: str) -> None:
@@ -285,5 +283,5 @@ def test_parts_of_a_tensor_parallel_model_are_replayed_together() -> None:
 def test_a_sharded_model_is_refused() -> None:
     for found in on_ranks(4, _replay_on, runs.hsdp, True):
         assert found.startswith(
-            "replay_step() runs a pass on one rank by itself, and a model in parts (fully_shard(), FSDP1, ZeRO 3"
+            "check_determinism() runs a pass on one rank by itself, and a model in parts (fully_shard(), FSDP1, ZeRO 3"
         )

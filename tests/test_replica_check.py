@@ -202,7 +202,7 @@ def test_it_is_said_that_ranks_are_not_compared_and_nothing_warns(options: dict[
 
 def _keeps_alive(rank: int) -> bool:
     training = runs.ddp(rank)
-    monitor = gradmon.watch(training.model, training.optimizer, check_replicas=runs.EVERY)
+    monitor = gradmon.watch(training.model, training.optimizer, checks=gradmon.Checks(replicas_every=runs.EVERY))
     reference = weakref.ref(training.model)
     training.model = training.forward = training.inner  # the last references to the wrapper
     gc.collect()
@@ -306,7 +306,11 @@ def _beside_none(rank: int) -> int:
     training = runs.ddp(rank)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Board, "silent", silent)
-        monitor = gradmon.watch(training.model, training.optimizer, check_replicas=runs.EVERY) if rank < 2 else None
+        monitor = (
+            gradmon.watch(training.model, training.optimizer, checks=gradmon.Checks(replicas_every=runs.EVERY))
+            if rank < 2
+            else None
+        )
         for _ in range(60):
             training.optimizer.zero_grad()
             training.model(torch.randn(4, 6)).square().mean().backward()
@@ -325,7 +329,7 @@ def test_only_the_first_rank_asks_which_are_silent() -> None:
 def _after_the_end_of_another(rank: int) -> tuple[list[str], dict[str, int]]:
     """The connection to the store is lost while ranks wait for a verdict."""
     training = runs.ddp(rank)
-    monitor = gradmon.watch(training.model, training.optimizer, check_replicas=runs.EVERY)
+    monitor = gradmon.watch(training.model, training.optimizer, checks=gradmon.Checks(replicas_every=runs.EVERY))
 
     def lost(*args: Any) -> None:
         raise torch.distributed.DistNetworkError("Connection reset by peer")

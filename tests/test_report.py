@@ -193,8 +193,7 @@ def _scroll(window: Any) -> None:
 def test_steps_in_the_table_are_whole_and_a_loss_that_is_nan_is_told(tmp_path: Path) -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    monitor = gradmon.ModuleMonitor(model, run_dir=tmp_path, on_spike=None)
-    monitor.add_preset("standard")
+    monitor = gradmon.ModuleMonitor(model, run_dir=tmp_path, on_spike=None, preset="standard")
     monitor.attach(optimizer, start_step=1_234_500)
     for step in range(100):
         loss = model(torch.ones(1, 2)).square().mean()

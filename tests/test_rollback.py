@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import torch_gradmon as gradmon
-from torch_gradmon import ModuleMonitor, Rollback, RollbackResult, SpikeDetector, SpikeError
+from torch_gradmon import ModuleMonitor, Rollback, SpikeDetector, SpikeError
 from torch_gradmon.plugins.spike_policy.plugin import Snapshots
+from torch_gradmon.plugins.spike_policy.policy import RollbackResult
 from torch_gradmon.spikes import Threshold
 
 from .test_skip import CLASSES, Task
@@ -40,7 +41,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, by: f
 
 
 def _watched(model: nn.Module, optimizer: torch.optim.Optimizer, policy: Rollback) -> ModuleMonitor:
-    monitor = ModuleMonitor(model, on_spike=policy, post_spike_steps=0)
+    monitor = ModuleMonitor(model, on_spike=policy, spike_capture=gradmon.SpikeCapture(after=0))
     monitor.add_detector(SpikeDetector(Threshold(LIMIT)))
     return monitor.attach(optimizer)
 
@@ -74,7 +75,7 @@ def test_the_run_goes_on_as_one_that_had_skipped_those_batches(on_disk: bool, tm
         number = next(batches)
         _step(model, optimizer, number, BAD if number == 25 else 1.0)
         assert monitor.step_was_skipped == (number == 25)
-        if (back := monitor.rolled_back) is not None:
+        if (back := monitor.last_record.rollback) is not None:
             assert back == RollbackResult(step=25, to_step=20, seen=5, skip_batches=2)
             assert step == 25
             if on_disk:
@@ -102,7 +103,9 @@ def test_with_every_optimizer(name: str, flag: str) -> None:
     if flag == "fused" and name not in ("Adam", "AdamW", "SGD", "Adagrad"):
         pytest.skip("not on the CPU")
     task = Task(name, flag, "closure")
-    monitor = ModuleMonitor(task.model, on_spike=Rollback(every=4, margin=0, limit=None), post_spike_steps=0)
+    monitor = ModuleMonitor(
+        task.model, on_spike=Rollback(every=4, margin=0, limit=None), spike_capture=gradmon.SpikeCapture(after=0)
+    )
     monitor.add_detector(SpikeDetector(Threshold(LIMIT)))
     monitor.attach(task.optimizer)
     kept = []
@@ -111,11 +114,11 @@ def test_with_every_optimizer(name: str, flag: str) -> None:
         kept.append(task.content())
     for bad in (1e9, math.nan):
         task.train(bad)
-        assert monitor.rolled_back is not None
-        assert task.content() == kept[monitor.rolled_back.to_step]
+        assert monitor.last_record.rollback is not None
+        assert task.content() == kept[monitor.last_record.rollback.to_step]
     # the first went to the snapshot after step 4, the second one further, to that after step 0
     task.train()
-    assert monitor.rolled_back is None
+    assert monitor.last_record.rollback is None
 
 
 def _went(policy: Rollback, spikes: Iterable[int], steps: int) -> list[tuple[int, int, int]]:
@@ -125,7 +128,7 @@ def _went(policy: Rollback, spikes: Iterable[int], steps: int) -> list[tuple[int
     found = []
     for step in range(steps):
         _step(model, optimizer, step, BAD if step in spikes else 1.0)
-        if (back := monitor.rolled_back) is not None:
+        if (back := monitor.last_record.rollback) is not None:
             found.append((back.step, back.to_step, back.seen))
     return found
 
@@ -160,7 +163,7 @@ def test_until_there_is_a_snapshot_the_step_is_skipped() -> None:
     before = copy.deepcopy(model)
     _step(model, optimizer, 0, math.nan)
     assert monitor.step_was_skipped
-    assert monitor.rolled_back is None
+    assert monitor.last_record.rollback is None
     assert _same(model, before)
 
 
@@ -173,12 +176,12 @@ def test_what_else_belongs_to_a_run_goes_back_with_it() -> None:
     rates, averages = [], []
     for step in range(8):
         _step(model, optimizer, step, 1e-3 if step < 7 else BAD)
-        if monitor.rolled_back is None:
+        if monitor.last_record.rollback is None:
             scheduler.step()
             average.update_parameters(model)
         rates.append(optimizer.param_groups[0]["lr"])
         averages.append(copy.deepcopy(average.state_dict()))
-    assert monitor.rolled_back is not None
+    assert monitor.last_record.rollback is not None
     # the snapshot was taken when step 6 began, with all that the loop had done in step 5
     assert rates[-1] == pytest.approx(0.9**6)
     assert scheduler.last_epoch == 6
@@ -192,7 +195,7 @@ def test_without_them_the_rate_stays_as_the_loop_has_set_it() -> None:
     for step in range(8):
         optimizer.param_groups[0]["lr"] = 1e-3 / (step + 1)
         _step(model, optimizer, step, 1.0 if step < 7 else BAD)
-    assert monitor.rolled_back is not None
+    assert monitor.last_record.rollback is not None
     assert optimizer.param_groups[0]["lr"] == 1e-3 / 8
 
 
@@ -209,7 +212,7 @@ def test_a_model_that_has_changed_since_is_left_alone_and_that_is_said() -> None
     with pytest.warns(gradmon.GradmonWarning, match="is skipped, but the model could not go back to step 0"):
         _step(model, optimizer, 3, BAD)
     assert monitor.step_was_skipped
-    assert monitor.rolled_back is None
+    assert monitor.last_record.rollback is None
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items() if "running" not in name)
 
 
@@ -251,7 +254,7 @@ def test_a_snapshot_can_be_gone_back_to_twice() -> None:
     monitor = _watched(model, optimizer, Rollback(every=100, margin=0, keep=1, extra_state=(kept,)))
     for step in range(8):
         _step(model, optimizer, step, BAD if step in (3, 6) else 1.0)
-        if monitor.rolled_back is not None:
+        if monitor.last_record.rollback is not None:
             assert kept.values == [0.0]
         kept.values[0] += step
     assert monitor.get_step_counts().rolled_back == 2

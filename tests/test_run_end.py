@@ -161,7 +161,7 @@ def test_what_to_do_after_an_exception_is_to_look_at_it(tmp_path: Path) -> None:
     _model, _optimizer, monitor = _trial(tmp_path)
     with contextlib.suppress(ValueError), monitor:
         raise ValueError("a bad trial")
-    found = status_dict(run_card(tmp_path), gradmon.diagnose(tmp_path))
+    found = status_dict(run_card(tmp_path), gradmon.load_run(tmp_path).diagnose())
     assert found["raised"] == "ValueError: a bad trial"
     assert "traceback of ValueError" in found["next"]["action"]
 
@@ -181,7 +181,7 @@ def test_steps_that_could_not_be_written_are_told(tmp_path: Path, monkeypatch: p
         status = run_status(tmp_path)
         assert "later steps could not be written (No space left on device)" in str(status)
         assert not status.has_ended
-        found = status_dict(run_card(tmp_path), gradmon.diagnose(tmp_path))
+        found = status_dict(run_card(tmp_path), gradmon.load_run(tmp_path).diagnose())
         assert (found["unwritten"], found["healthy"]) == (1, False)
         assert "Make room" in found["next"]["action"]
         monitor.detach()
@@ -226,7 +226,7 @@ def test_a_run_that_an_exception_ended_is_not_healthy(tmp_path: Path) -> None:
     _model, _optimizer, monitor = _trial(tmp_path)
     with contextlib.suppress(ValueError), monitor:
         raise ValueError("a bad trial")
-    assert not status_dict(run_card(tmp_path), gradmon.diagnose(tmp_path))["healthy"]
+    assert not status_dict(run_card(tmp_path), gradmon.load_run(tmp_path).diagnose())["healthy"]
     assert main(["status", str(tmp_path)]) == 1
 
 
@@ -234,7 +234,7 @@ def test_a_diagnosis_without_a_step_has_the_exception_of_the_first_one(tmp_path:
     model, _optimizer, monitor = _trial(tmp_path, steps=0)
     with contextlib.suppress(RuntimeError), monitor:
         model(torch.ones(1, 3))
-    found = gradmon.diagnose(tmp_path)
+    found = gradmon.load_run(tmp_path).diagnose()
     assert found.findings == ()
     assert found.unseen["everything"].startswith("the training ended in its first step, with RuntimeError: mat1 and mat2")
     assert "RuntimeError" in str(found)
@@ -253,4 +253,4 @@ def test_a_run_killed_in_its_first_step_is_not_waited_for(tmp_path: Path) -> Non
     process.join(60)
     card = run_card(tmp_path / "run")
     assert (card.state, card.status) == ("silent", "nothing was recorded so far, and its process is gone")
-    assert "Look at the process" in next_action(card, gradmon.diagnose(tmp_path / "run"))
+    assert "Look at the process" in next_action(card, gradmon.load_run(tmp_path / "run").diagnose())

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 
 import torch_gradmon as gradmon
-from torch_gradmon import GradmonWarning, ModuleMonitor, diagnose, load_run
+from torch_gradmon import GradmonWarning, ModuleMonitor, load_run
+from torch_gradmon.analysis.diagnosis.diagnose import diagnose
 from torch_gradmon.analysis.many_runs import run_card
 from torch_gradmon.core import torch_modes
 from torch_gradmon.core.keys import Key
@@ -87,7 +88,9 @@ def _run_with_trouble(
     """A training, and what happens before each update."""
     model = BY_NAME["mlp"].model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    monitor = gradmon.watch(model, optimizer, run_dir=path, on_spike=None, check_data=False)  # one write a record
+    monitor = gradmon.watch(
+        model, optimizer, run_dir=path, on_spike=None, checks=gradmon.Checks(data=False)
+    )  # one write a record
     for step, batch in enumerate(BY_NAME["mlp"].batches(steps)):
         optimizer.zero_grad()
         BY_NAME["mlp"].loss(model, batch).backward()
@@ -457,7 +460,7 @@ def test_a_dropped_sink_promises_no_rows_that_are_lost(tmp_path: Path, monkeypat
 
     monkeypatch.setattr("torch_gradmon.sinks.jsonl.JsonlSink.log", full)
     for is_lost in (False, True):
-        path, sink = tmp_path / str(is_lost), gradmon.JsonlSink(tmp_path / "rows")
+        path, sink = tmp_path / str(is_lost), gradmon.sinks.JsonlSink(tmp_path / "rows")
         happens = (lambda: monkeypatch.setattr(RunWriter, "log", full)) if is_lost else (lambda: None)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

@@ -165,9 +165,9 @@ def test_a_copy_of_the_scaler_has_nothing_of_ours_and_feeds_no_monitor(take: Any
     taken.step(optimizer)
     taken.update()
     assert torch.equal(parameter, torch.full((2,), 0.5))
-    assert monitor.last_step == 0
+    assert monitor.last_record.step == 0
     loop.step()
-    assert monitor.last_step == 1
+    assert monitor.last_record.step == 1
 
 
 def test_a_kept_method_of_the_scaler_is_copied_and_saved_as_a_bound_method_is() -> None:
@@ -194,7 +194,7 @@ def test_a_copy_of_an_optimizer_that_saves_its_hooks_feeds_no_monitor(take: Any)
     for parameter in taken.param_groups[0]["params"]:
         parameter.grad = torch.ones_like(parameter)
     taken.step()
-    assert monitor.last_step == 0
+    assert monitor.last_record.step == 0
 
 
 def print_nothing(*_: Any) -> None:
@@ -234,7 +234,7 @@ def test_a_watched_model_can_be_scripted(preset: str) -> None:
         optimizer.step()
         scripted = torch.jit.script(model)
         assert torch.equal(scripted(torch.ones(2, 3)), model(torch.ones(2, 3)))
-        assert monitor.last_step == step
+        assert monitor.last_record.step == step
 
 
 @pytest.mark.parametrize("wrap", ["compile", "ddp"])
@@ -266,11 +266,11 @@ def test_a_copy_of_a_monitor_watches_nothing(take: Any) -> None:
     loop.step()
     taken = take(monitor)
     assert isinstance(taken, ModuleMonitor)
-    assert (taken.step, taken.get_step_metrics(), taken.missing(), taken.is_monitoring()) == (None, {}, {}, False)
+    assert (taken.step, taken.get_step_metrics(), taken.last_record.missing, taken.is_monitoring()) == (None, {}, {}, False)
     taken.log_scalar("loss", 1.0)
     taken.detach()
     loop.step()
-    assert monitor.last_step == 1
+    assert monitor.last_record.step == 1
 
 
 def test_a_model_that_keeps_its_monitor_can_be_copied_and_the_copy_be_watched() -> None:
@@ -285,4 +285,4 @@ def test_a_model_that_keeps_its_monitor_can_be_copied_and_the_copy_be_watched() 
     taken(torch.ones(2, 3)).sum().backward()
     optimizer.step()
     assert "gradient/last.weight/norm" in taken.monitor.get_step_metrics()  # type: ignore[operator]
-    assert loop.model.monitor.last_step == 0
+    assert loop.model.monitor.last_record.step == 0

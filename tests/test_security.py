@@ -125,7 +125,7 @@ def test_a_text_of_a_run_is_one_line_without_controls(text: bytes) -> None:
 
 
 def test_what_a_notebook_shows_is_escaped(run: Path) -> None:
-    shown = gradmon.diagnose(run / "run")._repr_html_()
+    shown = gradmon.load_run(run / "run").diagnose()._repr_html_()
     assert shown.count("<") == 2  # <pre> and </pre>
     assert not controls(shown)
 

@@ -158,7 +158,7 @@ def test_layers_that_are_no_part_of_the_model(kind: str, tmp_path: Path) -> None
     (finding,) = [each for each in monitor.diagnose().findings if each.rule == "unregistered-parameters"]
     assert finding.where.startswith("kept")
     monitor.detach()
-    assert "unregistered-parameters" in [each.rule for each in gradmon.diagnose(tmp_path).findings]
+    assert "unregistered-parameters" in [each.rule for each in gradmon.load_run(tmp_path).diagnose().findings]
 
 
 @pytest.mark.parametrize("kind", ["frozen", "registered"])
@@ -346,8 +346,8 @@ def test_what_was_declared_and_holds_is_no_finding() -> None:
     model = net(nn.Tanh())
     model[0].requires_grad_(False)
     optimizer = sgd(model[2])
-    monitor = gradmon.watch(model, optimizer, on_spike=None)
-    monitor.expect(frozen=r"^0\.", trains=r"^2\.", dtype={"2": torch.float32}, batch_varies=True)
+    checks = gradmon.Checks(frozen=r"^0\.", trained=r"^2\.", dtype={"2": torch.float32}, batch_varies=True)
+    monitor = gradmon.watch(model, optimizer, on_spike=None, checks=checks)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         loop(monitor, model, [optimizer])
@@ -359,15 +359,14 @@ def test_what_was_declared_and_holds_is_no_finding() -> None:
     ("declared", "words"),
     [
         ({"frozen": r"^0\."}, "parameters that change, declared frozen 2"),
-        ({"trains": r"^2\."}, "declared to train 2"),
+        ({"trained": r"^2\."}, "declared to train 2"),
         ({"dtype": {"^0$": torch.bfloat16}}, r"0 gives torch.float32, expected torch.bfloat16"),
     ],
 )
 def test_what_was_declared_and_does_not_hold(declared: dict[str, Any], words: str) -> None:
     model = net(nn.Tanh())
     optimizer = sgd(model[0])
-    monitor = gradmon.watch(model, optimizer, on_spike=None)
-    monitor.expect(**declared)
+    monitor = gradmon.watch(model, optimizer, on_spike=None, checks=gradmon.Checks(**declared))
     with pytest.warns(GradmonWarning, match=words):
         loop(monitor, model, [optimizer])
     assert rules(monitor)[0] == "expectation-broken"
@@ -378,21 +377,25 @@ def test_what_was_declared_and_does_not_hold(declared: dict[str, Any], words: st
     ("declared", "error", "words"),
     [
         ({"frozen": "nothing"}, ValueError, "fits no parameter; the first ones are"),
-        ({"trains": "("}, ValueError, "is not a valid regular expression"),
+        ({"trained": "("}, ValueError, "is not a valid regular expression"),
         ({"frozen": 3}, TypeError, "must be a regular expression"),
         ({"dtype": {"nothing": torch.float32}}, ValueError, "fits no module"),
         ({"dtype": {"0": "float32"}}, TypeError, "must have a torch.dtype"),
-        ({"dtype": 3}, TypeError, "must be a dict of dtypes"),
+        ({"dtype": 3}, TypeError, "must be a dict of a torch.dtype"),
         ({"batch_varies": 1}, TypeError, "must be True, False or None"),
     ],
 )
-def test_what_cannot_be_declared(declared: dict[str, Any], error: type[Exception], words: str) -> None:
-    model = net()
-    monitor = ModuleMonitor(model)
+def test_what_cannot_be_declared(declared: dict[str, Any], error: type[Exception], words: str, tmp_path: Path) -> None:
     with pytest.raises(error, match=words):
-        monitor.expect(**declared)
-    with pytest.raises(ValueError, match="there is no module yet"):
-        ModuleMonitor().expect(frozen="0")
+        ModuleMonitor(net(), run_dir=tmp_path / "run", checks=gradmon.Checks(**declared))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_declaration_that_fits_no_later_model_is_refused() -> None:
+    monitor = ModuleMonitor(checks=gradmon.Checks(frozen="nothing"))
+    with pytest.raises(ValueError, match="fits no parameter"):
+        monitor.set_module(net())
+    assert monitor.module is None
 
 
 # --- who trains what now --------------------------------------------------------------------------------------------------------
@@ -575,7 +578,7 @@ def test_a_copy_that_is_trained_instead_is_named(kind: Callable[..., torch.optim
     assert len(caught) == 2
     assert rules(monitor)[0] == "another-model-trained"
     assert "trains another copy of it. [" in " ".join(str(monitor.diagnose()).split())
-    assert not [reason for reason in monitor.missing().values() if "clip" in reason and "call monitor" in reason]
+    assert not [reason for reason in monitor.last_record.missing.values() if "clip" in reason and "call monitor" in reason]
     loop(monitor, watched, [optimizer], 3)  # it was something else
     assert "another-model-trained" not in rules(monitor)
     monitor.detach()

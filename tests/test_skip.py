@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torch_gradmon import ModuleMonitor, Skip, SpikeDetector
+from torch_gradmon import ModuleMonitor, Skip, SpikeCapture, SpikeDetector
 from torch_gradmon.spikes import Threshold
 
 pytestmark = pytest.mark.filterwarnings("ignore::torch_gradmon.GradmonWarning", "ignore:.*closure.*:UserWarning")
@@ -138,7 +138,7 @@ def _leaves_nothing(name: str, flag: str, mode: str, count: int) -> None:
             Task(name, flag, mode).train()
         return
     reference, task = Task(name, flag, mode), Task(name, flag, mode)
-    monitor = _skips(task, post_spike_steps=0)
+    monitor = _skips(task, spike_capture=SpikeCapture(after=0))
     # the scaler minds NaN by itself; there, and nowhere else, it is a refusal
     bad = itertools.cycle([1e9, 1e7] if mode == "scaler" else [1e9, math.nan, math.inf])
     for _ in range(3):

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import torch_gradmon as gradmon
-from torch_gradmon import ModuleMonitor, Rollback, RollbackResult, Skip, SpikeDetector, SpikeError
+from torch_gradmon import ModuleMonitor, Rollback, Skip, SpikeDetector, SpikeError
+from torch_gradmon.plugins.spike_policy.policy import RollbackResult
 from torch_gradmon.spikes import Threshold
 
 pytestmark = pytest.mark.filterwarnings("ignore::torch_gradmon.GradmonWarning")
@@ -24,7 +25,7 @@ LIMIT, BAD = 1e4, 1e7
 
 
 def _watched(model: nn.Module, *optimizers: Any, skip: Any = "skip", **more: Any) -> ModuleMonitor:
-    monitor = ModuleMonitor(model, on_spike=skip, post_spike_steps=0)
+    monitor = ModuleMonitor(model, on_spike=skip, spike_capture=gradmon.SpikeCapture(after=0))
     monitor.add_detector(SpikeDetector(Threshold(LIMIT)))
     return monitor.attach(*optimizers, **more)
 
@@ -142,14 +143,17 @@ def test_statistics_go_back_by_one_step_where_hooks_on_modules_come_and_go(how: 
     model, other = _net(), _net()
     optimizer, same = _sgd(model), _sgd(other)
     monitor = ModuleMonitor(
-        model, on_spike="skip", post_spike_steps=3 if how == "closer look" else 0, every=1 if how == "tuned" else 7
+        model,
+        on_spike="skip",
+        spike_capture=gradmon.SpikeCapture(after=3 if how == "closer look" else 0),
+        every=1 if how == "tuned" else 7,
     )
     monitor.add_detector(SpikeDetector(Threshold(LIMIT)))
     if how == "metric on some steps":
         monitor.add_activation_metric("rms", metric_regex="^1$")
     monitor.attach(optimizer)
     if how == "tuned":
-        monitor.override(preset="full", steps=5, from_step=42)
+        monitor.override(preset="full", steps=5, first=42)
     for number in range(60):
         by = BAD if number in bad else 1.0
         optimizer.zero_grad()
@@ -543,7 +547,7 @@ def test_what_cannot_go_back_is_said_and_all_else_has_gone() -> None:
         kept.append(copy.deepcopy(model.state_dict()))
     with pytest.warns(gradmon.GradmonWarning, match=r"not all of the model went back to step 2, .*not today"):
         _step(model, optimizer, 4, BAD)
-    assert monitor.rolled_back == RollbackResult(4, 2, 2, 0)
+    assert monitor.last_record.rollback == RollbackResult(4, 2, 2, 0)
     assert all(torch.equal(kept[2][name], value) for name, value in model.state_dict().items())
     assert monitor.get_step_counts().overflowed == 0
 
@@ -598,11 +602,11 @@ def test_after_a_state_was_loaded_there_is_nothing_to_go_back_to() -> None:
     monitor.load_state_dict(early[1])
     _step(model, optimizer, 2, BAD)
     assert monitor.step_was_skipped
-    assert monitor.rolled_back is None
+    assert monitor.last_record.rollback is None
     for step in range(3, 6):
         _step(model, optimizer, step)
     _step(model, optimizer, 6, BAD)
-    assert monitor.rolled_back == RollbackResult(6, 3, 3, 0)
+    assert monitor.last_record.rollback == RollbackResult(6, 3, 3, 0)
 
 
 def test_a_disk_that_is_full_is_not_tried_in_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -628,7 +632,7 @@ def test_buffers_that_nothing_can_be_written_to_are_no_obstacle() -> None:
     for step in range(4):
         _step(model, optimizer, step)
     _step(model, optimizer, 4, BAD)
-    assert monitor.rolled_back == RollbackResult(4, 2, 2, 0)
+    assert monitor.last_record.rollback == RollbackResult(4, 2, 2, 0)
     assert monitor.warning_counts() == {}
 
 

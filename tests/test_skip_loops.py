@@ -165,14 +165,14 @@ def test_gradients_are_there_again_after_the_step() -> None:
     assert seen == [[True] * 4] * 3
 
 
-@pytest.mark.parametrize("make", [gradmon.ZClip, gradmon.AdaGC])
+@pytest.mark.parametrize("make", [gradmon.plugins.clipping.ZClip, gradmon.plugins.clipping.AdaGC])
 @pytest.mark.parametrize("by_name", [False, True])
 def test_an_adaptive_clip_forgets_the_batch(make: Any, by_name: bool) -> None:
     states = []
     for batches in (range(12), [*range(8), *range(10, 12)]):
         model = _model()
         optimizer = _adam(model)
-        monitor = _watched(model, optimizer, post_spike_steps=0)
+        monitor = _watched(model, optimizer, spike_capture=gradmon.SpikeCapture(after=0))
         own = make(warmup=5)
         for step in batches:
             optimizer.zero_grad()
@@ -238,7 +238,7 @@ def test_or_it_stops_before_anything_is_changed() -> None:
 def test_nan_is_never_accepted_and_that_is_said() -> None:
     model = _model()
     optimizer = _adam(model)
-    monitor = _watched(model, optimizer, post_spike_steps=0)
+    monitor = _watched(model, optimizer, spike_capture=gradmon.SpikeCapture(after=0))
     _train(model, optimizer, range(3))
     before = copy.deepcopy(model)
     with pytest.warns(gradmon.GradmonWarning) as told:
@@ -345,7 +345,7 @@ def test_what_the_detectors_learn_does_not_depend_on_the_cadence() -> None:
     for every in (1, 7):
         model = _model()
         optimizer = _adam(model)
-        monitor = ModuleMonitor(model, on_spike="skip", every=every, post_spike_steps=0)
+        monitor = ModuleMonitor(model, on_spike="skip", every=every, spike_capture=gradmon.SpikeCapture(after=0))
         monitor.add_detector(SpikeDetector())
         monitor.attach(optimizer)
         _train(model, optimizer, range(40), [20], 1e3)
@@ -420,7 +420,7 @@ def test_a_run_resumed_amid_skips_goes_on_as_if_it_had_not_been_broken(at: int) 
     def begun() -> tuple[nn.Module, torch.optim.Optimizer, ModuleMonitor]:
         model = _model()
         optimizer = _adam(model)
-        monitor = ModuleMonitor(model, on_spike=Skip(limit=3), post_spike_steps=0)
+        monitor = ModuleMonitor(model, on_spike=Skip(limit=3), spike_capture=gradmon.SpikeCapture(after=0))
         monitor.add_detector(SpikeDetector(Threshold(LIMIT)))
         monitor.add_detector(SpikeDetector(signal="grad_max"))
         return model, optimizer, monitor.attach(optimizer)

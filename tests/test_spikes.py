@@ -178,7 +178,7 @@ def test_on_spike_warn_names_the_parameter_with_the_largest_share() -> None:
     with pytest.warns(GradmonWarning, match=r"step 39: grad_norm .* times the usual .*big\.weight") as caught:
         monitor = _train(40, "warn")
     assert len(caught) == 1
-    assert monitor.top_parameters(1)[0][0] == "big.weight"
+    assert monitor.last_record.top_gradients(1)[0][0] == "big.weight"
     assert monitor.get_step_metrics()["gradmon/spike_score"] > 6
 
 

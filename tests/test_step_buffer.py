@@ -318,8 +318,7 @@ def test_measuring_on_a_gpu_does_not_wait_for_it_and_a_flush_is_one_copy() -> No
 def test_a_step_reads_no_value_before_its_flush_but_one_flag_for_each_call_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    monitor = ModuleMonitor(model, on_metric_error="raise")
-    monitor.add_preset("full")
+    monitor = ModuleMonitor(model, on_metric_error="raise", preset="full")
     monitor.add_gradient_metric("mine", lambda g: g.abs().max())
     monitor.add_activation_metric("mine", lambda x: x.abs().max())
     calls: Counter[str] = Counter()

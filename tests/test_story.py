@@ -58,10 +58,9 @@ def test_the_worst_step_is_told_of_by_default_and_other_steps_on_request() -> No
     with pytest.raises(ValueError, match="step 77 is not known: 50 steps are known, from 0 to 49"):
         monitor.explain_spike(77)
     assert _spiked(None, steps=30).why().startswith("there is no spike in the 30 monitored steps from 0 to 29")
-    monitor = ModuleMonitor(nn.Linear(1, 1))
+    monitor = ModuleMonitor(nn.Linear(1, 1), preset="minimal")
     with pytest.raises(ValueError, match="nothing looks for spikes"):
         monitor.explain_spike()
-    monitor.add_preset("minimal")
     assert monitor.explain_spike() == "there is no spike, because no step is known yet"
     with pytest.raises(TypeError, match="step must be an int"):
         monitor.explain_spike(torch.tensor(3))

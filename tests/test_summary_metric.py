@@ -53,11 +53,9 @@ def test_mean_standard_deviation_and_sparsity_of_all_gradient_elements() -> None
 
 def test_it_comes_beside_a_preset_and_stays_when_that_is_replaced() -> None:
     model = _model()
-    monitor = gradmon.ModuleMonitor(model)
-    monitor.add_preset("standard")
+    monitor = gradmon.ModuleMonitor(model, preset="minimal", preset="standard")
     monitor.add_model_metric("grad_std")
     monitor.add_model_metric("grad_norm")  # of the preset too: shown once
-    monitor.add_preset("minimal")
     _train(monitor, model)
     shown = list(monitor.get_step_metrics())
     assert shown.count("gradmon/grad_std") == shown.count("gradmon/grad_norm") == 1
@@ -77,7 +75,7 @@ def test_with_gradients_that_are_not_finite_it_says_what_torch_says() -> None:
     assert math.isnan(values["gradmon/grad_mean"])
     assert math.isnan(values["gradmon/grad_std"])
     assert "gradmon/grad_sparsity" not in values
-    assert monitor.missing()["gradmon/grad_sparsity"] == "no gradient has a finite element"
+    assert monitor.last_record.missing["gradmon/grad_sparsity"] == "no gradient has a finite element"
 
 
 def test_what_is_no_whole_model_value_is_refused() -> None:

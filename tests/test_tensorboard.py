@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
-from torch_gradmon import GradmonWarning, ModuleMonitor, TensorBoardSink
+from torch_gradmon import GradmonWarning, ModuleMonitor
+from torch_gradmon.sinks import TensorBoardSink
 
 pytest.importorskip("tensorboard")
 pytestmark = pytest.mark.extra

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import torch_gradmon as gradmon
+from tests.watching import watch_with
 from torch_gradmon.capture import measurer, reference
 from torch_gradmon.capture.attention import ATTENTION_PATCH, CallObserver
 from torch_gradmon.core.torch_modes import SharedContext
@@ -49,7 +49,7 @@ def trained(seed: int, pause: Callable[[], None] = lambda: None, **options: Any)
     optimizer = torch.optim.SGD(
         model.parameters(), 1e-2, momentum=0.9
     )  # Adam itself computes otherwise while any thread compiles
-    monitor = gradmon.watch(model, optimizer, on_spike=None, on_metric_error="raise", **options)
+    monitor = watch_with(model, optimizer, on_spike=None, on_metric_error="raise", **options)
     for metric in ("entropy", "first_key"):
         monitor.add_attention_metric(metric, heads=True)
     monitor.add_activation_metric("kurtosis")

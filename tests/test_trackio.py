@@ -49,7 +49,7 @@ def test_a_watched_run_reads_back_with_its_values(tmp_path: Path) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with gradmon.watch(model, optimizer, layers="all", run_dir="run") as monitor:
             monitor.add_sink(trackio)
-            monitor.add_sink(gradmon.JsonlSink("metrics.jsonl"))
+            monitor.add_sink(gradmon.sinks.JsonlSink("metrics.jsonl"))
             for step in range(12):
                 optimizer.zero_grad()
                 model(torch.randn(4, 3)).square().mean().backward()
@@ -108,7 +108,7 @@ def test_without_a_run_it_says_what_to_do(tmp_path: Path) -> None:
 
         for given in ([], ["mine"]):
             try:
-                gradmon.TrackioSink(*given)
+                gradmon.sinks.TrackioSink(*given)
             except (ValueError, TypeError) as error:
                 print(error)
         """,
@@ -128,7 +128,7 @@ def test_a_histogram_is_one(tmp_path: Path) -> None:
         import torch_gradmon as gradmon
 
         run = trackio.init(project="tests", name="run", auto_log_gpu=False, auto_log_cpu=False)
-        gradmon.TrackioSink(run).log({"gradient/a.b/log2_histogram.-3": 5.0, "gradient/a.b/log2_histogram.zero": 2.0}, 0)
+        gradmon.sinks.TrackioSink(run).log({"gradient/a.b/log2_histogram.-3": 5.0, "gradient/a.b/log2_histogram.zero": 2.0}, 0)
         trackio.finish()
         from trackio.sqlite_storage import SQLiteStorage
 

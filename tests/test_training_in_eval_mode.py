@@ -188,7 +188,7 @@ def test_a_loop_that_changes_its_mode_loses_no_logged_value(first: str) -> None:
                 number = len(run.expected) - 1
                 assert number == (3 if first == "train" else 6)
                 assert values.keys() >= {"loss", "number", "after", "tensor"}
-                assert "evaluation mode" in run.monitor.missing()["activation/0/rms"]
+                assert "evaluation mode" in run.monitor.last_record.missing["activation/0/rms"]
                 del run.expected[number]["activation/0/rms"]
     run.check()
 

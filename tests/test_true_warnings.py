@@ -25,7 +25,7 @@ def watched(count: int = 1) -> tuple[nn.Sequential, Optimizers, ModuleMonitor]:
     model = net()
     parts = [model] if count == 1 else [model[0], model[2]]
     optimizers: Optimizers = [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in parts]
-    return model, optimizers, gradmon.watch(model, *optimizers, on_spike=None, check_data=False)
+    return model, optimizers, gradmon.watch(model, *optimizers, on_spike=None, checks=gradmon.Checks(data=False))
 
 
 def norm(model: nn.Module) -> float:
@@ -68,13 +68,13 @@ def test_gradients_of_autograd_grad_on_some_steps_are_no_dead_hooks(
         for optimizer in optimizers:
             optimizer.step()
         values = monitor.get_step_metrics()
-        assert monitor.last_step == step
+        assert monitor.last_record.step == step
         if letter == "b":
             assert values["gradmon/grad_norm"] == pytest.approx(expected, rel=1e-6)
         else:
             assert "gradmon/grad_norm" not in values
             assert values["gradmon/grad_norm_after_clip"] == pytest.approx(expected, rel=1e-6)
-            missing = monitor.missing()
+            missing = monitor.last_record.missing
             assert "no backward pass ran through" in missing["gradmon/grad_norm"]
             assert "before_clip=True) once they are set" in missing["gradmon/grad_norm"]
             assert "before you clip" not in "".join(missing.values())
@@ -98,7 +98,7 @@ def test_gradients_that_are_set_by_hand_have_a_norm_and_a_reason_for_what_is_abs
         expected = norm(model)
         optimizer.step()
         assert monitor.get_step_metrics()["gradmon/grad_norm_after_clip"] == pytest.approx(expected, rel=1e-6)
-        missing = monitor.missing()
+        missing = monitor.last_record.missing
         names = [f"gradient_before_clip/{name}/norm" for name, _ in model.named_parameters()]
         for key in ("gradmon/grad_norm", *(names[:1] if are_some_of_backward else names)):
             assert missing[key].endswith("call monitor.monitor_gradients(before_clip=True) once they are set, before any clip")
@@ -142,7 +142,7 @@ def test_hooks_that_a_conversion_has_killed_are_put_back_with_a_warning(before: 
     model.double()  # the parameters stay the same objects, and hooks on them never fire again
     with pytest.warns(GradmonWarning, match=f"hooks on parameters had died.*missing in step {before}"):
         train(torch.float64)
-    assert "hooks on parameters had died" in monitor.missing()["gradient_before_clip/0.weight/norm"]
+    assert "hooks on parameters had died" in monitor.last_record.missing["gradient_before_clip/0.weight/norm"]
     train(torch.float64)
     assert monitor.get_step_metrics()["gradmon/grad_norm"] == pytest.approx(norm(model), rel=1e-6)
 
@@ -161,7 +161,7 @@ def test_detach_and_attach_between_backward_and_step_says_nothing_of_the_order(c
             monitor.attach(*optimizers)
         for optimizer in optimizers:
             optimizer.step()
-        assert monitor.last_step == step
+        assert monitor.last_record.step == step
         values = monitor.get_step_metrics()
         if step % 2:
             assert "gradmon/grad_norm" not in values

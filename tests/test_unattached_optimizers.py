@@ -73,10 +73,10 @@ OTHERS: dict[str, Callable[[nn.Module], Update]] = {
 def check_said(monitor: ModuleMonitor, last: int | None) -> None:
     """That nothing is known any more is said everywhere, and nothing old is given for new."""
     assert monitor.get_step_metrics() == {}
-    assert monitor.top_parameters() == []
-    assert monitor.last_events == ()
-    assert monitor.last_step == last
-    reasons = monitor.missing()
+    assert monitor.last_record.top_gradients() == []
+    assert monitor.last_record.spikes == ()
+    assert monitor.last_record.step == last
+    reasons = monitor.last_record.missing
     assert {"gradmon/grad_norm", "gradient/0.weight/norm", "gradmon/param_norm"} <= reasons.keys()
     assert all("monitor.attach()" in reason for reason in reasons.values())
     (finding,) = [finding for finding in monitor.diagnose().findings if finding.rule == RULE]
@@ -121,14 +121,14 @@ def test_the_remedy_helps_and_steps_go_on(tmp_path: Path) -> None:
     with pytest.warns(GradmonWarning, match=r"monitor\.attach"):
         for step in range(3, 13):
             train(model, new.step, step)
-    assert [f.rule for f in gradmon.diagnose(tmp_path).findings if f.severity == "error"] == [RULE]
+    assert [f.rule for f in gradmon.load_run(tmp_path).diagnose().findings if f.severity == "error"] == [RULE]
     monitor.detach()
     monitor.attach(new)
     for step in range(3, 6):
         train(model, new.step, step)
         expected = torch.cat([p.grad.double().flatten() for p in model.parameters()]).norm().item()
         assert monitor.get_step_metrics()["gradmon/grad_norm"] == pytest.approx(expected, rel=1e-6)
-        assert monitor.last_step == step
+        assert monitor.last_record.step == step
     assert RULE not in [finding.rule for finding in monitor.diagnose().findings]
     monitor.detach()
     assert gradmon.load_run(tmp_path).steps == list(range(6))
@@ -261,7 +261,7 @@ def test_a_loop_that_is_right_hears_nothing(body: Callable[[nn.Module, Optimizer
         for step in range(6):
             body(model, optimizer, step)
             assert monitor.get_step_metrics().keys() >= {"gradmon/param_norm"}
-            assert monitor.last_step == step
+            assert monitor.last_record.step == step
     assert RULE not in [fact.rule for fact in monitor._runtime.built_in.audit.facts()]
     monitor.detach()
 
@@ -280,7 +280,7 @@ def test_values_of_the_last_step_stay_while_a_batch_is_dropped() -> None:
     optimizer.zero_grad()
     assert before
     assert monitor.get_step_metrics() == before
-    assert not any("have changed" in reason for reason in monitor.missing().values())
+    assert not any("have changed" in reason for reason in monitor.last_record.missing.values())
     monitor.detach()
 
 
@@ -289,7 +289,7 @@ def test_the_player_that_waits_for_its_turn_is_not_taken_for_unattached() -> Non
     optimizers = [SGD(player.parameters(), lr=0.1) for player in players]
     monitor = gradmon.watch(players, *optimizers, on_spike=None)
     players[0](torch.randn(4, 3)).sum().backward()
-    assert monitor.missing() == {}
+    assert monitor.last_record.missing == {}
     for optimizer in optimizers:
         optimizer.step()
     monitor.detach()

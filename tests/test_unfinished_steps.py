@@ -31,8 +31,7 @@ class Run:
         self.scored: list[int] = []
         self.norms: list[float] = []
         if watches:
-            self.monitor = ModuleMonitor(self.generator, **options)
-            self.monitor.add_preset("standard")
+            self.monitor = ModuleMonitor(self.generator, **options, preset="standard")
             self.monitor.add_activation_metric("rms")
             detector = SpikeDetector(signal="loss")
             update = detector.update
@@ -66,7 +65,7 @@ class Run:
         assert norms == pytest.approx(self.norms, rel=1e-6)
         assert self.sink.steps == numbers
         assert self.scored == numbers
-        assert self.monitor.current_step == self.monitor.last_step == steps - 1
+        assert self.monitor.current_step == self.monitor.last_record.step == steps - 1
         assert self.monitor.get_step_metrics()["gradmon/grad_norm"] == pytest.approx(self.norms[-1], rel=1e-6)
         counts = self.monitor.get_step_counts()
         assert (counts.attempted, counts.applied) == (steps, steps)
@@ -110,7 +109,7 @@ def test_nothing_is_recorded_where_there_was_no_step_at_all(tmp_path: Path) -> N
     run = Run(run_dir=tmp_path)
     run.other_turn()
     run.monitor.detach()
-    assert run.monitor.current_step is run.monitor.last_step is None
+    assert run.monitor.current_step is run.monitor.last_record.step is None
     assert (run.monitor.get_all_metrics(), run.sink.rows, run.scored) == ({}, [], [])
     assert list(gradmon.load_run(tmp_path).steps) == []
     assert run.monitor.get_step_counts().attempted == 0
@@ -170,7 +169,7 @@ def test_an_optimizer_that_raised_has_made_an_attempt_that_was_not_applied(every
         with pytest.raises(TypeError) if step == 1 else contextlib.nullcontext():
             optimizer.step()
     monitor.detach()
-    assert (monitor.last_step, monitor.get_step_metrics()["gradmon/steps_not_applied"]) == (2, 1.0)
+    assert (monitor.last_record.step, monitor.get_step_metrics()["gradmon/steps_not_applied"]) == (2, 1.0)
     assert (monitor.get_step_counts().attempted, monitor.get_step_counts().applied) == (3, 2)
 
 
@@ -195,9 +194,8 @@ def _by_closure(optimizer: torch.optim.Optimizer, model: nn.Module, fails: bool)
 def test_the_step_after_a_closure_that_raised_is_a_step_of_its_own(kind: type[torch.optim.Optimizer]) -> None:
     model = nn.Linear(3, 1)
     optimizer = kind(model.parameters(), lr=0.01, **({"max_iter": 1} if kind is torch.optim.LBFGS else {}))  # type: ignore[call-arg]
-    monitor = ModuleMonitor(model)
+    monitor = ModuleMonitor(model, preset="standard")
     monitor.add_gradient_metric("norm")
-    monitor.add_preset("standard")
     monitor.attach(optimizer)
     used = {}
     for step in range(5):
@@ -258,7 +256,7 @@ def test_a_closure_that_raised_is_no_overflow(every: int) -> None:
             _by_closure(optimizer, model, fails=False)
         if step == 20:
             monitor.get_step_metrics()
-            reason = monitor.missing().get("gradmon/update_norm", "")
+            reason = monitor.last_record.missing.get("gradmon/update_norm", "")
     counts = monitor.get_step_counts()
     assert (counts.attempted, counts.applied, counts.interrupted, counts.overflowed, counts.nonfinite) == (41, 21, 20, 0, 0)
     assert "its closure raised RuntimeError" in str(monitor.explain_spike(10))
@@ -277,8 +275,7 @@ def test_counts_of_interrupted_steps_are_resumed() -> None:
     _by_closure(optimizer, model, fails=False)
     state = monitor.state_dict()
     monitor.detach()
-    other = ModuleMonitor(model)
-    other.add_preset("standard")
+    other = ModuleMonitor(model, preset="standard")
     other.attach(optimizer)
     other.load_state_dict(state)
     assert (other.counts.interrupted, other.counts.overflowed) == (1, 0)
@@ -314,7 +311,7 @@ def test_a_state_after_a_closure_that_raised_has_its_step(accepts: bool) -> None
         monitor = gradmon.watch(model, optimizer)
         monitor.load_state_dict(state)
     optimizer.step(closure)
-    assert monitor.last_step == 2
+    assert monitor.last_record.step == 2
     assert monitor.get_step_metrics()["gradmon/steps_not_applied"] == 1
     counts = monitor.get_step_counts()
     assert (counts.attempted, counts.applied, counts.interrupted) == (3, 2, 1)

@@ -41,7 +41,7 @@ def test_in_bf16_the_update_is_what_the_rounding_left_of_it() -> None:
 def test_a_sample_of_rows_is_measured_and_named() -> None:
     model = BY_NAME["mlp"].model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    monitor = ModuleMonitor(model, update_sample=4, on_metric_error="raise")
+    monitor = ModuleMonitor(model, max_update_rows=4, on_metric_error="raise")
     for metric in ("norm", "ratio", "rms"):
         monitor.add_update_metric(metric)
     monitor.attach(optimizer)
@@ -60,11 +60,11 @@ def test_a_sample_of_rows_is_measured_and_named() -> None:
 def test_a_sample_of_layers_leaves_the_others_out_with_a_reason() -> None:
     model = BY_NAME["mlp"].model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    monitor = ModuleMonitor(model, update_sample=r"^0\.")
+    monitor = ModuleMonitor(model, update_regex=r"^0\.")
     monitor.add_update_metric("norm")
     monitor.attach(optimizer)
     applied = _step(model, optimizer, torch.randn(8, 10))
-    values, missing = monitor.get_step_metrics(), monitor.missing()
+    values, missing = monitor.get_step_metrics(), monitor.last_record.missing
     assert values["update/0.weight/norm"] == pytest.approx(applied["0.weight"].norm().item(), rel=1e-6)
     assert "update_sample" in missing["update/2.weight/norm"]
     assert "update/2.weight/norm" not in values
@@ -73,8 +73,7 @@ def test_a_sample_of_layers_leaves_the_others_out_with_a_reason() -> None:
 def test_parameters_are_copied_on_every_tenth_step_only_and_let_go() -> None:
     model = BY_NAME["mlp"].model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    monitor = ModuleMonitor(model)
-    monitor.add_preset("standard")
+    monitor = ModuleMonitor(model, preset="standard")
     monitor.attach(optimizer)
     copied = []
     clone = torch.Tensor.clone
@@ -101,8 +100,7 @@ def test_parameters_are_copied_on_every_tenth_step_only_and_let_go() -> None:
 def test_excluded_modules_have_no_metrics_but_count_in_the_whole() -> None:
     model = BY_NAME["mlp"].model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    monitor = ModuleMonitor(model, excluded_modules_regex=r"^2(\.|$)")
-    monitor.add_preset("minimal")
+    monitor = ModuleMonitor(model, excluded_modules_regex=r"^2(\.|$)", preset="minimal")
     monitor.add_gradient_metric("norm")
     monitor.add_activation_metric("norm")
     monitor.attach(optimizer)

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
-from torch_gradmon import GradmonWarning, ModuleMonitor, WandbSink
+from torch_gradmon import GradmonWarning, ModuleMonitor
+from torch_gradmon.sinks import WandbSink
 from torch_gradmon.sinks.wandb import AXIS, counter_of
 
 from . import forked

@@ -611,7 +611,7 @@ def test_the_terms_are_those_of_the_refined_coordinate_check() -> None:
     probe, x = TermProbe(model), torch.randn(12, 6)
     monitor = gradmon.ModuleMonitor(model)
     monitor.set_reference_module("init")
-    monitor.add_coordinate_metric("mean_square", lambda term: term.double().square().mean())
+    gradmon.RefinedCoordinateCheck(monitor, "mean_square", lambda term: term.double().square().mean())
     monitor.attach(optimizer)
     for _ in range(3):
         found = probe.measure(model, lambda copy: copy(x.double()))

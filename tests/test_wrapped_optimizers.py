@@ -124,7 +124,7 @@ def test_a_step_is_what_the_wrapper_does(name: str, every: int) -> None:
         before = [p.detach().clone() for p in model.parameters()]
         used = take(model, optimizer, batch(step))
         change = [p.detach().double() - q.double() for p, q in zip(model.parameters(), before, strict=True)]
-        assert monitor.last_step == step
+        assert monitor.last_record.step == step
         values = monitor.get_step_metrics()
         if step % every:
             assert values == {}
@@ -187,7 +187,7 @@ def test_a_scheduler_of_a_wrapper_works_and_says_nothing(name: str, order: str) 
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 16)
     take(model, optimizer, batch(9))
     scheduler.step()
-    assert monitor.last_step == 3
+    assert monitor.last_record.step == 3
 
 
 def test_a_wrapper_that_is_named_earlier_and_steps_last_is_known_as_such() -> None:
@@ -223,7 +223,7 @@ def test_a_wrapper_that_leaves_steps_out_has_taken_none() -> None:
         for _ in range(2):
             used = plainly(model, optimizer, batch(step))
         change = [p.detach().double() - q.double() for p, q in zip(model.parameters(), before, strict=True)]
-        assert monitor.last_step == step
+        assert monitor.last_record.step == step
         values = monitor.get_step_metrics()
         assert values["gradmon/grad_norm"] == pytest.approx(norm(used), rel=1e-6)
         assert values["update/0.weight/norm"] == pytest.approx(norm(change[:1]), rel=1e-5)
@@ -239,7 +239,7 @@ def test_a_step_that_a_wrapper_leaves_out_is_not_one_that_the_scaler_refused() -
         scaler.step(optimizer)
         scaler.update()
         if call:
-            assert monitor.last_step == (call - 1) // 2 + bad
+            assert monitor.last_record.step == (call - 1) // 2 + bad
             assert monitor.get_step_metrics()["gradmon/steps_not_applied"] == bad
     monitor.detach()
 
@@ -263,7 +263,7 @@ def test_a_scaler_may_know_the_wrapper(unscales: bool) -> None:
                 monitor.clip_grad_norm_(true / 2)
         scaler.step(optimizer)
         scaler.update()
-        assert monitor.last_step == step
+        assert monitor.last_record.step == step
         values = monitor.get_step_metrics()
         assert values["gradmon/steps_not_applied"] == (step >= 3)
         if step == 3:

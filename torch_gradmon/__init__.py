@@ -7,85 +7,69 @@ from typing import TYPE_CHECKING
 from .core.lazy_import import importing
 
 if TYPE_CHECKING:
-    from . import testing
+    from . import plugins as plugins
+    from . import sinks as sinks
+    from . import testing as testing
     from .analysis.diagnosis import Diagnosis, Finding
-    from .analysis.diagnosis.diagnose import diagnose
-    from .analysis.diff import RunDiff, diff_runs
+    from .analysis.diff import diff_runs
     from .analysis.run import Run, load_run
     from .core.errors import GradmonWarning, SpikeError
+    from .core.records import SpikeEvent
     from .monitor.compatibility import MonitorMixin, RefinedCoordinateCheck, monitor_scaled_dot_product_attention
     from .monitor.monitor import ModuleMonitor
+    from .monitor.options import Distributed, SpikeCapture
     from .monitor.watch import watch
-    from .plugins.clipping import AdaGC, ZClip
-    from .plugins.replica_check.replay import DeterminismReport
-    from .plugins.spike_policy.policy import Rollback, RollbackResult, Skip, StepCounts
-    from .sinks import JsonlSink, TensorBoardSink, TrackioSink, WandbSink
+    from .plugins.replica_check.replay import check_determinism
+    from .plugins.setup_check import Checks
+    from .plugins.spike_policy.policy import Rollback, Skip
     from .spikes import SpikeDetector
-    from .step.model_index import GradientSource, MainGradSource
+
 __version__ = "0.1.0"
 
 __all__ = [
-    "AdaGC",
-    "DeterminismReport",
+    "Checks",
     "Diagnosis",
+    "Distributed",
     "Finding",
-    "GradientSource",
     "GradmonWarning",
-    "JsonlSink",
-    "MainGradSource",
     "ModuleMonitor",
     "MonitorMixin",
     "RefinedCoordinateCheck",
     "Rollback",
-    "RollbackResult",
     "Run",
-    "RunDiff",
     "Skip",
+    "SpikeCapture",
     "SpikeDetector",
     "SpikeError",
-    "StepCounts",
-    "TensorBoardSink",
-    "TrackioSink",
-    "WandbSink",
-    "ZClip",
-    "diagnose",
+    "SpikeEvent",
+    "check_determinism",
     "diff_runs",
     "load_run",
     "monitor_scaled_dot_product_attention",
-    "testing",
     "watch",
 ]
 
 #: The modules of these names.
 _HOMES = {
-    "AdaGC": "plugins.clipping",
-    "StepCounts": "plugins.spike_policy.policy",
+    "Checks": "plugins.setup_check",
     "Diagnosis": "analysis.diagnosis",
-    "RunDiff": "analysis.diff",
+    "Distributed": "monitor.options",
     "Finding": "analysis.diagnosis",
-    "GradientSource": "step.model_index",
     "GradmonWarning": "core.errors",
-    "JsonlSink": "sinks",
-    "MainGradSource": "step.model_index",
     "ModuleMonitor": "monitor.monitor",
     "MonitorMixin": "monitor.compatibility",
     "RefinedCoordinateCheck": "monitor.compatibility",
-    "DeterminismReport": "plugins.replica_check.replay",
     "Rollback": "plugins.spike_policy.policy",
-    "RollbackResult": "plugins.spike_policy.policy",
     "Run": "analysis.run",
     "Skip": "plugins.spike_policy.policy",
+    "SpikeCapture": "monitor.options",
     "SpikeDetector": "spikes",
     "SpikeError": "core.errors",
-    "TensorBoardSink": "sinks",
-    "TrackioSink": "sinks",
-    "WandbSink": "sinks",
-    "ZClip": "plugins.clipping",
-    "diagnose": "analysis.diagnosis.diagnose",
+    "SpikeEvent": "core.records",
+    "check_determinism": "plugins.replica_check.replay",
     "diff_runs": "analysis.diff",
     "load_run": "analysis.run",
     "monitor_scaled_dot_product_attention": "monitor.compatibility",
-    "testing": "testing",
     "watch": "monitor.watch",
 }
 

@@ -55,7 +55,9 @@ class Watch:
         """Watch it."""
         run_dir = Path(self.directory) / str(len(self.monitors))
         self.monitors.append(
-            gradmon.watch(model, *optimizers, scaler=scaler, preset="full", on_spike=None, run_dir=run_dir, check_data=True)
+            gradmon.watch(
+                model, *optimizers, scaler=scaler, preset="full", on_spike=None, run_dir=run_dir, checks=gradmon.Checks(data=True)
+            )
         )
         return self.monitors[-1]
 
@@ -123,7 +125,7 @@ def judged(name: str, seed: int, twin: bool) -> Outcome:
             refused = (f"refused: {error}",)
         for monitor in watch.monitors:
             monitor.detach()
-        diagnoses = [gradmon.diagnose(path) for path in sorted(Path(directory).iterdir())]
+        diagnoses = [gradmon.load_run(path).diagnose() for path in sorted(Path(directory).iterdir())]
     found = tuple(tuple((finding.severity, finding.rule) for finding in each.findings) for each in diagnoses)
     failed = tuple(f"{rule}: {why}" for each in diagnoses for rule, why in each.unseen.items() if "failed" in why)
     return Outcome(name, case.judge, () if twin else case.rules, case.held_back, twin, seed, found, (*refused, *failed))

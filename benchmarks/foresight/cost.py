@@ -100,7 +100,9 @@ class _Side:
         self._model, self._batch = model, batch
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
         plugins = signals.plugins(lambda: model(*batch))
-        self._monitor = gradmon.watch(model, self._optimizer, preset="minimal", every=2, check_data=False, plugins=plugins)
+        self._monitor = gradmon.watch(
+            model, self._optimizer, preset="minimal", every=2, checks=gradmon.Checks(data=False), plugins=plugins
+        )
         signals.add(self._monitor)
 
     def step(self) -> float:

@@ -74,7 +74,7 @@ def record(family: Family, seed: int, sound: bool, steps: int = STEPS) -> Record
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plugins = [*([headroom] if family.is_pure else []), foresight, recorder]
-        monitor = gradmon.watch(task.model, optimizer, preset="minimal", plugins=plugins, check_data=False)
+        monitor = gradmon.watch(task.model, optimizer, preset="minimal", plugins=plugins, checks=gradmon.Checks(data=False))
         _add_signals(monitor, task.model)
         for step in range(steps):
             batch = next(task.batches)

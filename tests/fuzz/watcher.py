@@ -87,8 +87,7 @@ class Watcher(Observer):
         self.loop = loop
         self.monitor = self._made()
         if loop.p.companion:
-            self.companion = ModuleMonitor(loop.model, every=2, on_spike=None)
-            self.companion.add_preset("full")
+            self.companion = ModuleMonitor(loop.model, every=2, on_spike=None, preset="full")
             self.companion.add_activation_metric("kurtosis")
             self.companion.attach(*loop.optimizers, scaler=loop.scaler)
         self.seen.alive += [weakref.ref(each) for each in (loop.model, *map(inner, loop.optimizers))]
@@ -175,7 +174,12 @@ class Watcher(Observer):
 
     def poll(self) -> None:
         monitor = self._monitor
-        poll = Poll(monitor.last_step, monitor.get_step_metrics(), monitor.missing(), monitor.top_parameters(3))
+        poll = Poll(
+            monitor.last_record.step,
+            monitor.get_step_metrics(),
+            monitor.last_record.missing,
+            monitor.last_record.top_gradients(3),
+        )
         self.seen.polls.append(poll)
         repr(monitor), monitor.describe_metrics(), monitor.get_step_counts()  # which must be of no consequence
 
@@ -209,7 +213,7 @@ def made(p: Program, loop: Loop, place: Path, events: list[Any]) -> ModuleMonito
         return gradmon.watch(loop.model, *loop.optimizers, scaler=loop.scaler, preset=p.preset, **options)
     monitor = ModuleMonitor(loop.model, scaler=loop.scaler, **options, **more)
     if p.preset != "none":
-        monitor.add_preset(p.preset)
+        monitor._runtime.use_preset(p.preset)
     if p.attached:
         monitor.attach(*loop.optimizers, scaler=loop.scaler, start_step=p.start_step or None)
     return monitor
@@ -217,5 +221,5 @@ def made(p: Program, loop: Loop, place: Path, events: list[Any]) -> ModuleMonito
 
 def _sink(kind: str, rows: Rows, place: Path) -> Any:
     if kind == "jsonl":
-        return gradmon.JsonlSink(place / "log.jsonl")
+        return gradmon.sinks.JsonlSink(place / "log.jsonl")
     return Collecting(rows) if kind == "collecting" else Failing()

@@ -6,17 +6,21 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..core import keys as n
 from ..core.errors import display
 from ..core.formatting import ProgressBar, listed, printable
-from ..core.records import TrainedPart, before_schedule, model_text, trained_parts
+from ..core.records import StepView, TrainedPart, before_schedule, model_text, trained_parts
 from ..runs import export as files
 from ..runs.export import TABLES, chosen_steps, frame_of, table_of
 from ..runs.format import is_run
 from ..runs.reader import RunReader, single_threaded
 from ..spikes.attribution import REMEMBERED, GradientNormHistory, ParameterAttribution
+from ..step.summary import top_shares
+
+if TYPE_CHECKING:
+    from .diagnosis import Diagnosis
 
 # --- What a run was made with: model, optimizers, torch ---
 
@@ -123,6 +127,49 @@ class Run(RunReader):
             return []
         groups = [{**group, "settings": before_schedule(group["settings"])} for group in meta["optimizers"]]
         return list(trained_parts(meta.get("parameters", {}), groups, meta.get("frozen", ())))
+
+    def record(self, step: int) -> StepView:
+        """What is stored of a step: ``metrics``, ``spikes``, ``context``, ``suspects``, ``rng_state``, ``top_gradients(10)``.
+
+        Raises:
+            KeyError: the step is not in the run.
+        """
+        self._check_step(step)
+        return StepView(
+            step,
+            lambda count: top_shares(self.table(n.GRADIENT_BEFORE_CLIP, step), count),
+            metrics=lambda: self.metrics(step),
+            spikes=lambda: tuple(event for event in self.events if event.step == step),
+            context=lambda: self.context(step),
+            suspects=lambda: self.suspects(step),
+            rng_state=lambda: self.rng_state(step),
+        )
+
+    def diagnose(self) -> Diagnosis:
+        """What is wrong with the training, where, and what to do: print it, or read ``findings`` and ``exit_code``. The run may have ended,
+        still go on, or have been killed. At most 400 steps of a long run are looked at: both ends, those around spikes, and evenly
+        spaced ones.
+        """
+        from .diagnosis.diagnose import diagnose_history
+        from .diagnosis.history import History
+
+        return diagnose_history(History.of_run(self))
+
+    def explain_spike(self, step: int | None = None) -> str:
+        """The report on ``step``, by default on the worst step of the largest spike, or that there is no spike.
+
+        Raises:
+            ValueError: the step is unknown.
+        """
+        from .spike_report import explain
+
+        return explain(self, step)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def plot(self, kind: str = "heatmap", engine: str = "plotly", **options: Any) -> Any:
         """A figure of the run; see :meth:`ModuleMonitor.plot <torch_gradmon.ModuleMonitor.plot>`."""

@@ -27,6 +27,7 @@ from tqdm import tqdm
 import torch_gradmon as gradmon
 
 from ..core.fence import is_disabled
+from ..sinks import JsonlSink
 from .demo_model import CharacterGPT, Sizes, corpus, draw
 
 # --- tables ---
@@ -188,7 +189,7 @@ def train(model: CharacterGPT, data: Tensor, sizes: Sizes, steps: int, run_dir: 
     monitor.add_gradient_metric("sparsity", stages=["before_clip"])
     monitor.add_update_metric("norm", every=UPDATE_EVERY)
     monitor.add_parameter_metric("norm", every=UPDATE_EVERY)
-    monitor.add_sink(gradmon.JsonlSink(run_dir / "metrics.jsonl"))
+    monitor.add_sink(JsonlSink(run_dir / "metrics.jsonl"))
 
     spoiled = spoiled_in(steps, sizes)
     progress = tqdm(range(steps), desc="training", unit="step", mininterval=0.5)
@@ -275,7 +276,7 @@ def demo(
     if svg is not None:
         Path(svg).write_text(picture(result), encoding="utf-8")
     console.print("\nDiagnosis", style="bold cyan")
-    console.print(str(gradmon.diagnose(run_dir)), markup=False, soft_wrap=True)
+    console.print(str(gradmon.load_run(run_dir).diagnose()), markup=False, soft_wrap=True)
     _write_page(console, run_dir)
     return result
 

@@ -401,7 +401,8 @@ RANK_FAULTS: dict[str, Mistake] = {
         "warning",
         "One rank is far from all others, or of two one from the other, check after check: it has other data, or computes otherwise",
         "Compare what that rank reads with the others, such as its shard, its tokenisation and its normalisation; if the data are alike, "
-        "suspect its device, and call monitor.replay_step() there. If each rank is meant to have data of another kind, this is no fault",
+        "suspect its device, and call torch_gradmon.check_determinism() there. If each rank is meant to have data of another "
+        "kind, this is no fault",
         repeats=1,
         weight=110.0,
     ),

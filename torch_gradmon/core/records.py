@@ -418,6 +418,49 @@ _SAME, _ROUNDINGS = 1e-3, 8
 Severity = Literal["error", "warning", "info"]
 
 
+class StepView:
+    """What is known of one step: of the last one as ``monitor.last_record``, of a stored one as ``run.record(step)``.
+
+    Args:
+        step: its number; None while the first step waits for optimizers that have not stepped.
+        top_gradients: see the method.
+        read: a function for each attribute.
+
+    Attributes are read at their first use, which may synchronise the device. Those of a monitor are of its last step only: read them
+    before the next one ends.
+
+    Attributes:
+        metrics: values by key, plain floats; empty where the step was not monitored.
+        spikes: a tuple of :class:`SpikeEvent`.
+        missing: why requested keys have no value, by key.
+        rollback: what ``on_spike=Rollback()`` did, or None.
+        override: the live change in force, a dict of ``every``, ``preset``, and the ``steps`` that are left; or None.
+        context: facts about the step, those of ``log_context`` included.
+    """
+
+    def __init__(
+        self, step: int | None, top_gradients: Callable[[int], list[tuple[str, float]]], **read: Callable[[], Any]
+    ) -> None:
+        self.step, self._top, self._read = step, top_gradients, read
+
+    def top_gradients(self, count: int = 10) -> list[tuple[str, float]]:
+        """The parameters with the largest share of the squared gradient norm, and the share, largest first."""
+        return self._top(count)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in self._read:
+            raise AttributeError(f"a record of a step has no {name!r}; it has step, {', '.join(self._read)}")
+        value = self._read[name]()
+        setattr(self, name, value)
+        return value
+
+    def __dir__(self) -> list[str]:
+        return ["step", *self._read]
+
+    def __repr__(self) -> str:
+        return f"StepView(step={self.step}, {', '.join(self._read)})"
+
+
 @dataclass(frozen=True)
 class SpikeEvent:
     """A spike in a signal.

@@ -17,17 +17,22 @@ from torch.optim import Optimizer
 
 from ..capture.hooks import Handles
 from ..core import validation as check
-from ..core.errors import WarningLog, display
+from ..core.errors import WarningLog, display, nearest
 from ..core.keys import Key, parse_key
 from ..core.trainers import advice_for
 from ..monitor import watch
 from ..monitor.monitor import ModuleMonitor
-from ..monitor.options import check_names
-from ..monitor.watch import prepared
+from ..monitor.options import WatchOptions
+from ..monitor.watch import made
 from ..spikes import SpikeDetector
 from ..step.model_index import GradientSource
 from ..step.planner import source_for
 from ..step.summary import BATCH_DOCUMENTATION, KEY_DOCUMENTATION, ON_REQUEST
+
+
+def last_step(monitor: ModuleMonitor) -> int | None:
+    """Number of the step that ended last, which reads nothing of it."""
+    return monitor._runtime.state.clock.ended
 
 
 class AdapterMonitor:
@@ -64,9 +69,12 @@ class AdapterMonitor:
         for name in arguments:
             if name in own:
                 raise TypeError(f"{name}= is not needed here: the trainer has {own[name]}")
-        check_names(arguments, ("preset", "on_spike"))
-        if arguments:  # a trial run without side effects raises errors early
-            prepared(None, **{**arguments, "run_dir": None, "compile_statistics": False})
+            if name not in WatchOptions.__annotations__:
+                raise TypeError(
+                    f"there is no argument {name!r}{nearest(name, WatchOptions.__annotations__)}; monitor= takes a monitor with others"
+                )
+        if arguments:  # a trial run without side effects raises errors early; runs of trackers may begin later
+            made(None, **{**arguments, "run_dir": None, "log_to": ()})
         self.monitor = monitor
         self._is_made_here = monitor is None
         self._arguments = dict(arguments)
@@ -82,8 +90,7 @@ class AdapterMonitor:
         Raises:
             TypeError, ValueError: as :meth:`ModuleMonitor.attach`.
         """
-        named = self._arguments.get("gradient_source") if self._is_made_here else None
-        check.optimizers(model, optimizers, source_for(model, named))
+        check.optimizers(model, optimizers, source_for(model, None))
 
     def begin(
         self,
@@ -118,11 +125,10 @@ class AdapterMonitor:
         is_new = self._model is None or self._model() is not model
         self.end()  # of an interrupted training
         if self._is_made_here and is_new:
-            arguments = self._arguments if source is None else {"gradient_source": source, **self._arguments}
             # before the run directory exists
             remedy = advice_for(self._framework).another_model
-            check.optimizers(model, optimizers, source_for(model, arguments.get("gradient_source")), remedy)
-            self.monitor = prepared(model, **self._of_trial(arguments, trial))
+            check.optimizers(model, optimizers, source_for(model, source), remedy)
+            self.monitor = made(model, source, **self._of_trial(self._arguments, trial))
             for detector in self._detectors:
                 self.monitor.add_detector(detector)
         assert self.monitor is not None

@@ -18,7 +18,7 @@ from ..core.records import SpikeEvent
 from ..monitor.monitor import ModuleMonitor
 from ..monitor.options import WatchOptions
 from ..spikes import Rule, SpikeDetector
-from .common import AdapterMonitor, PublishedMetrics
+from .common import AdapterMonitor, PublishedMetrics, last_step
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -160,7 +160,7 @@ class GradmonHandler:
         optimizers, scaler = self._target.optimizers_and_scaler(engine)
         loaded, self._loaded = self._loaded, {}
         monitor = self._adapter.begin(model, optimizers, scaler=scaler, start_step=first, state=loaded, trainer=engine)
-        self._runs, self._last_step = True, monitor.last_step
+        self._runs, self._last_step = True, last_step(monitor)
 
     def _iteration_started(self, engine: Engine) -> None:
         if not self._runs:  # attached during a run, or the run continues after a handled exception
@@ -176,8 +176,9 @@ class GradmonHandler:
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, int):  # such as a count of the iteration
             self._adapter.log("loss", loss)
-        has_step = monitor.last_step != self._last_step
-        self._last_step, events = monitor.last_step, monitor.last_events if has_step else []
+        last, record = last_step(monitor), monitor.last_record
+        has_step = last != self._last_step
+        self._last_step, events = last, record.spikes if has_step and record is not None else ()
         self._spiked |= bool(events) or (has_step and monitor.step_was_skipped)
         _set_flag(engine)
         if not has_step:

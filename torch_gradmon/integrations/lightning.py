@@ -13,7 +13,7 @@ from ..core import validation as check
 from ..core.errors import WarningLog, display
 from ..monitor.monitor import ModuleMonitor
 from ..monitor.options import WatchOptions
-from .common import AdapterMonitor, SchedulerRollback, is_number, whole_model_names
+from .common import AdapterMonitor, SchedulerRollback, is_number, last_step, whole_model_names
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -244,10 +244,11 @@ class GradmonCallback(Callback):
         if "epoch" in loaded:
             self._epoch.load_state_dict(loaded["epoch"])
         self._every: int = trainer.log_every_n_steps if self._options.log_every is None else self._options.log_every  # type: ignore[attr-defined]
-        self._sinks = [_LoggerSink(logger, self) for logger in trainer.loggers] if self._every else []
-        for rows in self._sinks:
-            monitor.add_sink(rows, every=self._every)
-        monitor.add_sink(self._take_values, on_all_ranks=True)
+        loggers = [_LoggerSink(logger, self) for logger in trainer.loggers] if self._every else []
+        self._sinks = [
+            *(monitor.add_sink(rows, every=self._every) for rows in loggers),
+            monitor.add_sink(self._take_values, on_all_ranks=True),
+        ]
         self._schedulers = SchedulerRollback(monitor, trainer.optimizers, lambda: _moving_each_step(trainer, pl_module))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -269,7 +270,7 @@ class GradmonCallback(Callback):
             self._adapter.log("loss", loss if parts == 1 else loss * parts)
         # schedulers that follow a value move after the validation, which comes later
         self._schedulers.restore(again=lambda each: pl_module.automatic_optimization and isinstance(each, ReduceLROnPlateau))
-        step = self.monitor.last_step
+        step = last_step(self.monitor)
         if step is not None and step > self._shown and self._every and step % self._every == 0:
             self._shown = step
             _log_summary(pl_module, self._options, self.monitor.get_step_metrics(), self.step_prefix, of_epoch=False)
@@ -294,8 +295,8 @@ class GradmonCallback(Callback):
         self._adapter.end()
         self._schedulers.remove()
         self._schedulers = None
-        for sink in (*self._sinks, self._take_values):
-            self.monitor.remove_sink(sink)
+        for sink in self._sinks:
+            sink.remove()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """The same, when training is interrupted."""
@@ -320,8 +321,8 @@ class GradmonCallback(Callback):
 
     def _catch_up(self) -> None:
         """Add the values of the step that has just ended, which sinks get when the next one begins."""
-        if self.monitor is not None and self.monitor.last_step is not None:
-            self._take_values(self.monitor.get_step_metrics(), self.monitor.last_step)
+        if self.monitor is not None and (step := last_step(self.monitor)) is not None:
+            self._take_values(self.monitor.get_step_metrics(), step)
 
 
 def _log_summary(

@@ -139,11 +139,10 @@ class GradmonCallback(trainer_callback.TrainerCallback, trainer_callback.Exporta
         scheduler = getattr(lr_scheduler, "scheduler", lr_scheduler)  # of Accelerate
         self._schedulers = SchedulerRollback(monitor, [check.bare_optimizer(optimizer)], lambda: [scheduler])
         self._line_values, self._line = {}, -1
-        self._sinks = [self._collect]
-        monitor.add_sink(self._collect, self._logged, deferred=True, on_all_ranks=True)
-        for sink in self._reporters(args, state):
-            monitor.add_sink(sink, deferred=True)
-            self._sinks.append(sink)
+        self._sinks = [
+            monitor.add_sink(self._collect, keys=self._logged, deferred=True, on_all_ranks=True),
+            *(monitor.add_sink(sink, deferred=True) for sink in self._reporters(args, state)),
+        ]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Undo the move of the scheduler in a skipped step."""
@@ -220,8 +219,7 @@ class GradmonCallback(trainer_callback.TrainerCallback, trainer_callback.Exporta
             self._adapter.end()
         finally:  # also if a spike in the last step raises
             for sink in sinks:
-                assert self.monitor is not None
-                self.monitor.remove_sink(sink)
+                sink.remove()
 
     def _reporters(self, args: Any, state: Any) -> Iterator[Any]:
         """A sink for each reporter, on the first rank only; reporters have opened their runs before this callback."""

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import multiprocessing.util
 import os
-import re
 import weakref
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,9 +19,8 @@ from ..capture.metric_functions import OPTIMIZER_BUILT_INS, UPDATE_BUILT_INS
 from ..capture.module_values import ACTIVATION_BUILT_INS, INPUT_BUILT_INS
 from ..core import keys as n
 from ..core import validation as check
-from ..core.errors import WarningLog, display, nearest
+from ..core.errors import WarningLog, display
 from ..core.fence import Fence, is_disabled
-from ..core.keys import KEY_ORDERS, compile_pattern
 from ..core.records import KeyFormatter, Metric, SpikeEvent, StepRecord
 from ..plugins.clipping import AdaptiveClips
 from ..plugins.data_check.plugin import DataCheck
@@ -31,20 +28,18 @@ from ..plugins.flight_recorder import FlightRecorder
 from ..plugins.live_detail import LiveDetail
 from ..plugins.loop_audit.plugin import LoopAudit
 from ..plugins.post_spike_detail import PostSpikeDetail
-from ..plugins.setup_check import SetupCheck
-from ..plugins.spike_policy.policy import Policy, Rollback, Skip, policy_of
+from ..plugins.setup_check import SetupCheck, compiled
+from ..plugins.spike_policy.policy import Policy, Rollback, policy_of
 from ..spikes.detector_set import DetectorSet
-from ..statistics.dispatch import Statistics
-from ..statistics.request import DEFAULT_EPS
+from ..statistics.dispatch import Statistics, kernel_choice
 from ..step.exchange import ExchangePolicy, RankExchange
-from ..step.model_index import GradientSource
-from ..step.model_index import checked as checked_source
 from ..step.plan import VIEW_BUILT_INS, Registry
 from ..step.planner import Planner
 from ..step.plugin import Plugin
 from ..step.ranks import Ranks
 from ..step.summary import LayerSelection
 from .machine import StepState
+from .options import MonitorOptions
 from .plugin_set import BuiltInPlugins, PluginSet
 from .records import (
     PendingQueue,
@@ -59,143 +54,6 @@ from .records import (
 from .runtime import Runtime, at_exit
 from .steps import Cadence, Captures, HookSchedule, StepLifecycle, StepPlanning
 from .values import LateValues, ValueLog
-
-# --- The options of a monitor, checked together before anything is built from them ---
-
-
-#: Names of the plugins that a monitor brings.
-BUILT_IN_PLUGINS = frozenset(
-    (
-        "max_overhead",
-        "flight_recorder",
-        "spike_policy",
-        "live_detail",
-        "post_spike_detail",
-        "clipping",
-        "loop_audit",
-        "replica_check",
-        "setup_check",
-        "data_check",
-    )
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MonitorConfig:
-    """All options of :class:`torch_gradmon.ModuleMonitor` except the model. That class documents each of them.
-
-    Raises:
-        TypeError, ValueError: an option has a wrong type or value; the message has the value and the remedy.
-    """
-
-    every: int | None = None
-    monitor_step_fn: Callable[[int], bool] | None = None
-    scaler: torch.amp.GradScaler | None = None
-    excluded_modules_regex: str | re.Pattern[str] | None = None
-    format_module_name_fn: Callable[[str], str] | None = None
-    on_metric_error: str = "warn"
-    key_order: str = "name_first"
-    prefix: str = ""
-    eps: float = DEFAULT_EPS
-    update_sample: int | str | re.Pattern[str] | None = None
-    layers: str | re.Pattern[str] | None = None
-    on_spike: str | Policy | Callable[[SpikeEvent], Any] | None = None
-    history: int = 1000
-    run_dir: str | os.PathLike[str] | None = None
-    compile_statistics: bool | None = None
-    max_overhead: float | None = None
-    post_spike_steps: int = 3
-    flight_recorder: int = 0
-    process_group: torch.distributed.ProcessGroup | None = None
-    rank_distinct_regex: str | re.Pattern[str] | None = None
-    gradient_source: GradientSource | None = None
-    check_data: bool = True
-    check_replicas: int = 100
-    replicas_sync_every: int = 1
-    log_on_all_ranks: bool = False
-    plugins: Sequence[Plugin] = ()
-
-    def __post_init__(self) -> None:
-        check.cadence(self.every, self.monitor_step_fn)
-        if self.max_overhead is not None:
-            check.share("max_overhead", self.max_overhead)
-        check.one_of("on_metric_error", self.on_metric_error, ("warn", "raise"))
-        check.one_of("key_order", self.key_order, KEY_ORDERS)
-        check.reaction(self.on_spike, (Skip, Rollback))
-        check.string("prefix", self.prefix)
-        check.function("format_module_name_fn", self.format_module_name_fn, "a name")
-        check.not_negative("eps", self.eps, "such as 1e-8")
-        check.positive_int("history", self.history)
-        check.positive_int_or_zero("post_spike_steps", self.post_spike_steps)
-        self._check_flight_recorder()
-        if self.compile_statistics is not None:
-            check.flag(compile_statistics=self.compile_statistics)
-        if isinstance(self.update_sample, int):
-            check.positive_int("update_sample", self.update_sample)
-        else:
-            compiled("update_sample", self.update_sample)
-        compiled("excluded_modules_regex", self.excluded_modules_regex)
-        check.grad_scaler(self.scaler)
-        check.process_group(self.process_group)
-        compiled("rank_distinct_regex", self.rank_distinct_regex)
-        checked_source(self.gradient_source)
-        check.flag(check_data=self.check_data)
-        check.positive_int_or_zero("check_replicas", self.check_replicas)
-        check.positive_int("replicas_sync_every", self.replicas_sync_every)
-        LayerSelection(self.layers)
-        self._check_plugins()
-
-    def _check_flight_recorder(self) -> None:
-        check.positive_int_or_zero("flight_recorder", self.flight_recorder)
-        if self.flight_recorder and self.max_overhead is not None:
-            raise ValueError(
-                f"flight_recorder={self.flight_recorder} measures every step, so max_overhead={self.max_overhead!r} could save "
-                "nothing by leaving out steps; give one of the two"
-            )
-
-    def _check_plugins(self) -> None:
-        if isinstance(self.plugins, Plugin) or not isinstance(self.plugins, Sequence):
-            raise TypeError(f"plugins={display(self.plugins)} must be a list of plugins, such as plugins=[MyPlugin()]")
-        names: set[str] = set()
-        for plugin in self.plugins:
-            if not isinstance(plugin, Plugin):
-                raise TypeError(
-                    f"plugins has {display(plugin)}, which is no instance of a subclass of torch_gradmon.plugins.Plugin"
-                )
-            for name in vars(type(plugin)):
-                if name.startswith(("on_", "before_", "after_")) and not hasattr(Plugin, name):
-                    raise ValueError(f"{type(plugin).__name__}.{name} is no hook of a plugin{nearest(name, vars(Plugin))}")
-            if plugin.name in names or plugin.name in BUILT_IN_PLUGINS:
-                raise ValueError(
-                    f"there is a plugin of the name {plugin.name!r} already; give {type(plugin).__name__} another name"
-                )
-            names.add(plugin.name)
-
-    @property
-    def is_step_monitored(self) -> Callable[[int], bool]:
-        """Which steps the user asked for."""
-        return check.cadence(self.every, self.monitor_step_fn)
-
-    @property
-    def interval(self) -> int | None:
-        """Steps from one monitored step to the next; None where ``monitor_step_fn`` decides."""
-        return None if self.monitor_step_fn is not None else self.every or 1
-
-    @property
-    def sampled_updates(self) -> int | re.Pattern[str] | None:
-        """``update_sample``, with a pattern compiled."""
-        sample = self.update_sample
-        return sample if isinstance(sample, int) else compiled("update_sample", sample)
-
-
-def compiled(name: str, pattern: str | re.Pattern[str] | None) -> re.Pattern[str] | None:
-    """The pattern of option ``name``, compiled.
-
-    Raises:
-        ValueError: the pattern does not compile.
-    """
-    return None if pattern is None else compile_pattern(pattern, name)
-
 
 # --- What a monitor offers its plugins ---
 
@@ -306,7 +164,7 @@ class MonitorContext:
 # --- Builds the parts of a monitor from its options and connects them ---
 
 
-def build(config: MonitorConfig, model: nn.Module | None = None) -> Runtime:
+def build(options: MonitorOptions, model: nn.Module | None = None) -> Runtime:
     """The runtime of a monitor with these options.
 
     The model is checked and indexed before the run directory is created, so a model that is refused leaves no files.
@@ -314,41 +172,41 @@ def build(config: MonitorConfig, model: nn.Module | None = None) -> Runtime:
     Raises:
         TypeError, ValueError: the model cannot be monitored, or a plugin belongs to the monitor of another one.
     """
-    inert, ranks = is_disabled(), Ranks(config.process_group)
-    run_dir = None if inert else _run_dir(config, ranks)
-    complaints = WarningLog(config.on_metric_error == "raise", "" if run_dir is None else str(run_dir))
-    is_muted = partial(ranks.is_muted, config.log_on_all_ranks)
-    planner = _planner(config, model)
-    _check_free(config.plugins, model)
-    meta = {"torch": torch.__version__, "eps": config.eps, "every": config.interval}
-    directory = RunDirectory(run_dir, meta, complaints, is_muted, tells=config.on_spike is not None)
+    inert, ranks = is_disabled(), Ranks(options.ranks.process_group)
+    run_dir = None if inert else _run_dir(options, ranks)
+    complaints = WarningLog(options.on_metric_error == "raise", "" if run_dir is None else str(run_dir))
+    is_muted = partial(ranks.is_muted, options.ranks.log_on_all_ranks)
+    planner = _planner(options, model)
+    _check_free(options.plugins, model)
+    meta = {"torch": torch.__version__, "eps": options.zero_threshold, "every": options.interval}
+    directory = RunDirectory(run_dir, meta, complaints, is_muted, tells=options.on_spike is not None)
     fence = Fence(complaints, inert)
-    factory = RecordFactory(planner.registry, LayerSelection(config.layers), directory)
+    factory = RecordFactory(planner.registry, LayerSelection(options.layers), directory)
     detection = SpikeDetection(factory.summary, complaints)
-    statistics = Statistics(complaints, float(config.eps), False if inert else config.compile_statistics)
-    captures = Captures(Measurer(statistics, complaints, ranks), fence, config.sampled_updates)
+    statistics = Statistics(complaints, float(options.zero_threshold), False if inert else kernel_choice())
+    captures = Captures(Measurer(statistics, complaints, ranks), fence, options.sampled_updates)
     between = RankExchange(ranks, complaints)
-    exchange = ExchangePolicy(between, planner, factory.summary, detection.detector_set, config.interval)
-    history = RecordHistory(config.history, detection.detector_set.history)
-    built_in = _plugins(config, planner, factory, detection.detector_set, directory, exchange, fence, history)
-    plugins = PluginSet(built_in, config.plugins, complaints)
+    exchange = ExchangePolicy(between, planner, factory.summary, detection.detector_set, options.interval)
+    history = RecordHistory(options.history, detection.detector_set.history)
+    built_in = _plugins(options, planner, factory, detection.detector_set, directory, exchange, fence, history)
+    plugins = PluginSet(built_in, options.plugins, complaints)
     pipeline = RecordPipeline(
         detection,
         history,
         directory,
-        Publisher(KeyFormatter(config.key_order, config.prefix), complaints, is_muted),
-        SpikeNotification(_on_spike(config), detection.detector_set, plugins, complaints, is_muted),
+        Publisher(KeyFormatter(options.key_order, options.prefix), complaints, is_muted),
+        SpikeNotification(_on_spike(options), detection.detector_set, plugins, complaints, is_muted),
         partial(plugins.call, "on_record"),
     )
     state, queue = StepState(), PendingQueue(factory, pipeline, exchange.exchange, fence, built_in.recorder)
     values = ValueLog(state, fence, LateValues(state, pipeline, queue, built_in.recorder), exchange, captures.modules.passes)
     pipeline.publisher.leave_out(values.of_trainer)
-    hooks, cadence = HookSchedule(planner, captures.modules), Cadence(config.is_step_monitored, plugins, config.interval)
+    hooks, cadence = HookSchedule(planner, captures.modules), Cadence(options.is_step_monitored, plugins, options.interval)
     planning = StepPlanning(state, planner, captures, exchange, factory, hooks, cadence, fence)
     runtime = Runtime(StepLifecycle(planning, queue, values))
     for plugin in plugins:
         plugin.attach(MonitorContext(runtime.lifecycle, plugin))
-    runtime.connection.use_scaler(config.scaler)
+    runtime.connection.use_scaler(options.scaler)
     # the last rows are sent when the interpreter ends, and what sends them has to be alive until then
     end = weakref.finalize(runtime, at_exit, weakref.ref(runtime), directory.keep_alive, pipeline.publisher.keep_alive)
     if multiprocessing.parent_process() is not None:  # a child that was forked ends without atexit
@@ -368,7 +226,7 @@ def _check_free(plugins: Sequence[Plugin], model: nn.Module | None) -> None:
 
 
 def _plugins(
-    config: MonitorConfig,
+    options: MonitorOptions,
     planner: Planner,
     factory: RecordFactory,
     detectors: DetectorSet,
@@ -378,16 +236,16 @@ def _plugins(
     history: RecordHistory,
 ) -> BuiltInPlugins:
     summary, complaints = factory.summary, fence.complaints
-    recorder = FlightRecorder(config.flight_recorder, planner.registry, summary)
+    recorder = FlightRecorder(options.spike_capture.before, planner.registry, summary)
     detectors.fetch_recorded = recorder.fetch_recorded
-    post_spike = PostSpikeDetail(planner, config.post_spike_steps)
+    post_spike = PostSpikeDetail(planner, options.spike_capture.after)
     detail = LiveDetail(planner, summary, lambda: post_spike.may_add_hooks, directory, exchange, complaints)
     budget = acting = data = replicas = None
-    if config.max_overhead is not None:
+    if options.max_overhead is not None:
         from ..plugins.overhead_budget import OverheadBudget
 
-        budget = OverheadBudget(config.max_overhead)
-    policy = policy_of(config.on_spike)
+        budget = OverheadBudget(options.max_overhead)
+    policy = policy_of(options.on_spike)
     if policy is not None and not fence.inert:
         from ..plugins.spike_policy.plugin import SpikePolicy
 
@@ -396,41 +254,41 @@ def _plugins(
         # the decision needs these two, whether they are shown or have a detector or not
         summary.choice.require("grad_norm", "grad_nonfinite_count")
     audit = LoopAudit(planner, complaints, directory.annotate)
-    setup = SetupCheck(planner, complaints, directory.annotate)
-    if config.check_data:
-        data = DataCheck(config.interval or 1, setup.expectations, complaints, directory.annotate)
+    setup = SetupCheck(planner, complaints, directory.annotate, options.checked)
+    if options.checked.data:
+        data = DataCheck(options.interval or 1, setup.expectations, complaints, directory.annotate)
     clips = AdaptiveClips(may_skip=acting is not None)
-    if config.check_replicas and exchange.exchange.ranks.count > 1 and not is_disabled():
+    if options.checked.replicas_every and exchange.exchange.ranks.count > 1 and not is_disabled():
         from ..plugins.replica_check.plugin import ReplicaCheck  # not needed by a single process
 
-        every, sync_every = config.check_replicas, config.replicas_sync_every
-        distinct, records = compiled("rank_distinct_regex", config.rank_distinct_regex), history.sample.records
+        every, sync_every = options.checked.replicas_every, options.ranks.sync_every
+        distinct, records = compiled("distinct", options.ranks.distinct), history.sample.records
         replicas = ReplicaCheck(every, sync_every, distinct, exchange.exchange.ranks, planner, complaints, records, recorder.look)
     return BuiltInPlugins(budget, recorder, acting, detail, post_spike, clips, audit, setup, data, replicas)
 
 
-def _planner(config: MonitorConfig, model: nn.Module | None) -> Planner:
+def _planner(options: MonitorOptions, model: nn.Module | None) -> Planner:
     outputs = {**VIEW_BUILT_INS[n.ACTIVATION], **ACTIVATION_BUILT_INS}
     updates = {**VIEW_BUILT_INS[n.UPDATE], **UPDATE_BUILT_INS}
     inputs = {**VIEW_BUILT_INS[n.INPUT], **INPUT_BUILT_INS}
     own = {n.ACTIVATION: outputs, n.INPUT: inputs, n.UPDATE: updates, n.OPTIMIZER: OPTIMIZER_BUILT_INS}
     registry = Registry({**VIEW_BUILT_INS, **RCC_BUILT_INS, **own})
-    excluded = compiled("excluded_modules_regex", config.excluded_modules_regex)
-    distinct = compiled("rank_distinct_regex", config.rank_distinct_regex)
-    planner = Planner(registry, excluded, config.format_module_name_fn, distinct, config.gradient_source)
+    excluded = compiled("excluded_modules_regex", options.excluded_modules_regex)
+    distinct = compiled("distinct", options.ranks.distinct)
+    planner = Planner(registry, excluded, options.format_module_name_fn, distinct, options.gradient_source, options.checked.fit)
     if model is not None:
         check.module(model)
         planner.watch(model)
     return planner
 
 
-def _run_dir(config: MonitorConfig, ranks: Ranks) -> str | os.PathLike[str] | None:
-    if config.run_dir is not None and config.log_on_all_ranks and ranks.count > 1:
-        return os.path.join(config.run_dir, f"rank{ranks.rank}")
-    return config.run_dir
+def _run_dir(options: MonitorOptions, ranks: Ranks) -> str | os.PathLike[str] | None:
+    if options.run_dir is not None and options.ranks.log_on_all_ranks and ranks.count > 1:
+        return os.path.join(options.run_dir, f"rank{ranks.rank}")
+    return options.run_dir
 
 
-def _on_spike(config: MonitorConfig) -> str | Policy | Callable[[SpikeEvent], Any] | None:
-    policy = policy_of(config.on_spike)
+def _on_spike(options: MonitorOptions) -> str | Policy | Callable[[SpikeEvent], Any] | None:
+    policy = policy_of(options.on_spike)
     # schedulers hold the optimizer, which holds the model, and the pipeline lives longer than these
-    return policy.without_others() if isinstance(policy, Rollback) else config.on_spike
+    return policy.without_others() if isinstance(policy, Rollback) else options.on_spike

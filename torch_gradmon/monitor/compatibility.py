@@ -9,7 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..core.errors import display
+from ..core.keys import RCC_SOURCES
 from ..core.torch_modes import is_compiling
+from .inspection import name_of
+from .manual_loop import ManualLoop
 from .monitor import ModuleMonitor
 from .steps import Linkable, linked
 
@@ -90,7 +93,7 @@ def monitor_scaled_dot_product_attention(
             raise ValueError(f"{label} must have the shape [..., heads, length, size], got {tuple(tensor.shape)}")
     named = {"query": query, "key": key, "value": value, **({} if activation is None else {"activation": activation})}
     arguments = {"attn_mask": attn_mask, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-    monitor.record_attention(monitor.module_name(module), named, arguments)
+    ManualLoop(monitor._runtime).record_attention(name_of(monitor._runtime, module), named, arguments)
 
 
 # --- The public interface of the refined coordinate check ---
@@ -136,7 +139,7 @@ class RefinedCoordinateCheck:
     the model. With all modules, the cost is one forward of the model for each level of nested containers; parts with the same inputs
     as their container do not run again. With ``metric_regex`` for the innermost modules only, the cost is one forward.
 
-    Inside ``torch.compile`` nothing is checked, and :meth:`ModuleMonitor.missing` has the reason. Does not synchronise.
+    Inside ``torch.compile`` nothing is checked, and ``monitor.last_record.missing`` has the reason. Does not synchronise.
 
     Args:
         monitor: a monitor with a model and a reference module.
@@ -172,7 +175,7 @@ class RefinedCoordinateCheck:
                 'there is no reference module to compare with. Set the reference module first: monitor.set_reference_module("init") '
                 "before training, or a module with the weights of initialisation"
             )
-        monitor.add_coordinate_metric(metric_name, metric_fn, metric_regex, metric_aggregation_fn, every=every)
+        monitor._runtime.add_metrics(RCC_SOURCES, metric_name, metric_fn, metric_regex, metric_aggregation_fn, every)
         self._monitor = monitor
 
     @property

@@ -8,15 +8,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core import keys as n
 from ..core import validation as check
 from ..core.errors import display
-from ..core.records import ModelOrder, StepRecord
+from ..core.records import ModelOrder, SpikeEvent, StepRecord, StepView
 from ..core.torch_modes import outside_dispatch_modes
 from ..runs.detail_request import DetailRequest, request_text
-from ..step.summary import BATCH_DOCUMENTATION, KEY_DOCUMENTATION, ON_REQUEST
+from ..step.summary import BATCH_DOCUMENTATION, KEY_DOCUMENTATION, ON_REQUEST, top_shares
 from .runtime import Runtime
 from .steps import MODEL_GONE
 
@@ -44,6 +44,74 @@ def describe(runtime: Runtime) -> dict[str, str]:
             if key.startswith((f"{n.SUMMARY}/update_", f"{n.UPDATE}/")):
                 texts[key] += f"; {sample}"
     return texts
+
+
+def last_record(runtime: Runtime) -> StepView | None:
+    """Of the step that ended last; None before the first."""
+    step, policy, change = runtime.state.clock.ended, runtime.built_in.policy, detail_of(runtime)
+    if step is None and not _why_nothing(runtime, None):
+        return None
+
+    def record() -> StepRecord | None:
+        last = runtime.settle_now()
+        if runtime.state.clock.ended != step:
+            raise RuntimeError(f"step {step} is over: read its values before the next step ends, or keep them in a run directory")
+        return last
+
+    def metrics() -> dict[str, float]:
+        found = record()
+        return {} if found is None else runtime.pipeline.publisher.shown(found)
+
+    def spikes() -> tuple[SpikeEvent, ...]:
+        runtime.judge_now()
+        found = record()
+        return () if found is None else found.events
+
+    def reasons() -> dict[str, str]:
+        record()
+        return missing(runtime)
+
+    def top_gradients(count: int = 10) -> list[tuple[str, float]]:
+        check.positive_int("count", count)
+        found = record()
+        with outside_dispatch_modes():
+            return [] if found is None else top_shares(found.tables.get(n.GRADIENT_BEFORE_CLIP), count)
+
+    def context() -> dict[str, Any]:
+        found = record()
+        return {} if found is None else dict(found.context)
+
+    rollback = None if policy is None else policy.rolled_back
+    override = None if change is None else change.facts()
+    return StepView(
+        step,
+        top_gradients,
+        metrics=metrics,
+        spikes=spikes,
+        missing=reasons,
+        rollback=lambda: rollback,
+        override=lambda: override,
+        context=context,
+    )
+
+
+def name_of(runtime: Runtime, module: str | nn.Module) -> str:
+    """The canonical name of a watched module. A str is returned unchanged.
+
+    Raises:
+        TypeError: neither a module nor a name.
+        ValueError: the module is not part of the watched model.
+    """
+    if isinstance(module, str):
+        return module
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected a module of the watched model or a name for it, got {display(module)}")
+    inventory = runtime.planner.inventory
+    for name, reference in () if inventory is None else inventory.modules.items():
+        if reference() is module:
+            return str(name)
+    what = type(module).__name__
+    raise ValueError(f"this {what} is not part of the watched model; pass its name as a str, or watch its model")
 
 
 def missing(runtime: Runtime) -> dict[str, str]:
@@ -132,7 +200,7 @@ def why(runtime: Runtime, step: int | None) -> str:
     if step is not None:
         check.step_number("step", step)
     elif not runtime.pipeline.detection.detector_set.detectors:
-        raise ValueError("nothing looks for spikes: call add_preset() or add_detector(SpikeDetector()), or name a step")
+        raise ValueError("nothing looks for spikes: give preset= or call add_detector(SpikeDetector()), or name a step")
     runtime.settle_now()
     runtime.backfill()
     return explain(runtime.pipeline.history.recent(), step)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,28 +20,31 @@ from ..core import validation as check
 from ..core.errors import display, nearest
 from ..core.keys import Key
 from ..core.loop_mistakes import LoopFinding
-from ..core.records import SpikeEvent
+from ..core.records import StepView
 from ..core.torch_modes import is_compiling, outside_dispatch_modes
 from ..plugins.clipping import AdaptiveClip
-from ..plugins.spike_policy.policy import Policy, RollbackResult, StepCounts
+from ..plugins.setup_check import Checks
+from ..plugins.spike_policy.policy import StepCounts
 from ..runs.detail_request import DetailRequest, detail_request
 from ..spikes.detector import SpikeDetector
 from ..statistics.request import DEFAULT_EPS
 from ..step.model_index import GradientSource
 from ..step.plan import checked_aggregation
-from ..step.planner import PRESETS, PresetName
+from ..step.planner import PresetName
 from ..step.plugin import Plugin
-from ..step.summary import KEY_DOCUMENTATION, MicroBatchStats, top_shares
+from ..step.ranks import Ranks
+from ..step.summary import KEY_DOCUMENTATION, MicroBatchStats
 from . import inspection
-from .builder import MonitorConfig, build
+from .builder import build
 from .manual_loop import ManualLoop, clip_gradients
+from .options import Distributed, Layers, LogTarget, MonitorOptions, OnSpike, Pattern, SpikeCapture
 from .records import RunDirectory
-from .runtime import NO_MODULE, AggregationFunction, MetricFunction, Pattern, Runtime, at_exit
+from .runtime import NO_MODULE, AggregationFunction, MetricFunction, Runtime, at_exit
 from .steps import unlink
 
 if TYPE_CHECKING:
     from ..analysis.diagnosis import Diagnosis
-    from ..plugins.replica_check.replay import DeterminismReport
+    from ..sinks.filtered_sink import FilteredSink
 
 
 def sources(argument: str, given: str | Iterable[str], known: Mapping[str, str]) -> list[str]:
@@ -61,6 +63,43 @@ def sources(argument: str, given: str | Iterable[str], known: Mapping[str, str])
     if not kinds:
         raise ValueError(f"{argument} is empty; name at least one of {', '.join(known)}")
     return [known[kind] for kind in kinds]
+
+
+def _targets(given: LogTarget | Sequence[LogTarget], is_muted: bool) -> list[LogTarget]:
+    """What ``log_to`` names, checked: names of trackers as the sinks of their active runs, or nothing on a rank that sends none."""
+    targets = list(given) if isinstance(given, (list, tuple)) else [given]
+    if not targets:
+        return []
+    from ..sinks.filtered_sink import adapted, sender
+
+    found: list[LogTarget] = []
+    for target in targets:
+        if isinstance(target, str):
+            found += [] if is_muted else adapted(target)
+            continue
+        for each in adapted(target):
+            sender(each)
+        found.append(target)
+    return found
+
+
+class Handle:
+    """What was added, or changed, until :meth:`remove` or the end of a ``with`` block."""
+
+    def __init__(self, remove: Callable[[], object]) -> None:
+        self._remove: Callable[[], object] | None = remove
+
+    def remove(self) -> None:
+        """Undo it. May be called twice."""
+        remove, self._remove = self._remove, None
+        if remove is not None:
+            remove()
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
 
 
 class ModuleMonitor:
@@ -88,59 +127,28 @@ class ModuleMonitor:
     pattern that does not compile, a function that is not callable, or the same name twice on one tensor.
 
     Args:
-        module: the model; or call :meth:`set_module` later. The monitor neither keeps it alive nor changes it.
-        every: monitor the steps that are divisible by it; by default every step.
+        module: the model; or call :meth:`set_module` later. The monitor neither keeps it alive nor changes it. A function here is
+            ``monitor_step_fn``, as in torch-module-monitor.
+        every, preset, layers, log_to, run_dir, prefix, on_spike, checks, scaler, max_overhead, distributed, plugins: see
+            :func:`torch_gradmon.watch`, whose defaults of ``preset`` and ``on_spike`` are others.
         monitor_step_fn: instead of ``every``, a function of the step number that returns whether to monitor the step.
-        scaler: the GradScaler of a loop that calls the monitor by hand; :meth:`attach` takes one too.
         excluded_modules_regex: searched in the names of modules and parameters; metrics leave out those that match. Whole-model
             values still cover all parameters.
+        spike_capture: a :class:`SpikeCapture`: which steps around a spike are measured that the cadence leaves out.
+        key_order: ``"name_first"`` gives ``source/name/metric``, ``"metric_first"`` gives ``source_metric/name``.
         format_module_name_fn: maps each canonical name to the one in keys.
         on_metric_error: ``"warn"`` warns once and continues; ``"raise"`` raises, for tests.
-        key_order: ``"name_first"`` gives ``source/name/metric``, ``"metric_first"`` gives ``source_metric/name``.
-        prefix: put before every key.
-        eps: an element counts as near zero when ``|x| <= eps``.
-        update_sample: limits the copy that update metrics need, and update values are then those of the sample. An int copies at
-            most that many rows of each parameter: evenly spaced slices of the first dimension, of each rank's part where the
-            parameter is sharded. A pattern selects parameters by name. By default the optimizer's step holds one copy of all
-            parameters with an update metric.
-        layers: further per-layer values to show, beside those of metrics: ``"blocks"``, ``"top"``, ``"all"`` or a pattern.
-        on_spike: what to do at a spike: ``"warn"``, ``"raise"`` (:class:`SpikeError` when the step ends), a function of the
-            :class:`SpikeEvent`, or None. ``"skip"``, :class:`Skip` and :class:`Rollback` decide before the optimizer steps, in every
-            step regardless of the cadence, from gradients and from values logged by then; the decision waits for the device.
+        zero_threshold: an element counts as near zero when ``|x| <= zero_threshold``.
+        max_update_rows: limits the copy that update metrics need to this many rows of each parameter, evenly spaced slices of the
+            first dimension, of each rank's part where the parameter is sharded; update values are then those of the sample. By default
+            the optimizer's step holds one copy of all parameters with an update metric.
+        update_regex: limits that copy to the parameters whose names match.
         history: number of steps that :meth:`get_all_metrics` returns; each built-in value of a gradient, parameter, update,
             input or output takes 8 bytes of host memory.
-        run_dir: run directory that keeps every monitored step; None for none. Unless ``on_spike`` is None, the errors and warnings of
-            :func:`diagnose` about it are on one line on stderr when the monitor is detached or the script ends.
-        compile_statistics: how the statistics of CPU tensors are computed. None: by the C++ kernel that came with the package, if it
-            has one for this processor (see ``gradmon doctor``), else by torch's operations, which take three times as long or more. True:
-            if it has none, compile one now, with g++ or clang++ in about a second, once in a process; without a compiler it warns and
-            continues. False: by torch's operations.
-        max_overhead: largest share of the training time that the monitor may spend on the host, such as 0.01. Above it, the
-            monitor leaves out steps of the cadence (every 2nd, 4th, ... remains) and warns.
-        post_spike_steps: monitor the next N steps after a spike, regardless of the cadence; 0 for none. Unless a module is compiled,
-            these steps also measure the outputs of all modules and their gradients, for the run directory and to locate the first
-            NaN or Inf.
-        flight_recorder: for a cadence that leaves out steps: keep the gradient statistics of the last N of those on the device, and
-            of the N after a spike. At a spike they go to the run directory and into its report, with the values logged in them. Each
-            step then costs two passes over the gradients and 26 kB for 200 parameters; nothing is copied to the host before
-            a spike. 0 for none.
-        process_group: the ranks that train this model; by default all. Each of them needs a monitor with the same metrics, unless
-            all measured tensors are replicated, as gradients are under DDP.
-        rank_distinct_regex: searched in names of plain parameters that differ between ranks, such as the experts of expert
-            parallelism; statistics then cover the elements of all ranks. Not needed for DTensors.
-        gradient_source: where gradients are, if not in ``.grad``: an instance of a subclass of :class:`torch_gradmon.GradientSource`. By
-            default what fits the model: ``.grad``, or ``.main_grad`` where its parameters have that.
-        check_data: look at the first 48 monitored steps of a loop: fingerprints of the model's inputs, and in some of these steps what they
-            look like and the gradient that comes back to the output, which shows the kind and the scale of the loss and the targets. It
-            finds a softmax before a loss that takes logits, data sorted by class, the same batch again, and a loss at chance. In each
-            of these steps it adds some launches; its numbers go to the host with those of the step.
-        check_replicas: steps between two checks that ranks have the same parameters, gradients, optimizer state and learning rates, bit
-            for bit; 0 for none. What FSDP2 shards is compared with the copies of that shard, if there are any.
-        replicas_sync_every: for ranks that train by themselves and average their parameters now and then: the number of steps between.
-            Only the parameters are compared then, when they were averaged.
-        log_on_all_ranks: by default only the first rank writes to sinks and the run directory. With True each rank does, with run
-            directories ``rank0``, ``rank1`` and so on below ``run_dir``.
-        plugins: instances of subclasses of :class:`torch_gradmon.plugins.Plugin`, called after those that a monitor brings.
+        gradient_source: where gradients are, if not in ``.grad``: an instance of a subclass of
+            :class:`torch_gradmon.plugins.GradientSource`. By default what fits the model: ``.grad``, or ``.main_grad`` where its
+            parameters have that.
+        logger, cpu_offload: accepted for loops written for torch-module-monitor, without an effect.
 
     Raises:
         TypeError, ValueError: an argument has a wrong type or value; the message has the value and the remedy.
@@ -149,65 +157,67 @@ class ModuleMonitor:
 
     def __init__(
         self,
-        module: nn.Module | None = None,
+        module: nn.Module | Callable[[int], bool] | None = None,
         *,
-        every: int | None = None,
+        preset: PresetName | None = None,
+        layers: Layers | None = None,
+        excluded_modules_regex: Pattern | None = None,
+        every: int | Callable[[int], bool] | None = None,
         monitor_step_fn: Callable[[int], bool] | None = None,
-        scaler: torch.amp.GradScaler | None = None,
-        excluded_modules_regex: str | re.Pattern[str] | None = None,
-        format_module_name_fn: Callable[[str], str] | None = None,
-        on_metric_error: str = "warn",
-        key_order: str = "name_first",
-        prefix: str = "",
-        eps: float = DEFAULT_EPS,
-        update_sample: int | str | re.Pattern[str] | None = None,
-        layers: str | re.Pattern[str] | None = None,
-        on_spike: str | Policy | Callable[[SpikeEvent], Any] | None = None,
-        history: int = 1000,
+        log_to: LogTarget | Sequence[LogTarget] = (),
         run_dir: str | os.PathLike[str] | None = None,
-        compile_statistics: bool | None = None,
+        prefix: str = "",
+        on_spike: OnSpike = None,
+        checks: bool | Checks = True,
+        scaler: torch.amp.GradScaler | None = None,
         max_overhead: float | None = None,
-        post_spike_steps: int = 3,
-        flight_recorder: int = 0,
-        process_group: torch.distributed.ProcessGroup | None = None,
-        rank_distinct_regex: str | re.Pattern[str] | None = None,
-        gradient_source: GradientSource | None = None,
-        check_data: bool = True,
-        check_replicas: int = 100,
-        replicas_sync_every: int = 1,
-        log_on_all_ranks: bool = False,
+        distributed: Distributed | None = None,
         plugins: Sequence[Plugin] = (),
+        spike_capture: SpikeCapture | None = None,
+        key_order: Literal["name_first", "metric_first"] = "name_first",
+        format_module_name_fn: Callable[[str], str] | None = None,
+        on_metric_error: Literal["warn", "raise"] = "warn",
+        zero_threshold: float = DEFAULT_EPS,
+        max_update_rows: int | None = None,
+        update_regex: Pattern | None = None,
+        history: int = 1000,
+        gradient_source: GradientSource | None = None,
+        logger: object = None,
+        cpu_offload: bool = False,
     ) -> None:
-        config = MonitorConfig(
+        if module is not None and not isinstance(module, nn.Module) and callable(module) and monitor_step_fn is None:
+            module, monitor_step_fn = None, module
+        options = MonitorOptions(
+            preset=preset,
+            layers=layers,
+            excluded_modules_regex=excluded_modules_regex,
             every=every,
             monitor_step_fn=monitor_step_fn,
+            run_dir=run_dir,
+            prefix=prefix,
+            on_spike=on_spike,
+            checks=checks,
             scaler=scaler,
-            excluded_modules_regex=excluded_modules_regex,
+            max_overhead=max_overhead,
+            distributed=distributed,
+            plugins=plugins,
+            spike_capture=SpikeCapture() if spike_capture is None else spike_capture,
+            key_order=key_order,
             format_module_name_fn=format_module_name_fn,
             on_metric_error=on_metric_error,
-            key_order=key_order,
-            prefix=prefix,
-            eps=eps,
-            update_sample=update_sample,
-            layers=layers,
-            on_spike=on_spike,
+            zero_threshold=zero_threshold,
+            max_update_rows=max_update_rows,
+            update_regex=update_regex,
             history=history,
-            run_dir=run_dir,
-            compile_statistics=compile_statistics,
-            max_overhead=max_overhead,
-            post_spike_steps=post_spike_steps,
-            flight_recorder=flight_recorder,
-            process_group=process_group,
-            rank_distinct_regex=rank_distinct_regex,
             gradient_source=gradient_source,
-            check_data=check_data,
-            check_replicas=check_replicas,
-            replicas_sync_every=replicas_sync_every,
-            log_on_all_ranks=log_on_all_ranks,
-            plugins=plugins,
         )
-        self._runtime = build(config, module)
+        targets = _targets(log_to, Ranks(options.ranks.process_group).is_muted(options.ranks.log_on_all_ranks))
+        self._runtime = build(options, module)  # type: ignore[arg-type]
+        if preset is not None:
+            self._runtime.use_preset(preset)
         self._introduce()
+        for target in targets:
+            self.add_sink(target)
 
     def _introduce(self) -> None:
         runtime, planner = self._runtime, self._runtime.planner
@@ -253,23 +263,6 @@ class ModuleMonitor:
         inventory = self._runtime.planner.inventory
         known = {} if inventory is None else inventory.modules
         return {module: name for name, reference in known.items() if (module := reference()) is not None}
-
-    def module_name(self, module: str | nn.Module) -> str:
-        """The canonical name of a watched module. A str is returned unchanged.
-
-        Raises:
-            TypeError: neither a module nor a name.
-            ValueError: the module is not part of the watched model.
-        """
-        if isinstance(module, str):
-            return module
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"expected a module of the watched model or a name for it, got {display(module)}")
-        for known, name in self.module_names.items():
-            if known is module:
-                return name
-        what = type(module).__name__
-        raise ValueError(f"this {what} is not part of the watched model; pass its name as a str, or watch its model")
 
     @property
     def reference_module(self) -> nn.Module | None:
@@ -501,24 +494,6 @@ class ModuleMonitor:
             [n.PARAMETER_DIFFERENCE], metric_name, metric_fn, metric_regex, metric_aggregation_fn, every, shardwise=shardwise
         )
 
-    def add_coordinate_metric(
-        self,
-        metric_name: str = "l2norm",
-        metric_fn: MetricFunction = None,
-        metric_regex: Pattern = ".*",
-        metric_aggregation_fn: AggregationFunction = None,
-        *,
-        every: int = 1,
-    ) -> None:
-        """Of the terms of the refined coordinate check; see :class:`torch_gradmon.RefinedCoordinateCheck`.
-
-        A function gets a term, ``[..., n]``; built-in are ``l2norm`` and ``rms``, over the last dimension.
-
-        Args:
-            metric_name, metric_fn, metric_regex, metric_aggregation_fn, every: see the class.
-        """
-        self._runtime.add_metrics(n.RCC_SOURCES, metric_name, metric_fn, metric_regex, metric_aggregation_fn, every)
-
     def add_attention_metric(
         self, metric_name: str, metric_regex: Pattern = ".*", *, heads: bool = False, every: int = 1
     ) -> None:
@@ -575,23 +550,6 @@ class ModuleMonitor:
         self._runtime.factory.summary.choice.add(metric_name)
         self._runtime.planner.changed()
 
-    def add_preset(self, name: PresetName) -> None:
-        """Whole-model values under ``gradmon/``: ``"minimal"`` (nine, of gradients only), ``"standard"`` (fourteen), or ``"full"``
-        (the same, and per-layer values for the run directory). A later preset replaces the selection of an earlier one.
-
-        Raises:
-            ValueError: no such preset.
-        """
-        check.one_of("preset", name, tuple(PRESETS))
-        preset, planner, pipeline = PRESETS[name], self._runtime.planner, self._runtime.pipeline
-        make = planner.registry.make
-        hidden = [make(source, metric, every=every, shown=False) for source, metric, every in preset.layer_metrics]
-        planner.registry.replace_hidden(hidden)
-        self._runtime.factory.summary.choice.use(preset.keys)
-        pipeline.detection.add(SpikeDetector(), of_preset=True)
-        pipeline.directory.annotate(preset=name)
-        planner.changed()
-
     def describe_metrics(self) -> dict[str, str]:
         """The meaning and unit of each value that is shown, by key; keys of metrics have the pattern in the place of a name."""
         return inspection.describe(self._runtime)
@@ -602,12 +560,13 @@ class ModuleMonitor:
         every: int | None = None,
         preset: PresetName | None = None,
         steps: int | None = None,
-        from_step: int | None = None,
+        first: int | None = None,
         reset: bool = False,
-    ) -> None:
+    ) -> Handle:
         """Measure more, or less, from the next step on; after ``steps`` steps the script's settings return.
 
-        The command ``gradmon detail`` does the same from outside. This method only records the request, so it may be called between
+        ``with monitor.override(preset="full"):`` goes back at the end of the block, as ``remove()`` of the returned handle does.
+        The command ``gradmon override`` does the same from outside. This method only records the request, so it may be called between
         two steps, from another thread, or in a signal handler. It replaces an earlier change. Parameters end as the same bits.
         ``on_spike=`` acts in the steps that are monitored, and the change alters which these are.
 
@@ -619,7 +578,7 @@ class ModuleMonitor:
                 ``add_*`` and detectors stay. In a compiled model, metrics of modules and of attention stay those of the script, because
                 hooks installed after its first call do not run, or recompile it.
             steps: the number of steps; None until the next change.
-            from_step: begin with this step, or with the next one if it is over.
+            first: begin with this step, or with the next one if it is over.
             reset: go back to the script's settings.
 
         Only the call on the first rank counts. Ranks that exchange values (sharded tensors, activations, values logged with
@@ -632,20 +591,14 @@ class ModuleMonitor:
         Raises:
             ValueError: nothing to change, or an argument has a wrong value.
         """
-        change = detail_request(every, preset, steps, from_step)
+        change = detail_request(every, preset, steps, first)
         if reset and change != DetailRequest():
             raise ValueError("reset=True goes back to the settings of the script, and takes no other argument")
         if change.is_reset and not reset:
             raise ValueError("nothing to change; give every= or preset=, or reset=True to go back to the settings of the script")
         if not self._runtime.fence.inert:
             self._runtime.built_in.detail.request(change)
-
-    @property
-    def detail(self) -> DetailRequest | None:
-        """The live change of the step in flight, or else of the next one: its ``every``, its ``preset``, and in ``steps`` the number of
-        steps left. None without a change.
-        """
-        return inspection.detail_of(self._runtime)
+        return Handle(lambda: None if reset else self.override(reset=True))
 
     # --- the loop, by hooks --------------------------------------------------------------------------------------------------
 
@@ -720,13 +673,15 @@ class ModuleMonitor:
         """
         ManualLoop(self._runtime).measure_gradients(before_clip)
 
-    def monitor_activations(self, module: str | nn.Module, activations: Any) -> None:
-        """Measure a tensor, or a container of tensors, as the activation of ``module``, a module or any name."""
-        ManualLoop(self._runtime).capture_activation(self.module_name(module), activations)
+    def monitor_activations(self, module: str | nn.Module, activations: Any, is_reference: bool = False) -> None:
+        """Measure a tensor, or a container of tensors, as the activation of ``module``, a module or any name.
 
-    def record_attention(self, name: str, named: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> None:
-        """Measure one call of attention; :func:`monitor_scaled_dot_product_attention` checks its arguments and calls this."""
-        ManualLoop(self._runtime).record_attention(name, named, arguments)
+        With ``is_reference``, as loops for torch-module-monitor call it in the forward of the reference module, it does nothing: the
+        monitor measures the reference by itself.
+        """
+        if is_reference:
+            return
+        ManualLoop(self._runtime).capture_activation(inspection.name_of(self._runtime, module), activations)
 
     def after_micro_batch(self) -> None:
         """Does nothing, because the monitor detects micro-batches. It is here for loops written for torch-module-monitor."""
@@ -734,69 +689,6 @@ class ModuleMonitor:
     def no_monitor(self) -> AbstractContextManager[None]:
         """Measure nothing inside the ``with`` block: for evaluation in training mode and other passes that are not training."""
         return self._runtime.lifecycle.paused()
-
-    def expect(
-        self,
-        *,
-        frozen: Pattern | None = None,
-        trains: Pattern | None = None,
-        dtype: Mapping[Pattern, torch.dtype] | None = None,
-        batch_varies: bool | None = None,
-    ) -> None:
-        """Declare what is meant, once; monitored steps are checked, and what does not hold warns once and is the finding
-        ``expectation-broken``. Nothing is synchronised.
-
-        A second call replaces what it names, and keeps the rest.
-
-        Args:
-            frozen: parameters whose names fit this pattern never change.
-            trains: those that fit are in an optimizer, and have a gradient within eight monitored steps.
-            dtype: by pattern of modules' names, the dtype of their floating-point outputs in training, such as
-                ``{"attn": torch.bfloat16}``. Each of these modules gets a forward hook, which compiled code does not run.
-            batch_varies: True: the model's inputs differ from step to step, in the 48 monitored steps that are looked at. False: they
-                are meant to be the same, and the finding ``repeated-batch`` is left out.
-
-        Raises:
-            TypeError: an argument is of a wrong type.
-            ValueError: no module is set, a pattern is no regular expression, or it fits nothing in the model.
-        """
-        runtime = self._runtime
-        if runtime.planner.module is None:
-            raise ValueError("there is no module yet; pass it to ModuleMonitor(model) or call set_module(model) first")
-        expectations = runtime.built_in.setup.expectations
-        expectations.declare(runtime.planner, frozen, trains, dtype, batch_varies, is_watched=runtime.loop is not None)
-
-    def replay_step(self, compute: Callable[[nn.Module], Tensor], times: int = 3) -> DeterminismReport:
-        """Run forward and backward of one batch several times with the same random numbers, and compare the results bit for bit, to
-        distinguish a faulty device from a faulty program: ``print(monitor.replay_step(lambda model: loss_fn(model(x), y)))``.
-
-        Each pass runs on a new copy of the model without DDP and ``torch.compile``, so nothing of the training changes, and nothing is
-        exchanged between ranks; random generators are restored. It takes the time of ``times`` passes, twice that if results differ, and
-        the memory of one more model with its gradients. Synchronises.
-
-        Args:
-            compute: takes the copy and returns the loss, a tensor of one element. What else it changes stays changed.
-            times: how many passes, at least 2. Where their results differ, as many again show whether they differ each time, as those
-                of non-deterministic kernels do.
-
-        Raises:
-            TypeError: a model that cannot be copied, sharded by ``fully_shard``, or with DDP inside; a ``compute`` that is no function or
-                returns no loss.
-            ValueError: there is no model or no trained parameter; ``times`` is no integer from 2 on; ``compute`` called the model itself
-                or returned a loss without a graph or gradients.
-        """
-        from ..plugins.replica_check.replay import DeterminismReport, replay
-
-        check.positive_int("times", times)
-        if times < 2:
-            raise ValueError(f"replay_step(times={times}) compares nothing; give at least 2")
-        module = self._runtime.planner.module
-        if module is None:
-            raise ValueError(NO_MODULE)
-        if self._runtime.fence.inert:
-            return DeterminismReport((), (), (), 0, "equal")
-        with self._runtime.lifecycle.paused():
-            return replay(module, compute, times)
 
     def is_monitoring(self) -> bool:
         """Whether a monitored step is open and not paused, and this is neither an evaluation pass nor recomputation."""
@@ -807,19 +699,18 @@ class ModuleMonitor:
         return not self._runtime.fence.inert and self._runtime.would_monitor(step)
 
     @property
-    def step(self) -> int | None:
+    def current_step(self) -> int | None:
         """Number of the step in flight, or else of the last one; None before the first."""
         return self._runtime.state.clock.step
 
     @property
-    def current_step(self) -> int | None:
-        """The same as :attr:`step`, by its name in torch-module-monitor."""
-        return self._runtime.state.clock.step
+    def last_record(self) -> StepView | None:
+        """What is known of the step that ended last: ``step``, ``metrics``, ``spikes``, ``missing``, ``rollback``, ``override``,
+        ``top_gradients(10)``. None before the first step.
 
-    @property
-    def last_step(self) -> int | None:
-        """Number of the step that ended last, the one of :meth:`get_step_metrics`; None before the first ended."""
-        return self._runtime.state.clock.ended
+        Nothing is read before it is asked for; the first values synchronise once.
+        """
+        return inspection.last_record(self._runtime)
 
     @property
     def step_was_skipped(self) -> bool:
@@ -829,12 +720,6 @@ class ModuleMonitor:
         out a step is no skip.
         """
         return self._runtime.lifecycle.is_skipped
-
-    @property
-    def rolled_back(self) -> RollbackResult | None:
-        """What the rollback of the last step did (``on_spike=Rollback()``); None without one."""
-        policy = self._runtime.built_in.policy
-        return None if policy is None else policy.rolled_back
 
     def get_step_counts(self) -> StepCounts:
         """Numbers of steps that were attempted, applied, skipped, overflowed, or had NaN or Inf. Synchronises at most once a step."""
@@ -888,16 +773,6 @@ class ModuleMonitor:
         pipeline = self._runtime.pipeline
         return {record.step: pipeline.publisher.shown(record) for record in pipeline.history.records()}
 
-    @property
-    def last_events(self) -> tuple[SpikeEvent, ...]:
-        """Spikes in the step that ended last, in the signals with a value by now; none where it was not monitored.
-
-        Synchronises once. Signals logged after this call are evaluated when the next step begins.
-        """
-        self._runtime.judge_now()
-        record = self._runtime.settle_now()
-        return () if record is None else record.events
-
     def log_scalar(
         self, key: str, value: Any, aggregation_fn: str | Callable[..., Any] | None = None, *, dist_reduce: str | None = None
     ) -> None:
@@ -932,7 +807,8 @@ class ModuleMonitor:
                 raise TypeError(f"log_scalar({key!r}) takes a real number, got a complex one, {display(value)}; log its abs()")
         if not isinstance(value, (int, float, Tensor)) and not hasattr(value, "__float__"):
             raise TypeError(f"log_scalar({key!r}) takes a number, got {display(value)}")
-        self.log_key(Key("", key, ""), value, aggregation_fn, dist_reduce or "")
+        aggregation = checked_aggregation(aggregation_fn, "aggregation_fn")
+        self._runtime.lifecycle.values.log(Key("", key, ""), value, aggregation, dist_reduce or "")
 
     def log_scalars(self, values: Mapping[str, Any]) -> None:
         """Log several numbers by key, see :meth:`log_scalar`."""
@@ -974,16 +850,6 @@ class ModuleMonitor:
         """
         self._runtime.log_sample_losses(inspection.checked_ids(ids, losses), losses)
 
-    def log_key(self, key: Key, value: Any, aggregation_fn: str | Callable[..., Any] | None = None, reducer: str = "") -> None:
-        """Log a value under a key in parts; see :meth:`log_scalar` and :meth:`log_tensor`.
-
-        Raises:
-            TypeError: ``key`` is no :class:`Key`.
-        """
-        if not isinstance(key, Key):
-            raise TypeError(f"log_key takes a Key(source, name, metric), and log_scalar a text; got {key!r}")
-        self._runtime.lifecycle.values.log(key, value, checked_aggregation(aggregation_fn, "aggregation_fn"), reducer)
-
     def log_context(self, **facts: Any) -> None:
         """Facts about the step in flight, such as ``batch_ids=[...]``, for the run directory and the report on a spike.
 
@@ -992,10 +858,6 @@ class ModuleMonitor:
         """
         self._runtime.lifecycle.values.tag(facts)
 
-    def missing(self) -> dict[str, str]:
-        """The reason why each requested key has no value in the step that ended last, by key."""
-        return inspection.missing(self._runtime)
-
     def warning_counts(self) -> dict[str, int]:
         """Number of times that each problem occurred, by cause; only the first of each gives a warning.
 
@@ -1003,13 +865,6 @@ class ModuleMonitor:
         of a metric function that raised, ``internal:...`` failures of the monitor itself.
         """
         return {cause: count for cause, count in self._runtime.fence.complaints.counts.items() if count}
-
-    def top_parameters(self, count: int = 10) -> list[tuple[str, float]]:
-        """The parameters with the largest share of the squared gradient norm in the step that ended last, largest first."""
-        check.positive_int("count", count)
-        record = self._runtime.settle_now()
-        with outside_dispatch_modes():
-            return [] if record is None else top_shares(record.tables.get(n.GRADIENT_BEFORE_CLIP), count)
 
     # --- analysis ------------------------------------------------------------------------------------------------------------
 
@@ -1066,14 +921,14 @@ class ModuleMonitor:
 
     def add_sink(
         self,
-        sink: Any,
-        keys: str | re.Pattern[str] | None = None,
-        every: int = 1,
+        sink: LogTarget,
         *,
+        keys: Pattern | None = None,
+        every: int = 1,
         deferred: bool = False,
         thread: bool = False,
         on_all_ranks: bool = False,
-    ) -> None:
+    ) -> Handle:
         """Send the values of each monitored step to ``sink``. A failing sink never stops the training.
 
         A W&B or Trackio run, a ``SummaryWriter``, a Comet experiment, the modules ``wandb``, ``trackio`` and ``mlflow`` (for the
@@ -1085,82 +940,62 @@ class ModuleMonitor:
         sink is dropped with a warning. A sink runs with gradients, wherever it is called from, so it may train another model.
 
         Args:
-            sink: an object with ``log(dict, step=)`` or ``log_metrics(dict, step=)``, or a function with these arguments.
+            sink: an object with ``log(dict, step=)`` or ``log_metrics(dict, step=)``, or a function with these arguments; ``"wandb"``,
+                ``"trackio"`` or ``"mlflow"`` for the active run.
             keys: send only keys in which this pattern is found.
             every: send only steps that are divisible by it.
             deferred: values may arrive one step later, so that training does not wait; no difference on the CPU.
             thread: call a slow sink in its own thread.
             on_all_ranks: each rank's sink gets the values of its rank; by default only the first rank sends.
 
+        Returns:
+            A handle: ``remove()`` sends waiting rows to ``sink``, closes it and removes it.
+
         Raises:
             TypeError: ``sink`` is none of these.
-            ValueError: ``keys`` is no valid pattern, ``every`` no positive int, or ``thread`` is set for a W&B run.
+            ValueError: ``keys`` is no valid pattern, ``every`` no positive int, ``thread`` is set for a W&B run, or a tracker that is
+                named has no active run.
+            ImportError: a tracker that is named is not installed.
         """
         from ..sinks.filtered_sink import FilteredSink, adapted, logged_anyhow
         from ..sinks.wandb import WandbSink
 
         pipeline, complaints = self._runtime.pipeline, self._runtime.fence.complaints
+        place = pipeline.directory.path
+        added: list[FilteredSink] = []
         for each in adapted(sink):
             if thread and isinstance(each, WandbSink):
                 raise ValueError(
                     "W&B takes rows without delay, and those of another thread would come between; leave thread=True out"
                 )
             kept = _Kept(weakref.ref(pipeline.directory))
-            filtered = FilteredSink(each, keys, every, complaints, deferred, thread, kept, logged_anyhow(sink))
+            if callable(connect := getattr(each, "connect", None)):
+                connect("" if place is None else str(place), partial(_findings, weakref.ref(self._runtime)))
+            is_deferred = deferred or not getattr(each, "takes_values", True)
+            filtered = FilteredSink(each, keys, every, complaints, is_deferred, thread, kept, logged_anyhow(sink))
             filtered.stand_for(sink, on_all_ranks)
             if callable(before_finish := getattr(each, "before_finish", None)):
                 before_finish(partial(at_exit, weakref.ref(self._runtime)))
             pipeline.publisher.add(filtered)
+            added.append(filtered)
+        return Handle(partial(_remove_sinks, weakref.ref(self._runtime), added))
 
-    def add_alert(self, target: str | Callable[[Any], object], on: Iterable[str] = ("spike", "finding")) -> None:
-        """Call a webhook or a function about spikes and findings, from a thread of its own: training never waits for it, and never stops.
-
-        A webhook gets JSON with ``kind``, ``text``, ``run``, ``step``, ``what`` (the signal or rule) and ``where``; one of Slack the text
-        alone. A function gets the same as a :class:`torch_gradmon.sinks.Alert`. A failed call is repeated four times, after 1, 2, 4 and 8
-        seconds, then counted as lost in :meth:`complaints`. A signal calls once a minute at most, a finding once. Findings are those that
-        the training makes itself; all rules are applied by :meth:`diagnose`. At the end ten seconds are given to what is under way.
-
-        Args:
-            target: the address of a webhook, or a function.
-            on: ``"spike"``, ``"finding"``, or both.
-
-        Raises:
-            TypeError: ``target`` is neither.
-            ValueError: the address is not one of http or https, or ``on`` is unknown. A training that stalls cannot call: ``"stalled"``
-                comes from outside, by ``gradmon serve --alert``.
-        """
-        from ..sinks.alerts import AlertSink
-
-        place = self._runtime.pipeline.directory.path
-        sink = AlertSink(target, on, "" if place is None else str(place), partial(_findings, weakref.ref(self._runtime)))
-        self.add_sink(sink, deferred=True)
-
-    def remove_sink(self, sink: Any) -> None:
-        """Send waiting rows to ``sink``, close it and remove it.
-
-        Raises:
-            ValueError: :meth:`add_sink` was not called with it.
-        """
-        self._runtime.settle_now()
-        publisher = self._runtime.pipeline.publisher
-        own = [filtered for filtered in publisher.sinks if filtered.given == sink]
-        if not own:
-            raise ValueError(f"this sink was not added, got {display(sink)}")
-        publisher.publish()
-        for filtered in own:
-            publisher.remove(filtered)
-
-    def add_detector(self, detector: SpikeDetector) -> None:
+    def add_detector(self, detector: SpikeDetector) -> Handle:
         """Feed ``detector`` with the whole-model value, or the logged scalar, that its ``signal`` names.
 
         Raises:
             TypeError: it is no :class:`SpikeDetector`.
             ValueError: its signal has a detector already. A detector of a preset is replaced instead.
+
+        Returns:
+            A handle, whose ``remove()`` ends this.
         """
         if not isinstance(detector, SpikeDetector):
             raise TypeError(f"expected a SpikeDetector, got {display(detector)}; a rule goes into one: SpikeDetector(rule)")
-        self._runtime.pipeline.detection.add(detector)
+        detection = self._runtime.pipeline.detection
+        detection.add(detector)
         self._runtime.planner.changed()
+        return Handle(partial(detection.remove, detector))
 
     # --- state ---------------------------------------------------------------------------------------------------------------
 
@@ -1201,3 +1036,15 @@ class _Kept:
 def _findings(runtime: Callable[[], Runtime | None]) -> list[LoopFinding]:
     """What the plugins of a runtime have found, while it lives."""
     return [] if (alive := runtime()) is None else alive.findings()
+
+
+def _remove_sinks(runtime: Callable[[], Runtime | None], sinks: Sequence[FilteredSink]) -> None:
+    """Send waiting rows to these sinks, close and remove them."""
+    if (alive := runtime()) is None:
+        return
+    alive.settle_now()
+    publisher = alive.pipeline.publisher
+    publisher.publish()
+    for sink in sinks:
+        if sink in publisher.sinks:
+            publisher.remove(sink)

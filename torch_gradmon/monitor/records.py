@@ -692,6 +692,10 @@ class SpikeDetection:
         self.detector_set.add(detector)
         self._summary.choice.require(detector.name.removeprefix(f"{SUMMARY}/"))
 
+    def remove(self, detector: SpikeDetector) -> None:
+        if self.detector_set.detectors.get(detector.name) is detector:
+            del self.detector_set.detectors[detector.name]
+
     def state_dict(self) -> dict[str, Any]:
         """The state of each detector by signal, as plain numbers and lists."""
         return {signal: detector.state_dict() for signal, detector in self.detector_set.detectors.items()}

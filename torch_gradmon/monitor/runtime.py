@@ -22,10 +22,11 @@ from ..core.loop_mistakes import LoopFinding
 from ..core.records import Metric, StepRecord
 from ..core.torch_modes import outside_dispatch_modes
 from ..plugins.spike_policy.policy import StepCounts
+from ..spikes.detector import SpikeDetector
 from ..step.active_step import Mode
 from ..step.buffer import StepBuffer
 from ..step.model_index import GradientSource
-from ..step.planner import Planner
+from ..step.planner import PRESETS, Planner, PresetName
 from ..step.plugin import Plugin
 from .loop_hooks import LoopHooks
 from .machine import StepCycle, StepMachine, StepState
@@ -643,6 +644,15 @@ class Runtime:
         with outside_dispatch_modes():
             is_stale = self.lifecycle.plugins.call_one(self.built_in.audit, self.built_in.audit.is_stale, in_step)
         return _UNATTACHED if is_stale else ""
+
+    def use_preset(self, name: PresetName) -> None:
+        preset, make = PRESETS[name], self.planner.registry.make
+        hidden = [make(source, metric, every=every, shown=False) for source, metric, every in preset.layer_metrics]
+        self.planner.registry.replace_hidden(hidden)
+        self.factory.summary.choice.use(preset.keys)
+        self.pipeline.detection.add(SpikeDetector(), of_preset=True)
+        self.pipeline.directory.annotate(preset=name)
+        self.planner.changed()
 
     def counts(self) -> StepCounts:
         """Of the steps so far, as far as their values have come."""

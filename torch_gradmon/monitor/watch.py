@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
+import os
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -13,11 +13,12 @@ from torch import nn
 from ..capture.compiled import unwrapped
 from ..core import validation as check
 from ..core.errors import SpikeError, warn_user
-from ..plugins.setup_check import card
+from ..plugins.setup_check import Checks, card
 from ..step.model_index import GradientSource, ModelIndex, PartFacts, WholeModel
-from ..step.planner import PRESETS, PresetName, source_for
+from ..step.planner import PresetName, source_for
+from ..step.plugin import Plugin
 from .monitor import ModuleMonitor
-from .options import MonitorOptions, OnSpike, check_names
+from .options import Distributed, Layers, LogTarget, OnSpike, Pattern, WatchOptions
 from .runtime import Runtime
 
 if TYPE_CHECKING:
@@ -91,8 +92,8 @@ def attach(
 
 
 def _replace(other: ModuleMonitor, kind: str) -> None:
-    step = other.step
-    is_open = step is not None and step != other.last_step
+    step = other.current_step
+    is_open = step is not None and step != other._runtime.state.clock.ended
     when = "before its first step" if step is None else f"{'in' if is_open else 'after'} step {step}"
     remedy = "" if step is None else f"; start_step={step + (not is_open)} continues its numbers"
     message = f"this {kind} was watched already: the earlier monitor is detached {when}, and the new one replaces it{remedy}"
@@ -206,82 +207,113 @@ def meet(runtime: Runtime, parts: PipelineParts, named: Sequence[Any]) -> None:
 # --- watch ---
 
 
+class Steps(Protocol):
+    """An optimizer, or a trainer's wrapper of one."""
+
+    param_groups: Any
+
+    def step(self) -> Any:
+        """Update the parameters."""
+
+
 def watch(
     model: nn.Module,
-    *optimizers: Any,
+    *optimizers: Steps,
+    preset: PresetName = "standard",
+    layers: Layers | None = None,
+    exclude: Pattern | None = None,
+    every: int | Callable[[int], bool] = 1,
+    log_to: LogTarget | Sequence[LogTarget] = (),
+    run_dir: str | os.PathLike[str] | None = None,
+    prefix: str = "",
+    on_spike: OnSpike = "warn",
+    checks: bool | Checks = True,
     scaler: torch.amp.GradScaler | None = None,
     start_step: int | None = None,
-    preset: PresetName = "standard",
-    on_spike: OnSpike = "warn",
-    **options: Unpack[MonitorOptions],
+    max_overhead: float | None = None,
+    distributed: Distributed | None = None,
+    plugins: Sequence[Plugin] = (),
 ) -> ModuleMonitor:
     """Watch ``model`` from now on; the training loop stays unchanged, its clipping included.
 
     A second call for the same model, under any wrappers, detaches the monitor of the first call, replaces it and warns. A part of
-    a watched model may have its own monitor.
+    a watched model may have its own monitor. What few trainings need are options of :class:`ModuleMonitor`, which takes these, too:
+    ``ModuleMonitor(model, preset="standard", zero_threshold=1e-6).attach(optimizer)``.
 
     Args:
         model: the model, already moved, wrapped and compiled for training; or a DeepSpeed engine, alone; or a schedule of
             ``torch.distributed.pipelining``, on every rank.
         optimizers: its optimizers, in stepping order.
-        scaler: the GradScaler that drives them, unless Accelerate's wrapper of the optimizer has it.
+        preset: whole-model values under ``gradmon/``: ``"minimal"`` (nine, of gradients only), ``"standard"`` (fourteen), or ``"full"``
+            (the same, and per-layer values for the run directory).
+        layers: further per-layer values to show, as ``gradient_before_clip/...``, beside those of metrics: ``"blocks"``, ``"top"``,
+            ``"all"`` or a pattern.
+        exclude: searched in the names of modules and parameters; metrics leave out those that match. Whole-model values still cover
+            all parameters.
+        every: monitor the steps that are divisible by it, or those for which this function of the step number returns True.
+        log_to: where the values go, one or a list: ``"wandb"``, ``"trackio"`` or ``"mlflow"`` for the active run, or anything that
+            :meth:`ModuleMonitor.add_sink` takes: a run, a ``SummaryWriter``, a function of a dict and a step.
+        run_dir: run directory that keeps every monitored step, for :func:`load_run`; None for none. Unless ``on_spike`` is None, a line
+            on stderr says at the end what is wrong with the run.
+        prefix: put before every key.
+        on_spike: what to do at a spike: ``"warn"``, ``"raise"`` (:class:`SpikeError` when the step ends), a function of the
+            :class:`SpikeEvent`, or None. ``"skip"``, :class:`Skip` and :class:`Rollback` decide before the optimizer steps, in every
+            step regardless of the cadence, from gradients and from values logged by then; the decision waits for the device.
+        checks: True, False for none of the data and the ranks, or a :class:`Checks` with what is meant to hold.
+        scaler: the GradScaler that drives the optimizers, unless Accelerate's wrapper of the optimizer has it.
         start_step: number of the first step; by default 0, or the next one of a loaded state.
-        preset: ``"minimal"``, ``"standard"`` or ``"full"``, see :meth:`ModuleMonitor.add_preset`.
-        on_spike: ``"warn"``, ``"skip"`` (or :class:`Skip`, or :class:`Rollback`), ``"raise"``, a function of the event, or None.
-            Unless it is None, a line on stderr says at the end what is wrong with the run in ``run_dir``.
-        **options: all other arguments of :class:`ModuleMonitor`, such as ``run_dir="runs/first"``, where every step is kept for
-            :func:`load_run`; ``layers="blocks"``; ``every=10``. ``help(torch_gradmon.ModuleMonitor)`` explains each.
+        max_overhead: largest share of the training time that the monitor may spend on the host, such as 0.01. Above it, the
+            monitor leaves out steps of the cadence (every 2nd, 4th, ... remains) and warns.
+        distributed: a :class:`Distributed`; DDP and FSDP2 need none.
+        plugins: instances of subclasses of :class:`torch_gradmon.plugins.Plugin`, called after those that a monitor brings.
 
     Returns:
         The attached monitor. It lives as long as the optimizer, with or without a reference to it.
 
     Raises:
-        TypeError, ValueError: an argument has a wrong type or value, see :class:`ModuleMonitor`. Nothing has changed then.
+        TypeError, ValueError: an argument has a wrong type or value. Nothing has changed then.
         OSError: ``run_dir`` cannot be written.
     """
-    check_names(options, ("scaler", "start_step", "preset", "on_spike"), "watch() has")
     named: Sequence[Any] = optimizers
     parts: PipelineParts | None = None
+    source: GradientSource | None = None
     if check.is_schedule(model):
-        if options.get("gradient_source") is not None:
-            raise ValueError("a schedule brings a gradient_source of its own, so leave that argument out")
-        model, options["gradient_source"] = parts, _ = stages_of(model, named)
+        model, source = parts, _ = stages_of(model, named)
     check.module(model)
     if check.is_deepspeed(model):
         from .deepspeed import unpacked
 
         model, named, source = unpacked(model, optimizers)
-        options.setdefault("gradient_source", source)
-    check.one_of("preset", preset, tuple(PRESETS))
     check.grad_scaler(scaler)
     if start_step is not None:
         check.step_number("start_step", start_step)
-    check.optimizers(model, named, source_for(model, options.get("gradient_source")))
+    check.optimizers(model, named, source_for(model, source))
     # the user's function may raise, so it runs before the monitor exists
-    check.cadence(options.get("every"), options.get("monitor_step_fn"))(start_step or 0)
-    monitor = prepared(model if parts is None else None, preset=preset, on_spike=on_spike, **options)
+    check.cadence(None if callable(every) else every, every if callable(every) else None)(start_step or 0)
+    monitor = made(
+        model if parts is None else None,
+        source,
+        preset=preset,
+        layers=layers,
+        exclude=exclude,
+        every=every,
+        log_to=log_to,
+        run_dir=run_dir,
+        prefix=prefix,
+        on_spike=on_spike,
+        checks=checks,
+        max_overhead=max_overhead,
+        distributed=distributed,
+        plugins=plugins,
+    )
     if parts is not None:
         meet(monitor._runtime, parts, named)
         monitor.set_module(parts)  # now that names in the whole model are known
     return attach(monitor, named, scaler=scaler, start_step=start_step)
 
 
-def prepared(
-    model: nn.Module | None, *, preset: PresetName = "standard", on_spike: OnSpike = "warn", **options: Unpack[MonitorOptions]
-) -> ModuleMonitor:
-    """A monitor with a preset, as :func:`watch` attaches it."""
-    check.one_of("preset", preset, tuple(PRESETS))
-    monitor = ModuleMonitor(model, on_spike=on_spike, **options)
-    monitor.add_preset(preset)
-    return monitor
-
-
-def _signature() -> inspect.Signature:
-    """The signature with each option of the monitor, for notebooks and ``help()``; type checkers read the annotation."""
-    own = inspect.signature(watch)
-    *named, _ = own.parameters.values()
-    monitor = inspect.signature(ModuleMonitor).parameters
-    return own.replace(parameters=[*named, *(monitor[name] for name in MonitorOptions.__annotations__)])
-
-
-watch.__signature__ = _signature()  # type: ignore[attr-defined]
+def made(model: nn.Module | None, source: GradientSource | None = None, **options: Unpack[WatchOptions]) -> ModuleMonitor:
+    """A monitor with the defaults of :func:`watch`, not yet attached; ``source``: where gradients are."""
+    given: dict[str, Any] = {"preset": "standard", "on_spike": "warn", **options}
+    excluded = given.pop("exclude", None)
+    return ModuleMonitor(model, excluded_modules_regex=excluded, gradient_source=source, **given)

@@ -1,13 +1,18 @@
-"""Optional behaviour: subclass :class:`Plugin` and pass instances to ``watch(plugins=[...])``; and what plugins and callbacks get."""
+"""Optional behaviour: subclass :class:`Plugin` and pass instances to ``watch(plugins=[...])``; what plugins and callbacks get; and where
+gradients are.
+"""
 
 from ..core.keys import Key
-from ..core.records import SpikeEvent, StepRecord
+from ..core.records import SpikeEvent, StepRecord, StepView
 from ..step.active_step import ActiveStep, Mode, RecordedStep
+from ..step.model_index import GradientSource, MainGradSource
 from ..step.plugin import OptimizerContext, Plugin, PluginContext
 
 __all__ = [
     "ActiveStep",
+    "GradientSource",
     "Key",
+    "MainGradSource",
     "Mode",
     "OptimizerContext",
     "Plugin",
@@ -15,4 +20,5 @@ __all__ = [
     "RecordedStep",
     "SpikeEvent",
     "StepRecord",
+    "StepView",
 ]

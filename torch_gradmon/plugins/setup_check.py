@@ -7,7 +7,8 @@ import re
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
@@ -20,18 +21,94 @@ from torch.utils.hooks import RemovableHandle
 
 from ..capture.hooks import Handles, Hook, ModuleHook
 from ..capture.module_values import tensors_of
+from ..core import validation as check
 from ..core.errors import WarningLog, display
 from ..core.keys import GRADIENT, compile_pattern
 from ..core.loop_mistakes import EXPECTATION, SETUP_MISTAKES, LoopFinding
 from ..core.records import StatsTable, StepRecord, TrainedPart, trained_parts
 from ..core.torch_modes import SharedContext
-from ..step.model_index import PLAIN_GRADIENTS
+from ..step.model_index import PLAIN_GRADIENTS, ModelIndex
 from ..step.planner import Planner
 from .tallies import Check, Tallies
 
 # --- expectations ---
 
 
+@dataclass(frozen=True, kw_only=True)
+class Checks:
+    """What a monitor checks beside the training loop itself, as ``watch(..., checks=Checks(frozen="backbone"))``.
+
+    What is declared here and does not hold warns once, and is the finding ``expectation-broken``. Nothing is synchronised.
+
+    Args:
+        data: look at the first 48 monitored steps: fingerprints of the model's inputs, and in some of these steps what they look like and
+            the gradient that comes back to the output, which shows the kind and the scale of the loss and the targets. It finds a softmax
+            before a loss that takes logits, data sorted by class, the same batch again, and a loss at chance. In each of these steps it
+            adds some launches; its numbers go to the host with those of the step.
+        replicas_every: steps between two checks that ranks have the same parameters, gradients, optimizer state and learning rates, bit
+            for bit; 0 for none. What FSDP2 shards is compared with the copies of that shard, if there are any.
+        frozen: parameters whose names fit this pattern never change.
+        trained: those that fit are in an optimizer, and have a gradient within eight monitored steps.
+        dtype: by pattern of modules' names, the dtype of their floating-point outputs in training, such as
+            ``{"attn": torch.bfloat16}``. Each of these modules gets a forward hook, which compiled code does not run.
+        batch_varies: True: the model's inputs differ from step to step, in the 48 monitored steps that are looked at. False: they are
+            meant to be the same, and the finding ``repeated-batch`` is left out.
+
+    Raises:
+        TypeError, ValueError: an argument has a wrong type or value. Patterns that fit nothing in the model are refused by the monitor.
+    """
+
+    data: bool = True
+    replicas_every: int = 100
+    frozen: Pattern | None = None
+    trained: Pattern | None = None
+    dtype: Mapping[Pattern, torch.dtype] | None = None
+    batch_varies: bool | None = None
+
+    def __post_init__(self) -> None:
+        check.flag(data=self.data)
+        check.positive_int_or_zero("replicas_every", self.replicas_every)
+        if self.batch_varies is not None and not isinstance(self.batch_varies, bool):
+            raise TypeError(f"batch_varies={display(self.batch_varies)} must be True, False or None")
+        if self.dtype is not None and not isinstance(self.dtype, Mapping):
+            raise TypeError(
+                f"dtype={display(self.dtype)} must be a dict of a torch.dtype by pattern, such as {{'attn': torch.bfloat16}}"
+            )
+        for key, value in (self.dtype or {}).items():
+            if not isinstance(value, torch.dtype):
+                raise TypeError(f"dtype={{{key!r}: {display(value)}}} must have a torch.dtype, such as torch.bfloat16")
+        for name, pattern in (
+            ("frozen", self.frozen),
+            ("trained", self.trained),
+            *(("dtype", each) for each in self.dtype or ()),
+        ):
+            compiled(name, pattern)
+
+    def fit(self, index: ModelIndex) -> None:
+        """Refuse patterns that fit nothing in the model.
+
+        Raises:
+            ValueError: one does.
+        """
+        for name, value in (("frozen", self.frozen), ("trained", self.trained)):
+            pattern = compiled(name, value)
+            if pattern is not None and not any(map(pattern.search, index.names)):
+                raise ValueError(f"{name}={display(value)} fits no parameter; the first ones are {[*index.names][:5]}")
+        for key in self.dtype or ():
+            if not any(map(compile_pattern(key, "dtype").search, index.kinds)):
+                raise ValueError(f"the pattern {display(key)} in dtype= fits no module; the first ones are {[*index.kinds][:5]}")
+
+
+def compiled(name: str, pattern: Pattern | None) -> re.Pattern[str] | None:
+    """The pattern of option ``name``, compiled.
+
+    Raises:
+        TypeError, ValueError: it is no pattern, or does not compile.
+    """
+    return None if pattern is None else compile_pattern(pattern, name)
+
+
+Pattern = str | re.Pattern[str]
 #: Monitored steps after which a parameter that should train must have had a gradient.
 _PATIENCE = 8
 
@@ -44,49 +121,17 @@ class Expectations:
         is_declared: anything was declared about parameters.
     """
 
-    def __init__(self, tallies: Tallies) -> None:
+    def __init__(self, tallies: Tallies, checks: Checks) -> None:
         self._tallies = tallies
-        self._frozen: re.Pattern[str] | None = None
-        self._trains: re.Pattern[str] | None = None
-        self._dtypes: dict[re.Pattern[str], torch.dtype] = {}
-        self.batch_varies: bool | None = None
-        self.is_declared = False
+        self._frozen, self._trained = compiled("frozen", checks.frozen), compiled("trained", checks.trained)
+        self._dtypes = {compile_pattern(key, "dtype"): dtype for key, dtype in (checks.dtype or {}).items()}
+        self.batch_varies = checks.batch_varies
+        self.is_declared = self._frozen is not None or self._trained is not None
         self._planner: Planner | None = None
         self._handles = Handles()
         self._versions: dict[str, int] = {}  # of frozen parameters, at the last look
         self._reached: set[str] = set()
         self._steps = 0
-
-    def declare(
-        self,
-        planner: Planner,
-        frozen: str | re.Pattern[str] | None,
-        trains: str | re.Pattern[str] | None,
-        dtype: Mapping[str | re.Pattern[str], torch.dtype] | None,
-        batch_varies: bool | None,
-        is_watched: bool,
-    ) -> None:
-        """Check the arguments against the model, and replace what was declared before, argument by argument. ``is_watched``: a loop is
-        followed.
-
-        Raises:
-            TypeError, ValueError: an argument is of a wrong type, or a pattern fits nothing.
-        """
-        inventory = planner.inventory
-        parameters, modules = ([], []) if inventory is None else (inventory.names, [*inventory.kinds])
-        wanted = {name: _pattern(name, value, parameters) for name, value in (("frozen", frozen), ("trains", trains))}
-        dtypes = _dtypes(dtype, modules)
-        if batch_varies is not None and not isinstance(batch_varies, bool):
-            raise TypeError(f"batch_varies={display(batch_varies)} must be True, False or None")
-        self._frozen, self._trains = wanted["frozen"] or self._frozen, wanted["trains"] or self._trains
-        self._dtypes.update(dtypes)
-        self.is_declared = self._frozen is not None or self._trains is not None
-        self.batch_varies = self.batch_varies if batch_varies is None else batch_varies
-        self._versions.clear()
-        self._reached.clear()
-        self._steps = 0
-        if is_watched:
-            self.begin(planner)
 
     def begin(self, planner: Planner) -> None:
         self._planner = planner
@@ -127,7 +172,7 @@ class Expectations:
                 if before is not None and before != parameter._version:
                     moving.append(name)
             is_late = not is_owned or (self._steps == _PATIENCE and name not in self._reached)
-            if is_late and self._trains is not None and self._trains.search(name):
+            if is_late and self._trained is not None and self._trained.search(name):
                 unowned.append(name)
         if moving:
             self._tallies.seen(
@@ -135,35 +180,7 @@ class Expectations:
             )
         if unowned and self._steps in (1, _PATIENCE):
             evidence = {"parameters without optimizer or gradient, declared to train": float(len(unowned))}
-            self._tallies.seen(EXPECTATION, "trains", tuple(unowned), evidence)
-
-
-def _pattern(name: str, value: str | re.Pattern[str] | None, names: Iterable[str]) -> re.Pattern[str] | None:
-    if value is None:
-        return None
-    pattern = compile_pattern(value, name)
-    known = list(names)
-    if known and not any(map(pattern.search, known)):
-        raise ValueError(f"{name}={display(value)} fits no parameter; the first ones are {known[:5]}")
-    return pattern
-
-
-def _dtypes(dtype: object, modules: Iterable[str]) -> dict[re.Pattern[str], torch.dtype]:
-    if dtype is None:
-        return {}
-    if not isinstance(dtype, Mapping):
-        raise TypeError(
-            f"dtype={display(dtype)} must be a dict of dtypes by pattern of modules, such as {{'attn': torch.bfloat16}}"
-        )
-    found, known = {}, list(modules)
-    for key, value in dtype.items():
-        if not isinstance(value, torch.dtype):
-            raise TypeError(f"dtype={{{key!r}: {display(value)}}} must have a torch.dtype, such as torch.bfloat16")
-        pattern = compile_pattern(key, "dtype")
-        if known and not any(map(pattern.search, known)):
-            raise ValueError(f"the pattern {display(key)} in dtype= fits no module; the first ones are {known[:5]}")
-        found[pattern] = value
-    return found
+            self._tallies.seen(EXPECTATION, "trained", tuple(unowned), evidence)
 
 
 # --- hidden parameters ---
@@ -510,10 +527,10 @@ class SetupCheck(Check):
 
     name = "setup_check"
 
-    def __init__(self, planner: Planner, complaints: WarningLog, note: Callable[..., None]) -> None:
+    def __init__(self, planner: Planner, complaints: WarningLog, note: Callable[..., None], checks: Checks) -> None:
         self._planner, self._note = planner, note
         super().__init__(complaints, note, SETUP_MISTAKES, "setup")
-        self.expectations = Expectations(self.tallies)
+        self.expectations = Expectations(self.tallies, checks)
         self._shared = SharedParameters(self.tallies)
         self._module: weakref.ref[nn.Module] | None = None
         self._hidden: HiddenParameters | None = None

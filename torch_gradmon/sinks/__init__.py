@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from ..core.lazy_import import importing
 
 if TYPE_CHECKING:
-    from .alerts import Alert
+    from .alerts import Alert, AlertSink
     from .dashboards import tensorboard_layout, wandb_workspace
     from .filtered_sink import FilteredSink
     from .jsonl import JsonlSink
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Alert",
+    "AlertSink",
     "FilteredSink",
     "JsonlSink",
     "MlflowSink",
@@ -31,6 +32,7 @@ __all__ = [
 #: The modules of these names.
 _HOMES = {
     "Alert": "alerts",
+    "AlertSink": "alerts",
     "FilteredSink": "filtered_sink",
     "JsonlSink": "jsonl",
     "MlflowSink": "trackio",

@@ -177,19 +177,23 @@ class Messenger:
 
 
 class AlertSink:
-    """Sends alerts about spikes, at most one a minute for each signal, and about findings, each rule once. Values are ignored.
+    """Calls a webhook or a function about spikes and findings, from a thread of its own: training never waits for it, and never stops.
 
-    Findings are those that the training itself makes: mistakes of the loop, of the setup and of the data, differences between ranks, and
-    signs of a divergence. See :meth:`ModuleMonitor.add_alert`.
+    ``monitor.add_sink(AlertSink("https://..."))``, or ``watch(..., log_to=AlertSink(...))``. A webhook gets JSON with ``kind``, ``text``,
+    ``run``, ``step``, ``what`` (the signal or rule) and ``where``; one of Slack the text alone. A function gets the same as a
+    :class:`torch_gradmon.sinks.Alert`. A failed call is repeated four times, after 1, 2, 4 and 8 seconds, then counted as lost in
+    :meth:`ModuleMonitor.warning_counts`. A signal calls once a minute at most, a finding once. Findings are those that the training
+    makes itself: mistakes of the loop, of the setup and of the data, differences between ranks, and signs of a divergence; all rules are
+    applied by :meth:`ModuleMonitor.diagnose`. At the end ten seconds are given to what is under way.
 
     Args:
-        target: the address of a webhook, or a function of an :class:`Alert`.
-        on: what is sent: ``"spike"``, ``"finding"``.
-        run: named in the alerts.
-        findings: what was found so far.
+        target: the address of a webhook, or a function.
+        on: ``"spike"``, ``"finding"``, or both.
 
     Raises:
-        TypeError, ValueError: ``target`` or ``on`` is wrong.
+        TypeError: ``target`` is neither.
+        ValueError: the address is not one of http or https, or ``on`` is unknown. A training that stalls cannot call: ``"stalled"``
+            comes from outside, by ``gradmon serve --alert``.
     """
 
     takes_values = False
@@ -199,9 +203,7 @@ class AlertSink:
     def __init__(
         self,
         target: str | Callable[[Alert], object],
-        on: Iterable[str] = ("spike", "finding"),
-        run: str = "",
-        findings: Callable[[], Sequence[LoopFinding]] = list,
+        on: Literal["spike", "finding"] | Iterable[Literal["spike", "finding"]] = ("spike", "finding"),
     ) -> None:
         chosen = {on} if isinstance(on, str) else set(on)
         if "stalled" in chosen:
@@ -210,11 +212,16 @@ class AlertSink:
             )
         if not chosen or chosen - {"spike", "finding"}:
             raise ValueError(f"on= takes 'spike', 'finding' or both, got {on!r}")
-        self._on, self._run, self._findings = chosen, run, findings
+        self._on, self._run = chosen, ""
+        self._findings: Callable[[], Sequence[LoopFinding]] = list
         self._messenger = Messenger(target)
         self._last: dict[str, float] = {}
         self._withheld: dict[str, tuple[int, SpikeEvent, str]] = {}
         self._known: set[str] = set()
+
+    def connect(self, run: str, findings: Callable[[], Sequence[LoopFinding]]) -> None:
+        """The monitor's run directory, named in alerts, and what returns its findings so far."""
+        self._run, self._findings = run, findings
 
     @property
     def lost(self) -> int:

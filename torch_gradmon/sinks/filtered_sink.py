@@ -10,7 +10,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from ..core.errors import WarningLog, display
+from ..core.errors import WarningLog, display, nearest
 from ..core.keys import compile_pattern
 from ..core.records import SpikeEvent
 from .delivery import Delivery, PendingCall, ThreadedDelivery
@@ -23,12 +23,25 @@ from .wandb import WandbSink
 
 Log = Callable[[Mapping[str, float], int], object]
 _METHODS = ("log", "log_metrics", "log_dict")
+#: By the names of their modules.
+_TRACKERS: dict[str, Callable[[], Any]] = {"wandb": WandbSink, "trackio": TrackioSink, "mlflow": MlflowSink}
 
 
 def adapted(sink: Any) -> list[Any]:
-    """``sink``, or the sink of this package that feeds it; for an Accelerator, one for each tracker."""
+    """``sink``, or the sink of this package that feeds it; for an Accelerator, one for each tracker.
+
+    Raises:
+        ValueError: a tracker is named that is unknown or has no active run.
+        ImportError: it is not installed.
+    """
+    if isinstance(sink, str):
+        if sink not in _TRACKERS:
+            raise ValueError(
+                f"{sink!r} is none of {', '.join(_TRACKERS)}{nearest(sink, _TRACKERS)}; or pass a run, a writer or a function"
+            )
+        return [_TRACKERS[sink]()]
     if isinstance(sink, ModuleType):
-        of_module = {"wandb": WandbSink, "trackio": TrackioSink, "mlflow": MlflowSink}.get(sink.__name__)
+        of_module = _TRACKERS.get(sink.__name__)
         return [sink if of_module is None else of_module()]
     package, _, _ = type(sink).__module__.partition(".")
     kind = type(sink).__name__

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ..core.errors import WarningLog
+from ..core.errors import WarningLog, nearest
 from ..core.moments import Column, identity
 from ..core.torch_modes import has_triton_kernels
 from . import cpp
 from .eager import EagerStatistics
 from .request import DEFAULT_EPS, Backend, Request
+
+_KERNELS = {"auto": None, "build": True, "torch": False}
+
+
+def kernel_choice() -> bool | None:
+    """How statistics of CPU tensors are computed, by ``GRADMON_KERNEL``: ``auto`` (None) by the C++ kernel that came with the package,
+    if it has one for this processor; ``build`` (True) compiles one if it has none; ``torch`` (False) by torch's operations.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    name = os.environ.get("GRADMON_KERNEL", "") or "auto"
+    if name not in _KERNELS:
+        raise ValueError(f"GRADMON_KERNEL={name!r} in the environment is none of {', '.join(_KERNELS)}{nearest(name, _KERNELS)}")
+    return _KERNELS[name]
 
 
 class Statistics:

@@ -96,8 +96,9 @@ class Planner:
         format_name: Callable[[str], str] | None,
         distinct: re.Pattern[str] | None = None,
         source: GradientSource | None = None,
+        fits: Callable[[ModelIndex], object] = lambda _: None,
     ) -> None:
-        self.registry = registry
+        self.registry, self._fits = registry, fits
         self.inventory: ModelIndex | None = None
         self._module: weakref.ref[nn.Module] | None = None
         self._excluded, self._format_name, self._distinct = excluded, format_name, distinct
@@ -130,13 +131,14 @@ class Planner:
         """Watch ``module``.
 
         Raises:
-            ValueError: metrics of one name overlap on it.
+            ValueError: metrics of one name overlap on it, or a pattern of the options fits nothing in it.
         """
         check.measurable(module)
         check.initialised(module)
         self.source = source_for(module, self._named_source)
         inventory = self._index_of(module)
         self.registry.check(_matchable(inventory))
+        self._fits(inventory)
         self._module, self.inventory = weakref.ref(module), inventory
         self.changed()
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ...capture.compiled import unwrapped
 from ...capture.metric_functions import untouched_rng
 from ...core import torch_modes
+from ...core import validation as check
 from ...core.errors import display
 from ...core.formatting import ShownAsText
 from ...statistics.fingerprint import fingerprints
@@ -69,16 +70,32 @@ class DeterminismReport(ShownAsText):
         )
 
 
-def replay(model: nn.Module, compute: Callable[[nn.Module], Tensor], times: int) -> DeterminismReport:
-    """Run ``compute`` and its backward pass ``times`` times, each on a new copy of the model; where results differ, as many times again.
+def check_determinism(model: nn.Module, compute: Callable[[nn.Module], Tensor], times: int = 3) -> DeterminismReport:
+    """Run forward and backward of one batch several times with the same random numbers, and compare the results bit for bit, to
+    distinguish a faulty device from a faulty program: ``print(check_determinism(model, lambda model: loss_fn(model(x), y)))``.
 
-    Nothing of the training changes. Synchronises the device.
+    Each pass runs on a new copy of the model without DDP and ``torch.compile``, so nothing of the training changes, and nothing is
+    exchanged between ranks; random generators are restored. It takes the time of ``times`` passes, twice that if results differ, and the
+    memory of one more model with its gradients. Synchronises the device.
+
+    Args:
+        model: that trains, with or without a monitor.
+        compute: takes the copy and returns the loss, a tensor of one element. What else it changes stays changed.
+        times: how many passes, at least 2. Where their results differ, as many again show whether they differ each time, as those of
+            non-deterministic kernels do.
 
     Raises:
-        TypeError, ValueError: the model is sharded, has DDP inside, or cannot be copied; ``compute`` returned no loss of it.
+        TypeError: a model that cannot be copied, sharded by ``fully_shard``, or with DDP inside; a ``compute`` that is no function or
+            returns no loss.
+        ValueError: there is no trained parameter; ``times`` is no integer from 2 on; ``compute`` called the model itself or returned a
+            loss without a graph or gradients.
     """
+    check.module(model)
+    check.positive_int("times", times)
+    if times < 2:
+        raise ValueError(f"check_determinism(times={times}) compares nothing; give at least 2")
     if not callable(compute):
-        raise TypeError(f"replay_step() takes a function of the model that returns the loss, got {display(compute)}")
+        raise TypeError(f"check_determinism() takes a function of the model that returns the loss, got {display(compute)}")
     inner = unwrapped(model)
     _check(inner)
     passes = [_pass(model, inner, compute) for _ in range(times)]
@@ -100,17 +117,19 @@ def _check(inner: nn.Module) -> None:
     in_parts = any(base.__name__ in _SHARDED for module in inner.modules() for base in type(module).__mro__)
     if in_parts or any(hasattr(parameter, "ds_id") for parameter in inner.parameters()):
         raise TypeError(
-            "replay_step() runs a pass on one rank by itself, and a model in parts (fully_shard(), FSDP1, ZeRO 3, stages of a pipeline) "
+            "check_determinism() runs a pass on one rank by itself, and a model in parts (fully_shard(), FSDP1, ZeRO 3, stages of a "
+            "pipeline) "
             "needs all ranks for a pass: replay it on a model that is not sharded, with the same parameters"
         )
     for module in inner.modules():
         if is_ddp(module):
             raise TypeError(
-                "replay_step() runs a pass on one rank by itself, and DistributedDataParallel inside of the model would exchange with "
+                "check_determinism() runs a pass on one rank by itself, and DistributedDataParallel inside of the model would exchange "
+                "with "
                 "others: wrap the whole model in it, or watch the part below"
             )
     if not any(parameter.requires_grad for parameter in inner.parameters()):
-        raise ValueError("no parameter of the model requires a gradient, so replay_step() has nothing to compare")
+        raise ValueError("no parameter of the model requires a gradient, so check_determinism() has nothing to compare")
 
 
 @contextlib.contextmanager
@@ -119,8 +138,8 @@ def _untouched(*modules: nn.Module) -> Iterator[None]:
 
     def refuse(*_: object) -> None:
         raise ValueError(
-            "replay_step() gives a copy of the model to its function, which called the model itself: write "
-            "replay_step(lambda model: loss_fn(model(x), y)) and use that argument"
+            "check_determinism() gives a copy of the model to its function, which called the model itself: write "
+            "check_determinism(lambda model: loss_fn(model(x), y)) and use that argument"
         )
 
     handles = [module.register_forward_pre_hook(refuse, prepend=True) for module in {id(each): each for each in modules}.values()]
@@ -150,7 +169,8 @@ def _pass(outer: nn.Module, inner: nn.Module, compute: Callable[[nn.Module], Ten
         model = torch_modes.copied_module(inner)
     except Exception as error:
         raise TypeError(
-            f"replay_step() runs on a copy of the model, which cannot be made ({type(error).__name__}: {error}); call it between two steps"
+            f"check_determinism() runs on a copy of the model, which cannot be made ({type(error).__name__}: "
+            f"{error}); call it between two steps"
         ) from error
     devices = {tensor.device for tensor in chain(model.parameters(), model.buffers())}
     with torch.enable_grad(), untouched_rng(), torch_modes.untouched_generators(devices), _untouched(outer, inner):
@@ -158,18 +178,19 @@ def _pass(outer: nn.Module, inner: nn.Module, compute: Callable[[nn.Module], Ten
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else display(loss)
             raise TypeError(
-                f"replay_step() takes a function of the model that returns the loss, a tensor of one element; got {what}"
+                f"check_determinism() takes a function of the model that returns the loss, a tensor of one element; got {what}"
             )
         if not loss.requires_grad:
             raise ValueError(
-                "the loss that replay_step() got has no graph: compute it from the model's output, without no_grad() or inference_mode()"
+                "the loss that check_determinism() got has no graph: compute it from the model's output, without "
+                "no_grad() or inference_mode()"
             )
         loss.backward()  # type: ignore[no-untyped-call]
     tensors: dict[str, Tensor] = {LOSS: loss.detach()}
     tensors.update((name, _plain(parameter.grad)) for name, parameter in model.named_parameters() if parameter.grad is not None)
     if len(tensors) == 1:
         raise ValueError(
-            "the loss that replay_step() got has no gradient of any parameter of the model that its function was given"
+            "the loss that check_determinism() got has no gradient of any parameter of the model that its function was given"
         )
     found: _Found = {}
     for device in {tensor.device for tensor in tensors.values()}:
