@@ -12,7 +12,6 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import (
-    JsonlSink,
     ModuleMonitor,
     MonitorMixin,
     RefinedCoordinateCheck,
@@ -20,6 +19,7 @@ from torch_gradmon import (
     load_run,
     monitor_scaled_dot_product_attention,
 )
+from torch_gradmon.sinks import JsonlSink
 from torch_gradmon.spikes import MedianMad
 
 from .stored_runs import NO_RECORD, VALUES

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_gradmon import ModuleMonitor
+from torch_gradmon import ModuleMonitor, RefinedCoordinateCheck
 from torch_gradmon.core.keys import ATTENTION_SOURCES
 from torch_gradmon.sinks import JsonlSink
 

@@ -51,9 +51,9 @@ def test_mean_standard_deviation_and_sparsity_of_all_gradient_elements() -> None
     assert 0 < values["gradmon/grad_sparsity"] < 1
 
 
-def test_it_comes_beside_a_preset_and_stays_when_that_is_replaced() -> None:
+def test_model_metric_comes_beside_a_preset_once() -> None:
     model = _model()
-    monitor = gradmon.ModuleMonitor(model, preset="minimal", preset="standard")
+    monitor = gradmon.ModuleMonitor(model, preset="minimal")
     monitor.add_model_metric("grad_std")
     monitor.add_model_metric("grad_norm")  # of the preset too: shown once
     _train(monitor, model)
