@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..core import keys as n
 from ..core.errors import display
 from ..core.formatting import ProgressBar, listed, printable
-from ..core.records import StepView, TrainedPart, before_schedule, model_text, trained_parts
+from ..core.records import Chart, Engine, StepView, TrainedPart, before_schedule, model_text, trained_parts
 from ..runs import export as files
 from ..runs.export import TABLES, chosen_steps, frame_of, table_of
 from ..runs.format import is_run
@@ -171,7 +171,7 @@ class Run(RunReader):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def plot(self, kind: str = "heatmap", engine: str = "plotly", **options: Any) -> Any:
+    def plot(self, kind: Chart = "heatmap", *, engine: Engine = "plotly", **options: Any) -> Any:
         """A figure of the run; see :meth:`ModuleMonitor.plot <torch_gradmon.ModuleMonitor.plot>`."""
         from .plots.charts import plot
         from .plots.sources import ValueSource

@@ -202,6 +202,9 @@ def owner_of(path: str, known: Container[str]) -> str:
     return path
 
 
+Pattern = str | re.Pattern[str]
+
+
 def compile_pattern(pattern: str | re.Pattern[str], argument: str = "metric_regex") -> re.Pattern[str]:
     """``pattern`` compiled. Errors name the argument.
 

@@ -418,6 +418,11 @@ _SAME, _ROUNDINGS = 1e-3, 8
 Severity = Literal["error", "warning", "info"]
 
 
+#: Figures of a run, and what draws them.
+Chart = Literal["heatmap", "norm", "update", "depth", "layers"]
+Engine = Literal["plotly", "matplotlib"]
+
+
 class StepView:
     """What is known of one step: of the last one as ``monitor.last_record``, of a stored one as ``run.record(step)``.
 

@@ -14,6 +14,7 @@ from ..core.torch_modes import is_compiling
 from .inspection import name_of
 from .manual_loop import ManualLoop
 from .monitor import ModuleMonitor
+from .runtime import AggregationFunction
 from .steps import Linkable, linked
 
 # --- For modules that log values from their own ``forward`` ---
@@ -160,7 +161,7 @@ class RefinedCoordinateCheck:
         metric_name: str = "l2norm",
         metric_fn: Callable[..., Any] | None = None,
         metric_regex: str | re.Pattern[str] = ".*",
-        metric_aggregation_fn: str | Callable[..., Any] | None = None,
+        metric_aggregation_fn: AggregationFunction = None,
         *,
         every: int = 1,
     ) -> None:

@@ -18,9 +18,9 @@ from ..capture.reference import frozen_copy
 from ..core import keys as n
 from ..core import validation as check
 from ..core.errors import display, nearest
-from ..core.keys import Key
+from ..core.keys import Key, Pattern
 from ..core.loop_mistakes import LoopFinding
-from ..core.records import StepView
+from ..core.records import Chart, Engine, StepView
 from ..core.torch_modes import is_compiling, outside_dispatch_modes
 from ..plugins.clipping import AdaptiveClip
 from ..plugins.setup_check import Checks
@@ -37,9 +37,9 @@ from ..step.summary import KEY_DOCUMENTATION, MicroBatchStats
 from . import inspection
 from .builder import build
 from .manual_loop import ManualLoop, clip_gradients
-from .options import Distributed, Layers, LogTarget, MonitorOptions, OnSpike, Pattern, SpikeCapture
+from .options import Distributed, Layers, LogTarget, MonitorOptions, OnSpike, SpikeCapture
 from .records import RunDirectory
-from .runtime import NO_MODULE, AggregationFunction, MetricFunction, Runtime, at_exit
+from .runtime import NO_MODULE, Aggregation, AggregationFunction, MetricFunction, Runtime, at_exit
 from .steps import unlink
 
 if TYPE_CHECKING:
@@ -65,9 +65,14 @@ def sources(argument: str, given: str | Iterable[str], known: Mapping[str, str])
     return [known[kind] for kind in kinds]
 
 
+Stage = Literal["before_clip", "after_clip", "local"]
+TensorOf = Literal["output", "output_gradient", "input", "input_gradient"]
+AttentionMetric = Literal["entropy", "entropy_normalized", "first_key", "max_logit"]
+
+
 def _targets(given: LogTarget | Sequence[LogTarget], is_muted: bool) -> list[LogTarget]:
     """What ``log_to`` names, checked: names of trackers as the sinks of their active runs, or nothing on a rank that sends none."""
-    targets = list(given) if isinstance(given, (list, tuple)) else [given]
+    targets: list[Any] = list(given) if isinstance(given, (list, tuple)) else [given]
     if not targets:
         return []
     from ..sinks.filtered_sink import adapted, sender
@@ -269,7 +274,7 @@ class ModuleMonitor:
         """The reference module, without wrappers of DDP and torch.compile."""
         return self._runtime.captures.modules.reference.module
 
-    def set_reference_module(self, module: nn.Module | str) -> None:
+    def set_reference_module(self, module: nn.Module | Literal["init"]) -> None:
         """Compare parameters and outputs with those of ``module``, by name, for the difference metrics. It is read live.
 
         On steps with a due metric of :meth:`add_activation_difference_metric`, the reference runs before each training forward of the
@@ -317,7 +322,7 @@ class ModuleMonitor:
         metric_regex: Pattern = ".*",
         metric_aggregation_fn: AggregationFunction = None,
         *,
-        stages: Iterable[str] = ("before_clip", "after_clip"),
+        stages: Stage | Iterable[Stage] = ("before_clip", "after_clip"),
         every: int = 1,
         shardwise: bool = False,
     ) -> None:
@@ -422,7 +427,7 @@ class ModuleMonitor:
         metric_aggregation_fn: AggregationFunction = None,
         *,
         every: int = 1,
-        of: str | Iterable[str] = "output",
+        of: TensorOf | Iterable[TensorOf] = "output",
         split_calls: bool = False,
     ) -> None:
         """Of a module's output in training: ``activation/{module}/{metric}``. Tensors in containers have their path in the name, as
@@ -495,7 +500,7 @@ class ModuleMonitor:
         )
 
     def add_attention_metric(
-        self, metric_name: str, metric_regex: Pattern = ".*", *, heads: bool = False, every: int = 1
+        self, metric_name: AttentionMetric, metric_regex: Pattern = ".*", *, heads: bool = False, every: int = 1
     ) -> None:
         """Of every call of ``F.scaled_dot_product_attention`` in training, without an edit of the model:
         ``attention_{metric}/{module}/min`` and ``/mean`` over the heads, named after the calling module.
@@ -728,7 +733,7 @@ class ModuleMonitor:
 
     def clip_grad_norm_(
         self,
-        max_norm: float | str | AdaptiveClip,
+        max_norm: float | Literal["zclip", "adagc"] | AdaptiveClip,
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
         parameters: Any = None,
@@ -774,7 +779,7 @@ class ModuleMonitor:
         return {record.step: pipeline.publisher.shown(record) for record in pipeline.history.records()}
 
     def log_scalar(
-        self, key: str, value: Any, aggregation_fn: str | Callable[..., Any] | None = None, *, dist_reduce: str | None = None
+        self, key: str, value: Any, aggregation_fn: AggregationFunction = None, *, dist_reduce: Aggregation | None = None
     ) -> None:
         """Log one number under ``key``, merged over micro-batches by ``aggregation_fn`` (by default the mean).
 
@@ -817,7 +822,7 @@ class ModuleMonitor:
         for key, value in values.items():
             self.log_scalar(key, value)
 
-    def log_tensor(self, key: str, tensor: Tensor, aggregation_fn: str | Callable[..., Any] | None = None) -> None:
+    def log_tensor(self, key: str, tensor: Tensor, aggregation_fn: AggregationFunction = None) -> None:
         """Log a tensor as one number: its elements from all calls in the step, merged by ``aggregation_fn`` (by default the mean
         over elements). Outside of a monitored step it does nothing.
 
@@ -891,7 +896,7 @@ class ModuleMonitor:
         """
         return inspection.why(self._runtime, step)
 
-    def plot(self, kind: str = "heatmap", engine: str = "plotly", **options: Any) -> Any:
+    def plot(self, kind: Chart = "heatmap", *, engine: Engine = "plotly", **options: Any) -> Any:
         """A figure of the run so far, for a notebook or a dashboard: ``wandb.log({"heatmap": monitor.plot()})``.
 
         It shows at most 400 of the monitored steps: both ends, those with spikes, and an even choice between. :meth:`Run.plot`

@@ -6,13 +6,14 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict
+from types import ModuleType
+from typing import Any, Literal, Protocol, TypedDict
 
 import torch
 
 from ..core import validation as check
 from ..core.errors import display, nearest
-from ..core.keys import KEY_ORDERS
+from ..core.keys import KEY_ORDERS, Pattern
 from ..core.records import SpikeEvent
 from ..plugins.setup_check import Checks, compiled
 from ..plugins.spike_policy.policy import Rollback, Skip
@@ -23,11 +24,34 @@ from ..step.planner import PRESETS, PresetName
 from ..step.plugin import Plugin
 from ..step.summary import LayerSelection
 
-Pattern = str | re.Pattern[str]
 Layers = Literal["blocks", "top", "all"] | str | re.Pattern[str]
 OnSpike = Literal["warn", "skip", "raise"] | Skip | Rollback | Callable[[SpikeEvent], Any] | None
-#: What :meth:`torch_gradmon.ModuleMonitor.add_sink` takes, the name of a tracker with an active run included.
-LogTarget = Any
+Tracker = Literal["wandb", "trackio", "mlflow"]
+
+
+class HasLog(Protocol):
+    """Takes values as ``log(dict, step=)``, as a W&B or Trackio run, or a sink of :mod:`torch_gradmon.sinks`."""
+
+    @property
+    def log(self) -> Callable[..., object]: ...
+
+
+class HasLogMetrics(Protocol):
+    """Takes values as ``log_metrics(dict, step=)``, as a Lightning logger or a Comet experiment."""
+
+    @property
+    def log_metrics(self) -> Callable[..., object]: ...
+
+
+class HasAddScalar(Protocol):
+    """A ``SummaryWriter`` of TensorBoard."""
+
+    @property
+    def add_scalar(self) -> Callable[..., object]: ...
+
+
+#: What ``add_sink`` takes: a tracker by name, for its active run, or its module; a run, a writer, a function.
+LogTarget = Tracker | HasLog | HasLogMetrics | HasAddScalar | ModuleType | Callable[..., object]
 
 #: Names of the plugins that a monitor brings.
 BUILT_IN_PLUGINS = frozenset(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from ..core import keys as n
 from ..core import validation as check
 from ..core.errors import display, nearest, warn_user
 from ..core.fence import Fence, fenced
-from ..core.keys import GRADIENT, GRADIENT_BEFORE_CLIP
+from ..core.keys import GRADIENT, GRADIENT_BEFORE_CLIP, Pattern
 from ..core.loop_mistakes import LoopFinding
 from ..core.records import Metric, StepRecord
 from ..core.torch_modes import outside_dispatch_modes
@@ -420,8 +419,8 @@ class LoopConnection:
 
 
 MetricFunction = Callable[..., Any] | None
-Pattern = str | re.Pattern[str]
-AggregationFunction = str | Callable[..., Any] | None
+Aggregation = Literal["mean", "sum", "min", "max"]
+AggregationFunction = Aggregation | Callable[..., Any] | None
 
 #: Suffixes that the tensors of an attention module add to its name.
 _SUFFIXES = {n.ACTIVATION: ("", *(f"{head}.{of}" for head in ("", ".head_0") for of in ("query", "key", "value", "activation")))}

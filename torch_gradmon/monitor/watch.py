@@ -13,15 +13,17 @@ from torch import nn
 from ..capture.compiled import unwrapped
 from ..core import validation as check
 from ..core.errors import SpikeError, warn_user
+from ..core.keys import Pattern
 from ..plugins.setup_check import Checks, card
 from ..step.model_index import GradientSource, ModelIndex, PartFacts, WholeModel
 from ..step.planner import PresetName, source_for
 from ..step.plugin import Plugin
 from .monitor import ModuleMonitor
-from .options import Distributed, Layers, LogTarget, OnSpike, Pattern, WatchOptions
+from .options import Distributed, Layers, LogTarget, OnSpike, WatchOptions
 from .runtime import Runtime
 
 if TYPE_CHECKING:
+    from torch.distributed.pipelining.schedules import _PipelineSchedule
     from typing_extensions import Unpack
 
 
@@ -217,7 +219,7 @@ class Steps(Protocol):
 
 
 def watch(
-    model: nn.Module,
+    model: nn.Module | _PipelineSchedule,
     *optimizers: Steps,
     preset: PresetName = "standard",
     layers: Layers | None = None,
@@ -277,21 +279,22 @@ def watch(
     named: Sequence[Any] = optimizers
     parts: PipelineParts | None = None
     source: GradientSource | None = None
+    watched: Any = model
     if check.is_schedule(model):
-        model, source = parts, _ = stages_of(model, named)
-    check.module(model)
-    if check.is_deepspeed(model):
+        watched, source = parts, _ = stages_of(model, named)
+    check.module(watched)
+    if check.is_deepspeed(watched):
         from .deepspeed import unpacked
 
-        model, named, source = unpacked(model, optimizers)
+        watched, named, source = unpacked(watched, optimizers)
     check.grad_scaler(scaler)
     if start_step is not None:
         check.step_number("start_step", start_step)
-    check.optimizers(model, named, source_for(model, source))
+    check.optimizers(watched, named, source_for(watched, source))
     # the user's function may raise, so it runs before the monitor exists
     check.cadence(None if callable(every) else every, every if callable(every) else None)(start_step or 0)
     monitor = made(
-        model if parts is None else None,
+        watched if parts is None else None,
         source,
         preset=preset,
         layers=layers,

@@ -23,7 +23,7 @@ from ..capture.hooks import Handles, Hook, ModuleHook
 from ..capture.module_values import tensors_of
 from ..core import validation as check
 from ..core.errors import WarningLog, display
-from ..core.keys import GRADIENT, compile_pattern
+from ..core.keys import GRADIENT, Pattern, compile_pattern
 from ..core.loop_mistakes import EXPECTATION, SETUP_MISTAKES, LoopFinding
 from ..core.records import StatsTable, StepRecord, TrainedPart, trained_parts
 from ..core.torch_modes import SharedContext
@@ -108,7 +108,6 @@ def compiled(name: str, pattern: Pattern | None) -> re.Pattern[str] | None:
     return None if pattern is None else compile_pattern(pattern, name)
 
 
-Pattern = str | re.Pattern[str]
 #: Monitored steps after which a parameter that should train must have had a gradient.
 _PATIENCE = 8
 
