@@ -139,7 +139,7 @@ def _change(dice: random.Random) -> dict[str, Any]:
     if dice.random() < 0.6:
         change["steps"] = dice.randrange(1, 12)
     if dice.random() < 0.3:
-        change["from_step"] = dice.randrange(STEPS)
+        change["first"] = dice.randrange(STEPS)
     return change
 
 

@@ -739,8 +739,8 @@ def recorded(rank: int, directory: str, every: int) -> None:
     """A run with a spike in step 100, with a cadence and a recorder or without."""
     model = wrapped("fsdp2")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    arguments = {"every": every, "flight_recorder": 4} if every > 1 else {}
-    monitor = gradmon.watch(model, optimizer, on_spike=None, run_dir=f"{directory}/{every}", **arguments)  # type: ignore[arg-type]
+    arguments = {"every": every, "spike_capture": gradmon.SpikeCapture(before=4)} if every > 1 else {}
+    monitor = watch_with(model, optimizer, on_spike=None, run_dir=f"{directory}/{every}", **arguments)  # type: ignore[arg-type]
     for step in range(112):
         optimizer.zero_grad()
         (model(torch.ones(4, 5)).square().mean() * (100 if step == 100 else 1)).backward()

@@ -196,7 +196,7 @@ def test_large_and_small_tensors_of_one_step(metrics: tuple[str, ...]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), Halves(), nn.Linear(64, 64))
     twin = Twin(model)
-    optimizer, monitor = watched(model, *KINDS, metrics=metrics, eps=0.25)
+    optimizer, monitor = watched(model, *KINDS, metrics=metrics, zero_threshold=0.25)
     for step, sizes in enumerate([(900, 3, 2100, 1500), (1000, 1000, 1), (2100,)]):
         twin.values.clear()
         for size in sizes:

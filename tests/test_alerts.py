@@ -204,7 +204,8 @@ def test_a_signal_calls_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     got: list[Alert] = []
     now = [0.0]
     monkeypatch.setattr(alerts.time, "monotonic", lambda: now[0])
-    sink = AlertSink(got.append, run="r")
+    sink = AlertSink(got.append)
+    sink.connect("r", list)
     for step, seconds in enumerate((0.0, 1.0, 30.0, 61.0)):
         now[0] = seconds
         sink.log_spike(SpikeEvent(step, "grad_norm", 1.0, 9.0, 5.0, "large", where="a.weight (9 times)"), f"step {step}")
@@ -225,7 +226,8 @@ def test_a_signal_calls_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_findings_come_once_for_each_rule() -> None:
     got: list[Alert] = []
     found: list[LoopFinding] = []
-    sink = AlertSink(got.append, on=["finding"], findings=lambda: found)
+    sink = AlertSink(got.append, on=["finding"])
+    sink.connect("", lambda: found)
     sink.log({}, 0)
     found.append(LoopFinding("unheard-of", 3, 3, 1, ("a", "b")))
     for step in (1, 2):

@@ -587,7 +587,8 @@ def test_the_environment_can_make_everything_inert(monkeypatch: pytest.MonkeyPat
     monitor.log_scalar("loss", 1.0)
     optimizer.step()
     monitor.end_step()
-    assert monitor.get_step_metrics() == monitor.get_all_metrics() == monitor.last_record.missing == {}
+    assert monitor.get_step_metrics() == monitor.get_all_metrics() == {}
+    assert monitor.last_record is None
     assert _hooked(model) == 0
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert not optimizer._optimizer_step_pre_hooks

@@ -178,7 +178,7 @@ def test_from_within_it_begins_with_the_next_step_and_ends_by_itself() -> None:
     assert loop.monitor.last_record.override is None
     loop.monitor.override(every=1, preset="full", steps=4)
     loop.go(3)
-    assert loop.monitor.last_record.override == DetailRequest(1, "full", 1, None, 1)
+    assert loop.monitor.last_record.override == DetailRequest(1, "full", 1, None, 1).facts()
     assert set(loop.tables) >= {"activation", "gradient", "parameter"}
     assert any(key.source == "optimizer" for key in loop.monitor._runtime.pipeline.last.values)  # type: ignore[union-attr]
     loop.go(1)
@@ -412,7 +412,7 @@ def test_the_environment_makes_it_inert(monkeypatch: pytest.MonkeyPatch, tmp_pat
     model = nn.Linear(2, 1)
     monitor = gradmon.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), run_dir=tmp_path / "run")
     monitor.override(every=1, preset="full")
-    assert monitor.last_record.override is None
+    assert monitor.last_record is None
     assert not (tmp_path / "run").exists()
     with pytest.raises(ValueError, match="every=0"):
         monitor.override(every=0)

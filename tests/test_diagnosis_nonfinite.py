@@ -230,9 +230,7 @@ def test_nan_in_the_batch_is_a_fault_of_the_input() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_nan_in_the_first_output_leads_to_the_batch() -> None:
-    (found,) = (
-        each for each in _with_bad_batch(None, "full", checks=gradmon.Checks(data=False)).findings if each.severity == "error"
-    )
+    (found,) = (each for each in _with_bad_batch(None, "full", check_data=False).findings if each.severity == "error")
     assert (found.rule, found.where) == ("non-finite-activation", "0")
     assert "the batch" in found.cause
     assert "torch.isfinite" in found.advice
@@ -242,7 +240,7 @@ def test_nan_in_the_first_output_leads_to_the_batch() -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("check_data", [False, True])
 def test_steps_skipped_for_nan_are_information(check_data: bool) -> None:
-    diagnosis = _with_bad_batch("skip", checks=gradmon.Checks(data=check_data))
+    diagnosis = _with_bad_batch("skip", check_data=check_data)
     assert diagnosis.healthy
     (skipped,) = (finding for finding in diagnosis.findings if finding.rule == "steps-skipped")
     assert (skipped.severity, skipped.steps) == ("info", (AT, AT))
@@ -276,7 +274,7 @@ def _game(
     torch.manual_seed(0)
     parts = nn.ModuleDict({"maker": nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4)), "judge": Net()})
     of_judge, of_maker = (torch.optim.Adam(parts[name].parameters(), 1e-3) for name in ("judge", "maker"))
-    options: dict[str, Any] = {"preset": preset, "run_dir": path, "on_spike": on_spike, "check_data": False}
+    options: dict[str, Any] = {"preset": preset, "run_dir": path, "on_spike": on_spike, "checks": gradmon.Checks(data=False)}
     if apart:
         monitor = gradmon.watch(parts[apart], {"judge": of_judge, "maker": of_maker}[apart], **options)
     else:

@@ -334,7 +334,7 @@ def test_a_loss_that_is_solved_may_have_no_gradient() -> None:
 
 
 @pytest.mark.parametrize(
-    ("largest", "zero_count", "found"),
+    ("largest", "zeros", "found"),
     [(3 * 2.0**-24, 0.9, True), (3 * 2.0**-24, 0.1, False), (2.0**-10, 0.9, False), (3.3 * 2.0**-24, 0.9, False)],
 )
 def test_gradients_that_were_float16_and_too_small(largest: float, zeros: float, found: bool) -> None:

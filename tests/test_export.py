@@ -232,7 +232,7 @@ def test_one_group_has_one_learning_rate_and_a_scale_has_a_column(tmp_path: Path
         )
     store.close()
     files = load_run(tmp_path).export(tmp_path / "out.csv")
-    columns = "step source name norm rms mean std max min_value max_value l1 sparsity zeros nonfinite count"
+    columns = "step source name norm rms mean std max min_value max_value l1_norm sparsity zero_count nonfinite_count count"
     assert files[0].read_text() == ",".join(f'"{column}"' for column in columns.split()) + "\n"
     assert files[1].read_text().splitlines() == [
         '"step","time","applied","lr","amp_scale","x","tags","events","context"',

@@ -242,12 +242,14 @@ def test_a_late_signal_brings_the_steps_too() -> None:
 
 @pytest.mark.parametrize("value", [-1, 1.5, True, "3"])
 def test_what_is_no_number_of_steps_is_refused(value: Any) -> None:
-    with pytest.raises(ValueError, match=rf"flight_recorder={value!r} must be a positive int, or 0 for none"):
+    with pytest.raises(ValueError, match=rf"before={value!r} must be a positive int, or 0 for none"):
         ModuleMonitor(spike_capture=gradmon.SpikeCapture(before=value))
 
 
 def test_a_budget_and_a_recorder_exclude_each_other() -> None:
-    with pytest.raises(ValueError, match=r"flight_recorder=8 measures every step, so max_overhead=0\.01 could save nothing"):
+    with pytest.raises(
+        ValueError, match=r"SpikeCapture\(before=8\) measures every step, so max_overhead=0\.01 could save nothing"
+    ):
         ModuleMonitor(spike_capture=gradmon.SpikeCapture(before=8), max_overhead=0.01)
 
 

@@ -94,7 +94,7 @@ def _train(kind: str, watched: bool, micro_batches: int = 2) -> tuple[dict[str, 
     monitor = None
     if watched:
         options = {"gradient_source": Scaled(wrapper)} if kind == "scaled" and wrapper is not None else {}
-        monitor = gradmon.watch(model, optimizer, **options)
+        monitor = watch_with(model, optimizer, **options)
         _measured(monitor)
     values = []
     batches = _batches(6 * micro_batches)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
+from tests.watching import watch_with
 from torch_gradmon.monitor.optimizer_hooks import IdleStretch
 from torch_gradmon.plugins import Plugin
 from torch_gradmon.plugins.loop_audit import plugin
@@ -48,7 +49,7 @@ class Loop:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
         self.optimizer = optimizer(self.model.parameters(), lr=0.01)
-        self.monitor = gradmon.watch(self.model, self.optimizer, every=every, **options)
+        self.monitor = watch_with(self.model, self.optimizer, every=every, **options)
         self.records: list[int] = []
         self.monitor.add_sink(lambda values, step: self.records.append(step))
 
@@ -292,7 +293,9 @@ def test_closures_are_followed(counted: list[int]) -> None:
     assert loop.records == list(range(0, 60, 10))
 
 
-@pytest.mark.parametrize("options", [{"on_spike": "skip"}, {"max_overhead": 0.5}, {"flight_recorder": 4}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"on_spike": "skip"}, {"max_overhead": 0.5}, {"spike_capture": gradmon.SpikeCapture(before=4)}], ids=str
+)
 def test_plugins_that_need_idle_steps_get_them(options: dict[str, Any], counted: list[int]) -> None:
     loop = Loop(every=10, **options).go(60)
     assert not counted

@@ -97,7 +97,7 @@ def test_a_second_training_of_the_model_goes_on_and_another_model_gets_another_m
     second = watching.begin(other, [_optimizer(other)])  # though nobody ended the first
     assert second is not first
     _step(model, optimizer)
-    assert first.step == 1, "the first one follows no more"
+    assert first.current_step == 1, "the first one follows no more"
 
 
 def test_a_state_goes_on_where_it_was_taken_and_one_that_does_not_fit_is_left_with_a_warning() -> None:
@@ -156,8 +156,7 @@ def test_the_last_step_and_its_spikes_are_those_of_the_step_that_ended_last() ->
     monitor = gradmon.watch(model, optimizer, on_spike=None, every=2)
     monitor.add_detector(gradmon.SpikeDetector(lambda norm: norm > 100))
     monitor.add_detector(gradmon.SpikeDetector(lambda loss: loss > 5, signal="loss"))
-    assert monitor.last_record.step is None
-    assert monitor.last_record.spikes == ()
+    assert monitor.last_record is None
     found = []
     for step, (scale, loss) in enumerate([(1, 1), (1, 1), (1000, 1), (1, 1), (1, 9), (1, 1), (1000, 9), (1, 1)]):
         _step(model, optimizer, step, scale=scale)

@@ -280,11 +280,12 @@ def test_a_detector_measures_what_it_judges(signal: str) -> None:
 def test_a_preset_that_is_added_within_a_step_shows_nothing_of_the_part_that_was_measured() -> None:
     model = _model()
     optimizer, names = _optimizer(model), [name for name, _ in model.named_parameters()]
-    monitor = ModuleMonitor(model, preset="standard")
+    monitor = ModuleMonitor(model)
     monitor.add_gradient_metric("norm", metric_regex="head")
     monitor.add_parameter_metric("max")
     monitor.attach(optimizer)
     model(torch.randn(5, 4)).square().mean().backward()
+    monitor._runtime.use_preset("standard")
     optimizer.step()
     optimizer.zero_grad()
     values, missing = monitor.get_step_metrics(), monitor.last_record.missing

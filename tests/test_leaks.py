@@ -145,7 +145,11 @@ def metric(kind: str, **options: Any) -> Callable[[Loop], Any]:
         monitor = loop.bare()
         if "difference" in kind or "coordinate" in kind:
             monitor.set_reference_module("init")
-        getattr(monitor, f"add_{kind}_metric")("mine", loop.gives(torch.ones(())), **options)
+        own = loop.gives(torch.ones(()))
+        if kind == "coordinate":
+            gradmon.RefinedCoordinateCheck(monitor, "mine", own, **options)
+        else:
+            getattr(monitor, f"add_{kind}_metric")("mine", own, **options)
         monitor.attach(loop.optimizer)
 
     return add

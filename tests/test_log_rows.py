@@ -68,7 +68,7 @@ def test_the_largest_losses_of_each_step_are_in_the_run_directory(micro: int, na
         assert found["ids"] == [f"row {i}" if names == "text" else i for i, _ in expected]
         assert found["losses"] == pytest.approx([loss for _, loss in expected])
         assert found["sum"] == pytest.approx(sum(rows.values()))
-        assert (found["count"], found["nonfinite_count"]) == (16 * micro, 0)
+        assert (found["count"], found["nonfinite"]) == (16 * micro, 0)
 
 
 def test_a_spike_names_the_row_that_makes_it() -> None:

@@ -24,6 +24,7 @@ import torch_gradmon as gradmon
 from tests.live_training import LAYER, train
 from tests.stored_runs import rewritten, timed
 from torch_gradmon.analysis.diagnosis import Diagnosis, Finding
+from torch_gradmon.analysis.diagnosis.diagnose import diagnose
 from torch_gradmon.analysis.many_runs import next_action, run_card, status_dict
 from torch_gradmon.analysis.run import load_run
 from torch_gradmon.cli.main import main
@@ -193,7 +194,7 @@ def test_status_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "there is no run" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("read", [load_run, gradmon.diagnose, lambda path: gradmon.diff_runs(path, path)])
+@pytest.mark.parametrize("read", [load_run, diagnose, lambda path: gradmon.diff_runs(path, path)])
 def test_load_run_of_a_directory_of_runs_names_those(read: Callable[[Path], object], root: Path) -> None:
     with pytest.raises(FileNotFoundError, match=rf"no run in .* itself; below it: .*{re.escape(str(root / 'lr-0.01'))}"):
         read(root)

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_gradmon as gradmon
+from tests.watching import watch_with
 from torch_gradmon import ModuleMonitor
 
 from . import loops
@@ -83,7 +84,7 @@ def test_a_mode_sees_nothing_of_what_acts_on_spikes_and_records_between_monitore
         model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         with mode() as around:
-            monitor = gradmon.watch(model, optimizer, preset="full", **options) if options else None
+            monitor = watch_with(model, optimizer, preset="full", **options) if options else None
             if monitor is not None:
                 monitor.set_reference_module("init")
                 monitor.add_gradient_metric("norm", stages=("local",))
@@ -107,7 +108,7 @@ def test_a_mode_sees_nothing_of_what_acts_on_spikes_and_records_between_monitore
         return around.seen  # type: ignore[no-any-return]
 
     expected = run()
-    for options in ({"on_spike": "skip"}, {"every": 3, "flight_recorder": 2}):
+    for options in ({"on_spike": "skip"}, {"every": 3, "spike_capture": gradmon.SpikeCapture(before=2)}):
         seen = run(**options)
         first = next((i for i, (a, b) in enumerate(zip(seen, expected, strict=False)) if a != b), 0)
         assert seen == expected, (options, seen[max(first - 3, 0) : first + 5], expected[max(first - 3, 0) : first + 5])

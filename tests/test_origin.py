@@ -189,7 +189,7 @@ def test_the_closer_look_is_taken_for_some_steps_and_leaves_nothing_behind() -> 
 
 
 def test_without_a_closer_look_nothing_more_is_measured() -> None:
-    sources, _, _ = by_hand(FORWARD, spike_capture=gradmon.SpikeCapture(after=0))
+    sources, _, _ = by_hand(FORWARD, post_spike_steps=0)
     assert not any(ACTIVATION in of for of in sources)
 
 

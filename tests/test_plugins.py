@@ -16,7 +16,7 @@ import torch_gradmon as gradmon
 from torch_gradmon import GradmonWarning, ModuleMonitor, SpikeError
 from torch_gradmon.core.moments import Column
 from torch_gradmon.core.records import StepRecord
-from torch_gradmon.monitor.builder import BUILT_IN_PLUGINS
+from torch_gradmon.monitor.options import BUILT_IN_PLUGINS
 from torch_gradmon.plugins import ActiveStep, Mode, OptimizerContext, Plugin
 
 from .loops import differences

@@ -76,7 +76,7 @@ class Loop:
     def reasons(self, name: str) -> dict[str, str]:
         """By source and metric, of one parameter or module; sources whose keys are all there are left out."""
         found = {}
-        for key, reason in self.monitor.last_record.missing.items():
+        for key, reason in (self.monitor.last_record.missing if self.monitor.last_record else {}).items():
             source, _, rest = key.partition("/")
             where, _, metric = rest.rpartition("/")
             if where == name:
@@ -399,7 +399,7 @@ TABLE: list[tuple[Callable[[Loop], None], str, dict[str, str]]] = [
     (evaluated_only, "base.weight", {}),
     (asked_for_within_the_step, "base.weight", {"gradient rms": LATE, "gradient_before_clip rms": LATE, "parameter own": LATE}),
     (asked_for_within_the_step, "base", {"activation rms": LATE}),
-    (on_every_second_step, "base.weight", {"parameter l1": "measured on steps divisible by 2"}),
+    (on_every_second_step, "base.weight", {"parameter l1_norm": "measured on steps divisible by 2"}),
     (sparse, "embed.0.weight", {"optimizer exp_avg_norm": "the optimizer keeps no such state for it"}),
 ]
 
@@ -661,7 +661,7 @@ def test_after_a_step_that_was_not_monitored_that_is_the_reason() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monitor = gradmon.watch(model, optimizer, every=2)
     monitor.add_gradient_metric("norm")
-    assert monitor.last_record.missing == {}
+    assert monitor.last_record is None
     for step in range(4):
         optimizer.zero_grad()
         model(torch.ones(1, 3)).sum().backward()

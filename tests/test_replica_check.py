@@ -135,7 +135,7 @@ def test_two_models_with_equal_names_are_compared_each_within_its_group() -> Non
 @pytest.mark.skipif(_ROUNDED, reason="no kernel: stock operations round the bit away")
 @pytest.mark.parametrize(("recorded", "first"), [(0, runs.FOUND_BY), (30, runs.AT)])
 def test_the_flight_recorder_has_the_step_that_was_not_monitored(recorded: int, first: int) -> None:
-    options = {"every": 100, "flight_recorder": recorded}
+    options = {"every": 100, "spike_capture": gradmon.SpikeCapture(before=recorded)}
     for result in on_ranks(2, runs.train, runs.ddp, runs.gradient_flip, options, {}):
         (fact,) = result["facts"]
         # the gradient itself is gone by the check, and only the recorder has had it

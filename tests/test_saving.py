@@ -266,7 +266,7 @@ def test_a_copy_of_a_monitor_watches_nothing(take: Any) -> None:
     loop.step()
     taken = take(monitor)
     assert isinstance(taken, ModuleMonitor)
-    assert (taken.step, taken.get_step_metrics(), taken.last_record.missing, taken.is_monitoring()) == (None, {}, {}, False)
+    assert (taken.current_step, taken.get_step_metrics(), taken.last_record, taken.is_monitoring()) == (None, {}, None, False)
     taken.log_scalar("loss", 1.0)
     taken.detach()
     loop.step()

@@ -205,7 +205,7 @@ def test_a_failing_on_spike_function_does_not_stop_training() -> None:
         raise KeyError("oops")
 
     with pytest.warns(GradmonWarning, match=r"on_spike.*KeyError"):
-        assert _train(40, broken).step == 39
+        assert _train(40, broken).current_step == 39
 
 
 def test_a_nan_gradient_is_told_with_the_layers_that_have_it() -> None:

@@ -15,6 +15,7 @@ from torch_gradmon import ModuleMonitor, load_run, watch
 from torch_gradmon.core.keys import KEY_ORDERS, Key, format_key
 from torch_gradmon.core.moments import VIEWS
 from torch_gradmon.core.records import Block, KeyFormatter, StepValues
+from torch_gradmon.step.plan import checked_aggregation
 
 A, B, C = (Key("gradient", name, "norm") for name in "abc")
 
@@ -220,7 +221,7 @@ def test_a_value_with_the_key_of_a_built_in_that_is_logged_after_the_step_is_sto
         model(torch.ones(1, 3)).sum().backward()
         optimizer.step()
         if step == 1:
-            monitor._runtime.lifecycle.values.log(key, 7.0, None, "")
+            monitor._runtime.lifecycle.values.log(key, 7.0, checked_aggregation(None, "aggregation_fn"), "")
         assert monitor.get_step_metrics()[format_key(key)] == (7.0 if step == 1 else pytest.approx(6**0.5))
     monitor.detach()
     assert load_run(tmp_path).series(format_key(key)) == pytest.approx({0: 6**0.5, 1: 7.0, 2: 6**0.5})

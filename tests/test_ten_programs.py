@@ -62,7 +62,7 @@ def test_attention_norms_go_to_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_tracker_without_an_active_run_is_refused_at_once(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     model, optimizer = made()
-    with pytest.raises(ValueError, match="no W&B run is active: call wandb.init"):
+    with pytest.raises(ValueError, match=r"no W&B run is active: call wandb\.init"):
         gradmon.watch(model, optimizer, log_to="wandb", run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
     with pytest.raises(ValueError, match="'wandbb' is none of wandb, trackio, mlflow; did you mean wandb"):

@@ -109,7 +109,7 @@ def test_nothing_is_recorded_where_there_was_no_step_at_all(tmp_path: Path) -> N
     run = Run(run_dir=tmp_path)
     run.other_turn()
     run.monitor.detach()
-    assert run.monitor.current_step is run.monitor.last_record.step is None
+    assert run.monitor.current_step is run.monitor.last_record is None
     assert (run.monitor.get_all_metrics(), run.sink.rows, run.scored) == ({}, [], [])
     assert list(gradmon.load_run(tmp_path).steps) == []
     assert run.monitor.get_step_counts().attempted == 0
@@ -278,7 +278,7 @@ def test_counts_of_interrupted_steps_are_resumed() -> None:
     other = ModuleMonitor(model, preset="standard")
     other.attach(optimizer)
     other.load_state_dict(state)
-    assert (other.counts.interrupted, other.counts.overflowed) == (1, 0)
+    assert (other.get_step_counts().interrupted, other.get_step_counts().overflowed) == (1, 0)
 
 
 @pytest.mark.parametrize("accepts", [True, False])

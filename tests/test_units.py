@@ -132,7 +132,7 @@ def test_what_the_units_of_a_layer_are(kind: str) -> None:
 
 
 def test_nan_is_alive_and_eps_itself_is_silent() -> None:
-    model, monitor = monitored(Scale(), eps=0.25)
+    model, monitor = monitored(Scale(), zero_threshold=0.25)
     above = math.nextafter(0.25, 1.0)
     column = torch.tensor([[0.25, -0.25, above, -above, math.nan, math.inf, 0.0, -0.0]], dtype=torch.float64)
     for number in range(WINDOW):
@@ -142,7 +142,7 @@ def test_nan_is_alive_and_eps_itself_is_silent() -> None:
 
 @pytest.mark.parametrize(("eps", "dtype"), [(0.1, torch.float32), (1e-8, torch.bfloat16), (0.3, torch.bfloat16)], ids=str)
 def test_a_unit_is_alive_above_eps_as_real_numbers_compare(eps: float, dtype: torch.dtype) -> None:
-    model, monitor = monitored(Scale().to(dtype), eps=eps)
+    model, monitor = monitored(Scale().to(dtype), zero_threshold=eps)
     x = torch.tensor([[0.0, eps]], dtype=dtype)
     assert float(x[0, 1]) > eps
     for number in range(WINDOW):

@@ -190,7 +190,7 @@ class ModuleMonitor:
         logger: object = None,
         cpu_offload: bool = False,
     ) -> None:
-        if module is not None and not isinstance(module, nn.Module) and callable(module) and monitor_step_fn is None:
+        if callable(module) and not isinstance(module, (nn.Module, type)) and monitor_step_fn is None:
             module, monitor_step_fn = None, module
         options = MonitorOptions(
             preset=preset,

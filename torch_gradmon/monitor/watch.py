@@ -23,7 +23,7 @@ from .options import Distributed, Layers, LogTarget, OnSpike, WatchOptions
 from .runtime import Runtime
 
 if TYPE_CHECKING:
-    from torch.distributed.pipelining.schedules import _PipelineSchedule
+    from torch.distributed.pipelining.schedules import _PipelineSchedule as PipelineSchedule
     from typing_extensions import Unpack
 
 
@@ -219,7 +219,7 @@ class Steps(Protocol):
 
 
 def watch(
-    model: nn.Module | _PipelineSchedule,
+    model: nn.Module | PipelineSchedule,
     *optimizers: Steps,
     preset: PresetName = "standard",
     layers: Layers | None = None,

@@ -80,10 +80,10 @@ def detail_request(
             check.positive_int(name, value)
     if preset is not None:
         check.one_of("preset", preset, _PRESETS)
-    for name, value in (("from_step", first), ("number", number)):
+    for name, value in (("first", first), ("number", number)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
             raise ValueError(f"{name}={value!r} must be a whole number of at least 0")
-    for name, value in (("every", every), ("steps", steps), ("from_step", first), ("number", number)):
+    for name, value in (("every", every), ("steps", steps), ("first", first), ("number", number)):
         if isinstance(value, int) and value >= _LARGEST:
             raise ValueError(f"{name}={display(value)} is too large; no training has that many steps")
     return DetailRequest(every, preset, steps, first, number)  # type: ignore[arg-type]

@@ -35,7 +35,7 @@ class DeterminismReport(ShownAsText):
         losses: of each pass.
         odd: the number of the pass that is unlike all others, from 0; empty for any other verdict than ``"one-off"``.
         differing: what differs between passes: ``"loss"``, and names of parameters whose gradients differ, in the order of the model.
-        compared: number of gradients that were compared; 0 where ``GRADMON_DISABLE`` is set, and nothing was run.
+        compared: number of gradients that were compared.
         verdict: ``"equal"``; ``"one-off"``: one pass is unlike all before and after it, as after an error of the hardware;
             ``"changed"``: from some pass on all are alike, and unlike those before; ``"non-deterministic"``: passes differ again and
             again. The last two are no sign of faulty hardware.
@@ -48,8 +48,6 @@ class DeterminismReport(ShownAsText):
     verdict: str
 
     def __str__(self) -> str:
-        if not self.losses:
-            return "nothing was run: GRADMON_DISABLE is set"
         passes, what = f"{len(self.losses)} passes over one batch", f"the loss and {self.compared:,} gradients"
         if self.verdict == "equal":
             return f"{passes} gave the same bits: {what}"
