@@ -19,9 +19,8 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
-from torch_gradmon.analysis.diagnosis.diagnose import diagnose
 from torch_gradmon.analysis.many_runs import run_card
-from torch_gradmon.analysis.run import load_run
+from torch_gradmon.analysis.run import diagnose, load_run
 from torch_gradmon.runs import format as f
 from torch_gradmon.runs.log import LogReader, framed
 

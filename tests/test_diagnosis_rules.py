@@ -429,7 +429,7 @@ def test_matrices_that_rounding_keeps_still_are_part_of_one_finding() -> None:
 
 
 @pytest.mark.parametrize(
-    ("zero_count", "kind", "loss", "expected"),
+    ("zeros", "kind", "loss", "expected"),
     [
         (0.97, "ReLU", flat, [("warning", "dead-units")]),
         (0.97, "ReLU", falls, [("info", "dead-units")]),
@@ -444,7 +444,7 @@ def test_dead_units_by_their_outputs(
     assert _rules(check_units(run)) == expected
 
 
-@pytest.mark.parametrize(("zero_count", "below", "severity"), [(1.0, 0.0, "warning"), (0.99, 0.0, "info"), (1.0, 0.1, "info")])
+@pytest.mark.parametrize(("zeros", "below", "severity"), [(1.0, 0.0, "warning"), (0.99, 0.0, "info"), (1.0, 0.1, "info")])
 def test_a_layer_of_which_no_unit_fires_matters_where_it_keeps_all_gradients(zeros: float, below: float, severity: str) -> None:
     run = history(
         loss=falls,

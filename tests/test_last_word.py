@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
-from torch_gradmon.analysis.diagnosis.diagnose import diagnose
+from torch_gradmon.analysis.run import diagnose
 
 pytestmark = pytest.mark.thorough
 

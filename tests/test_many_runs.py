@@ -24,9 +24,8 @@ import torch_gradmon as gradmon
 from tests.live_training import LAYER, train
 from tests.stored_runs import rewritten, timed
 from torch_gradmon.analysis.diagnosis import Diagnosis, Finding
-from torch_gradmon.analysis.diagnosis.diagnose import diagnose
 from torch_gradmon.analysis.many_runs import next_action, run_card, status_dict
-from torch_gradmon.analysis.run import load_run
+from torch_gradmon.analysis.run import diagnose, load_run
 from torch_gradmon.cli.main import main
 from torch_gradmon.core.keys import Key
 

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import GradmonWarning, ModuleMonitor, load_run
-from torch_gradmon.analysis.diagnosis.diagnose import diagnose
 from torch_gradmon.analysis.many_runs import run_card
+from torch_gradmon.analysis.run import diagnose
 from torch_gradmon.core import torch_modes
 from torch_gradmon.core.keys import Key
 from torch_gradmon.core.moments import Column

@@ -26,9 +26,8 @@ import pytest
 
 from tests.live_training import LAYER, train
 from tests.stored_runs import NO_RECORD, VALUES, rewritten
-from torch_gradmon.analysis.diagnosis.diagnose import diagnose
 from torch_gradmon.analysis.many_runs import differing, run_card
-from torch_gradmon.analysis.run import find_runs, load_run
+from torch_gradmon.analysis.run import diagnose, find_runs, load_run
 from torch_gradmon.runs.log import LogReader
 
 for package in ("plotly", "jinja2"):

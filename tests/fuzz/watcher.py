@@ -174,12 +174,9 @@ class Watcher(Observer):
 
     def poll(self) -> None:
         monitor = self._monitor
-        poll = Poll(
-            monitor.last_record.step,
-            monitor.get_step_metrics(),
-            monitor.last_record.missing,
-            monitor.last_record.top_gradients(3),
-        )
+        last = monitor.last_record
+        known = (None, {}, []) if last is None else (last.step, last.missing, last.top_gradients(3))
+        poll = Poll(known[0], monitor.get_step_metrics(), *known[1:])
         self.seen.polls.append(poll)
         repr(monitor), monitor.describe_metrics(), monitor.get_step_counts()  # which must be of no consequence
 
@@ -202,11 +199,12 @@ def made(p: Program, loop: Loop, place: Path, events: list[Any]) -> ModuleMonito
     }
     options |= {"layers": p.layers} if p.layers else {}
     options |= {"run_dir": place / "run"} if p.run_dir else {}
-    options |= {"flight_recorder": p.flight_recorder} if p.flight_recorder else {}
     options |= {"max_overhead": p.max_overhead} if p.max_overhead else {}
-    more: dict[str, Any] = {"post_spike_steps": p.post_spike_steps} if p.post_spike_steps != 3 else {}
-    more |= {"eps": p.eps} if p.eps != 1e-8 else {}
-    more |= {"update_sample": int(p.update_sample) if p.update_sample.isdigit() else p.update_sample} if p.update_sample else {}
+    capture = gradmon.SpikeCapture(before=p.flight_recorder, after=p.post_spike_steps)
+    more: dict[str, Any] = {"spike_capture": capture} if capture != gradmon.SpikeCapture() else {}
+    more |= {"zero_threshold": p.eps} if p.eps != 1e-8 else {}
+    if p.update_sample:
+        more |= {"max_update_rows": int(p.update_sample)} if p.update_sample.isdigit() else {"update_regex": p.update_sample}
     more |= {"key_order": "metric_first"} if p.style == "metric_first" else {"prefix": p.style} if p.style else {}
     more |= {"format_module_name_fn": p.name} if p.names == "renamed" else {"excluded_modules_regex": p.names} if p.names else {}
     if p.preset != "none" and not more and p.attached and not p.start_step:

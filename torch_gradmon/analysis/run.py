@@ -16,7 +16,7 @@ from ..runs import export as files
 from ..runs.export import TABLES, chosen_steps, frame_of, table_of
 from ..runs.format import is_run
 from ..runs.reader import RunReader, single_threaded
-from ..spikes.attribution import REMEMBERED, GradientNormHistory, ParameterAttribution
+from ..spikes.attribution import ParameterAttribution
 from ..step.summary import top_shares
 
 if TYPE_CHECKING:
@@ -103,12 +103,10 @@ class Run(RunReader):
         Raises:
             KeyError: the step is not in the run.
         """
+        from .diagnosis.history import suspects
+
         self._check_step(step)
-        gradients = GradientNormHistory()
-        for number in [number for number in self.steps if number <= step][-REMEMBERED:]:
-            tables = {source: self.table(source, number) for source in (n.GRADIENT_BEFORE_CLIP, n.GRADIENT)}
-            gradients.add(number, {source: table for source, table in tables.items() if table is not None})
-        return gradients.suspects(step)
+        return suspects(self, step)
 
     @property
     def model_text(self) -> str:
@@ -272,6 +270,12 @@ class Run(RunReader):
         found = table_of(frame_of(self, table, sources, first, last), "to_pandas()", "pyarrow", "pandas")
         with single_threaded():
             return found.to_pandas()
+
+
+def diagnose(path: str | os.PathLike[str]) -> Diagnosis:
+    """The same as :meth:`Run.diagnose` of the run in ``path``, which is closed again."""
+    with load_run(path) as run:
+        return run.diagnose()
 
 
 # --- The runs below a directory ---

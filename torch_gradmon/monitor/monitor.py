@@ -216,10 +216,13 @@ class ModuleMonitor:
             history=history,
             gradient_source=gradient_source,
         )
+        self._build(options, module, log_to)  # type: ignore[arg-type]
+
+    def _build(self, options: MonitorOptions, module: nn.Module | None, log_to: LogTarget | Sequence[LogTarget]) -> None:
         targets = _targets(log_to, Ranks(options.ranks.process_group).is_muted(options.ranks.log_on_all_ranks))
-        self._runtime = build(options, module)  # type: ignore[arg-type]
-        if preset is not None:
-            self._runtime.use_preset(preset)
+        self._runtime = build(options, module)
+        if options.preset is not None:
+            self._runtime.use_preset(options.preset)
         self._introduce()
         for target in targets:
             self.add_sink(target)
@@ -387,7 +390,7 @@ class ModuleMonitor:
         Further built-in: ``ratio``, the norm of the update over that of the parameter before it, ``angle`` in radians between the parameter
         before and after, and ``growth`` of its norm; all absent for a zero parameter.
         On the steps that measure it, the parameters of an optimizer are copied while it steps. ``every`` makes these steps rarer, and
-        ``update_sample`` of the monitor limits the copy.
+        ``max_update_rows`` and ``update_regex`` of the monitor limit the copy.
 
         Args:
             metric_name, metric_fn, metric_regex, metric_aggregation_fn, every, shardwise: see the class.

@@ -53,8 +53,8 @@ def last_word(path: str | os.PathLike[str]) -> str:
     Raises:
         OSError, ValueError: the run cannot be read.
     """
-    from ..analysis.diagnosis.diagnose import diagnose
     from ..analysis.diagnosis.findings import SEVERITIES
+    from ..analysis.run import diagnose
     from ..runs.reader import single_threaded
 
     with outside_dispatch_modes(), single_threaded():

@@ -14,10 +14,9 @@ from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 from mcp.types import ToolAnnotations
 
-from ..analysis.diagnosis.diagnose import diagnose
 from ..analysis.diff import diff_runs
 from ..analysis.many_runs import next_action, run_card, status_dict
-from ..analysis.run import find_runs, load_run
+from ..analysis.run import diagnose, find_runs, load_run
 from ..analysis.spike_report import explain
 from ..core.errors import nearest
 from ..core.formatting import placed, printable_lines, strict

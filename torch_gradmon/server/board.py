@@ -9,10 +9,9 @@ import threading
 import time
 from pathlib import Path
 
-from ..analysis.diagnosis.diagnose import diagnose
 from ..analysis.diagnosis.findings import Diagnosis
 from ..analysis.many_runs import RunCard, run_card
-from ..analysis.run import find_runs, is_below
+from ..analysis.run import diagnose, find_runs, is_below
 from ..core.errors import error_text
 from ..runs.format import version
 from ..runs.log import reading_within

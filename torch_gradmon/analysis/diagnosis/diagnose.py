@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import replace
 
-from ..run import load_run
 from .findings import Diagnosis, Finding, NotMeasured
 from .history import History
 from .rules.depth import check_attention, check_clipping, check_depth, check_spikes
@@ -70,16 +67,3 @@ def diagnose_history(history: History) -> Diagnosis:
         unseen["beginning"] = unknown
     told = [replace(finding, advice=history.advice.in_terms(finding.advice)) for finding in findings]
     return Diagnosis.of(told, history.span, unseen)
-
-
-def diagnose(path: str | os.PathLike[str]) -> Diagnosis:
-    """Find what is wrong with the run in the directory ``path``; the run may have ended, still go on, or have been killed.
-
-    At most 400 steps of a long run are looked at: both ends, those around spikes, and evenly spaced ones.
-
-    Raises:
-        FileNotFoundError: there is no run in it.
-        ValueError: its file is not one of ours.
-    """
-    with closing(load_run(path)) as run:
-        return diagnose_history(History.of_run(run))

@@ -7,7 +7,7 @@ import shlex
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -20,10 +20,9 @@ from ...core.moments import Column
 from ...core.records import Severity, SpikeEvent, StatsTable, StepRecord, is_loss_of_network, is_whole_loss, loss_among
 from ...core.trainers import advice_for
 from ...core.validation import subsample_steps
-from ...runs.reader import Window
-from ...spikes.attribution import GradientNormHistory, ParameterAttribution
+from ...runs.reader import RunReader, Window
+from ...spikes.attribution import REMEMBERED, GradientNormHistory, ParameterAttribution
 from ...spikes.signals import Episode, by_size, episodes
-from ..run import Run
 from .findings import Finding
 from .series import GradientEdit, Matrix, Series, lower_median
 
@@ -270,7 +269,7 @@ class History:
         self._matrices: dict[tuple[str, str], Matrix] = {}
 
     @classmethod
-    def of_run(cls, run: Run, most: int = MOST) -> History:
+    def of_run(cls, run: RunReader, most: int = MOST) -> History:
         """Read at most ``most`` steps of a run directory."""
         events = run.events
         loss = loss_among(run.scalars)
@@ -280,7 +279,7 @@ class History:
         window = run.window(chosen)
         records = [_record(window, step) for step in window.steps]
         place = shlex.quote(str(run.path))
-        known = run.meta.get("matrices"), run.meta.get("kinds"), place, run.steps, run.suspects
+        known = run.meta.get("matrices"), run.meta.get("kinds"), place, run.steps, partial(suspects, run)
         meta = run.meta
         return cls(
             records,
@@ -645,6 +644,15 @@ class History:
                 counts = zip(table.names, table.rows[:, Column.COUNT].tolist(), strict=True)
                 found.update((name, count) for name, count in counts if name not in found)
         return found
+
+
+def suspects(run: RunReader, step: int) -> list[ParameterAttribution]:
+    """The parameters of a step that the run has, ranked by suspicion."""
+    gradients = GradientNormHistory()
+    for number in [number for number in run.steps if number <= step][-REMEMBERED:]:
+        tables = {source: run.table(source, number) for source in (n.GRADIENT_BEFORE_CLIP, n.GRADIENT)}
+        gradients.add(number, {source: table for source, table in tables.items() if table is not None})
+    return gradients.suspects(step)
 
 
 def loop_findings(meta: Mapping[str, Any]) -> list[LoopFinding]:

@@ -11,9 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...analysis.diagnosis.diagnose import diagnose
 from ...analysis.many_runs import RunCard, differing, run_card
-from ...analysis.run import find_runs
+from ...analysis.run import diagnose, find_runs
 from ...core.errors import nearest
 from ...core.formatting import printable
 from ...runs.log import reading_within

@@ -8,11 +8,11 @@ import shutil
 import sys
 from pathlib import Path
 
-from ...analysis.diagnosis.diagnose import diagnose, diagnose_history
+from ...analysis.diagnosis.diagnose import diagnose_history
 from ...analysis.diagnosis.history import History
 from ...analysis.diff import diff_runs
 from ...analysis.many_runs import run_card, status_dict, status_text
-from ...analysis.run import no_run
+from ...analysis.run import diagnose, no_run
 from ...analysis.spike_report import SpikeReport, explain, no_report
 from ...core.keys import compile_pattern
 from ...runs.export import FORMATS
