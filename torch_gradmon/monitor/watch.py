@@ -276,39 +276,29 @@ def watch(
         TypeError, ValueError: an argument has a wrong type or value. Nothing has changed then.
         OSError: ``run_dir`` cannot be written.
     """
-    named: Sequence[Any] = optimizers
+    what = WatchOptions(preset=preset, layers=layers, exclude=exclude, every=every, log_to=log_to, run_dir=run_dir, prefix=prefix)
+    how = WatchOptions(on_spike=on_spike, checks=checks, max_overhead=max_overhead, distributed=distributed, plugins=plugins)
+    return _watched(model, optimizers, scaler, start_step, {**what, **how})
+
+
+def _watched(model: Any, named: Sequence[Any], scaler: Any, start_step: int | None, options: WatchOptions) -> ModuleMonitor:
     parts: PipelineParts | None = None
     source: GradientSource | None = None
-    watched: Any = model
     if check.is_schedule(model):
-        watched, source = parts, _ = stages_of(model, named)
-    check.module(watched)
-    if check.is_deepspeed(watched):
+        model, source = parts, _ = stages_of(model, named)
+    check.module(model)
+    if check.is_deepspeed(model):
         from .deepspeed import unpacked
 
-        watched, named, source = unpacked(watched, optimizers)
+        model, named, source = unpacked(model, named)
     check.grad_scaler(scaler)
     if start_step is not None:
         check.step_number("start_step", start_step)
-    check.optimizers(watched, named, source_for(watched, source))
+    check.optimizers(model, named, source_for(model, source))
     # the user's function may raise, so it runs before the monitor exists
+    every = options["every"]
     check.cadence(None if callable(every) else every, every if callable(every) else None)(start_step or 0)
-    monitor = made(
-        watched if parts is None else None,
-        source,
-        preset=preset,
-        layers=layers,
-        exclude=exclude,
-        every=every,
-        log_to=log_to,
-        run_dir=run_dir,
-        prefix=prefix,
-        on_spike=on_spike,
-        checks=checks,
-        max_overhead=max_overhead,
-        distributed=distributed,
-        plugins=plugins,
-    )
+    monitor = made(model if parts is None else None, source, **options)
     if parts is not None:
         meet(monitor._runtime, parts, named)
         monitor.set_module(parts)  # now that names in the whole model are known
