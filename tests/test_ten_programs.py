@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,28 @@ def test_two_models_of_a_gan_send_to_one_sink() -> None:
     other.detach()
     keys = set().union(*rows)
     assert {"G/gradmon/grad_norm", "D/gradmon/grad_norm"} <= keys
+
+
+def test_two_monitors_that_send_the_same_keys_to_one_sink_are_told() -> None:
+    (maker, o_maker), (judge, o_judge) = made(), made()
+
+    def sink(values: dict[str, float], step: int) -> None:
+        """Takes rows."""
+
+    one = gradmon.watch(maker, o_maker, log_to=sink)
+    with pytest.warns(
+        gradmon.GradmonWarning, match="another monitor sends the same keys to this sink: give one of the two a prefix="
+    ):
+        other = gradmon.watch(judge, o_judge, log_to=sink)
+    other.detach()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for options in ({"prefix": "D/"}, {"log_to": lambda values, step: None}):
+            gradmon.watch(judge, o_judge, **{"log_to": sink, **options}).detach()
+    one.detach()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gradmon.watch(judge, o_judge, log_to=sink).detach()
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from ..core import torch_modes
-from ..core.errors import GradmonWarning, SpikeError, WarningLog
+from ..core.errors import GradmonWarning, TrainingStopped, WarningLog
 from ..core.fence import Fence
 from ..core.keys import canonical_names
 from ..core.torch_modes import SharedContext, autocast_cache_kept, copied_module, outside_dispatch_modes
@@ -354,7 +354,7 @@ class ReferencePass:
         reported as one warning, the reference is off.
 
         Raises:
-            SpikeError, GradmonWarning: from within the reference; or anything, if complaints raise.
+            TrainingStopped, GradmonWarning: from within the reference; or anything, if complaints raise.
         """
         self.forget()
         if self.module is None or self.is_off:
@@ -369,7 +369,7 @@ class ReferencePass:
             self.reason = None if self._kept else "none of the modules that are measured ran in the reference module"
         except Exception as error:
             self.forget()
-            if isinstance(error, (SpikeError, GradmonWarning)):
+            if isinstance(error, (TrainingStopped, GradmonWarning)):
                 raise
             self.is_off, self.reason = True, f"the reference module is off, because it raised {type(error).__name__}: {error}"
             self._complaints.add("reference", "the reference module failed and is off; training continues", error)

@@ -17,7 +17,11 @@ class GradmonWarning(UserWarning):
     """The category of all warnings of torch_gradmon, for warning filters."""
 
 
-class SpikeError(RuntimeError):
+class TrainingStopped(RuntimeError):
+    """Raised by a plugin, it stops the training: it leaves through ``optimizer.step()``. Any other exception of a plugin is a warning."""
+
+
+class SpikeError(TrainingStopped):
     """Raised at the end of a step with a spike if ``on_spike="raise"``."""
 
 

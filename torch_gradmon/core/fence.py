@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from .errors import GradmonWarning, SpikeError, WarningLog
+from .errors import GradmonWarning, TrainingStopped, WarningLog
 from .torch_modes import capture_check, outside_dispatch_modes
 
 # asked in every fenced call: without modes the context is not needed
@@ -73,7 +73,7 @@ class Fence:
                     self._deferred = None
                     deferred()
                 return method(*args)
-            except (SpikeError, GradmonWarning):  # the second if warnings are errors
+            except (TrainingStopped, GradmonWarning):  # the second if warnings are errors
                 raise
             except Exception as error:
                 name = method.__name__

@@ -193,7 +193,7 @@ class KeyFormatter:
     """
 
     def __init__(self, style: str, prefix: str) -> None:
-        self._style, self._prefix = style, prefix
+        self.form = self._style, self._prefix = style, prefix
         self._known: dict[Key, str] = {}
         self._of_block: list[tuple[Sequence[Key], list[str]]] = []  # of the last step
         self._layout: dict[str, float] = {}  # its keys; filling a copy is faster than a new dict

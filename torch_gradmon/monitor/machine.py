@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from ..core.errors import GradmonWarning, SpikeError
+from ..core.errors import GradmonWarning, TrainingStopped
 
 # --- Habits of one loop, learned from its steps. No tensors ---
 
@@ -181,7 +181,7 @@ class StepBoundaries(Protocol):
         """Whether the optimizer, which is about to step, must change nothing.
 
         Raises:
-            SpikeError: the run must stop.
+            TrainingStopped: the run must stop.
         """
 
     @property
@@ -691,7 +691,7 @@ class StepCycle:
             try:
                 self.boundaries.close_part(is_overflowed=is_overflowed)
                 self.boundaries.seal(clock.next_step)
-            except (SpikeError, GradmonWarning) as raised:
+            except (TrainingStopped, GradmonWarning) as raised:
                 error = error or raised
             clock.open(clock.next_step)
         self.boundaries.parts_closed()
@@ -1031,7 +1031,7 @@ class StepMachine:
         cycle, progress = self.cycle, self.state.progress
         try:
             return cycle.boundaries.decide(optimizer, progress.done, progress.overflowed, is_overflowed)
-        except SpikeError:
+        except TrainingStopped:
             self.state.attempt()
             if self.state.leads:
                 cycle.close()

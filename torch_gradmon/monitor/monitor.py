@@ -639,6 +639,7 @@ class ModuleMonitor:
         The metrics stay; :meth:`attach` may follow.
         """
         self._runtime.mark = None
+        _SENDERS.discard(self._runtime)
         self._runtime.detach()
         module = self._runtime.planner.module
         for child in () if module is None else module.modules():
@@ -965,7 +966,7 @@ class ModuleMonitor:
                 named has no active run.
             ImportError: a tracker that is named is not installed.
         """
-        from ..sinks.filtered_sink import FilteredSink, adapted, logged_anyhow
+        from ..sinks.filtered_sink import FilteredSink, adapted, logged_anyhow, name_of
         from ..sinks.wandb import WandbSink
 
         pipeline, complaints = self._runtime.pipeline, self._runtime.fence.complaints
@@ -986,6 +987,12 @@ class ModuleMonitor:
                 before_finish(partial(at_exit, weakref.ref(self._runtime)))
             pipeline.publisher.add(filtered)
             added.append(filtered)
+        if keys is None and _send_the_same(self._runtime, sink):
+            complaints.add(
+                "sink:shared",
+                f"another monitor sends the same keys to this {name_of(sink)}: give one of the two a prefix=, such as 'D/'",
+            )
+        _SENDERS.add(self._runtime)
         return Handle(partial(_remove_sinks, weakref.ref(self._runtime), added))
 
     def add_detector(self, detector: SpikeDetector) -> Handle:
@@ -1044,6 +1051,19 @@ class _Kept:
 def _findings(runtime: Callable[[], Runtime | None]) -> list[LoopFinding]:
     """What the plugins of a runtime have found, while it lives."""
     return [] if (alive := runtime()) is None else alive.findings()
+
+
+#: Of monitors with sinks.
+_SENDERS: weakref.WeakSet[Runtime] = weakref.WeakSet()
+
+
+def _send_the_same(runtime: Runtime, sink: Any) -> bool:
+    """Whether another monitor that lives sends all its values to ``sink``, under the same keys."""
+    form = runtime.pipeline.publisher.format_keys.form
+    others = [other.pipeline.publisher for other in _SENDERS if other is not runtime]
+    return any(
+        each.given is sink and each.keys is None for other in others if other.format_keys.form == form for each in other.sinks
+    )
 
 
 def _remove_sinks(runtime: Callable[[], Runtime | None], sinks: Sequence[FilteredSink]) -> None:

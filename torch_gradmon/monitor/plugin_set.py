@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..core.errors import GradmonWarning, SpikeError, WarningLog
+from ..core.errors import GradmonWarning, TrainingStopped, WarningLog
 from ..plugins.clipping import AdaptiveClips
 from ..plugins.data_check.plugin import DataCheck
 from ..plugins.flight_recorder import FlightRecorder
@@ -107,7 +107,7 @@ class PluginSet:
         """Call ``hook`` of each plugin that overrides it. ``is_idle``: only of those that watch idle steps.
 
         Raises:
-            SpikeError: training must stop.
+            TrainingStopped: training must stop.
             GradmonWarning: warnings are errors. All plugins have been called by then.
         """
         raised: Exception | None = None
@@ -116,7 +116,7 @@ class PluginSet:
                 continue
             try:
                 method(*args)
-            except (SpikeError, GradmonWarning) as error:
+            except (TrainingStopped, GradmonWarning) as error:
                 raised = raised or error
             except Exception as error:
                 self._failed(plugin, hook, error)
@@ -127,14 +127,14 @@ class PluginSet:
         """Call a method of ``plugin``, unless it has stopped. Returns None if it fails, and reports the failure once.
 
         Raises:
-            SpikeError: training must stop.
+            TrainingStopped: training must stop.
             GradmonWarning: warnings are errors.
         """
         if self._stopped and plugin in self._stopped:
             return None
         try:
             return method(*args)
-        except (SpikeError, GradmonWarning):
+        except (TrainingStopped, GradmonWarning):
             raise
         except Exception as error:
             self._failed(plugin, method.__name__, error)

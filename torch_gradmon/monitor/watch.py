@@ -12,7 +12,7 @@ from torch import nn
 
 from ..capture.compiled import unwrapped
 from ..core import validation as check
-from ..core.errors import SpikeError, warn_user
+from ..core.errors import TrainingStopped, warn_user
 from ..core.keys import Pattern
 from ..plugins.setup_check import Checks, card
 from ..step.model_index import GradientSource, ModelIndex, PartFacts, WholeModel
@@ -102,7 +102,7 @@ def _replace(other: ModuleMonitor, kind: str) -> None:
     warn_user(message)
     try:
         other.detach()
-    except SpikeError as error:  # a spike in the last step must not stop a script that starts again
+    except TrainingStopped as error:  # a spike in the last step must not stop a script that starts again
         warn_user(f"the earlier monitor ended with a spike: {error}")
 
 

@@ -2,6 +2,7 @@
 gradients are.
 """
 
+from ..core.errors import TrainingStopped
 from ..core.keys import Key
 from ..core.records import SpikeEvent, StepRecord, StepView
 from ..step.active_step import ActiveStep, Mode, RecordedStep
@@ -21,4 +22,5 @@ __all__ = [
     "SpikeEvent",
     "StepRecord",
     "StepView",
+    "TrainingStopped",
 ]

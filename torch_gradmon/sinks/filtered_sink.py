@@ -171,7 +171,7 @@ class FilteredSink:
         kept: object = "",
         without: Container[str] = (),
     ) -> None:
-        self._keys = None if keys is None else compile_pattern(keys, "keys")
+        self.keys = None if keys is None else compile_pattern(keys, "keys")
         self._without = without
         if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise ValueError(f"every={every!r} must be a positive int, such as 10 for every tenth step")
@@ -208,7 +208,7 @@ class FilteredSink:
             self._note_largest(values)
             if step % self.every:
                 return
-        keys, without = self._keys, self._without
+        keys, without = self.keys, self._without
         chosen = {k: v for k, v in values.items() if k not in without and (keys is None or keys.search(k))} | self._largest
         self._largest = {}
         self._delivery.put(PendingCall(step, partial(self._log_copy, chosen, step)))
@@ -223,7 +223,7 @@ class FilteredSink:
     def _note_largest(self, values: Mapping[str, float]) -> None:
         if not self._norm:
             keys = (key for key in values if key.endswith(_NORM) and key not in self._without)
-            self._norm = next((key for key in keys if self._keys is None or self._keys.search(key)), "")
+            self._norm = next((key for key in keys if self.keys is None or self.keys.search(key)), "")
         if (value := values.get(self._norm)) is not None:
             known = self._largest.get(self._norm + LARGEST, -math.inf)
             if not (math.isnan(known) or value <= known):

@@ -135,7 +135,7 @@ class Plugin:
     """Optional behaviour of a monitor. Every method does nothing by default, and only those that a plugin overrides are called.
 
     Pass instances to ``ModuleMonitor(plugins=[...])`` or ``watch(plugins=[...])``, each to one monitor. A method that raises costs a
-    warning, once, and training continues; :class:`torch_gradmon.SpikeError` leaves through ``optimizer.step()``.
+    warning, once, and training continues; :class:`torch_gradmon.plugins.TrainingStopped` leaves through ``optimizer.step()``.
     """
 
     #: The name under which warnings and the state dict know the plugin.
@@ -234,7 +234,7 @@ class Plugin:
         """An optimizer is about to step. Sets ``step.is_skipped`` where the step must change nothing. Called on all ranks or none.
 
         Raises:
-            SpikeError: training must stop.
+            TrainingStopped: training must stop.
         """
 
     def after_attempt(self, step: ActiveStep, applied: bool) -> None:
