@@ -263,6 +263,39 @@ def test_a_closure_in_evaluation_mode_logs_into_its_step() -> None:
         assert monitor.get_step_metrics()["after"] == step
 
 
+@pytest.mark.parametrize("fails", ["closure", "optimizer"])
+def test_a_first_step_that_raised_shows_the_mode_of_training(fails: str) -> None:
+    model = net().eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = ModuleMonitor(model, on_spike=None)
+    monitor.add_activation_metric("norm", metric_regex="^0$", of=("output", "output_gradient"))
+    monitor.attach(optimizer)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(3, 4)).square().mean()
+        loss.backward()
+        if fails == "closure" and monitor.step == 0:
+            raise TypeError
+        return loss
+
+    if fails == "closure":
+        with pytest.raises(TypeError):
+            optimizer.step(closure)
+        optimizer.step(closure)
+    else:
+        closure()
+        optimizer.param_groups[0]["lr"] = None
+        with pytest.raises(TypeError):
+            optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.1
+        monitor.detach()  # else the next forward would count as one of the step that raised
+        monitor.attach(optimizer)
+        closure()
+        optimizer.step()
+    assert {"activation/0/norm", "activation_gradient/0/norm"} <= monitor.get_all_metrics()[1].keys(), monitor.missing()
+
+
 @pytest.mark.parametrize("place", ["after the step", "before the next one"])
 def test_what_is_logged_between_a_validation_with_gradients_and_a_closure_is_of_the_step_before(place: str) -> None:
     torch.manual_seed(0)

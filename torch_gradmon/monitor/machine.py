@@ -85,7 +85,6 @@ class LoopPatterns:
 
     def attempt_ended(self, counts: bool) -> None:
         """All optimizers have been called; ``counts``: what was called since the last attempt shows the mode of training."""
-        self.backward_since = False
         if counts and (self.called_in_training or self.called_in_eval):
             trains_in_eval = self.trains_in_eval or not self.called_in_training
             self.trains_in_eval = self.called_in_eval and trains_in_eval
@@ -561,9 +560,11 @@ class StepState:
         self.clock.drop()
         return self.progress.confirm()
 
-    def attempt(self) -> None:
-        """All optimizers of the step have been called."""
-        self.clock.attempts += not self.progress.is_attempted
+    def attempt(self, leads: bool) -> None:
+        """All optimizers of the step have been called, or as many as the loop came to; ``leads``: hooks open and close steps."""
+        if not self.progress.is_attempted:
+            self.clock.attempts += 1
+            self.patterns.attempt_ended(counts=leads)
         self.progress.is_attempted = True
 
     def interrupt(self) -> None:
@@ -573,7 +574,7 @@ class StepState:
             errors = [error for optimizer, error in progress.raised.items() if optimizer in progress.begun]
             progress.interrupted = f"its closure raised {errors[-1]}" if errors else "the optimizer's step() raised"
         progress.is_overflowed |= bool(progress.begun)
-        self.attempt()
+        self.attempt(self.leads)
 
     def backward_ended(self) -> None:
         """A backward pass has ended in the open step."""
@@ -859,11 +860,12 @@ class StepMachine:
         cycle, state = self.cycle, self.state
         if state.in_backward.any_now:
             self.measures.measure_unowned()
+        leads, state.patterns.backward_since = state.leads, False
         if state.is_open and not state.progress.is_attempted:
-            state.attempt()
+            state.attempt(leads)
             cycle.boundaries.attempt_ended(state.progress.is_overflowed)
-        leads = state.leads
-        state.patterns.attempt_ended(counts=leads)
+        else:
+            state.patterns.attempt_ended(counts=leads)
         if leads and not in_scaler_step:
             cycle.close()
 
@@ -1032,8 +1034,8 @@ class StepMachine:
         try:
             return cycle.boundaries.decide(optimizer, progress.done, progress.overflowed, is_overflowed)
         except SpikeError:
-            self.state.attempt()
-            if self.state.leads:
+            self.state.attempt(leads := self.state.leads)
+            if leads:
                 cycle.close()
             raise
 
