@@ -135,6 +135,7 @@ class Recorder(RecordedModules):
         except BaseException:
             if truth is not None and self.has_arrived and self.loop.p.attached:
                 truth.drop(truth.kept)
+                self._latest = {}
             elif truth is not None:  # its forward is known as one of a loss that is not used
                 truth.drop(began, OF_BACKWARD)
             raise

@@ -914,7 +914,7 @@ class StepLifecycle:
 # --- Carries out the measurements that the step machine requests ---
 
 
-_UNFINISHED = "the last backward pass was interrupted, as by an exception, so gradients before clipping were not seen"
+UNFINISHED = "the last backward pass was interrupted, as by an exception, so gradients before clipping were not seen"
 _IN_BACKWARD = (
     "an optimizer stepped within the backward pass before this was known of the loop; they are measured from the next step on"
 )
@@ -1014,8 +1014,9 @@ class StepMeasurement:
     def _refuse_before_clip(self, optimizer: Hashable) -> None:
         """A backward pass was interrupted, and neither another one came after it nor a clip by the monitor, which measures."""
         active, gradients, positions = self._lifecycle.active, self._captures.gradients, self._ownership.positions(optimizer)
-        if active is not None and active.buffer is not None and gradients.with_gradient(gradients.not_clipped(positions)):
-            active.buffer.refuse_all(GRADIENT_BEFORE_CLIP, _UNFINISHED)
+        left = gradients.not_clipped(positions)
+        if active is not None and active.buffer is not None and (left == positions or gradients.with_gradient(left)):
+            active.buffer.refuse_all(GRADIENT_BEFORE_CLIP, UNFINISHED)
 
     def measure_unowned(self) -> None:
         # no optimizer unscales these
