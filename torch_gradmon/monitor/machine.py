@@ -44,14 +44,13 @@ class LoopPatterns:
     fewest_backwards: int | None = None
     steps_learned: int = 0
 
-    def step_opens(self, hides_forward: bool | None) -> bool:
+    def step_opens(self, hides_forward: bool | None) -> None:
         """A step opens; ``hides_forward``: no hook saw its forward; None where its optimizer opens it, as in a step that is not monitored
-        and has no hooks on gradients. Returns whether a call in evaluation mode was undecided.
+        and has no hooks on gradients.
         """
         was_undecided, self.is_undecided = self.is_undecided, False
         if hides_forward is not None:
             self.hides_forward = hides_forward and not was_undecided
-        return was_undecided
 
     def called(self, in_eval: bool) -> None:
         """The model was called, in this mode."""
@@ -132,7 +131,7 @@ class StepBoundaries(Protocol):
     def rewind(self, step: int, last: int | None) -> None:
         """The run goes back from ``last`` to ``step``; None where ``step`` is the first one."""
 
-    def open(self, step: int, *, is_tentative: bool, hides_forward: bool, was_undecided: bool) -> None:
+    def open(self, step: int, *, is_tentative: bool, hides_forward: bool) -> None:
         """Begin ``step``."""
 
     def close(self, *, is_overflowed: bool) -> None:
@@ -339,6 +338,7 @@ class StepProgress:
         is_explicit: the loop opened the step itself.
         is_tentative: a call in evaluation mode opened it, and nothing has confirmed that it trains.
         counts_eval: calls in evaluation mode count as training in this step.
+        misses_eval: they did not, and the step has turned out to train so.
         begun: optimizers that are stepping, or raised in their step.
         final: optimizers whose gradients were measured in their step, before it changed them.
         done: optimizers that have stepped, or are about to with their gradients measured.
@@ -363,6 +363,7 @@ class StepProgress:
     is_explicit: bool = False
     is_tentative: bool = False
     counts_eval: bool = False
+    misses_eval: bool = False
     begun: set[Hashable] = field(default_factory=set)
     final: set[Hashable] = field(default_factory=set)
     done: set[Hashable] = field(default_factory=set)
@@ -564,7 +565,9 @@ class StepState:
         """All optimizers of the step have been called, or as many as the loop came to; ``leads``: hooks open and close steps."""
         if not self.progress.is_attempted:
             self.clock.attempts += 1
+            counted_eval = self.progress.counts_eval or self.patterns.trains_in_eval
             self.patterns.attempt_ended(counts=leads)
+            self.progress.misses_eval = self.patterns.trains_in_eval and not counted_eval
         self.progress.is_attempted = True
 
     def interrupt(self) -> None:
@@ -637,12 +640,12 @@ class StepCycle:
         state, clock = self.state, self.state.clock
         if state.is_open:
             self.end_or_drop()
-        was_undecided = state.patterns.step_opens(hides_forward)
+        state.patterns.step_opens(hides_forward)
         self.boundaries.seal(step)
         if clock.step is None or step <= clock.step:
             self.boundaries.rewind(step, clock.step)
         state.open(step, is_tentative)
-        self.boundaries.open(step, is_tentative=is_tentative, hides_forward=bool(hides_forward), was_undecided=was_undecided)
+        self.boundaries.open(step, is_tentative=is_tentative, hides_forward=bool(hides_forward))
 
     def close(self) -> None:
         """End the open step, if any."""

@@ -742,7 +742,7 @@ class StepLifecycle:
             self.queue.pipeline.rewind(step)
         self.queue.pipeline.directory.rewind(step)
 
-    def open(self, step: int, *, is_tentative: bool, hides_forward: bool, was_undecided: bool) -> None:
+    def open(self, step: int, *, is_tentative: bool, hides_forward: bool) -> None:
         """Begin ``step``."""
         self.hooks.wake()
         active = self.active = ActiveStep(step, self.state.clock.stride)
@@ -761,8 +761,6 @@ class StepLifecycle:
             self.planning.prepare(active)
             if not (self.captures.had_root_inputs or hides_forward or self.state.is_manual) and modules.hooks.on_root_inputs:
                 modules.root_inputs_missed()
-            if was_undecided and hides_forward and active.buffer is not None:
-                active.buffer.absent.update(((source, ""), _IN_EVAL) for source in OF_MODULES)
         modules.passes.begin_step(in_eval=is_tentative)
         self.values.step_opened(active.buffer, active.is_monitored, hides_forward, is_tentative)
 
@@ -833,6 +831,8 @@ class StepLifecycle:
         active.is_overflowed, interrupted = is_overflowed, self.state.progress.interrupted
         if is_overflowed and interrupted and not active.is_skipped:
             active.annotations["interrupted"] = interrupted
+        if self.state.progress.misses_eval and active.buffer is not None:
+            active.buffer.absent = {**{(source, ""): _IN_EVAL for source in OF_MODULES}, **active.buffer.absent}
         if self.hooks.loop is not None and active.buffer is not None and (tags is not None or not self.state.progress.begun):
             self.hooks.loop.leave_unused(active.buffer)
         self.queue.pipeline.drop_last()
