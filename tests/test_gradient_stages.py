@@ -187,6 +187,33 @@ def test_noise_after_a_dropped_batch_is_no_gradient_set_by_hand() -> None:
     assert found == pytest.approx(norms, rel=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:torch_gradmon. the spike detector of grad_norm has nothing to judge")
+@pytest.mark.parametrize("sets", [False, True])
+def test_a_turn_of_another_optimizer_drops_no_gradients(sets: bool) -> None:
+    """Noise on the gradients of the second turn; ``sets``: that turn has two passes, and uses their sum."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
+    players = [torch.optim.SGD(model[place].parameters(), 1e-2) for place in (0, 2)]
+    monitor = gradmon.watch(model, *players)
+    for _ in range(4):
+        found = []
+        for turn, player in enumerate(players):
+            x = torch.randn(16, 8)
+            if sets and turn:
+                _set(model, x, in_place=True)
+            else:
+                model.zero_grad()
+                (model(x) - x[:, :2]).square().mean().backward()
+                found += [p.grad.flatten().double() for p in model[2 * turn].parameters()]
+                _add_noise(model)
+            player.step()
+        values = monitor.get_step_metrics()
+        if sets:
+            assert "the loop has set them itself" in monitor.last_record.missing["gradmon/grad_norm"]
+        else:
+            assert values["gradmon/grad_norm"] == pytest.approx(torch.cat(found).norm().item(), rel=1e-6)
+
+
 def _new_tensors(model: nn.Module, step: int) -> None:
     norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
     for parameter in model.parameters():

@@ -257,6 +257,32 @@ def test_gradients_of_an_interrupted_pass_count_when_used() -> None:
         assert goes_on or "was interrupted" in missing["gradient_before_clip/3.weight/norm"]
 
 
+@pytest.mark.parametrize("how", ["by hand", "by hand, steps", "steps"])
+@pytest.mark.parametrize("passes", [0, 1])
+def test_part_of_an_interrupted_pass_is_no_gradient_norm(how: str, passes: int) -> None:
+    """One gradient is measured as it comes, since an optimizer might step in the hook of the loop on it."""
+    model, optimizer = made()
+    monitor = watched(model, optimizer)
+    monitor._runtime.use_preset("standard")
+    if "by hand" in how:
+        monitor.begin_step(0)
+    for number in range(passes):
+        model(batch(number)).square().mean().backward()
+    handle = model[3].weight.register_post_accumulate_grad_hook(lambda _: 1 / 0)  # type: ignore[index, union-attr, arg-type]
+    with pytest.raises(ZeroDivisionError):
+        model(batch(2)).square().mean().backward()
+    handle.remove()
+    optimizer.zero_grad()
+    if "steps" in how:
+        optimizer.step()
+    if "by hand" in how:
+        monitor.end_step()
+    values, missing = monitor.get_step_metrics(), monitor.last_record.missing
+    for key in ("gradmon/grad_norm", "gradmon/grad_max", "gradmon/grad_nonfinite_count", "gradmon/grad_top_share"):
+        assert key not in values
+        assert "the last backward pass was interrupted" in missing[key]
+
+
 @pytest.mark.parametrize("attached", [True, False])
 def test_a_backward_that_reached_no_parameter_leaves_its_forward(attached: bool) -> None:
     model, optimizer = made()

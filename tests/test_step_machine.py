@@ -184,8 +184,8 @@ TABLE: list[tuple[str, str, str, list[str], Phase]] = [
     ("a", "E", "F", ["drop was_tentative", "seal 0", "rewind 0", "open 0"], Phase.FORWARD),
     ("a", "E", "B", ["confirm", "backward_ended", "measure_before_clip"], Phase.BACKWARD),
     ("a", "F B a", "E", [], Phase.BETWEEN),
-    ("a", "F B a E", "F", ["release", "seal 1", "open 1 was_undecided"], Phase.FORWARD),
-    ("a", "F B a E", "B", ["seal 1", "open 1 hides_forward was_undecided", "backward_ended", "measure_before_clip"], Phase.BACKWARD),
+    ("a", "F B a E", "F", ["release", "seal 1", "open 1"], Phase.FORWARD),
+    ("a", "F B a E", "B", ["seal 1", "open 1 hides_forward", "backward_ended", "measure_before_clip"], Phase.BACKWARD),
     ("a", "E B a", "E", ["seal 1", "open 1 is_tentative"], Phase.FORWARD),
     # by hand
     ("a", "", "<5", ["seal 5", "rewind 5", "open 5"], Phase.FORWARD),

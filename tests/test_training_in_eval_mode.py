@@ -263,6 +263,68 @@ def test_a_closure_in_evaluation_mode_logs_into_its_step() -> None:
         assert monitor.get_step_metrics()["after"] == step
 
 
+@pytest.mark.parametrize("fails", ["closure", "optimizer"])
+def test_a_first_step_that_raised_shows_the_mode_of_training(fails: str) -> None:
+    model = net().eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = ModuleMonitor(model, on_spike=None)
+    monitor.add_activation_metric("norm", metric_regex="^0$", of=("output", "output_gradient"))
+    monitor.attach(optimizer)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(3, 4)).square().mean()
+        loss.backward()
+        if fails == "closure" and monitor.current_step == 0:
+            raise TypeError
+        return loss
+
+    if fails == "closure":
+        with pytest.raises(TypeError):
+            optimizer.step(closure)
+        optimizer.step(closure)
+    else:
+        closure()
+        optimizer.param_groups[0]["lr"] = None
+        with pytest.raises(TypeError):
+            optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.1
+        monitor.detach()  # else the next forward would count as one of the step that raised
+        monitor.attach(optimizer)
+        closure()
+        optimizer.step()
+    assert {"activation/0/norm", "activation_gradient/0/norm"} <= monitor.get_all_metrics()[1].keys(), monitor.last_record.missing
+
+
+@pytest.mark.parametrize("first", ["train", "eval"])
+def test_a_closure_that_begins_to_train_in_eval_mode_says_so(first: str) -> None:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(8, 2, 12, batch_first=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = ModuleMonitor(model, on_spike=None)
+    monitor.add_activation_metric("norm", metric_regex="linear1", of=("output", "output_gradient"))
+    monitor.add_attention_metric("entropy")
+    monitor.attach(optimizer)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(3, 4, 8)).square().mean()
+        loss.backward()
+        return loss
+
+    for mode in (first, "eval", "eval"):
+        getattr(model, mode)()
+        optimizer.step(closure)
+        values, missing = monitor.get_step_metrics(), monitor.last_record.missing
+        keys = ["activation/linear1/norm", "activation_gradient/linear1/norm", "attention_entropy/self_attn/mean"]
+        if monitor.current_step == (first == "train"):
+            assert not values.keys() & keys
+            for key in (*keys[:2], "attention_entropy/.*"):
+                assert "was called in evaluation mode, as it was not before" in missing[key]
+        else:
+            assert values.keys() >= {*keys}
+
+
 @pytest.mark.parametrize("place", ["after the step", "before the next one"])
 def test_what_is_logged_between_a_validation_with_gradients_and_a_closure_is_of_the_step_before(place: str) -> None:
     torch.manual_seed(0)

@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import oracle
 from .asks import Ask, asked
 from .attending import attention, parts
+from .optimizers import BY_CLOSURE
 from .program import Program
 from .truth import Record, Tensors, Truth
 
@@ -82,7 +83,7 @@ def _of_ask(p: Program, record: Record, truth: Truth, ask: Ask) -> Iterator[tupl
         due = truth.number % ask.every == 0
         tensors = _tensors(p, record, truth, source, "split_calls" in ask.options) if due else {}
         for name in _names(record, source):
-            if not re.search(ask.pattern, p.name(name)) or _is_excluded(p, name):
+            if not re.search(ask.pattern, p.name(name)) or is_excluded(p, name):
                 continue
             parts = {path: t for path, t in tensors.items() if belongs(path, name, record)}
             if name not in parts:  # of a container, its module stands for the tensors inside
@@ -99,13 +100,15 @@ def _of_ask(p: Program, record: Record, truth: Truth, ask: Ask) -> Iterator[tupl
                 unknown = unknown or (bool(truth.tuned) and source == "input" and name == "[root module]")
                 yield Key(source, path, ask.metric), number._replace(promised=not unknown)
     if ask.adder == "attention":
-        found = attention(truth, ask.metric, p.casts)
-        yield from ((key, n._replace(promised=not truth.mixed)) for key, n in found if not _is_excluded(p, key.name))
-        if truth.mixed:
+        found = [each for each in attention(truth, ask.metric, p.casts) if not is_excluded(p, each[0].name)]
+        # in the first step a closure's forward in eval mode may be an evaluation
+        unknown = truth.mixed or (p.trains_in_eval and p.optimizer in BY_CLOSURE and truth.number == p.start_step)
+        yield from ((key, n._replace(promised=not unknown)) for key, n in found)
+        if unknown or not found:
             yield Key(f"attention_{ask.metric}", ".*", ""), NOTHING
 
 
-def _is_excluded(p: Program, name: str) -> bool:
+def is_excluded(p: Program, name: str) -> bool:
     return p.names not in ("", "renamed") and re.search(p.names, name) is not None and name != "[root module]"
 
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 
 from .. import oracle
 from .edits import SCALINGS, UNSEEN
-from .optimizers import BY_CLOSURE
-from .oracle import Key, belongs, norm_of, updates
+from .oracle import Key, belongs, is_excluded, norm_of, updates
 from .program import Program
 from .truth import Record, Truth
 from .whole_model import UPDATE_EVERY, block_of, is_cut, is_doubtful, norms
@@ -105,19 +104,19 @@ TRUE_REASONS: list[tuple[str, Fact]] = [
     ),
     # of modules
     (r"its output, a \w+, holds no tensor of real numbers|which is not an activation", lambda c: _is_index(c)),
-    (r"the module was not called in a training forward", lambda c: c.p.trains_in_eval or not c.in_any(*_MODULE)),
-    (r"no hook on a module was called: none of these modules ran", lambda c: c.p.trains_in_eval or not c.in_any(*_MODULE)),
+    (r"the module was not called in a training forward", lambda c: _goes_by_mode(c) or not c.in_any(*_MODULE)),
+    (r"no hook on a module was called: none of these modules ran", lambda c: _goes_by_mode(c) or not c.in_any(*_MODULE)),
     (r"the model was called in evaluation mode, as it was not before", lambda c: c.p.trains_in_eval),
     (r"a module of TorchScript", lambda c: "Script" in c.record.modules.get(c.key.name, "")),
     (
         r"no backward pass that ends in parameters brought a gradient for its (output|input) in a training forward",
-        lambda c: (c.p.trains_in_eval and _opens_before_forward(c)) or not _came(c),
+        lambda c: _goes_by_mode(c) or not _came(c),
     ),
     (r"it needs no gradient: nothing that it is computed from is trained", lambda c: not _came(c)),
     (r"its module is no .*, whose outputs have bounds", lambda c: c.record.modules.get(c.key.name) != "Tanh"),
     (r"passes was interrupted, as by an exception, and its values cannot be told", lambda c: c.truth.mixed),
     (r"the forward or backward pass of this step was interrupted", lambda c: c.truth.lost and not _is_measured(c)),
-    (r"no call of scaled_dot_product_attention", lambda c: not c.truth.attention),
+    (r"no call of scaled_dot_product_attention", lambda c: all(is_excluded(c.p, each) for each in c.truth.attention)),
     (r"the reference module runs when the whole model is called", lambda c: c.p.players == "gan"),
     (r"no reference module is set", lambda c: "difference" not in c.p.metrics),
 ]
@@ -135,10 +134,9 @@ def _repeats(c: Case, factor: str) -> bool:
     return sum(before > 0 and f"{used / before:.4g}" == factor for before, used in pairs) > 1
 
 
-def _opens_before_forward(c: Case) -> bool:
-    """Whether the step is open when its forward begins, so that a first one in eval mode may be an evaluation within the step."""
-    is_first = len(c.earlier) == 1 or c.p.has_event("detach_attach", "detach_attach_mid", "leave", "resume")
-    return bool(c.p.hand) or (c.p.optimizer in BY_CLOSURE and is_first)
+def _goes_by_mode(c: Case) -> bool:
+    """Whether a forward in evaluation mode is none of training, as in steps by hand."""
+    return c.p.trains_in_eval and bool(c.p.hand)
 
 
 def _strided(c: Case) -> list[oracle.Tensor]:

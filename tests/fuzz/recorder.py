@@ -135,6 +135,7 @@ class Recorder(RecordedModules):
         except BaseException:
             if truth is not None and self.has_arrived and self.loop.p.attached:
                 truth.drop(truth.kept)
+                self._latest = {}
             elif truth is not None:  # its forward is known as one of a loss that is not used
                 truth.drop(began, OF_BACKWARD)
             raise
@@ -214,7 +215,8 @@ class Recorder(RecordedModules):
             truth.base.update(before)
             truth.updated.update({name: copied(q) for name, q in self._owned[index]})
         for name, q in self._owned[index] if scales else ():
-            kept = {key: copied(value) for key, value in optimizer.state.get(q, {}).items() if isinstance(value, Tensor)}
+            state = getattr(optimizer, "optimizer", optimizer).state.get(q, {})  # what is loaded into a wrapper stays there
+            kept = {key: copied(value) for key, value in state.items() if isinstance(value, Tensor)}
             truth.states[name] = {**kept, "param": copied(q), "grad": None if q.grad is None else copied(q.grad)}
 
     def closure(self, index: int, closure: Callable[[], Tensor]) -> Tensor:

@@ -60,6 +60,11 @@ def _clips_scaled(p: Program) -> bool:
     return p.scaler and bool(p.edit) and (p.mistake == "clip_scaled" or (p.edit_at != "loop" and p.optimizer.endswith("_fused")))
 
 
+def _steps_without(record: Record) -> bool:
+    """Whether no parameter of an optimizer had a gradient when it stepped, as where the only one of a half was dropped."""
+    return any(record.owners[each].isdisjoint(t.used) for t in record.steps.values() for each in t.stepped)
+
+
 REMARKS: list[tuple[str, Fact]] = [
     (r"step (?P<step>\d+): (?P<signal>\w+) = (?P<value>\S+) (is|lies above)", _is_spike),
     (r"step (?P<step>\d+): (?P<signal>\w+) is (?P<value>nan|inf)", _is_spike),
@@ -94,7 +99,7 @@ REMARKS: list[tuple[str, Fact]] = [
     (r"optimizers step within the backward pass", lambda p, r, w: p.players == "in_backward" and p.on_spike == "skip"),
     (r"Gradients are changed after the optimizer's step and then dropped", lambda p, r, w: p.mistake == "clip_after_step"),
     (r"The optimizer steps twice on the same gradient", lambda p, r, w: p.mistake == "step_twice"),
-    (r"The optimizer steps when all gradients are None", lambda p, r, w: p.mistake == "zero_before_step"),
+    (r"The optimizer steps when all gradients are None", lambda p, r, w: p.mistake == "zero_before_step" or _steps_without(r)),
     (r"A forward pass goes backward more than once", lambda p, r, w: bool(p.twice)),
     (r"The model trains in evaluation mode, so dropout is off", lambda p, r, w: p.trains_in_eval and _has_modes(p, r)),
 ]
@@ -103,7 +108,7 @@ REMARKS: list[tuple[str, Fact]] = [
 #: What a diagnosis may say of a loop, with the fact that makes it true. Findings of other rules are about the training.
 FINDINGS: dict[str, Callable[[Program], bool]] = {
     "missing-zero-grad": lambda p: p.zero == "never",
-    "step-without-gradients": lambda p: p.mistake == "zero_before_step",
+    "step-without-gradients": lambda p: p.mistake == "zero_before_step" or (p.edit == "drop_one" and p.players == "halves"),
     "stepped-twice": lambda p: p.mistake == "step_twice",
     "backward-twice": lambda p: bool(p.twice),
     "never-stepped": lambda p: False,

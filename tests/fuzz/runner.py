@@ -45,7 +45,9 @@ def kind_of(problem: str) -> str:
 
 
 def _problems(p: Program, place: Path, leaks: bool) -> Iterator[str]:
-    bare, plain, _ = _run(p, Observer())
+    bare, plain, error = _run(p, Observer(), catch=p.surroundings == "anomaly")
+    if error:
+        return  # it diverges, which anomaly mode does not let pass
     if p.on_spike == "skip" and not all(bool(q.isfinite().all()) for q in bare["parameters"].values()):
         return  # it diverges, and steps that are not finite are skipped
     recorder = Recorder()

@@ -292,7 +292,8 @@ class AttentionRecorder:
             for source in {metric.source for metric in self._metrics}:
                 self._unseen.pop(source, None)
                 if not self._reported and not self._observed:
-                    self._unseen[source] = _NOT_IN_GRAPHS if self.compiled else self._reason
+                    reason = _NOT_IN_GRAPHS if self.compiled else self._reason
+                    self._unseen[source] = self._buffer.absent.get((source, ""), reason)
             self._buffer.absent.update({(source, ""): reason for source, reason in self._unseen.items()})
         self._buffer = None
         self.leave()

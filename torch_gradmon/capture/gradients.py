@@ -210,6 +210,7 @@ class GradientCapture:
         self._at_rest: frozenset[int] = frozenset()  # positions that were frozen when the model was seen
         self._clipped: _Seen = {}  # gradients after a clip by the monitor
         self._spent: set[int] = set()  # positions whose gradients an optimizer has used
+        self._passed: set[int] = set()  # positions whose gradients were measured when another one did so
         self.local = LocalGradients(measurer)
 
     def begin(
@@ -239,7 +240,7 @@ class GradientCapture:
             frozenset(p for p, name in enumerate(plans[GRADIENT].names) if name in doubtful) if doubtful else frozenset()
         )
         self.local.begin(buffer, plans.get(GRADIENT_LOCAL), parameters, by_batch)
-        self._seen, self._held, self._clipped, self._scaled, self._spent = {}, {}, {}, False, set()
+        self._seen, self._held, self._clipped, self._scaled, self._spent, self._passed = {}, {}, {}, False, set(), set()
 
     def with_gradient(self, positions: Iterable[int]) -> list[int]:
         return list(self._gradients(positions))
@@ -314,10 +315,11 @@ class GradientCapture:
             self._spent.difference_update(were)
             for note in ("dropped", "assigned"):
                 self._buffer.noted.pop(note, None)
-        elif self._buffer is not None and any(were.values()):
+        elif self._buffer is not None and any(were.values()) and self._passed.isdisjoint(were):
             pairs = ((old, seen.get(position)) for position, old in were.items())
             if all(old is not None and new is not None and old[0]() is not new[0]() for old, new in pairs):
                 self._buffer.noted["dropped"] = True
+        self._passed.difference_update(were)  # those were of another turn
         self._seen.update(seen)
 
     def release(self, held_for: Hashable) -> None:
@@ -358,6 +360,8 @@ class GradientCapture:
         if first is not None and first[0] in self._seen and self._seen[first[0]][0]() is not first[1] and is_plain:
             self._note_replacement(gradients)
         self._spent.update(gradients)
+        if len(gradients) < len(self._seen):
+            self._passed = self._seen.keys() - gradients
         if narrow := dtypes_of(gradients.values()) & _NARROW:
             self._buffer.noted["rounding"] = max(torch.finfo(dtype).eps / 2 for dtype in narrow)
         self._measurer.measure(Measurement(self._buffer, plan, gradients, inverse_scale))

@@ -44,14 +44,13 @@ class LoopPatterns:
     fewest_backwards: int | None = None
     steps_learned: int = 0
 
-    def step_opens(self, hides_forward: bool | None) -> bool:
+    def step_opens(self, hides_forward: bool | None) -> None:
         """A step opens; ``hides_forward``: no hook saw its forward; None where its optimizer opens it, as in a step that is not monitored
-        and has no hooks on gradients. Returns whether a call in evaluation mode was undecided.
+        and has no hooks on gradients.
         """
         was_undecided, self.is_undecided = self.is_undecided, False
         if hides_forward is not None:
             self.hides_forward = hides_forward and not was_undecided
-        return was_undecided
 
     def called(self, in_eval: bool) -> None:
         """The model was called, in this mode."""
@@ -85,7 +84,6 @@ class LoopPatterns:
 
     def attempt_ended(self, counts: bool) -> None:
         """All optimizers have been called; ``counts``: what was called since the last attempt shows the mode of training."""
-        self.backward_since = False
         if counts and (self.called_in_training or self.called_in_eval):
             trains_in_eval = self.trains_in_eval or not self.called_in_training
             self.trains_in_eval = self.called_in_eval and trains_in_eval
@@ -133,7 +131,7 @@ class StepBoundaries(Protocol):
     def rewind(self, step: int, last: int | None) -> None:
         """The run goes back from ``last`` to ``step``; None where ``step`` is the first one."""
 
-    def open(self, step: int, *, is_tentative: bool, hides_forward: bool, was_undecided: bool) -> None:
+    def open(self, step: int, *, is_tentative: bool, hides_forward: bool) -> None:
         """Begin ``step``."""
 
     def close(self, *, is_overflowed: bool) -> None:
@@ -340,6 +338,7 @@ class StepProgress:
         is_explicit: the loop opened the step itself.
         is_tentative: a call in evaluation mode opened it, and nothing has confirmed that it trains.
         counts_eval: calls in evaluation mode count as training in this step.
+        misses_eval: they did not, and the step has turned out to train so.
         begun: optimizers that are stepping, or raised in their step.
         final: optimizers whose gradients were measured in their step, before it changed them.
         done: optimizers that have stepped, or are about to with their gradients measured.
@@ -364,6 +363,7 @@ class StepProgress:
     is_explicit: bool = False
     is_tentative: bool = False
     counts_eval: bool = False
+    misses_eval: bool = False
     begun: set[Hashable] = field(default_factory=set)
     final: set[Hashable] = field(default_factory=set)
     done: set[Hashable] = field(default_factory=set)
@@ -561,9 +561,13 @@ class StepState:
         self.clock.drop()
         return self.progress.confirm()
 
-    def attempt(self) -> None:
-        """All optimizers of the step have been called."""
-        self.clock.attempts += not self.progress.is_attempted
+    def attempt(self, leads: bool) -> None:
+        """All optimizers of the step have been called, or as many as the loop came to; ``leads``: hooks open and close steps."""
+        if not self.progress.is_attempted:
+            self.clock.attempts += 1
+            counted_eval = self.progress.counts_eval or self.patterns.trains_in_eval
+            self.patterns.attempt_ended(counts=leads)
+            self.progress.misses_eval = self.patterns.trains_in_eval and not counted_eval
         self.progress.is_attempted = True
 
     def interrupt(self) -> None:
@@ -573,7 +577,7 @@ class StepState:
             errors = [error for optimizer, error in progress.raised.items() if optimizer in progress.begun]
             progress.interrupted = f"its closure raised {errors[-1]}" if errors else "the optimizer's step() raised"
         progress.is_overflowed |= bool(progress.begun)
-        self.attempt()
+        self.attempt(self.leads)
 
     def backward_ended(self) -> None:
         """A backward pass has ended in the open step."""
@@ -636,12 +640,12 @@ class StepCycle:
         state, clock = self.state, self.state.clock
         if state.is_open:
             self.end_or_drop()
-        was_undecided = state.patterns.step_opens(hides_forward)
+        state.patterns.step_opens(hides_forward)
         self.boundaries.seal(step)
         if clock.step is None or step <= clock.step:
             self.boundaries.rewind(step, clock.step)
         state.open(step, is_tentative)
-        self.boundaries.open(step, is_tentative=is_tentative, hides_forward=bool(hides_forward), was_undecided=was_undecided)
+        self.boundaries.open(step, is_tentative=is_tentative, hides_forward=bool(hides_forward))
 
     def close(self) -> None:
         """End the open step, if any."""
@@ -859,11 +863,12 @@ class StepMachine:
         cycle, state = self.cycle, self.state
         if state.in_backward.any_now:
             self.measures.measure_unowned()
+        leads, state.patterns.backward_since = state.leads, False
         if state.is_open and not state.progress.is_attempted:
-            state.attempt()
+            state.attempt(leads)
             cycle.boundaries.attempt_ended(state.progress.is_overflowed)
-        leads = state.leads
-        state.patterns.attempt_ended(counts=leads)
+        else:
+            state.patterns.attempt_ended(counts=leads)
         if leads and not in_scaler_step:
             cycle.close()
 
@@ -1032,8 +1037,8 @@ class StepMachine:
         try:
             return cycle.boundaries.decide(optimizer, progress.done, progress.overflowed, is_overflowed)
         except TrainingStopped:
-            self.state.attempt()
-            if self.state.leads:
+            self.state.attempt(leads := self.state.leads)
+            if leads:
                 cycle.close()
             raise
 

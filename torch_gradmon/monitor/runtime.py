@@ -32,7 +32,7 @@ from .machine import StepCycle, StepMachine, StepState
 from .optimizer_hooks import IdleStretch, LoopDriver
 from .plugin_set import BuiltInPlugins
 from .records import RecordFactory, RecordPipeline
-from .steps import Captures, Decisions, Ownership, StepLifecycle, StepMeasurement, link, linkable
+from .steps import UNFINISHED, Captures, Decisions, Ownership, StepLifecycle, StepMeasurement, link, linkable
 from .values import OverflowLog
 
 # --- An unmodified training loop: reports the events of its hooks to the step machine ---
@@ -133,7 +133,9 @@ class FollowedLoop(LoopDriver):
     # --- hooks on parameters -------------------------------------------------------------------------------------------------
 
     def leave_unused(self, buffer: StepBuffer) -> None:
-        index, order = self._lifecycle.planning.planner.inventory, self.machine.order
+        index, order, awaited = self._lifecycle.planning.planner.inventory, self.machine.order, self.hooks.backward.awaited
+        if awaited and not (self._lifecycle.state.leads or buffer.names_of(GRADIENT_BEFORE_CLIP) <= buffer.used):
+            buffer.refuse_all(GRADIENT_BEFORE_CLIP, UNFINISHED)
         if len(order) == 1 or index is None or not self._lifecycle.state.leads:
             return
         owned = (self.ownership.positions(each) for each in order)

@@ -742,7 +742,7 @@ class StepLifecycle:
             self.queue.pipeline.rewind(step)
         self.queue.pipeline.directory.rewind(step)
 
-    def open(self, step: int, *, is_tentative: bool, hides_forward: bool, was_undecided: bool) -> None:
+    def open(self, step: int, *, is_tentative: bool, hides_forward: bool) -> None:
         """Begin ``step``."""
         self.hooks.wake()
         active = self.active = ActiveStep(step, self.state.clock.stride)
@@ -761,8 +761,6 @@ class StepLifecycle:
             self.planning.prepare(active)
             if not (self.captures.had_root_inputs or hides_forward or self.state.is_manual) and modules.hooks.on_root_inputs:
                 modules.root_inputs_missed()
-            if was_undecided and hides_forward and active.buffer is not None:
-                active.buffer.absent.update(((source, ""), _IN_EVAL) for source in OF_MODULES)
         modules.passes.begin_step(in_eval=is_tentative)
         self.values.step_opened(active.buffer, active.is_monitored, hides_forward, is_tentative)
 
@@ -833,6 +831,8 @@ class StepLifecycle:
         active.is_overflowed, interrupted = is_overflowed, self.state.progress.interrupted
         if is_overflowed and interrupted and not active.is_skipped:
             active.annotations["interrupted"] = interrupted
+        if self.state.progress.misses_eval and active.buffer is not None:
+            active.buffer.absent = {**{(source, ""): _IN_EVAL for source in OF_MODULES}, **active.buffer.absent}
         if self.hooks.loop is not None and active.buffer is not None and (tags is not None or not self.state.progress.begun):
             self.hooks.loop.leave_unused(active.buffer)
         self.queue.pipeline.drop_last()
@@ -914,7 +914,7 @@ class StepLifecycle:
 # --- Carries out the measurements that the step machine requests ---
 
 
-_UNFINISHED = "the last backward pass was interrupted, as by an exception, so gradients before clipping were not seen"
+UNFINISHED = "the last backward pass was interrupted, as by an exception, so gradients before clipping were not seen"
 _IN_BACKWARD = (
     "an optimizer stepped within the backward pass before this was known of the loop; they are measured from the next step on"
 )
@@ -1014,8 +1014,9 @@ class StepMeasurement:
     def _refuse_before_clip(self, optimizer: Hashable) -> None:
         """A backward pass was interrupted, and neither another one came after it nor a clip by the monitor, which measures."""
         active, gradients, positions = self._lifecycle.active, self._captures.gradients, self._ownership.positions(optimizer)
-        if active is not None and active.buffer is not None and gradients.with_gradient(gradients.not_clipped(positions)):
-            active.buffer.refuse_all(GRADIENT_BEFORE_CLIP, _UNFINISHED)
+        left = gradients.not_clipped(positions)
+        if active is not None and active.buffer is not None and (left == positions or gradients.with_gradient(left)):
+            active.buffer.refuse_all(GRADIENT_BEFORE_CLIP, UNFINISHED)
 
     def measure_unowned(self) -> None:
         # no optimizer unscales these
