@@ -278,7 +278,7 @@ def test_part_of_an_interrupted_pass_is_no_gradient_norm(how: str, passes: int) 
     if "by hand" in how:
         monitor.end_step()
     values, missing = monitor.get_step_metrics(), monitor.last_record.missing
-    for key in ("gradmon/grad_norm", "gradmon/grad_max", "gradmon/grad_nonfinite_count", "gradmon/grad_top_share"):
+    for key in ("gradmon/grad_norm", "gradmon/grad_max", "gradmon/grad_nonfinite_count", "gradmon/grad_top_fraction"):
         assert key not in values
         assert "the last backward pass was interrupted" in missing[key]
 
