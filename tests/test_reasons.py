@@ -1,4 +1,4 @@
-"""What ``missing()`` says is true: each reason, the situation that brings it, and what must be said then."""
+"""What ``last_record.missing`` says is true: each reason, the situation that brings it, and what must be said then."""
 
 from __future__ import annotations
 
@@ -395,7 +395,7 @@ TABLE: list[tuple[Callable[[Loop], None], str, dict[str, str]]] = [
     ),
     (by_hand_after_clipping_only, "base.weight", {**BY_HAND, **BEFORE}),
     (by_hand_after_clipping_only, "spare.weight", {**BY_HAND, **BEFORE, **_of("gradient", "norm max", UNUSED)}),
-    (a_sample_of_updates, "base.weight", _of("update", "norm max ratio", "update_sample='head' leaves it out")),
+    (a_sample_of_updates, "base.weight", _of("update", "norm max ratio", "update_regex='head' leaves it out")),
     (evaluated_only, "base.weight", {}),
     (asked_for_within_the_step, "base.weight", {"gradient rms": LATE, "gradient_before_clip rms": LATE, "parameter own": LATE}),
     (asked_for_within_the_step, "base", {"activation rms": LATE}),

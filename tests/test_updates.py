@@ -66,7 +66,7 @@ def test_a_sample_of_layers_leaves_the_others_out_with_a_reason() -> None:
     applied = _step(model, optimizer, torch.randn(8, 10))
     values, missing = monitor.get_step_metrics(), monitor.last_record.missing
     assert values["update/0.weight/norm"] == pytest.approx(applied["0.weight"].norm().item(), rel=1e-6)
-    assert "update_sample" in missing["update/2.weight/norm"]
+    assert "update_regex" in missing["update/2.weight/norm"]
     assert "update/2.weight/norm" not in values
 
 

@@ -97,7 +97,7 @@ TRUE_REASONS: list[tuple[str, Fact]] = [
     (r"the norm of the parameter was zero or NaN", lambda c: not _has_norm(c.truth.base[c.key.name])),
     (r"the optimizer keeps no such state for it", lambda c: not _keeps(c)),
     (r"the gradient or the momentum is zero", lambda c: True),
-    (r"update_sample='.*' leaves it out", lambda c: re.search(c.p.update_sample, c.p.name(c.key.name)) is None),
+    (r"update_regex='.*' leaves it out", lambda c: re.search(c.p.update_sample, c.p.name(c.key.name)) is None),
     # of tensors as such
     (
         r"the tensor has no (finite )?elements|it has no elements|it has no finite element|all its elements are equal",

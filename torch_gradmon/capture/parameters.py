@@ -136,7 +136,7 @@ class ParameterCapture:
         for position, parameter in self._parts(sorted(wanted)).items():
             name = self._plans[UPDATE].names[position]
             if isinstance(self._sample, re.Pattern) and not self._sample.search(name):
-                self._buffer.absent[UPDATE, name] = f"update_sample={self._sample.pattern!r} leaves it out"
+                self._buffer.absent[UPDATE, name] = f"update_regex={self._sample.pattern!r} leaves it out"
             else:
                 parts[position] = self._rows(parameter)
         self._measured.difference_update(parts)

@@ -22,7 +22,7 @@ class SpikeError(RuntimeError):
 
 
 class NotMeasurable(Exception):
-    """Internal: a tensor cannot be measured; the message becomes the reason in ``missing()``."""
+    """Internal: a tensor cannot be measured; the message becomes the reason in ``last_record.missing``."""
 
 
 class WarningLog:
