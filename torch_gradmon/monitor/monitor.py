@@ -572,7 +572,7 @@ class ModuleMonitor:
 
         Args:
             every: monitor the steps that are divisible by it. It overrides ``every``, ``monitor_step_fn`` and ``max_overhead`` of the
-                script. ``monitor_step_fn`` is still called for each step, and the budget later resumes where it was. None keeps all
+                script. ``monitor_step_fn`` is still called for each step, and ``max_overhead`` later resumes where it was. None keeps all
                 three in charge.
             preset: ``"minimal"``, ``"standard"`` or ``"full"``, instead of the script's preset; None for that one. Metrics of
                 ``add_*`` and detectors stay. In a compiled model, metrics of modules and of attention stay those of the script, because
