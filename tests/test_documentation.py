@@ -324,6 +324,12 @@ def test_every_picture_has_its_command_beside_it() -> None:
         assert re.search(rule, rules, re.M), picture
 
 
+def test_methods_of_monitors_and_runs_that_pages_name_exist() -> None:
+    named = set(re.findall(r"\b(monitor|run)\.([a-z]\w*)", re.sub(r"by hand: [\w.]+|\bmonitor\.py\b", "", _all())))
+    known = {"monitor": dir(gradmon.ModuleMonitor), "run": dir(gradmon.Run)}
+    assert sorted(f"{owner}.{name}" for owner, name in named if name not in known[owner]) == []
+
+
 def test_every_page_is_in_the_table_of_contents() -> None:
     listed = set()
     for page in PAGES:
