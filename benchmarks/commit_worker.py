@@ -6,6 +6,7 @@ The first folder on the path has the package; everything else comes from this ch
 from __future__ import annotations
 
 import itertools
+import os
 import statistics
 import sys
 import tempfile
@@ -14,7 +15,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -41,9 +42,10 @@ def _model(name: str) -> nn.Module:
     return model
 
 
-def _nine(model: nn.Module, stack: ExitStack, **options: Any) -> rivals.Run:
+def _nine(model: nn.Module, stack: ExitStack, kernel: str = "auto") -> rivals.Run:
     """Nine built-ins of every gradient, by key in a dict."""
-    monitor = stack.enter_context(gradmon.ModuleMonitor(model, **options))
+    with patch.dict(os.environ, GRADMON_KERNEL=kernel):
+        monitor = stack.enter_context(gradmon.ModuleMonitor(model))
     for metric in NINE:
         monitor.add_gradient_metric(metric)
     return rivals.step_by_hand(monitor)
@@ -51,8 +53,8 @@ def _nine(model: nn.Module, stack: ExitStack, **options: Any) -> rivals.Run:
 
 MAKERS: dict[str, Callable[[nn.Module, ExitStack], rivals.Run]] = {
     "default": _nine,
-    "eager": lambda model, stack: _nine(model, stack, compile_statistics=False),
-    "compiled": lambda model, stack: _nine(model, stack, compile_statistics=True),
+    "eager": lambda model, stack: _nine(model, stack, "torch"),
+    "compiled": lambda model, stack: _nine(model, stack, "build"),
     "torch_module_monitor": rivals.torch_module_monitor,
     "wandb_watch": rivals.wandb_watch,
 }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +57,8 @@ def module_monitor(model: nn.Module, metrics: Iterable[str], functions: Mapping[
 
 def own(model: nn.Module, metrics: Iterable[str], compiled: bool = False) -> Monitor:
     """torch_gradmon with its built-ins. A failure raises, so it cannot silently measure less."""
-    monitor = gradmon.ModuleMonitor(model, compile_statistics=compiled, on_metric_error="raise")
+    with patch.dict(os.environ, GRADMON_KERNEL="build" if compiled else "torch"):
+        monitor = gradmon.ModuleMonitor(model, on_metric_error="raise")
     for metric in metrics:
         monitor.add_activation_metric(metric)
     return monitor

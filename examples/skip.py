@@ -31,10 +31,8 @@ TREATMENTS: dict[str, Callable[[], Any]] = {
 }
 
 
-def train(
-    seed: int, accidents: set[str], treatment: str, data: torch.Tensor, characters: int
-) -> tuple[float, gradmon.plugins.spike_policy.policy.StepCounts]:
-    """The loss on held-out text after a training with these accidents, and the counts of its steps."""
+def train(seed: int, accidents: set[str], treatment: str, data: torch.Tensor, characters: int) -> tuple[float, int, int]:
+    """The loss on held-out text after a training with these accidents, and how many steps were skipped and rolled back."""
     torch.manual_seed(seed)
     model: nn.Module = CharacterGPT(characters, SIZES)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
@@ -59,7 +57,8 @@ def train(
     monitor.detach()
     judge = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        return statistics.fmean(model(*draw(held_out, SIZES, judge)).item() for _ in range(20)), counts
+        losses = [model(*draw(held_out, SIZES, judge)).item() for _ in range(20)]
+    return statistics.fmean(losses), counts.skipped, counts.rolled_back
 
 
 def main() -> None:
@@ -80,9 +79,8 @@ def main() -> None:
         for treatment in TREATMENTS:
             runs = [train(seed, {accident}, treatment, data, characters) for seed in seeds]
             clip = next((clip for clip in clips if clip in treatment), "nothing")
-            above = [loss - calm[seed, clip] for seed, (loss, _) in zip(seeds, runs, strict=True)]
-            skipped = statistics.fmean(counts.skipped for _, counts in runs)
-            back = statistics.fmean(counts.last_record.rollback for _, counts in runs)
+            above = [loss - calm[seed, clip] for seed, (loss, *_) in zip(seeds, runs, strict=True)]
+            skipped, back = (statistics.fmean(counts) for counts in list(zip(*runs, strict=True))[1:])
             told = f"{statistics.fmean(above):>10.3f}  {min(above):>7.3f} {max(above):>7.3f}"
             print(f"{accident:<20}{treatment:<17}{told}  {skipped:>7.1f}  {back:>4.1f}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.utils.tensorboard import SummaryWriter
 
 import torch_gradmon as gradmon
 
@@ -16,8 +17,7 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
-    with gradmon.watch(model, optimizer, layers="all") as monitor:
-        monitor.add_sink(gradmon.sinks.TensorBoardSink("runs/gradmon"))  # or your SummaryWriter
+    with SummaryWriter("runs/gradmon") as writer, gradmon.watch(model, optimizer, layers="all", log_to=writer) as monitor:
         monitor.add_gradient_metric("log2_histogram", metric_regex="weight", stages=("after_clip",), every=20)
         for step in range(300):
             batch = torch.randint(len(inputs), (64,))

@@ -24,9 +24,9 @@ def main() -> None:
 
     with (
         wandb.init(project="gradmon-example", mode=os.environ.get("WANDB_MODE", "offline")) as run,
-        gradmon.watch(model, optimizer, layers="blocks", on_spike=None) as monitor,
+        # whole-model values, one norm for each layer, and an alert for each spike instead of a warning
+        gradmon.watch(model, optimizer, layers="blocks", on_spike=None, log_to="wandb") as monitor,
     ):
-        monitor.add_sink(run)  # whole-model values, one norm for each layer, and an alert for each spike instead of a warning
         monitor.add_gradient_metric("log2_histogram", metric_regex="weight", stages=("after_clip",), every=50)
 
         for step in range(320):

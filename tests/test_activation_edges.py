@@ -436,7 +436,7 @@ NO_CALL = (
 )
 
 
-OUT = "left out by excluded_modules_regex"
+OUT = "exclude= (excluded_modules_regex=) leaves it out"
 
 
 @pytest.mark.parametrize("wrap", [lambda model: model, nn.DataParallel], ids=["bare", "wrapped"])

@@ -34,7 +34,7 @@ def test_it_names_versions_kernels_and_packages(capsys: pytest.CaptureFixture[st
     ("kernel", "compiler", "expected"),
     [
         ((object(), "AVX2"), "g++", "the C++ kernel that came with the package, built for AVX2"),
-        ((None, "no kernel"), "g++", "torch's operations: no kernel; compile_statistics=True compiles it with g++"),
+        ((None, "no kernel"), "g++", "torch's operations: no kernel; GRADMON_KERNEL=build compiles it with g++"),
         ((None, "no kernel"), None, "torch's operations: no kernel; no C++ compiler was found"),
     ],
 )

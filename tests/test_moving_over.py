@@ -52,6 +52,18 @@ def _seed_loop(module: Any, pattern: str) -> list[dict[str, float]]:
     return found
 
 
+def test_arguments_of_torch_module_monitor_are_accepted() -> None:
+    monitor = gradmon.ModuleMonitor(lambda step: step % 2 == 0, logger=print, cpu_offload=True)
+    model = _model()
+    monitor.set_module(model)
+    monitor.add_activation_metric("mean")
+    assert [monitor.begin_step(step) for step in (1, 2)] == [False, True]
+    monitor.monitor_activations("0", torch.full((3,), 2.0))
+    monitor.monitor_activations("0", torch.full((3,), 9.0), is_reference=True)
+    monitor.end_step()
+    assert monitor.get_step_metrics()["activation/0/mean"] == 2.0
+
+
 def test_after_changing_the_import_the_loop_gives_the_same_keys_and_values() -> None:
     theirs = pytest.importorskip("torch_module_monitor")
     for ours_row, their_row in zip(_seed_loop(gradmon, ".*weight"), _seed_loop(theirs, ".*weight"), strict=True):

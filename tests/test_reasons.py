@@ -1,4 +1,4 @@
-"""What ``missing()`` says is true: each reason, the situation that brings it, and what must be said then."""
+"""What ``last_record.missing`` says is true: each reason, the situation that brings it, and what must be said then."""
 
 from __future__ import annotations
 

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torch_gradmon import Checks
+
 from .case import Watch
 from .data_healthy import STOP, TUTORIALS, WORDS, Block, batches, digits, healthy, last, normalised, padded, sentences
 
@@ -55,8 +57,7 @@ def frozen_backbone(watch: Watch, seed: int, healed: bool) -> float:
     model = Transfer(backbone(images, labels), frozen=True)
     optimizer = torch.optim.SGD(model.head.parameters(), lr=0.001, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=7, gamma=0.1)
-    monitor = watch(model, optimizer)
-    monitor.expect(frozen=r"^backbone\.", trains=r"^head\.")
+    monitor = watch(model, optimizer, checks=Checks(frozen=r"^backbone\.", trained=r"^head\."))
     x_train, y_train = images[new][:1200], labels[new][:1200] - 5
     x_valid, y_valid = images[new][1200:], labels[new][1200:] - 5
     losses = []
@@ -181,8 +182,9 @@ def lora(watch: Watch, seed: int, healed: bool) -> float:
     model.classifier = nn.Linear(32, 4)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=2e-3)
-    monitor = watch(model, optimizer)
-    monitor.expect(frozen=r"^words|^places|attention|norm|\.layer\.", trains=r"lora_|^classifier")
+    monitor = watch(
+        model, optimizer, checks=Checks(frozen=r"^words|^places|attention|norm|\.layer\.", trained=r"lora_|^classifier")
+    )
     losses = []
     for x, y in batches(250, 24, words, lengths):
         optimizer.zero_grad()

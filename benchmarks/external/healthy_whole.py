@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torch_gradmon import Checks
+
 from .case import Watch
 from .data_healthy import EXAMPLES, citations, clusters, digits, healthy, last, normalised, shapes
 
@@ -179,8 +181,7 @@ def one_batch(watch: Watch, seed: int, healed: bool) -> float:
         nn.Linear(128, 4),
     )
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-4)
-    monitor = watch(model, optimizer)
-    monitor.expect(batch_varies=False)
+    monitor = watch(model, optimizer, checks=Checks(batch_varies=False))
     losses = []
     for _ in range(250):
         optimizer.zero_grad()

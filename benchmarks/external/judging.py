@@ -51,13 +51,13 @@ class Watch:
     def __getstate__(self) -> dict[str, Any]:
         return {"directory": self.directory, "monitors": []}
 
-    def __call__(self, model: Any, *optimizers: Any, scaler: Any = None) -> gradmon.ModuleMonitor:
+    def __call__(
+        self, model: Any, *optimizers: Any, scaler: Any = None, checks: bool | gradmon.Checks = True
+    ) -> gradmon.ModuleMonitor:
         """Watch it."""
         run_dir = Path(self.directory) / str(len(self.monitors))
         self.monitors.append(
-            gradmon.watch(
-                model, *optimizers, scaler=scaler, preset="full", on_spike=None, run_dir=run_dir, checks=gradmon.Checks(data=True)
-            )
+            gradmon.watch(model, *optimizers, scaler=scaler, preset="full", on_spike=None, run_dir=run_dir, checks=checks)
         )
         return self.monitors[-1]
 

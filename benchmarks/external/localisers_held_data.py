@@ -7,6 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
+from torch_gradmon import Checks
+
 from .case import Case, Watch
 from .data_localisers import (
     DEEPCRIME,
@@ -155,8 +157,7 @@ def window_stands_still(watch: Watch, seed: int, healed: bool) -> float:
     held_out, text = text[:300], text[300:]
     net = nn.Sequential(nn.Embedding(24, 16), nn.Flatten(), nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 24))
     adam = torch.optim.Adam(net.parameters(), lr=5e-3)
-    monitor = watch(net, adam)
-    monitor.expect(batch_varies=True)
+    monitor = watch(net, adam, checks=Checks(batch_varies=True))
     losses, start = [], 0
     for step in range(300):
         lines = text[start : start + 32]

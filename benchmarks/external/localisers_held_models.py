@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from torch_gradmon import Checks
+
 from .case import Case, Watch
 from .data_localisers import TAXONOMY, batches, blobs, descend, last, sentences, waves
 from .localisers_held_losses import Writer
@@ -182,8 +184,7 @@ def detached_second(watch: Watch, seed: int, healed: bool) -> float:
     text = sentences(2000)
     net = TwoAhead()
     adam = torch.optim.Adam(net.parameters(), lr=5e-3)
-    monitor = watch(net, adam)
-    monitor.expect(trains=r"^second\.")
+    monitor = watch(net, adam, checks=Checks(trained=r"^second\."))
 
     def loss_of(lines: Tensor, _: Tensor) -> Tensor:
         scores, second = net(lines[:, :-2])

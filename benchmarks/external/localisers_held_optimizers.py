@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from torch_gradmon import Checks
+
 from .case import Case, Watch
 from .data_localisers import (
     DEEPCRIME,
@@ -109,8 +111,7 @@ def rate_printed_short(watch: Watch, seed: int, healed: bool) -> float:
         {"params": net.judge.parameters()},
     ]
     adam = torch.optim.Adam(groups, lr=2e-3)
-    monitor = watch(net, adam)
-    monitor.expect(trains=r"^encoder\.")
+    monitor = watch(net, adam, checks=Checks(trained=r"^encoder\."))
     return descend(monitor, adam, lambda x, y: functional.cross_entropy(net(x), y), batches(texts, labels, 32, 300))
 
 

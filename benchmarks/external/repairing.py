@@ -51,11 +51,13 @@ class Mechanic:
     def __init__(self, directory: str, repair: Repair | None) -> None:
         self._directory, self._repair = directory, repair
 
-    def __call__(self, model: Any, *optimizers: Any, scaler: Any = None) -> gradmon.ModuleMonitor:
+    def __call__(
+        self, model: Any, *optimizers: Any, scaler: Any = None, checks: bool | gradmon.Checks = True
+    ) -> gradmon.ModuleMonitor:
         """Repair, and watch nothing."""
         if self._repair is not None:
             self._repair(model, optimizers)
-        return gradmon.watch(model, *optimizers, scaler=scaler, run_dir=self._directory)
+        return gradmon.watch(model, *optimizers, scaler=scaler, run_dir=self._directory, checks=checks)
 
 
 @dataclass(frozen=True)

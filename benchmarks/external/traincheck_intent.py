@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from torch_gradmon import Checks
+
 from .case import Case, Watch
 from .data_traincheck import DIGITS, WORDS, digits, generator, last, shuffled, text
 
@@ -65,8 +67,7 @@ def _never_frozen(watch: Watch, seed: int, healed: bool) -> float:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=0.0001)
     if healed:
         model.train()
-    monitor = watch(model, optimizer)
-    monitor.expect(frozen=r"^stages\.0\.", trains=r"^(stages\.[12]|classifier)\.")
+    monitor = watch(model, optimizer, checks=Checks(frozen=r"^stages\.0\.", trained=r"^(stages\.[12]|classifier)\."))
     losses = []
     for _ in range(250):
         images, labels = next(batches)
@@ -138,8 +139,7 @@ def _not_cast(watch: Watch, seed: int, healed: bool) -> float:
     batches = text(16, LENGTH, seed)
     model = Gpt(covered=healed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    monitor = watch(model, optimizer)
-    monitor.expect(dtype={r"^blocks\.\d+\.(qkv|out|up|down)$": torch.bfloat16})
+    monitor = watch(model, optimizer, checks=Checks(dtype={r"^blocks\.\d+\.(qkv|out|up|down)$": torch.bfloat16}))
     losses = []
     for _ in range(200):
         tokens = next(batches)

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from torch_gradmon import Checks
+
 from .case import Case, Watch
 from .data_traincheck import DIGITS, SIDE, digits, generator, last, shuffled
 
@@ -149,8 +151,7 @@ def _same_workers(watch: Watch, seed: int, healed: bool) -> float:
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     batches = _loaded(seed, healed)
     fresh_images, fresh_labels = digits(512, generator(seed, 999))
-    monitor = watch(model, optimizer)
-    monitor.expect(batch_varies=True)
+    monitor = watch(model, optimizer, checks=Checks(batch_varies=True))
     losses = []
     for step in range(240):
         images, labels = next(batches)

@@ -313,7 +313,7 @@ _OUTPUTS = (n.ACTIVATION, n.ACTIVATION_GRADIENT, n.ACTIVATION_DIFFERENCE)
 _INPUTS = (n.INPUT, n.INPUT_GRADIENT)
 _SCRIPTED = "a module of TorchScript (torch.jit), which calls no Python hooks"
 OLD_RELEASE = "inside torch.compile they need torch 2.7 or newer"
-_LEFT_OUT = "left out by excluded_modules_regex"
+_LEFT_OUT = "exclude= (excluded_modules_regex=) leaves it out"
 _Place = tuple[str, str]
 
 

@@ -291,7 +291,7 @@ INPUT_BUILT_INS = {
 #: Built-in metrics of outputs, in addition to the views of statistics.
 ACTIVATION_BUILT_INS = {
     "dead": BuiltIn(
-        frozenset(), "share", f"share of units with |output| <= eps for every sample of the last {WINDOW} monitored steps", DEAD
+        frozenset(), "share", f"units with |output| <= zero_threshold for every sample of the last {WINDOW} monitored steps", DEAD
     ),
     "saturation": BuiltIn(
         frozenset(), "share", f"share of the outputs of a sigmoid or tanh that are within {MARGIN} of either bound", _Saturation()

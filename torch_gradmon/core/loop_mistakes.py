@@ -360,7 +360,7 @@ SETUP_MISTAKES: dict[str, Mistake] = {
     ),
     EXPECTATION: Mistake(
         "error",
-        "What monitor.expect() declared does not hold",
+        "What checks=Checks(...) declares does not hold",
         "Mend the training, or what is declared",
         repeats=1,
         weight=140.0,
@@ -377,8 +377,8 @@ RANK_FAULTS: dict[str, Mistake] = {
         "error",
         "Ranks use different gradients where they should have the same: each trains a model of its own",
         "Call the wrapper, not its .module, and leave no_sync() before the last backward pass of a step; put every trained parameter "
-        "below the wrapper, and change gradients after the backward pass in the same way on all ranks. If ranks are meant to differ, name "
-        "those parameters by rank_distinct_regex=, the ranks of one model by process_group=, or pass check_replicas=0",
+        "below the wrapper, and change gradients after the backward pass in the same way on all ranks. If ranks are meant to differ, "
+        "declare it by distributed=Distributed(distinct=..., process_group=...), or switch this off by checks=Checks(replicas_every=0)",
         repeats=1,
         weight=150.0,
     ),
@@ -409,7 +409,7 @@ RANK_FAULTS: dict[str, Mistake] = {
     "ranks-not-compared": Mistake(
         "info",
         "Ranks are not compared with each other, because some give no answer: they have no monitor, another model, or other options",
-        "Create the monitor on every rank, with the same options, or name the ranks of one model by process_group=",
+        "Create the monitor on every rank with the same options, or name those of a model by distributed=Distributed(process_group=...)",
         repeats=1,
         warns=False,
         weight=20.0,

@@ -167,9 +167,9 @@ VIEWS: dict[str, StatView] = {
         [_C.COUNT, _C.NONFINITE, _C.NEAR_ZERO],
         "finite elements",
         "share",
-        "share of the finite elements with |x| <= eps",
+        "share of the finite elements with |x| <= zero_threshold",
         lambda c: c[_C.NEAR_ZERO] / _finite_count(c),
     ),
-    "zero_count": _view([_C.NEAR_ZERO], "", "count", "number of elements with |x| <= eps", lambda c: c[_C.NEAR_ZERO]),
+    "zero_count": _view([_C.NEAR_ZERO], "", "count", "number of elements with |x| <= zero_threshold", lambda c: c[_C.NEAR_ZERO]),
     "nonfinite_count": _view([_C.NONFINITE], "", "count", "number of NaN and infinite elements", lambda c: c[_C.NONFINITE]),
 }

@@ -42,8 +42,8 @@ class AdapterMonitor:
 
     Args:
         monitor: not attached yet, with any metrics, sinks and detectors; None to have one made.
-        arguments: those of :func:`torch_gradmon.watch` and :class:`torch_gradmon.ModuleMonitor` but the model, the optimizers and the
-            scaler, which the trainer has; only without ``monitor``.
+        arguments: those of :func:`torch_gradmon.watch` but the model, the optimizers, the scaler and the number of the first step, which
+            the trainer has; only without ``monitor``.
         detectors: of a monitor that is made, in addition to those of its preset; only without ``monitor``.
         framework: a name in :data:`torch_gradmon.core.trainers.TRAINERS`, by which a diagnosis gives advice.
 

@@ -40,7 +40,7 @@ class GradmonHandler:
         callback: called as ``callback(engine, event)`` for each spike, at the end of its iteration.
         keys: a pattern for the keys of values in ``engine.state.metrics``. By default those of the whole model; ``keys="."`` adds per-layer
             values, if the monitor has them (``layers="all"``).
-        watch_arguments: of :func:`torch_gradmon.watch` and :class:`torch_gradmon.ModuleMonitor`: ``on_spike="skip"``,
+        watch_arguments: of :func:`torch_gradmon.watch`, without ``monitor``: ``on_spike="skip"``,
             ``layers="blocks"``, ``run_dir=...``.
 
     Ignite's ``Checkpoint`` saves and loads it like an optimizer: ``Checkpoint({"model": model, "gradmon": handler}, ...)``.

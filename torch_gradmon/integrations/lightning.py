@@ -163,8 +163,7 @@ class GradmonCallback(Callback):
         step_prefix: replaces ``gradmon/`` in the keys of rows; ``"train/"`` gives those of Lightning's ``GradientStatsMonitor``.
         epoch_prefix: the same for the values of an epoch. If a trainer has two callbacks, one needs another ``prefix=`` or other values of
             these two, which distinguish their keys and their states in checkpoints.
-        watch_arguments: of :func:`torch_gradmon.watch` and :class:`torch_gradmon.ModuleMonitor`: ``on_spike="skip"``,
-            ``layers="all"``,
+        watch_arguments: of :func:`torch_gradmon.watch`, without ``monitor``: ``on_spike="skip"``, ``layers="all"``,
             ``run_dir=...``.
 
     Override :meth:`step_values` and :meth:`epoch_values` to add, remove or rename logged values. Schedulers do not move in a

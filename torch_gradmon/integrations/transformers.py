@@ -63,7 +63,7 @@ class GradmonCallback(trainer_callback.TrainerCallback, trainer_callback.Exporta
             below the
             Trainer's, which TensorBoard shows as another run) or ``"trackio"``. False if ``monitor`` has these sinks.
         log_keys: names of whole-model values for the Trainer's log line; each has its last value since the previous line.
-        watch_arguments: those of :func:`torch_gradmon.watch` and :class:`torch_gradmon.ModuleMonitor`, without ``monitor``.
+        watch_arguments: those of :func:`torch_gradmon.watch`, without ``monitor``.
 
     Raises:
         TypeError, ValueError: an argument is wrong.

@@ -119,8 +119,8 @@ class ManualLoop:
         found = [i for i, p in enumerate(parameters) if is_sharded(p) or (distinct and names[i] in distinct)]
         if found and ranks.count == 1:
             raise ValueError(
-                "the exact norm of gradients that are spread over ranks takes a monitor of these ranks, and process_group= names this "
-                "one alone; name them all, or use a number for max_norm and exact=False, which clips as torch does"
+                "the exact norm of gradients that are spread over ranks takes a monitor of these ranks, and Distributed(process_group=) "
+                "names this one alone; name them all, or use a number for max_norm and exact=False, which clips as torch does"
             )
         if (
             ranks.count > 1

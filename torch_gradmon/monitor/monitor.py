@@ -116,9 +116,9 @@ class ModuleMonitor:
 
     * ``metric_name``: last part of the key, without a slash.
     * ``metric_fn``: a function of the tensor that returns a number, or a tensor whose elements are then reduced. None takes the
-      built-in of that name: ``norm``, ``rms``, ``mean``, ``std``, ``max``, ``min_value``, ``max_value``, ``l1_norm``, ``sparsity``,
-      ``zero_count``, ``nonfinite_count``, ``log2_histogram`` (counts by power of two, with keys such as ``log2_histogram.-12``; it
-      costs much more than the others, so set ``every``), and those that the method lists.
+      built-in of that name: ``norm``, ``rms``, ``mean``, ``std``, ``max`` (the largest magnitude), ``min_value``, ``max_value``,
+      ``l1_norm``, ``sparsity``, ``zero_count``, ``nonfinite_count``, ``log2_histogram`` (counts by power of two, with keys such as
+      ``log2_histogram.-12``; it costs much more than the others, so set ``every``), and those that the method lists.
     * ``metric_regex``: searched (``re.search``) in the canonical name of the tensor.
     * ``metric_aggregation_fn``: merges the values of micro-batches and elements: ``"mean"`` (weighted by elements), ``"sum"``,
       ``"min"``, ``"max"``, or a function of all values, as one flat tensor, that returns a number or a dict of numbers. A function
@@ -390,7 +390,7 @@ class ModuleMonitor:
         Further built-in: ``ratio``, the norm of the update over that of the parameter before it, ``angle`` in radians between the parameter
         before and after, and ``growth`` of its norm; all absent for a zero parameter.
         On the steps that measure it, the parameters of an optimizer are copied while it steps. ``every`` makes these steps rarer, and
-        ``max_update_rows`` and ``update_regex`` of the monitor limit the copy.
+        ``max_update_rows`` or ``update_regex`` of the monitor limits the copy.
 
         Args:
             metric_name, metric_fn, metric_regex, metric_aggregation_fn, every, shardwise: see the class.
@@ -437,7 +437,7 @@ class ModuleMonitor:
         in ``activation/encoder[0]/norm``.
 
         Further built-ins: ``dead``, the share of units (the last dimension; for convolutions, norms of channels, and outputs of
-        four dimensions the second) with ``|output| <= eps`` for every sample of the last 100 monitored steps, and
+        four dimensions the second) with ``|output| <= zero_threshold`` for every sample of the last 100 monitored steps, and
         ``saturation``, the share of the outputs of a ``Sigmoid``, ``Hardsigmoid`` or ``Tanh`` within 0.05 of a bound.
 
         Args:
@@ -580,7 +580,7 @@ class ModuleMonitor:
 
         Args:
             every: monitor the steps that are divisible by it. It overrides ``every``, ``monitor_step_fn`` and ``max_overhead`` of the
-                script. ``monitor_step_fn`` is still called for each step, and the budget later resumes where it was. None keeps all
+                script. ``monitor_step_fn`` is still called for each step, and ``max_overhead`` later resumes where it was. None keeps all
                 three in charge.
             preset: ``"minimal"``, ``"standard"`` or ``"full"``, instead of the script's preset; None for that one. Metrics of
                 ``add_*`` and detectors stay. In a compiled model, metrics of modules and of attention stay those of the script, because
@@ -847,7 +847,7 @@ class ModuleMonitor:
         """The loss of each row of the batch, before ``optimizer.step()``; again for each micro-batch. Only in monitored steps.
 
         The eight largest losses of a step are kept with their ids: a spike names the rows that hold the loss, :meth:`explain_spike` and the
-        run directory (``run.context(step)["rows"]``) have them. The rows are those of this rank. Nothing waits for the device.
+        run directory (``run.record(step).context["rows"]``) have them. The rows are those of this rank. Nothing waits for the device.
 
         Args:
             ids: what identifies each row in the data, ``[rows]``: integers, strings, or a tensor of integers. Of a

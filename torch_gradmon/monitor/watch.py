@@ -200,7 +200,7 @@ def meet(runtime: Runtime, parts: PipelineParts, named: Sequence[Any]) -> None:
     if not exchange.all_take_part("stages"):
         raise ValueError(
             f"some ranks do not watch their stages of the pipeline ({exchange.why_not('stages')}): call watch(schedule, optimizer) on "
-            "every rank of it, in the same order as other monitors, or name its ranks by process_group="
+            "every rank of it, in the same order as other monitors, or name its ranks by distributed=Distributed(process_group=...)"
         )
     facts = parts.facts(named)
     runtime.planner.whole = WholeModel.gathered(ranks, list(facts.values()), parts.kinds(), _cards(facts, named))

@@ -70,7 +70,7 @@ class Alarms:
 
     Args:
         board: of the runs.
-        target: see :meth:`ModuleMonitor.add_alert`.
+        target: see :class:`torch_gradmon.sinks.AlertSink`.
     """
 
     def __init__(self, board: RunBoard, target: str | Callable[[Alert], object]) -> None:

@@ -371,7 +371,7 @@ NAMES, METRICS, CADENCE = "names of parameters", "metrics", "every="
 _ALONE = {
     "tensors": (
         "sharded tensors cannot be reported, and activations and logged values of this rank are of its own batches; create the monitor on "
-        "every rank, and if a pipeline's stages differ, pass the ranks of this stage as process_group="
+        "every rank, and if a pipeline's stages differ, pass the ranks of this stage as Distributed(process_group=...)"
     ),
     "stages": "each rank has to watch its stages of the pipeline",
     "decisions": (

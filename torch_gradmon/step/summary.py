@@ -214,7 +214,7 @@ class ReasonContext:
     def reason(self, source: str, name: str, record: StepRecord, owned: Set[str] | None) -> str:
         """Why nothing was measured of ``name``; empty if unknown. ``owned``: the parameters of attached optimizers."""
         if name in self.inventory.excluded:
-            return "excluded_modules_regex= leaves it out"
+            return "exclude= (excluded_modules_regex=) leaves it out"
         if not self.attached and source in _NEEDS_HOOKS:
             return _NEEDS_HOOKS[source]
         if source == n.GRADIENT_LOCAL and name in self.inventory.spread:
@@ -449,7 +449,7 @@ KEY_DOCUMENTATION = {
     "left by an error)",
     "grad_mean": "mean of all gradient elements before clipping",
     "grad_std": "population standard deviation of all gradient elements before clipping",
-    "grad_sparsity": "share of the finite gradient elements before clipping with |x| <= eps",
+    "grad_sparsity": "share of the finite gradient elements before clipping with |x| <= zero_threshold",
     "overhead_fraction": "time spent in the monitor's own code, as a share of the time since the last monitored step",
 }
 #: Keys of features that are not part of a preset; present if in use.

@@ -64,7 +64,7 @@ def _on_cpu() -> str:
     if kernel is not None:
         return f"the C++ kernel that came with the package, built for {why}"
     try:
-        compiler = f"compile_statistics=True compiles it with {kernel_build.compiler()[0]}"
+        compiler = f"GRADMON_KERNEL=build compiles it with {kernel_build.compiler()[0]}"
     except RuntimeError as error:
         compiler = str(error)
     return f"torch's operations: {why}; {compiler}"

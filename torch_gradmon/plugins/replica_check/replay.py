@@ -60,11 +60,11 @@ class DeterminismReport(ShownAsText):
         if self.verdict == "changed":
             return (
                 f"{passes} gave two results, one after the other: {where} ({what} were compared). The first of them have changed "
-                "something that the next ones use, such as a cache or the choice of a kernel: replay again"
+                "something that the next ones use, such as a cache or the choice of a kernel: check again"
             )
         return (
             f"{passes} differ from each other: {where} ({what} were compared). Kernels here give varying results, "
-            "so errors of the hardware cannot be distinguished: call torch.use_deterministic_algorithms(True), and replay again"
+            "so errors of the hardware cannot be distinguished: call torch.use_deterministic_algorithms(True), and check again"
         )
 
 

@@ -52,9 +52,9 @@ class Rollback:
 
     A snapshot holds the parameters that the optimizers step, the model's buffers and the optimizers' state; each rank holds its
     own part. It is taken at the start of the next step, so it includes the loop's changes after ``optimizer.step()``. The step
-    with the spike is skipped, as by :class:`Skip`. Then the snapshot is restored in place, and ``monitor.rolled_back`` has the step
-    of the snapshot and the number of batches to skip. A second spike before the next snapshot restores the previous one. Without
-    a snapshot the step is only skipped.
+    with the spike is skipped, as by :class:`Skip`. Then the snapshot is restored in place, and ``monitor.last_record.rollback``
+    has the step of the snapshot and the number of batches to skip. A second spike before the next snapshot restores the previous
+    one. Without a snapshot the step is only skipped.
 
     Source: PaLM (Chowdhery et al. 2022, arXiv 2204.02311, section 5.1) restarted from a checkpoint about 100 steps before a spike
     and passed over 200 to 500 batches; the same batches from another checkpoint did not spike.
@@ -64,7 +64,7 @@ class Rollback:
         every: steps from one snapshot to the next. A snapshot copies everything to the host and waits for the device.
         margin: the preferred minimum age of a snapshot, in steps; by default half of ``every``. The cause of a spike may precede
             it.
-        skip_batches: the number of further batches to skip after the one that spiked, for ``monitor.rolled_back``.
+        skip_batches: the number of further batches to skip after the one that spiked, for ``monitor.last_record.rollback``.
         directory: keeps the snapshots there instead of in memory, in a new directory for each rank, which is removed at the end.
         extra_state: objects with ``state_dict`` and ``load_state_dict`` to restore too, such as LR schedulers or an average of the
             model; they are not kept alive. If there are any, the optimizers' options such as ``lr`` are restored too. Otherwise

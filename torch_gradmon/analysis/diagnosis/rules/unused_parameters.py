@@ -287,7 +287,7 @@ def check_frozen(history: History) -> list[Finding]:
     else:
         advice = (
             f"{'The rest has learnt nothing: c' if lacks else 'Nothing has to be done if that is meant. Otherwise c'}all "
-            "requires_grad_(True) before the optimizer is made; monitor.expect(trains=...) tells when it is forgotten."
+            "requires_grad_(True) before the optimizer is made; checks=Checks(trained=...) tells when it is forgotten."
         )
     return history.finding(
         "frozen",
