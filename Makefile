@@ -171,10 +171,10 @@ bench-widths: $(VENV)/.ready
 
 # the pictures of the documentation
 images: $(VENV)/.ready browser
-	$(VENV)/bin/gradmon demo --to images/demo.svg
+	$(VENV)/bin/gradmon demo -o images/demo.svg
 	$(VENV)/bin/python -m tests.browser runs/demo/report.html images/report.png
 	$(VENV)/bin/python examples/two_runs.py
-	$(VENV)/bin/gradmon report runs/two/before runs/two/after --to runs/two/diff.html
+	$(VENV)/bin/gradmon report runs/two/before runs/two/after -o runs/two/diff.html
 	$(VENV)/bin/python -m tests.browser runs/two/diff.html images/diff.png
 	$(VENV)/bin/python examples/spikes.py images/spikes.png
 	$(VENV)/bin/python -m benchmarks.width_sweep

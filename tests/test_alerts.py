@@ -406,24 +406,24 @@ def test_the_command_refuses_a_wrong_address(run: Path, capsys: pytest.CaptureFi
     assert "--alert nowhere: an alert goes to an address" in capsys.readouterr().err
 
 
-def test_gradmon_watch_calls_without_a_terminal_too(run: Path, tmp_path: Path) -> None:
+def test_gradmon_live_calls_without_a_terminal_too(run: Path, tmp_path: Path) -> None:
     pytest.importorskip("rich")
     with receiver() as hook:
         program = "import sys; from torch_gradmon.cli.main import main; sys.exit(main(sys.argv[1:]))"
-        command = [sys.executable, "-c", program, "watch", str(tmp_path / "a"), "--wait", "--alert", hook.address]
-        watching = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        command = [sys.executable, "-c", program, "live", str(tmp_path / "a"), "--wait", "--alert", hook.address]
+        following = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
-            assert watching.stdout is not None
-            assert watching.stdout.readline() == f"waiting for {tmp_path / 'a'}; Ctrl-C ends it\n"
+            assert following.stdout is not None
+            assert following.stdout.readline() == f"waiting for {tmp_path / 'a'}; Ctrl-C ends it\n"
             shutil.copytree(run, tmp_path / "b")
             aged(tmp_path / "b", 1.0)
             (tmp_path / "b").rename(tmp_path / "a")  # a run that appears later
-            assert watching.stdout.readline() == f"watching {tmp_path / 'a'}; Ctrl-C ends it\n"
+            assert following.stdout.readline() == f"following {tmp_path / 'a'}; Ctrl-C ends it\n"
             aged(tmp_path / "a", 100.0)
             until(lambda: any(alert["kind"] == "stalled" for alert in hook.got))
-            watching.send_signal(signal.SIGINT)
-            assert watching.wait(20) == 0
+            following.send_signal(signal.SIGINT)
+            assert following.wait(20) == 0
         finally:
-            watching.kill()
-            watching.communicate()
+            following.kill()
+            following.communicate()
     assert {(alert["kind"], alert["run"]) for alert in hook.got} == {("stalled", "a")}

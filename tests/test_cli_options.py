@@ -20,23 +20,24 @@ from .stored_runs import VALUES
 FLAG = ""
 #: Every option of every command: what it takes (nothing for a flag), the commands that have it, and what it means in all of them.
 OPTIONS: dict[str, tuple[str, str, str]] = {
-    "--to": ("FILE", "coordcheck demo diff export report", "where the command writes its file"),
+    "--output": ("FILE", "coordcheck demo diff export report", "where the command writes its file"),
     "--json": (FLAG, "compare coordcheck diagnose diff doctor status summary why", "JSON on stdout, for a program"),
     "--first": ("STEP", "detail diff export", "number of the first step"),
     "--last": ("STEP", "diff export", "number of the last step"),
     "--step": ("STEP", "why", "number of a step"),
-    "--steps": ("N", "coordcheck demo summary watch", "how many steps"),
+    "--steps": ("N", "coordcheck demo summary", "how many steps"),
+    "--tail": ("N", "live", "the last steps"),
     "--for": ("N", "detail", "how many of the steps to come"),
     "--every": ("N", "detail", "steps that are divisible by it"),
-    "--wait": (FLAG, "detail watch", "wait for what is not there yet"),
+    "--wait": (FLAG, "detail live", "wait for what is not there yet"),
     "--timeout": ("SECONDS", "detail", "wait no longer"),
-    "--interval": ("SECONDS", "watch", "between two looks"),
-    "--once": (FLAG, "watch", "one picture, and end"),
+    "--interval": ("SECONDS", "live", "between two looks"),
+    "--once": (FLAG, "live", "one picture, and end"),
     "--status": (FLAG, "detail", "tell, and change nothing"),
     "--reset": (FLAG, "detail", "back to what the script asks for"),
-    "--preset": ("cheap standard full", "detail", "what is measured"),
+    "--preset": ("minimal standard full", "detail", "what is measured"),
     "--diagnose": (FLAG, "compare", "with all rules"),
-    "--alert": ("URL", "serve watch", "a webhook"),
+    "--alert": ("URL", "live serve", "a webhook"),
     "--host": ("ADDRESS", "serve", "to listen at"),
     "--port": ("PORT", "serve", "to listen at"),
     "--token": ("TEXT", "serve", "that requests need"),
@@ -50,7 +51,7 @@ OPTIONS: dict[str, tuple[str, str, str]] = {
     "--filter": ("REGEX", "summary", "parameters, by name"),
     "--sort": ("COLUMN", "compare summary", "order of rows"),
     "--largest": (FLAG, "compare", "the largest value first"),
-    "--only": ("REGEX", "diff", "keys that are compared"),
+    "--keys": ("REGEX", "diff", "keys that are compared"),
     "--ignore": ("REGEX", "diff", "keys that are not"),
     "--rename": ("REGEX=NEW", "diff", "modules of A, as they are in B"),
     "--rtol": ("X", "diff", "relative tolerance"),
@@ -84,7 +85,7 @@ def test_each_option_means_one_thing_wherever_it_is() -> None:
     helps: dict[str, set[str]] = {}
     for name, action in _actions():
         for option in action.option_strings:
-            if option in ("-h", "--help"):
+            if option == "--help" or not option.startswith("--"):
                 continue
             takes = FLAG if action.nargs == 0 else action.metavar or " ".join(map(str, action.choices or ()))
             known = found.setdefault(option, (str(takes), set()))
@@ -101,7 +102,7 @@ def test_each_option_means_one_thing_wherever_it_is() -> None:
 def test_every_argument_that_is_a_run_is_called_so() -> None:
     positional = {name: [a.metavar for a in _of(name) if not a.option_strings] for name in NAMES}
     assert positional == {
-        **{name: ["RUN"] for name in ("diagnose", "export", "status", "summary", "detail", "watch", "why")},
+        **{name: ["RUN"] for name in ("diagnose", "export", "status", "summary", "detail", "live", "why")},
         "report": ["RUN", "OTHER"],
         "serve": ["DIRECTORY"],
         "mcp": ["DIRECTORY"],
@@ -164,7 +165,7 @@ def words(run_dir: Path, tmp_path: Path) -> dict[str, list[str]]:
 
 
 def test_the_table_has_all_that_write() -> None:
-    assert sorted(WRITERS) == OPTIONS["--to"][1].split()
+    assert sorted(WRITERS) == OPTIONS["--output"][1].split()
 
 
 @pytest.mark.extra
@@ -175,7 +176,7 @@ def test_directories_are_made_and_a_file_is_replaced(
     pytest.importorskip("plotly")
     target = tmp_path / "new" / "deep" / f"out{WRITERS[name][1]}"
     for _ in range(2):
-        assert main([*words[name], "--to", str(target)]) == 0
+        assert main([*words[name], "--output", str(target)]) == 0
         assert target.stat().st_size > 100
         target.write_text("before")
         line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith(str(target)))
@@ -194,10 +195,10 @@ def test_what_would_destroy_something_is_refused_before_any_work(
     if where == "script.py/out":
         place += WRITERS[name][1]
     size = (run_dir / VALUES).stat().st_size
-    assert main([*words[name], "--to", place]) == 2
+    assert main([*words[name], "--output", place]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith(f"gradmon: error: --to {place} ")
+    assert captured.err.startswith(f"gradmon: error: --output {place} ")
     assert captured.err.count("\n") == 1
     assert (tmp_path / "script.py").read_text() == SCRIPT
     assert (run_dir / VALUES).stat().st_size == size
@@ -216,7 +217,7 @@ def test_json_is_all_that_is_on_stdout(
         pytest.importorskip("plotly")
     target = tmp_path / "beside" / f"it{WRITERS[name][1]}" if writes else None
     given = [*given, "--step", "0"] if name == "why" else given  # there is no spike
-    main([*given, "--json", *(["--to", str(target)] if target is not None else [])])
+    main([*given, "--json", *(["--output", str(target)] if target is not None else [])])
     captured = capsys.readouterr()
     assert isinstance(json.loads(captured.out), dict)
     if target is not None:

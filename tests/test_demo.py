@@ -151,7 +151,7 @@ def _gradmon(*arguments: str, **environment: str) -> subprocess.CompletedProcess
     return _run("import sys; from torch_gradmon.cli.main import main; sys.exit(main())", *arguments, **environment)
 
 
-@pytest.mark.parametrize(("arguments", "told"), [(["--help"], "examples:"), (["demo", "--help"], "--to FILE")])
+@pytest.mark.parametrize(("arguments", "told"), [(["--help"], "examples:"), (["demo", "--help"], "-o FILE")])
 def test_help_is_printed(arguments: list[str], told: str) -> None:
     done = _gradmon(*arguments)
     assert (done.returncode, done.stderr) == (0, "")
@@ -183,7 +183,7 @@ def test_help_loads_nothing_that_only_the_demo_needs() -> None:
         (["demo", "--steps", "many"], 2, "'many' is not a positive whole number"),
         (["demo", "--sgv", "a.svg"], 2, "--sgv"),
         (["demo", "--run-dir", __file__], 1, "is a file; give a directory"),
-        (["demo", "--to", os.path.dirname(__file__)], 2, "is a directory; name a file in it"),
+        (["demo", "--output", os.path.dirname(__file__)], 2, "is a directory; name a file in it"),
     ],
 )
 def test_a_wrong_request_fails_in_one_line(arguments: list[str], code: int, told: str, tmp_path: Path) -> None:
@@ -218,6 +218,6 @@ def test_the_command_has_the_defaults_of_the_function() -> None:
     options = vars(command_parser(_commands()).parse_args(["demo"]))
     defaults = {name: parameter.default for name, parameter in inspect.signature(demo).parameters.items()}
     assert (options["steps"], options["run_dir"]) == (STEPS, RUN_DIR)
-    names = {"steps": "steps", "run_dir": "run_dir", "to": "svg", "seed": "seed"}
+    names = {"steps": "steps", "run_dir": "run_dir", "output": "svg", "seed": "seed"}
     assert {option: options[option] for option in names} == {option: defaults[name] for option, name in names.items()}
     assert (STEPS - 1) % 10 == 0

@@ -335,7 +335,7 @@ def test_common_steps_are_compared_and_the_others_told(base: Path, tmp_path: Pat
     # a spike score follows from the steps before, which are not the same
     assert {"gradmon/spike_score", "gradmon/clip_fraction"} <= set(found.not_compared)
     assert diff_runs(base, seldom, strict=True).exit_code == 1
-    assert diff_runs(base, seldom, only="spike_score").exit_code == 1  # who asks for it gets it
+    assert diff_runs(base, seldom, keys="spike_score").exit_code == 1  # who asks for it gets it
     assert (
         "gradmon/spike_score" in diff_runs(base, seldom, first=21).not_compared
     )  # of which steps before the first one tell, too
@@ -372,9 +372,9 @@ def test_what_one_run_lacks_is_told_and_counts_if_strict(tmp_path: Path) -> None
     assert [lone.gaps for lone in found.unmatched] == [{"z": (3, 1)}, {}]
     assert "but 2 tensors and values are in one of them only" in str(found)
     assert diff_runs(a, b, strict=True).exit_code == 1
-    assert diff_runs(a, b, strict=True, only="^x$").exit_code == 0
-    assert diff_runs(a, b, strict=True, only="^[xz]$").exit_code == 1  # the gap
-    assert diff_runs(a, b, strict=True, only="^[xz]$", last=0).exit_code == 0
+    assert diff_runs(a, b, strict=True, keys="^x$").exit_code == 0
+    assert diff_runs(a, b, strict=True, keys="^[xz]$").exit_code == 1  # the gap
+    assert diff_runs(a, b, strict=True, keys="^[xz]$", last=0).exit_code == 0
 
 
 def test_a_tensor_without_a_gradient_in_one_run_is_told(tmp_path: Path) -> None:
@@ -415,7 +415,7 @@ def test_gaps_are_counted_wherever_they_are(steps_at_a_time: int, tmp_path: Path
         assert lone.gaps == {key.format("old"): (len(steps), steps[0]) for key in gaps}
     assert diff_runs(tmp_path / "a", tmp_path / "b", rename={"^old": "new"}, strict=True).exit_code == 1
     assert (
-        diff_runs(tmp_path / "a", tmp_path / "b", rename={"^old": "new"}, strict=True, only="x$|norm", ignore="update").exit_code
+        diff_runs(tmp_path / "a", tmp_path / "b", rename={"^old": "new"}, strict=True, keys="x$|norm", ignore="update").exit_code
         == 0
     )
 
@@ -503,14 +503,14 @@ def test_small_values_that_are_differences_are_judged_by_larger_ones(tmp_path: P
         return diff_runs(tmp_path / "a", tmp_path / "b", **options).diverges
 
     assert not parts(table(1e-9, 0), table(2e-9, 0))  # a mean beside an rms of 1
-    assert not parts(table(1e-9, 0), table(2e-9, 0), only="/mean$")  # which is looked at, even if it is not compared
+    assert not parts(table(1e-9, 0), table(2e-9, 0), keys="/mean$")  # which is looked at, even if it is not compared
     assert parts(table(1e-3, 0), table(1.1e-3, 0))
     assert parts(table(1e-9, 0), table(2e-9, 0), rtol=0)
     assert not parts(table(0.5, 7), table(0.5, 9))  # two elements
     assert parts(table(0.5, 7), table(0.5, 10))
     assert parts(table(0.5, 7), table(0.5, 8), rtol=0)
-    assert not parts(table(1.0, 0, 1e-7), table(1.0, 0, 2e-7), only="/std$")  # of a tensor that is almost constant
-    assert parts(table(1.0, 0, 1e-3), table(1.0, 0, 1.1e-3), only="/std$")
+    assert not parts(table(1.0, 0, 1e-7), table(1.0, 0, 2e-7), keys="/std$")  # of a tensor that is almost constant
+    assert parts(table(1.0, 0, 1e-3), table(1.0, 0, 1.1e-3), keys="/std$")
 
 
 def test_learning_rates_scales_and_refusals_are_compared(tmp_path: Path) -> None:
@@ -541,7 +541,7 @@ def test_learning_rates_scales_and_refusals_are_compared(tmp_path: Path) -> None
         scaler.update()
         monitor.log_scalar("x", 1.0)
         monitor.detach()
-    found = diff_runs(tmp_path / "c", tmp_path / "d", only="^context/")
+    found = diff_runs(tmp_path / "c", tmp_path / "d", keys="^context/")
     assert [parting.key for parting in found.divergences] == ["context/applied"]
 
 
@@ -552,7 +552,7 @@ def test_what_tells_of_time_is_not_compared(base: Path, tmp_path: Path) -> None:
     found = diff_runs(one, other)
     assert not found.diverges
     assert set(found.not_compared) == {"gradmon/overhead_fraction", "tokens_per_sec", "step_time_ms"}
-    assert diff_runs(one, other, only="tokens").diverges
+    assert diff_runs(one, other, keys="tokens").diverges
     assert not is_clock(Key("gradient", "time.weight", "norm"))
 
 
@@ -561,7 +561,7 @@ def test_what_tells_of_time_is_not_compared(base: Path, tmp_path: Path) -> None:
 
 def test_patterns_choose_what_is_compared_and_how_closely(base: Path, tmp_path: Path) -> None:
     changed = train(tmp_path, _limit)
-    found = diff_runs(base, changed, only="^gradient_before_clip/", last=13)
+    found = diff_runs(base, changed, keys="^gradient_before_clip/", last=13)
     assert not found.diverges
     assert set(found.stages) == {"gradients before clipping"}
     assert not diff_runs(base, changed, ignore=["^gradient/", "gradmon/"], last=13).diverges
@@ -571,7 +571,7 @@ def test_patterns_choose_what_is_compared_and_how_closely(base: Path, tmp_path: 
     assert found.first.key == "gradmon/grad_norm_after_clip" or "head" not in found.first.key
     # the first pattern that is found decides
     assert not diff_runs(
-        base, changed, tolerances={"^gradient/.*norm": 1.0, "^gradient/": 0.0}, only="^gradient/.*norm", last=13
+        base, changed, tolerances={"^gradient/.*norm": 1.0, "^gradient/": 0.0}, keys="^gradient/.*norm", last=13
     ).diverges
 
 
@@ -585,7 +585,7 @@ def test_modules_that_were_renamed_are_compared(base: Path, tmp_path: Path) -> N
     found = diff_runs(base, renamed, rename={r"^blocks\.(\d)": r"layers.\1"}, strict=True)
     assert found.exit_code == 0
     assert found.stages["parameters"].tensors == 10
-    found = diff_runs(base, train(tmp_path / "other", _noise, blocks="layers"), rename={"^blocks": "layers"}, only="weight/norm")
+    found = diff_runs(base, train(tmp_path / "other", _noise, blocks="layers"), rename={"^blocks": "layers"}, keys="weight/norm")
     assert found.first is not None
     assert found.first.key.replace("blocks", "layers") == found.first.other
 
@@ -593,7 +593,7 @@ def test_modules_that_were_renamed_are_compared(base: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"only": "nothing"}, ValueError, "only: 'nothing' matches no key of the two runs"),
+        ({"keys": "nothing"}, ValueError, "keys: 'nothing' matches no key of the two runs"),
         ({"ignore": ["loss", "nothing"]}, ValueError, "ignore: 'nothing' matches no key"),
         ({"tolerances": {"nothing": 1.0}}, ValueError, "tolerances: 'nothing' matches no key"),
         ({"rename": {"nothing": "x"}}, ValueError, "rename: 'nothing' matches no name of a tensor of the first run"),
@@ -601,8 +601,8 @@ def test_modules_that_were_renamed_are_compared(base: Path, tmp_path: Path) -> N
         ({"rename": {"blocks": r"\3"}}, ValueError, "cannot replace 'blocks'"),
         ({"rename": {"blocks": 3}}, TypeError, "must be its replacement"),
         ({"rename": [("a", "b")]}, TypeError, "rename must be a dict"),
-        ({"only": "("}, ValueError, r"only='\(' is not a valid regular expression"),
-        ({"only": 3}, TypeError, "only must be a pattern or a list"),
+        ({"keys": "("}, ValueError, r"keys='\(' is not a valid regular expression"),
+        ({"keys": 3}, TypeError, "keys must be a pattern or a list"),
         ({"rtol": -1.0}, ValueError, "rtol=-1.0 must be a number of at least 0"),
         ({"rtol": math.nan}, ValueError, "rtol=nan"),
         ({"atol": "1"}, TypeError, "atol must be a number"),
@@ -610,7 +610,7 @@ def test_modules_that_were_renamed_are_compared(base: Path, tmp_path: Path) -> N
         ({"first": -1}, ValueError, "first=-1 must not be negative"),
         ({"first": 30}, ValueError, "no step in common: the first has none of the selected ones"),
         ({"strict": 1}, TypeError, "strict must be True or False"),
-        ({"only": "overhead", "ignore": "overhead"}, ValueError, "leave out all that the runs have in common"),
+        ({"keys": "overhead", "ignore": "overhead"}, ValueError, "leave out all that the runs have in common"),
     ],
 )
 def test_wrong_arguments_are_refused(options: dict[str, Any], error: type[Exception], message: str, base: Path) -> None:
@@ -785,7 +785,7 @@ def test_the_command_line(base: Path, tmp_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--only", "nothing"], "only: 'nothing' matches no key"),
+        (["--keys", "nothing"], "keys: 'nothing' matches no key"),
         (["--tol", "loss"], "--tol loss: give two parts with an equals sign"),
         (["--tol", "loss=x"], "--tol loss=x: 'x' is not a number"),
         (["--rename", "a"], "--rename a: give two parts"),

@@ -329,7 +329,7 @@ def test_wrong_arguments_are_refused(
 
 
 def test_the_command_line(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["export", str(path), "--to", str(tmp_path / "out.csv")]
+    words = ["export", str(path), "--output", str(tmp_path / "out.csv")]
     assert main(words) == 0
     printed = capsys.readouterr()
     assert [line.split(" (")[0] for line in printed.out.splitlines()] == [
@@ -345,9 +345,9 @@ def test_the_command_line(path: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         captured = capsys.readouterr()
         assert message in captured.err
         assert captured.err.count("\n") == 1
-    assert main(["export", str(tmp_path / "nowhere"), "--to", str(tmp_path / "x.csv")]) == 2
+    assert main(["export", str(tmp_path / "nowhere"), "--output", str(tmp_path / "x.csv")]) == 2
     assert "there is no run" in capsys.readouterr().err
-    assert main(["export", str(path), "--to", str(tmp_path / "a.jsonl"), "--table", "steps", "--last", "3"]) == 0
+    assert main(["export", str(path), "--output", str(tmp_path / "a.jsonl"), "--table", "steps", "--last", "3"]) == 0
     assert [row["step"] for row in _of_jsonl(tmp_path / "a.jsonl")] == [0, 1, 2, 3]
     assert main([*words, "--source", "gradient", "--source", "update"]) == 0
     assert {row["source"] for row in _of_csv(tmp_path / "out.csv")} == {"gradient", "update"}
@@ -361,7 +361,7 @@ def test_a_missing_package_is_named(
     for name in [name for name in sys.modules if name.split(".")[0] == "pyarrow"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    assert main(["export", str(path), "--to", str(tmp_path / "out.parquet")]) == 2
+    assert main(["export", str(path), "--output", str(tmp_path / "out.parquet")]) == 2
     assert capsys.readouterr().err == (
         'gradmon: error: Parquet needs pyarrow: pip install "torch_gradmon[export]"; .csv and .jsonl need nothing\n'
     )
@@ -442,7 +442,7 @@ def test_a_frame_of_pandas(path: Path) -> None:
 @pytest.mark.extra
 def test_the_command_writes_parquet(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pq = pytest.importorskip("pyarrow.parquet")
-    assert main(["export", str(path), "--to", str(tmp_path / "out.parquet")]) == 0
+    assert main(["export", str(path), "--output", str(tmp_path / "out.parquet")]) == 0
     assert capsys.readouterr().err == ""
     assert pq.read_table(tmp_path / "out.steps.parquet").num_rows == len(load_run(path).steps)
     assert set(VIEWS) <= set(pq.read_schema(tmp_path / "out.parquet").names)

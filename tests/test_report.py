@@ -222,7 +222,7 @@ _MAIN = "import sys; from torch_gradmon.cli.main import main; sys.exit(main())"
 
 
 def test_the_command_writes_the_page(run: Path, tmp_path: Path) -> None:
-    done = _gradmon("report", str(run), "--to", str(tmp_path / "deep" / "x.html"), "--title", "<i>first</i>")
+    done = _gradmon("report", str(run), "--output", str(tmp_path / "deep" / "x.html"), "--title", "<i>first</i>")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(str(tmp_path / "deep" / "x.html"))
     text = (tmp_path / "deep" / "x.html").read_text(encoding="utf-8")
@@ -232,7 +232,7 @@ def test_the_command_writes_the_page(run: Path, tmp_path: Path) -> None:
 
 def test_a_directory_in_the_place_of_the_page_is_refused_before_anything_is_written(run: Path, tmp_path: Path) -> None:
     (tmp_path / "page.html").mkdir()
-    done = _gradmon("report", str(run), "--to", str(tmp_path / "page.html"))
+    done = _gradmon("report", str(run), "--output", str(tmp_path / "page.html"))
     assert (done.returncode, done.stdout) == (2, "")
     assert "is a directory; name a file in it" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]

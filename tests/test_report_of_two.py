@@ -70,7 +70,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def page(runs: tuple[Path, Path]) -> Path:
     target = runs[1] / "both.html"
-    assert main(["diff", *map(str, runs), "--to", str(target)]) == 1
+    assert main(["diff", *map(str, runs), "--output", str(target)]) == 1
     return target
 
 
@@ -166,7 +166,7 @@ def test_the_layer_that_lost_its_gradient_is_named(tmp_path: Path) -> None:
 
 def test_two_runs_that_are_the_same_make_a_page_too(runs: tuple[Path, Path], tmp_path: Path) -> None:
     target = tmp_path / "same.html"
-    assert main(["report", str(runs[0]), str(runs[0]), "--to", str(target)]) == 0
+    assert main(["report", str(runs[0]), str(runs[0]), "--output", str(target)]) == 0
     text = target.read_text(encoding="utf-8")
     assert "They do not diverge" in text
     assert data_of(target)["marks"] == []
@@ -182,12 +182,12 @@ def test_the_second_run_has_the_page_where_no_place_is_named(runs: tuple[Path, P
 
 
 def test_a_page_that_cannot_be_written_is_no_difference(runs: tuple[Path, Path], tmp_path: Path) -> None:
-    assert main(["diff", str(runs[0]), str(runs[0]), "--to", str(tmp_path)]) == 2
-    assert main(["diff", str(runs[0]), str(runs[0]), "--to", "/proc/no/page.html"]) == 2
+    assert main(["diff", str(runs[0]), str(runs[0]), "--output", str(tmp_path)]) == 2
+    assert main(["diff", str(runs[0]), str(runs[0]), "--output", "/proc/no/page.html"]) == 2
 
 
 def test_json_stays_json_beside_a_page(runs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["diff", *map(str, runs), "--json", "--to", str(tmp_path / "x.html")]) == 1
+    assert main(["diff", *map(str, runs), "--json", "--output", str(tmp_path / "x.html")]) == 1
     found = capsys.readouterr()
     assert json.loads(found.out)["first"]["step"] == SLIP
     assert "x.html" in found.err

@@ -88,7 +88,7 @@ def controls(text: str) -> set[str]:
 
 COMMANDS = [
     ["summary", "run"], ["status", "run"], ["diagnose", "run"], ["why", "run"], ["diff", "run", "other"], ["compare", "."],
-    ["detail", "run", "--status"], ["watch", "run", "--once"], ["status", "run", "--json"], ["why", "run", "--json"],
+    ["detail", "run", "--status"], ["live", "run", "--once"], ["status", "run", "--json"], ["why", "run", "--json"],
     ["diff", "run", "other", "--json"], ["compare", ".", "--json"], ["summary", "run", "--json"], ["diagnose", "run", "--json"],
     ["detail", "run", "--every", "1"], ["summary", "none\x1b[2J"], ["why", "run", "--step", "999"], ["diff", "run", "\x1b[2J"],
 ]  # fmt: skip

@@ -697,9 +697,9 @@ def test_the_exit_code_says_whether_it_passed(
         (["FILE.py:make", "--data", "FILE.py:batch", "--expect", "stable", "--expect", "0=1"], "give REGEX=EXPONENT"),
         (["FILE.py:make", "--data", "FILE.py:batch", "--expect", "9=1"], "matches none of the modules"),
         pytest.param(
-            ["FILE.py:make", "--data", "FILE.py:batch", "--to", "FILE.py/out.png"], "is not a directory", marks=pytest.mark.extra
+            ["FILE.py:make", "--data", "FILE.py:batch", "--output", "FILE.py/out.png"], "is not a directory", marks=pytest.mark.extra
         ),
-        pytest.param(["FILE.py:make", "--data", "FILE.py:batch", "--to", "."], "is a directory", marks=pytest.mark.extra),
+        pytest.param(["FILE.py:make", "--data", "FILE.py:batch", "--output", "."], "is a directory", marks=pytest.mark.extra),
         (["FILE.py:make", "--data", "FILE.py:lost"], "the data of seed 0 cannot be loaded: KeyError"),
         (["leaves.py:make", "--data", "FILE.py:batch"], "leaves.py exits when it is imported"),
     ],
@@ -737,7 +737,7 @@ def test_what_lies_beside_a_file_is_found_and_the_table_comes_before_the_picture
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(WidthSweep, "plot", full)
     file = f"inner/main_{script}.py"
-    assert main(["coordcheck", f"{file}:make", "--data", f"{file}:batch", *QUICK, "--to", "out.png"]) == 2
+    assert main(["coordcheck", f"{file}:make", "--data", f"{file}:batch", *QUICK, "--output", "out.png"]) == 2
     printed = capsys.readouterr()
     assert "out.png cannot be written: no space left" in printed.err
     assert printed.out.startswith("module")
@@ -746,15 +746,15 @@ def test_what_lies_beside_a_file_is_found_and_the_table_comes_before_the_picture
 @pytest.mark.extra
 def test_a_picture_of_no_known_kind_is_refused_before_the_sweep(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    assert main(["coordcheck", f"{script}:make", "--data", f"{script}:batch", *QUICK, "--to", "out.xyz"]) == 2
+    assert main(["coordcheck", f"{script}:make", "--data", f"{script}:batch", *QUICK, "--output", "out.xyz"]) == 2
     printed = capsys.readouterr()
     assert not printed.out
-    assert "--to out.xyz must end in " in printed.err
+    assert "--output out.xyz must end in " in printed.err
     assert " .png, " in printed.err
 
 
 @pytest.mark.extra
 def test_the_command_draws(script: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    main(["coordcheck", f"{script}:make", "--data", f"{script}:batch", *QUICK, "--to", "new/out.png"])
+    main(["coordcheck", f"{script}:make", "--data", f"{script}:batch", *QUICK, "--output", "new/out.png"])
     assert (tmp_path / "new" / "out.png").read_bytes().startswith(b"\x89PNG")

@@ -132,7 +132,7 @@ Patterns = str | re.Pattern[str] | Sequence[str | re.Pattern[str]]
 
 @dataclass(frozen=True)
 class Rules:
-    """``tolerances`` are relative, by pattern: the first one found in a key decides. Without ``only``, all keys except those of clocks
+    """``tolerances`` are relative, by pattern: the first one found in a key decides. Without ``keys``, all keys except those of clocks
     are compared; ``rename`` replaces patterns in the names of the first run's tensors. ``with_memory``: whether to compare values
     that follow from earlier steps, which differ if the runs have other earlier steps.
     """
@@ -140,7 +140,7 @@ class Rules:
     rtol: float = 1e-5
     atol: float = 0.0
     tolerances: tuple[tuple[re.Pattern[str], float], ...] = ()
-    only: tuple[re.Pattern[str], ...] = ()
+    keys: tuple[re.Pattern[str], ...] = ()
     ignore: tuple[re.Pattern[str], ...] = ()
     rename: tuple[tuple[re.Pattern[str], str], ...] = ()
     with_memory: bool = True
@@ -151,7 +151,7 @@ class Rules:
         rtol: float,
         atol: float,
         tolerances: Mapping[str, float] | None,
-        only: Patterns | None,
+        keys: Patterns | None,
         ignore: Patterns | None,
         rename: Mapping[str, str] | None,
     ) -> Rules:
@@ -162,7 +162,7 @@ class Rules:
             _tolerance("rtol", rtol),
             _tolerance("atol", atol),
             tuple((compile_pattern(p, "tolerances"), _tolerance(f"tolerances[{p!r}]", v)) for p, v in own.items()),
-            _patterns("only", only),
+            _patterns("keys", keys),
             _patterns("ignore", ignore),
             tuple((compile_pattern(p, "rename"), _replacement(p, place)) for p, place in new.items()),
         )
@@ -178,12 +178,12 @@ class Rules:
     def tolerance(self, key: Key, other: Key) -> float | None:
         """The relative tolerance for ``key``, which is ``other`` in the second run; None if it is not compared."""
         texts = {format_key(key), format_key(other)}
-        if (not _found(self.only, texts) if self.only else self.leaves_out(key)) or _found(self.ignore, texts):
+        if (not _found(self.keys, texts) if self.keys else self.leaves_out(key)) or _found(self.ignore, texts):
             return None
         return next((value for pattern, value in self.tolerances if _found([pattern], texts)), self.rtol)
 
     def leaves_out(self, key: Key) -> bool:
-        """Whether a value is compared only if ``only`` asks for it."""
+        """Whether a value is compared only if ``keys`` ask for it."""
         return is_clock(key) or (has_memory(key) and not self.with_memory)
 
     def check_use(self, keys: Iterable[str], names: Iterable[str]) -> None:
@@ -191,7 +191,7 @@ class Rules:
         would pass.
         """
         for argument, patterns, texts in (
-            ("only", self.only, list(keys)),
+            ("keys", self.keys, list(keys)),
             ("ignore", self.ignore, list(keys)),
             ("tolerances", [pattern for pattern, _ in self.tolerances], list(keys)),
             ("rename", [pattern for pattern, _ in self.rename], list(names)),
@@ -692,7 +692,7 @@ def check_use(left: Run, right: Run, rules: Rules) -> None:
         hint = "" if rules.rename else "; rename= (--rename) maps the names that differ"
         raise ValueError(f"the runs have no tensor and no value in common{hint}")
     if not any(_is_compared(key, other, rules) for other, key in (*common.items(), *((fact, fact) for fact in FACTS))):
-        raise ValueError("only= and ignore= leave out all that the runs have in common")
+        raise ValueError("keys= and ignore= leave out all that the runs have in common")
 
 
 def find_unmatched(

@@ -258,7 +258,7 @@ def diff_runs(
     atol: float = 0.0,
     *,
     tolerances: Mapping[str, float] | None = None,
-    only: Patterns | None = None,
+    keys: Patterns | None = None,
     ignore: Patterns | None = None,
     rename: Mapping[str, str] | None = None,
     first: int | None = None,
@@ -285,7 +285,7 @@ def diff_runs(
         rtol: tolerated difference relative to the larger value.
         atol: tolerated absolute difference, added to that.
         tolerances: an ``rtol`` by pattern; the first pattern found in a key decides.
-        only: one or several patterns; only keys with one of them are compared, including those that are not compared by default.
+        keys: one or several patterns; only keys with one of them are compared, including those that are not compared by default.
         ignore: one or several patterns; keys with one of them are not compared.
         rename: by pattern in the names of modules and parameters of ``a``, its replacement in ``b``, as for ``re.sub``.
         first, last: compare only steps from and to these.
@@ -296,7 +296,7 @@ def diff_runs(
         FileNotFoundError: there is no run.
         ValueError, TypeError: an argument is wrong, a pattern matches nothing, or the runs have nothing in common.
     """
-    rules = Rules.of(rtol, atol, tolerances, only, ignore, rename)
+    rules = Rules.of(rtol, atol, tolerances, keys, ignore, rename)
     check.flag(strict=strict)
     with single_threaded(), _opened(a) as left, _opened(b) as right:
         names = ("a" if isinstance(a, Run) else os.fspath(a), "b" if isinstance(b, Run) else os.fspath(b))
@@ -342,7 +342,7 @@ def _diff(
         largest=comparison.largest(scan.largest[1]) if scan.largest[0] else None,
         growth={} if began is None else comparison.growth(_growth_steps(common, began, last)),
         unmatched=find_unmatched(left, right, rules, steps, scan.gaps),
-        not_compared=() if rules.only else tuple(format_key(key) for key in left.scalars if rules.leaves_out(key)),
+        not_compared=() if rules.keys else tuple(format_key(key) for key in left.scalars if rules.leaves_out(key)),
         settings=settings,
         tags={} if began is None else _tags(left, right, began),
         strict=strict,

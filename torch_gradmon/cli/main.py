@@ -22,7 +22,7 @@ _MODULES = ("demo", "doctor", "one_run", "live", "compare", "diff", "programs", 
 #: The commands, as ``gradmon --help`` groups them.
 _GROUPS = {
     "see what it is, and whether all of it is there": ("demo", "doctor"),
-    "look at a run, which may still go on": ("report", "summary", "status", "watch", "diagnose", "why", "export"),
+    "look at a run, which may still go on": ("report", "summary", "status", "live", "diagnose", "why", "export"),
     "look at several": ("serve", "compare", "diff"),
     "give runs to programs and agents": ("schema", "mcp"),
     "change what a running training measures": ("detail",),

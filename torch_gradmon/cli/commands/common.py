@@ -80,9 +80,9 @@ def flag(name: str, help: str) -> Argument:
     return Argument((name,), {"action": "store_true", "help": help})
 
 
-def to_file(help: str, required: bool = False) -> Argument:
-    """The option ``--to FILE``; see :func:`output`."""
-    return Argument(("--to",), {"metavar": "FILE", "required": required, "help": help})
+def output_file(help: str, required: bool = False) -> Argument:
+    """The option ``--output FILE``; see :func:`output`."""
+    return Argument(("-o", "--output"), {"metavar": "FILE", "required": required, "help": help})
 
 
 RUN = argument("run", metavar="RUN", help="a run directory; the run may still go on")
@@ -117,13 +117,13 @@ def output(path: str, endings: Sequence[str]) -> Path:
     """
     target = Path(path)
     if target.is_dir():
-        raise UsageError(f"--to {path} is a directory; name a file in it")
+        raise UsageError(f"--output {path} is a directory; name a file in it")
     if target.suffix.lower() not in endings:
         *most, last = endings
-        raise UsageError(f"--to {path} must end in {', '.join(most)}{' or ' * bool(most)}{last}")
+        raise UsageError(f"--output {path} must end in {', '.join(most)}{' or ' * bool(most)}{last}")
     there = next(each for each in target.absolute().parents if each.exists())
     if not there.is_dir():
-        raise UsageError(f"--to {path} cannot be written: {there} is not a directory")
+        raise UsageError(f"--output {path} cannot be written: {there} is not a directory")
     return target
 
 

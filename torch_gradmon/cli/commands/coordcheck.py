@@ -12,7 +12,7 @@ from typing import Any
 from ...analysis.width_sweep import result
 from ...analysis.width_sweep.result import HEADINGS, WidthSweep, rows
 from ...analysis.width_sweep.sweep import FEWEST, width_sweep
-from .common import JSON, Command, UsageError, argument, output, print_written, requires_extra, to_file, value
+from .common import JSON, Command, UsageError, argument, output, output_file, print_written, requires_extra, value
 
 
 def run(options: argparse.Namespace) -> int:
@@ -24,7 +24,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _swept(options: argparse.Namespace) -> int:
-    to = None if options.to is None else _picture(options.to)
+    to = None if options.output is None else _picture(options.output)
     try:
         sweep = width_sweep(
             _load(options.factory),
@@ -57,7 +57,7 @@ def _swept(options: argparse.Namespace) -> int:
 
 
 def _picture(path: str) -> Path:
-    with requires_extra("--to", "plot", "matplotlib"):
+    with requires_extra("--output", "plot", "matplotlib"):
         endings = [f".{kind}" for kind in result.kinds()]
     return output(path, endings)
 
@@ -194,7 +194,7 @@ COMMANDS = (
             value("--tolerance", "X", "of exponents", type=float, default=0.25),
             value("--confidence", "P", "of intervals", type=float, default=0.95),
             JSON,
-            to_file("a picture, such as .png"),
+            output_file("a picture, such as .png"),
         ),
         run,
         """make(width) returns a model, or a pair of a model and its optimizer. batch is a pair (inputs, targets), a list of such pairs, or

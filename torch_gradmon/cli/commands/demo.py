@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from .common import Command, UsageError, output, positive, print_written, requires_extra, to_file, value
+from .common import Command, UsageError, output, output_file, positive, print_written, requires_extra, value
 
 
 def run(options: argparse.Namespace) -> int:
@@ -15,7 +15,7 @@ def run(options: argparse.Namespace) -> int:
         if (error.name or "").partition(".")[0] == "pydoc_data":
             raise UsageError("the demo trains on pydoc_data.topics, which this Python lacks") from error
         raise
-    to = None if options.to is None else output(options.to, (".svg",))
+    to = None if options.output is None else output(options.output, (".svg",))
     demo(options.steps, options.run_dir, to, options.seed)
     if to is not None:
         print_written(to)
@@ -30,12 +30,12 @@ COMMANDS = (
         (
             ("gradmon demo", "train a small GPT: a minute, no network"),
             ("gradmon demo --steps 101 --run-dir runs/short", "fewer steps, in another directory"),
-            ("gradmon demo --to table.svg", "write the tables as a picture"),
+            ("gradmon demo -o table.svg", "write the tables as a picture"),
         ),
         (
             value("--steps", "N", "steps to train", type=positive, default=601),
             value("--run-dir", "DIR", "where to write the run", default="runs/demo"),
-            to_file("the printed tables as a picture, .svg"),
+            output_file("the printed tables as a picture, .svg"),
             value("--seed", "N", "of parameters and batches", type=int, default=0),
         ),
         run,

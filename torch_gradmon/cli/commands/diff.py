@@ -16,15 +16,15 @@ from .common import (
     argument,
     flag,
     output,
+    output_file,
     print_written,
     requires_extra,
-    to_file,
     value,
 )
 
 
 def run(options: argparse.Namespace) -> int:
-    to = None if options.to is None else output(options.to, PAGES)
+    to = None if options.output is None else output(options.output, PAGES)
     if to is not None:
         with requires_extra("the page", "report", "plotly", "jinja2", "markupsafe"):
             from ...analysis.report.page import write_both
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
             options.rtol,
             options.atol,
             tolerances=_tolerances(options.tol),
-            only=options.only,
+            keys=options.keys,
             ignore=options.ignore,
             rename=rename,
             first=options.first,
@@ -88,7 +88,7 @@ COMMANDS = (
                 "gradmon diff runs/a runs/b --tol '^update/=1e-3' --ignore 'k_proj\\.bias'",
                 "wider for some keys, and without others",
             ),
-            ("gradmon diff runs/a runs/b --to diff.html", "also a page with both runs on top of each other"),
+            ("gradmon diff runs/a runs/b -o diff.html", "also a page with both runs on top of each other"),
             ("gradmon diff runs/a runs/b --json", "everything, for programs"),
         ),
         (
@@ -97,13 +97,13 @@ COMMANDS = (
             value("--rtol", "X", "tolerance relative to the larger value", type=float, default=1e-5),
             value("--atol", "X", "absolute tolerance, added to that", type=float, default=0.0),
             value("--tol", "REGEX=X", "a relative tolerance for some keys", action="append", default=[]),
-            value("--only", "REGEX", "compare only these keys", action="append"),
+            value("--keys", "REGEX", "compare only these keys", action="append"),
             value("--ignore", "REGEX", "do not compare these keys", action="append"),
             value("--rename", "REGEX=NEW", "in names of modules of A, as they are in B", action="append", default=[]),
             FIRST,
             LAST,
             flag("--strict", "steps, tensors and values that only one run has count too"),
-            to_file("one page, .html, with both runs on top of each other"),
+            output_file("one page, .html, with both runs on top of each other"),
             JSON,
         ),
         run,

@@ -1,4 +1,4 @@
-"""The commands that follow runs while they go on: ``gradmon watch`` and ``gradmon serve``."""
+"""The commands that follow runs while they go on: ``gradmon live`` and ``gradmon serve``."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _watch(options: argparse.Namespace) -> int:
-    with requires_extra("watching", "cli", "rich"):
+def _live(options: argparse.Namespace) -> int:
+    with requires_extra("the live view", "cli", "rich"):
         from ..terminal import live_loop
         from ..terminal.summary_view import QuietConsole
     console = QuietConsole()
@@ -69,7 +69,7 @@ def _watch(options: argparse.Namespace) -> int:
         if options.once:
             raise UsageError("--once ends before there can be anything to call --alert about; leave one of them out")
     if not (can_draw or options.once or options.alert is not None):
-        raise UsageError("watch needs a terminal that it can draw on; --once prints one picture anywhere")
+        raise UsageError("live needs a terminal that it can draw on; --once prints one picture anywhere")
     if not options.wait:
         with open_run(options.run):  # otherwise it would wait for a misspelled path
             pass
@@ -81,10 +81,10 @@ def _watch(options: argparse.Namespace) -> int:
                     time.sleep(1.0)
             except KeyboardInterrupt:
                 return 0
-        follower = stack.enter_context(contextlib.closing(RunFollower(options.run, options.steps)))
+        follower = stack.enter_context(contextlib.closing(RunFollower(options.run, options.tail)))
         follower.refresh()
         if not options.once:
-            live_loop.watch(console, follower, options.interval)
+            live_loop.follow(console, follower, options.interval)
             return 0
         if options.wait:
             live_loop.wait(follower, options.interval)
@@ -102,7 +102,7 @@ def _alarms(options: argparse.Namespace) -> Iterator[None]:
         while not Path(options.run).is_dir():
             time.sleep(options.interval)
     with contextlib.closing(RunBoard(options.run)) as board, _calling(board, options.alert):
-        print(f"watching {shown}; Ctrl-C ends it", flush=True)
+        print(f"following {shown}; Ctrl-C ends it", flush=True)
         yield
 
 
@@ -149,26 +149,26 @@ def _serve(options: argparse.Namespace) -> int:
 
 COMMANDS = (
     Command(
-        "watch",
+        "live",
         "show a run live in the terminal",
         "Show a run live in the terminal: losses, gradient norms before and after clipping, spikes, and the layers that deviate most. The "
         "run directory is only read; the training never waits.",
         (
-            ("gradmon watch runs/first", "live, until Ctrl-C"),
-            ("gradmon watch runs/next --wait", "also before the run has begun"),
-            ("gradmon watch runs/first --steps 5000 --interval 5", "more steps, and less often"),
-            ("gradmon watch runs/first --once", "one picture of its current state"),
-            ("gradmon watch runs/first --alert https://example.org/hook", "call a webhook about it, also without a terminal"),
+            ("gradmon live runs/first", "live, until Ctrl-C"),
+            ("gradmon live runs/next --wait", "also before the run has begun"),
+            ("gradmon live runs/first --tail 5000 --interval 5", "more steps, and less often"),
+            ("gradmon live runs/first --once", "one picture of its current state"),
+            ("gradmon live runs/first --alert https://example.org/hook", "call a webhook about it, also without a terminal"),
         ),
         (
             RUN,
             value("--interval", "SECONDS", "between updates", type=_seconds, default=1.0),
-            value("--steps", "N", "only the last N steps", type=positive, default=600),
+            value("--tail", "N", "only the last N steps", type=positive, default=600),
             flag("--wait", "wait for a run that has not begun yet"),
             flag("--once", "print one picture and end"),
             value("--alert", "URL", "a webhook that is called when the run stalls, and about new spikes and findings"),
         ),
-        _watch,
+        _live,
         "Sparklines show the largest value of the steps in a column, on a logarithmic scale; ! is NaN or infinite.",
     ),
     Command(

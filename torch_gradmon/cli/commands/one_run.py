@@ -29,10 +29,10 @@ from .common import (
     flag,
     open_run,
     output,
+    output_file,
     positive,
     print_written,
     requires_extra,
-    to_file,
     value,
 )
 
@@ -40,7 +40,7 @@ from .common import (
 def _report(options: argparse.Namespace) -> int:
     with requires_extra("the report", "report", "plotly", "jinja2", "markupsafe"):
         from ...analysis.report.page import write, write_both
-    to = None if options.to is None else output(options.to, PAGES)
+    to = None if options.output is None else output(options.output, PAGES)
     try:
         if options.other is None:
             page = write(options.run, to, options.title)
@@ -139,7 +139,7 @@ def _why(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    target = output(options.to, tuple(FORMATS))
+    target = output(options.output, tuple(FORMATS))
     with open_run(options.run) as source:
         try:
             paths = source.export(target, options.table, sources=options.source, first=options.first, last=options.last)
@@ -158,13 +158,13 @@ COMMANDS = (
         "clipping, one step over the depth, updates, the layers that deviate most, and a table to search.",
         (
             ("gradmon report runs/first", "one HTML page that needs no network"),
-            ("gradmon report runs/first --to first.html --title 'first try'", "with another place and title"),
+            ("gradmon report runs/first -o first.html --title 'first try'", "with another place and title"),
             ("gradmon report runs/first runs/second", "both runs, and where they diverge"),
         ),
         (
             RUN,
-            argument("other", metavar="OTHER", nargs="?", help="another run to compare with; see also gradmon diff --to"),
-            to_file("the page, .html (default: report.html in the run directory, or against-RUN.html in that of OTHER)"),
+            argument("other", metavar="OTHER", nargs="?", help="another run to compare with; see also gradmon diff -o"),
+            output_file("the page, .html (default: report.html in the run directory, or against-RUN.html in that of OTHER)"),
             value("--title", "TEXT", "of the page (default: the name of the run directory)"),
         ),
         _report,
@@ -235,13 +235,13 @@ COMMANDS = (
         "write a run as Parquet, CSV or JSON lines",
         "Write a run into files for other programs.",
         (
-            ("gradmon export runs/first --to out.parquet", "all layers; the loss in out.steps.parquet"),
-            ("gradmon export runs/first --to steps.csv --table steps", "a row for each step, for a spreadsheet"),
-            ("gradmon export runs/first --to gradients.jsonl --source gradient_before_clip --last 99", "a part of it"),
+            ("gradmon export runs/first -o out.parquet", "all layers; the loss in out.steps.parquet"),
+            ("gradmon export runs/first -o steps.csv --table steps", "a row for each step, for a spreadsheet"),
+            ("gradmon export runs/first -o gradients.jsonl --source gradient_before_clip --last 99", "a part of it"),
         ),
         (
             RUN,
-            to_file("the file, which ends in .parquet, .csv or .jsonl", required=True),
+            output_file("the file, which ends in .parquet, .csv or .jsonl", required=True),
             argument("--table", choices=("tensors", "steps"), help="only one of them, into that file (default: both)"),
             value("--source", "NAME", "of tensors, such as gradient; repeatable (default: all)", action="append"),
             FIRST,

@@ -1,4 +1,4 @@
-"""The live view of ``gradmon watch``. Needs rich."""
+"""The live view of ``gradmon live``. Needs rich."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def print_frame(console: QuietConsole, follower: RunFollower) -> None:
         console.print(line, soft_wrap=True)
 
 
-def watch(console: QuietConsole, follower: RunFollower, interval: float) -> None:
+def follow(console: QuietConsole, follower: RunFollower, interval: float) -> None:
     """Show a frame every ``interval`` seconds until Ctrl-C, then leave the last one on the terminal."""
     display = Display(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
     with contextlib.suppress(KeyboardInterrupt), display:

@@ -1,4 +1,4 @@
-"""``gradmon watch`` shows a run while another process writes it, whatever becomes of that, and holds up nobody."""
+"""``gradmon live`` shows a run while another process writes it, whatever becomes of that, and holds up nobody."""
 
 from __future__ import annotations
 
@@ -438,7 +438,7 @@ def test_a_run_that_went_back_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.extra
 def test_once_prints_one_picture(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["watch", str(trained), "--once"]) == 0
+    assert main(["live", str(trained), "--once"]) == 0
     printed = capsys.readouterr().out
     assert "grad norm" in printed
     assert "no new step for" in printed or "live" in printed
@@ -448,14 +448,14 @@ def test_once_prints_one_picture(trained: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["watch", "{none}", "--once"], "there is no run in"),
-        (["watch", "{none}"], "needs a terminal"),
-        (["watch", "{run}"], "needs a terminal that it can draw on; --once"),
-        (["watch", "{run}", "--once", "--alert", "http://localhost/"], "leave one of them out"),
-        (["watch", "{run}", "--alert", "localhost"], "--alert localhost: "),
-        (["watch", "{run}", "--interval", "0"], "'0' is not a number of seconds"),
-        (["watch", "{run}", "--interval", "nan"], "'nan' is not a number of seconds"),
-        (["watch", "{run}", "--steps", "-3"], "not a positive whole number"),
+        (["live", "{none}", "--once"], "there is no run in"),
+        (["live", "{none}"], "needs a terminal"),
+        (["live", "{run}"], "needs a terminal that it can draw on; --once"),
+        (["live", "{run}", "--once", "--alert", "http://localhost/"], "leave one of them out"),
+        (["live", "{run}", "--alert", "localhost"], "--alert localhost: "),
+        (["live", "{run}", "--interval", "0"], "'0' is not a number of seconds"),
+        (["live", "{run}", "--interval", "nan"], "'nan' is not a number of seconds"),
+        (["live", "{run}", "--tail", "-3"], "not a positive whole number"),
     ],
 )
 def test_a_wrong_request_is_told(
@@ -473,9 +473,9 @@ def test_a_wrong_request_is_told(
 
 def test_without_rich_the_extra_is_named(trained: Path) -> None:
     code = "import sys; sys.modules['rich'] = None; from torch_gradmon.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    done = forked.run(code, "watch", trained, "--once")
+    done = forked.run(code, "live", trained, "--once")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == 'gradmon: error: watching needs rich: pip install "torch_gradmon[cli]"\n'
+    assert done.stderr == 'gradmon: error: the live view needs rich: pip install "torch_gradmon[cli]"\n'
 
 
 @pytest.fixture
@@ -490,7 +490,7 @@ def going_on(tmp_path: Path) -> Iterator[Path]:
 @_POSIX
 @pytest.mark.parametrize("key", ["\x03"])
 def test_a_terminal_shows_a_run_that_goes_on_until_a_key_is_pressed(key: str, going_on: Path) -> None:
-    with terminal("watch", str(going_on), "--interval", "0.2", columns=100, rows=30) as seen:
+    with terminal("live", str(going_on), "--interval", "0.2", columns=100, rows=30) as seen:
         seen.read("grad norm")
         seen.read("live, ")
         seen.read("Ctrl-C ends; every 0.2 s")
@@ -510,7 +510,7 @@ def test_a_terminal_shows_a_run_that_goes_on_until_a_key_is_pressed(key: str, go
 @pytest.mark.extra
 @_POSIX
 def test_a_run_that_has_not_begun_is_waited_for(tmp_path: Path) -> None:
-    with terminal("watch", str(tmp_path / "run"), "--wait", "--interval", "0.1", columns=120) as seen:
+    with terminal("live", str(tmp_path / "run"), "--wait", "--interval", "0.1", columns=120) as seen:
         seen.read("there is no run in")
         store = RunWriter(tmp_path / "run")
         seen.read("no step yet")
@@ -526,7 +526,7 @@ def test_a_run_that_has_not_begun_is_waited_for(tmp_path: Path) -> None:
 @pytest.mark.extra
 def test_once_waits_for_the_first_step_if_it_is_told_to(tmp_path: Path) -> None:
     code = "import sys; from torch_gradmon.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    with forked.start(code, "watch", tmp_path / "run", "--wait", "--once", "--interval", "0.05") as child:
+    with forked.start(code, "live", tmp_path / "run", "--wait", "--once", "--interval", "0.05") as child:
         assert child.poll(0.5) is None
         store = RunWriter(tmp_path / "run")
         assert child.poll(0.5) is None
