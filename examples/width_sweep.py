@@ -4,7 +4,7 @@ With Adam, every weight of a hidden layer moves by about the learning rate, all 
 are, the more the outputs move. muP divides the learning rates of hidden and output layers by the width, and starts with smaller output
 weights (Yang et al. 2022, arXiv 2203.03466).
 
-gradmon coordcheck examples/width_sweep.py:standard --data examples/width_sweep.py:data --optimizer adam --lr 3e-3
+gradmon width-sweep examples/width_sweep.py:standard --data examples/width_sweep.py:data --optimizer adam --lr 3e-3
 """
 
 from __future__ import annotations

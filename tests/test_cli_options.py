@@ -20,12 +20,12 @@ from .stored_runs import VALUES
 FLAG = ""
 #: Every option of every command: what it takes (nothing for a flag), the commands that have it, and what it means in all of them.
 OPTIONS: dict[str, tuple[str, str, str]] = {
-    "--output": ("FILE", "coordcheck demo diff export report", "where the command writes its file"),
-    "--json": (FLAG, "compare coordcheck diagnose diff doctor status summary why", "JSON on stdout, for a program"),
+    "--output": ("FILE", "demo diff export report width-sweep", "where the command writes its file"),
+    "--json": (FLAG, "compare diagnose diff doctor why status summary width-sweep", "JSON on stdout, for a program"),
     "--first": ("STEP", "detail diff export", "number of the first step"),
     "--last": ("STEP", "diff export", "number of the last step"),
     "--step": ("STEP", "why", "number of a step"),
-    "--steps": ("N", "coordcheck demo summary", "how many steps"),
+    "--steps": ("N", "demo summary width-sweep", "how many steps"),
     "--tail": ("N", "live", "the last steps"),
     "--for": ("N", "detail", "how many of the steps to come"),
     "--every": ("N", "detail", "steps that are divisible by it"),
@@ -44,7 +44,7 @@ OPTIONS: dict[str, tuple[str, str, str]] = {
     "--no-token": ("", "serve", "that requests need"),
     "--run-dir": ("DIR", "demo", "where a run is kept"),
     "--seed": ("N", "demo", "a seed"),
-    "--seeds": ("N", "coordcheck", "how many seeds"),
+    "--seeds": ("N", "width-sweep", "how many seeds"),
     "--title": ("TEXT", "report", "of the page"),
     "--all": (FLAG, "summary", "leave nothing out"),
     "--depth": ("N", "summary", "parts of names that make a group"),
@@ -60,15 +60,15 @@ OPTIONS: dict[str, tuple[str, str, str]] = {
     "--strict": (FLAG, "diff", "what only one run has counts too"),
     "--table": ("tensors steps", "export", "one of the two tables"),
     "--source": ("NAME", "export", "of tensors"),
-    "--data": ("MODULE:NAME", "coordcheck", "batches"),
-    "--widths": ("N", "coordcheck", "of the models"),
-    "--optimizer": ("NAME", "coordcheck", "that trains them"),
-    "--lr": ("X", "coordcheck", "at the smallest width"),
-    "--lr-exponent": ("C", "coordcheck", "how it goes with the width"),
-    "--loss": ("MODULE:FUNCTION", "coordcheck", "of model and batch"),
-    "--expect": ("WHAT", "coordcheck", "exponents"),
-    "--tolerance": ("X", "coordcheck", "of exponents"),
-    "--confidence": ("P", "coordcheck", "of intervals"),
+    "--data": ("MODULE:NAME", "width-sweep", "batches"),
+    "--widths": ("N", "width-sweep", "of the models"),
+    "--optimizer": ("NAME", "width-sweep", "that trains them"),
+    "--lr": ("X", "width-sweep", "at the smallest width"),
+    "--lr-exponent": ("C", "width-sweep", "how it goes with the width"),
+    "--loss": ("MODULE:FUNCTION", "width-sweep", "of model and batch"),
+    "--expect": ("WHAT", "width-sweep", "exponents"),
+    "--tolerance": ("X", "width-sweep", "of exponents"),
+    "--confidence": ("P", "width-sweep", "of intervals"),
 }
 NAMES = sorted(name for group in _GROUPS.values() for name in group)
 
@@ -109,7 +109,7 @@ def test_every_argument_that_is_a_run_is_called_so() -> None:
         "schema": ["COMMAND"],
         "compare": ["DIRECTORY"],
         "diff": ["A", "B"],
-        "coordcheck": ["MODULE:FUNCTION"],
+        "width-sweep": ["MODULE:FUNCTION"],
         "demo": [],
         "doctor": [],
     }
@@ -140,7 +140,7 @@ WRITERS: dict[str, tuple[list[str], str]] = {
     "export": (["export", "RUN"], ".csv"),
     "report": (["report", "RUN"], ".html"),
     "diff": (["diff", "RUN", "RUN"], ".html"),
-    "coordcheck": (["coordcheck", "SCRIPT:make", "--data", "SCRIPT:batch", "--widths", "4", "8", "16", "--seeds", "1"], ".png"),
+    "width-sweep": (["width-sweep", "SCRIPT:make", "--data", "SCRIPT:batch", "--widths", "4", "8", "16", "--seeds", "1"], ".png"),
     "demo": (["demo", "--steps", "1", "--run-dir", "DEMO"], ".svg"),
 }
 SCRIPT = """

@@ -61,7 +61,7 @@ def _calls(runs: Path) -> dict[str, list[list[str]]]:
     }
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "coordcheck"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "width-sweep"])
 def test_what_is_printed_is_as_the_schema_has_it(runs: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     wanted = schema(capsys, name)
     for words in _calls(runs)[name]:
@@ -83,8 +83,8 @@ def test_the_check_of_widths_prints_what_its_schema_has(tmp_path: Path, capsys: 
         "--seeds",
         "2",
     ]
-    found = printed(capsys, "coordcheck", *words, "--json")
-    wanted = schema(capsys, "coordcheck")
+    found = printed(capsys, "width-sweep", *words, "--json")
+    wanted = schema(capsys, "width-sweep")
     jsonschema.validate(found, wanted, jsonschema.Draft202012Validator)
     assert set(found) == set(wanted["properties"])
 

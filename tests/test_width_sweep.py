@@ -677,7 +677,7 @@ def test_the_exit_code_says_whether_it_passed(
     script: str, capsys: pytest.CaptureFixture[str], options: list[str], code: int, said: str
 ) -> None:
     arguments = [option.replace("FILE", f"{script}.py") for option in options]
-    assert main(["coordcheck", f"{script}.py:make", "--data", f"{script}:batch", *QUICK, *arguments]) == code
+    assert main(["width-sweep", f"{script}.py:make", "--data", f"{script}:batch", *QUICK, *arguments]) == code
     printed = capsys.readouterr().out
     assert said in printed
     assert printed.splitlines()[0].split()[:3] == ["module", "kind", "term"]
@@ -707,14 +707,14 @@ def test_the_exit_code_says_whether_it_passed(
 def test_what_cannot_be_swept_has_another_exit_code(
     script: str, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    assert main(["coordcheck", *(argument.replace("FILE", script) for argument in arguments)]) == 2
+    assert main(["width-sweep", *(argument.replace("FILE", script) for argument in arguments)]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert len(error.splitlines()) == 1
 
 
 def test_the_command_prints_what_it_measured(script: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["coordcheck", f"{script}:make", "--data", f"{script}:batch", *QUICK]
+    arguments = ["width-sweep", f"{script}:make", "--data", f"{script}:batch", *QUICK]
     code = main([*arguments, "--json"])
     kept = json.loads(capsys.readouterr().out)
     assert code == (0 if kept["outcome"] == "passes" else 1)
@@ -737,7 +737,7 @@ def test_what_lies_beside_a_file_is_found_and_the_table_comes_before_the_picture
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(WidthSweep, "plot", full)
     file = f"inner/main_{script}.py"
-    assert main(["coordcheck", f"{file}:make", "--data", f"{file}:batch", *QUICK, "--output", "out.png"]) == 2
+    assert main(["width-sweep", f"{file}:make", "--data", f"{file}:batch", *QUICK, "--output", "out.png"]) == 2
     printed = capsys.readouterr()
     assert "out.png cannot be written: no space left" in printed.err
     assert printed.out.startswith("module")
@@ -746,7 +746,7 @@ def test_what_lies_beside_a_file_is_found_and_the_table_comes_before_the_picture
 @pytest.mark.extra
 def test_a_picture_of_no_known_kind_is_refused_before_the_sweep(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    assert main(["coordcheck", f"{script}:make", "--data", f"{script}:batch", *QUICK, "--output", "out.xyz"]) == 2
+    assert main(["width-sweep", f"{script}:make", "--data", f"{script}:batch", *QUICK, "--output", "out.xyz"]) == 2
     printed = capsys.readouterr()
     assert not printed.out
     assert "--output out.xyz must end in " in printed.err
@@ -756,5 +756,5 @@ def test_a_picture_of_no_known_kind_is_refused_before_the_sweep(script: str, cap
 @pytest.mark.extra
 def test_the_command_draws(script: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    main(["coordcheck", f"{script}:make", "--data", f"{script}:batch", *QUICK, "--output", "new/out.png"])
+    main(["width-sweep", f"{script}:make", "--data", f"{script}:batch", *QUICK, "--output", "new/out.png"])
     assert (tmp_path / "new" / "out.png").read_bytes().startswith(b"\x89PNG")

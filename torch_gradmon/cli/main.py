@@ -18,7 +18,7 @@ from ..core.formatting import printable
 from .commands.common import Command, UsageError, example_lines
 
 #: The modules with ``COMMANDS``, which import optional packages only within the function that runs one.
-_MODULES = ("demo", "doctor", "one_run", "live", "compare", "diff", "programs", "detail", "coordcheck")
+_MODULES = ("demo", "doctor", "one_run", "live", "compare", "diff", "programs", "detail", "width_sweep")
 #: The commands, as ``gradmon --help`` groups them.
 _GROUPS = {
     "see what it is, and whether all of it is there": ("demo", "doctor"),
@@ -26,7 +26,7 @@ _GROUPS = {
     "look at several": ("serve", "compare", "diff"),
     "give runs to programs and agents": ("schema", "mcp"),
     "change what a running training measures": ("detail",),
-    "check a model before it is trained": ("coordcheck",),
+    "check a model before it is trained": ("width-sweep",),
 }
 #: What argparse reports about a word that is none of those that it knows.
 _CHOICE = re.compile(r"(invalid choice: '([^']*)') \(choose from (.*)\)$")

@@ -9,7 +9,7 @@ from .common import Command, UsageError, argument, requires_extra
 
 _SCHEMAS = files("torch_gradmon.cli").joinpath("schemas")
 #: The commands with ``--json``.
-NAMES = ("compare", "coordcheck", "diagnose", "diff", "doctor", "status", "summary", "why")
+NAMES = ("compare", "diagnose", "diff", "doctor", "status", "summary", "why", "width-sweep")
 
 
 def _schema(options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""``gradmon coordcheck``: the width sweep from the command line."""
+"""``gradmon width-sweep``: the width sweep from the command line."""
 
 from __future__ import annotations
 
@@ -149,22 +149,22 @@ def _expected(given: list[str]) -> Any:
 
 COMMANDS = (
     Command(
-        "coordcheck",
+        "width-sweep",
         "check over several widths whether every layer moves as much as it should",
         "Train a model at several widths for a few steps, and fit for each layer how its update grows with the width.",
         (
-            ("gradmon coordcheck train.py:make_model --data train.py:batch", "does each layer move alike at all widths?"),
-            ("gradmon coordcheck my_package.model:make --data my_package.data:batch", "from modules that can be imported"),
+            ("gradmon width-sweep train.py:make_model --data train.py:batch", "does each layer move alike at all widths?"),
+            ("gradmon width-sweep my_package.model:make --data my_package.data:batch", "from modules that can be imported"),
             (
-                "gradmon coordcheck train.py:make_model --data train.py:batches --optimizer adam --lr 1e-3 --lr-exponent -1",
+                "gradmon width-sweep train.py:make_model --data train.py:batches --optimizer adam --lr 1e-3 --lr-exponent -1",
                 "with a learning rate proportional to 1 / width",
             ),
             (
-                "gradmon coordcheck train.py:make_model --data train.py:batches --expect standard --steps 1",
+                "gradmon width-sweep train.py:make_model --data train.py:batches --expect standard --steps 1",
                 "against the theory of one step",
             ),
             (
-                'gradmon coordcheck train.py:make_model --data train.py:batches --expect "head=1,0.5" --expect "norm=none"',
+                'gradmon width-sweep train.py:make_model --data train.py:batches --expect "head=1,0.5" --expect "norm=none"',
                 "against your own exponents",
             ),
         ),
