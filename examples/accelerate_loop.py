@@ -88,7 +88,7 @@ def main() -> None:
         told = (row["gradmon/grad_norm"], row["gradmon/grad_norm_after_clip"], row.get("gradmon/steps_skipped", 0))
         print(f"{step:>5}{row['loss']:>9.3f}{told[0]:>11.3g}{told[1]:>9.3g}{told[2]:>16.0f}")
     print(f"{right / 1797:.1%} right in the last epoch; {monitor.get_step_counts()}")
-    print(monitor.explain_spike())
+    print(monitor.why())
 
 
 if __name__ == "__main__":

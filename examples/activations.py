@@ -56,7 +56,7 @@ def main() -> None:
             for key, value in monitor.get_step_metrics().items():
                 if not key.startswith("gradmon/"):
                     print(f"  {key:36} {value:10.4g}")
-            for key, reason in monitor.last_record.missing.items():
+            for key, reason in monitor.missing().items():
                 if key.startswith("activation"):
                     print(f"  {key:36}     absent: {reason}")
         with torch.no_grad():

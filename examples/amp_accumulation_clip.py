@@ -52,7 +52,7 @@ def main() -> None:
                 f"  {values['gradmon/clip_fraction']:7.0%}  {values['gradmon/steps_not_applied']:11.0f}  {scaler.get_scale():10.0f}"
             )
 
-    for key, reason in sorted(monitor.last_record.missing.items()):
+    for key, reason in sorted(monitor.missing().items()):
         print(f"no {key}: {reason}")
     monitor.detach()
 

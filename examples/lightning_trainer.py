@@ -98,7 +98,7 @@ def main() -> None:
     callback = GradmonCallback(on_spike="skip", layers="blocks", run_dir="runs/lightning_gradmon")
     print(f"with one broken batch, and a callback {train(breaks=True, callback=callback):.3f}\n")
     assert callback.monitor is not None
-    print(callback.monitor.explain_spike())
+    print(callback.monitor.why())
 
 
 if __name__ == "__main__":

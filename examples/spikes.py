@@ -74,7 +74,7 @@ def main() -> None:
     for warning in said:
         print(" -", warning.message)
     for step in (SHUFFLED, HUGE_RATE + 1, OVERFLOW):
-        print(f"\nprint(monitor.explain_spike({step}))\n\n{monitor.explain_spike(step)}")
+        print(f"\nprint(monitor.why({step}))\n\n{monitor.why(step)}")
     if len(sys.argv) > 1:
         draw_picture(monitor.get_all_metrics(), sys.argv[1])
 

@@ -126,7 +126,7 @@ def train(rank: int, stage: int, watched: bool, config: dict[str, Any]) -> dict[
             if monitor is not None:
                 values.append(monitor.get_step_metrics())
                 steps.append(monitor.last_record.step)
-    absent = {} if monitor is None else monitor.last_record.missing
+    absent = {} if monitor is None else monitor.missing()
     names = [(name, parameter) for name, parameter in engine.module.named_parameters()]
     if stage == 3:
         with deepspeed.zero.GatheredParameters([parameter for _, parameter in names]):

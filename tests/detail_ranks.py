@@ -108,16 +108,16 @@ def at_random(rank: int, seed: int, directory: str, is_tuned: bool) -> dict[str,
             if step == adds_at:
                 monitor.add_activation_metric("rms", metric_regex="last")
             if is_tuned and step in changes and (rank == 0 or everybody):
-                monitor.override(**changes[step])
+                monitor.set_detail(**changes[step])
             optimizer.zero_grad()
             factor = 1e4 if step in spikes and spikes[step] in (None, rank) else 1.0
             (model(_batch(rank, step)).square().mean() * factor).backward()
             if step >= reduces_from:
                 monitor.log_scalar("step", float(step), dist_reduce="mean")
             optimizer.step()
-            states.append(monitor.last_record.override)
+            states.append(monitor.last_record.detail)
             seen.append(monitor.last_record.step if monitor.get_step_metrics() else None)
-        last = monitor.last_record.override
+        last = monitor.last_record.detail
         meets = monitor._runtime.lifecycle.planning.exchange.exchanges_values
         monitor.detach()
     found |= {"states": states, "seen": seen, "last": last, "meets": meets, "complaints": monitor.warning_counts()}
@@ -151,7 +151,7 @@ def judged(rank: int) -> dict[str, Any]:
     scores = []
     for step in range(300):
         if step == 205 and rank == 0:
-            monitor.override(every=1, steps=50)
+            monitor.set_detail(every=1, steps=50)
         optimizer.zero_grad()
         (model(_batch(0, step)).square().mean() * (1e4 if step == 213 else 1)).backward()
         optimizer.step()
@@ -169,7 +169,7 @@ def of_a_reset(rank: int, steps: int, at: int) -> list[int]:
     versions = []
     for step in range(steps):
         if step == at and rank == 0:
-            monitor.override(reset=True)
+            monitor.set_detail(reset=True)
         optimizer.zero_grad()
         model(_batch(rank, step)).square().mean().backward()
         optimizer.step()

@@ -92,7 +92,7 @@ def train(rank: int, watched: bool, original: bool, strategy: str, micro: int = 
             if monitor is not None:
                 values.append(monitor.get_step_metrics())
     names = [] if monitor is None else [name for name, _ in model.named_parameters()]
-    missing = {} if monitor is None else monitor.last_record.missing
+    missing = {} if monitor is None else monitor.missing()
     if monitor is not None:
         monitor.detach()
     with FullyShardedDataParallel.summon_full_params(model):

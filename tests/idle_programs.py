@@ -335,7 +335,7 @@ class Loop:
         if monitor is None:
             return None
         ahead = [monitor.is_step_monitored((monitor.current_step or 0) + offset) for offset in range(-2, 4)]
-        return _shown(monitor.get_step_metrics()), sorted(monitor.last_record.missing.items()), ahead, monitor.is_monitoring()
+        return _shown(monitor.get_step_metrics()), sorted(monitor.missing().items()), ahead, monitor.is_monitoring()
 
     def save(self) -> Any:
         state = {} if self.monitor is None else self.monitor.state_dict()
@@ -348,7 +348,7 @@ class Loop:
 
     def detail(self, arguments: dict[str, Any]) -> None:
         if self.monitor is not None:
-            self.monitor.override(**arguments)
+            self.monitor.set_detail(**arguments)
 
     def metric(self, name: str) -> None:
         if self.monitor is not None:

@@ -185,7 +185,7 @@ def train(rank: int, schedule: str, beside: str, watched: bool) -> dict[str, Any
                 optimizer.step()
             if monitor is not None:
                 values.append(monitor.get_step_metrics())
-    missing = {} if monitor is None else monitor.last_record.missing
+    missing = {} if monitor is None else monitor.missing()
     if monitor is not None:
         monitor.detach()
     state = {name.removeprefix("module."): _full(tensor) for part in parts for name, tensor in part.state_dict().items()}
@@ -293,7 +293,7 @@ def functions(rank: int) -> tuple[list[dict[str, float]], dict[str, str]]:
             compute_gradients(runner, rank, step)
             optimizer.step()
             values.append(values_of(monitor))
-    missing = {key: why for key, why in monitor.last_record.missing.items() if "spectral" in key}
+    missing = {key: why for key, why in monitor.missing().items() if "spectral" in key}
     monitor.detach()
     return values, missing
 
@@ -326,7 +326,7 @@ def options(rank: int) -> dict[str, Any]:
         optimizer.step()
         values.append(values_of(monitor))
         if step == 1:  # in which only the metric measures updates
-            missing = {key: why for key, why in monitor.last_record.missing.items() if key.startswith("update/layers.2")}
+            missing = {key: why for key, why in monitor.missing().items() if key.startswith("update/layers.2")}
     facts, setup = monitor._runtime.planner.inventory.facts, monitor._runtime.built_in.setup.groups
     trains = [set(group["parameters"]) for group in setup]
     kinds = {name: kind for name, kind in facts["kinds"].items() if kind in ("Linear", "Layer")}
@@ -378,7 +378,7 @@ def tied(rank: int) -> tuple[list[tuple[dict[str, float], float]], list[str]]:
         optimizer.step()
         values = values_of(monitor)
         found.append((values, square.sqrt().item()))
-    missing = list(monitor.last_record.missing)
+    missing = list(monitor.missing())
     monitor.detach()
     return found, missing
 

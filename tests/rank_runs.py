@@ -393,7 +393,7 @@ def in_disorder(rank: int, what: str) -> list[dict[str, float]]:
             monitor.log_scalar("only here", 3.0, dist_reduce="sum")
         if what == "reads" and rank == 0:
             monitor.get_step_metrics()
-            str(monitor.last_record.missing)
+            str(monitor.missing())
         optimizer.step()
         found.append(monitor.get_step_metrics())
     monitor.detach()
@@ -417,7 +417,7 @@ def alone(rank: int, wrap: str) -> tuple[list[dict[str, float]], dict[str, str],
         if monitor is not None:
             monitor.log_scalar("loss", loss)
             found.append(monitor.get_step_metrics())
-            missing = monitor.last_record.missing
+            missing = monitor.missing()
     if monitor is None:
         return [], {}, {}
     monitor.detach()
@@ -502,7 +502,7 @@ def with_experts(rank: int) -> tuple[dict[str, float], dict[str, float], dict[st
     optimizer.step()
     expected = truth("gradient", together)
     expected["gradmon/grad_norm"] = sum(value**2 for key, value in expected.items() if key.endswith("/norm")) ** 0.5
-    return monitor.get_step_metrics(), expected, monitor.last_record.missing
+    return monitor.get_step_metrics(), expected, monitor.missing()
 
 
 def in_groups(rank: int) -> tuple[float, float]:
@@ -699,7 +699,7 @@ def batches_of(rank: int, wrap: str) -> tuple[list[str], Any, dict[str, list[flo
     everybody = of_everybody(norms)
     record = monitor._runtime.settle_now()
     assert record is not None
-    found = record.context.get("batch_norms") or monitor.last_record.missing["gradmon/micro_batch_grad_norm_max"]
+    found = record.context.get("batch_norms") or monitor.missing()["gradmon/micro_batch_grad_norm_max"]
     monitor.detach()
     return (
         [event.where for event in events if event.step == 30],
@@ -798,7 +798,7 @@ def shardwise(rank: int, wrap: str) -> tuple[dict[str, float], dict[str, float],
                 corrected = second / (1 - optimizer.param_groups[0]["betas"][1] ** float(state["step"]))
                 ratios = gradient.square() / corrected.clamp(min=optimizer.param_groups[0]["eps"] ** 2)
                 expected[f"optimizer/{name}/second_moment_ratio"] = float(ratios.mean().sqrt())
-    values, missing = monitor.get_step_metrics(), monitor.last_record.missing
+    values, missing = monitor.get_step_metrics(), monitor.missing()
     monitor.detach()
     return values, expected, missing
 
@@ -863,7 +863,7 @@ def alone_with_partial_sums(rank: int) -> tuple[list[set[str]], dict[str, str]]:
         optimizer.step()
         if monitor is not None:
             keys.append(set(monitor.get_step_metrics()))
-            missing = monitor.last_record.missing
+            missing = monitor.missing()
     if monitor is not None:
         monitor.detach()
     return keys, missing
@@ -897,7 +897,7 @@ def with_a_plain_reference(rank: int) -> tuple[dict[str, float], dict[str, str],
     monitor.attach(optimizer)
     model(torch.ones(4, 5)).square().mean().backward()
     optimizer.step()
-    found = monitor.get_step_metrics(), monitor.last_record.missing, monitor.warning_counts()
+    found = monitor.get_step_metrics(), monitor.missing(), monitor.warning_counts()
     monitor.detach()
     return found
 
@@ -950,7 +950,7 @@ def converted(rank: int, spread: bool) -> tuple[list[float | None], list[float],
             true.append(sum(float(gradient.double().square().sum()) for gradient in _gradients(model).values()) ** 0.5)
             optimizer.step()
             found.append(monitor.get_step_metrics().get("gradmon/grad_norm"))
-            why = monitor.last_record.missing.get("gradmon/grad_norm", why)
+            why = monitor.missing().get("gradmon/grad_norm", why)
     monitor.detach()
     return found, true, why, [str(warning.message) for warning in said if "hooks" in str(warning.message)]
 
@@ -1068,7 +1068,7 @@ def by_functions(rank: int, wrap: str) -> tuple[dict[str, float], dict[str, floa
     monitor.log_scalar("both", float(rank), lambda values: {"a": values.sum(), "b": values.sum()}, dist_reduce="sum")
     optimizer.step()
     whole = torch.cat(of_everybody(seen[0]))
-    values, missing = monitor.get_step_metrics(), monitor.last_record.missing
+    values, missing = monitor.get_step_metrics(), monitor.missing()
     monitor.detach()
     return values, {"activation/first/named": whole.abs().max().item()}, missing
 
@@ -1116,7 +1116,7 @@ def late(rank: int, wrap: str) -> tuple[list[dict[str, float]], list[dict[str, s
         waited.append(time.perf_counter() - began)
         optimizer.zero_grad()
         values.append(monitor.get_step_metrics())
-        missing.append(monitor.last_record.missing)
+        missing.append(monitor.missing())
     complaints = monitor.warning_counts()
     monitor.detach()
     return values, missing, complaints, waited
@@ -1149,7 +1149,7 @@ def unlike(rank: int, what: str) -> tuple[dict[str, float], dict[str, float], di
     true = {"activation/first/max": torch.cat(of_everybody(outputs[0])).abs().max().item(), "rank": 1.0}
     if what == "names":
         true["gradient/first.weight/norm"] = gradient
-    values, missing = monitor.get_step_metrics(), monitor.last_record.missing
+    values, missing = monitor.get_step_metrics(), monitor.missing()
     monitor.detach()
     return values, true, missing, [str(each.message) for each in warned]
 

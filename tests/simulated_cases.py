@@ -323,7 +323,7 @@ def failures() -> Any:
         loop.step()
         found["activations"] = (
             sorted({key.split("/")[0] for key in monitor.get_step_metrics()}),
-            monitor.last_record.missing["activation/0/norm"],
+            monitor.missing()["activation/0/norm"],
         )
 
     def cannot_copy(tensors: Any) -> Any:
@@ -333,7 +333,7 @@ def failures() -> Any:
         loop.step()
         found["updates"] = (
             sorted({key.split("/")[0] for key in monitor.get_step_metrics()}),
-            monitor.last_record.missing["update/0.weight/norm"],
+            monitor.missing()["update/0.weight/norm"],
         )
     monitor.detach()
     return found

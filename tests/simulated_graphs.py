@@ -112,7 +112,7 @@ def _result(is_whole: bool, ours: bool = False) -> Any:
         "shown": watched.shown[WARM_UP:],
         "norms": bare.norms,
         "totals": bare.totals,
-        "missing": watched.monitor.last_record.missing,
+        "missing": watched.monitor.missing(),
     }
     watched.monitor.detach()
     return found

@@ -166,7 +166,7 @@ def test_parts_that_are_trained_after_the_whole_was_lack_one_step_and_say_so(
             assert monitor.get_step_metrics() == {}
             reason = "a part of the model was called in training before the step had begun, so not all calls were measured"
             needs_none = "it needs no gradient: nothing that it is computed from is trained"
-            assert set(monitor.last_record.missing.values()) - {needs_none} == {reason}
+            assert set(monitor.missing().values()) - {needs_none} == {reason}
         else:
             check(monitor.get_step_metrics(), values if number % every == 0 else {}, f"step {number}")
 
@@ -356,7 +356,7 @@ def test_a_path_that_only_begins_with_the_name_of_a_module_does_not_mix_with_its
     metrics = monitor.get_step_metrics()
     assert metrics["activation/part.rnn[0]/norm"] == pytest.approx(first, rel=1e-6)
     assert sorted(metrics.values())[-1] == pytest.approx(max(10 * first, metrics[f"activation/{ROOT}/norm"]), rel=1e-6)
-    assert monitor.last_record.missing == {}  # the part was called, and has values
+    assert monitor.missing() == {}  # the part was called, and has values
 
 
 # --- a GradScaler and two optimizers ----------------------------------------------------------------------------------------------
@@ -461,4 +461,4 @@ def test_attention_of_modules_that_are_left_out_has_that_for_its_reason(
     model(torch.randn(2, 3, 4)).sum().backward()
     optimizer.step()
     assert monitor.get_step_metrics() == {}
-    assert monitor.last_record.missing == {f"attention_entropy/{pattern}": reason}
+    assert monitor.missing() == {f"attention_entropy/{pattern}": reason}

@@ -101,7 +101,7 @@ def test_a_backward_pass_for_some_inputs_brings_what_is_on_its_way(inputs: Calla
     optimizer.step()
     expected = {key: tensors for key, tensors in twin.values.items() if key[0] == "activation_gradient" and key[1] in there}
     check(monitor.get_step_metrics(), expected)
-    missing = monitor.last_record.missing
+    missing = monitor.missing()
     assert {key.split("/")[1] for key in missing} == {"0", "1", "2", ROOT} - there
     assert set(missing.values()) <= {f"{ABSENT}output in a training forward"}
 
@@ -453,7 +453,7 @@ def test_what_needs_no_gradient_has_none_but_a_reason() -> None:
     model(torch.randn(2, 5)).sum().backward()
     optimizer.step()
     assert monitor.get_step_metrics().keys() == {"activation_gradient/2/norm", f"activation_gradient/{ROOT}/norm"}
-    assert monitor.last_record.missing == {
+    assert monitor.missing() == {
         **{f"activation_gradient/{name}/norm": NEEDS_NONE for name in "01"},
         **{f"input_gradient/{name}/norm": NEEDS_NONE for name in ("0", "1", "2", ROOT)},
     }
@@ -469,7 +469,7 @@ def test_a_frozen_model_has_values_and_no_gradients() -> None:
     monitor.end_step()
     assert x.grad is not None
     assert monitor.get_step_metrics().keys() == {f"activation/{name}/norm" for name in ("0", "1", "2", ROOT)}
-    assert set(monitor.last_record.missing.values()) == {
+    assert set(monitor.missing().values()) == {
         f"{ABSENT}output in a training forward",
         f"{ABSENT}input in a training forward",
     }
@@ -637,8 +637,8 @@ def test_gradients_of_a_step_whose_scaler_was_noticed_too_late_are_absent() -> N
         scaler.step(optimizer)
         scaler.update()
         assert monitor.get_step_metrics().get("activation_gradient/2/max") == (1.0 if number else None)
-        assert bool(monitor.last_record.missing.get("activation_gradient/2/max")) != bool(number)
-    assert "noticed" in monitor.last_record.missing.get("activation_gradient/2/max", "noticed")
+        assert bool(monitor.missing().get("activation_gradient/2/max")) != bool(number)
+    assert "noticed" in monitor.missing().get("activation_gradient/2/max", "noticed")
 
 
 def test_another_optimizer_of_the_same_scaler_has_stepped_before() -> None:

@@ -90,7 +90,7 @@ def test_a_module_inside_of_a_branch_is_left_out_with_a_reason() -> None:
     monitor.add_activation_metric("norm")
     step(model, optimizer)
     assert "activation/[root module]/norm" in monitor.get_step_metrics()
-    assert "a branch of torch.cond" in monitor.last_record.missing["activation/layer/norm"]
+    assert "a branch of torch.cond" in monitor.missing()["activation/layer/norm"]
 
 
 def test_a_model_that_is_called_by_its_parts_has_all_calls_of_training_and_no_others() -> None:

@@ -178,7 +178,7 @@ def test_all_sources_of_all_modules_in_all_built_ins(name: str, sizes: tuple[int
         optimizer.step()
         check(monitor.get_step_metrics(), twin.values, f"step {step}")
         there = {f"{source}/{path.replace('pair[0]', 'pair').replace('pair[1]', 'pair')}" for source, path in twin.values}
-        assert monitor.last_record.missing.keys() == {key for key in asked if key.rpartition("/")[0] not in there}
+        assert monitor.missing().keys() == {key for key in asked if key.rpartition("/")[0] not in there}
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_sources_of_different_metrics_do_not_mix(split: bool) -> None:
         if step % 2 == 0:
             expected |= {f"activation_gradient/{n}/mean": float(taken[f"activation_gradient/{n}"].mean()) for n in "02"}
         assert monitor.get_step_metrics() == pytest.approx(expected, rel=1e-6)
-        because = {key: reason.split(" ")[0] for key, reason in monitor.last_record.missing.items()}
+        because = {key: reason.split(" ")[0] for key, reason in monitor.missing().items()}
         late = {f"activation_gradient/{n}/mean": "measured" for n in "02"} if step % 2 else {}
         assert because == {"input_gradient/0/norm": "it", **late}
 
@@ -264,7 +264,7 @@ def test_what_no_module_has_is_refused_and_nothing_is_added(of: Any, said: str) 
     monitor = ModuleMonitor(nn.Linear(2, 2))
     with pytest.raises(ValueError, match=said):
         monitor.add_activation_metric("norm", of=of)
-    assert monitor.describe_metrics() == {}
+    assert monitor.describe() == {}
 
 
 @pytest.mark.parametrize("of", [5, None])
@@ -278,7 +278,7 @@ def test_units_are_of_outputs_only_and_a_refusal_adds_nothing() -> None:
     for metric in ("dead", "saturation"):
         with pytest.raises(ValueError, match=f"no built-in input metric '{metric}'"):
             monitor.add_activation_metric(metric, of=("output", "input"))
-    assert monitor.describe_metrics() == {}
+    assert monitor.describe() == {}
 
 
 # --- paths -----------------------------------------------------------------------------------------------------------------------
@@ -360,7 +360,7 @@ def test_tensors_in_containers_are_named_by_their_path(form: str) -> None:
     expected |= {f"activation_gradient/inner{path}/l1_norm": 2 * g for path, g in of_each.items()}
     metrics = {key: value for key, value in monitor.get_step_metrics().items() if ROOT not in key}
     assert metrics == pytest.approx(expected, rel=1e-6)
-    assert monitor.last_record.missing == {}  # least of all the module itself, whose tensors stand under their paths
+    assert monitor.missing() == {}  # least of all the module itself, whose tensors stand under their paths
 
 
 @pytest.mark.parametrize(
@@ -390,7 +390,7 @@ def test_a_module_that_returns_no_real_numbers_has_no_key_but_a_reason(make: Cal
     model(torch.ones(2)).backward()
     optimizer.step()
     assert monitor.get_step_metrics().keys() == {f"{source}/{ROOT}/norm" for source in ("activation", "activation_gradient")}
-    missing = monitor.last_record.missing
+    missing = monitor.missing()
     assert missing.keys() == {f"{source}/inner/norm" for source in ("activation", "activation_gradient")}
     assert reason in missing["activation/inner/norm"]
 
@@ -437,7 +437,7 @@ def test_inputs_are_named_by_their_place_or_keyword(call: Callable[..., Tensor],
     expected = {f"input/takes{path}/norm": 5.0 * (place + 1) for place, path in enumerate(paths)}
     expected |= {f"input_gradient/takes{path}/norm": math.sqrt(2) * (place + 1) for place, path in enumerate(paths)}
     assert monitor.get_step_metrics() == pytest.approx({**expected, f"input/{ROOT}/norm": 5.0}, rel=1e-6)
-    assert monitor.last_record.missing.keys() == {f"input_gradient/{ROOT}/norm"}
+    assert monitor.missing().keys() == {f"input_gradient/{ROOT}/norm"}
 
 
 class Head(nn.Module):
@@ -476,7 +476,7 @@ def test_values_of_a_path_and_of_a_module_of_that_name_do_not_mix() -> None:
             expected[f"{source}/{path}/norm"] = oracle.values(tensor)["norm"]
     metrics = {key: value for key, value in monitor.get_step_metrics().items() if ROOT not in key}
     assert metrics == pytest.approx(expected, rel=1e-6)
-    assert monitor.last_record.missing == {}
+    assert monitor.missing() == {}
 
 
 def test_a_container_that_was_not_called_is_missing_whatever_its_children_have() -> None:
@@ -489,7 +489,7 @@ def test_a_container_that_was_not_called_is_missing_whatever_its_children_have()
     outputs = {"a.b[0]", "a.b[1][0]", "a.b[1][1]", "b", ROOT}
     expected = {f"activation/{path}/norm" for path in outputs} | {f"input/{path}/norm" for path in ("a.b", "b", ROOT)}
     assert monitor.get_step_metrics().keys() == expected
-    assert monitor.last_record.missing == {
+    assert monitor.missing() == {
         f"{source}/{name}/norm": "the module was not called in a training forward that hooks can see"
         for source in ("activation", "input")
         for name in ("a", "a.b2")
@@ -520,7 +520,7 @@ def test_calls_of_a_shared_module_merge_by_elements_or_have_keys_of_their_own_or
         check(metrics, {**merged.values, **split.values})
         assert {"activation/twice@1/norm", "activation_gradient/pair@1[0]/rms", "input/pair@0.by/std"} <= metrics.keys()
         assert not any(f"@{call}" in key for key in metrics for call in (2, 3))
-        assert not [key for key in monitor.last_record.missing if "/pair/" in key or "/twice/" in key]
+        assert not [key for key in monitor.missing() if "/pair/" in key or "/twice/" in key]
 
 
 def test_metrics_with_functions_split_too() -> None:
@@ -673,8 +673,8 @@ def test_passes_in_transforms_alone_leave_no_value_but_a_reason() -> None:
     _vmapped(model, monitor, torch.ones(2, 10))
     monitor.end_step()
     assert monitor.get_step_metrics() == {}
-    assert set(monitor.last_record.missing.values()) == {"inside a torch.func transform"}
-    assert len(monitor.last_record.missing) == 2 * 6
+    assert set(monitor.missing().values()) == {"inside a torch.func transform"}
+    assert len(monitor.missing()) == 2 * 6
 
 
 def test_what_is_not_batched_inside_of_vmap_does_not_count_either() -> None:
@@ -859,7 +859,7 @@ def test_single_calls_of_what_is_recomputed_are_told_apart_or_absent(reentrant: 
     if reentrant:  # the tensors that get gradients are made in the recomputation
         inside = {key for key in expected if "gradient" in key[0] and key[1].startswith("middle")}
         expected = {key: tensors for key, tensors in expected.items() if key not in inside}
-        missing = {key: reason for key, reason in monitor.last_record.missing.items() if "middle" in key}
+        missing = {key: reason for key, reason in monitor.missing().items() if "middle" in key}
         assert set(missing.values()) == {"in a recomputation the number of the call is unknown"}
         assert len(missing) == 5 * len(oracle.BUILT_INS)
     check(monitor.get_step_metrics(), expected)

@@ -118,7 +118,7 @@ def test_a_step_that_was_not_applied_did_no_harm() -> None:
 def test_a_spike_is_told_what_the_clip_made_of_it(clipped: float | None, words: str) -> None:
     advice = _spike(_run(clipped=clipped)).advice
     assert words in advice
-    assert advice.startswith("Look at the batch of this step, and at monitor.explain_spike(60)")
+    assert advice.startswith("Look at the batch of this step, and at monitor.why(60)")
 
 
 def test_a_spike_of_a_run_directory_names_its_command() -> None:

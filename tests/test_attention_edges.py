@@ -270,7 +270,7 @@ def test_a_refused_tensor_is_not_the_reason():
         model = Attention()
         monitor, optimizer = watched(model)
         step(model, optimizer, x())
-    assert {"meta" in reason for reason in monitor.last_record.missing.values()} == {True}  # "the model made no call ..."
+    assert {"meta" in reason for reason in monitor.missing().values()} == {True}  # "the model made no call ..."
 
 
 def test_a_failure_to_measure_is_not_the_reason():
@@ -284,7 +284,7 @@ def test_a_failure_to_measure_is_not_the_reason():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         step(model, optimizer, x())
-    assert not any("no call" in reason for reason in monitor.last_record.missing.values())
+    assert not any("no call" in reason for reason in monitor.missing().values())
 
 
 @pytest.mark.skipif(not torch_modes.TELLS_EXPORT, reason="before torch 2.7 no values in compiled graphs")
@@ -293,7 +293,7 @@ def test_compiled_after_attach_by_its_wrapper_the_reason_is_not_compilation():
     model = nn.Sequential(Attention())
     monitor, optimizer = watched(model)
     step(torch.compile(model, backend="aot_eager"), optimizer, x())
-    assert all("compiled" in reason for reason in monitor.last_record.missing.values())
+    assert all("compiled" in reason for reason in monitor.missing().values())
 
 
 def test_no_reference_is_not_the_reason():
@@ -303,7 +303,7 @@ def test_no_reference_is_not_the_reason():
     monitor = ModuleMonitor(model).attach(optimizer)
     monitor.add_activation_difference_metric("norm")
     step(model, optimizer, x())
-    assert {"no reference module is set" in reason for reason in monitor.last_record.missing.values()} == {True}
+    assert {"no reference module is set" in reason for reason in monitor.missing().values()} == {True}
 
 
 def test_a_reference_with_reentrant_checkpoints_warns_of_gradients_that_nobody_wants():
@@ -340,7 +340,7 @@ def test_a_disabled_scaler_is_noticed():
         scaler.step(optimizer)
         scaler.update()
     assert [str(warning.message) for warning in said] == []
-    assert monitor.last_record.missing == {}
+    assert monitor.missing() == {}
 
 
 # --- since the mode became a stand-in --------------------------------------------------------------------------------------------
@@ -421,4 +421,4 @@ def test_a_function_that_an_object_holds_is_not_seen_and_the_reason_says_there_w
     model = Holds()
     monitor, optimizer = watched(model)
     step(model, optimizer, x())
-    assert monitor.get_step_metrics() or not any("made no call" in reason for reason in monitor.last_record.missing.values())
+    assert monitor.get_step_metrics() or not any("made no call" in reason for reason in monitor.missing().values())

@@ -154,7 +154,7 @@ def test_every_key_of_every_kind_of_call(kind: str, dtype: torch.dtype, sizes: t
         model(*call).float().square().mean().backward()
     optimizer.step()
     check(monitor.get_step_metrics(), {"layer": calls})
-    assert monitor.last_record.missing == {}
+    assert monitor.missing() == {}
 
 
 def test_under_autocast_it_is_what_the_call_attends_with() -> None:
@@ -312,8 +312,8 @@ def test_multihead_attention_of_torch(kind: str, batch_first: bool) -> None:
         model(query, key, key, need_weights=weights, **options)[0].sum().backward()
         optimizer.step()
         check(monitor.get_step_metrics(), {} if weights else calls)
-    assert set(monitor.last_record.missing) == {f"attention_{metric}/.*" for metric in METRICS}
-    assert set(monitor.last_record.missing.values()) == {NO_CALL}
+    assert set(monitor.missing()) == {f"attention_{metric}/.*" for metric in METRICS}
+    assert set(monitor.missing().values()) == {NO_CALL}
 
 
 class Layers(nn.Module):
@@ -407,10 +407,10 @@ def test_steps_that_are_not_monitored_and_metrics_that_are_not_due_or_do_not_mat
         first = expected(calls, heads=False, metrics=("first_key",))
         assert monitor.get_step_metrics() == pytest.approx({**entropy, **first}, rel=1e-5)
         if number % 2:
-            assert set(monitor.last_record.missing.values()) == {f"step {number} was not monitored"}
+            assert set(monitor.missing().values()) == {f"step {number} was not monitored"}
         else:
             late = {"attention_entropy/other": "measured on steps divisible by 4"}
-            assert monitor.last_record.missing == (late if number == 2 else {})
+            assert monitor.missing() == (late if number == 2 else {})
     assert seen == [True, False, True, False, True]
 
 
@@ -576,8 +576,8 @@ def test_in_a_compiled_model_it_is_absent_and_compiles_nothing(compiled: Callabl
     assert [found[:2] for found in graphs] == [(1, 0)] * 2
     assert all(map(torch.equal, graphs[0][2], graphs[1][2]))
     assert monitor.get_step_metrics() == {}
-    assert set(monitor.last_record.missing) == {f"attention_{metric}/.*" for metric in METRICS}
-    assert all("in a model with a compiled part" in reason for reason in monitor.last_record.missing.values())
+    assert set(monitor.missing()) == {f"attention_{metric}/.*" for metric in METRICS}
+    assert all("in a model with a compiled part" in reason for reason in monitor.missing().values())
 
 
 def _forward_of(model: nn.Module, x: Tensor) -> tuple[int, int]:
@@ -634,7 +634,7 @@ def test_tensors_that_cannot_be_measured_are_left_alone(kind: str) -> None:
         for _ in range(2):
             step(model, optimizer, x)
     assert monitor.get_step_metrics() == {}
-    assert set(monitor.last_record.missing) == {f"attention_{metric}/.*" for metric in METRICS}
+    assert set(monitor.missing()) == {f"attention_{metric}/.*" for metric in METRICS}
     assert monitor.warning_counts() == {}
 
 
@@ -744,12 +744,12 @@ def test_missing_tells_why_attention_of_preset_is_unseen(tmp_path: Path, is_seen
         optimizer.zero_grad()
         model(torch.randn(2, 4, 8)).square().mean().backward()
         optimizer.step()
-        told = {key: why for key, why in monitor.last_record.missing.items() if key.startswith("attention")}
+        told = {key: why for key, why in monitor.missing().items() if key.startswith("attention")}
         last = "" if step % 10 == 0 else "measured on steps divisible by 10; in the last of them "
         assert told == ({} if is_seen else dict.fromkeys(keys, f"{last}{NO_CALL}"))
     advice = monitor.diagnose().unseen.get("attention")
     assert advice == (None if is_seen else f"attention was not measured: {NO_CALL}")
-    assert NO_CALL not in monitor.explain_spike(10)
+    assert NO_CALL not in monitor.why(10)
     monitor.detach()
     assert gradmon.load_run(tmp_path).diagnose().unseen.get("attention") == advice
 
@@ -760,5 +760,5 @@ def test_missing_is_silent_on_attention_of_models_without() -> None:
     monitor = gradmon.watch(model, optimizer, on_spike=None, preset="full")
     model(torch.randn(2, 8)).square().mean().backward()
     optimizer.step()
-    assert not any(key.startswith("attention") for key in monitor.last_record.missing)
+    assert not any(key.startswith("attention") for key in monitor.missing())
     monitor.detach()

@@ -181,4 +181,4 @@ def test_eager_attention_is_absent_with_a_reason(kind: str) -> None:
     step(model, optimizer, batch())
     assert monitor.get_step_metrics() == {}
     reason = NO_CALL
-    assert monitor.last_record.missing == {f"attention_{metric}/.*": reason for metric in METRICS}
+    assert monitor.missing() == {f"attention_{metric}/.*": reason for metric in METRICS}

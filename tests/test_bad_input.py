@@ -220,9 +220,9 @@ BAD: list[tuple[Call, type[Exception], tuple[str, ...]]] = [
     (lambda w: w.free.set_reference_module("first"), ValueError, ("'first'", "'init'")),
     (lambda w: w.attached.set_reference_module(w.model), ValueError, ("watched model itself", "'init'")),
     (lambda w: ModuleMonitor().set_reference_module("init"), ValueError, ("no module to copy", "set_module(model)")),
-    (lambda w: w.attached.override(), ValueError, ("nothing to change", "reset=True")),
-    (lambda w: w.attached.override(every=2, reset=True), ValueError, ("reset=True", "no other argument")),
-    (lambda w: w.attached.override(preset="fully"), ValueError, ("'fully'", "did you mean full")),
+    (lambda w: w.attached.set_detail(), ValueError, ("nothing to change", "reset=True")),
+    (lambda w: w.attached.set_detail(every=2, reset=True), ValueError, ("reset=True", "no other argument")),
+    (lambda w: w.attached.set_detail(preset="fully"), ValueError, ("'fully'", "did you mean full")),
     # outlets and spikes
     (lambda w: w.free.add_sink(object()), TypeError, ("object object", "log(dict, step=)", "callable")),
     (lambda w: w.free.add_sink(print, keys="("), ValueError, ("keys='('", "regular expression")),

@@ -54,9 +54,7 @@ def test_a_spike_names_the_micro_batch_that_it_came_from(tmp_path: Path) -> None
     (event,) = [event for event in events if event.step == 30]
     assert "micro-batch 2 of rank 0 has " in event.where
     assert "the norm of the 3 others" in event.where
-    line = next(
-        line for line in monitor.explain_spike(30).splitlines() if line.startswith("  norms of the micro-batches of rank 0: ")
-    )
+    line = next(line for line in monitor.why(30).splitlines() if line.startswith("  norms of the micro-batches of rank 0: "))
     assert line.endswith(", ".join(f"{norm:.4g}" for norm in true[30]))
     monitor.detach()
     assert line in explain(load_run(tmp_path), 30)
@@ -87,8 +85,8 @@ def test_the_words_say_which_stands_out(norms: dict[str, list[float]], words: st
 def test_one_micro_batch_has_no_noise_scale_and_that_is_said() -> None:
     monitor, _, _ = _watched(1, steps=3)
     assert "gradmon/noise_scale" not in monitor.get_step_metrics()
-    assert "only one micro-batch" in monitor.last_record.missing["gradmon/noise_scale"]
-    assert "gradient noise scale" in monitor.describe_metrics()["gradmon/noise_scale"]
+    assert "only one micro-batch" in monitor.missing()["gradmon/noise_scale"]
+    assert "gradient noise scale" in monitor.describe()["gradmon/noise_scale"]
 
 
 #: Of a gradient that is ``MEAN`` in each of ``FEATURES`` directions, with the standard deviation ``SPREAD`` from example to example.

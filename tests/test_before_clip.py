@@ -91,7 +91,7 @@ def test_after_a_hundred_equal_steps_fewer_micro_batches_give_the_right_value_or
         before, layer = exact(model), model[0].weight.grad.double().norm().item()
         clip_grad_norm_(model.parameters(), before / 2)
         optimizer.step()
-        values, missing = monitor.get_step_metrics(), monitor.last_record.missing
+        values, missing = monitor.get_step_metrics(), monitor.missing()
         assert values["gradient/0.weight/norm"] == pytest.approx(layer / 2, rel=1e-5)
         for key, expected in {"gradmon/grad_norm": before, "gradient_before_clip/0.weight/norm": layer}.items():
             if key in values:
@@ -222,7 +222,7 @@ def _absent(monitor: ModuleMonitor) -> None:
         "gradmon/spike_score",
     )
     assert not monitor.get_step_metrics().keys() & set(keys)
-    missing = monitor.last_record.missing
+    missing = monitor.missing()
     assert all("monitor.monitor_gradients(before_clip=True) once they are set, before any clip" in missing[key] for key in keys)
     assert monitor.get_step_metrics()["gradmon/grad_norm_after_clip"] == pytest.approx(0.03, rel=1e-4)
 

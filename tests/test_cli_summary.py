@@ -110,8 +110,8 @@ def _expected(seen: Seen, names: list[str], last: int | None) -> dict[str, Any]:
             (_together(seen[step], "update", names).norm() / _together(seen[step], "weights", names).norm()).item()
             for step in updates
         ),
-        "zero_count": lower_median(zeros),
-        "nonfinite_count": len(bad),
+        "zeros": lower_median(zeros),
+        "nonfinite": len(bad),
         "since": bad[0] if bad else None,
     }
 
@@ -186,14 +186,14 @@ def test_what_is_not_known_is_sorted_last() -> None:
 
 def test_json_is_the_summary(trained: tuple[Path, Seen, list[float]], capsys: pytest.CaptureFixture[str]) -> None:
     path, _, _ = trained
-    assert main(["summary", str(path), "--json", "--steps", "20"]) == 0
+    assert main(["summary", str(path), "--json", "--tail", "20"]) == 0
     found = json.loads(capsys.readouterr().out)
     summary = summarize(load_run(path), str(path), last=20)
     assert found == summary.to_dict()
     assert found["steps"] == {"count": 20, "first": 40, "last": 59, "segments": [[40, 59]]}
     assert [row["name"] for row in found["layers"]] == [row.name for row in summary.rows]
     spoiled = next(row for row in found["layers"] if row["name"] == "[/].weight")
-    assert (spoiled["nonfinite_count"], spoiled["since"]) == (1, SPOILED)
+    assert (spoiled["nonfinite"], spoiled["since"]) == (1, SPOILED)
     assert found["spikes"][1] == {
         "step": SPOILED,
         "first": SPOILED,
@@ -224,7 +224,7 @@ def test_many_parameters_are_shown_by_blocks() -> None:
 def test_a_filter_takes_parameters_and_leaves_their_shares(trained: tuple[Path, Seen, list[float]]) -> None:
     run = load_run(trained[0])
     every = {row.name: row for row in summarize(run, "x").rows}
-    assert main(["summary", str(trained[0]), "--json", "--filter", "weight$"]) == 0
+    assert main(["summary", str(trained[0]), "--json", "--keys", "weight$"]) == 0
     some = summarize(run, "x", pattern=re.compile("weight$")).rows
     assert [row.name for row in some] == [name for name in every if name.endswith("weight")]
     assert [repr(row) for row in some] == [repr(every[row.name]) for row in some]
@@ -233,10 +233,10 @@ def test_a_filter_takes_parameters_and_leaves_their_shares(trained: tuple[Path, 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--filter", "hed"], "matches no parameter of the run; known are <b>"),
-        (["--filter", "("], "is not a valid regular expression"),
+        (["--keys", "hed"], "matches no parameter of the run; known are <b>"),
+        (["--keys", "("], "is not a valid regular expression"),
         (["--sort", "size"], "invalid choice: 'size'"),
-        (["--steps", "0"], "is not a positive whole number"),
+        (["--tail", "0"], "is not a positive whole number"),
         (["--depth", "1", "--all"], "not allowed with argument"),
     ],
 )
@@ -347,7 +347,7 @@ def test_every_width_shows_each_layer_in_a_line(trained: tuple[Path, Seen, list[
     assert ("…" in drawn) == (width < 200)
     left_out = next((line for line in lines if line.startswith("no room for ")), "")
     assert bool(left_out) == (width <= 80)
-    for column in ("zero_count", "update", "at"):
+    for column in ("zeros", "update", "at"):
         assert (f" {column}" in drawn.partition("Layers")[2].partition("norm:")[0]) == (column not in left_out)
 
 

@@ -44,7 +44,7 @@ def _run(
             edit(list(model.parameters()), step)
         optimizer.step()
         values.append(monitor.get_step_metrics())
-        reasons.append(monitor.last_record.missing)
+        reasons.append(monitor.missing())
     monitor.detach()
     return values, reasons, norms
 
@@ -114,7 +114,7 @@ def test_a_clamp_of_narrow_gradients_shows_when_unscaled(clamps: bool) -> None:
         scaler.step(optimizer)
         scaler.update()
     assert monitor.get_step_metrics().get("gradmon/clip_fraction") == (1.0 if clamps else None)
-    assert clamps or "nothing clipped in 6 steps" in monitor.last_record.missing["gradmon/clip_fraction"]
+    assert clamps or "nothing clipped in 6 steps" in monitor.missing()["gradmon/clip_fraction"]
 
 
 def test_after_a_closure_that_raised_the_clip_is_unknown() -> None:
@@ -139,7 +139,7 @@ def test_after_a_closure_that_raised_the_clip_is_unknown() -> None:
     model(torch.randn(8, 4))
     monitor.detach()
     for name in ("grad_norm_after_clip", "clip_fraction"):
-        assert monitor.last_record.missing[f"gradmon/{name}"].startswith("the step was not applied: ")
+        assert monitor.missing()[f"gradmon/{name}"].startswith("the step was not applied: ")
 
 
 def test_one_batch_over_and_over_is_clipped_by_one_factor() -> None:

@@ -204,7 +204,7 @@ def test_pieces_of_some_blocks_never_have_half_a_value() -> None:
     trained = Trained(in_pieces, watch, block=lambda: Block(is_cut=True))
     assert not any(trained.values)
     assert trained.monitor is not None
-    missing = trained.monitor.last_record.missing
+    missing = trained.monitor.missing()
     assert all("one of the same class that has no hook" in missing[f"activation/blocks.{block}.up/rms"] for block in (0, 2))
     all_blocks = asking("rms", "max")
     cut: Any = {"block": lambda: Block(is_cut=True)}
@@ -307,7 +307,7 @@ def test_what_graphs_do_not_compute_is_no_late_attach(compile: Callable[[Whole],
     assert not [str(warning.message) for warning in caught if "before the first call" in str(warning.message)]
     assert trained.graphs == Trained(compile, number=3).graphs
     assert trained.monitor is not None
-    (why,) = {why for key, why in trained.monitor.last_record.missing.items() if ".up" in key}
+    (why,) = {why for key, why in trained.monitor.missing().items() if ".up" in key}
     assert why.startswith(reason)
 
 
@@ -323,7 +323,7 @@ def test_a_metric_added_after_the_trace_has_that_reason(compile: Callable[[Whole
         trained.step()
     assert counters["stats"]["unique_graphs"] == trained.graphs
     assert {"activation/blocks.2.up/norm", "activation/blocks.2.up/rms"} <= trained.values[-1].keys()
-    missing = monitor.last_record.missing
+    missing = monitor.missing()
     for key in ("activation/blocks.1.up/max", "activation/blocks.2.up/max"):
         assert "had traced the model before the metric was added" in missing[key]
     assert "before the metric was added" in missing["activation/blocks.2.down/norm"]

@@ -125,7 +125,7 @@ def test_compiled_values_are_those_of_eager_steps_with_the_same_bits(outer: bool
         inside = {key for key in eager.values[0] if key.split("/")[1].endswith((".up", ".drop", ".act", ".down"))}
         eager.values = [{key: value for key, value in step.items() if key not in inside} for step in eager.values]
         assert compiled.monitor is not None
-        assert {compiled.monitor.last_record.missing[key] for key in inside} == {RECOMPUTED}
+        assert {compiled.monitor.missing()[key] for key in inside} == {RECOMPUTED}
     assert_close(compiled.values, eager.values, 1e-6)
     assert all(map(torch.equal, compiled.parameters, bare.parameters))
 
@@ -143,7 +143,7 @@ def test_outputs_inside_a_checkpoint_are_absent_where_the_graph_runs_as_it_was_t
     absent = eager.values[0].keys() - compiled.values[0].keys()
     assert absent == {key for key in eager.values[0] if key.split("/")[1].endswith((".up", ".drop", ".act", ".down"))}
     assert compiled.monitor is not None
-    assert {compiled.monitor.last_record.missing[key] for key in absent} == {RECOMPUTED}
+    assert {compiled.monitor.missing()[key] for key in absent} == {RECOMPUTED}
 
 
 @pytest.mark.slow
@@ -278,7 +278,7 @@ def test_what_a_graph_cannot_have_is_absent_with_a_reason() -> None:
 
     trained = Trained("eager", make)
     assert trained.monitor is not None
-    missing = trained.monitor.last_record.missing
+    missing = trained.monitor.missing()
     assert missing["activation/head/kurtosis"].startswith("kurtosis needs the whole output, and inside torch.compile only")
     assert missing["activation/head/mine"].startswith("functions are not called inside torch.compile")
     assert missing["activation_gradient/head/l2"].startswith("gradients of outputs are not measured inside torch.compile")
@@ -297,7 +297,7 @@ def test_attached_too_late_it_says_so_and_what_to_do() -> None:
     with pytest.warns(gradmon.GradmonWarning, match=r"torch.compile traced the model before.*attach before the first call"):
         compiled(torch.randn(5, 6)).sum().backward()
         optimizer.step()
-    assert "before the monitor was attached" in monitor.last_record.missing["activation/head/norm"]
+    assert "before the monitor was attached" in monitor.missing()["activation/head/norm"]
     torch.compiler.reset()  # the remedy that it names
     compiled = torch.compile(model, backend="eager")
     compiled(torch.randn(5, 6)).sum().backward()

@@ -330,7 +330,7 @@ def test_a_recomputation_within_the_forward_does_not_count() -> None:
         for _ in range(2):
             step(model, optimizer, batch())
         rows.append(monitor.get_step_metrics())
-        assert monitor.last_record.missing == {}
+        assert monitor.missing() == {}
     assert rows[0] == rows[1]
 
 
@@ -379,7 +379,7 @@ def test_what_a_run_around_computed_on_the_same_tensors_is_not_computed_again() 
         part.register_forward_pre_hook(lambda *_, name=name: runs.update([name]))
     monitor, optimizer = checked(model, reference)
     step(model, optimizer, batch(dtype=torch.float32))
-    assert monitor.last_record.missing == {}
+    assert monitor.missing() == {}
     # the pass itself, and what comes besides it: of the model's own input nothing, then each once for each call and container
     besides = {name: count - 1 for name, count in runs.items()}
     assert besides == {
@@ -468,7 +468,7 @@ def test_rms_and_functions_of_the_terms() -> None:
     assert f"{UPDATE}/0/largest" not in found
     with pytest.raises(ValueError, match="already registered"):
         RefinedCoordinateCheck(monitor)
-    assert monitor.describe_metrics()[f"{UPDATE}/.*/l2norm"].startswith("Euclidean norm over the last dimension")
+    assert monitor.describe()[f"{UPDATE}/.*/l2norm"].startswith("Euclidean norm over the last dimension")
 
 
 def test_keys_are_read_back_in_both_styles_and_go_to_the_run_directory(tmp_path: Path) -> None:
@@ -530,7 +530,7 @@ def test_reasons() -> None:
     check.refined_coordinate_check()
     monitor.end_step()
     check.refined_coordinate_check()  # outside of a step
-    missing = monitor.last_record.missing
+    missing = monitor.missing()
     assert missing[f"{UPDATE}/2/l2norm"] == "it could not be checked: ZeroDivisionError: on purpose"
     assert missing[f"{UPDATE}/3/l2norm"] == "it has another shape in the reference module, (1, 3)"
     assert missing[f"{INPUT}/4/l2norm"] == "the reference module has no such module, or called it less often"
@@ -547,7 +547,7 @@ def test_an_embedding_has_the_update_term_only_and_containers_of_indices_no_inpu
     monitor, optimizer = checked(model)
     for _ in range(2):
         step(model, optimizer, torch.tensor([[1, 2], [3, 1]]))
-    found, missing = monitor.get_step_metrics(), monitor.last_record.missing
+    found, missing = monitor.get_step_metrics(), monitor.missing()
     assert found.keys() == {f"{UPDATE}/0.0/l2norm", f"{UPDATE}/0/l2norm", f"{PROPAGATED}/0/l2norm"}
     assert found[f"{UPDATE}/0.0/l2norm"] == found[f"{UPDATE}/0/l2norm"] > 0 == found[f"{PROPAGATED}/0/l2norm"]
     assert missing[f"{PROPAGATED}/0.0/l2norm"] == "an embedding takes indices, which have no difference"
@@ -577,12 +577,12 @@ def test_without_a_reference_that_runs_or_with_compiled_parts_there_is_a_reason(
         else:
             step(called, optimizer, torch.zeros(2, 8))
         assert monitor.get_step_metrics() == {}
-        (reason,) = set(monitor.last_record.missing.values())
+        (reason,) = set(monitor.missing().values())
         assert {
             "removed": 'call monitor.set_reference_module("init") before training',
             "raises": "the reference module is off, because it raised ZeroDivisionError: on purpose",
         }.get(way, "inside torch.compile modules cannot be run once more") in reason
-        assert len(monitor.last_record.missing) == 8
+        assert len(monitor.missing()) == 8
     torch._dynamo.reset()
 
 

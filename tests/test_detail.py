@@ -175,14 +175,14 @@ def test_from_within_it_begins_with_the_next_step_and_ends_by_itself() -> None:
     loop = Loop(preset="minimal").go(5)
     assert loop.monitor is not None
     before, hooks = loop.monitor._runtime.planner.registry.metrics, loop.hooks
-    assert loop.monitor.last_record.override is None
-    loop.monitor.override(every=1, preset="full", steps=4)
+    assert loop.monitor.last_record.detail is None
+    loop.monitor.set_detail(every=1, preset="full", steps=4)
     loop.go(3)
-    assert loop.monitor.last_record.override == DetailRequest(1, "full", 1, None, 1).facts()
+    assert loop.monitor.last_record.detail == DetailRequest(1, "full", 1, None, 1).facts()
     assert set(loop.tables) >= {"activation", "gradient", "parameter"}
     assert any(key.source == "optimizer" for key in loop.monitor._runtime.pipeline.last.values)  # type: ignore[union-attr]
     loop.go(1)
-    assert loop.monitor.last_record.override is None
+    assert loop.monitor.last_record.detail is None
     assert loop.hooks == hooks
     loop.go(EVERY - 8)
     assert loop.seen == [0, 5, 6, 7, 8, EVERY]
@@ -215,7 +215,7 @@ def test_a_step_that_it_begins_in_has_no_part_of_what_the_root_takes() -> None:
     norms = []
     for step in range(4):
         if step == 2:
-            monitor.override(every=1, steps=2)
+            monitor.set_detail(every=1, steps=2)
         batches = torch.randn(2, 5, 3)
         for x in batches:
             model(x).square().mean().backward()
@@ -223,7 +223,7 @@ def test_a_step_that_it_begins_in_has_no_part_of_what_the_root_takes() -> None:
         optimizer.zero_grad()
         norms.append(float(batches.norm()))
         if step == 2:
-            assert "after the step had begun" in monitor.last_record.missing["input/[root module]/norm"]
+            assert "after the step had begun" in monitor.missing()["input/[root module]/norm"]
     monitor.detach()
     found = {step: values.get("input/[root module]/norm") for step, values in monitor.get_all_metrics().items()}
     assert found == {0: pytest.approx(norms[0], rel=1e-6), 2: None, 3: pytest.approx(norms[3], rel=1e-6)}
@@ -232,16 +232,16 @@ def test_a_step_that_it_begins_in_has_no_part_of_what_the_root_takes() -> None:
 def test_a_later_change_takes_the_place_of_one_before_it() -> None:
     loop = Loop().go(1)
     assert loop.monitor is not None
-    loop.monitor.override(every=1, preset="full", steps=100)
+    loop.monitor.set_detail(every=1, preset="full", steps=100)
     loop.go(2)
-    loop.monitor.override(every=5, steps=10)
+    loop.monitor.set_detail(every=5, steps=10)
     loop.go(1)
     assert "activation" not in loop.tables
     loop.go(20)
     assert loop.seen == [0, 1, 2, 5, 10]
-    loop.monitor.override(every=1)
+    loop.monitor.set_detail(every=1)
     loop.go(2)
-    loop.monitor.override(reset=True)
+    loop.monitor.set_detail(reset=True)
     loop.go(20)
     assert loop.seen == [0, 1, 2, 5, 10, 24, 25]
 
@@ -249,28 +249,28 @@ def test_a_later_change_takes_the_place_of_one_before_it() -> None:
 def test_of_two_in_the_same_moment_the_second_counts_and_a_reset_of_nothing_does_nothing() -> None:
     loop = Loop().go(1)
     assert loop.monitor is not None
-    loop.monitor.override(reset=True)
+    loop.monitor.set_detail(reset=True)
     loop.go(2)
-    loop.monitor.override(every=1)
-    loop.monitor.override(every=2, steps=4)
+    loop.monitor.set_detail(every=1)
+    loop.monitor.set_detail(every=2, steps=4)
     assert loop.go(10).seen == [0, 4, 6]
 
 
 def test_it_waits_for_its_first_step() -> None:
     loop = Loop().go(1)
     assert loop.monitor is not None
-    loop.monitor.override(every=1, steps=2, first=6)
-    assert loop.monitor.last_record.override is None
+    loop.monitor.set_detail(every=1, steps=2, first=6)
+    assert loop.monitor.last_record.detail is None
     loop.go(12)
     assert loop.seen == [0, 6, 7]
-    loop.monitor.override(every=1, steps=2, first=3)  # over by now
+    loop.monitor.set_detail(every=1, steps=2, first=3)  # over by now
     assert loop.go(5).seen == [0, 6, 7, 13, 14]
 
 
 def test_before_the_first_step_of_all() -> None:
     loop = Loop()
     assert loop.monitor is not None
-    loop.monitor.override(every=1, preset="full", steps=2)
+    loop.monitor.set_detail(every=1, preset="full", steps=2)
     loop.go(1)
     assert "activation" in loop.tables
     assert loop.go(5).seen == [0, 1]
@@ -282,7 +282,7 @@ def test_a_preset_alone_keeps_the_cadence_and_may_be_less_than_the_script_measur
     assert loop.monitor is not None
     everything = loop.monitor._runtime.planner.registry.metrics
     assert "activation" in loop.tables
-    loop.monitor.override(preset="minimal", steps=3)
+    loop.monitor.set_detail(preset="minimal", steps=3)
     loop.go(2)
     assert loop.tables.keys() == {"gradient_before_clip", "gradient"}
     loop.go(2)
@@ -295,7 +295,7 @@ def test_a_preset_alone_keeps_the_cadence_and_may_be_less_than_the_script_measur
 def test_is_step_monitored_knows_what_is_in_force() -> None:
     loop = Loop().go(5)
     assert loop.monitor is not None
-    loop.monitor.override(every=2, steps=5)
+    loop.monitor.set_detail(every=2, steps=5)
     assert not loop.monitor.is_step_monitored(6)  # nothing is in force before a step begins
     loop.go(1)
     assert [step for step in range(120) if loop.monitor.is_step_monitored(step)] == [0, 6, 8, 100]
@@ -304,7 +304,7 @@ def test_is_step_monitored_knows_what_is_in_force() -> None:
 def test_steps_are_counted_and_not_optimizers_micro_batches_or_numbers() -> None:
     loop = Loop(optimizers=2).go(3)
     assert loop.monitor is not None
-    loop.monitor.override(every=1, steps=3)
+    loop.monitor.set_detail(every=1, steps=3)
     assert loop.go(10).seen == [0, 3, 4, 5]
 
 
@@ -319,7 +319,7 @@ def test_by_hand_with_numbers_of_its_own(attached: bool) -> None:
     begun = []
     for step in range(0, 300, 10):
         if step == 50:
-            monitor.override(every=20, preset="full", steps=4, first=95)
+            monitor.set_detail(every=20, preset="full", steps=4, first=95)
         if monitor.begin_step(step):
             begun.append(step)
         optimizer.zero_grad()
@@ -342,7 +342,7 @@ def test_a_script_that_goes_back_goes_on_counting() -> None:
         warnings.simplefilter("ignore")
         for step in (0, 1, 2, 3, 4, 2, 3, 4, 5, 6):
             if step == 3 and len(begun) == 1:
-                monitor.override(every=1, steps=4)
+                monitor.set_detail(every=1, steps=4)
             begun += [step] if monitor.begin_step(step) else []
             model(torch.randn(4, 3)).square().mean().backward()
             monitor.end_step()
@@ -365,7 +365,7 @@ def test_what_asks_for_nothing_is_refused(arguments: dict[str, Any], words: str)
     loop = Loop()
     assert loop.monitor is not None
     with pytest.raises(ValueError, match=words):
-        loop.monitor.override(**arguments)
+        loop.monitor.set_detail(**arguments)
     assert not loop.monitor._runtime.built_in.detail.watches_idle_steps
 
 
@@ -373,7 +373,7 @@ def test_from_a_signal_handler_in_the_middle_of_a_forward_pass() -> None:
     loop = Loop().go(2)
     monitor = loop.monitor
     assert monitor is not None
-    before = signal.signal(signal.SIGUSR1, lambda *_: monitor.override(every=1, steps=2))
+    before = signal.signal(signal.SIGUSR1, lambda *_: monitor.set_detail(every=1, steps=2))
     handle = loop.model[1].register_forward_pre_hook(lambda *_: signal.raise_signal(signal.SIGUSR1))
     try:
         loop.go(1)
@@ -391,7 +391,7 @@ def test_from_another_thread_while_steps_go_on() -> None:
 
     def ask() -> None:
         while not stop.is_set():
-            monitor.override(every=1, steps=2)
+            monitor.set_detail(every=1, steps=2)
 
     thread = threading.Thread(target=ask)
     thread.start()
@@ -401,7 +401,7 @@ def test_from_another_thread_while_steps_go_on() -> None:
     loop.go(10)
     assert len(loop.seen) > 2
     assert not monitor.warning_counts()
-    monitor.override(every=1, steps=1)  # none is lost for those before
+    monitor.set_detail(every=1, steps=1)  # none is lost for those before
     first = monitor.current_step
     assert first is not None
     assert loop.go(3).seen[-1] == first + 1
@@ -411,11 +411,11 @@ def test_the_environment_makes_it_inert(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setenv("GRADMON_DISABLE", "1")
     model = nn.Linear(2, 1)
     monitor = gradmon.watch(model, torch.optim.SGD(model.parameters(), lr=0.1), run_dir=tmp_path / "run")
-    monitor.override(every=1, preset="full")
+    monitor.set_detail(every=1, preset="full")
     assert monitor.last_record is None
     assert not (tmp_path / "run").exists()
     with pytest.raises(ValueError, match="every=0"):
-        monitor.override(every=0)
+        monitor.set_detail(every=0)
 
 
 # --- what stays ------------------------------------------------------------------------------------------------------------------------
@@ -427,7 +427,7 @@ def test_what_was_added_by_hand_stays_also_if_it_is_added_meanwhile() -> None:
     assert monitor is not None
     monitor.add_activation_metric("max", metric_regex="^0$")
     loop.go(1)
-    monitor.override(preset="minimal", steps=6)
+    monitor.set_detail(preset="minimal", steps=6)
     loop.go(2)
     assert "activation/0/max" in loop.keys[3]
     monitor.add_gradient_metric("norm", metric_regex="^2.weight$", stages=["after_clip"])
@@ -435,7 +435,7 @@ def test_what_was_added_by_hand_stays_also_if_it_is_added_meanwhile() -> None:
     loop.go(2)
     assert {"activation/0/max", "gradient/2.weight/norm", "parameter/0.bias/rms"} <= loop.keys[5]
     loop.go(4)
-    assert monitor.last_record.override is None
+    assert monitor.last_record.detail is None
     assert {"activation/0/max", "gradient/2.weight/norm", "parameter/0.bias/rms"} <= loop.keys[9]
     names = [(metric.source, metric.name, metric.shown) for metric in monitor._runtime.planner.registry.metrics]
     assert names.count(("gradient", "norm", True)) == 1  # for which the preset's has made way for good
@@ -446,7 +446,7 @@ def test_what_was_added_by_hand_stays_also_if_it_is_added_meanwhile() -> None:
 def test_a_preset_that_the_script_adds_meanwhile_is_what_comes_after() -> None:
     loop = Loop(every=1, preset="minimal").go(1)
     assert loop.monitor is not None
-    loop.monitor.override(preset="standard", steps=4)
+    loop.monitor.set_detail(preset="standard", steps=4)
     loop.go(2)
     loop.monitor._runtime.use_preset("full")
     loop.go(1)
@@ -458,12 +458,12 @@ def test_a_preset_that_the_script_adds_meanwhile_is_what_comes_after() -> None:
 def test_detach_ends_it_and_leaves_no_hook(tmp_path: Path) -> None:
     loop = Loop(run_dir=tmp_path)
     assert loop.monitor is not None
-    loop.monitor.override(every=1, preset="full")
+    loop.monitor.set_detail(every=1, preset="full")
     loop.go(3)
     assert any(loop.hooks)
     loop.monitor.detach()
     assert not any(loop.hooks)
-    assert loop.monitor.last_record.override is None
+    assert loop.monitor.last_record.detail is None
     state = load_run(tmp_path).meta["tune"]
     assert not state["listens"]
     assert state["last"]["until"] == 2
@@ -476,7 +476,7 @@ def test_detach_ends_it_and_leaves_no_hook(tmp_path: Path) -> None:
 def test_a_state_has_nothing_of_it_so_that_a_resumed_run_does_what_its_script_says() -> None:
     loop = Loop()
     assert loop.monitor is not None
-    loop.monitor.override(every=1, preset="full")
+    loop.monitor.set_detail(every=1, preset="full")
     loop.go(3)
     again = Loop()
     assert again.monitor is not None
@@ -493,7 +493,7 @@ def test_the_closer_look_after_a_spike_goes_on_beside_it() -> None:
     with gradmon.testing.collect_records(monitor) as records:
         for step in range(60):
             if step == 50:
-                monitor.override(preset="full", steps=2)
+                monitor.set_detail(preset="full", steps=2)
             optimizer.zero_grad()
             (model(torch.randn(16, 4)).square().mean() * (1e4 if step == 50 else 1)).backward()
             optimizer.step()
@@ -519,7 +519,7 @@ def test_it_stands_above_monitor_step_fn_which_is_asked_once_a_step_as_ever() ->
     monitor.attach(*loop.optimizers)
     asked.clear()
     loop.go(6)
-    monitor.override(every=1, steps=3)
+    monitor.set_detail(every=1, steps=3)
     loop.go(14)
     assert asked == [*range(21)]
     assert loop.seen == [0, 4, 6, 7, 8, 12, 16]
@@ -536,14 +536,14 @@ def test_it_stands_above_the_budget_which_learns_nothing_of_it() -> None:
     interval, told = budget.interval, dict(monitor.warning_counts())
     assert interval > 4
     del loop.seen[:]
-    monitor.override(every=1, preset="full", steps=40)
+    monitor.set_detail(every=1, preset="full", steps=40)
     loop.go(40)
     assert loop.seen == [*range(400, 440)]
     assert budget.interval == interval
     assert monitor.warning_counts() == told
     loop.go(interval)
     assert len(loop.seen) <= 41
-    monitor.override(preset="full", steps=20)  # no word about the cadence: the budget rules
+    monitor.set_detail(preset="full", steps=20)  # no word about the cadence: the budget rules
     loop.go(20)
     assert len(loop.seen) < 50
 
@@ -555,13 +555,13 @@ def test_a_budget_goes_back_to_where_it_was(monkeypatch: pytest.MonkeyPatch) -> 
     budget = loop.monitor._runtime.built_in.budget
     assert budget is not None
     budget.interval = 4  # as it was found for what the script asks for
-    loop.monitor.override(preset="full", steps=50)
+    loop.monitor.set_detail(preset="full", steps=50)
     loop.go(20)
     budget.interval = 16  # as it may be found for more
     loop.go(20)
-    loop.monitor.override(preset="full", steps=10)  # one takes the place of another
+    loop.monitor.set_detail(preset="full", steps=10)  # one takes the place of another
     loop.go(11)
-    assert loop.monitor.last_record.override is None
+    assert loop.monitor.last_record.detail is None
     assert budget.interval == 4
 
 
@@ -571,7 +571,7 @@ def test_a_budget_goes_back_to_where_it_was(monkeypatch: pytest.MonkeyPatch) -> 
 def test_records_say_under_what_they_were_measured(tmp_path: Path) -> None:
     loop = Loop(run_dir=tmp_path).go(1)
     assert loop.monitor is not None
-    loop.monitor.override(every=2, preset="full", steps=5)
+    loop.monitor.set_detail(every=2, preset="full", steps=5)
     loop.go(20)
     run = load_run(tmp_path)
     assert run.steps == [0, 2, 4]
@@ -580,7 +580,7 @@ def test_records_say_under_what_they_were_measured(tmp_path: Path) -> None:
     assert run.table("activation", 4) is not None
     words = "measured under a live change of detail (gradmon detail, number 1): steps divisible by 2, preset full"
     assert words in explain(run, 4)
-    assert words in loop.monitor.explain_spike(4)
+    assert words in loop.monitor.why(4)
     assert "tuned" not in explain(run, 0)
     assert "live change" not in explain(run, 0)
 
@@ -590,7 +590,7 @@ def test_detectors_judge_the_steps_between(tmp_path: Path) -> None:
     monitor = loop.monitor
     assert monitor is not None
     monitor.add_detector(SpikeDetector(signal="param_norm"))
-    monitor.override(every=1, steps=60)
+    monitor.set_detail(every=1, steps=60)
     loop.go(70)
     assert sum("spike_score/param_norm" in keys for keys in loop.keys.values()) > 20
 
@@ -615,7 +615,7 @@ def test_training_is_the_same_bit_for_bit(setting: loops.Setting, tmp_path: Path
 
     def watch(model: Any, optimizer: Any, scaler: Any) -> ModuleMonitor:
         monitor = ModuleMonitor(model, every=1000, on_metric_error="raise", run_dir=tmp_path / "run", preset="minimal")
-        monitor.override(every=1, preset="full", steps=4, first=3)
+        monitor.set_detail(every=1, preset="full", steps=4, first=3)
         monitors.append(monitor)
         return monitor.attach(optimizer, scaler=scaler)
 
@@ -638,7 +638,7 @@ def test_a_compiled_model_is_not_compiled_again(preset: str, tmp_path: Path) -> 
     monitor = loop.monitor = gradmon.watch(loop.model, *loop.optimizers, preset=preset, every=10, run_dir=tmp_path, on_spike=None)
     loop.go(3)
     hooks = [len(module._forward_hooks) for module in inner.modules()]
-    monitor.override(every=1, preset="full", steps=3)
+    monitor.set_detail(every=1, preset="full", steps=3)
     with pytest.warns(GradmonWarning, match="a change of detail leaves activations and attention as the script asked for"):
         loop.go(3)
     loop.go(10)
@@ -659,7 +659,7 @@ def test_a_model_that_is_compiled_meanwhile_is_not_compiled_again_when_the_chang
     counters.clear()
     loop = Loop().go(3)
     assert loop.monitor is not None
-    loop.monitor.override(every=1, preset="full", steps=8)
+    loop.monitor.set_detail(every=1, preset="full", steps=8)
     loop.go(2)
     inner, loop.model = loop.model, torch.compile(loop.model, backend="aot_eager")  # type: ignore[assignment]
     loop.go(20)
@@ -848,7 +848,7 @@ def test_idle_steps_have_no_hooks_and_read_nothing(tmp_path: Path) -> None:
 def test_a_tensor_of_a_step_is_not_kept_by_what_ended(tmp_path: Path) -> None:
     loop = Loop(run_dir=tmp_path)
     assert loop.monitor is not None
-    loop.monitor.override(every=1, preset="full", steps=2)
+    loop.monitor.set_detail(every=1, preset="full", steps=2)
     kept: list[weakref.ref[Tensor]] = []
     handle = loop.model[0].register_forward_hook(lambda module, args, output: kept.append(weakref.ref(output)))
     loop.go(2)

@@ -236,7 +236,7 @@ def test_the_file_itself_may_be_named_and_numbers_grow(tmp_path: Path, capsys: p
         assert f"number {number}: every step" in _said(capsys, 0, tmp_path / VALUES, "--every", 1, "--for", 2)
         assert detail_request.read(tmp_path / detail_request.FILE_NAME)[0].number == number
     training.go(3)
-    training.monitor.override(every=2)  # which is a number too
+    training.monitor.set_detail(every=2)  # which is a number too
     training.go(2)
     assert "number 5: preset full" in _said(capsys, 0, tmp_path, "--preset", "full")
     (tmp_path / detail_request.FILE_NAME).write_text("broken")
@@ -306,7 +306,7 @@ def test_whether_a_run_looks_alive_depends_on_how_often_it_is_monitored(
     now = 1_000_000.0
     monkeypatch.setattr("torch_gradmon.step.record_builder.time.time", lambda: now)
     for _ in range(3):  # of a run whose steps take a second
-        training.monitor.override(every=1, steps=1)
+        training.monitor.set_detail(every=1, steps=1)
         for _ in range(10):
             training.go(1)
             now += 1.0

@@ -215,7 +215,7 @@ def test_without_a_monitored_step_the_reason_is_that_of_missing() -> None:
     optimizer.step()
     told = monitor.diagnose()
     assert told.unseen == {"everything": "step 0 was not monitored"}
-    assert told.unseen["everything"] in monitor.last_record.missing.values()
+    assert told.unseen["everything"] in monitor.missing().values()
     assert str(told).splitlines()[0] == "Nothing to diagnose: no monitored step yet."
 
 

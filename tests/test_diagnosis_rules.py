@@ -834,7 +834,7 @@ def test_a_spike_is_told_with_the_layer_that_made_it() -> None:
     assert (finding.rule, finding.severity, finding.where, finding.steps) == ("spike", "warning", "b.weight", (60, 60))
     assert "58.3 times what was usual; b.weight (300 times its usual norm, 26% of the square) moved most, then " in finding.cause
     assert "There was 1 other spike, none larger." in finding.cause
-    assert "monitor.explain_spike(60)" in finding.advice
+    assert "monitor.why(60)" in finding.advice
     assert finding.evidence["grad_norm"] == 58.3
 
 

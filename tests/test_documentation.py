@@ -425,7 +425,7 @@ def test_what_is_there_on_request_is_described() -> None:
         monitor.clip_grad_norm_(gradmon.plugins.clipping.ZClip(max_norm=1.0))
         monitor.clip_grad_norm_("adagc")
         optimizer.step()
-    described = monitor.describe_metrics()
+    described = monitor.describe()
     assert {f"gradmon/{name}" for name in summary.ON_REQUEST} <= described.keys() & monitor.get_step_metrics().keys()
 
 

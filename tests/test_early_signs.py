@@ -65,7 +65,7 @@ def test_updates_along_the_parameter(factor: float, angle_of: float | None, grow
     assert found["update/weight/growth"] == pytest.approx(growth_of, abs=1e-6)
     if angle_of is None:
         assert "update/weight/angle" not in found
-        assert "update/weight/angle" in monitor.last_record.missing
+        assert "update/weight/angle" in monitor.missing()
     else:
         assert found["update/weight/angle"] == pytest.approx(angle_of, abs=1e-3)
     monitor.detach()
@@ -81,7 +81,7 @@ def test_a_zero_parameter_has_neither() -> None:
     monitor.attach(optimizer)
     model(draw(3, 4)).sum().backward()
     optimizer.step()
-    found, missing = monitor.get_step_metrics(), monitor.last_record.missing
+    found, missing = monitor.get_step_metrics(), monitor.missing()
     assert "update/weight/angle" in found
     for metric in ("angle", "growth"):
         assert f"update/bias/{metric}" not in found
@@ -123,7 +123,7 @@ def outputs_of(
     for batch in batches:
         model(batch).square().sum().backward()
     optimizer.step()
-    found, missing = monitor.get_step_metrics(), monitor.last_record.missing
+    found, missing = monitor.get_step_metrics(), monitor.missing()
     monitor.detach()
     return {key: value for key, value in found.items() if metric in key}, missing
 

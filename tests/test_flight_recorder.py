@@ -93,7 +93,7 @@ def test_the_steps_around_a_spike_are_there_with_the_numbers_of_a_monitor_that_t
 
 def test_the_story_knows_that_a_layer_moved_between_two_monitored_steps() -> None:
     monitor, _ = _train(every=10, spike_capture=gradmon.SpikeCapture(before=REMEMBERED))
-    text = monitor.explain_spike()
+    text = monitor.why()
     lines = text.splitlines()
     first = lines[next(row for row, line in enumerate(lines) if line.startswith("parameter, by suspicion")) + 1].split()
     assert first[0] in ("1.weight", "1.bias")
@@ -280,7 +280,7 @@ def test_after_a_rollback_nothing_of_the_abandoned_branch_is_told(tmp_path: Path
         _by_hand(monitor, model, 195, 1.1)
     for number in range(196, 230):
         _by_hand(monitor, model, number, 100.0 if again and number == 210 else 1.1)
-    told = monitor.explain_spike(200).splitlines()
+    told = monitor.why(200).splitlines()
     monitor.detach()
     factors = load_run(tmp_path).series("factor")
     assert all(factors[step] == 1.0 for step in factors if step < 195)
@@ -336,7 +336,7 @@ def test_what_is_logged_after_a_story_was_told_still_counts(tmp_path: Path) -> N
         (model(torch.ones(8, 4)).square().mean() * (100 if step == SPIKE else 1)).backward()
         optimizer.step()
         if step == 205:
-            monitor.explain_spike()
+            monitor.why()
         monitor.log_scalar("late", float(step))
         monitor.log_context(step=step)
     monitor.detach()
@@ -360,7 +360,7 @@ def test_gradients_are_recorded_whatever_is_watched() -> None:
         (model(torch.ones(8, 4)).square().mean() * factor).backward()
         monitor.log_scalar("loss", factor)
         optimizer.step()
-    row = next(line for line in monitor.explain_spike().splitlines() if line.startswith("grad_norm ")).split()
+    row = next(line for line in monitor.why().splitlines() if line.startswith("grad_norm ")).split()
     assert "-" not in row[1:4]
 
 
@@ -373,7 +373,7 @@ def test_steps_in_which_a_loop_measures_nothing_leave_no_empty_records() -> None
             (model(torch.ones(8, 4)).square().mean() * (100.0 if step == SPIKE else 1.0)).backward()
             monitor.monitor_gradients(before_clip=True)
         monitor.end_step()
-    titles = next(line for line in monitor.explain_spike().splitlines() if line.startswith("signal")).split()
+    titles = next(line for line in monitor.why().splitlines() if line.startswith("signal")).split()
     assert titles[1:6] == ["170", "180", "190", "[200]", "210"]
 
 

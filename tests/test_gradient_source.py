@@ -107,7 +107,7 @@ def _train(kind: str, watched: bool, micro_batches: int = 2) -> tuple[dict[str, 
         optimizer.zero_grad()
         if monitor is not None:
             values.append(monitor.get_step_metrics())
-            assert not {key: why for key, why in monitor.last_record.missing.items() if key.startswith(("gradient/", "update/"))}
+            assert not {key: why for key, why in monitor.missing().items() if key.startswith(("gradient/", "update/"))}
     if monitor is not None:
         monitor.detach()
     return model.state_dict(), values
@@ -193,7 +193,7 @@ def test_a_flat_tensor_that_is_stepped_has_values_of_each_parameter() -> None:
         values = monitor.get_step_metrics()
         numbers = {key: value for key, value in plain[step].items() if not key.startswith("optimizer/") and "overhead" not in key}
         assert {key: values[key] for key in numbers} == pytest.approx(numbers, rel=1e-4, abs=1e-9)
-        reasons = monitor.last_record.missing
+        reasons = monitor.missing()
         assert reasons["optimizer/0.weight/exp_avg_norm"] == "the optimizer's state is of a flat tensor of several parameters"
     monitor.detach()
 

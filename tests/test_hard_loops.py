@@ -111,7 +111,7 @@ def test_compiled_autograd_goes_on_and_the_values_it_hides_are_absent(train: Cal
             expected = float(model[0].weight.grad.norm())
             optimizer.step()
         if monitor is not None:
-            shown, missing = monitor.get_step_metrics(), monitor.last_record.missing
+            shown, missing = monitor.get_step_metrics(), monitor.missing()
             assert shown["gradient/0.weight/norm"] == pytest.approx(expected, rel=1e-6)
             assert shown["activation/0/norm"] > 0
             for hidden in ("gradmon/grad_norm", "gradient_local/0.weight/norm", "activation_gradient/0/norm"):
@@ -444,7 +444,7 @@ def test_what_the_full_preset_adds_stays_out_of_sight_and_makes_way(tmp_path: Pa
     monitor._runtime.use_preset("minimal")
     one(model, optimizer)
     assert "gradient/0.weight/norm" in monitor.get_step_metrics()
-    assert not any(key.startswith("optimizer/") for key in monitor.describe_metrics())
+    assert not any(key.startswith("optimizer/") for key in monitor.describe())
 
 
 def test_the_run_has_what_was_shown_where_its_rows_do_not_say_so(tmp_path: Path) -> None:

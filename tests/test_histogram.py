@@ -113,7 +113,7 @@ def test_it_is_a_metric_like_any_other() -> None:
     assert not [key for key in rows[1] if key.startswith("gradient/")]
     both = sum(v for k, v in rows[0].items() if k.startswith("activation/0/log2_histogram."))
     assert both == 2 * 8 * 20  # two micro-batches
-    assert "number of elements" in monitor.describe_metrics()["gradient/weight/log2_histogram"]
+    assert "number of elements" in monitor.describe()["gradient/weight/log2_histogram"]
 
 
 def test_where_nothing_is_finite_it_says_so() -> None:
@@ -124,7 +124,7 @@ def test_where_nothing_is_finite_it_says_so() -> None:
     model(torch.full((1, 2), math.nan)).sum().backward()
     optimizer.step()
     monitor.log_scalar("x", 0.0)
-    assert monitor.last_record.missing["gradient/weight/log2_histogram"] == "it has no finite element"
+    assert monitor.missing()["gradient/weight/log2_histogram"] == "it has no finite element"
     assert monitor.get_step_metrics()["gradient/bias/log2_histogram.0"] == 1
 
 

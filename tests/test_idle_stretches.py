@@ -185,7 +185,7 @@ def test_tags_given_before_a_step_are_of_that_step() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda monitor: monitor.override(every=1),
+        lambda monitor: monitor.set_detail(every=1),
         lambda monitor: monitor.load_state_dict({**monitor.state_dict(), "next_step": 60}),
     ],
     ids=["detail", "state"],
@@ -632,7 +632,7 @@ def test_the_time_of_counted_steps_is_overhead() -> None:
     before = fence.spent()
     loop.go(20)
     loop.backward()
-    loop.monitor.override(every=1)  # the loop is followed again
+    loop.monitor.set_detail(every=1)  # the loop is followed again
     assert fence.spent() - before > 20e-6
 
 
@@ -641,7 +641,7 @@ def test_tags_of_a_counted_step_are_not_of_the_next_one() -> None:
     loop.backward()
     loop.monitor.log_context(batch=5)
     loop.optimizer.step()
-    loop.monitor.override(every=1)
+    loop.monitor.set_detail(every=1)
     loop.step()
     assert loop.monitor._runtime.pipeline.history.records()[-1].context.get("tags") is None
 

@@ -193,6 +193,6 @@ def test_13_who_asks_too_late_by_hand_is_told_so() -> None:
     monitor.monitor_gradients()
     monitor.end_step()
     assert monitor.get_step_metrics() == {}
-    reasons = monitor.last_record.missing
+    reasons = monitor.missing()
     assert len(reasons) == 4
     assert all("no gradient" in reason for reason in reasons.values())

@@ -186,7 +186,7 @@ def test_to_ask_for_spikes_changes_nothing_of_what_is_recorded_or_told(asks: boo
     monitor.detach()
     assert told == [(3, "loss"), (4, "loss")]
     assert [row["spike_score/loss"] for row in monitor.get_all_metrics().values()] == [0, 0, 0, 1, 1, 0, 0, 0]
-    assert "loss = 9" in monitor.explain_spike(3)
+    assert "loss = 9" in monitor.why(3)
 
 
 # --- schedulers after a skip -------------------------------------------------------------------------------------------------

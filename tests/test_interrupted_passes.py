@@ -140,7 +140,7 @@ def test_an_interrupted_micro_batch_has_the_step_absent_with_a_reason(fails: str
                 FAILURES[fails](model, batch(part, 1000.0))
             model(batch(part)).square().mean().backward()
         optimizer.step()
-        values, missing = monitor.get_step_metrics(), monitor.last_record.missing
+        values, missing = monitor.get_step_metrics(), monitor.missing()
         keys = ["activation/1/norm", "activation_gradient/1/norm", "attention_entropy/2/mean", "activation/1/largest"]
         assert [key in values for key in keys] == [number != 1] * 4
         if number == 1:
@@ -234,7 +234,7 @@ def test_a_step_whose_only_pass_was_interrupted_says_so() -> None:
         step_of(model, optimizer, 0)
         FAILURES[fails](model, batch(1))
         optimizer.step()
-        values, missing = monitor.get_step_metrics(), monitor.last_record.missing
+        values, missing = monitor.get_step_metrics(), monitor.missing()
         assert not [key for key in values if key.startswith(("activation", "input", "attention"))]
         for key in ("activation/1/norm", "activation_gradient/1/norm", "attention_entropy/.*", "activation/1/largest"):
             assert missing[key] == "the forward or backward pass of this step was interrupted, as by an exception"
@@ -251,7 +251,7 @@ def test_gradients_of_an_interrupted_pass_count_when_used() -> None:
         used = model[3].weight.grad.double().norm().item()  # type: ignore[index, union-attr]
         optimizer.step()
         optimizer.zero_grad()
-        values, missing = monitor.get_step_metrics(), monitor.last_record.missing
+        values, missing = monitor.get_step_metrics(), monitor.missing()
         assert values["gradient/3.weight/norm"] == pytest.approx(used, rel=1e-6)
         assert values.get("gradient_before_clip/3.weight/norm") == (pytest.approx(used, rel=1e-6) if goes_on else None)
         assert goes_on or "was interrupted" in missing["gradient_before_clip/3.weight/norm"]
@@ -277,7 +277,7 @@ def test_part_of_an_interrupted_pass_is_no_gradient_norm(how: str, passes: int) 
         optimizer.step()
     if "by hand" in how:
         monitor.end_step()
-    values, missing = monitor.get_step_metrics(), monitor.last_record.missing
+    values, missing = monitor.get_step_metrics(), monitor.missing()
     for key in ("gradmon/grad_norm", "gradmon/grad_max", "gradmon/grad_nonfinite_count", "gradmon/grad_top_fraction"):
         assert key not in values
         assert "the last backward pass was interrupted" in missing[key]
@@ -337,7 +337,7 @@ def test_a_pass_without_the_monitor_takes_nothing_from_the_step(fails: str) -> N
                     p.grad = kept[name]
         optimizer.step()
         optimizer.zero_grad()
-        values, missing = monitor.get_step_metrics(), monitor.last_record.missing
+        values, missing = monitor.get_step_metrics(), monitor.missing()
         assert {"activation/1/norm", "activation_gradient/1/norm", "attention_entropy/2/mean"} <= values.keys()
         assert not [reason for reason in missing.values() if "interrupted" in reason]
 

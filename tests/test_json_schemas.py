@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from tests.live_training import train
-from torch_gradmon.cli.commands.programs import NAMES
+from torch_gradmon import cli
 from torch_gradmon.cli.main import _commands, main
 
+SCHEMAS = Path(cli.__file__).parent / "schemas"
+NAMES = sorted(path.stem for path in SCHEMAS.iterdir())
 jsonschema = pytest.importorskip("jsonschema")
 pytestmark = pytest.mark.extra
 
@@ -43,7 +45,10 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
 
 
 def schema(capsys: pytest.CaptureFixture[str], name: str) -> Any:
-    found = printed(capsys, "schema", name)
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main([name, "--json-schema"])  # nothing else has to be given
+    found = json.loads(capsys.readouterr().out)
+    assert found["title"] == f"gradmon {name} --json"
     jsonschema.Draft202012Validator.check_schema(found)
     return found
 

@@ -84,7 +84,7 @@ def test_an_integer_output_is_left_out() -> None:
     model["choice"](model["linear"](X))
     monitor.end_step()
     assert monitor.get_step_metrics().keys() == {"activation/linear/mean"}
-    assert "int64" in monitor.last_record.missing["activation/choice/mean"]
+    assert "int64" in monitor.missing()["activation/choice/mean"]
 
 
 def test_the_minimum_of_all_is_a_plain_float() -> None:

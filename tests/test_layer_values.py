@@ -175,7 +175,7 @@ def test_values_of_layers_also_under_a_live_change_and_with_a_flight_recorder() 
     monitor = ModuleMonitor(model, layers="all", every=3, spike_capture=gradmon.SpikeCapture(before=2))
     monitor.add_gradient_metric("max")
     monitor.attach(optimizer)
-    monitor.override(every=1, preset="minimal", steps=2)
+    monitor.set_detail(every=1, preset="minimal", steps=2)
     for step, seen in enumerate(_train(monitor, model, optimizer, 1, 6, by_hand=False)):
         shown = {k: v for k, v in seen.metrics.items() if k.endswith("/norm")}
         wanted = [f"gradient_before_clip/{name}/norm" for name in names] if seen.metrics else []
@@ -288,7 +288,7 @@ def test_a_preset_that_is_added_within_a_step_shows_nothing_of_the_part_that_was
     monitor._runtime.use_preset("standard")
     optimizer.step()
     optimizer.zero_grad()
-    values, missing = monitor.get_step_metrics(), monitor.last_record.missing
+    values, missing = monitor.get_step_metrics(), monitor.missing()
     for name in ("grad_norm", "grad_max", "grad_top_fraction", "param_norm", "update_norm"):
         assert f"gradmon/{name}" not in values
         assert missing[f"gradmon/{name}"] == "it was asked for after the step had begun"
@@ -333,7 +333,7 @@ def test_blocks_within_a_wrapper_are_shown_one_by_one() -> None:
     monitor.attach(optimizer)
     model(torch.randn(3, 4)).sum().backward()
     optimizer.step()
-    found, missing = monitor.get_step_metrics(), monitor.last_record.missing
+    found, missing = monitor.get_step_metrics(), monitor.missing()
     for block, part in (("m.h.0", model.m["h"][0]), ("m.h.1", model.m["h"][1]), ("m.head", model.m["head"])):  # type: ignore[index]
         norm = _norm({name: p.grad.double() for name, p in part.named_parameters() if p.grad is not None}, ["weight", "bias"])
         assert found[f"gradient_before_clip/{block}/norm"] == pytest.approx(norm, rel=1e-6)

@@ -135,7 +135,7 @@ def test_a_model_that_is_gone_while_its_optimizer_steps_is_named() -> None:
             second(first(torch.ones(2, 3))).sum().backward()
             optimizer.step()
     assert monitor.get_step_metrics() == {}
-    (why,) = set(monitor.last_record.missing.values())
+    (why,) = set(monitor.missing().values())
     assert why.startswith(
         "the watched model is gone: keep a reference to it, or, if only its parts are called, watch an nn.ModuleDict"
     )

@@ -76,7 +76,7 @@ def test_a_spike_names_the_row_that_makes_it() -> None:
     share = true[41][666] / sum(true[41].values())
     assert share > 0.9
     assert any(f"of 16 rows the largest shares of the loss are those of 666 ({share:.1%})" in spike for spike in spikes)
-    assert "rows with the largest losses, of 16 with a sum of" in monitor.explain_spike(41)
+    assert "rows with the largest losses, of 16 with a sum of" in monitor.why(41)
 
 
 def test_rows_without_a_number_are_named() -> None:

@@ -122,8 +122,8 @@ def test_none_is_no_value() -> None:
     metrics, _, monitor = _run(lambda monitor: _add(monitor, "mine", lambda x: None if x.dim() < 2 else 1.0))
     expected = {key for key in ALL_KEYS if ".weight" in key or "activation" in key}
     assert [step.keys() for step in metrics] == [expected] * 3
-    assert monitor.last_record.missing.keys() == ALL_KEYS - expected
-    assert all("nothing" in monitor.last_record.missing[f"{source}/0.bias/mine"] for source in SOURCES[:-1])
+    assert monitor.missing().keys() == ALL_KEYS - expected
+    assert all("nothing" in monitor.missing()[f"{source}/0.bias/mine"] for source in SOURCES[:-1])
 
 
 def test_a_function_that_raises_on_one_tensor_is_off_there_and_only_there() -> None:
@@ -143,7 +143,7 @@ def test_a_function_that_raises_on_one_tensor_is_off_there_and_only_there() -> N
         )
     failed = {key for key in ALL_KEYS if ".bias" in key}
     assert [step.keys() for step in metrics] == [(ALL_KEYS - failed) | {f"parameter/{name}/norm" for name in PARAMETERS}] * 3
-    missing = monitor.last_record.missing
+    missing = monitor.missing()
     assert missing.keys() == failed
     assert {key: "ArithmeticError: only matrices" in reason for key, reason in missing.items()} == dict.fromkeys(failed, True)
     said = [str(warning.message) for warning in caught if issubclass(warning.category, GradmonWarning)]
@@ -172,7 +172,7 @@ def test_a_function_that_works_in_place_is_refused_and_the_training_is_as_withou
     with pytest.warns(GradmonWarning, match="in place"):
         metrics, left, monitor = _run(lambda monitor: _add(monitor, "mine", lambda x: spoil(x).sum()), on_metric_error="warn")
     assert metrics == [{}] * 3
-    assert all("in place" in reason for reason in monitor.last_record.missing.values())
+    assert all("in place" in reason for reason in monitor.missing().values())
     assert _untouched(left)
 
 
@@ -271,7 +271,7 @@ def test_aggregations_over_elements_and_micro_batches(aggregation: str, dtype: t
         expected |= {f"{key}.{name}": float(v) for name, v in value.items()} if isinstance(value, dict) else {key: float(value)}
     assert monitor.get_step_metrics() == pytest.approx(expected, rel=1e-6)
     assert all(type(value) is float for value in monitor.get_step_metrics().values())
-    assert monitor.last_record.missing == {}
+    assert monitor.missing() == {}
 
 
 def test_a_failing_aggregation_loses_its_keys_with_a_reason_and_nothing_else() -> None:
@@ -282,8 +282,8 @@ def test_a_failing_aggregation_loses_its_keys_with_a_reason_and_nothing_else() -
     with pytest.warns(GradmonWarning, match="aggregation"):
         metrics, left, monitor = _run(prepare, on_metric_error="warn")
     assert [step.keys() for step in metrics] == [{f"parameter/{name}/good" for name in PARAMETERS}] * 3
-    assert monitor.last_record.missing.keys() == {"parameter/0.weight/bad"}
-    assert "no_such_method" in monitor.last_record.missing["parameter/0.weight/bad"]
+    assert monitor.missing().keys() == {"parameter/0.weight/bad"}
+    assert "no_such_method" in monitor.missing()["parameter/0.weight/bad"]
     assert _untouched(left)
 
 
@@ -304,7 +304,7 @@ def test_a_key_logged_with_two_aggregations_keeps_the_first() -> None:
             optimizer.step()
             values.append({key: value for key, value in monitor.get_step_metrics().items() if not key.startswith("gradmon/")})
     assert values == [{"most": 1.0, "plain": 4.0, "other": 2.0}, *([{"most": 1.0, "plain": 5.0, "other": 2.0}] * 2)]
-    assert monitor.last_record.missing == {}
+    assert monitor.missing() == {}
     assert monitor.warning_counts() == {"log:most": 6}
     assert "need one aggregation, and were logged with 'max' and 'mean'" in str(told[0].message)
 
@@ -316,7 +316,7 @@ def test_what_is_no_number_is_refused_like_an_error(result: Any) -> None:
             lambda monitor: monitor.add_parameter_metric("mine", lambda p: result, r"0\.weight"), on_metric_error="warn"
         )
     assert metrics == [{}] * 3
-    assert monitor.last_record.missing.keys() == {"parameter/0.weight/mine"}
+    assert monitor.missing().keys() == {"parameter/0.weight/mine"}
     assert _untouched(left)
 
 
@@ -338,7 +338,7 @@ def test_metric_that_always_returns_none_warns_once(source: str) -> None:
     with pytest.warns(GradmonWarning, match="'mine' has returned None each time so far: is its return missing") as caught:
         monitor = _trained_with(lambda x: None, source=source)
     assert len([each for each in caught if "None" in str(each.message)]) == 1
-    assert "its function returned nothing" in monitor.last_record.missing.values()
+    assert "its function returned nothing" in monitor.missing().values()
     monitor.detach()
 
 

@@ -99,7 +99,7 @@ def test_a_mode_sees_nothing_of_what_acts_on_spikes_and_records_between_monitore
                 optimizer.zero_grad()
                 if monitor is not None:  # what is asked of it in between
                     monitor.last_record.top_gradients()
-                    str(monitor.last_record.missing)
+                    str(monitor.missing())
                     monitor.diagnose()
                     monitor.detach()
                     monitor.attach(optimizer)

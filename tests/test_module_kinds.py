@@ -343,7 +343,7 @@ def test_training_is_the_same_and_gradients_are_right(kind: str) -> None:
 def test_of_modules_of_torchscript_the_missing_outputs_have_their_reason_and_all_others_are_there(kind: str) -> None:
     model, monitor, _ = train(OF_SCRIPT[kind], watched=True)
     assert monitor is not None
-    values, missing = monitor.get_step_metrics(), monitor.last_record.missing
+    values, missing = monitor.get_step_metrics(), monitor.missing()
     for name, module in model.named_modules():
         key = f"activation/{name or '[root module]'}/rms"
         if isinstance(module, torch.jit.ScriptModule):

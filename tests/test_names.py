@@ -222,7 +222,7 @@ def _comparisons(count: int) -> int:
         nn.utils.clip_grad_norm_(tensors.parameters(), 1.0)
         optimizer.step()
     assert monitor.get_step_metrics()
-    assert len(monitor.last_record.missing) > count
+    assert len(monitor.missing()) > count
     return _Name.compared
 
 

@@ -85,7 +85,7 @@ def _in_table(story: str) -> _Told:
 def _everywhere(monitor: ModuleMonitor, path: Path, step: int) -> dict[str, _Told]:
     """What each outlet says of the spike of ``step``, the largest of the run."""
     found = {
-        "why of the monitor": _in_table(monitor.explain_spike()),
+        "why of the monitor": _in_table(monitor.why()),
         "diagnosis of the monitor": _only(monitor.diagnose().text(10_000)),
     }
     event = next(event for event in monitor._runtime.pipeline.history.recent().events if event.step == step)
@@ -235,8 +235,8 @@ def test_a_loss_times_100_is_blamed_on_no_layer(optimizer: Any, clip: float | No
     assert finding.where == ""
     assert made.words in finding.cause
     assert "Look at the batch and the loss of this step" in finding.advice
-    assert made.did in monitor.explain_spike(50)
-    assert "of 6 as usual" not in monitor.explain_spike(50)
+    assert made.did in monitor.why(50)
+    assert "of 6 as usual" not in monitor.why(50)
     monitor.detach()
     (spike,) = summarize(load_run(tmp_path), "x").spikes
     assert (spike.layer, spike.moved) == ("", made.did)
@@ -429,11 +429,11 @@ def test_a_monitor_remembers_the_largest_spike_of_a_long_training() -> None:
         factor = 500.0 if step == 60 else 20.0 if step % 50 == 49 and step > 60 else 1.0
         (model(torch.ones(4, 2)).square().mean() * factor).backward()
         optimizer.step()
-    assert monitor.explain_spike().startswith("step 60: grad_norm")
+    assert monitor.why().startswith("step 60: grad_norm")
     (finding,) = [finding for finding in monitor.diagnose().findings if finding.rule == "spike"]
     assert finding.steps == (60, 60)
-    assert "monitor.explain_spike(60)" in finding.advice
-    monitor.explain_spike(60)
+    assert "monitor.why(60)" in finding.advice
+    monitor.why(60)
 
 
 def test_the_largest_of_many_spikes_is_among_the_steps_that_a_diagnosis_looks_at(tmp_path: Path) -> None:

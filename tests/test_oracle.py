@@ -78,7 +78,7 @@ def train(
             clip(model, max_norm)
         gradients, parameters = _gradients(model), _parameters(model)
         optimizer.step()
-        metrics, missing = monitor.get_step_metrics(), monitor.last_record.missing
+        metrics, missing = monitor.get_step_metrics(), monitor.missing()
         seen.append(Seen(before_clip, gradients, parameters, _parameters(model), metrics, missing))
     return seen
 
@@ -192,7 +192,7 @@ def test_a_cosine_with_a_zero_gradient_does_not_exist_and_is_absent_with_a_reaso
     model(torch.ones(2, 3)).sum().backward()
     optimizer.step()
     assert monitor.get_step_metrics().keys() == {f"optimizer/1.{p}/grad_momentum_cosine" for p in ("weight", "bias")}
-    assert monitor.last_record.missing.keys() == {f"optimizer/0.{p}/grad_momentum_cosine" for p in ("weight", "bias")}
+    assert monitor.missing().keys() == {f"optimizer/0.{p}/grad_momentum_cosine" for p in ("weight", "bias")}
 
 
 @pytest.mark.parametrize("family", ["mlp", "gpt_tied", "complex", "bf16", "odd_sizes", "non_contiguous"])

@@ -125,7 +125,7 @@ def test_a_loss_that_was_logged_tells_on_which_side_all_gradients_were_spoiled(
             optimizer.step()
     (text,) = [text for text in said if "grad_norm" in text]
     assert f"no parameter's is spared, {words}" in text
-    assert words in str(monitor.explain_spike(BAD))
+    assert words in str(monitor.why(BAD))
     monitor.detach()
     assert words in explain(gradmon.load_run(tmp_path), BAD)
 
@@ -145,7 +145,7 @@ def test_a_loss_logged_after_the_step_is_not_asked_for() -> None:
     (text,) = [text for text in said if "grad_norm" in text]
     assert "the loss, which is not logged yet in this step, tells which" in text
     assert "log the loss" not in text
-    assert "the loss is nan" in monitor.explain_spike(BAD)
+    assert "the loss is nan" in monitor.why(BAD)
 
 
 def test_gradients_alone_tell_where() -> None:

@@ -38,7 +38,7 @@ def test_each_pair_of_tensors_is_read_once(without: Sequence[int], order: int, m
         for position in without if step == 1 else ():
             parameters[position].grad = None
         optimizer.step()
-    values, missing = monitor.get_step_metrics(), monitor.last_record.missing
+    values, missing = monitor.get_step_metrics(), monitor.missing()
     assert read == [2 * 6 + 2 * (6 - len(without))], "first moments and second ones, and for the cosine two more"
     for name, parameter in model.named_parameters():
         state, gradient = optimizer.state[parameter], parameter.grad

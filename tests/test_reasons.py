@@ -1,4 +1,4 @@
-"""What ``last_record.missing`` says is true: each reason, the situation that brings it, and what must be said then."""
+"""What ``missing()`` says is true: each reason, the situation that brings it, and what must be said then."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Loop:
     def reasons(self, name: str) -> dict[str, str]:
         """By source and metric, of one parameter or module; sources whose keys are all there are left out."""
         found = {}
-        for key, reason in (self.monitor.last_record.missing if self.monitor.last_record else {}).items():
+        for key, reason in self.monitor.missing().items():
             source, _, rest = key.partition("/")
             where, _, metric = rest.rpartition("/")
             if where == name:
@@ -427,7 +427,7 @@ def test_layers_that_are_not_shown_have_a_reason(choice: str) -> None:
     loop.monitor.attach(*loop.optimizers)
     loop.step()
     end = "" if choice == "blocks" else ".weight"
-    missing = {key: reason for key, reason in loop.monitor.last_record.missing.items() if not key.startswith("gradmon/")}
+    missing = {key: reason for key, reason in loop.monitor.missing().items() if not key.startswith("gradmon/")}
     expected = {
         f"gradient_before_clip/base{end}/norm": FROZEN,
         f"update/base{end}/ratio": "it is frozen, and no attached optimizer has it",
@@ -436,12 +436,12 @@ def test_layers_that_are_not_shown_have_a_reason(choice: str) -> None:
         expected[f"gradient_before_clip/spare{end}/norm"] = UNUSED
     assert missing == expected
     loop.step()
-    missing = {key: reason for key, reason in loop.monitor.last_record.missing.items() if not key.startswith("gradmon/")}
+    missing = {key: reason for key, reason in loop.monitor.missing().items() if not key.startswith("gradmon/")}
     assert missing == {key: reason for key, reason in expected.items() if "update" not in key}, "no update is measured here"
 
 
 def _model_values(loop: Loop) -> dict[str, str]:
-    found = loop.monitor.last_record.missing
+    found = loop.monitor.missing()
     return {key.removeprefix("gradmon/"): reason for key, reason in found.items() if key.startswith("gradmon/")}
 
 
@@ -556,7 +556,7 @@ def test_a_module_that_does_not_run_beside_something_compiled() -> None:
     loop.monitor.attach(*loop.optimizers)
     with pytest.warns(gradmon.GradmonWarning, match="none of these modules ran, or torch.compile traced the model"):
         loop.step()
-    assert loop.monitor.last_record.missing["activation/spare/norm"].startswith(
+    assert loop.monitor.missing()["activation/spare/norm"].startswith(
         "no hook on a module was called: none of these modules ran, or"
     )
 
@@ -566,7 +566,7 @@ def test_a_module_that_is_never_called_is_not_said_to_be_in_evaluation() -> None
     loop = Loop().begin()
     for _ in range(3):
         loop.step()
-        assert loop.monitor.last_record.missing["activation/spare/norm"] == NOT_CALLED
+        assert loop.monitor.missing()["activation/spare/norm"] == NOT_CALLED
         loop.model.eval()
         loop.model(torch.randn(3, 4))
         loop.model.train()
@@ -594,7 +594,7 @@ def test_of_a_container_whose_tensors_are_all_nan_it_is_said_that_they_are() -> 
         one, other = model(torch.randn(3, 4))
         ((one * other).sum() * float("nan")).backward()
         optimizer.step()
-        told = monitor.last_record.missing
+        told = monitor.missing()
         assert told["activation_gradient/1/max"] == "the tensor has no finite elements"
         assert told.get("activation/1/max") == (None if step == 0 else "the tensor has no finite elements")
 
@@ -609,7 +609,7 @@ def test_parameters_that_are_nan_are_not_said_to_be_zero() -> None:
     torch.nn.init.constant_(model.bias, float("nan"))
     model(torch.randn(3, 4)).sum().backward()
     optimizer.step()
-    told = monitor.last_record.missing
+    told = monitor.missing()
     assert told["update/weight/ratio"] == "the norm of the parameter was zero or NaN before the update"
     assert told["gradmon/update_ratio"] == "the norm of the updated parameters was nan before the update"
     assert told["gradmon/update_ratio_p10"] == "no updated parameter of two or more dimensions has a norm above zero"
@@ -626,7 +626,7 @@ def test_where_parts_are_called_by_themselves_the_reference_is_said_not_to_run()
         x = torch.randn(3, 4)
         (model[1](model[0](x)) if by_parts else model(x)).sum().backward()
         optimizer.step()
-        told = monitor.last_record.missing
+        told = monitor.missing()
         by_itself = "the reference module runs when the whole model is called, but here a part of it was called directly"
         assert told.get("activation_difference/0/norm") == (by_itself if by_parts else None)
 
@@ -638,7 +638,7 @@ def test_after_a_live_change_what_is_missing_in_the_last_step_is_what_was_asked_
     loop.monitor._runtime.use_preset("standard")
     loop.monitor.attach(*loop.optimizers)
     loop.step()
-    loop.monitor.override(preset="minimal", steps=1)
+    loop.monitor.set_detail(preset="minimal", steps=1)
     loop.step()
     values = loop.monitor.get_step_metrics()
     assert "gradmon/param_norm" not in values
@@ -652,7 +652,7 @@ def test_all_gradients_were_gone_also_where_none_was_seen_before_clipping() -> N
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monitor = gradmon.watch(model, optimizer)
     optimizer.step()
-    assert monitor.last_record.missing["gradmon/clip_fraction"] == "all gradients were gone when the optimizers stepped"
+    assert monitor.missing()["gradmon/clip_fraction"] == "all gradients were gone when the optimizers stepped"
     monitor.detach()
 
 
@@ -666,7 +666,7 @@ def test_after_a_step_that_was_not_monitored_that_is_the_reason() -> None:
         optimizer.zero_grad()
         model(torch.ones(1, 3)).sum().backward()
         optimizer.step()
-        told = monitor.last_record.missing
+        told = monitor.missing()
         if step % 2:
             assert monitor.get_step_metrics() == {}
             assert {"gradmon/grad_norm", "gradmon/clip_fraction", "gradient/weight/norm"} <= told.keys()
@@ -685,7 +685,7 @@ def test_a_built_in_that_a_tensor_cannot_have_is_named_with_the_shape() -> None:
     monitor.add_parameter_metric("mine", lambda tensor: None)
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    told = monitor.last_record.missing
+    told = monitor.missing()
     size = "largest singular value of the parameter as a matrix; of a stack of matrices the largest one"
     assert told["parameter/bias/spectral_norm"] == f"it is not defined for a tensor of shape [2]: {size}"
     assert told["parameter/bias/mine"] == "its function returned nothing"

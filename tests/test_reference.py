@@ -168,7 +168,7 @@ def test_differences_are_those_to_a_reference_that_is_run_by_hand(kind: str, ini
             oracle.check(values, differences, path)
             assert (values["max"] > 0) == (number > 0)
         assert len(found) == 12 * len(own)
-    assert monitor.last_record.missing == {}
+    assert monitor.missing() == {}
 
 
 def test_parameters_are_compared_with_those_of_the_moment_of_the_call() -> None:
@@ -286,7 +286,7 @@ def test_reasons() -> None:
     step(model, optimizer)
     assert monitor.get_step_metrics().keys() == {"activation_difference/[root module]/norm"}
     shape = "it has another shape in the reference module, (5, 7)"
-    assert monitor.last_record.missing == {
+    assert monitor.missing() == {
         **{f"activation_difference/{name}/norm": shape for name in "012"},
         "activation_difference/3/norm": "it has another shape in the reference module, (5, 3)",
         "activation_difference/4/norm": "the reference module has no such output",
@@ -308,7 +308,7 @@ def test_one_that_raises_is_off_after_one_warning_until_another_one_is_set() -> 
             assert not torch.equal(model[0].weight, before)
             assert monitor.get_step_metrics() == {}
             reason = "the reference module is off, because it raised ZeroDivisionError: on purpose"
-            assert set(monitor.last_record.missing.values()) == {reason}
+            assert set(monitor.missing().values()) == {reason}
     assert len(caught) == 1
     assert monitor.warning_counts() == {"reference": 1}
     assert monitor.has_reference_module()
@@ -423,7 +423,7 @@ def test_model_and_reference_are_collected() -> None:
     del reference
     gc.collect()
     assert gone[1]() is None
-    assert monitor.last_record.missing == {}
+    assert monitor.missing() == {}
 
 
 def test_a_copy_of_the_watched_model_runs_no_reference_and_feeds_nothing() -> None:
@@ -448,7 +448,7 @@ def test_removed_it_gives_nothing_and_detached_it_leaves_no_hooks() -> None:
     monitor.remove_reference_module()
     step(model, optimizer)
     assert monitor.get_step_metrics() == {}
-    assert len(monitor.last_record.missing) == 6
+    assert len(monitor.missing()) == 6
     monitor.set_reference_module("init")
     step(model, optimizer)
     monitor.detach()

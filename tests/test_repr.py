@@ -27,7 +27,7 @@ def test_a_monitor_says_what_it_watches_how_far_it_is_and_where_it_writes(tmp_pa
         (model(torch.ones(2, 3)).sum() * factor).backward()
         optimizer.step()
     assert f"step 40, 1 of the last steps with spikes, {where})" in repr(monitor)
-    monitor.override(every=2, steps=10)
+    monitor.set_detail(every=2, steps=10)
     model(torch.ones(2, 3)).sum().backward()
     assert "for now steps divisible by 2, for 10 steps, " in repr(monitor)
     monitor.detach()
@@ -111,7 +111,7 @@ def test_results_are_shown_as_text_and_escaped_in_a_notebook(tmp_path: Path) -> 
     shown = [
         diagnosis,
         diagnosis.findings[0],
-        monitor.explain_spike(),
+        monitor.why(),
         gradmon.diff_runs(tmp_path, tmp_path),
         gradmon.load_run(tmp_path).diagnose(),
     ]
@@ -130,8 +130,8 @@ def test_results_are_shown_as_text_and_escaped_in_a_notebook(tmp_path: Path) -> 
 def test_why_without_a_spike_is_a_text(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     monitor = gradmon.watch(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert repr(monitor.explain_spike()) == "there is no spike, because no step is known yet"
-    assert isinstance(monitor.explain_spike(), str)
+    assert repr(monitor.why()) == "there is no spike, because no step is known yet"
+    assert isinstance(monitor.why(), str)
 
 
 def test_names_of_the_package_are_the_public_ones() -> None:

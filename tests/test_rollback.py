@@ -89,7 +89,7 @@ def test_the_run_goes_on_as_one_that_had_skipped_those_batches(on_disk: bool, tm
     assert [p.data_ptr() for p in model.parameters()] == addresses
     assert monitor.get_step_counts().rolled_back == monitor.get_step_counts().skipped == 1
     assert monitor.get_all_metrics()[25]["gradmon/steps_skipped"] == 1
-    assert "went back to the state after step 20" in monitor.explain_spike()
+    assert "went back to the state after step 20" in monitor.why()
     monitor.detach()
     if on_disk:
         assert list(directory.iterdir()) == []

@@ -578,7 +578,7 @@ def test_a_copy_that_is_trained_instead_is_named(kind: Callable[..., torch.optim
     assert len(caught) == 2
     assert rules(monitor)[0] == "another-model-trained"
     assert "trains another copy of it. [" in " ".join(str(monitor.diagnose()).split())
-    assert not [reason for reason in monitor.last_record.missing.values() if "clip" in reason and "call monitor" in reason]
+    assert not [reason for reason in monitor.missing().values() if "clip" in reason and "call monitor" in reason]
     loop(monitor, watched, [optimizer], 3)  # it was something else
     assert "another-model-trained" not in rules(monitor)
     monitor.detach()

@@ -153,7 +153,7 @@ def test_statistics_go_back_by_one_step_where_hooks_on_modules_come_and_go(how: 
         monitor.add_activation_metric("rms", metric_regex="^1$")
     monitor.attach(optimizer)
     if how == "tuned":
-        monitor.override(preset="full", steps=5, first=42)
+        monitor.set_detail(preset="full", steps=5, first=42)
     for number in range(60):
         by = BAD if number in bad else 1.0
         optimizer.zero_grad()
@@ -242,7 +242,7 @@ def test_a_spike_that_is_accepted_is_so_for_all_optimizers_of_the_step() -> None
         skipped.append(monitor.step_was_skipped)
     assert skipped == [True, False] * 3
     assert monitor.get_step_counts().skipped == monitor.get_step_counts().applied == 3
-    assert "the 2nd spike in a row" in monitor.explain_spike(5)
+    assert "the 2nd spike in a row" in monitor.why(5)
 
 
 def test_what_a_forward_after_the_decision_did_is_undone_too() -> None:
@@ -324,7 +324,7 @@ def test_the_same_gradients_are_not_applied_by_a_second_step() -> None:
     _step(model, optimizer, 1, BAD)
     optimizer.step()
     assert monitor.step_was_skipped
-    assert "not zeroed since" in monitor.explain_spike(2)
+    assert "not zeroed since" in monitor.why(2)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     _step(model, optimizer, 2)
     assert not monitor.step_was_skipped

@@ -147,7 +147,7 @@ def test_an_optimizer_that_had_stepped_before_the_spike_was_known_is_named() -> 
         second.step()
     assert monitor.step_was_skipped
     assert all(torch.equal(before[name], value) for name, value in model[2].state_dict().items())
-    assert "skipped, but SGD had stepped before" in monitor.explain_spike()
+    assert "skipped, but SGD had stepped before" in monitor.why()
 
 
 def test_gradients_are_there_again_after_the_step() -> None:
@@ -262,7 +262,7 @@ def test_without_any_detector_nan_and_inf_are_skipped() -> None:
     assert monitor.get_step_counts().skipped == 0
     _train(model, optimizer, range(3), [1], math.inf)
     assert monitor.get_step_counts().skipped == 1
-    assert "elements of the gradients are NaN or infinite" in monitor.explain_spike(4)
+    assert "elements of the gradients are NaN or infinite" in monitor.why(4)
 
 
 def test_a_loss_that_is_logged_in_time_can_skip_the_step() -> None:
@@ -337,7 +337,7 @@ def test_every_step_is_judged_whatever_the_cadence(every: int) -> None:
     rows = monitor.get_all_metrics()
     assert rows[30]["gradmon/steps_skipped"] == 1
     assert rows[45]["gradmon/steps_skipped"] == 3
-    assert "skipped, 2 in a row" in monitor.explain_spike(31)
+    assert "skipped, 2 in a row" in monitor.why(31)
 
 
 def test_what_the_detectors_learn_does_not_depend_on_the_cadence() -> None:

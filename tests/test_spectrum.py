@@ -126,7 +126,7 @@ def test_in_a_loop() -> None:
     assert found["parameter/0.weight/spectral_norm"] == pytest.approx(size, rel=1e-4)
     assert found["parameter/0.weight/stable_rank"] == pytest.approx(rank, rel=1e-4)
     assert found["update/2.weight/stable_rank"] == pytest.approx(found["gradient/2.weight/stable_rank"], rel=1e-4)
-    assert "all its elements are zero" in monitor.last_record.missing["parameter/2.weight/stable_rank"]
+    assert "all its elements are zero" in monitor.missing()["parameter/2.weight/stable_rank"]
     assert "parameter/0.bias/spectral_norm" not in found
     monitor.detach()
 

@@ -557,10 +557,10 @@ def test_a_rollback_takes_back_what_was_told_of_the_steps_that_come_again() -> N
             monitor.end_step()
 
     run(range(60), 55)
-    assert monitor.explain_spike().startswith("step 55: loss")
+    assert monitor.why().startswith("step 55: loss")
     with pytest.warns(GradmonWarning, match="step 40 comes after step 59"):
         run(range(40, 52), 45)
-    assert monitor.explain_spike().startswith("step 45: loss")
+    assert monitor.why().startswith("step 45: loss")
     assert list(monitor.get_all_metrics()) == list(range(52))
 
 

@@ -35,7 +35,7 @@ def _spiked(run_dir: Path | None, steps: int = 50, spoiled: float = 40.0) -> Mod
 
 
 def test_the_story_names_what_who_when_and_what_came_after() -> None:
-    text = _spiked(None).explain_spike(40)
+    text = _spiked(None).why(40)
     lines = text.splitlines()
     assert lines[0].startswith("step 40: grad_norm = ")
     assert lines[1].startswith("step 40: loss = ")
@@ -53,18 +53,18 @@ def test_the_story_names_what_who_when_and_what_came_after() -> None:
 
 def test_the_worst_step_is_told_of_by_default_and_other_steps_on_request() -> None:
     monitor = _spiked(None)
-    assert monitor.explain_spike() == monitor.explain_spike(39)
-    assert monitor.explain_spike(20).startswith("step 20: no detector called it a spike")
+    assert monitor.why() == monitor.why(39)
+    assert monitor.why(20).startswith("step 20: no detector called it a spike")
     with pytest.raises(ValueError, match="step 77 is not known: 50 steps are known, from 0 to 49"):
-        monitor.explain_spike(77)
-    assert _spiked(None, steps=30).explain_spike().startswith("there is no spike in the 30 monitored steps from 0 to 29")
+        monitor.why(77)
+    assert _spiked(None, steps=30).why().startswith("there is no spike in the 30 monitored steps from 0 to 29")
     monitor = ModuleMonitor(nn.Linear(1, 1))
     with pytest.raises(ValueError, match="nothing looks for spikes"):
-        monitor.explain_spike()
+        monitor.why()
     monitor = ModuleMonitor(nn.Linear(1, 1), preset="minimal")
-    assert monitor.explain_spike() == "there is no spike, because no step is known yet"
+    assert monitor.why() == "there is no spike, because no step is known yet"
     with pytest.raises(TypeError, match="step must be an int"):
-        monitor.explain_spike(torch.tensor(3))
+        monitor.why(torch.tensor(3))
 
 
 @pytest.mark.parametrize("asked", [False, True])
@@ -83,7 +83,7 @@ def test_the_story_has_a_row_for_a_signal_of_one_parameter_whether_its_metric_is
         optimizer.zero_grad()
         (model(x).square().mean() * (50 if step == 40 else 1)).backward()
         optimizer.step()
-    told = monitor.explain_spike(40)
+    told = monitor.why(40)
     worst = monitor._runtime.pipeline.history._records[40].events[-1]
     monitor.detach()
     for text in (told, explain(load_run(tmp_path), 40)):
@@ -95,7 +95,7 @@ def test_the_story_has_a_row_for_a_signal_of_one_parameter_whether_its_metric_is
 
 def test_a_run_directory_tells_the_same_story(tmp_path: Path) -> None:
     monitor = _spiked(tmp_path)
-    told = monitor.explain_spike()
+    told = monitor.why()
     monitor.detach()
     # statistics are stored as float32, of which the story shows four digits
     assert explain(load_run(tmp_path)) == told
@@ -119,7 +119,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_step_that_is_not_finite_names_the_parameters() -> None:
-    text = _spiked(None, spoiled=float("inf")).explain_spike(40)
+    text = _spiked(None, spoiled=float("inf")).why(40)
     assert "step 40: grad_norm is nan" in text
     assert "loss is inf" in text or "loss is nan" in text
 

@@ -60,9 +60,7 @@ def test_model_metric_comes_beside_a_preset_once() -> None:
     shown = list(monitor.get_step_metrics())
     assert shown.count("gradmon/grad_std") == shown.count("gradmon/grad_norm") == 1
     assert "gradmon/param_norm" not in shown
-    assert (
-        monitor.describe_metrics()["gradmon/grad_std"] == "population standard deviation of all gradient elements before clipping"
-    )
+    assert monitor.describe()["gradmon/grad_std"] == "population standard deviation of all gradient elements before clipping"
 
 
 def test_with_gradients_that_are_not_finite_it_says_what_torch_says() -> None:
@@ -75,7 +73,7 @@ def test_with_gradients_that_are_not_finite_it_says_what_torch_says() -> None:
     assert math.isnan(values["gradmon/grad_mean"])
     assert math.isnan(values["gradmon/grad_std"])
     assert "gradmon/grad_sparsity" not in values
-    assert monitor.last_record.missing["gradmon/grad_sparsity"] == "no gradient has a finite element"
+    assert monitor.missing()["gradmon/grad_sparsity"] == "no gradient has a finite element"
 
 
 def test_what_is_no_whole_model_value_is_refused() -> None:

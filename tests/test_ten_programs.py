@@ -240,4 +240,4 @@ def test_a_run_in_a_notebook(tmp_path: Path) -> None:
         assert run.plot("norm").data
         assert len(run.to_pandas()) == 5
         assert "grad_norm" in str(run.record(3).metrics)
-        print(run.diagnose(), run.explain_spike())
+        print(run.diagnose(), run.why())

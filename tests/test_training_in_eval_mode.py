@@ -188,7 +188,7 @@ def test_a_loop_that_changes_its_mode_loses_no_logged_value(first: str) -> None:
                 number = len(run.expected) - 1
                 assert number == (3 if first == "train" else 6)
                 assert values.keys() >= {"loss", "number", "after", "tensor"}
-                assert "evaluation mode" in run.monitor.last_record.missing["activation/0/rms"]
+                assert "evaluation mode" in run.monitor.missing()["activation/0/rms"]
                 del run.expected[number]["activation/0/rms"]
     run.check()
 
@@ -293,7 +293,7 @@ def test_a_first_step_that_raised_shows_the_mode_of_training(fails: str) -> None
         monitor.attach(optimizer)
         closure()
         optimizer.step()
-    assert {"activation/0/norm", "activation_gradient/0/norm"} <= monitor.get_all_metrics()[1].keys(), monitor.last_record.missing
+    assert {"activation/0/norm", "activation_gradient/0/norm"} <= monitor.get_all_metrics()[1].keys(), monitor.missing()
 
 
 @pytest.mark.parametrize("first", ["train", "eval"])
@@ -315,7 +315,7 @@ def test_a_closure_that_begins_to_train_in_eval_mode_says_so(first: str) -> None
     for mode in (first, "eval", "eval"):
         getattr(model, mode)()
         optimizer.step(closure)
-        values, missing = monitor.get_step_metrics(), monitor.last_record.missing
+        values, missing = monitor.get_step_metrics(), monitor.missing()
         keys = ["activation/linear1/norm", "activation_gradient/linear1/norm", "attention_entropy/self_attn/mean"]
         if monitor.current_step == (first == "train"):
             assert not values.keys() & keys

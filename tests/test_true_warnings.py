@@ -74,7 +74,7 @@ def test_gradients_of_autograd_grad_on_some_steps_are_no_dead_hooks(
         else:
             assert "gradmon/grad_norm" not in values
             assert values["gradmon/grad_norm_after_clip"] == pytest.approx(expected, rel=1e-6)
-            missing = monitor.last_record.missing
+            missing = monitor.missing()
             assert "no backward pass ran through" in missing["gradmon/grad_norm"]
             assert "before_clip=True) once they are set" in missing["gradmon/grad_norm"]
             assert "before you clip" not in "".join(missing.values())
@@ -98,7 +98,7 @@ def test_gradients_that_are_set_by_hand_have_a_norm_and_a_reason_for_what_is_abs
         expected = norm(model)
         optimizer.step()
         assert monitor.get_step_metrics()["gradmon/grad_norm_after_clip"] == pytest.approx(expected, rel=1e-6)
-        missing = monitor.last_record.missing
+        missing = monitor.missing()
         names = [f"gradient_before_clip/{name}/norm" for name, _ in model.named_parameters()]
         for key in ("gradmon/grad_norm", *(names[:1] if are_some_of_backward else names)):
             assert missing[key].endswith("call monitor.monitor_gradients(before_clip=True) once they are set, before any clip")
@@ -142,7 +142,7 @@ def test_hooks_that_a_conversion_has_killed_are_put_back_with_a_warning(before: 
     model.double()  # the parameters stay the same objects, and hooks on them never fire again
     with pytest.warns(GradmonWarning, match=f"hooks on parameters had died.*missing in step {before}"):
         train(torch.float64)
-    assert "hooks on parameters had died" in monitor.last_record.missing["gradient_before_clip/0.weight/norm"]
+    assert "hooks on parameters had died" in monitor.missing()["gradient_before_clip/0.weight/norm"]
     train(torch.float64)
     assert monitor.get_step_metrics()["gradmon/grad_norm"] == pytest.approx(norm(model), rel=1e-6)
 

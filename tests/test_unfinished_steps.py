@@ -256,10 +256,10 @@ def test_a_closure_that_raised_is_no_overflow(every: int) -> None:
             _by_closure(optimizer, model, fails=False)
         if step == 20:
             monitor.get_step_metrics()
-            reason = monitor.last_record.missing.get("gradmon/update_norm", "")
+            reason = monitor.missing().get("gradmon/update_norm", "")
     counts = monitor.get_step_counts()
     assert (counts.attempted, counts.applied, counts.interrupted, counts.overflowed, counts.nonfinite) == (41, 21, 20, 0, 0)
-    assert "its closure raised RuntimeError" in str(monitor.explain_spike(10))
+    assert "its closure raised RuntimeError" in str(monitor.why(10))
     if every == 1:
         assert "updates" in reason or "its closure raised RuntimeError" in reason
     assert not any(finding.rule == "non-finite-gradient" for finding in monitor.diagnose().findings)

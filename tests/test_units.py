@@ -71,13 +71,11 @@ def test_the_share_is_of_the_last_window_of_steps_and_absent_before_with_the_rea
         history.append(silent(x, 1))
         if number + 1 < WINDOW:
             assert share is None
-            assert monitor.last_record.missing == {
-                "activation/0/dead": f"it takes 100 monitored steps, and {number + 1} were seen"
-            }
+            assert monitor.missing() == {"activation/0/dead": f"it takes 100 monitored steps, and {number + 1} were seen"}
         else:
             expected = torch.stack(history[-WINDOW:]).all(dim=0).double().mean().item()
             assert share == expected, number
-            assert monitor.last_record.missing == {}
+            assert monitor.missing() == {}
             shares.add(share)
     assert len(shares) >= 4  # units died and woke up
 
@@ -212,7 +210,7 @@ def test_a_module_that_is_not_called_does_not_die() -> None:
         model.which = "a" if number == 0 else "b"
         step(monitor, number, model, torch.ones(1, 4))
     assert monitor.get_step_metrics() == {"activation/b/dead": 0.0}
-    assert "not called" in monitor.last_record.missing["activation/a/dead"]
+    assert "not called" in monitor.missing()["activation/a/dead"]
 
 
 def test_a_metric_that_is_added_meanwhile_changes_nothing() -> None:
@@ -232,7 +230,7 @@ def test_another_number_of_units_begins_anew() -> None:
         assert (step(monitor, number, model, torch.zeros(2, 3)) is not None) == (number >= WINDOW - 1)
     for seen in range(1, WINDOW):
         assert step(monitor, WINDOW + 5 + seen, model, torch.zeros(1, 4)) is None
-        assert monitor.last_record.missing == {"activation/0/dead": f"it takes 100 monitored steps, and {seen} were seen"}
+        assert monitor.missing() == {"activation/0/dead": f"it takes 100 monitored steps, and {seen} were seen"}
     assert step(monitor, 2 * WINDOW + 5, model, torch.tensor([[0.0, 0.0, 1.0, 0.0]])) == 0.75
 
 
@@ -311,7 +309,7 @@ def test_modules_without_bounds_have_a_reason() -> None:
     monitor.add_activation_metric("saturation")
     step(monitor, 0, model, torch.randn(2, 3))
     assert monitor.get_step_metrics().keys() == {"activation/2/saturation", "activation/3/saturation"}
-    reasons = monitor.last_record.missing
+    reasons = monitor.missing()
     assert reasons.keys() == {f"activation/{name}/saturation" for name in ("[root module]", "0", "1")}
     assert all("Sigmoid, Hardsigmoid, Tanh" in reason for reason in reasons.values())
 
@@ -391,7 +389,7 @@ def test_nan_and_infinity_give_nan(bad: float) -> None:
     value = step(monitor, 0, model, x, spoiled)
     assert value is not None
     assert math.isnan(value)
-    assert monitor.last_record.missing == {}
+    assert monitor.missing() == {}
 
 
 @pytest.mark.parametrize("sizes", [(1,), (7,), (3, 4, 11), (200_001,), (131_072, 5)])
@@ -399,7 +397,7 @@ def test_nan_and_infinity_give_nan(bad: float) -> None:
 def test_where_all_elements_are_equal_it_is_absent_with_the_reason(constant: float, sizes: tuple[int, ...]) -> None:
     model, monitor = monitored(Scale(), "kurtosis")
     assert step(monitor, 0, model, *(torch.full((size,), constant) for size in sizes)) is None
-    assert monitor.last_record.missing == {"activation/0/kurtosis": "all its elements are equal"}
+    assert monitor.missing() == {"activation/0/kurtosis": "all its elements are equal"}
     x = [torch.full((size,), constant) for size in sizes]
     x[0][0] = 1e9
     x[-1] = torch.cat([x[-1], torch.tensor([constant, 2e9])])
@@ -536,7 +534,7 @@ def test_an_output_without_elements_counts_for_nothing(metric: str) -> None:
     x = torch.randn(50) * 3
     y = torch.sigmoid(x)
     assert step(monitor, 0, model, torch.ones(0)) is None
-    assert "no elements" in monitor.last_record.missing[f"activation/0/{metric}"]
+    assert "no elements" in monitor.missing()[f"activation/0/{metric}"]
     value = step(monitor, 1, model, torch.ones(0), x)
     assert value is not None
     if metric == "kurtosis":
@@ -565,7 +563,7 @@ def test_the_reason_of_a_module_whose_paths_have_no_value(
     monitor.add_activation_metric(metric, (lambda t: None) if metric == "none" else None, "^0$", split_calls=split)
     step(monitor, 0, model, torch.ones(2, 1, 3))
     assert monitor.get_step_metrics() == {}
-    assert reason in monitor.last_record.missing[f"activation/0/{metric}"]
+    assert reason in monitor.missing()[f"activation/0/{metric}"]
 
 
 def test_a_sparse_output_has_all_that_a_dense_one_has() -> None:
@@ -594,7 +592,7 @@ def test_a_sparse_output_has_all_that_a_dense_one_has() -> None:
 def test_they_are_described_and_merge_by_themselves(metric: str) -> None:
     monitor = gradmon.ModuleMonitor(nn.Sigmoid())
     monitor.add_activation_metric(metric)
-    assert list(monitor.describe_metrics()) == [f"activation/.*/{metric}"]
+    assert list(monitor.describe()) == [f"activation/.*/{metric}"]
     if metric == "kurtosis":
         with pytest.raises(ValueError, match="merges its values itself"):
             monitor.add_activation_metric(metric, metric_aggregation_fn="max", of="input")

@@ -54,7 +54,7 @@ def test_a_sample_of_rows_is_measured_and_named() -> None:
     assert values["update/0.weight/ratio"] == pytest.approx((change.norm() / base.norm()).item(), rel=1e-6)
     assert values["update/0.weight/rms"] == pytest.approx(change.square().mean().sqrt().item(), rel=1e-6)
     assert values["update/4.bias/norm"] == pytest.approx(applied["4.bias"].norm().item(), rel=1e-6)  # three rows: all
-    assert "at most 4 rows" in monitor.describe_metrics()["update/.*/ratio"]
+    assert "at most 4 rows" in monitor.describe()["update/.*/ratio"]
 
 
 def test_a_sample_of_layers_leaves_the_others_out_with_a_reason() -> None:
@@ -64,7 +64,7 @@ def test_a_sample_of_layers_leaves_the_others_out_with_a_reason() -> None:
     monitor.add_update_metric("norm")
     monitor.attach(optimizer)
     applied = _step(model, optimizer, torch.randn(8, 10))
-    values, missing = monitor.get_step_metrics(), monitor.last_record.missing
+    values, missing = monitor.get_step_metrics(), monitor.missing()
     assert values["update/0.weight/norm"] == pytest.approx(applied["0.weight"].norm().item(), rel=1e-6)
     assert "update_regex" in missing["update/2.weight/norm"]
     assert "update/2.weight/norm" not in values

@@ -697,7 +697,9 @@ def test_the_exit_code_says_whether_it_passed(
         (["FILE.py:make", "--data", "FILE.py:batch", "--expect", "stable", "--expect", "0=1"], "give REGEX=EXPONENT"),
         (["FILE.py:make", "--data", "FILE.py:batch", "--expect", "9=1"], "matches none of the modules"),
         pytest.param(
-            ["FILE.py:make", "--data", "FILE.py:batch", "--output", "FILE.py/out.png"], "is not a directory", marks=pytest.mark.extra
+            ["FILE.py:make", "--data", "FILE.py:batch", "--output", "FILE.py/out.png"],
+            "is not a directory",
+            marks=pytest.mark.extra,
         ),
         pytest.param(["FILE.py:make", "--data", "FILE.py:batch", "--output", "."], "is a directory", marks=pytest.mark.extra),
         (["FILE.py:make", "--data", "FILE.py:lost"], "the data of seed 0 cannot be loaded: KeyError"),

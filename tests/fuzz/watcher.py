@@ -156,7 +156,7 @@ class Watcher(Observer):
 
     def act(self, what: str) -> None:
         if what.startswith("detail_"):
-            self._monitor.override(preset=what.removeprefix("detail_"), every=1, steps=2)
+            self._monitor.set_detail(preset=what.removeprefix("detail_"), every=1, steps=2)
             return
         state = self._monitor.state_dict()
         self._monitor.detach()
@@ -175,10 +175,10 @@ class Watcher(Observer):
     def poll(self) -> None:
         monitor = self._monitor
         last = monitor.last_record
-        known = (None, {}, []) if last is None else (last.step, last.missing, last.top_gradients(3))
-        poll = Poll(known[0], monitor.get_step_metrics(), *known[1:])
+        step, top = (None, []) if last is None else (last.step, last.top_gradients(3))
+        poll = Poll(step, monitor.get_step_metrics(), monitor.missing(), top)
         self.seen.polls.append(poll)
-        repr(monitor), monitor.describe_metrics(), monitor.get_step_counts()  # which must be of no consequence
+        repr(monitor), monitor.describe(), monitor.get_step_counts()  # which must be of no consequence
 
     def over(self) -> None:
         monitor = self._monitor

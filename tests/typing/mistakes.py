@@ -50,7 +50,7 @@ monitor.set_reference_module("initial")  # wrong
 monitor.add_sink(3)  # wrong
 monitor.add_sink(print, "grad_norm")  # wrong
 monitor.add_detector("grad_norm")  # wrong
-monitor.override(preset="ful")  # wrong
+monitor.set_detail(preset="ful")  # wrong
 monitor.clip_grad_norm_("zclipp")  # wrong
 monitor.log_scalar("loss", loss, dist_reduce="average")  # wrong
 monitor.log_scalar(3, loss)  # wrong
@@ -76,6 +76,6 @@ def right(values: Any) -> None:
     gradmon.watch(model, optimizer, log_to=["wandb", print], on_spike=gradmon.Skip(), layers="blocks").add_attention_metric(
         "entropy"
     )
-    with monitor.override(preset="full"), gradmon.load_run("run") as run:
-        print(run.diagnose().exit_code, run.explain_spike(), run.record(3).metrics)
+    with monitor.set_detail(preset="full"), gradmon.load_run("run") as run:
+        print(run.diagnose().exit_code, run.why(), run.record(3).metrics)
     monitor.add_sink(gradmon.sinks.JsonlSink("rows.jsonl"), keys="loss").remove()

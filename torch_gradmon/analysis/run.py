@@ -153,7 +153,7 @@ class Run(RunReader):
 
         return diagnose_history(History.of_run(self))
 
-    def explain_spike(self, step: int | None = None) -> str:
+    def why(self, step: int | None = None) -> str:
         """The report on ``step``, by default on the worst step of the largest spike, or that there is no spike.
 
         Raises:

@@ -18,13 +18,13 @@ from ..core.formatting import printable
 from .commands.common import Command, UsageError, example_lines
 
 #: The modules with ``COMMANDS``, which import optional packages only within the function that runs one.
-_MODULES = ("demo", "doctor", "one_run", "live", "compare", "diff", "programs", "detail", "width_sweep")
+_MODULES = ("demo", "doctor", "one_run", "live", "compare", "diff", "mcp", "detail", "width_sweep")
 #: The commands, as ``gradmon --help`` groups them.
 _GROUPS = {
     "see what it is, and whether all of it is there": ("demo", "doctor"),
     "look at a run, which may still go on": ("report", "summary", "status", "live", "diagnose", "why", "export"),
     "look at several": ("serve", "compare", "diff"),
-    "give runs to programs and agents": ("schema", "mcp"),
+    "give runs to agents": ("mcp",),
     "change what a running training measures": ("detail",),
     "check a model before it is trained": ("width-sweep",),
 }

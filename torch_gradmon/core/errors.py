@@ -26,7 +26,7 @@ class SpikeError(TrainingStopped):
 
 
 class NotMeasurable(Exception):
-    """Internal: a tensor cannot be measured; the message becomes the reason in ``last_record.missing``."""
+    """Internal: a tensor cannot be measured; the message becomes the reason in ``missing()``."""
 
 
 class WarningLog:

@@ -427,7 +427,7 @@ class StepView:
     """What is known of one step: of the last one as ``monitor.last_record``, of a stored one as ``run.record(step)``.
 
     Args:
-        step: its number; None while the first step waits for optimizers that have not stepped.
+        step: its number.
         top_gradients: see the method.
         read: a function for each attribute.
 
@@ -437,9 +437,8 @@ class StepView:
     Attributes:
         metrics: values by key, plain floats; empty where the step was not monitored.
         spikes: a tuple of :class:`SpikeEvent`.
-        missing: why requested keys have no value, by key.
         rollback: what ``on_spike=Rollback()`` did, or None.
-        override: the live change in force, a dict of ``every``, ``preset``, and the ``steps`` that are left; or None.
+        detail: the live change in force, a dict of ``every``, ``preset``, and the ``steps`` that are left; or None.
         context: facts about the step, those of ``log_context`` included.
     """
 

@@ -51,7 +51,7 @@ class GradmonCallback(trainer_callback.TrainerCallback, trainer_callback.Exporta
     the Trainer's log line      ``gradmon/{key}`` for each of ``log_keys``, on the screen and in ``log_history``
     the run of a reporter       all values that the monitor shows, per-layer values too, of every step, by ``report``
     ``trainer_state.json``      the state of the monitor, with which a resumed training continues
-    :attr:`monitor`             everything else: ``get_step_metrics()``, ``explain_spike()``, ``add_sink()``
+    :attr:`monitor`             everything else: ``get_step_metrics()``, ``why()``, ``add_sink()``
     ==========================  ===================================================================================
 
     Steps have the number ``state.global_step`` at their beginning, from 0, so the line of step 10 ends with the values of step 9.

@@ -140,7 +140,7 @@ class RefinedCoordinateCheck:
     the model. With all modules, the cost is one forward of the model for each level of nested containers; parts with the same inputs
     as their container do not run again. With ``metric_regex`` for the innermost modules only, the cost is one forward.
 
-    Inside ``torch.compile`` nothing is checked, and ``monitor.last_record.missing`` has the reason. Does not synchronise.
+    Inside ``torch.compile`` nothing is checked, and ``monitor.missing()`` has the reason. Does not synchronise.
 
     Args:
         monitor: a monitor with a model and a reference module.

@@ -49,7 +49,7 @@ def describe(runtime: Runtime) -> dict[str, str]:
 def last_record(runtime: Runtime) -> StepView | None:
     """Of the step that ended last; None before the first."""
     step, policy, change = runtime.state.clock.ended, runtime.built_in.policy, detail_of(runtime)
-    if step is None and not _why_nothing(runtime, None):
+    if step is None:
         return None
 
     def record() -> StepRecord | None:
@@ -67,10 +67,6 @@ def last_record(runtime: Runtime) -> StepView | None:
         found = record()
         return () if found is None else found.events
 
-    def reasons() -> dict[str, str]:
-        record()
-        return missing(runtime)
-
     def top_gradients(count: int = 10) -> list[tuple[str, float]]:
         check.positive_int("count", count)
         found = record()
@@ -82,15 +78,14 @@ def last_record(runtime: Runtime) -> StepView | None:
         return {} if found is None else dict(found.context)
 
     rollback = None if policy is None else policy.rolled_back
-    override = None if change is None else change.facts()
+    detail = None if change is None else change.facts()
     return StepView(
         step,
         top_gradients,
         metrics=metrics,
         spikes=spikes,
-        missing=reasons,
         rollback=lambda: rollback,
-        override=lambda: override,
+        detail=lambda: detail,
         context=context,
     )
 

@@ -558,11 +558,11 @@ class ModuleMonitor:
         self._runtime.factory.summary.choice.add(metric_name)
         self._runtime.planner.changed()
 
-    def describe_metrics(self) -> dict[str, str]:
+    def describe(self) -> dict[str, str]:
         """The meaning and unit of each value that is shown, by key; keys of metrics have the pattern in the place of a name."""
         return inspection.describe(self._runtime)
 
-    def override(
+    def set_detail(
         self,
         *,
         every: int | None = None,
@@ -573,8 +573,8 @@ class ModuleMonitor:
     ) -> Handle:
         """Measure more, or less, from the next step on; after ``steps`` steps the script's settings return.
 
-        ``with monitor.override(preset="full"):`` goes back at the end of the block, as ``remove()`` of the returned handle does.
-        The command ``gradmon override`` does the same from outside. This method only records the request, so it may be called between
+        ``with monitor.set_detail(preset="full"):`` goes back at the end of the block, as ``remove()`` of the returned handle does.
+        The command ``gradmon detail`` does the same from outside. This method only records the request, so it may be called between
         two steps, from another thread, or in a signal handler. It replaces an earlier change. Parameters end as the same bits.
         ``on_spike=`` acts in the steps that are monitored, and the change alters which these are.
 
@@ -606,7 +606,7 @@ class ModuleMonitor:
             raise ValueError("nothing to change; give every= or preset=, or reset=True to go back to the settings of the script")
         if not self._runtime.fence.inert:
             self._runtime.built_in.detail.request(change)
-        return Handle(lambda: None if reset else self.override(reset=True))
+        return Handle(lambda: None if reset else self.set_detail(reset=True))
 
     # --- the loop, by hooks --------------------------------------------------------------------------------------------------
 
@@ -714,8 +714,8 @@ class ModuleMonitor:
 
     @property
     def last_record(self) -> StepView | None:
-        """What is known of the step that ended last: ``step``, ``metrics``, ``spikes``, ``missing``, ``rollback``, ``override``,
-        ``top_gradients(10)``. None before the first step.
+        """What is known of the step that ended last: ``step``, ``metrics``, ``spikes``, ``rollback``, ``detail``,
+        ``context``, ``top_gradients(10)``. None before the first step.
 
         Nothing is read before it is asked for; the first values synchronise once.
         """
@@ -846,7 +846,7 @@ class ModuleMonitor:
     def log_sample_losses(self, ids: Sequence[int | str] | Tensor, losses: Tensor) -> None:
         """The loss of each row of the batch, before ``optimizer.step()``; again for each micro-batch. Only in monitored steps.
 
-        The eight largest losses of a step are kept with their ids: a spike names the rows that hold the loss, :meth:`explain_spike` and the
+        The eight largest losses of a step are kept with their ids: a spike names the rows that hold the loss, :meth:`why` and the
         run directory (``run.record(step).context["rows"]``) have them. The rows are those of this rank. Nothing waits for the device.
 
         Args:
@@ -866,6 +866,10 @@ class ModuleMonitor:
         that tags each batch as it arrives, belongs to the next step.
         """
         self._runtime.lifecycle.values.tag(facts)
+
+    def missing(self) -> dict[str, str]:
+        """The reason why each requested key has no value in the step that ended last, by key. Synchronises once."""
+        return inspection.missing(self._runtime)
 
     def warning_counts(self) -> dict[str, int]:
         """Number of times that each problem occurred, by cause; only the first of each gives a warning.
@@ -887,7 +891,7 @@ class ModuleMonitor:
         """
         return inspection.diagnose(self._runtime)
 
-    def explain_spike(self, step: int | None = None) -> str:
+    def why(self, step: int | None = None) -> str:
         """The report on a step, by default on the worst step of the largest spike, on one screen, to print: its reasons, the
         signals around it, the parameters that moved and since when, and the steps after it. Consecutive spikes count as one.
         Without a spike it says so.

@@ -223,7 +223,7 @@ class PrometheusSink:
         """Count it."""
         self._spikes[encodable(event.signal)] += 1
 
-    def describe_metrics(self) -> list[Any]:
+    def describe(self) -> list[Any]:
         """The names that are known from the beginning, so that no two sinks share a registry."""
         return [self._core.GaugeMetricFamily("gradmon_step", "the last monitored step")]
 

@@ -7,8 +7,9 @@ import contextlib
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from ...analysis.run import Run, load_run
 from ...core.formatting import printable
@@ -85,8 +86,20 @@ def output_file(help: str, required: bool = False) -> Argument:
     return Argument(("-o", "--output"), {"metavar": "FILE", "required": required, "help": help})
 
 
+class _PrintSchema(argparse.Action):
+    """Prints the JSON schema of its command, and ends, as ``--help`` does."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> NoReturn:
+        schema = files("torch_gradmon.cli").joinpath("schemas").joinpath(f"{parser.prog.rpartition(' ')[2]}.json")
+        print(schema.read_text(encoding="utf-8"), end="")
+        parser.exit()
+
+
 RUN = argument("run", metavar="RUN", help="a run directory; the run may still go on")
-JSON = flag("--json", "print JSON, for a program")
+JSON = (
+    flag("--json", "print JSON, for a program"),
+    argument("--json-schema", action=_PrintSchema, nargs=0, help="print the JSON schema of that (draft 2020-12) and end"),
+)
 FIRST = value("--first", "STEP", "from this step on", type=int)
 LAST = value("--last", "STEP", "up to this step", type=int)
 

@@ -273,7 +273,7 @@ def _check_size(run: Run, source: str, grouped: Groups, since: int | None) -> No
     if len(grouped.titles) * steps > most_cells(values):
         raise ValueError(
             f"a table of {len(grouped.titles):,} rows is too large for {steps:,} steps that have {values / steps:,.1f} layers "
-            "on average: use --filter, --depth or --last"
+            "on average: use --keys, --depth or --tail"
         )
 
 
@@ -396,7 +396,7 @@ def summarize(
     names = [] if source is None else run.tensors(source)
     kept = [each for each in names if pattern is None or pattern.search(each)]
     if pattern is not None and not kept:
-        raise ValueError(f"--filter {pattern.pattern!r} matches no parameter of the run{nearest(pattern.pattern, names)}")
+        raise ValueError(f"--keys {pattern.pattern!r} matches no parameter of the run{nearest(pattern.pattern, names)}")
     rows = layer_rows(run, groups(kept, depth, everything), since)
     lines = overview.lines
     hidden = [] if everything else [line for line in lines if line.is_logged][_LOGGED:]

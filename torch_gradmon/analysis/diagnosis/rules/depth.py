@@ -398,7 +398,7 @@ def _bounded(history: History, spike: Episode) -> float | None:
 def _advice(history: History, spike: Episode, made: SpikeCause, suspects: Sequence[ParameterAttribution]) -> str:
     """What to look at, then what the run does not do yet."""
     step, run, bound = spike.worst.step, Precautions.of(history), _bounded(history, spike)
-    report = f"'gradmon why {history.place} --step {step}'" if history.place else f"monitor.explain_spike({step})"
+    report = f"'gradmon why {history.place} --step {step}'" if history.place else f"monitor.why({step})"
     what = "the batch and the loss" if made.is_common else "the batch"
     when = "this step" if spike.first == spike.last else f"step {step}"
     look = f"Look at {what} of {when}, and at {report}{_rate_jump(history, spike.first)}"
