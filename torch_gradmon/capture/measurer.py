@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Set
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,8 +37,7 @@ _SPREAD = (
 _NOT_HERE = "no value came from the rank that has it"
 
 
-@dataclass(frozen=True)
-class Measurement:
+class Measurement(NamedTuple):
     """Tensors of one source to measure.
 
     Attributes:
@@ -49,7 +47,7 @@ class Measurement:
         inverse_scale: 0-d tensor that multiplies each tensor first, or None.
         second: tensors by position to subtract from each before statistics, and the second argument of metric functions.
         merging: merge with earlier results of the step instead of replacing them.
-        are_parts: the tensors are already what this rank counts of them.
+        are_parts: the tensors are already what this rank counts of them; the plan's functions, which get whole ones, are not run.
     """
 
     buffer: StepBuffer
@@ -75,38 +73,35 @@ class Measurer:
         self.functions = MetricFunctions(complaints)
 
     def measure(self, wanted: Measurement) -> None:
-        self.statistics(wanted)
-        if wanted.plan.functions:
-            self.run_functions(wanted)
-
-    def statistics(self, wanted: Measurement) -> None:
-        plan, tensors = wanted.plan, wanted.tensors
+        plan, tensors, others = wanted.plan, wanted.tensors, None
         if plan.measured != tuple(tensors):  # in most steps all are there
             tensors = {p: tensors[p] for p in plan.measured if p in tensors}
         parts = tensors if wanted.are_parts else self.ranks.own_parts(tensors, plan.spread)
-        if not parts:
-            return
-        if (values := on_one_device(list(parts.values()))) is not None:
-            self._measure(wanted, list(parts), values)
-            return
-        groups: dict[torch.device, dict[int, Tensor]] = {}
+        together = on_one_device(list(parts.values())) if parts else ()
+        for positions, values in self._by_device(wanted, parts) if together is None else [(list(parts), together)]:
+            if not values:
+                continue
+            if wanted.second is not None:
+                second = {p: wanted.second[p] for p in positions}
+                others = list((second if wanted.are_parts else self.ranks.own_parts(second, plan.spread)).values())
+            scale = None if wanted.inverse_scale is None else wanted.inverse_scale.to(values[0].device)
+            rows = self.built_in.measure(values, plan.columns, scale, others)
+            put = wanted.buffer.merge_rows if wanted.merging else wanted.buffer.put_rows
+            put(plan.source, plan.names_at(positions), rows, plan.columns)
+        if plan.functions and not wanted.are_parts:
+            self.run_functions(wanted)
+
+    def _by_device(self, wanted: Measurement, parts: Mapping[int, Tensor]) -> Iterable[tuple[list[int], list[Tensor]]]:
+        """The positions and tensors of each device, without those that cannot be measured."""
+        groups: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
         for position, part in parts.items():
             if (reason := refusal(part)) is None:
-                groups.setdefault(part.device, {})[position] = part
+                positions, values = groups.setdefault(part.device, ([], []))
+                positions.append(position)
+                values.append(part)
             else:
-                wanted.buffer.refuse(plan.source, plan.names[position], reason)
-        for found in groups.values():
-            self._measure(wanted, list(found), list(found.values()))
-
-    def _measure(self, wanted: Measurement, positions: Sequence[int], values: Sequence[Tensor]) -> None:
-        plan, others = wanted.plan, None
-        if wanted.second is not None:
-            second = {p: wanted.second[p] for p in positions}
-            others = list((second if wanted.are_parts else self.ranks.own_parts(second, plan.spread)).values())
-        scale = None if wanted.inverse_scale is None else wanted.inverse_scale.to(values[0].device)
-        rows = self.built_in.measure(values, plan.columns, scale, others)
-        put = wanted.buffer.merge_rows if wanted.merging else wanted.buffer.put_rows
-        put(plan.source, plan.names_at(positions), rows, plan.columns)
+                wanted.buffer.refuse(wanted.plan.source, wanted.plan.names[position], reason)
+        return groups.values()
 
     def run_functions(self, wanted: Measurement) -> None:
         plan, second = wanted.plan, wanted.second

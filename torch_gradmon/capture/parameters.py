@@ -132,6 +132,8 @@ class ParameterCapture:
         if self._buffer is None:
             return
         wanted = set(self._plans[UPDATE].positions).intersection(positions) - self._before.keys()
+        if not wanted:
+            return
         parts: dict[int, Tensor] = {}
         for position, parameter in self._parts(sorted(wanted)).items():
             name = self._plans[UPDATE].names[position]
@@ -164,10 +166,12 @@ class ParameterCapture:
         self._before = {
             position: copy for position, copy in self._before.items() if position not in before or position in self.shared
         }
-        after = {position: self._rows(parameter) for position, parameter in self._parts(before).items()}
+        after: Mapping[int, Tensor] = {}
         plan = self._plans[UPDATE]
-        self._measurer.statistics(Measurement(self._buffer, plan, after, second=before, are_parts=True))
-        self._measure_base(plan, before)
+        if before:
+            after = {position: self._rows(parameter) for position, parameter in self._parts(before).items()}
+            self._measurer.measure(Measurement(self._buffer, plan, after, second=before, are_parts=True))
+            self._measure_base(plan, before)
         if plan.functions:
             self._run_functions(plan, before, after)
         states = self._plans[OPTIMIZER]
@@ -226,7 +230,7 @@ class ParameterCapture:
             self._buffer.repeat_rows(UPDATE_BASE, plan.names_at(again), PARAMETER, SQUARES)
         rest = {position: before[position] for position in before.keys() - set(again)} if again else before
         base = SourcePlan(UPDATE_BASE, plan.names, SQUARES, plan.measured, spread=plan.spread)
-        self._measurer.statistics(Measurement(self._buffer, base, rest, are_parts=True))
+        self._measurer.measure(Measurement(self._buffer, base, rest, are_parts=True))
 
     def _rows(self, parameter: Tensor) -> Tensor:
         count = self._sample

@@ -233,10 +233,8 @@ class EagerStatistics(Backend):
         # contexts are entered only if they change anything: that costs as much as measuring a small tensor
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             batch = Batch.read(tensors, minus)
-            if torch.is_autocast_enabled(device.type):
-                with no_autocast(device.type):
-                    return self._measure(batch, request, device)
-            return self._measure(batch, request, device)
+            with no_autocast(device.type) if torch.is_autocast_enabled(device.type) else nullcontext():
+                return self._measure(batch, request, device)
 
     def inner_products(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
         with torch.no_grad():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from operator import attrgetter, eq
@@ -53,16 +53,14 @@ def is_plain(tensor: Tensor) -> bool:
 class PlainTensors(list[Tensor]):
     """Tensors that :func:`is_plain` accepts, so they need not be checked again."""
 
-    def __init__(self, tensors: Iterable[Tensor], dtypes: frozenset[torch.dtype]) -> None:
-        super().__init__(tensors)
-        self.dtypes = dtypes
+    dtypes: frozenset[torch.dtype]
 
 
 def as_plain(tensors: Sequence[Tensor]) -> PlainTensors | None:
     """The ``tensors`` if :func:`is_plain` holds for all of them, found without one call for each; else None."""
     if isinstance(tensors, PlainTensors):
         return tensors
-    dtypes = dtypes_of(tensors)
+    dtypes = frozenset(map(dtype_of, tensors))
     is_plain_all = (
         PLAIN.issuperset(map(type, tensors))
         and dtypes <= REAL
@@ -71,11 +69,11 @@ def as_plain(tensors: Sequence[Tensor]) -> PlainTensors | None:
         and not any(map(_IS_NESTED, tensors))
         and not any(map(is_functorch_wrapped, tensors))
     )
-    return PlainTensors(tensors, dtypes) if is_plain_all else None
-
-
-def dtypes_of(tensors: Iterable[Tensor]) -> frozenset[torch.dtype]:
-    return tensors.dtypes if isinstance(tensors, PlainTensors) else frozenset(map(dtype_of, tensors))
+    if not is_plain_all:
+        return None
+    plain = PlainTensors(tensors)
+    plain.dtypes = dtypes
+    return plain
 
 
 def are_unchanged_on(tensors: Sequence[Tensor], device: torch.device) -> bool:
@@ -338,7 +336,7 @@ class Batch:
                     if implied:
                         zeros[index] = implied
         wide = [False] * len(values)
-        if not (dtypes_of(values) if plain is None else plain.dtypes) <= NARROW:
+        if plain is None or not plain.dtypes <= NARROW:
             wide = [tensor.dtype not in NARROW for tensor in values]
         if others is not None:
             wide = [one or other.dtype not in NARROW for one, other in zip(wide, others, strict=True)]
