@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import compress, takewhile
-from operator import is_not
 from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
@@ -200,23 +199,19 @@ class KeyFormatter:
 
     def __call__(self, values: Mapping[Key, float]) -> dict[str, float]:
         """The values by flat key."""
-        blocks = StepValues.of(values).blocks
-        texts = [self._texts(place, keys) for place, (keys, *_) in enumerate(blocks)]
-        last = [text for _, text in self._of_block]
-        if len(texts) != len(last) or any(map(is_not, texts, last)):
-            self._layout = {text: 0.0 for some in texts for text in some}
-        self._of_block = [(keys, text) for (keys, *_), text in zip(blocks, texts, strict=True)]
-        found = self._layout.copy()
-        for text, (_, numbers, _) in zip(texts, blocks, strict=True):
-            found.update(zip(text, numbers, strict=True))
+        blocks, last = StepValues.of(values).blocks, self._of_block
+        is_new, texts_of = len(blocks) != len(last), []
+        for place, (keys, *_) in enumerate(blocks):
+            known, texts = last[place] if place < len(last) else ((), [])
+            if known is not keys and known != keys:  # not as in most steps
+                texts, is_new = [self._known.get(key) or self.text(key) for key in keys], True
+            texts_of.append((keys, texts))
+        if is_new:
+            self._layout = {text: 0.0 for _, texts in texts_of for text in texts}
+        self._of_block, found = texts_of, self._layout.copy()
+        for (_, texts), (_, numbers, _) in zip(texts_of, blocks, strict=True):
+            found.update(zip(texts, numbers, strict=True))
         return found
-
-    def _texts(self, place: int, keys: Sequence[Key]) -> list[str]:
-        if place < len(self._of_block):
-            last, texts = self._of_block[place]
-            if last is keys or last == keys:  # as in most steps
-                return texts
-        return [self._known.get(key) or self.text(key) for key in keys]
 
     def text(self, key: Key) -> str:
         if key not in self._known:
