@@ -188,7 +188,8 @@ class ModuleCalls:
         """End the step; its values can still be evaluated."""
         self.gradients.end()
         self._values.end()
-        if self._passes.take_missed() and self._buffer is not None:
+        missed, self._passes.missed = self._passes.missed, False
+        if missed and self._buffer is not None:
             for source in n.MODULE_SOURCES:
                 self._buffer.clear(source)
                 self._buffer.absent[source, ""] = _MISSED
@@ -215,44 +216,46 @@ class ModuleCalls:
     def returned(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._take(name, module, output, n.ACTIVATION, n.ACTIVATION_GRADIENT)
 
-    def _take(self, name: str, module: nn.Module, value: Any, source: str, gradient_source: str) -> None:
-        with self._lock, outside_dispatch_modes():
-            self._take_locked(name, module, value, source, gradient_source)
-
     # between two large matrix products a Python call costs ten times as much as elsewhere, so this method makes few
-    def _take_locked(self, name: str, module: nn.Module, value: Any, source: str, gradient_source: str) -> None:
+    def _take(self, name: str, module: nn.Module, value: Any, source: str, gradient_source: str) -> None:
         passes = self._passes
-        self.seen |= name != n.ROOT
-        awaits = self._buffer is None or passes.is_tentative or passes.awaits_part or not (module.training or passes.counts_eval)
-        if awaits and passes.root_trains is None:
-            self._part_called(module, value)  # this may begin a step of a model that is called by its parts
-        if self._buffer is None or passes.paused:
-            return
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            self._buffer.absent.setdefault((source, name), "inside a torch.func transform")
-            return
-        start, grad = time.perf_counter(), torch.is_grad_enabled()
-        try:
-            # inside a backward pass the forward is a recomputation; grad mode does not show it, since checkpointing switches it
-            recomputed = torch._C._current_graph_task_id() != -1
-            trains = passes.root_trains if passes.root_trains is not None else passes.trains(module)
-            if recomputed or trains:
-                call = -1 if recomputed else self._numbers[source, name]
-                # no gradients within a pass that has them: the first pass of a re-entrant checkpoint
-                if not grad and not recomputed and passes.builds_graph and _is_trained(module):
-                    self.gradients.is_reentrant = True
-                self._numbers[source, name] += not recomputed
-                wanted = grad and self._values.wants(gradient_source, name)
-                if wanted and not self.gradients.follow(gradient_source, name, value, call):
-                    self._buffer.absent.setdefault((gradient_source, name), _NEEDS_NONE)
-                if not recomputed:
-                    torch._C._set_grad_enabled(False)  # the context manager costs as much as a small operation
-                    self._measure(source, name, value, call)
-        except Exception as error:
-            self._complaints.add(f"{source}:{name}", f"the {source} of {name} could not be measured", error)
-        finally:
-            torch._C._set_grad_enabled(grad)
-        self._fence.add_time(time.perf_counter() - start)
+        with self._lock, outside_dispatch_modes():
+            self.seen |= name != n.ROOT
+            awaits = (
+                self._buffer is None or passes.is_tentative or passes.awaits_part or not (module.training or passes.counts_eval)
+            )
+            if awaits and passes.root_trains is None:
+                self._part_called(module, value)  # this may begin a step of a model that is called by its parts
+            if self._buffer is None or passes.paused:
+                return
+            if torch._C._functorch.peek_interpreter_stack() is not None:
+                self._buffer.absent.setdefault((source, name), "inside a torch.func transform")
+                return
+            start, grad = time.perf_counter(), torch.is_grad_enabled()
+            try:
+                # inside a backward pass the forward is a recomputation; grad mode does not show it, since checkpointing switches it
+                recomputed = torch._C._current_graph_task_id() != -1
+                trains = passes.root_trains if passes.root_trains is not None else passes.trains(module)
+                if recomputed or trains:
+                    call = -1 if recomputed else self._numbers[source, name]
+                    # no gradients within a pass that has them: the first pass of a re-entrant checkpoint
+                    if not grad and not recomputed and passes.builds_graph and _is_trained(module):
+                        self.gradients.is_reentrant = True
+                    self._numbers[source, name] += not recomputed
+                    wanted = grad and self._values.wants(gradient_source, name)
+                    if wanted and not self.gradients.follow(gradient_source, name, value, call):
+                        self._buffer.absent.setdefault((gradient_source, name), _NEEDS_NONE)
+                    if not recomputed:
+                        torch._C._set_grad_enabled(False)  # the context manager costs as much as a small operation
+                        self._values.measure(source, name, value, call)
+                        is_compared = source == n.ACTIVATION and self.differences_due and self._reference
+                        if is_compared and self.wants_difference(name):
+                            self._values.measure_pairs(name, value, call, self._of_reference)
+            except Exception as error:
+                self._complaints.add(f"{source}:{name}", f"the {source} of {name} could not be measured", error)
+            finally:
+                torch._C._set_grad_enabled(grad)
+            self._fence.add_time(time.perf_counter() - start)
 
     def _part_called(self, module: nn.Module, value: Any) -> None:
         if (self._buffer is None or self._passes.is_tentative) and self._passes.part_began():
@@ -263,11 +266,6 @@ class ModuleCalls:
             self._passes.watch_part(module, value, missed=self._buffer is None)
         except Exception as error:
             self._complaints.add("part", f"a call of a {type(module).__name__} could not be followed", error)
-
-    def _measure(self, source: str, name: str, value: Any, call: int) -> None:
-        self._values.measure(source, name, value, call)
-        if source == n.ACTIVATION and self.differences_due and self._reference and self.wants_difference(name):
-            self._values.measure_pairs(name, value, call, self._of_reference)
 
     def wants_difference(self, name: str) -> bool:
         return self._values.wants(n.ACTIVATION_DIFFERENCE, name)
@@ -722,7 +720,8 @@ class ModuleSource:
         """Whether compiled graphs with our hooks write values from now on. Does not synchronise."""
         if not (is_open or self.passes.is_open or self.passes.missed):
             return  # as in most steps
-        self.passes.set_open(is_open)
+        self.passes.is_open = is_open
+        self.passes.missed &= is_open  # an unmonitored step misses nothing
         self.hooks.graphs.open(is_open and not self.passes.paused)
 
     def pause(self, is_paused: bool) -> None:
@@ -852,8 +851,8 @@ class ModuleSource:
 
     def _run_reference(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (ran := self._loop_run.take()) is not None:
-            self.reference.adopt(ran.outputs)
-            self._check.behind(root, ran.run)
+            self.reference.adopt(ran.all_outputs)
+            self._check.behind(root, ran)
             return
         with self._check.beside(root) as note, self.passes.pause():  # the two may share modules
             self.reference.run(root, self._calls.wants_difference, args, kwargs, note)

@@ -105,17 +105,23 @@ _CHANNELS_FIRST = (
 )
 
 
-class _Saturation:
-    def bind(self, module: Any) -> Callable[[Tensor], Tensor] | str:
-        for kind, low, high in _BOUNDS:
-            if isinstance(module, kind):
-                return lambda x: _share_outside(x, low, high)
+class _ForModule(NamedTuple):
+    """A metric's function, or why there is none, from the module; see :class:`.ForModule`."""
+
+    bind: Callable[[Any], Callable[[Tensor], Tensor | None] | str]
+
+
+def _saturation(module: Any) -> Callable[[Tensor], Tensor] | str:
+    bounds = next(((low, high) for kind, low, high in _BOUNDS if isinstance(module, kind)), None)
+    if bounds is None:
         return f"its module is no {', '.join(kind.__name__ for kind, *_ in _BOUNDS)}, whose outputs have bounds"
+    low, high = bounds
 
+    def share(output: Tensor) -> Tensor:
+        wide = output.to(accumulator_dtype(output.device))  # in which the bounds are exact
+        return ((wide < low + MARGIN) | (wide > high - MARGIN)).to(wide.dtype)
 
-def _share_outside(x: Tensor, low: float, high: float) -> Tensor:
-    wide = x.to(accumulator_dtype(x.device))  # in which the bounds are exact
-    return ((wide < low + MARGIN) | (wide > high - MARGIN)).to(wide.dtype)
+    return share
 
 
 class UnitsOf:
@@ -140,51 +146,48 @@ class UnitsOf:
         return 1 if channels and output.dim() >= 3 else output.dim() - 1
 
 
-class _Dormant:
-    def bind(self, module: Any) -> Callable[[Tensor], Tensor | None] | str:
-        units_of = UnitsOf(module)
+def _dormant(module: Any) -> Callable[[Tensor], Tensor | None]:
+    units_of = UnitsOf(module)
 
-        def share(output: Tensor) -> Tensor | None:
-            """Of the units whose mean |x| is :data:`DORMANT_SHARE` of the mean over the units or less; NaN with what is not finite."""
-            if not output.dim() or output.layout != torch.strided:
-                return None
-            dim = units_of.dim(output)
-            others = [other for other in range(output.dim()) if other != dim]
-            wide = accumulator_dtype(output.device)
-            sums = torch.linalg.vector_norm(output, 1, dim=others, dtype=wide) if others else output.abs().to(wide)
-            return torch.where(sums.isfinite().all(), (sums <= DORMANT_SHARE * sums.mean()).to(wide).mean(), torch.nan)
+    def share(output: Tensor) -> Tensor | None:
+        """Of the units whose mean |x| is :data:`DORMANT_SHARE` of the mean over the units or less; NaN with what is not finite."""
+        if not output.dim() or output.layout != torch.strided:
+            return None
+        dim = units_of.dim(output)
+        others = [other for other in range(output.dim()) if other != dim]
+        wide = accumulator_dtype(output.device)
+        sums = torch.linalg.vector_norm(output, 1, dim=others, dtype=wide) if others else output.abs().to(wide)
+        return torch.where(sums.isfinite().all(), (sums <= DORMANT_SHARE * sums.mean()).to(wide).mean(), torch.nan)
 
-        return share
-
-
-class _Participation:
-    def bind(self, module: Any) -> Callable[[Tensor], Tensor | None] | str:
-        units_of = UnitsOf(module)
-        return lambda x: participation_ratio(x.movedim(units_of.dim(x), -1)) if x.dim() else None
+    return share
 
 
-class _SingularSide:
-    def bind(self, module: Any) -> Callable[[Tensor], Tensor | None] | str:
-        if not isinstance(module, nn.Linear):
-            return "its module is no Linear, whose output shows on which side of a singular vector an input lies"
-        reference = weakref.ref(module)
+def _participation(module: Any) -> Callable[[Tensor], Tensor | None]:
+    units_of = UnitsOf(module)
+    return lambda x: participation_ratio(x.movedim(units_of.dim(x), -1)) if x.dim() else None
 
-        def sides(output: Tensor) -> Tensor | None:
-            """For each row, whether it lies on the one side of the first singular vector (1) or on the other (0)."""
-            alive = reference()
-            # the attribute could be a parametrization that runs
-            weight = None if alive is None else alive._parameters.get("weight")
-            if alive is None or weight is None or not output.dim() or refusal(weight) is not None:
-                return None
-            if (vector := first_left_vector(weight)) is None:
-                return None
-            bias = alive._parameters.get("bias")
-            wide = output.to(vector.dtype) if bias is None else output.to(vector.dtype) - bias.to(vector.dtype)
-            along = wide @ vector
-            found = torch.where(along.isnan(), torch.nan, (along > 0).to(vector.dtype))
-            return torch.where(vector.any(), found, UNDEFINED)
 
-        return sides
+def _singular_side(module: Any) -> Callable[[Tensor], Tensor | None] | str:
+    if not isinstance(module, nn.Linear):
+        return "its module is no Linear, whose output shows on which side of a singular vector an input lies"
+    reference = weakref.ref(module)
+
+    def sides(output: Tensor) -> Tensor | None:
+        """For each row, whether it lies on the one side of the first singular vector (1) or on the other (0)."""
+        alive = reference()
+        # the attribute could be a parametrization that runs
+        weight = None if alive is None else alive._parameters.get("weight")
+        if alive is None or weight is None or not output.dim() or refusal(weight) is not None:
+            return None
+        if (vector := first_left_vector(weight)) is None:
+            return None
+        bias = alive._parameters.get("bias")
+        wide = output.to(vector.dtype) if bias is None else output.to(vector.dtype) - bias.to(vector.dtype)
+        along = wide @ vector
+        found = torch.where(along.isnan(), torch.nan, (along > 0).to(vector.dtype))
+        return torch.where(vector.any(), found, UNDEFINED)
+
+    return sides
 
 
 class DeadUnits:
@@ -271,21 +274,15 @@ class DeadUnitTracker:
         self._seen.clear()
 
 
-class _Dead:
-    """Marks the metric, whose :class:`DeadUnits` outlive a call."""
-
-    def bind(self, module: Any) -> Callable[..., Any] | str:
-        return "it is measured for outputs of modules only"
-
-
-DEAD = _Dead()
+#: Marks the metric, whose :class:`DeadUnits` outlive a call.
+DEAD = _ForModule(lambda _: "it is measured for outputs of modules only")
 #: Built-in metrics of inputs, and of outputs too.
 INPUT_BUILT_INS = {
     PARTICIPATION_RATIO: BuiltIn(
         frozenset(),
         "1",
         "participation ratio: how many directions the rows of units fill; mean of the micro-batches",
-        _Participation(),
+        _ForModule(_participation),
     )
 }
 #: Built-in metrics of outputs, in addition to the views of statistics.
@@ -294,19 +291,22 @@ ACTIVATION_BUILT_INS = {
         frozenset(), "share", f"units with |output| <= zero_threshold for every sample of the last {WINDOW} monitored steps", DEAD
     ),
     "saturation": BuiltIn(
-        frozenset(), "share", f"share of the outputs of a sigmoid or tanh that are within {MARGIN} of either bound", _Saturation()
+        frozenset(),
+        "share",
+        f"share of the outputs of a sigmoid or tanh that are within {MARGIN} of either bound",
+        _ForModule(_saturation),
     ),
     "dormant": BuiltIn(
         frozenset(),
         "share",
         f"share of units whose mean |output| is {DORMANT_SHARE} of the mean over units or less; mean of the micro-batches",
-        _Dormant(),
+        _ForModule(_dormant),
     ),
     "spectral_alignment": BuiltIn(
         frozenset(),
         "share",
         "share of the inputs of a Linear on one side of the first singular vector of its weight: 0 or 1 if all lie on one side",
-        _SingularSide(),
+        _ForModule(_singular_side),
     ),
     **INPUT_BUILT_INS,
 }
@@ -784,34 +784,26 @@ class ModuleValues:
             if not item.asked.views:
                 continue
             columns, tensor = item.asked.columns, item.tensor
-            is_kept = item.other is None and (
-                self._rows.measure(source, item.path, columns, tensor, inverse_scale)
-                or self._measured_together(source, item, inverse_scale)
-            )
-            if not is_kept:
+            rows: HostRows | DeviceRows = self._rows
+            if not tensor.is_cpu:
+                if self._device_rows is None:
+                    self._device_rows = DeviceRows(self._measurer.built_in, self._buffer, self._measurer.complaints)
+                rows = self._device_rows
+            if item.other is not None or not rows.measure(source, item.path, columns, tensor, inverse_scale):
                 groups.setdefault(item.tensor.device, []).append(item)
         for device, members in groups.items():
             columns = members[0].asked.columns.union(*(item.asked.columns for item in members[1:]))
             scale = None if inverse_scale is None else inverse_scale.to(device)
             others = [item.other for item in members if item.other is not None] or None
-            rows = self._measurer.built_in.measure([item.tensor for item in members], columns, scale, others)
+            found = self._measurer.built_in.measure([item.tensor for item in members], columns, scale, others)
             paths = [item.path for item in members]
             if self._rows:  # keeps the order of the calls
-                self._rows.append(source, paths, columns, rows)
+                self._rows.append(source, paths, columns, found)
             else:
-                self._buffer.merge_rows(source, paths, rows, columns)
+                self._buffer.merge_rows(source, paths, found, columns)
         for item in items:
             if item.asked.others:
                 self._measure_others(source, item, inverse_scale)
-
-    def _measured_together(self, source: str, item: _Item, inverse_scale: Tensor | None) -> bool:
-        """Whether the tensor is on an accelerator, not too large, and will be measured with others."""
-        if item.tensor.is_cpu:
-            return False
-        if self._device_rows is None:
-            assert self._buffer is not None
-            self._device_rows = DeviceRows(self._measurer.built_in, self._buffer, self._measurer.complaints)
-        return self._device_rows.measure(source, item.path, item.asked.columns, item.tensor, inverse_scale)
 
     def flush(self) -> None:
         """Store in the buffer what was measured so far."""

@@ -17,7 +17,7 @@ from ..step.buffer import StepBuffer
 from ..step.model_index import PLAIN_GRADIENTS, GradientSource, Place, there
 from ..step.plan import SourcePlan
 from .measurer import Measurement, Measurer
-from .metric_functions import TurnOf
+from .metric_functions import OfProducts
 
 #: Elements of the updates that functions get at once, unless one tensor has more.
 _TOGETHER = 2**22
@@ -202,7 +202,7 @@ class ParameterCapture:
                 functions = {
                     p: kept
                     for p in positions
-                    if (kept := tuple(m for m in plan.functions[p] if isinstance(m.function, TurnOf) == takes_both))
+                    if (kept := tuple(m for m in plan.functions[p] if isinstance(m.function, OfProducts) == takes_both))
                 }
                 if functions:
                     self._measurer.run_functions(Measurement(self._buffer, replace(plan, functions=functions), values))
