@@ -29,8 +29,6 @@ _WHAT = {
     n.ACTIVATION_GRADIENT: "gradients of outputs",
     n.ACTIVATION_DIFFERENCE: "differences to a reference",
 }
-_TRACED_BEFORE = "inside torch.compile, which had traced the model before the metric was added; add metrics before the first call"
-_CLOSED = "inside a part of a graph that may not write to anything, such as a branch of torch.cond"
 SHARES_GRAPH = (
     "a compiled block shares its graph with one of the same class that has no hook; then select the module in all of them"
 )
@@ -325,7 +323,9 @@ def _why_not_computed(metric: Metric, columns: frozenset[Column]) -> str:
         return "functions are not called inside torch.compile, where only built-ins are measured"
     if metric.split_calls:
         return "calls of a module are not told apart inside torch.compile"
-    return "" if metric.columns <= columns else _TRACED_BEFORE
+    if metric.columns <= columns:
+        return ""
+    return "inside torch.compile, which had traced the model before the metric was added; add metrics before the first call"
 
 
 def _why_not_written() -> str:
@@ -337,7 +337,7 @@ def _why_not_written() -> str:
     tracer = output.current_tracer
     while tracer.parent is not None:
         if "checkpoint" not in str(tracer.source_target):
-            return _CLOSED
+            return "inside a part of a graph that may not write to anything, such as a branch of torch.cond"
         if not may:
             return RECOMPUTED
         tracer = tracer.parent

@@ -21,14 +21,11 @@ from ..step.plan import SourcePlan
 from .measurer import Measurement, Measurer
 from .metric_functions import version_of
 
-# --- The gradients of single micro-batches on this rank, before they are accumulated and reduced ---
-
-
 _SQUARES = ALWAYS | {Column.SQUARE_SUM}
 
 
 class LocalGradients:
-    """Measures each backward pass of one step after the other."""
+    """Measures the gradients of single micro-batches on this rank, before they are accumulated and reduced."""
 
     def __init__(self, measurer: Measurer) -> None:
         self._measurer = measurer
@@ -177,9 +174,6 @@ def calling_scaler() -> torch.amp.GradScaler | None:
             return None
         frame = frame.f_back
     return None
-
-
-# --- Gradients at their three stages: of one micro-batch, before clipping, and as used by the optimizer ---
 
 
 _NARROW = frozenset({torch.float16, torch.bfloat16})

@@ -30,12 +30,6 @@ from .metric_functions import (
     values_of,
 )
 
-_SPREAD = (
-    "its elements are sharded over ranks, so no rank can compute a function of all of them; shardwise=True declares that "
-    "the values of parts can be merged"
-)
-_NOT_HERE = "no value came from the rank that has it"
-
 
 class Measurement(NamedTuple):
     """Tensors of one source to measure.
@@ -109,7 +103,8 @@ class Measurer:
         if self.ranks.has_parts:
             for position in plan.functions.keys() - set(due):
                 for metric in plan.functions[position]:
-                    wanted.buffer.absent.setdefault((plan.source, f"{plan.names[position]}/{metric.name}"), _NOT_HERE)
+                    path = f"{plan.names[position]}/{metric.name}"
+                    wanted.buffer.absent.setdefault((plan.source, path), "no value came from the rank that has it")
         if not due:
             return
         spread = plan.spread if self.ranks.count > 1 else frozenset()
@@ -177,7 +172,10 @@ class Measurer:
         summable = [metric for metric in metrics if hasattr(metric.function, "contribution")]
         for metric in metrics:
             if not metric.shardwise and metric not in summable:
-                buffer.absent[source, f"{name}/{metric.name}"] = _SPREAD
+                buffer.absent[source, f"{name}/{metric.name}"] = (
+                    "its elements are sharded over ranks, so no rank can compute a function of all of them; shardwise=True declares "
+                    "that the values of parts can be merged"
+                )
         due = [metric for metric in metrics if metric.shardwise]
         if not due and not summable:
             return

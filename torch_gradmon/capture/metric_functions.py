@@ -205,15 +205,12 @@ UPDATE_BUILT_INS = {
 }
 
 
-# --- Run metric functions on tensors; a function that fails is switched off, and training continues ---
-
-
 #: The reason for a missing value of an optimizer's state.
 NO_STATE = "the optimizer keeps no such state for it"
 
 
 class MetricFunctions:
-    """Runs metric functions safely."""
+    """Runs metric functions. One that fails is switched off, and training continues."""
 
     def __init__(self, complaints: WarningLog) -> None:
         self._complaints = complaints

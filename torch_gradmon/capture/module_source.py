@@ -33,14 +33,11 @@ from .module_values import ModuleValues, tensors_of
 from .pass_tracker import PassTracker
 from .reference import LoopRun, ReferencePass
 
-# --- Gradients of modules' inputs and outputs: hooks on tensors, and which backward passes count ---
-
-
 _MARK = "torch_gradmon"
 
 
 class TensorGradientHooks:
-    """Hooks on the tensors of one step whose gradients are due.
+    """Hooks on the inputs and outputs of modules in one step whose gradients are due, and which backward passes count.
 
     Full backward hooks of modules are not used, since they add a node to the graph.
 
@@ -137,17 +134,11 @@ def _accumulators(inventory: ModelIndex) -> list[Any]:
     return [torch.autograd.graph.get_gradient_edge(p).node for p in parameters if p.requires_grad]
 
 
-# --- Calls of modules in training: measure inputs and outputs in hooks, and gradients when they arrive ---
-
-
 _GRADIENTS = (n.ACTIVATION_GRADIENT, n.INPUT_GRADIENT)
-_NEEDS_NONE = "it needs no gradient: nothing that it is computed from is trained"
-_BY_PARTS = "the reference module runs when the whole model is called, but here a part of it was called directly"
-_MISSED = "a part of the model was called in training before the step had begun, so not all calls were measured"
 
 
 class ModuleCalls:
-    """Measures the calls of each step.
+    """Measures the inputs and outputs of the calls in each step, and their gradients when they arrive.
 
     Attributes:
         gradients: those of inputs and outputs.
@@ -167,7 +158,7 @@ class ModuleCalls:
         self._lock = threading.RLock()  # hooks may fire on several threads, and share buffers
         self._buffer: StepBuffer | None = None
         self._numbers: Counter[tuple[str, str]] = Counter()
-        self.seen = self.misses_root = self.differences_due = False
+        self.seen = self.misses_root = self.differences_due = self._gradients_due = False
 
     @property
     def places(self) -> Set[tuple[str, str]]:
@@ -179,7 +170,8 @@ class ModuleCalls:
         self._numbers.clear()
         self._values.begin(buffer, metrics, inventory.modules)
         sources = {metric.source for metric in metrics}
-        self.gradients.begin(None if sources.isdisjoint(_GRADIENTS) else inventory)
+        self._gradients_due = not sources.isdisjoint(_GRADIENTS)
+        self.gradients.begin(inventory if self._gradients_due else None)
         self.differences_due = n.ACTIVATION_DIFFERENCE in sources
         if self.differences_due and not self._reference:
             buffer.absent[n.ACTIVATION_DIFFERENCE, ""] = "no reference module is set; see set_reference_module()"
@@ -192,7 +184,8 @@ class ModuleCalls:
         if missed and self._buffer is not None:
             for source in n.MODULE_SOURCES:
                 self._buffer.clear(source)
-                self._buffer.absent[source, ""] = _MISSED
+                reason = "a part of the model was called in training before the step had begun, so not all calls were measured"
+                self._buffer.absent[source, ""] = reason
         self._buffer, self.seen = None, False
 
     def forward_began(self) -> None:
@@ -242,9 +235,10 @@ class ModuleCalls:
                     if not grad and not recomputed and passes.builds_graph and _is_trained(module):
                         self.gradients.is_reentrant = True
                     self._numbers[source, name] += not recomputed
-                    wanted = grad and self._values.wants(gradient_source, name)
+                    wanted = grad and self._gradients_due and self._values.wants(gradient_source, name)
                     if wanted and not self.gradients.follow(gradient_source, name, value, call):
-                        self._buffer.absent.setdefault((gradient_source, name), _NEEDS_NONE)
+                        reason = "it needs no gradient: nothing that it is computed from is trained"
+                        self._buffer.absent.setdefault((gradient_source, name), reason)
                     if not recomputed:
                         torch._C._set_grad_enabled(False)  # the context manager costs as much as a small operation
                         self._values.measure(source, name, value, call)
@@ -274,7 +268,7 @@ class ModuleCalls:
         if (other := self._reference.take(path)) is not None:
             return other
         if not self._reference.is_off and self._passes.root_trains is None:
-            return _BY_PARTS
+            return "the reference module runs when the whole model is called, but here a part of it was called directly"
         return self._reference.reason or "the reference module has no such output"
 
     def _gradient_came(self, source: str, name: str, path: str, call: int, within: bool, gradient: Tensor | None) -> None:
@@ -304,14 +298,9 @@ def _is_trained(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters(recurse=False))
 
 
-# --- Forward hooks on modules that metrics match: which modules these are, and when hooks are installed ---
-
-
 _OUTPUTS = (n.ACTIVATION, n.ACTIVATION_GRADIENT, n.ACTIVATION_DIFFERENCE)
 _INPUTS = (n.INPUT, n.INPUT_GRADIENT)
-_SCRIPTED = "a module of TorchScript (torch.jit), which calls no Python hooks"
 OLD_RELEASE = "inside torch.compile they need torch 2.7 or newer"
-_LEFT_OUT = "exclude= (excluded_modules_regex=) leaves it out"
 _Place = tuple[str, str]
 
 
@@ -387,7 +376,7 @@ class ForwardHooks:
 
     def install_in_compiled(self) -> bool:
         """Parts may have been compiled since hooks were installed, and need more. Returns whether the model has compiled parts."""
-        root = None if self._root is None else self._root()
+        root = self.root
         if self._asked is None or root is None or not is_compiled(root):
             return False
         self._version = None
@@ -437,15 +426,18 @@ class ForwardHooks:
     def explain(self, absent: dict[tuple[str, str], str]) -> None:
         """Add the reasons for modules that have no hooks."""
         if self._unhooked:
-            sources = (*n.MODULE_SOURCES, *n.RCC_SOURCES)
-            absent.update(((source, name), _SCRIPTED) for source in sources for name in self._unhooked)
+            sources, reason = (
+                (*n.MODULE_SOURCES, *n.RCC_SOURCES),
+                "a module of TorchScript (torch.jit), which calls no Python hooks",
+            )
+            absent.update(((source, name), reason) for source in sources for name in self._unhooked)
         for source in n.ATTENTION_SOURCES.values():
             if (source, "") in absent:  # the caller of a call that was not seen is unknown
-                absent.update(((source, name), _LEFT_OUT) for name in self._left_out)
+                absent.update(((source, name), "exclude= (excluded_modules_regex=) leaves it out") for name in self._left_out)
 
     def silent(self, called: Container[_Place]) -> list[str]:
         """Names of modules in compiled parts whose hooks were not ``called``: to releases before 2.7 no graph has a hook of ours."""
-        if TELLS_EXPORT or self._root is None or (root := self._root()) is None:
+        if TELLS_EXPORT or (root := self.root) is None:
             return []
         inside = in_graphs(root)
         hooked = ((place, module()) for place, (module, _) in self._hooks.items() if place not in called)
@@ -541,10 +533,6 @@ def _left_out(root: nn.Module, inventory: ModelIndex) -> list[str]:
     return list(canonical_names(name for name, module in root.named_modules() if id(module) not in there).values())
 
 
-# --- All of it ---
-
-
-_ROOT_MISSED = "it was asked for after the step had begun, with the call of the model"
 _NOT_IN_GRAPH = (
     "it was not called in a training forward that hooks can see, or torch.compile had traced it before the metric was added, or "
     f"{SHARES_GRAPH}"
@@ -558,7 +546,6 @@ _MIXED = (
     "one of the step's forward or backward passes was interrupted, as by an exception, and its values cannot be told from those of "
     "the others"
 )
-_LOST = "the forward or backward pass of this step was interrupted, as by an exception"
 _SOURCE_GRADIENTS = (n.ACTIVATION_GRADIENT, n.INPUT_GRADIENT)
 _OF_PASSES = (*n.MODULE_SOURCES, *n.RCC_SOURCES, *n.ATTENTION_SOURCES.values())
 
@@ -648,7 +635,8 @@ class ModuleSource:
         """The step began in a call of the root, for which the hook on its inputs was installed too late."""
         if self._buffer is not None:
             self._calls.misses_root = True
-            self._buffer.absent.update(((source, n.ROOT), _ROOT_MISSED) for source in (n.INPUT, n.INPUT_GRADIENT))
+            reason = "it was asked for after the step had begun, with the call of the model"
+            self._buffer.absent.update(((source, n.ROOT), reason) for source in (n.INPUT, n.INPUT_GRADIENT))
 
     def end(self) -> None:
         """End the step; its values can still be evaluated."""
@@ -792,7 +780,8 @@ class ModuleSource:
         if buffer.refused.get(source) is _MIXED:
             buffer.refuse_all(source, _MIXED)
         elif not self._has_forward or (source in _SOURCE_GRADIENTS and not self._calls.gradients.has_ended):
-            buffer.absent.setdefault((source, ""), _LOST)
+            reason = "the forward or backward pass of this step was interrupted, as by an exception"
+            buffer.absent.setdefault((source, ""), reason)
 
     # --- hooks -----------------------------------------------------------------------------------------------------------------
 

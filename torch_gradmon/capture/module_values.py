@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import groupby, islice
 from typing import Any, NamedTuple
 
@@ -196,6 +197,9 @@ class DeadUnits:
     Args:
         module: see :class:`UnitsOf`.
 
+    Attributes:
+        is_seen: there was an output in this step.
+
     Memory: five bytes per unit.
     """
 
@@ -203,10 +207,11 @@ class DeadUnits:
         self._units_of = UnitsOf(module)
         self._alive: Tensor | None = None
         self._silent: Tensor | None = None
-        self.steps = 0
+        self.steps, self.is_seen = 0, False
 
     def see(self, output: Tensor, eps: float) -> None:
         """Add one output of this step; a unit is alive if ``|x| > eps`` or NaN for any sample. Does not synchronise."""
+        self.is_seen = True
         if output.dim() == 0:
             return
         if output.layout != torch.strided:
@@ -223,8 +228,9 @@ class DeadUnits:
             self._alive |= alive
 
     def discard(self) -> None:
-        if self._alive is not None:
+        if self.is_seen and self._alive is not None:
             self._alive = torch.zeros_like(self._alive)
+        self.is_seen = False
 
     def end_step(self) -> Tensor | None:
         """The share of dead units, 0-d; None before :data:`WINDOW` steps."""
@@ -239,39 +245,6 @@ class DeadUnits:
         self.steps += 1
         dead = (self._silent >= WINDOW).to(accumulator_dtype(self._silent.device))
         return dead.mean() if self.steps >= WINDOW else None
-
-
-class DeadUnitTracker:
-    """The :class:`DeadUnits` of all outputs, by path."""
-
-    def __init__(self) -> None:
-        self._units: dict[str, DeadUnits] = {}
-        self._seen: set[str] = set()
-
-    def clear(self) -> None:
-        self._seen.clear()
-
-    def discard(self) -> None:
-        for path in self._seen:
-            self._units[path].discard()
-        self._seen.clear()
-
-    def see(self, path: str, module: Callable[[], nn.Module | None] | None, output: Tensor, eps: float) -> None:
-        """Add one output of ``module``, given as a weak reference."""
-        if path not in self._units:
-            self._units[path] = DeadUnits(None if module is None else module())
-        self._units[path].see(output, eps)
-        self._seen.add(path)
-
-    def end_step(self, buffer: StepBuffer) -> None:
-        for path in self._seen:
-            share = self._units[path].end_step()
-            if share is not None:
-                buffer.put_value(Key(ACTIVATION, path, "dead"), share)
-            else:
-                steps = self._units[path].steps
-                buffer.absent[ACTIVATION, f"{path}/dead"] = f"it takes {WINDOW} monitored steps, and {steps} were seen"
-        self._seen.clear()
 
 
 #: Marks the metric, whose :class:`DeadUnits` outlive a call.
@@ -312,9 +285,6 @@ ACTIVATION_BUILT_INS = {
 }
 
 
-# --- The metrics requested of each module, and the built-in values of a step's tables ---
-
-
 @dataclass(frozen=True)
 class RequestedMetrics:
     """The metrics requested of one module and source.
@@ -335,7 +305,7 @@ class RequestedMetrics:
     split: bool
     reasons: Mapping[str, str]
 
-    @property
+    @cached_property
     def others(self) -> bool:
         return bool(self.functions or self.dead or self.reasons)
 
@@ -501,7 +471,7 @@ class HostRows:
         if row is not None:
             self._rows.append(_MeasuredCall(source, [path], columns, row))
             return True
-        if not (tensor.numel() <= SMALL and tensor.dtype in NARROW and is_plain(tensor)):
+        if not (is_plain(tensor) and tensor.numel() <= SMALL and tensor.dtype in NARROW):
             return False
         if self._used + tensor.numel() > CAPACITY:
             self.flush()
@@ -630,9 +600,6 @@ class DeviceRows:
             self._failed.update(paths)
 
 
-# --- Values of modules' inputs, outputs and their gradients, merged over calls and micro-batches ---
-
-
 class _Item(NamedTuple):
     """A tensor, its metrics, and the path of its values; ``plain`` is that path without the number of the call."""
 
@@ -645,7 +612,9 @@ class _Item(NamedTuple):
 
 
 class ModuleValues:
-    """Measures what the metrics of modules request, one step after the other. Tensors are not kept; small ones are copied."""
+    """Measures what the metrics of modules request, one step after the other, merged over calls and micro-batches. Tensors are not kept;
+    small ones are copied.
+    """
 
     def __init__(self, measurer: Measurer) -> None:
         self._measurer = measurer
@@ -653,7 +622,7 @@ class ModuleValues:
         self._lookup = MetricLookup()
         #: Returns a function that computes the built-in values of this step's tables, see :meth:`MetricLookup.evaluator`.
         self.evaluator = self._lookup.evaluator
-        self._units = DeadUnitTracker()
+        self._units: dict[str, DeadUnits] = {}  # by path
         self._rows = HostRows(measurer.built_in)
         self._device_rows: DeviceRows | None = None
 
@@ -663,14 +632,21 @@ class ModuleValues:
         self._buffer = buffer
         self._rows.begin(buffer)
         self._device_rows = None  # an interrupt at the end of the last step may have left some
-        self._units.clear()
+        for units in self._units.values():
+            units.is_seen = False
         self._lookup.begin(metrics, modules)
 
     def end(self) -> None:
         """End the step; its values can still be evaluated."""
         if self._buffer is not None:
             self.flush()
-            self._units.end_step(self._buffer)
+            for path, units in self._units.items():
+                if units.is_seen and (share := units.end_step()) is not None:
+                    self._buffer.put_value(Key(ACTIVATION, path, "dead"), share)
+                elif units.is_seen:
+                    reason = f"it takes {WINDOW} monitored steps, and {units.steps} were seen"
+                    self._buffer.absent[ACTIVATION, f"{path}/dead"] = reason
+                units.is_seen = False
         self._buffer = None
 
     def discard(self) -> None:
@@ -678,7 +654,8 @@ class ModuleValues:
         assert self._buffer is not None
         self._rows.begin(self._buffer)
         self._device_rows = None
-        self._units.discard()
+        for units in self._units.values():
+            units.discard()
 
     def forget(self, sources: tuple[str, ...], reason: str) -> None:
         """Drop what was measured of ``sources`` in this step, for ``reason``."""
@@ -717,13 +694,12 @@ class ModuleValues:
         asked = self._lookup.requested(source, name)
         if not asked:
             return
-        if (
-            path is None
-            and inverse_scale is None
-            and isinstance(value, Tensor)
-            and self._measured_quickly(asked, source, name, value)
-        ):
-            return
+        is_single = path is None and inverse_scale is None and isinstance(value, Tensor) and len(asked) == 1
+        if is_single and not (asked[0].split or asked[0].others):
+            # the usual case, with few calls: between two large matrix products one costs ten times as much as elsewhere
+            self._lookup.owner[source, name] = name, False
+            if self._rows.measure(source, name, asked[0].columns, value):
+                return
         items = list(self._items(source, name, value, call, path))
         if not items and (source, name) not in self._buffer.absent:
             what = "output" if source == n.ACTIVATION else "value"
@@ -811,23 +787,15 @@ class ModuleValues:
         if self._device_rows is not None:
             self._device_rows.flush()
 
-    def _measured_quickly(self, asked: tuple[RequestedMetrics, ...], source: str, name: str, tensor: Tensor) -> bool:
-        """A fast path with few calls for the usual case: one tensor, and only views of its statistics.
-
-        Between two large matrix products a Python call costs ten times as much as elsewhere.
-        """
-        if len(asked) != 1 or asked[0].split or asked[0].others or not is_plain(tensor):
-            return False
-        self._lookup.owner[source, name] = name, False
-        return self._rows.measure(source, name, asked[0].columns, tensor)
-
     def _measure_others(self, source: str, item: _Item, inverse_scale: Tensor | None) -> None:
         assert self._buffer is not None
         for metric, reason in item.asked.reasons.items():
             self._buffer.absent[source, f"{item.path}/{metric}"] = reason
         if item.asked.dead:
-            module = self._lookup.modules.get(item.name)
-            self._units.see(item.path, module, item.tensor, self._measurer.built_in.eps)
+            if item.path not in self._units:
+                module = self._lookup.modules.get(item.name)
+                self._units[item.path] = DeadUnits(None if module is None else module())
+            self._units[item.path].see(item.tensor, self._measurer.built_in.eps)
         functions = item.asked.functions
         if item.tensor.numel() == 0 and (own := [metric for metric in functions if metric.built_in]):
             functions = tuple(metric for metric in functions if not metric.built_in)

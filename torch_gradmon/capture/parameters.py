@@ -162,13 +162,11 @@ class ParameterCapture:
         if self._buffer is None:
             return
         positions = list(positions)
-        before = {position: self._before[position] for position in positions if position in self._before}
-        self._before = {
-            position: copy for position, copy in self._before.items() if position not in before or position in self.shared
-        }
+        before = {p: self._before[p] for p in positions if p in self._before} if self._before else {}
         after: Mapping[int, Tensor] = {}
         plan = self._plans[UPDATE]
         if before:
+            self._before = {p: copy for p, copy in self._before.items() if p not in before or p in self.shared}
             after = {position: self._rows(parameter) for position, parameter in self._parts(before).items()}
             self._measurer.measure(Measurement(self._buffer, plan, after, second=before, are_parts=True))
             self._measure_base(plan, before)

@@ -20,11 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from ..core import torch_modes
 from ..core.errors import GradmonWarning, TrainingStopped, WarningLog
 from ..core.fence import Fence
 from ..core.keys import canonical_names
-from ..core.torch_modes import SharedContext, autocast_cache_kept, copied_module, outside_dispatch_modes
+from ..core.torch_modes import SharedContext, autocast_cache_kept, copied_module, outside_dispatch_modes, untouched_generators
 from ..statistics.request import PLAIN, refusal
 from .compiled import is_compiled
 from .hooks import Handles, ModuleHook, takes_hooks
@@ -92,12 +91,16 @@ def _twin(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def call_isolated(module: nn.Module, inputs: Iterable[Tensor] = ()) -> Iterator[None]:
-    """Run ``module`` without autograd and without side effects."""
+    """Run ``module`` without autograd and without side effects: autocast's cache of cast weights, compiled graphs, and the generators of
+    its devices stay as they are, too.
+    """
     with (
         outside_dispatch_modes(),
         torch.no_grad(),
         untouched_rng(),
-        _protected(module, inputs),
+        autocast_cache_kept(),
+        untouched_generators({t.device for t in chain(module.parameters(), module.buffers(), inputs)}),
+        _EAGER if is_compiled(module) else contextlib.nullcontext(),
         _unchanged(module),
         _WITHOUT_ADVICE,
     ):
@@ -137,18 +140,6 @@ def _unchanged(module: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _protected(module: nn.Module, inputs: Iterable[Tensor] = ()) -> Iterator[None]:
-    """Protect autocast's cache of cast weights, compiled graphs, and the generators of their accelerators."""
-    devices = {t.device for t in chain(module.parameters(), module.buffers(), inputs)}
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(autocast_cache_kept())
-        stack.enter_context(torch_modes.untouched_generators(devices))
-        if is_compiled(module):
-            stack.enter_context(_EAGER)
-        yield
-
-
-@contextlib.contextmanager
 def _without_advice() -> Iterator[None]:
     """Suppress the warning of re-entrant checkpoints that no input has gradients, as intended here.
 
@@ -159,22 +150,15 @@ def _without_advice() -> Iterator[None]:
     if module is None or check is None:
         yield
         return
-    module.check_backward_validity = _accept  # type: ignore[attr-defined]
+    module.check_backward_validity = lambda _: None  # type: ignore[attr-defined]
     try:
         yield
     finally:
         module.check_backward_validity = check  # type: ignore[attr-defined]
 
 
-def _accept(_: Iterable[Any]) -> None:
-    return None
-
-
 #: Both change the whole process.
 _EAGER, _WITHOUT_ADVICE = SharedContext(lambda: torch.compiler.set_stance("force_eager")), SharedContext(_without_advice)
-
-
-# --- The calls of its parts while the reference runs ---
 
 
 #: Types compared by value; other non-tensor inputs are never equal, which this stands for.
@@ -260,7 +244,8 @@ class ReplayedForward:
     def _is_same(self, given: Any, now: Any) -> bool:
         if isinstance(given, Tensor):
             return given is now and any(now is tensor and now._version == was for tensor, was, *_ in self._origins.values())
-        return type(given) is type(now) and bool(given == now)
+        equal: bool = type(given) is type(now) and given == now
+        return equal
 
     @property
     def all_outputs(self) -> dict[str, deque[Tensor]]:
@@ -275,9 +260,6 @@ class ReplayedForward:
 def first_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
     """The tensors in a module's first argument, by path; the first keyword argument if there is no positional one."""
     return list(tensors_of(args[0] if args else next(iter(kwargs.values()), None), ""))
-
-
-# --- Its runs ---
 
 
 class ReferencePass:
@@ -457,9 +439,6 @@ def _follow(module: nn.Module, watched: nn.Module) -> None:
         for name, thing in _named(of(module)).items():
             if hasattr(thing, attribute):  # a module from torch.jit.freeze has no mode
                 setattr(thing, attribute, getattr(theirs.get(name, thing), attribute))
-
-
-# --- Its runs by the training loop ---
 
 
 class LoopRun:

@@ -677,11 +677,9 @@ def rng_states() -> dict[str, Tensor]:
 
     They are on the host, so nothing waits for a device.
     """
-    with outside_dispatch_modes():
-        states = {"cpu": torch.get_rng_state()}
-        device = in_use()
-        if device is not None and (state := rng_state(device)) is not None:
-            states[str(device)] = state
+    states, device = {"cpu": torch.get_rng_state()}, in_use()
+    if device is not None and (state := rng_state(device)) is not None:
+        states[str(device)] = state
     return states
 
 

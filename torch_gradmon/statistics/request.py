@@ -201,9 +201,6 @@ def threshold(eps: float, dtype: torch.dtype) -> float:
     return rounded if rounded <= eps else float(struct.unpack("<f", struct.pack("<I", bits - 1))[0])
 
 
-# --- The interface of the backends: the request, the tensors as a batch, and ``measure`` ---
-
-
 DEFAULT_EPS = 1e-8
 
 
