@@ -28,6 +28,7 @@ from .attention import AttentionRecorder
 from .compiled import SHARES_GRAPH, CompiledHooks, alike, in_graphs, is_compiled, wrapped_by
 from .coordinate_check import CoordinateCheck
 from .hooks import Handles, Hook, ModuleHook, compiled_graphs, takes_hooks
+from .loss_graph import notes_of
 from .measurer import Measurer
 from .module_values import ModuleValues, tensors_of
 from .pass_tracker import PassTracker
@@ -123,8 +124,7 @@ class TensorGradientHooks:
 
 def _marks(tensor: Tensor) -> set[tuple[Any, ...]]:
     """The marks at the graph node that made ``tensor``; they are freed with it."""
-    metadata: dict[str, Any] = tensor.grad_fn.metadata  # type: ignore[assignment, union-attr]
-    marks: set[tuple[Any, ...]] = metadata.setdefault(_MARK, set())
+    marks: set[tuple[Any, ...]] = notes_of(tensor.grad_fn).setdefault(_MARK, set())  # type: ignore[arg-type]
     return marks
 
 
@@ -191,10 +191,6 @@ class ModuleCalls:
     def forward_began(self) -> None:
         """Restart the numbers of calls, because the root is called."""
         self._numbers.clear()
-
-    def drop_scaled(self, reason: str) -> None:
-        if self._buffer is not None:
-            self._values.forget(_GRADIENTS, reason)
 
     # --- hooks -----------------------------------------------------------------------------------------------------------------
 
@@ -546,7 +542,6 @@ _MIXED = (
     "one of the step's forward or backward passes was interrupted, as by an exception, and its values cannot be told from those of "
     "the others"
 )
-_SOURCE_GRADIENTS = (n.ACTIVATION_GRADIENT, n.INPUT_GRADIENT)
 _OF_PASSES = (*n.MODULE_SOURCES, *n.RCC_SOURCES, *n.ATTENTION_SOURCES.values())
 
 
@@ -693,7 +688,12 @@ class ModuleSource:
         return self._check.awaits_forward and not self.hooks.has_compiled_parts
 
     def drop_scaled(self, reason: str) -> None:
-        self._calls.drop_scaled(reason)
+        """Drop the gradients of this step, because their scale is unknown."""
+        if self._buffer is not None:
+            self.values.flush()
+            for source in _GRADIENTS:
+                self._buffer.clear(source)
+                self._buffer.absent[source, ""] = reason
 
     def report_attention(self, name: str, named: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> None:
         if self._step is not None and self._buffer is None:
@@ -727,7 +727,7 @@ class ModuleSource:
         if torch._C._current_autograd_node() is not None:  # a nested one
             return
         if self._awaited or self._calls.gradients.awaited:  # an earlier one, through the same forward
-            self._drop(_OF_PASSES if self._awaited else _SOURCE_GRADIENTS, is_alone=False)
+            self._drop(_OF_PASSES if self._awaited else _GRADIENTS, is_alone=False)
             self._forget_awaited()
         self._has_backward = True
 
@@ -748,7 +748,7 @@ class ModuleSource:
         if self._awaited:
             self._drop(_OF_PASSES, is_alone=not self._has_backward)
         else:
-            self._drop(_SOURCE_GRADIENTS, is_alone=not gradients.has_ended)
+            self._drop(_GRADIENTS, is_alone=not gradients.has_ended)
         self._forget_awaited()
 
     def _forget_awaited(self) -> None:
@@ -779,7 +779,7 @@ class ModuleSource:
         """Say why values of ``source`` are absent, if passes of this step that were interrupted are the reason."""
         if buffer.refused.get(source) is _MIXED:
             buffer.refuse_all(source, _MIXED)
-        elif not self._has_forward or (source in _SOURCE_GRADIENTS and not self._calls.gradients.has_ended):
+        elif not self._has_forward or (source in _GRADIENTS and not self._calls.gradients.has_ended):
             reason = "the forward or backward pass of this step was interrupted, as by an exception"
             buffer.absent.setdefault((source, ""), reason)
 

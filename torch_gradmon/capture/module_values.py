@@ -657,14 +657,6 @@ class ModuleValues:
         for units in self._units.values():
             units.discard()
 
-    def forget(self, sources: tuple[str, ...], reason: str) -> None:
-        """Drop what was measured of ``sources`` in this step, for ``reason``."""
-        assert self._buffer is not None
-        self.flush()
-        for source in sources:
-            self._buffer.clear(source)
-            self._buffer.absent[source, ""] = reason
-
     def adopt(self, name: str, path: str, columns: frozenset[Column]) -> None:
         """The row of ``path``, a tensor in the output of module ``name``, was written by a graph, with these columns only."""
         self._lookup.owner[n.ACTIVATION, path] = name, False
