@@ -244,11 +244,6 @@ class CompiledHooks:
         """The path of a tensor in the output of module ``name``."""
         return name + rest_of(name + rest, name, self._taken)
 
-    @property
-    def has_parts(self) -> bool:
-        """Whether any contains one on another module than the root."""
-        return any(tap.name != n.ROOT for tap in self.traced)
-
     def has_hook(self, module: nn.Module) -> bool:
         return any(kind == n.ACTIVATION and tap.module() is module for (kind, _), tap in self._taps.items())
 

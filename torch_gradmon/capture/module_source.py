@@ -70,7 +70,10 @@ class TensorGradientHooks:
         self._round += 1
         self.is_reentrant = self.has_ended = False
         self.awaited.clear()
-        self._probes = () if inventory is None else _accumulators(inventory)
+        # the graph nodes that accumulate the gradients of the model's parameters
+        parameters = [] if inventory is None else [reference() for reference in inventory.references]
+        trained = [parameter for parameter in parameters if parameter is not None and parameter.requires_grad]
+        self._probes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in trained]
 
     def end(self) -> None:
         self._handles.remove()
@@ -126,12 +129,6 @@ def _marks(tensor: Tensor) -> set[tuple[Any, ...]]:
     """The marks at the graph node that made ``tensor``; they are freed with it."""
     marks: set[tuple[Any, ...]] = notes_of(tensor.grad_fn).setdefault(_MARK, set())  # type: ignore[arg-type]
     return marks
-
-
-def _accumulators(inventory: ModelIndex) -> list[Any]:
-    """The graph nodes that accumulate the gradients of the model's parameters."""
-    parameters = [parameter for reference in inventory.references if (parameter := reference()) is not None]
-    return [torch.autograd.graph.get_gradient_edge(p).node for p in parameters if p.requires_grad]
 
 
 _GRADIENTS = (n.ACTIVATION_GRADIENT, n.INPUT_GRADIENT)
@@ -228,8 +225,8 @@ class ModuleCalls:
                 if recomputed or trains:
                     call = -1 if recomputed else self._numbers[source, name]
                     # no gradients within a pass that has them: the first pass of a re-entrant checkpoint
-                    if not grad and not recomputed and passes.builds_graph and _is_trained(module):
-                        self.gradients.is_reentrant = True
+                    if not grad and not recomputed and passes.builds_graph:
+                        self.gradients.is_reentrant |= any(p.requires_grad for p in module.parameters(recurse=False))
                     self._numbers[source, name] += not recomputed
                     wanted = grad and self._gradients_due and self._values.wants(gradient_source, name)
                     if wanted and not self.gradients.follow(gradient_source, name, value, call):
@@ -290,10 +287,6 @@ class ModuleCalls:
             self._complaints.add(f"activation:{name}", f"the output of {name} could not be measured", error)
 
 
-def _is_trained(module: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in module.parameters(recurse=False))
-
-
 _OUTPUTS = (n.ACTIVATION, n.ACTIVATION_GRADIENT, n.ACTIVATION_DIFFERENCE)
 _INPUTS = (n.INPUT, n.INPUT_GRADIENT)
 OLD_RELEASE = "inside torch.compile they need torch 2.7 or newer"
@@ -336,7 +329,9 @@ class ForwardHooks:
             return False
         self._version, self._asked = version, (inventory, metrics, version, on_root)
         wanted = _wanted(inventory, metrics)
-        measured = {place for place in wanted if _has_views(place, metrics)}
+        views = [metric for metric in metrics if metric.source == n.ACTIVATION and metric.function is None]
+        # those of which a graph can compute any metric
+        measured = {(kind, name) for kind, name in wanted if kind in _OUTPUTS and any(m.matches(name) for m in views)}
         wanted |= _in_same_graphs(root, inventory, wanted, measured)
         for place, (reference, handles) in list(self._hooks.items()):
             is_kept = place not in wanted and self.graphs.is_traced(*place)  # removal would cause a recompilation
@@ -492,12 +487,6 @@ def _wanted(inventory: ModelIndex, metrics: Sequence[Metric]) -> dict[_Place, nn
             if any(metric.source in sources and metric.matches(name) for metric in metrics):
                 wanted[sources[0], name] = module
     return wanted
-
-
-def _has_views(place: _Place, metrics: Sequence[Metric]) -> bool:
-    """Whether a graph can compute any metric of the module's output."""
-    kind, name = place
-    return kind in _OUTPUTS and any(m.source == n.ACTIVATION and m.function is None and m.matches(name) for m in metrics)
 
 
 def _in_same_graphs(
@@ -668,7 +657,7 @@ class ModuleSource:
     def _collect(self, buffer: StepBuffer, was_trained: bool) -> None:
         """Collect what compiled graphs have written, or warn that no graph contains a hook."""
         self.hooks.collect(buffer, self.values)
-        seen = self.hooks.graphs.has_parts or self._calls.seen
+        seen = self._calls.seen or any(tap.name != n.ROOT for tap in self.hooks.graphs.traced)
         if not (self._due and was_trained):
             return
         if self.hooks.graphs.traced:

@@ -302,7 +302,8 @@ class EagerStatistics(Backend):
     def _blocks(self, values: Tensor, minus: Tensor | None, request: Request, dtype: torch.dtype) -> Iterator[Tensor]:
         """Blocks of a tensor's numbers in ``dtype``: views of its own memory if nothing has to be done to them."""
         # about as long as the caches take, a multiple of RUN, without a small remainder
-        parts = max(1, round(values.numel() / (CPU_BLOCK * _threads())))
+        threads = min(torch.get_num_threads(), 8)  # with more, blocks would exceed any cache, and counts be inexact in float32
+        parts = max(1, round(values.numel() / (CPU_BLOCK * threads)))
         size = max(RUN, -(-values.numel() // (parts * RUN)) * RUN)
         for start in range(0, values.numel(), size):
             block = request.unscaled(values[start : start + size])
@@ -340,11 +341,6 @@ class EagerStatistics(Backend):
                 # in place and in floating point: a comparison into a boolean tensor costs several times as much
                 found[Column.NEAR_ZERO] = magnitude.le_(threshold(request.eps, block.dtype)).sum()
         return found
-
-
-def _threads() -> int:
-    # with more threads blocks would exceed any cache, and their counts would not be exact in float32
-    return min(torch.get_num_threads(), 8)
 
 
 def _runs(block: Tensor) -> tuple[Tensor, Tensor | None]:
