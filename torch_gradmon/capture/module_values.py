@@ -125,36 +125,30 @@ def _saturation(module: Any) -> Callable[[Tensor], Tensor] | str:
     return share
 
 
-class UnitsOf:
-    """Finds the dimension of the units in a module's output.
-
-    Args:
-        module: the first dimension after the batch is meant for convolutions, batch norms, pooling and other modules with outputs of four
-            dimensions or more; else the last.
+def _unit_dimension(module: Any) -> Callable[[Tensor], int]:
+    """A function that finds the dimension of the units in an output of the module, which has one at least: the first one after the batch
+    for convolutions, batch norms, pooling and other modules with outputs of four dimensions or more; else the last.
     """
+    has_channels, is_linear = isinstance(module, _CHANNELS_FIRST), isinstance(module, nn.Linear)
+    of_one_sample = len(module.kernel_size) + 1 if isinstance(module, nn.modules.conv._ConvNd) else -1
 
-    def __init__(self, module: Any) -> None:
-        self._has_channels = isinstance(module, _CHANNELS_FIRST)
-        self._is_linear = isinstance(module, nn.Linear)
-        convolves = isinstance(module, nn.modules.conv._ConvNd)
-        self._dim_of_one_sample = len(module.kernel_size) + 1 if convolves else -1
-
-    def dim(self, output: Tensor) -> int:
-        """The dimension; ``output`` has one at least."""
-        if output.dim() == self._dim_of_one_sample:
+    def dimension(output: Tensor) -> int:
+        if output.dim() == of_one_sample:
             return 0
-        channels = self._has_channels or (output.dim() >= 4 and not self._is_linear)
+        channels = has_channels or (output.dim() >= 4 and not is_linear)
         return 1 if channels and output.dim() >= 3 else output.dim() - 1
+
+    return dimension
 
 
 def _dormant(module: Any) -> Callable[[Tensor], Tensor | None]:
-    units_of = UnitsOf(module)
+    unit_dimension = _unit_dimension(module)
 
     def share(output: Tensor) -> Tensor | None:
         """Of the units whose mean |x| is :data:`DORMANT_SHARE` of the mean over the units or less; NaN with what is not finite."""
         if not output.dim() or output.layout != torch.strided:
             return None
-        dim = units_of.dim(output)
+        dim = unit_dimension(output)
         others = [other for other in range(output.dim()) if other != dim]
         wide = accumulator_dtype(output.device)
         sums = torch.linalg.vector_norm(output, 1, dim=others, dtype=wide) if others else output.abs().to(wide)
@@ -164,8 +158,8 @@ def _dormant(module: Any) -> Callable[[Tensor], Tensor | None]:
 
 
 def _participation(module: Any) -> Callable[[Tensor], Tensor | None]:
-    units_of = UnitsOf(module)
-    return lambda x: participation_ratio(x.movedim(units_of.dim(x), -1)) if x.dim() else None
+    unit_dimension = _unit_dimension(module)
+    return lambda x: participation_ratio(x.movedim(unit_dimension(x), -1)) if x.dim() else None
 
 
 def _singular_side(module: Any) -> Callable[[Tensor], Tensor | None] | str:
@@ -195,7 +189,7 @@ class DeadUnits:
     """Counts, for one module's output, the consecutive monitored steps in which each unit was silent.
 
     Args:
-        module: see :class:`UnitsOf`.
+        module: see :func:`_unit_dimension`.
 
     Attributes:
         is_seen: there was an output in this step.
@@ -204,7 +198,7 @@ class DeadUnits:
     """
 
     def __init__(self, module: Any) -> None:
-        self._units_of = UnitsOf(module)
+        self._unit_dimension = _unit_dimension(module)
         self._alive: Tensor | None = None
         self._silent: Tensor | None = None
         self.steps, self.is_seen = 0, False
@@ -216,7 +210,7 @@ class DeadUnits:
             return
         if output.layout != torch.strided:
             output = output.to_dense()
-        units = self._units_of.dim(output)
+        units = self._unit_dimension(output)
         others = [dim for dim in range(output.dim()) if dim != units]
         magnitude = output.detach().abs()
         magnitude = magnitude.float() if magnitude.dtype in NARROW else magnitude

@@ -559,8 +559,8 @@ class StepRecord:
         """Those of the values, or of those ``among`` them, that do not follow from the tables, which only :class:`StepValues` show; else
         all, as of a record without tables.
         """
-        values = StepValues.of(self.values if among is None else among)
-        return values.rest if self.tables else values
+        values = self.values if among is None else among
+        return values.rest if self.tables and isinstance(values, StepValues) else StepValues.of(values)
 
     @property
     def skipped(self) -> str:
