@@ -14,7 +14,7 @@ from ..core.errors import WarningLog
 from ..core.keys import Key
 from ..statistics.dispatch import Statistics
 from ..statistics.histogram import OF_MATRICES
-from ..statistics.request import on_one_device, refusal
+from ..statistics.request import as_plain, on_accelerator, refusal
 from ..step.buffer import StepBuffer
 from ..step.plan import SourcePlan
 from ..step.ranks import Ranks
@@ -71,10 +71,9 @@ class Measurer:
         if plan.measured != tuple(tensors):  # in most steps all are there
             tensors = {p: tensors[p] for p in plan.measured if p in tensors}
         parts = tensors if wanted.are_parts else self.ranks.own_parts(tensors, plan.spread)
-        together = on_one_device(list(parts.values())) if parts else ()
-        for positions, values in self._by_device(wanted, parts) if together is None else [(list(parts), together)]:
-            if not values:
-                continue
+        found = list(parts.values())
+        together = (as_plain(found) or on_accelerator(found)) if found else None
+        for positions, values in [(list(parts), together)] if together else self._by_device(wanted, parts):
             if wanted.second is not None:
                 second = {p: wanted.second[p] for p in positions}
                 others = list((second if wanted.are_parts else self.ranks.own_parts(second, plan.spread)).values())

@@ -18,7 +18,7 @@ from ..core.keys import PARAMETER_SOURCES, Key
 from ..core.records import Metric
 from ..core.torch_modes import no_autocast
 from ..statistics.precise import inner_product, sum_of_squared_ratios
-from ..statistics.request import accumulator_dtype, on_one_device, refusal
+from ..statistics.request import accumulator_dtype, as_plain, on_accelerator, refusal
 from ..step.buffer import StepBuffer, cosine, growth, turn
 from ..step.plan import BuiltIn
 
@@ -128,7 +128,7 @@ def by_device(wanted: Sequence[Products], own_part: Callable[[Tensor], Tensor]) 
     cannot be read, or lies on another device.
     """
     tensors = {id(tensor): tensor for _, _, pairs in wanted for of_one in pairs for pair in of_one for tensor in pair}
-    if not tensors or on_one_device(list(tensors.values())) is not None:
+    if not tensors or as_plain(together := list(tensors.values())) or on_accelerator(together):
         return [list(wanted)] if tensors else []
     parts = {number: own_part(tensor) for number, tensor in tensors.items()}  # of a tensor in several pairs there is one
     groups: dict[torch.device, list[Products]] = {}

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..core.moments import ALL_COLUMNS, WIDTH, Column
 from .eager import EagerStatistics
 from .precise import measure_precisely, needs_precise_pass
-from .request import Batch, Request, are_alike, as_plain, dtype_of, flat_pair, threshold
+from .request import Batch, PlainTensors, Request, are_alike, as_plain, dtype_of, flat_pair, threshold
 
 #: The kernel's codes of dtypes.
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -127,7 +127,7 @@ def _are_readable(tensors: Sequence[Tensor], others: Sequence[Tensor] | None) ->
     """Whether the kernel can read these tensors, and what to subtract from each: plain ones of its dtypes, contiguous in memory and
     unchanged there: a negative view has the opposite sign. Without one call for each.
     """
-    plain = as_plain(tensors)
+    plain = tensors if isinstance(tensors, PlainTensors) else as_plain(tensors)
     return (
         plain is not None
         and _KINDS.keys() >= plain.dtypes

@@ -58,8 +58,6 @@ class PlainTensors(list[Tensor]):
 
 def as_plain(tensors: Sequence[Tensor]) -> PlainTensors | None:
     """The ``tensors`` if :func:`is_plain` holds for all of them, found without one call for each; else None."""
-    if isinstance(tensors, PlainTensors):
-        return tensors
     dtypes = frozenset(map(dtype_of, tensors))
     is_plain_all = (
         PLAIN.issuperset(map(type, tensors))
@@ -88,12 +86,10 @@ def are_unchanged_on(tensors: Sequence[Tensor], device: torch.device) -> bool:
     )
 
 
-def on_one_device(tensors: Sequence[Tensor]) -> Sequence[Tensor] | None:
-    """The ``tensors`` if all can be measured and are on one device, found without one call for each; None if each has to be looked at."""
-    plain = as_plain(tensors)
-    if plain is None and not (tensors[0].is_cpu or tensors[0].is_meta) and are_unchanged_on(tensors, tensors[0].device):
-        return tensors
-    return plain
+def on_accelerator(tensors: Sequence[Tensor]) -> Sequence[Tensor] | None:
+    """The ``tensors`` if all can be measured and are on one accelerator, found without one call for each; else None."""
+    is_elsewhere = not (tensors[0].is_cpu or tensors[0].is_meta)
+    return tensors if is_elsewhere and are_unchanged_on(tensors, tensors[0].device) else None
 
 
 def are_alike(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
@@ -319,7 +315,7 @@ class Batch:
         """
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise NotMeasurable("inside a torch.func transform")
-        plain = as_plain(tensors)
+        plain = tensors if isinstance(tensors, PlainTensors) else as_plain(tensors)
         values = list(tensors) if plain is None else plain
         others = None if minus is None else list(minus)
         zeros: dict[int, int] = {}
