@@ -29,8 +29,6 @@ _WHAT = {
     n.ACTIVATION_GRADIENT: "gradients of outputs",
     n.ACTIVATION_DIFFERENCE: "differences to a reference",
 }
-_TRACED_BEFORE = "inside torch.compile, which had traced the model before the metric was added; add metrics before the first call"
-_CLOSED = "inside a part of a graph that may not write to anything, such as a branch of torch.cond"
 SHARES_GRAPH = (
     "a compiled block shares its graph with one of the same class that has no hook; then select the module in all of them"
 )
@@ -114,7 +112,8 @@ class TracedStatistics:
         """Called while tracing, but not traced."""
         if not self.is_traced:
             self.in_graph = True
-            self._of.note_trace(self)
+            self._of.traced.append(self)
+            self._of.reasons = None
         return 0
 
     def _allot(self, rest: str, dtype: str, device: torch.device) -> str:
@@ -128,7 +127,7 @@ class TracedStatistics:
             reason = _why_not_written() or (SHARES_GRAPH if self._may_be_without_hook() else "")
         if reason:
             self.refused[rest] = reason
-            self._of.note_refusal()
+            self._of.reasons = None
             return ""
         place = f"{device}|{rest}".encode().hex()  # of which any path makes the name of an attribute
         if f"sums_at_{place}" not in self.__dict__:
@@ -164,7 +163,7 @@ class TracedStatistics:
         setattr(self, f"sums_at_{place}", sums)
         setattr(self, f"extremes_at_{place}", extremes)
         setattr(self, f"flag_at_{place}", self._of.flag(device))
-        self._of.note_slot(_Slot(self, self._of.path(self.name, rest), sums, extremes))
+        self._of.slots.setdefault(device, []).append(_Slot(self, self._of.path(self.name, rest), sums, extremes))
 
 
 class CompiledHooks:
@@ -172,6 +171,8 @@ class CompiledHooks:
 
     Attributes:
         traced: the hooks that are part of a graph.
+        slots: what graphs write to, by device.
+        reasons: for values that are missing, by source and path; None until they are asked for.
     """
 
     def __init__(self, eps: float) -> None:
@@ -196,11 +197,11 @@ class CompiledHooks:
     def clear(self) -> None:
         self._taps: dict[tuple[str, str], TracedStatistics] = {}  # by kind of hook and name
         self.traced: list[TracedStatistics] = []
-        self._slots: dict[torch.device, list[_Slot]] = {}
+        self.slots: dict[torch.device, list[_Slot]] = {}
         self._columns: frozenset[Column] = frozenset()
         self._inside: Container[tuple[str, str]] = ()
         self._taken: Container[str] = ()
-        self._reasons: dict[tuple[str, str], str] | None = None
+        self.reasons: dict[tuple[str, str], str] | None = None
 
     def add(self, kind: str, name: str, module: nn.Module, root: nn.Module) -> TracedStatistics:
         """What a new hook on ``module`` does there."""
@@ -213,8 +214,8 @@ class CompiledHooks:
     def remove(self, kind: str, name: str) -> None:
         tap = self._taps.pop((kind, name))
         self.traced = [each for each in self.traced if each is not tap]
-        kept = {device: [slot for slot in slots if slot.tap is not tap] for device, slots in self._slots.items()}
-        self._slots = {device: slots for device, slots in kept.items() if slots}
+        kept = {device: [slot for slot in slots if slot.tap is not tap] for device, slots in self.slots.items()}
+        self.slots = {device: slots for device, slots in kept.items() if slots}
 
     def request(
         self,
@@ -231,7 +232,7 @@ class CompiledHooks:
             measured, inside: kinds of hook and names; ``inside``: those in compiled parts of the model.
             taken: names of modules, which no path may have.
         """
-        self._inside, self._taken, self._reasons = inside, taken, None
+        self._inside, self._taken, self.reasons = inside, taken, None
         if not (self.traced and self._columns):
             views = (metric.columns for metric in metrics if metric.source == n.ACTIVATION and metric.function is None)
             self._columns = frozenset[Column]().union(*views)
@@ -243,21 +244,6 @@ class CompiledHooks:
         """The path of a tensor in the output of module ``name``."""
         return name + rest_of(name + rest, name, self._taken)
 
-    def note_trace(self, tap: TracedStatistics) -> None:
-        self.traced.append(tap)
-        self._reasons = None
-
-    def note_refusal(self) -> None:
-        self._reasons = None
-
-    def note_slot(self, slot: _Slot) -> None:
-        self._slots.setdefault(slot.sums.device, []).append(slot)
-
-    @property
-    def has_parts(self) -> bool:
-        """Whether any contains one on another module than the root."""
-        return any(tap.name != n.ROOT for tap in self.traced)
-
     def has_hook(self, module: nn.Module) -> bool:
         return any(kind == n.ACTIVATION and tap.module() is module for (kind, _), tap in self._taps.items())
 
@@ -268,7 +254,7 @@ class CompiledHooks:
         """Move what the graphs wrote into ``buffer``, as outputs in ``values``, with reasons for the rest of ``metrics``, which are those
         of the last :meth:`request`. Does not synchronise.
         """
-        for slots in self._slots.values():
+        for slots in self.slots.values():
             sums, extremes = [slot.sums for slot in slots], [slot.extremes for slot in slots]
             stacked = torch.stack(extremes)
             rows = torch.cat([torch.stack(sums), -stacked[:, :1], stacked[:, 1:]], dim=1).unbind()
@@ -279,13 +265,13 @@ class CompiledHooks:
                 paths, kept = [slot.path for slot, _ in found], [row for _, row in found]
                 buffer.merge_rows(n.ACTIVATION, paths, kept, self._columns | ALWAYS)
         self.discard()
-        if self._reasons is None:
-            self._reasons = self._explained(metrics)
-        buffer.absent.update(self._reasons)
+        if self.reasons is None:
+            self.reasons = self._explained(metrics)
+        buffer.absent.update(self.reasons)
 
     def discard(self) -> None:
         """Forget what the graphs wrote. Does not synchronise."""
-        for slots in self._slots.values():
+        for slots in self.slots.values():
             extremes = [slot.extremes for slot in slots]
             torch._foreach_zero_([slot.sums for slot in slots])
             torch._foreach_copy_(extremes, list(torch.full_like(torch.stack(extremes), -torch.inf).unbind()))
@@ -332,7 +318,9 @@ def _why_not_computed(metric: Metric, columns: frozenset[Column]) -> str:
         return "functions are not called inside torch.compile, where only built-ins are measured"
     if metric.split_calls:
         return "calls of a module are not told apart inside torch.compile"
-    return "" if metric.columns <= columns else _TRACED_BEFORE
+    if metric.columns <= columns:
+        return ""
+    return "inside torch.compile, which had traced the model before the metric was added; add metrics before the first call"
 
 
 def _why_not_written() -> str:
@@ -344,7 +332,7 @@ def _why_not_written() -> str:
     tracer = output.current_tracer
     while tracer.parent is not None:
         if "checkpoint" not in str(tracer.source_target):
-            return _CLOSED
+            return "inside a part of a graph that may not write to anything, such as a branch of torch.cond"
         if not may:
             return RECOMPUTED
         tracer = tracer.parent

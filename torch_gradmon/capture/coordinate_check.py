@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,9 +31,6 @@ from .pass_tracker import PassTracker
 from .reference import Note, ReferencePass, ReplayedForward, first_of
 
 # --- The terms of the refined coordinate check for one call of one module, and their keys ---
-
-
-_NOT_OF_INDICES = "an embedding takes indices, which have no difference"
 
 
 def l2norm(x: Tensor) -> Tensor:
@@ -67,34 +64,29 @@ RCC_BUILT_INS = {
 
 
 class CheckTerms:
-    """Puts the terms of calls into a step's buffer."""
+    """Puts the terms of calls into the buffer of one step."""
 
-    def __init__(self, measurer: Measurer) -> None:
-        self._measurer = measurer
-        self._buffer: StepBuffer | None = None
-        self._metrics: tuple[Metric, ...] = ()
-        self._modules: Mapping[str, Callable[[], nn.Module | None]] = {}
-
-    def begin(
-        self, buffer: StepBuffer, metrics: tuple[Metric, ...], modules: Mapping[str, Callable[[], nn.Module | None]]
+    def __init__(
+        self,
+        measurer: Measurer,
+        buffer: StepBuffer,
+        metrics: Sequence[Metric],
+        modules: Mapping[str, Callable[[], nn.Module | None]],
     ) -> None:
-        self._buffer, self._metrics, self._modules = buffer, metrics, modules
-
-    def end(self) -> None:
-        self._buffer = None
+        self._measurer, self._buffer, self._metrics, self._modules = measurer, buffer, metrics, modules
 
     def wants(self, name: str) -> bool:
         return any(metric.matches(name) for metric in self._metrics)
 
     def set_absent(self, name: str, reason: str, sources: tuple[str, ...] = n.RCC_SOURCES) -> None:
-        assert self._buffer is not None
         for source in sources:
             self._buffer.absent[source, name] = reason
 
     def of_inputs(self, name: str, module: nn.Module, now: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> None:
         """Measure the inputs of a call and of the reference, by path: |x_t| and |x_t - x_0|."""
         if isinstance(module, nn.Embedding):
-            return self.set_absent(name, _NOT_OF_INDICES, (n.RCC_PROPAGATED, n.RCC_INPUT, n.RCC_INPUT_DIFFERENCE))
+            sources = (n.RCC_PROPAGATED, n.RCC_INPUT, n.RCC_INPUT_DIFFERENCE)
+            return self.set_absent(name, "an embedding takes indices, which have no difference", sources)
         for path, x in now.items():
             self._put(n.RCC_INPUT, name, path, x)
             self._put(n.RCC_INPUT_DIFFERENCE, name, path, x, start.get(path))
@@ -129,7 +121,6 @@ class CheckTerms:
 
     def _put(self, source: str, name: str, path: str, tensor: Tensor | None, *minus: Tensor | None) -> None:
         """Measure ``tensor``, minus another one, under ``name`` and its path."""
-        assert self._buffer is not None
         metrics = [metric for metric in self._metrics if metric.source == source and metric.matches(name)]
         if not metrics:
             return
@@ -180,9 +171,6 @@ def _without(output: Tensor | None, module: nn.Module) -> Tensor | None:
         return None
     wide = torch.promote_types(output.dtype, torch.float32)  # no rounding before the next subtraction
     return output.to(wide) - bias.detach().to(output.device)
-
-
-# --- The running calls of one forward ---
 
 
 class _Frame:
@@ -288,11 +276,7 @@ class ForwardCheck:
                 return
 
 
-# --- One forward after the other ---
-
-
 _COMPILED = "inside torch.compile modules cannot be run once more at the reference's weights"
-_NO_REFERENCE = 'no reference module is set; call monitor.set_reference_module("init") before training'
 
 
 class CoordinateCheck:
@@ -308,34 +292,36 @@ class CoordinateCheck:
     Memory: the first inputs and the outputs of the reference's modules, until the forward has ended.
 
     Attributes:
-        due: a check is due in this step.
         seen: a forward was checked in this step.
     """
 
     def __init__(self, measurer: Measurer, fence: Fence, passes: PassTracker, reference: ReferencePass) -> None:
-        self._complaints, self._fence, self._passes, self._reference = measurer.complaints, fence, passes, reference
-        self._terms = CheckTerms(measurer)
+        self._measurer, self._fence, self._passes, self._reference = measurer, fence, passes, reference
+        self._terms: CheckTerms | None = None  # of a step in which a check is due
         self._handles = Handles()
-        self._buffer: StepBuffer | None = None
         self._inventory: ModelIndex | None = None
         self._forward: ForwardCheck | None = None
         self._reason = ""
-        self.due = self.seen = False
+        self.seen = False
+
+    @property
+    def due(self) -> bool:
+        return self._terms is not None
 
     def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: ModelIndex) -> None:
         due = tuple(metric for metric in metrics if metric.source in n.RCC_SOURCES)
-        self._terms.begin(buffer, due, inventory.modules)
-        self._buffer, self._inventory, self.due, self.seen = buffer, inventory, bool(due), False
-        self._reason = "" if self._reference else _NO_REFERENCE
+        self._terms = CheckTerms(self._measurer, buffer, due, inventory.modules) if due else None
+        self._inventory, self.seen = inventory, False
+        needed = 'no reference module is set; call monitor.set_reference_module("init") before training'
+        self._reason = "" if self._reference else needed
 
     def end(self, compiled: bool) -> None:
         """End the step; ``compiled``: a part of the model is compiled."""
         self.leave()
         reason = self._reason or (_COMPILED if compiled else "")
-        if self._buffer is not None and self.due and not self.seen and reason:
-            self._buffer.absent.update(((source, ""), reason) for source in n.RCC_SOURCES)
-        self._terms.end()
-        self._buffer, self.due = None, False
+        if self._terms is not None and not self.seen and reason:
+            self._terms.set_absent("", reason)
+        self._terms = None
 
     @property
     def awaits_forward(self) -> bool:
@@ -369,7 +355,7 @@ class CoordinateCheck:
     def _begun(self, root: nn.Module) -> ForwardCheck | None:
         """The check of this forward, with hooks on the reference installed; None if modules cannot be checked."""
         self.leave()
-        if not self.due or not self._reference:
+        if self._terms is None or not self._reference:
             return None
         if is_compiled(root) or is_called_by(COMPILER):  # the latter: torch.compile(model), assigned to another variable
             self._reason = _COMPILED
@@ -390,7 +376,7 @@ class CoordinateCheck:
         self._handles.of_module(module.register_forward_hook(ModuleHook(returned, name)))
 
     def wants(self, name: str) -> bool:
-        return self.due and self._terms.wants(name)
+        return self._terms is not None and self._terms.wants(name)
 
     def leave(self) -> None:
         """End the forward: the root has returned or raised."""
@@ -400,7 +386,7 @@ class CoordinateCheck:
     def _wanted(self, root: nn.Module, forward: ForwardCheck) -> dict[str, nn.Module]:
         """The matched modules, without the root and those that accept no Python hooks."""
         assert self._inventory is not None
-        found = {name: reference() for name, reference in self._inventory.modules.items() if self._terms.wants(name)}
+        found = {name: reference() for name, reference in self._inventory.modules.items() if self.wants(name)}
         return {
             name: module
             for name, module in found.items()
@@ -424,8 +410,8 @@ class CoordinateCheck:
         self._fenced(name, lambda forward: forward.returned(name, module, output))
 
     def _fenced(self, name: str, work: Callable[[ForwardCheck], None]) -> None:
-        forward = self._forward
-        if self._buffer is None or forward is None or not forward.is_checking:
+        terms, forward = self._terms, self._forward
+        if terms is None or forward is None or not forward.is_checking:
             return
         if torch._C._current_graph_task_id() != -1:  # a recomputation, in a backward pass inside the forward
             return
@@ -434,6 +420,6 @@ class CoordinateCheck:
             with outside_dispatch_modes(), torch.no_grad(), untouched_rng():
                 work(forward)
         except Exception as error:
-            self._terms.set_absent(name, f"it could not be checked: {type(error).__name__}: {error}")
-            self._complaints.add(f"check:{name}", f"the coordinate check of {name} failed; training continues", error)
+            terms.set_absent(name, f"it could not be checked: {type(error).__name__}: {error}")
+            self._measurer.complaints.add(f"check:{name}", f"the coordinate check of {name} failed; training continues", error)
         self._fence.add_time(time.perf_counter() - start)

@@ -14,21 +14,18 @@ from torch.optim import Optimizer
 
 from ..core.keys import BATCH_GRADIENT, GRADIENT, GRADIENT_BEFORE_CLIP, GRADIENT_LOCAL
 from ..core.moments import ALWAYS, Column, merge
-from ..statistics.request import accumulator_dtype, dtypes_of
+from ..statistics.request import accumulator_dtype, dtype_of
 from ..step.buffer import StepBuffer
 from ..step.model_index import PLAIN_GRADIENTS, GradientSource, Place, there
 from ..step.plan import SourcePlan
 from .measurer import Measurement, Measurer
 from .metric_functions import version_of
 
-# --- The gradients of single micro-batches on this rank, before they are accumulated and reduced ---
-
-
 _SQUARES = ALWAYS | {Column.SQUARE_SUM}
 
 
 class LocalGradients:
-    """Measures each backward pass of one step after the other."""
+    """Measures the gradients of single micro-batches on this rank, before they are accumulated and reduced."""
 
     def __init__(self, measurer: Measurer) -> None:
         self._measurer = measurer
@@ -49,9 +46,9 @@ class LocalGradients:
 
     def end(self) -> None:
         if self._buffer is not None:
-            rank = self._measurer.ranks.rank
             for number, rows in enumerate(self._batches.values()):
-                self._buffer.merge_rows(BATCH_GRADIENT, [f"{rank}/{number}"], merge(torch.stack(rows)).unsqueeze(0), _SQUARES)
+                name = f"{self._measurer.ranks.rank}/{number}"
+                self._buffer.merge_rows(BATCH_GRADIENT, [name], merge(torch.stack(rows)).unsqueeze(0), _SQUARES)
         self._buffer, self._uncommitted, self._accumulated, self._batches = None, {}, {}, {}
 
     def forget_batches(self) -> None:
@@ -112,12 +109,12 @@ class GradScale:
         """
         scale = getattr(optimizer, "grad_scale", None)  # set while a fused optimizer steps that unscales by itself
         if scale is None:
-            scale = scale_of(self.scaler)
-            if scale is None or stepping or self._is_plain(optimizer):
+            if self.scaler is None or stepping or self._is_plain(optimizer):
                 return None
             if optimizer is not None and self._is_unscaled(optimizer):
                 return None
-        return reciprocal(scale)
+            scale = scale_of(self.scaler)
+        return None if scale is None else reciprocal(scale)
 
     def mistake(self, optimizer: Optimizer, calling: torch.amp.GradScaler | None) -> str | None:
         """What was wrong about the assumed scaler, or None. Only at the optimizer's step it is certain which scaler drives it."""
@@ -127,7 +124,7 @@ class GradScale:
             return "a GradScaler was noticed only in this step; pass scaler= to attach() or watch()"
         if calling is not None and calling is not self.scaler:
             return "another GradScaler drives this optimizer; one GradScaler for all optimizers is supported"
-        if scale_of(self.scaler) is None:
+        if self.scaler is None or scale_of(self.scaler) is None:
             return None
         plain = calling is None and not self._is_unscaled(optimizer)
         mistaken = plain != self._is_plain(optimizer)
@@ -177,9 +174,6 @@ def calling_scaler() -> torch.amp.GradScaler | None:
             return None
         frame = frame.f_back
     return None
-
-
-# --- Gradients at their three stages: of one micro-batch, before clipping, and as used by the optimizer ---
 
 
 _NARROW = frozenset({torch.float16, torch.bfloat16})
@@ -247,9 +241,8 @@ class GradientCapture:
 
     def not_clipped(self, positions: Sequence[int]) -> list[int]:
         """The positions whose gradients have changed since the last clip, or were not clipped."""
-        gradients = self._gradients(positions)
-        same = {p for p, g in gradients.items() if p in self._clipped and _tells_edits(g) and _is_as(self._clipped[p], g)}
-        return [position for position in positions if position not in same]
+        edits = _edits(self._clipped, self._gradients(positions))
+        return [position for position in positions if edits.get(position, True)]
 
     def clipped(self, positions: Sequence[int]) -> None:
         """Mark these gradients as just clipped."""
@@ -351,53 +344,35 @@ class GradientCapture:
         self._buffer.clear(GRADIENT, names if is_plain else plan.names_at(sorted(gradients)))
         self._buffer.used.update(names)
         if len(gradients) < len(positions):
-            self._note_frozen({*positions}.difference(gradients, self._at_rest))
+            missing = there(self._parameters, sorted({*positions}.difference(gradients, self._at_rest)))
+            self._buffer.frozen.update(plan.names_at([p for p, parameter in missing.items() if not parameter.requires_grad]))
         if not self._seen.keys().isdisjoint({*positions}.difference(gradients)):
             self._buffer.noted["edited"] = True
         elif gradients and self._seen.keys() >= gradients.keys():
-            self._note_edits(gradients)
-        first = next(iter(gradients.items()), None)
-        if first is not None and first[0] in self._seen and self._seen[first[0]][0]() is not first[1] and is_plain:
-            self._note_replacement(gradients)
+            if any(_edits(self._seen, gradients).values()):
+                self._buffer.noted["edited"] = True
+            # unscaling moves no version counter, but rounds in low precision: other values without an edit
+            elif self._scaled and any(gradient.dtype in _NARROW for gradient in gradients.values()):
+                self._buffer.noted["rounds"] = True
+        if gradients and is_plain and all(p in self._seen and self._seen[p][0]() is not g for p, g in gradients.items()):
+            self._buffer.noted["assigned"] = True  # others than those that were measured
         self._spent.update(gradients)
         if len(gradients) < len(self._seen):
             self._passed = self._seen.keys() - gradients
-        if narrow := dtypes_of(gradients.values()) & _NARROW:
+        if narrow := _NARROW.intersection(map(dtype_of, gradients.values())):
             self._buffer.noted["rounding"] = max(torch.finfo(dtype).eps / 2 for dtype in narrow)
         self._measurer.measure(Measurement(self._buffer, plan, gradients, inverse_scale))
 
-    def _note_frozen(self, positions: Collection[int]) -> None:
-        """Note which of these, without a gradient, were frozen since the step began."""
-        assert self._buffer is not None
-        found = there(self._parameters, sorted(positions))
-        frozen = [p for p, parameter in found.items() if not parameter.requires_grad]
-        self._buffer.frozen.update(self._plans[GRADIENT].names_at(frozen))
 
-    def _note_replacement(self, gradients: Mapping[int, Tensor]) -> None:
-        """Note whether these are other tensors than those that were measured before clipping."""
-        if self._buffer is not None and all(p in self._seen and self._seen[p][0]() is not g for p, g in gradients.items()):
-            self._buffer.noted["assigned"] = True
-
-    def _note_edits(self, gradients: Mapping[int, Tensor]) -> None:
-        """Note whether these were written to since they were measured before clipping; without a note the values decide."""
-        assert self._buffer is not None
-        if any(_tells_edits(gradient) and not _is_as(self._seen[p], gradient) for p, gradient in gradients.items()):
-            self._buffer.noted["edited"] = True
-        # unscaling moves no version counter, but rounds in low precision: other values without an edit
-        elif self._scaled and any(gradient.dtype in _NARROW for gradient in gradients.values()):
-            self._buffer.noted["rounds"] = True
-
-
-def _tells_edits(gradient: Tensor) -> bool:
-    """Whether its version counter moves with each edit, and only then. Subclasses (DTensor) have no such counter, and views (of DDP's
-    buckets) share one.
+def _edits(seen: _Seen, gradients: Mapping[int, Tensor]) -> dict[int, bool]:
+    """Whether each of these was written to, or replaced, since it was seen. Without those whose version counter does not tell:
+    subclasses (DTensor) have no such counter, and views (of DDP's buckets) share one.
     """
-    return type(gradient) is Tensor and not gradient._is_view()
-
-
-def _is_as(seen: tuple[weakref.ref[Tensor], int], gradient: Tensor) -> bool:
-    reference, version = seen
-    return reference() is gradient and version == version_of(gradient)
+    return {
+        p: seen[p][0]() is not gradient or seen[p][1] != (-1 if gradient.is_inference() else gradient._version)
+        for p, gradient in gradients.items()
+        if p in seen and type(gradient) is Tensor and not gradient._is_view()
+    }
 
 
 def _seen(gradients: Mapping[int, Tensor]) -> _Seen:

@@ -11,14 +11,14 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..core import torch_modes
-from ..core.torch_modes import BareState, is_batched, is_exporting, is_traced
+from ..core.torch_modes import BareState, is_exporting, is_traced
 from ..step.model_index import Place
 
 
@@ -45,8 +45,11 @@ class Hook:
         self.__name__ = "torch_gradmon_hook"  # code that inspects hooks expects a name
 
     def __call__(self, *args: object) -> Any:
-        # compiled autograd, which would trace what comes, and whose engine takes no callbacks; or all gradients of a Jacobian at once
-        if torch.compiler.is_dynamo_compiling() or (args and is_batched(args[-1])):
+        # compiled autograd, which would trace what comes, and whose engine takes no callbacks
+        if torch.compiler.is_dynamo_compiling():
+            return None
+        # all gradients of a Jacobian at once, as in torch.autograd.grad(is_grads_batched=True), without readable values
+        if args and isinstance(args[-1], torch.Tensor) and torch._C._functorch.is_legacy_batchedtensor(args[-1]):
             return None
         method = self._method()
         return None if method is None else method(*self._extra, *args)
@@ -56,19 +59,12 @@ class Hook:
         return functools.partial, (sys.audit, "torch_gradmon.inert_hook")
 
 
-class Traceable(Protocol):
-    """What a hook does while ``torch.compile`` traces it."""
-
-    def trace(self, output: Any) -> None:
-        """Become part of the graph."""
-
-
 class ModuleHook(Hook):
-    """A hook on a module's forward. It disappears where ``torch.export`` or ``make_fx`` trace it, and without a ``tap`` under
-    ``torch.compile``.
+    """A hook on a module's forward. It disappears where ``torch.export`` or ``make_fx`` trace it, and under ``torch.compile``, where
+    ``tap`` makes the ``trace`` of an output part of the graph.
     """
 
-    def __init__(self, method: Callable[..., Any], *extra: object, tap: Traceable | None = None) -> None:
+    def __init__(self, method: Callable[..., Any], *extra: object, tap: Any = None) -> None:
         super().__init__(method, *extra)
         self._tap = tap
 
@@ -145,8 +141,12 @@ class Handles:
         self, place: Place, parameter: torch.nn.Parameter, attribute: str, register: Callable[..., Any], hook: Hook
     ) -> None:
         self._hooked.append((place, attribute))
-        with _thawed(parameter):
+        is_trained = parameter.requires_grad
+        parameter.requires_grad_(True)  # a frozen one accepts no hook, though it keeps those that it has
+        try:
             self.add(register(hook))
+        finally:
+            parameter.requires_grad_(is_trained)
 
     def set_aside(self) -> None:
         """Take the hooks on modules out until :meth:`restore`; they keep their identity, on which compiled code has guards."""
@@ -170,19 +170,6 @@ class Handles:
             if hooks is not None and not hooks:  # an empty dict would be looked at in every backward pass
                 setattr(parameter, attribute, None)
         self._handles, self._hooked = [], []
-
-
-@contextlib.contextmanager
-def _thawed(parameter: torch.nn.Parameter) -> Iterator[None]:
-    """Unfreeze the parameter: a frozen one accepts no hook, though it keeps those that it has."""
-    is_frozen = not parameter.requires_grad
-    if is_frozen:
-        parameter.requires_grad_(True)
-    try:
-        yield
-    finally:
-        if is_frozen:
-            parameter.requires_grad_(False)
 
 
 class WrappedMethod:

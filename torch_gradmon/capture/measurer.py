@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Set
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from ..core.errors import WarningLog
 from ..core.keys import Key
 from ..statistics.dispatch import Statistics
 from ..statistics.histogram import OF_MATRICES
-from ..statistics.request import on_one_device, refusal
+from ..statistics.request import as_plain, on_accelerator, refusal
 from ..step.buffer import StepBuffer
 from ..step.plan import SourcePlan
 from ..step.ranks import Ranks
@@ -31,15 +30,8 @@ from .metric_functions import (
     values_of,
 )
 
-_SPREAD = (
-    "its elements are sharded over ranks, so no rank can compute a function of all of them; shardwise=True declares that "
-    "the values of parts can be merged"
-)
-_NOT_HERE = "no value came from the rank that has it"
 
-
-@dataclass(frozen=True)
-class Measurement:
+class Measurement(NamedTuple):
     """Tensors of one source to measure.
 
     Attributes:
@@ -49,7 +41,7 @@ class Measurement:
         inverse_scale: 0-d tensor that multiplies each tensor first, or None.
         second: tensors by position to subtract from each before statistics, and the second argument of metric functions.
         merging: merge with earlier results of the step instead of replacing them.
-        are_parts: the tensors are already what this rank counts of them.
+        are_parts: the tensors are already what this rank counts of them; the plan's functions, which get whole ones, are not run.
     """
 
     buffer: StepBuffer
@@ -75,38 +67,34 @@ class Measurer:
         self.functions = MetricFunctions(complaints)
 
     def measure(self, wanted: Measurement) -> None:
-        self.statistics(wanted)
-        if wanted.plan.functions:
-            self.run_functions(wanted)
-
-    def statistics(self, wanted: Measurement) -> None:
-        plan, tensors = wanted.plan, wanted.tensors
+        plan, tensors, others = wanted.plan, wanted.tensors, None
         if plan.measured != tuple(tensors):  # in most steps all are there
             tensors = {p: tensors[p] for p in plan.measured if p in tensors}
         parts = tensors if wanted.are_parts else self.ranks.own_parts(tensors, plan.spread)
-        if not parts:
-            return
-        if (values := on_one_device(list(parts.values()))) is not None:
-            self._measure(wanted, list(parts), values)
-            return
-        groups: dict[torch.device, dict[int, Tensor]] = {}
+        found = list(parts.values())
+        together = (as_plain(found) or on_accelerator(found)) if found else None
+        for positions, values in [(list(parts), together)] if together else self._by_device(wanted, parts):
+            if wanted.second is not None:
+                second = {p: wanted.second[p] for p in positions}
+                others = list((second if wanted.are_parts else self.ranks.own_parts(second, plan.spread)).values())
+            scale = None if wanted.inverse_scale is None else wanted.inverse_scale.to(values[0].device)
+            rows = self.built_in.measure(values, plan.columns, scale, others)
+            put = wanted.buffer.merge_rows if wanted.merging else wanted.buffer.put_rows
+            put(plan.source, plan.names_at(positions), rows, plan.columns)
+        if plan.functions and not wanted.are_parts:
+            self.run_functions(wanted)
+
+    def _by_device(self, wanted: Measurement, parts: Mapping[int, Tensor]) -> Iterable[tuple[list[int], list[Tensor]]]:
+        """The positions and tensors of each device, without those that cannot be measured."""
+        groups: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
         for position, part in parts.items():
             if (reason := refusal(part)) is None:
-                groups.setdefault(part.device, {})[position] = part
+                positions, values = groups.setdefault(part.device, ([], []))
+                positions.append(position)
+                values.append(part)
             else:
-                wanted.buffer.refuse(plan.source, plan.names[position], reason)
-        for found in groups.values():
-            self._measure(wanted, list(found), list(found.values()))
-
-    def _measure(self, wanted: Measurement, positions: Sequence[int], values: Sequence[Tensor]) -> None:
-        plan, others = wanted.plan, None
-        if wanted.second is not None:
-            second = {p: wanted.second[p] for p in positions}
-            others = list((second if wanted.are_parts else self.ranks.own_parts(second, plan.spread)).values())
-        scale = None if wanted.inverse_scale is None else wanted.inverse_scale.to(values[0].device)
-        rows = self.built_in.measure(values, plan.columns, scale, others)
-        put = wanted.buffer.merge_rows if wanted.merging else wanted.buffer.put_rows
-        put(plan.source, plan.names_at(positions), rows, plan.columns)
+                wanted.buffer.refuse(wanted.plan.source, wanted.plan.names[position], reason)
+        return groups.values()
 
     def run_functions(self, wanted: Measurement) -> None:
         plan, second = wanted.plan, wanted.second
@@ -114,7 +102,8 @@ class Measurer:
         if self.ranks.has_parts:
             for position in plan.functions.keys() - set(due):
                 for metric in plan.functions[position]:
-                    wanted.buffer.absent.setdefault((plan.source, f"{plan.names[position]}/{metric.name}"), _NOT_HERE)
+                    path = f"{plan.names[position]}/{metric.name}"
+                    wanted.buffer.absent.setdefault((plan.source, path), "no value came from the rank that has it")
         if not due:
             return
         spread = plan.spread if self.ranks.count > 1 else frozenset()
@@ -182,7 +171,10 @@ class Measurer:
         summable = [metric for metric in metrics if hasattr(metric.function, "contribution")]
         for metric in metrics:
             if not metric.shardwise and metric not in summable:
-                buffer.absent[source, f"{name}/{metric.name}"] = _SPREAD
+                buffer.absent[source, f"{name}/{metric.name}"] = (
+                    "its elements are sharded over ranks, so no rank can compute a function of all of them; shardwise=True declares "
+                    "that the values of parts can be merged"
+                )
         due = [metric for metric in metrics if metric.shardwise]
         if not due and not summable:
             return

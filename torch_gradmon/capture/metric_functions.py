@@ -18,7 +18,7 @@ from ..core.keys import PARAMETER_SOURCES, Key
 from ..core.records import Metric
 from ..core.torch_modes import no_autocast
 from ..statistics.precise import inner_product, sum_of_squared_ratios
-from ..statistics.request import accumulator_dtype, on_one_device, refusal
+from ..statistics.request import accumulator_dtype, as_plain, on_accelerator, refusal
 from ..step.buffer import StepBuffer, cosine, growth, turn
 from ..step.plan import BuiltIn
 
@@ -35,24 +35,17 @@ class OfProducts:
 
     Args:
         reducer: how ranks merge the products.
-        function: of the products, in the order of :meth:`pairs`.
+        value: the value of the products, each of them a number, or those of several tensors.
+        pairs: from the state, the tensors whose inner products decide the value; none where there is no value.
     """
 
-    def __init__(self, reducer: str, function: Callable[..., Tensor]) -> None:
-        self._reducer, self._function = reducer, function
-
-    def pairs(self, state: State) -> list[tuple[Tensor, Tensor]]:
-        """The tensors whose inner products decide the value; none where there is no value."""
-        raise NotImplementedError
-
-    def value(self, products: Sequence[Tensor]) -> Tensor:
-        """The value from each of the inner products, or the values of several tensors."""
-        return self._function(*products)
+    def __init__(self, reducer: str, value: Callable[..., Tensor], pairs: Callable[[State], Sequence[_Pair]]) -> None:
+        self._reducer, self.value, self.pairs = reducer, value, pairs
 
     def __call__(self, state: State) -> Tensor | None:
         """0-d, or None where there is no value."""
         pairs = self.pairs(state)
-        return self.value(_products(pairs).unbind()) if pairs else None
+        return self.value(*_products(pairs).unbind()) if pairs else None
 
     def contribution(self, state: State) -> tuple[str, Tensor] | None:
         """What one rank's part of a tensor contributes, and how contributions merge."""
@@ -60,39 +53,26 @@ class OfProducts:
         return (self._reducer, _products(pairs)) if pairs else None
 
 
-class StateNorm(OfProducts):
+def _norm_of(*names: str) -> OfProducts:
     """The norm of the first of these state tensors that the optimizer has."""
 
-    def __init__(self, *names: str) -> None:
-        super().__init__("norm", torch.sqrt)
-        self._names = names
-
-    def pairs(self, state: State) -> list[tuple[Tensor, Tensor]]:
-        found = _first_of(state, self._names)
+    def pairs(state: State) -> list[_Pair]:
+        found = _first_of(state, names)
         return [] if found is None else [(found, found)]
 
-
-class Cosine(OfProducts):
-    """The cosine between the gradient and the momentum."""
-
-    def __init__(self) -> None:
-        super().__init__("cosine", cosine)
-
-    def pairs(self, state: State) -> list[tuple[Tensor, Tensor]]:
-        gradient = state["grad"]
-        momentum = _first_of(state, ("exp_avg", "momentum_buffer"))
-        if gradient is None or momentum is None or momentum.shape != gradient.shape:
-            return []
-        return [(gradient, momentum), (gradient, gradient), (momentum, momentum)]
+    return OfProducts("norm", torch.sqrt, pairs)
 
 
-class TurnOf(OfProducts):
-    """What a change does to the direction or length of a parameter."""
+def _with_momentum(state: State) -> list[_Pair]:
+    gradient, momentum = state["grad"], _first_of(state, ("exp_avg", "momentum_buffer"))
+    if gradient is None or momentum is None or momentum.shape != gradient.shape:
+        return []
+    return [(gradient, momentum), (gradient, gradient), (momentum, momentum)]
 
-    def pairs(self, state: State) -> list[tuple[Tensor, Tensor]]:
-        """The parameter with itself, with its change, and the change with itself."""
-        before, change = state["param"], state["change"]
-        return [(before, before), (before, change), (change, change)]
+
+def _with_change(state: State) -> list[_Pair]:
+    before, change = state["param"], state["change"]
+    return [(before, before), (before, change), (change, change)]
 
 
 class OutOfStep:
@@ -148,7 +128,7 @@ def by_device(wanted: Sequence[Products], own_part: Callable[[Tensor], Tensor]) 
     cannot be read, or lies on another device.
     """
     tensors = {id(tensor): tensor for _, _, pairs in wanted for of_one in pairs for pair in of_one for tensor in pair}
-    if not tensors or on_one_device(list(tensors.values())) is not None:
+    if not tensors or as_plain(together := list(tensors.values())) or on_accelerator(together):
         return [list(wanted)] if tensors else []
     parts = {number: own_part(tensor) for number, tensor in tensors.items()}  # of a tensor in several pairs there is one
     groups: dict[torch.device, list[Products]] = {}
@@ -180,7 +160,7 @@ def values_of(wanted: Sequence[Products], inner_products: Callable[[Sequence[Ten
     ]
     products = inner_products([a for _, (a, _) in once.values()], [b for _, (_, b) in once.values()])
     return [
-        one.metric.function.value([_at(products, column) for column in columns])  # type: ignore[union-attr]
+        one.metric.function.value(*[_at(products, column) for column in columns])  # type: ignore[union-attr]
         for one, columns in zip(wanted, places, strict=True)
     ]
 
@@ -195,11 +175,13 @@ def _at(products: Tensor, places: Sequence[int]) -> Tensor:
 #: Built-ins of the optimizer's state after the step, which includes this step's gradient. The cosine is MosaicML Composer's
 #: ``cosine/moment_grad``.
 OPTIMIZER_BUILT_INS = {
-    "exp_avg_norm": BuiltIn(frozenset(), "1", "norm of the first moment or momentum", StateNorm("exp_avg", "momentum_buffer")),
+    "exp_avg_norm": BuiltIn(frozenset(), "1", "norm of the first moment or momentum", _norm_of("exp_avg", "momentum_buffer")),
     "exp_avg_sq_norm": BuiltIn(
-        frozenset(), "1", "norm of the second moment of Adam and its kin", StateNorm("exp_avg_sq", "square_avg")
+        frozenset(), "1", "norm of the second moment of Adam and its kin", _norm_of("exp_avg_sq", "square_avg")
     ),
-    "grad_momentum_cosine": BuiltIn(frozenset(), "1", "cosine between the gradient and the momentum", Cosine()),
+    "grad_momentum_cosine": BuiltIn(
+        frozenset(), "1", "cosine between the gradient and the momentum", OfProducts("cosine", cosine, _with_momentum)
+    ),
     "second_moment_ratio": BuiltIn(
         frozenset(), "1", "root mean square of the gradient over the root of Adam's second moment", OutOfStep()
     ),
@@ -212,18 +194,15 @@ UPDATE_BUILT_INS = {
         frozenset(),
         "rad",
         "angle between the parameter before and after the step; absent for a zero parameter",
-        TurnOf("angle", turn),
+        OfProducts("angle", turn, _with_change),
     ),
     "growth": BuiltIn(
         frozenset(),
         "1",
         "relative growth of the parameter's norm in the step; absent for a zero parameter",
-        TurnOf("growth", growth),
+        OfProducts("growth", growth, _with_change),
     ),
 }
-
-
-# --- Run metric functions on tensors; a function that fails is switched off, and training continues ---
 
 
 #: The reason for a missing value of an optimizer's state.
@@ -231,7 +210,7 @@ NO_STATE = "the optimizer keeps no such state for it"
 
 
 class MetricFunctions:
-    """Runs metric functions safely."""
+    """Runs metric functions. One that fails is switched off, and training continues."""
 
     def __init__(self, complaints: WarningLog) -> None:
         self._complaints = complaints
@@ -288,7 +267,7 @@ class MetricFunctions:
         given = [each_tensor(x, (lambda t: t.detach().clone()) if first else (lambda t: t.detach())) for x in inputs]
         tensors = tensors_in(given)
         versions = [version_of(t) for t in tensors]
-        with torch.no_grad(), no_autocast(_device_type(inputs)):
+        with torch.no_grad(), no_autocast(next((tensor.device.type for tensor in tensors_in(inputs)), "cpu")):
             value = metric.function(*given)
         moved = versions != [version_of(t) for t in tensors]
         # NumPy and the like write without moving a version counter; on the copy the values show it
@@ -335,10 +314,6 @@ def each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 def version_of(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
-
-
-def _device_type(inputs: Sequence[Any]) -> str:
-    return next((tensor.device.type for tensor in tensors_in(inputs)), "cpu")
 
 
 @contextlib.contextmanager

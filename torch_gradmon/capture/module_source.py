@@ -28,19 +28,17 @@ from .attention import AttentionRecorder
 from .compiled import SHARES_GRAPH, CompiledHooks, alike, in_graphs, is_compiled, wrapped_by
 from .coordinate_check import CoordinateCheck
 from .hooks import Handles, Hook, ModuleHook, compiled_graphs, takes_hooks
+from .loss_graph import notes_of
 from .measurer import Measurer
 from .module_values import ModuleValues, tensors_of
 from .pass_tracker import PassTracker
 from .reference import LoopRun, ReferencePass
 
-# --- Gradients of modules' inputs and outputs: hooks on tensors, and which backward passes count ---
-
-
 _MARK = "torch_gradmon"
 
 
 class TensorGradientHooks:
-    """Hooks on the tensors of one step whose gradients are due.
+    """Hooks on the inputs and outputs of modules in one step whose gradients are due, and which backward passes count.
 
     Full backward hooks of modules are not used, since they add a node to the graph.
 
@@ -72,7 +70,10 @@ class TensorGradientHooks:
         self._round += 1
         self.is_reentrant = self.has_ended = False
         self.awaited.clear()
-        self._probes = () if inventory is None else _accumulators(inventory)
+        # the graph nodes that accumulate the gradients of the model's parameters
+        parameters = [] if inventory is None else [reference() for reference in inventory.references]
+        trained = [parameter for parameter in parameters if parameter is not None and parameter.requires_grad]
+        self._probes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in trained]
 
     def end(self) -> None:
         self._handles.remove()
@@ -126,28 +127,15 @@ class TensorGradientHooks:
 
 def _marks(tensor: Tensor) -> set[tuple[Any, ...]]:
     """The marks at the graph node that made ``tensor``; they are freed with it."""
-    metadata: dict[str, Any] = tensor.grad_fn.metadata  # type: ignore[assignment, union-attr]
-    marks: set[tuple[Any, ...]] = metadata.setdefault(_MARK, set())
+    marks: set[tuple[Any, ...]] = notes_of(tensor.grad_fn).setdefault(_MARK, set())  # type: ignore[arg-type]
     return marks
 
 
-def _accumulators(inventory: ModelIndex) -> list[Any]:
-    """The graph nodes that accumulate the gradients of the model's parameters."""
-    parameters = [parameter for reference in inventory.references if (parameter := reference()) is not None]
-    return [torch.autograd.graph.get_gradient_edge(p).node for p in parameters if p.requires_grad]
-
-
-# --- Calls of modules in training: measure inputs and outputs in hooks, and gradients when they arrive ---
-
-
 _GRADIENTS = (n.ACTIVATION_GRADIENT, n.INPUT_GRADIENT)
-_NEEDS_NONE = "it needs no gradient: nothing that it is computed from is trained"
-_BY_PARTS = "the reference module runs when the whole model is called, but here a part of it was called directly"
-_MISSED = "a part of the model was called in training before the step had begun, so not all calls were measured"
 
 
 class ModuleCalls:
-    """Measures the calls of each step.
+    """Measures the inputs and outputs of the calls in each step, and their gradients when they arrive.
 
     Attributes:
         gradients: those of inputs and outputs.
@@ -167,7 +155,7 @@ class ModuleCalls:
         self._lock = threading.RLock()  # hooks may fire on several threads, and share buffers
         self._buffer: StepBuffer | None = None
         self._numbers: Counter[tuple[str, str]] = Counter()
-        self.seen = self.misses_root = self.differences_due = False
+        self.seen = self.misses_root = self.differences_due = self._gradients_due = False
 
     @property
     def places(self) -> Set[tuple[str, str]]:
@@ -179,7 +167,8 @@ class ModuleCalls:
         self._numbers.clear()
         self._values.begin(buffer, metrics, inventory.modules)
         sources = {metric.source for metric in metrics}
-        self.gradients.begin(None if sources.isdisjoint(_GRADIENTS) else inventory)
+        self._gradients_due = not sources.isdisjoint(_GRADIENTS)
+        self.gradients.begin(inventory if self._gradients_due else None)
         self.differences_due = n.ACTIVATION_DIFFERENCE in sources
         if self.differences_due and not self._reference:
             buffer.absent[n.ACTIVATION_DIFFERENCE, ""] = "no reference module is set; see set_reference_module()"
@@ -188,19 +177,17 @@ class ModuleCalls:
         """End the step; its values can still be evaluated."""
         self.gradients.end()
         self._values.end()
-        if self._passes.take_missed() and self._buffer is not None:
+        missed, self._passes.missed = self._passes.missed, False
+        if missed and self._buffer is not None:
             for source in n.MODULE_SOURCES:
                 self._buffer.clear(source)
-                self._buffer.absent[source, ""] = _MISSED
+                reason = "a part of the model was called in training before the step had begun, so not all calls were measured"
+                self._buffer.absent[source, ""] = reason
         self._buffer, self.seen = None, False
 
     def forward_began(self) -> None:
         """Restart the numbers of calls, because the root is called."""
         self._numbers.clear()
-
-    def drop_scaled(self, reason: str) -> None:
-        if self._buffer is not None:
-            self._values.forget(_GRADIENTS, reason)
 
     # --- hooks -----------------------------------------------------------------------------------------------------------------
 
@@ -215,44 +202,47 @@ class ModuleCalls:
     def returned(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._take(name, module, output, n.ACTIVATION, n.ACTIVATION_GRADIENT)
 
-    def _take(self, name: str, module: nn.Module, value: Any, source: str, gradient_source: str) -> None:
-        with self._lock, outside_dispatch_modes():
-            self._take_locked(name, module, value, source, gradient_source)
-
     # between two large matrix products a Python call costs ten times as much as elsewhere, so this method makes few
-    def _take_locked(self, name: str, module: nn.Module, value: Any, source: str, gradient_source: str) -> None:
+    def _take(self, name: str, module: nn.Module, value: Any, source: str, gradient_source: str) -> None:
         passes = self._passes
-        self.seen |= name != n.ROOT
-        awaits = self._buffer is None or passes.is_tentative or passes.awaits_part or not (module.training or passes.counts_eval)
-        if awaits and passes.root_trains is None:
-            self._part_called(module, value)  # this may begin a step of a model that is called by its parts
-        if self._buffer is None or passes.paused:
-            return
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            self._buffer.absent.setdefault((source, name), "inside a torch.func transform")
-            return
-        start, grad = time.perf_counter(), torch.is_grad_enabled()
-        try:
-            # inside a backward pass the forward is a recomputation; grad mode does not show it, since checkpointing switches it
-            recomputed = torch._C._current_graph_task_id() != -1
-            trains = passes.root_trains if passes.root_trains is not None else passes.trains(module)
-            if recomputed or trains:
-                call = -1 if recomputed else self._numbers[source, name]
-                # no gradients within a pass that has them: the first pass of a re-entrant checkpoint
-                if not grad and not recomputed and passes.builds_graph and _is_trained(module):
-                    self.gradients.is_reentrant = True
-                self._numbers[source, name] += not recomputed
-                wanted = grad and self._values.wants(gradient_source, name)
-                if wanted and not self.gradients.follow(gradient_source, name, value, call):
-                    self._buffer.absent.setdefault((gradient_source, name), _NEEDS_NONE)
-                if not recomputed:
-                    torch._C._set_grad_enabled(False)  # the context manager costs as much as a small operation
-                    self._measure(source, name, value, call)
-        except Exception as error:
-            self._complaints.add(f"{source}:{name}", f"the {source} of {name} could not be measured", error)
-        finally:
-            torch._C._set_grad_enabled(grad)
-        self._fence.add_time(time.perf_counter() - start)
+        with self._lock, outside_dispatch_modes():
+            self.seen |= name != n.ROOT
+            awaits = (
+                self._buffer is None or passes.is_tentative or passes.awaits_part or not (module.training or passes.counts_eval)
+            )
+            if awaits and passes.root_trains is None:
+                self._part_called(module, value)  # this may begin a step of a model that is called by its parts
+            if self._buffer is None or passes.paused:
+                return
+            if torch._C._functorch.peek_interpreter_stack() is not None:
+                self._buffer.absent.setdefault((source, name), "inside a torch.func transform")
+                return
+            start, grad = time.perf_counter(), torch.is_grad_enabled()
+            try:
+                # inside a backward pass the forward is a recomputation; grad mode does not show it, since checkpointing switches it
+                recomputed = torch._C._current_graph_task_id() != -1
+                trains = passes.root_trains if passes.root_trains is not None else passes.trains(module)
+                if recomputed or trains:
+                    call = -1 if recomputed else self._numbers[source, name]
+                    # no gradients within a pass that has them: the first pass of a re-entrant checkpoint
+                    if not grad and not recomputed and passes.builds_graph:
+                        self.gradients.is_reentrant |= any(p.requires_grad for p in module.parameters(recurse=False))
+                    self._numbers[source, name] += not recomputed
+                    wanted = grad and self._gradients_due and self._values.wants(gradient_source, name)
+                    if wanted and not self.gradients.follow(gradient_source, name, value, call):
+                        reason = "it needs no gradient: nothing that it is computed from is trained"
+                        self._buffer.absent.setdefault((gradient_source, name), reason)
+                    if not recomputed:
+                        torch._C._set_grad_enabled(False)  # the context manager costs as much as a small operation
+                        self._values.measure(source, name, value, call)
+                        is_compared = source == n.ACTIVATION and self.differences_due and self._reference
+                        if is_compared and self.wants_difference(name):
+                            self._values.measure_pairs(name, value, call, self._of_reference)
+            except Exception as error:
+                self._complaints.add(f"{source}:{name}", f"the {source} of {name} could not be measured", error)
+            finally:
+                torch._C._set_grad_enabled(grad)
+            self._fence.add_time(time.perf_counter() - start)
 
     def _part_called(self, module: nn.Module, value: Any) -> None:
         if (self._buffer is None or self._passes.is_tentative) and self._passes.part_began():
@@ -264,11 +254,6 @@ class ModuleCalls:
         except Exception as error:
             self._complaints.add("part", f"a call of a {type(module).__name__} could not be followed", error)
 
-    def _measure(self, source: str, name: str, value: Any, call: int) -> None:
-        self._values.measure(source, name, value, call)
-        if source == n.ACTIVATION and self.differences_due and self._reference and self.wants_difference(name):
-            self._values.measure_pairs(name, value, call, self._of_reference)
-
     def wants_difference(self, name: str) -> bool:
         return self._values.wants(n.ACTIVATION_DIFFERENCE, name)
 
@@ -276,7 +261,7 @@ class ModuleCalls:
         if (other := self._reference.take(path)) is not None:
             return other
         if not self._reference.is_off and self._passes.root_trains is None:
-            return _BY_PARTS
+            return "the reference module runs when the whole model is called, but here a part of it was called directly"
         return self._reference.reason or "the reference module has no such output"
 
     def _gradient_came(self, source: str, name: str, path: str, call: int, within: bool, gradient: Tensor | None) -> None:
@@ -302,18 +287,9 @@ class ModuleCalls:
             self._complaints.add(f"activation:{name}", f"the output of {name} could not be measured", error)
 
 
-def _is_trained(module: nn.Module) -> bool:
-    return any(parameter.requires_grad for parameter in module.parameters(recurse=False))
-
-
-# --- Forward hooks on modules that metrics match: which modules these are, and when hooks are installed ---
-
-
 _OUTPUTS = (n.ACTIVATION, n.ACTIVATION_GRADIENT, n.ACTIVATION_DIFFERENCE)
 _INPUTS = (n.INPUT, n.INPUT_GRADIENT)
-_SCRIPTED = "a module of TorchScript (torch.jit), which calls no Python hooks"
 OLD_RELEASE = "inside torch.compile they need torch 2.7 or newer"
-_LEFT_OUT = "exclude= (excluded_modules_regex=) leaves it out"
 _Place = tuple[str, str]
 
 
@@ -353,7 +329,9 @@ class ForwardHooks:
             return False
         self._version, self._asked = version, (inventory, metrics, version, on_root)
         wanted = _wanted(inventory, metrics)
-        measured = {place for place in wanted if _has_views(place, metrics)}
+        views = [metric for metric in metrics if metric.source == n.ACTIVATION and metric.function is None]
+        # those of which a graph can compute any metric
+        measured = {(kind, name) for kind, name in wanted if kind in _OUTPUTS and any(m.matches(name) for m in views)}
         wanted |= _in_same_graphs(root, inventory, wanted, measured)
         for place, (reference, handles) in list(self._hooks.items()):
             is_kept = place not in wanted and self.graphs.is_traced(*place)  # removal would cause a recompilation
@@ -389,7 +367,7 @@ class ForwardHooks:
 
     def install_in_compiled(self) -> bool:
         """Parts may have been compiled since hooks were installed, and need more. Returns whether the model has compiled parts."""
-        root = None if self._root is None else self._root()
+        root = self.root
         if self._asked is None or root is None or not is_compiled(root):
             return False
         self._version = None
@@ -439,15 +417,18 @@ class ForwardHooks:
     def explain(self, absent: dict[tuple[str, str], str]) -> None:
         """Add the reasons for modules that have no hooks."""
         if self._unhooked:
-            sources = (*n.MODULE_SOURCES, *n.RCC_SOURCES)
-            absent.update(((source, name), _SCRIPTED) for source in sources for name in self._unhooked)
+            sources, reason = (
+                (*n.MODULE_SOURCES, *n.RCC_SOURCES),
+                "a module of TorchScript (torch.jit), which calls no Python hooks",
+            )
+            absent.update(((source, name), reason) for source in sources for name in self._unhooked)
         for source in n.ATTENTION_SOURCES.values():
             if (source, "") in absent:  # the caller of a call that was not seen is unknown
-                absent.update(((source, name), _LEFT_OUT) for name in self._left_out)
+                absent.update(((source, name), "exclude= (excluded_modules_regex=) leaves it out") for name in self._left_out)
 
     def silent(self, called: Container[_Place]) -> list[str]:
         """Names of modules in compiled parts whose hooks were not ``called``: to releases before 2.7 no graph has a hook of ours."""
-        if TELLS_EXPORT or self._root is None or (root := self._root()) is None:
+        if TELLS_EXPORT or (root := self.root) is None:
             return []
         inside = in_graphs(root)
         hooked = ((place, module()) for place, (module, _) in self._hooks.items() if place not in called)
@@ -508,12 +489,6 @@ def _wanted(inventory: ModelIndex, metrics: Sequence[Metric]) -> dict[_Place, nn
     return wanted
 
 
-def _has_views(place: _Place, metrics: Sequence[Metric]) -> bool:
-    """Whether a graph can compute any metric of the module's output."""
-    kind, name = place
-    return kind in _OUTPUTS and any(m.source == n.ACTIVATION and m.function is None and m.matches(name) for m in metrics)
-
-
 def _in_same_graphs(
     root: nn.Module, inventory: ModelIndex, wanted: Mapping[_Place, nn.Module], measured: set[_Place]
 ) -> dict[_Place, nn.Module]:
@@ -543,10 +518,6 @@ def _left_out(root: nn.Module, inventory: ModelIndex) -> list[str]:
     return list(canonical_names(name for name, module in root.named_modules() if id(module) not in there).values())
 
 
-# --- All of it ---
-
-
-_ROOT_MISSED = "it was asked for after the step had begun, with the call of the model"
 _NOT_IN_GRAPH = (
     "it was not called in a training forward that hooks can see, or torch.compile had traced it before the metric was added, or "
     f"{SHARES_GRAPH}"
@@ -560,8 +531,6 @@ _MIXED = (
     "one of the step's forward or backward passes was interrupted, as by an exception, and its values cannot be told from those of "
     "the others"
 )
-_LOST = "the forward or backward pass of this step was interrupted, as by an exception"
-_SOURCE_GRADIENTS = (n.ACTIVATION_GRADIENT, n.INPUT_GRADIENT)
 _OF_PASSES = (*n.MODULE_SOURCES, *n.RCC_SOURCES, *n.ATTENTION_SOURCES.values())
 
 
@@ -650,7 +619,8 @@ class ModuleSource:
         """The step began in a call of the root, for which the hook on its inputs was installed too late."""
         if self._buffer is not None:
             self._calls.misses_root = True
-            self._buffer.absent.update(((source, n.ROOT), _ROOT_MISSED) for source in (n.INPUT, n.INPUT_GRADIENT))
+            reason = "it was asked for after the step had begun, with the call of the model"
+            self._buffer.absent.update(((source, n.ROOT), reason) for source in (n.INPUT, n.INPUT_GRADIENT))
 
     def end(self) -> None:
         """End the step; its values can still be evaluated."""
@@ -687,7 +657,7 @@ class ModuleSource:
     def _collect(self, buffer: StepBuffer, was_trained: bool) -> None:
         """Collect what compiled graphs have written, or warn that no graph contains a hook."""
         self.hooks.collect(buffer, self.values)
-        seen = self.hooks.graphs.has_parts or self._calls.seen
+        seen = self._calls.seen or any(tap.name != n.ROOT for tap in self.hooks.graphs.traced)
         if not (self._due and was_trained):
             return
         if self.hooks.graphs.traced:
@@ -707,7 +677,12 @@ class ModuleSource:
         return self._check.awaits_forward and not self.hooks.has_compiled_parts
 
     def drop_scaled(self, reason: str) -> None:
-        self._calls.drop_scaled(reason)
+        """Drop the gradients of this step, because their scale is unknown."""
+        if self._buffer is not None:
+            self.values.flush()
+            for source in _GRADIENTS:
+                self._buffer.clear(source)
+                self._buffer.absent[source, ""] = reason
 
     def report_attention(self, name: str, named: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> None:
         if self._step is not None and self._buffer is None:
@@ -722,7 +697,8 @@ class ModuleSource:
         """Whether compiled graphs with our hooks write values from now on. Does not synchronise."""
         if not (is_open or self.passes.is_open or self.passes.missed):
             return  # as in most steps
-        self.passes.set_open(is_open)
+        self.passes.is_open = is_open
+        self.passes.missed &= is_open  # an unmonitored step misses nothing
         self.hooks.graphs.open(is_open and not self.passes.paused)
 
     def pause(self, is_paused: bool) -> None:
@@ -740,7 +716,7 @@ class ModuleSource:
         if torch._C._current_autograd_node() is not None:  # a nested one
             return
         if self._awaited or self._calls.gradients.awaited:  # an earlier one, through the same forward
-            self._drop(_OF_PASSES if self._awaited else _SOURCE_GRADIENTS, is_alone=False)
+            self._drop(_OF_PASSES if self._awaited else _GRADIENTS, is_alone=False)
             self._forget_awaited()
         self._has_backward = True
 
@@ -761,7 +737,7 @@ class ModuleSource:
         if self._awaited:
             self._drop(_OF_PASSES, is_alone=not self._has_backward)
         else:
-            self._drop(_SOURCE_GRADIENTS, is_alone=not gradients.has_ended)
+            self._drop(_GRADIENTS, is_alone=not gradients.has_ended)
         self._forget_awaited()
 
     def _forget_awaited(self) -> None:
@@ -792,8 +768,9 @@ class ModuleSource:
         """Say why values of ``source`` are absent, if passes of this step that were interrupted are the reason."""
         if buffer.refused.get(source) is _MIXED:
             buffer.refuse_all(source, _MIXED)
-        elif not self._has_forward or (source in _SOURCE_GRADIENTS and not self._calls.gradients.has_ended):
-            buffer.absent.setdefault((source, ""), _LOST)
+        elif not self._has_forward or (source in _GRADIENTS and not self._calls.gradients.has_ended):
+            reason = "the forward or backward pass of this step was interrupted, as by an exception"
+            buffer.absent.setdefault((source, ""), reason)
 
     # --- hooks -----------------------------------------------------------------------------------------------------------------
 
@@ -852,8 +829,8 @@ class ModuleSource:
 
     def _run_reference(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (ran := self._loop_run.take()) is not None:
-            self.reference.adopt(ran.outputs)
-            self._check.behind(root, ran.run)
+            self.reference.adopt(ran.all_outputs)
+            self._check.behind(root, ran)
             return
         with self._check.beside(root) as note, self.passes.pause():  # the two may share modules
             self.reference.run(root, self._calls.wants_difference, args, kwargs, note)

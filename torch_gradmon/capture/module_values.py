@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import groupby, islice
 from typing import Any, NamedTuple
 
@@ -105,110 +106,111 @@ _CHANNELS_FIRST = (
 )
 
 
-class _Saturation:
-    def bind(self, module: Any) -> Callable[[Tensor], Tensor] | str:
-        for kind, low, high in _BOUNDS:
-            if isinstance(module, kind):
-                return lambda x: _share_outside(x, low, high)
+class _ForModule(NamedTuple):
+    """A metric's function, or why there is none, from the module; see :class:`.ForModule`."""
+
+    bind: Callable[[Any], Callable[[Tensor], Tensor | None] | str]
+
+
+def _saturation(module: Any) -> Callable[[Tensor], Tensor] | str:
+    bounds = next(((low, high) for kind, low, high in _BOUNDS if isinstance(module, kind)), None)
+    if bounds is None:
         return f"its module is no {', '.join(kind.__name__ for kind, *_ in _BOUNDS)}, whose outputs have bounds"
+    low, high = bounds
+
+    def share(output: Tensor) -> Tensor:
+        wide = output.to(accumulator_dtype(output.device))  # in which the bounds are exact
+        return ((wide < low + MARGIN) | (wide > high - MARGIN)).to(wide.dtype)
+
+    return share
 
 
-def _share_outside(x: Tensor, low: float, high: float) -> Tensor:
-    wide = x.to(accumulator_dtype(x.device))  # in which the bounds are exact
-    return ((wide < low + MARGIN) | (wide > high - MARGIN)).to(wide.dtype)
-
-
-class UnitsOf:
-    """Finds the dimension of the units in a module's output.
-
-    Args:
-        module: the first dimension after the batch is meant for convolutions, batch norms, pooling and other modules with outputs of four
-            dimensions or more; else the last.
+def _unit_dimension(module: Any) -> Callable[[Tensor], int]:
+    """A function that finds the dimension of the units in an output of the module, which has one at least: the first one after the batch
+    for convolutions, batch norms, pooling and other modules with outputs of four dimensions or more; else the last.
     """
+    has_channels, is_linear = isinstance(module, _CHANNELS_FIRST), isinstance(module, nn.Linear)
+    of_one_sample = len(module.kernel_size) + 1 if isinstance(module, nn.modules.conv._ConvNd) else -1
 
-    def __init__(self, module: Any) -> None:
-        self._has_channels = isinstance(module, _CHANNELS_FIRST)
-        self._is_linear = isinstance(module, nn.Linear)
-        convolves = isinstance(module, nn.modules.conv._ConvNd)
-        self._dim_of_one_sample = len(module.kernel_size) + 1 if convolves else -1
-
-    def dim(self, output: Tensor) -> int:
-        """The dimension; ``output`` has one at least."""
-        if output.dim() == self._dim_of_one_sample:
+    def dimension(output: Tensor) -> int:
+        if output.dim() == of_one_sample:
             return 0
-        channels = self._has_channels or (output.dim() >= 4 and not self._is_linear)
+        channels = has_channels or (output.dim() >= 4 and not is_linear)
         return 1 if channels and output.dim() >= 3 else output.dim() - 1
 
-
-class _Dormant:
-    def bind(self, module: Any) -> Callable[[Tensor], Tensor | None] | str:
-        units_of = UnitsOf(module)
-
-        def share(output: Tensor) -> Tensor | None:
-            """Of the units whose mean |x| is :data:`DORMANT_SHARE` of the mean over the units or less; NaN with what is not finite."""
-            if not output.dim() or output.layout != torch.strided:
-                return None
-            dim = units_of.dim(output)
-            others = [other for other in range(output.dim()) if other != dim]
-            wide = accumulator_dtype(output.device)
-            sums = torch.linalg.vector_norm(output, 1, dim=others, dtype=wide) if others else output.abs().to(wide)
-            return torch.where(sums.isfinite().all(), (sums <= DORMANT_SHARE * sums.mean()).to(wide).mean(), torch.nan)
-
-        return share
+    return dimension
 
 
-class _Participation:
-    def bind(self, module: Any) -> Callable[[Tensor], Tensor | None] | str:
-        units_of = UnitsOf(module)
-        return lambda x: participation_ratio(x.movedim(units_of.dim(x), -1)) if x.dim() else None
+def _dormant(module: Any) -> Callable[[Tensor], Tensor | None]:
+    unit_dimension = _unit_dimension(module)
+
+    def share(output: Tensor) -> Tensor | None:
+        """Of the units whose mean |x| is :data:`DORMANT_SHARE` of the mean over the units or less; NaN with what is not finite."""
+        if not output.dim() or output.layout != torch.strided:
+            return None
+        dim = unit_dimension(output)
+        others = [other for other in range(output.dim()) if other != dim]
+        wide = accumulator_dtype(output.device)
+        sums = torch.linalg.vector_norm(output, 1, dim=others, dtype=wide) if others else output.abs().to(wide)
+        return torch.where(sums.isfinite().all(), (sums <= DORMANT_SHARE * sums.mean()).to(wide).mean(), torch.nan)
+
+    return share
 
 
-class _SingularSide:
-    def bind(self, module: Any) -> Callable[[Tensor], Tensor | None] | str:
-        if not isinstance(module, nn.Linear):
-            return "its module is no Linear, whose output shows on which side of a singular vector an input lies"
-        reference = weakref.ref(module)
+def _participation(module: Any) -> Callable[[Tensor], Tensor | None]:
+    unit_dimension = _unit_dimension(module)
+    return lambda x: participation_ratio(x.movedim(unit_dimension(x), -1)) if x.dim() else None
 
-        def sides(output: Tensor) -> Tensor | None:
-            """For each row, whether it lies on the one side of the first singular vector (1) or on the other (0)."""
-            alive = reference()
-            # the attribute could be a parametrization that runs
-            weight = None if alive is None else alive._parameters.get("weight")
-            if alive is None or weight is None or not output.dim() or refusal(weight) is not None:
-                return None
-            if (vector := first_left_vector(weight)) is None:
-                return None
-            bias = alive._parameters.get("bias")
-            wide = output.to(vector.dtype) if bias is None else output.to(vector.dtype) - bias.to(vector.dtype)
-            along = wide @ vector
-            found = torch.where(along.isnan(), torch.nan, (along > 0).to(vector.dtype))
-            return torch.where(vector.any(), found, UNDEFINED)
 
-        return sides
+def _singular_side(module: Any) -> Callable[[Tensor], Tensor | None] | str:
+    if not isinstance(module, nn.Linear):
+        return "its module is no Linear, whose output shows on which side of a singular vector an input lies"
+    reference = weakref.ref(module)
+
+    def sides(output: Tensor) -> Tensor | None:
+        """For each row, whether it lies on the one side of the first singular vector (1) or on the other (0)."""
+        alive = reference()
+        # the attribute could be a parametrization that runs
+        weight = None if alive is None else alive._parameters.get("weight")
+        if alive is None or weight is None or not output.dim() or refusal(weight) is not None:
+            return None
+        if (vector := first_left_vector(weight)) is None:
+            return None
+        bias = alive._parameters.get("bias")
+        wide = output.to(vector.dtype) if bias is None else output.to(vector.dtype) - bias.to(vector.dtype)
+        along = wide @ vector
+        found = torch.where(along.isnan(), torch.nan, (along > 0).to(vector.dtype))
+        return torch.where(vector.any(), found, UNDEFINED)
+
+    return sides
 
 
 class DeadUnits:
     """Counts, for one module's output, the consecutive monitored steps in which each unit was silent.
 
     Args:
-        module: see :class:`UnitsOf`.
+        module: see :func:`_unit_dimension`.
+
+    Attributes:
+        is_seen: there was an output in this step.
 
     Memory: five bytes per unit.
     """
 
     def __init__(self, module: Any) -> None:
-        self._units_of = UnitsOf(module)
+        self._unit_dimension = _unit_dimension(module)
         self._alive: Tensor | None = None
         self._silent: Tensor | None = None
-        self.steps = 0
+        self.steps, self.is_seen = 0, False
 
     def see(self, output: Tensor, eps: float) -> None:
         """Add one output of this step; a unit is alive if ``|x| > eps`` or NaN for any sample. Does not synchronise."""
+        self.is_seen = True
         if output.dim() == 0:
             return
         if output.layout != torch.strided:
             output = output.to_dense()
-        units = self._units_of.dim(output)
+        units = self._unit_dimension(output)
         others = [dim for dim in range(output.dim()) if dim != units]
         magnitude = output.detach().abs()
         magnitude = magnitude.float() if magnitude.dtype in NARROW else magnitude
@@ -220,8 +222,9 @@ class DeadUnits:
             self._alive |= alive
 
     def discard(self) -> None:
-        if self._alive is not None:
+        if self.is_seen and self._alive is not None:
             self._alive = torch.zeros_like(self._alive)
+        self.is_seen = False
 
     def end_step(self) -> Tensor | None:
         """The share of dead units, 0-d; None before :data:`WINDOW` steps."""
@@ -238,54 +241,15 @@ class DeadUnits:
         return dead.mean() if self.steps >= WINDOW else None
 
 
-class DeadUnitTracker:
-    """The :class:`DeadUnits` of all outputs, by path."""
-
-    def __init__(self) -> None:
-        self._units: dict[str, DeadUnits] = {}
-        self._seen: set[str] = set()
-
-    def clear(self) -> None:
-        self._seen.clear()
-
-    def discard(self) -> None:
-        for path in self._seen:
-            self._units[path].discard()
-        self._seen.clear()
-
-    def see(self, path: str, module: Callable[[], nn.Module | None] | None, output: Tensor, eps: float) -> None:
-        """Add one output of ``module``, given as a weak reference."""
-        if path not in self._units:
-            self._units[path] = DeadUnits(None if module is None else module())
-        self._units[path].see(output, eps)
-        self._seen.add(path)
-
-    def end_step(self, buffer: StepBuffer) -> None:
-        for path in self._seen:
-            share = self._units[path].end_step()
-            if share is not None:
-                buffer.put_value(Key(ACTIVATION, path, "dead"), share)
-            else:
-                steps = self._units[path].steps
-                buffer.absent[ACTIVATION, f"{path}/dead"] = f"it takes {WINDOW} monitored steps, and {steps} were seen"
-        self._seen.clear()
-
-
-class _Dead:
-    """Marks the metric, whose :class:`DeadUnits` outlive a call."""
-
-    def bind(self, module: Any) -> Callable[..., Any] | str:
-        return "it is measured for outputs of modules only"
-
-
-DEAD = _Dead()
+#: Marks the metric, whose :class:`DeadUnits` outlive a call.
+DEAD = _ForModule(lambda _: "it is measured for outputs of modules only")
 #: Built-in metrics of inputs, and of outputs too.
 INPUT_BUILT_INS = {
     PARTICIPATION_RATIO: BuiltIn(
         frozenset(),
         "1",
         "participation ratio: how many directions the rows of units fill; mean of the micro-batches",
-        _Participation(),
+        _ForModule(_participation),
     )
 }
 #: Built-in metrics of outputs, in addition to the views of statistics.
@@ -294,25 +258,25 @@ ACTIVATION_BUILT_INS = {
         frozenset(), "share", f"units with |output| <= zero_threshold for every sample of the last {WINDOW} monitored steps", DEAD
     ),
     "saturation": BuiltIn(
-        frozenset(), "share", f"share of the outputs of a sigmoid or tanh that are within {MARGIN} of either bound", _Saturation()
+        frozenset(),
+        "share",
+        f"share of the outputs of a sigmoid or tanh that are within {MARGIN} of either bound",
+        _ForModule(_saturation),
     ),
     "dormant": BuiltIn(
         frozenset(),
         "share",
         f"share of units whose mean |output| is {DORMANT_SHARE} of the mean over units or less; mean of the micro-batches",
-        _Dormant(),
+        _ForModule(_dormant),
     ),
     "spectral_alignment": BuiltIn(
         frozenset(),
         "share",
         "share of the inputs of a Linear on one side of the first singular vector of its weight: 0 or 1 if all lie on one side",
-        _SingularSide(),
+        _ForModule(_singular_side),
     ),
     **INPUT_BUILT_INS,
 }
-
-
-# --- The metrics requested of each module, and the built-in values of a step's tables ---
 
 
 @dataclass(frozen=True)
@@ -335,7 +299,7 @@ class RequestedMetrics:
     split: bool
     reasons: Mapping[str, str]
 
-    @property
+    @cached_property
     def others(self) -> bool:
         return bool(self.functions or self.dead or self.reasons)
 
@@ -501,7 +465,7 @@ class HostRows:
         if row is not None:
             self._rows.append(_MeasuredCall(source, [path], columns, row))
             return True
-        if not (tensor.numel() <= SMALL and tensor.dtype in NARROW and is_plain(tensor)):
+        if not (is_plain(tensor) and tensor.numel() <= SMALL and tensor.dtype in NARROW):
             return False
         if self._used + tensor.numel() > CAPACITY:
             self.flush()
@@ -630,9 +594,6 @@ class DeviceRows:
             self._failed.update(paths)
 
 
-# --- Values of modules' inputs, outputs and their gradients, merged over calls and micro-batches ---
-
-
 class _Item(NamedTuple):
     """A tensor, its metrics, and the path of its values; ``plain`` is that path without the number of the call."""
 
@@ -645,7 +606,9 @@ class _Item(NamedTuple):
 
 
 class ModuleValues:
-    """Measures what the metrics of modules request, one step after the other. Tensors are not kept; small ones are copied."""
+    """Measures what the metrics of modules request, one step after the other, merged over calls and micro-batches. Tensors are not kept;
+    small ones are copied.
+    """
 
     def __init__(self, measurer: Measurer) -> None:
         self._measurer = measurer
@@ -653,7 +616,7 @@ class ModuleValues:
         self._lookup = MetricLookup()
         #: Returns a function that computes the built-in values of this step's tables, see :meth:`MetricLookup.evaluator`.
         self.evaluator = self._lookup.evaluator
-        self._units = DeadUnitTracker()
+        self._units: dict[str, DeadUnits] = {}  # by path
         self._rows = HostRows(measurer.built_in)
         self._device_rows: DeviceRows | None = None
 
@@ -663,14 +626,21 @@ class ModuleValues:
         self._buffer = buffer
         self._rows.begin(buffer)
         self._device_rows = None  # an interrupt at the end of the last step may have left some
-        self._units.clear()
+        for units in self._units.values():
+            units.is_seen = False
         self._lookup.begin(metrics, modules)
 
     def end(self) -> None:
         """End the step; its values can still be evaluated."""
         if self._buffer is not None:
             self.flush()
-            self._units.end_step(self._buffer)
+            for path, units in self._units.items():
+                if units.is_seen and (share := units.end_step()) is not None:
+                    self._buffer.put_value(Key(ACTIVATION, path, "dead"), share)
+                elif units.is_seen:
+                    reason = f"it takes {WINDOW} monitored steps, and {units.steps} were seen"
+                    self._buffer.absent[ACTIVATION, f"{path}/dead"] = reason
+                units.is_seen = False
         self._buffer = None
 
     def discard(self) -> None:
@@ -678,15 +648,8 @@ class ModuleValues:
         assert self._buffer is not None
         self._rows.begin(self._buffer)
         self._device_rows = None
-        self._units.discard()
-
-    def forget(self, sources: tuple[str, ...], reason: str) -> None:
-        """Drop what was measured of ``sources`` in this step, for ``reason``."""
-        assert self._buffer is not None
-        self.flush()
-        for source in sources:
-            self._buffer.clear(source)
-            self._buffer.absent[source, ""] = reason
+        for units in self._units.values():
+            units.discard()
 
     def adopt(self, name: str, path: str, columns: frozenset[Column]) -> None:
         """The row of ``path``, a tensor in the output of module ``name``, was written by a graph, with these columns only."""
@@ -717,13 +680,12 @@ class ModuleValues:
         asked = self._lookup.requested(source, name)
         if not asked:
             return
-        if (
-            path is None
-            and inverse_scale is None
-            and isinstance(value, Tensor)
-            and self._measured_quickly(asked, source, name, value)
-        ):
-            return
+        is_single = path is None and inverse_scale is None and isinstance(value, Tensor) and len(asked) == 1
+        if is_single and not (asked[0].split or asked[0].others):
+            # the usual case, with few calls: between two large matrix products one costs ten times as much as elsewhere
+            self._lookup.owner[source, name] = name, False
+            if self._rows.measure(source, name, asked[0].columns, value):
+                return
         items = list(self._items(source, name, value, call, path))
         if not items and (source, name) not in self._buffer.absent:
             what = "output" if source == n.ACTIVATION else "value"
@@ -784,34 +746,26 @@ class ModuleValues:
             if not item.asked.views:
                 continue
             columns, tensor = item.asked.columns, item.tensor
-            is_kept = item.other is None and (
-                self._rows.measure(source, item.path, columns, tensor, inverse_scale)
-                or self._measured_together(source, item, inverse_scale)
-            )
-            if not is_kept:
+            rows: HostRows | DeviceRows = self._rows
+            if not tensor.is_cpu:
+                if self._device_rows is None:
+                    self._device_rows = DeviceRows(self._measurer.built_in, self._buffer, self._measurer.complaints)
+                rows = self._device_rows
+            if item.other is not None or not rows.measure(source, item.path, columns, tensor, inverse_scale):
                 groups.setdefault(item.tensor.device, []).append(item)
         for device, members in groups.items():
             columns = members[0].asked.columns.union(*(item.asked.columns for item in members[1:]))
             scale = None if inverse_scale is None else inverse_scale.to(device)
             others = [item.other for item in members if item.other is not None] or None
-            rows = self._measurer.built_in.measure([item.tensor for item in members], columns, scale, others)
+            found = self._measurer.built_in.measure([item.tensor for item in members], columns, scale, others)
             paths = [item.path for item in members]
             if self._rows:  # keeps the order of the calls
-                self._rows.append(source, paths, columns, rows)
+                self._rows.append(source, paths, columns, found)
             else:
-                self._buffer.merge_rows(source, paths, rows, columns)
+                self._buffer.merge_rows(source, paths, found, columns)
         for item in items:
             if item.asked.others:
                 self._measure_others(source, item, inverse_scale)
-
-    def _measured_together(self, source: str, item: _Item, inverse_scale: Tensor | None) -> bool:
-        """Whether the tensor is on an accelerator, not too large, and will be measured with others."""
-        if item.tensor.is_cpu:
-            return False
-        if self._device_rows is None:
-            assert self._buffer is not None
-            self._device_rows = DeviceRows(self._measurer.built_in, self._buffer, self._measurer.complaints)
-        return self._device_rows.measure(source, item.path, item.asked.columns, item.tensor, inverse_scale)
 
     def flush(self) -> None:
         """Store in the buffer what was measured so far."""
@@ -819,23 +773,15 @@ class ModuleValues:
         if self._device_rows is not None:
             self._device_rows.flush()
 
-    def _measured_quickly(self, asked: tuple[RequestedMetrics, ...], source: str, name: str, tensor: Tensor) -> bool:
-        """A fast path with few calls for the usual case: one tensor, and only views of its statistics.
-
-        Between two large matrix products a Python call costs ten times as much as elsewhere.
-        """
-        if len(asked) != 1 or asked[0].split or asked[0].others or not is_plain(tensor):
-            return False
-        self._lookup.owner[source, name] = name, False
-        return self._rows.measure(source, name, asked[0].columns, tensor)
-
     def _measure_others(self, source: str, item: _Item, inverse_scale: Tensor | None) -> None:
         assert self._buffer is not None
         for metric, reason in item.asked.reasons.items():
             self._buffer.absent[source, f"{item.path}/{metric}"] = reason
         if item.asked.dead:
-            module = self._lookup.modules.get(item.name)
-            self._units.see(item.path, module, item.tensor, self._measurer.built_in.eps)
+            if item.path not in self._units:
+                module = self._lookup.modules.get(item.name)
+                self._units[item.path] = DeadUnits(None if module is None else module())
+            self._units[item.path].see(item.tensor, self._measurer.built_in.eps)
         functions = item.asked.functions
         if item.tensor.numel() == 0 and (own := [metric for metric in functions if metric.built_in]):
             functions = tuple(metric for metric in functions if not metric.built_in)

@@ -17,7 +17,7 @@ from ..step.buffer import StepBuffer
 from ..step.model_index import PLAIN_GRADIENTS, GradientSource, Place, there
 from ..step.plan import SourcePlan
 from .measurer import Measurement, Measurer
-from .metric_functions import TurnOf
+from .metric_functions import OfProducts
 
 #: Elements of the updates that functions get at once, unless one tensor has more.
 _TOGETHER = 2**22
@@ -132,6 +132,8 @@ class ParameterCapture:
         if self._buffer is None:
             return
         wanted = set(self._plans[UPDATE].positions).intersection(positions) - self._before.keys()
+        if not wanted:
+            return
         parts: dict[int, Tensor] = {}
         for position, parameter in self._parts(sorted(wanted)).items():
             name = self._plans[UPDATE].names[position]
@@ -160,14 +162,14 @@ class ParameterCapture:
         if self._buffer is None:
             return
         positions = list(positions)
-        before = {position: self._before[position] for position in positions if position in self._before}
-        self._before = {
-            position: copy for position, copy in self._before.items() if position not in before or position in self.shared
-        }
-        after = {position: self._rows(parameter) for position, parameter in self._parts(before).items()}
+        before = {p: self._before[p] for p in positions if p in self._before} if self._before else {}
+        after: Mapping[int, Tensor] = {}
         plan = self._plans[UPDATE]
-        self._measurer.statistics(Measurement(self._buffer, plan, after, second=before, are_parts=True))
-        self._measure_base(plan, before)
+        if before:
+            self._before = {p: copy for p, copy in self._before.items() if p not in before or p in self.shared}
+            after = {position: self._rows(parameter) for position, parameter in self._parts(before).items()}
+            self._measurer.measure(Measurement(self._buffer, plan, after, second=before, are_parts=True))
+            self._measure_base(plan, before)
         if plan.functions:
             self._run_functions(plan, before, after)
         states = self._plans[OPTIMIZER]
@@ -198,7 +200,7 @@ class ParameterCapture:
                 functions = {
                     p: kept
                     for p in positions
-                    if (kept := tuple(m for m in plan.functions[p] if isinstance(m.function, TurnOf) == takes_both))
+                    if (kept := tuple(m for m in plan.functions[p] if isinstance(m.function, OfProducts) == takes_both))
                 }
                 if functions:
                     self._measurer.run_functions(Measurement(self._buffer, replace(plan, functions=functions), values))
@@ -226,7 +228,7 @@ class ParameterCapture:
             self._buffer.repeat_rows(UPDATE_BASE, plan.names_at(again), PARAMETER, SQUARES)
         rest = {position: before[position] for position in before.keys() - set(again)} if again else before
         base = SourcePlan(UPDATE_BASE, plan.names, SQUARES, plan.measured, spread=plan.spread)
-        self._measurer.statistics(Measurement(self._buffer, base, rest, are_parts=True))
+        self._measurer.measure(Measurement(self._buffer, base, rest, are_parts=True))
 
     def _rows(self, parameter: Tensor) -> Tensor:
         count = self._sample

@@ -56,15 +56,6 @@ class PassTracker:
         """Start a step, begun by a call in evaluation mode if ``in_eval``, which a backward pass may confirm as training."""
         self.counts_eval = self.is_tentative = in_eval
 
-    def set_open(self, is_open: bool) -> None:
-        self.is_open = is_open
-        self.missed &= is_open  # an unmonitored step misses nothing
-
-    def take_missed(self) -> bool:
-        """:attr:`missed`, once."""
-        missed, self.missed = self.missed, False
-        return missed
-
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
         self.is_paused = True

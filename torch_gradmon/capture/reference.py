@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import TreeSpec, tree_flatten
 
-from ..core import torch_modes
 from ..core.errors import GradmonWarning, TrainingStopped, WarningLog
 from ..core.fence import Fence
 from ..core.keys import canonical_names
-from ..core.torch_modes import SharedContext, autocast_cache_kept, copied_module, outside_dispatch_modes
+from ..core.torch_modes import SharedContext, autocast_cache_kept, copied_module, outside_dispatch_modes, untouched_generators
 from ..statistics.request import PLAIN, refusal
 from .compiled import is_compiled
 from .hooks import Handles, ModuleHook, takes_hooks
@@ -91,12 +91,16 @@ def _twin(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def call_isolated(module: nn.Module, inputs: Iterable[Tensor] = ()) -> Iterator[None]:
-    """Run ``module`` without autograd and without side effects."""
+    """Run ``module`` without autograd and without side effects: autocast's cache of cast weights, compiled graphs, and the generators of
+    its devices stay as they are, too.
+    """
     with (
         outside_dispatch_modes(),
         torch.no_grad(),
         untouched_rng(),
-        _protected(module, inputs),
+        autocast_cache_kept(),
+        untouched_generators({t.device for t in chain(module.parameters(), module.buffers(), inputs)}),
+        _EAGER if is_compiled(module) else contextlib.nullcontext(),
         _unchanged(module),
         _WITHOUT_ADVICE,
     ):
@@ -136,18 +140,6 @@ def _unchanged(module: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _protected(module: nn.Module, inputs: Iterable[Tensor] = ()) -> Iterator[None]:
-    """Protect autocast's cache of cast weights, compiled graphs, and the generators of their accelerators."""
-    devices = {t.device for t in chain(module.parameters(), module.buffers(), inputs)}
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(autocast_cache_kept())
-        stack.enter_context(torch_modes.untouched_generators(devices))
-        if is_compiled(module):
-            stack.enter_context(_EAGER)
-        yield
-
-
-@contextlib.contextmanager
 def _without_advice() -> Iterator[None]:
     """Suppress the warning of re-entrant checkpoints that no input has gradients, as intended here.
 
@@ -158,26 +150,20 @@ def _without_advice() -> Iterator[None]:
     if module is None or check is None:
         yield
         return
-    module.check_backward_validity = _accept  # type: ignore[attr-defined]
+    module.check_backward_validity = lambda _: None  # type: ignore[attr-defined]
     try:
         yield
     finally:
         module.check_backward_validity = check  # type: ignore[attr-defined]
 
 
-def _accept(_: Iterable[Any]) -> None:
-    return None
-
-
 #: Both change the whole process.
 _EAGER, _WITHOUT_ADVICE = SharedContext(lambda: torch.compiler.set_stance("force_eager")), SharedContext(_without_advice)
 
 
-# --- The calls of its parts while the reference runs ---
-
-
-#: Types compared by value; other non-tensor inputs are never equal.
+#: Types compared by value; other non-tensor inputs are never equal, which this stands for.
 _SIMPLE = (type(None), bool, int, float, str, torch.dtype, torch.device)
+_UNKNOWN = object()
 
 
 @dataclass
@@ -185,12 +171,12 @@ class ReplayedOutputs:
     """One call of a part.
 
     Attributes:
-        given: its arguments with the model's tensors instead of their copies; None if some came from elsewhere.
+        given: what its arguments hold, with the model's tensors instead of their copies, and how; None if some came from elsewhere.
         first: copies of the tensors in its first argument, by path.
         outputs: copies of the returned tensors, by path; None until it has returned.
     """
 
-    given: tuple[Any, ...] | None
+    given: tuple[list[Any], TreeSpec] | None
     first: dict[str, Tensor] = field(default_factory=dict)
     outputs: dict[str, Tensor] | None = None
 
@@ -218,7 +204,9 @@ class ReplayedForward:
     def called(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         number = self._calls[name]
         self._calls[name] += 1
-        outcome = ReplayedOutputs(self._traced((args, dict(kwargs))))
+        leaves, structure = tree_flatten((args, dict(kwargs)))
+        given = [self._of_model(leaf) for leaf in leaves]
+        outcome = ReplayedOutputs(None if any(leaf is _UNKNOWN for leaf in given) else (given, structure))
         if self._keeps_all:
             outcome.first = {path: tensor.detach().clone() for path, tensor in first_of(args, kwargs) if refusal(tensor) is None}
         self._open.append((name, number, outcome))
@@ -240,48 +228,38 @@ class ReplayedForward:
     def outputs_for(self, name: str, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor] | None:
         """The outputs of the call of that number if its inputs equal those of the model's module, else None."""
         outcome = self._outcomes.get((name, number))
-        if outcome is None or outcome.given is None or not self._same(outcome.given, (args, dict(kwargs))):
+        if outcome is None or outcome.given is None:
             return None
-        return outcome.outputs
+        given, structure = outcome.given
+        leaves, of_call = tree_flatten((args, dict(kwargs)))
+        return outcome.outputs if of_call == structure and all(map(self._is_same, given, leaves)) else None
 
-    def _traced(self, value: Any) -> Any:
-        """``value`` with the model's tensors in it; None if it holds anything else that cannot be compared."""
-        found: Any
+    def _of_model(self, value: Any) -> Any:
+        """The model's tensor of which this is the copy, or a simple value."""
         if isinstance(value, Tensor):
             origin = self._origins.get(id(value))
-            return origin[0] if origin is not None and value._version == origin[3] else None
-        if isinstance(value, dict):
-            found = {key: (self._traced(item), item is None) for key, item in value.items()}
-            parts = found.values()
-        elif type(value) in (tuple, list):
-            found = parts = [(self._traced(item), item is None) for item in value]
-        else:
-            return value if isinstance(value, _SIMPLE) else None
-        if any(part is None and not is_none for part, is_none in parts):
-            return None
-        if isinstance(value, dict):
-            return {key: part for key, (part, _) in found.items()}
-        return type(value)(part for part, _ in found)
+            return origin[0] if origin is not None and value._version == origin[3] else _UNKNOWN
+        return value if isinstance(value, _SIMPLE) else _UNKNOWN
 
-    def _same(self, given: Any, now: Any) -> bool:
-        if type(given) is not type(now):
-            return False
+    def _is_same(self, given: Any, now: Any) -> bool:
         if isinstance(given, Tensor):
             return given is now and any(now is tensor and now._version == was for tensor, was, *_ in self._origins.values())
-        if isinstance(given, dict):
-            return given.keys() == now.keys() and all(self._same(item, now[key]) for key, item in given.items())
-        if isinstance(given, (tuple, list)):
-            return len(given) == len(now) and all(map(self._same, given, now))
-        equal: bool = given == now
+        equal: bool = type(given) is type(now) and given == now
         return equal
+
+    @property
+    def all_outputs(self) -> dict[str, deque[Tensor]]:
+        """What the parts returned, by path, in the order of calls."""
+        found: dict[str, deque[Tensor]] = {}
+        for (name, _), outcome in self._outcomes.items():
+            for rest, tensor in (outcome.outputs or {}).items():
+                found.setdefault(name + rest, deque()).append(tensor)
+        return found
 
 
 def first_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
     """The tensors in a module's first argument, by path; the first keyword argument if there is no positional one."""
     return list(tensors_of(args[0] if args else next(iter(kwargs.values()), None), ""))
-
-
-# --- Its runs ---
 
 
 class ReferencePass:
@@ -365,7 +343,16 @@ class ReferencePass:
             return
         try:
             with call_isolated(self.module):
-                self._call(self.module, root, hooked, private((args, kwargs), carrier(root, self.module), note))
+                args, kwargs = private((args, kwargs), carrier(root, self.module), note)
+                if self._follows:
+                    _follow(self.module, root)
+                handles = Handles()
+                try:
+                    for name, part in hooked.items():
+                        handles.of_module(part.register_forward_hook(ModuleHook(self._returned, name)))
+                    self.module(*args, **kwargs)
+                finally:
+                    handles.remove()
             self.reason = None if self._kept else "none of the modules that are measured ran in the reference module"
         except Exception as error:
             self.forget()
@@ -388,20 +375,10 @@ class ReferencePass:
                 _follow(part, watched)
             return dict(tensors_of(part(*args, **kwargs), ""))
 
-    def _call(self, module: nn.Module, root: nn.Module, hooked: dict[str, nn.Module], inputs: Any) -> None:
-        if self._follows:
-            _follow(module, root)
-        args, kwargs = inputs
-        handles = Handles()
-        try:
-            for name, part in hooked.items():
-                handles.of_module(part.register_forward_hook(ModuleHook(self._returned, name)))
-            module(*args, **kwargs)
-        finally:
-            handles.remove()
-
     def _returned(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        _keep(self._kept, name, output)
+        for path, tensor in tensors_of(output, name):
+            if refusal(tensor) is None:
+                self._kept.setdefault(path, deque()).append(tensor.detach().clone())
 
     def adopt(self, outputs: dict[str, deque[Tensor]]) -> None:
         """Keep ``outputs`` of a run by the loop itself, by path."""
@@ -414,13 +391,6 @@ class ReferencePass:
 
     def forget(self) -> None:
         self._kept = {}
-
-
-def _keep(outputs: dict[str, deque[Tensor]], name: str, output: Any) -> None:
-    """Add copies of what the part ``name`` has returned, by path."""
-    for path, tensor in tensors_of(output, name):
-        if refusal(tensor) is None:
-            outputs.setdefault(path, deque()).append(tensor.detach().clone())
 
 
 def frozen_copy(
@@ -471,21 +441,6 @@ def _follow(module: nn.Module, watched: nn.Module) -> None:
                 setattr(thing, attribute, getattr(theirs.get(name, thing), attribute))
 
 
-# --- Its runs by the training loop ---
-
-
-@dataclass
-class LoopForward:
-    """One run of the reference: inputs and outputs of its parts, and all outputs by path, in the order of calls."""
-
-    run: ReplayedForward = field(default_factory=lambda: ReplayedForward(keeps_all=True))
-    outputs: dict[str, deque[Tensor]] = field(default_factory=dict)
-
-    def returned(self, name: str, output: Any) -> None:
-        self.run.returned(name, output)
-        _keep(self.outputs, name, output)
-
-
 class LoopRun:
     """Keeps the reference's last run by the loop, which the model's next run is compared with, so no extra run is needed.
 
@@ -498,8 +453,8 @@ class LoopRun:
     def __init__(self, passes: PassTracker, fence: Fence) -> None:
         self._passes, self._fence = passes, fence
         self._handles = Handles()
-        self._running: LoopForward | None = None
-        self._ran: LoopForward | None = None
+        self._running: ReplayedForward | None = None
+        self._ran: ReplayedForward | None = None
         self._leads: bool | None = None
 
     def begin(self, reference: nn.Module, parts: Mapping[str, nn.Module]) -> None:
@@ -520,7 +475,7 @@ class LoopRun:
         self._handles.remove()
         self._running = self._ran = self._leads = None
 
-    def take(self) -> LoopForward | None:
+    def take(self) -> ReplayedForward | None:
         """The run to compare the model's run with, which begins now; None if the loop made none."""
         ran, self._ran = self._ran, None
         if self._leads is None:
@@ -530,11 +485,13 @@ class LoopRun:
     def _began(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         # runs by the monitor are paused, and one in a backward pass is a recomputation
         ours = self._passes.paused or torch._C._current_graph_task_id() != -1
-        self._running = None if ours or torch._C._functorch.peek_interpreter_stack() is not None else LoopForward()
+        self._running = (
+            None if ours or torch._C._functorch.peek_interpreter_stack() is not None else ReplayedForward(keeps_all=True)
+        )
 
     def _called(self, name: str, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         if (ran := self._running) is not None:
-            self._fenced(lambda: ran.run.called(name, args, kwargs or {}))
+            self._fenced(lambda: ran.called(name, args, kwargs or {}))
 
     def _returned(self, name: str, part: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if (ran := self._running) is not None:
@@ -552,5 +509,5 @@ class LoopRun:
 
     def _ended(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._running is not None:
-            self._ran = self._running if self._running.outputs else None
+            self._ran = self._running if self._running.all_outputs else None
             self._running = None

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -56,7 +56,9 @@ class Fence:
         if self.inert:
             return None
         if self._captures is not None and self._captures():
-            self._note_capture()
+            # a copy to the host, or a question about one, would spoil the graph; and rows would have no values before a replay
+            self.is_captured = True
+            self.complaints.add("graph", _CAPTURED)
             return None
         with self._lock:
             if self._inside:
@@ -65,8 +67,7 @@ class Fence:
             modes = outside_dispatch_modes() if _function_modes() or _dispatch_modes() else None
             if modes is not None:  # this and the switch of grad mode are a tenth of the cost of a with statement
                 modes.__enter__()
-            self._inside, grad = True, torch.is_grad_enabled()
-            self.had_grad = grad
+            self._inside, self.had_grad = True, (grad := torch.is_grad_enabled())
             torch._C._set_grad_enabled(False)
             try:
                 if (deferred := self._deferred) is not None:
@@ -88,11 +89,6 @@ class Fence:
 
     def defer(self, call: Callable[[], None]) -> None:
         self._deferred = call
-
-    def _note_capture(self) -> None:
-        # a copy to the host, or a question about one, would spoil the graph; and rows would have no values before a replay
-        self.is_captured = True
-        self.complaints.add("graph", _CAPTURED)
 
     def left_graph(self) -> None:
         """The loop was seen while no graph is captured."""
@@ -127,18 +123,12 @@ class Fence:
         return share
 
 
-class Fenced(Protocol):
-    """An object with fenced methods."""
-
-    fence: Fence
-
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def fenced(method: F) -> F:
     @functools.wraps(method)
-    def call(self: Fenced, *args: Any) -> Any:
+    def call(self: Any, *args: Any) -> Any:
         return self.fence.run(method, self, *args)
 
     return call  # type: ignore[return-value]

@@ -9,8 +9,6 @@ from datetime import datetime
 from types import TracebackType
 from typing import Any
 
-# --- progress ---
-
 
 class ProgressBar:
     """Progress bar; a no-op without tqdm or a terminal.

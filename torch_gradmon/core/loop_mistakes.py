@@ -369,9 +369,7 @@ SETUP_MISTAKES: dict[str, Mistake] = {
 }
 
 
-# --- Faults between ranks that should be equal: severity, cause, and what to do ---
-
-
+#: Between ranks that should be equal.
 RANK_FAULTS: dict[str, Mistake] = {
     "ranks-not-synchronised": Mistake(
         "error",
@@ -415,9 +413,6 @@ RANK_FAULTS: dict[str, Mistake] = {
         weight=20.0,
     ),
 }
-
-
-# --- Findings about the training loop that need no statistics, such as that gradients are never cleared ---
 
 
 #: The rule of signs of a divergence that the loss does not show yet, and what to do.

@@ -130,10 +130,6 @@ def _std(columns: Sequence[Tensor]) -> Tensor:
     return variance.clamp_(min=0).sqrt()
 
 
-def _finite_count(columns: Sequence[Tensor]) -> Tensor:
-    return columns[Column.COUNT] - columns[Column.NONFINITE]
-
-
 def _view(
     columns: Iterable[Column], needs: str, unit: str, documentation: str, of: Callable[[Sequence[Tensor]], Tensor]
 ) -> StatView:
@@ -168,7 +164,7 @@ VIEWS: dict[str, StatView] = {
         "finite elements",
         "share",
         "share of the finite elements with |x| <= zero_threshold",
-        lambda c: c[_C.NEAR_ZERO] / _finite_count(c),
+        lambda c: c[_C.NEAR_ZERO] / (c[_C.COUNT] - c[_C.NONFINITE]),
     ),
     "zero_count": _view([_C.NEAR_ZERO], "", "count", "number of elements with |x| <= zero_threshold", lambda c: c[_C.NEAR_ZERO]),
     "nonfinite_count": _view([_C.NONFINITE], "", "count", "number of NaN and infinite elements", lambda c: c[_C.NONFINITE]),

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import compress, takewhile
-from operator import is_not
 from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
@@ -18,8 +17,6 @@ from .formatting import listed, percent
 from .keys import GRADIENT, GRADIENT_BEFORE_CLIP, PARAMETER_SOURCES, ROOT, Key, blocks_of, format_key, owner_of
 from .moments import ALWAYS, VIEWS, Column
 
-# --- The values of one step by key, as the arrays that they come from ---
-
 
 class Block(NamedTuple):
     """Keys, and a value for each."""
@@ -27,6 +24,11 @@ class Block(NamedTuple):
     keys: Sequence[Key] = ()
     numbers: Sequence[float] = ()
     table: str = ""  # the source whose table of statistics these values are views of; empty if they are no views
+
+
+def in_blocks(values: Mapping[Key, float]) -> tuple[Block, ...]:
+    """These values as blocks, as one if they are none yet."""
+    return values.blocks if isinstance(values, StepValues) else (Block(tuple(values), tuple(values.values())),)
 
 
 #: A loop that logs more often than this in one step gets what it logged merged.
@@ -52,8 +54,7 @@ class StepValues(Mapping[Key, float]):
 
     @classmethod
     def of(cls, values: Mapping[Key, float]) -> StepValues:
-        """These values, as one block if they are none yet."""
-        return values if isinstance(values, cls) else cls(Block(tuple(values), tuple(values.values())))
+        return values if isinstance(values, cls) else cls(*in_blocks(values))
 
     def updated(self, more: Mapping[Key, float]) -> StepValues:
         """These values with ``more``, which replace those of the same keys."""
@@ -61,8 +62,8 @@ class StepValues(Mapping[Key, float]):
         if len(blocks) >= _BLOCKS:
             late = len(list(takewhile(lambda block: not block.table, reversed(blocks))))
             if late >= _BLOCKS:
-                blocks = (*blocks[:-late], *StepValues.of(StepValues(*blocks[-late:]).by_key).blocks)
-        return StepValues(*blocks, *StepValues.of(more).blocks)
+                blocks = (*blocks[:-late], *in_blocks(StepValues(*blocks[-late:]).by_key))
+        return StepValues(*blocks, *in_blocks(more))
 
     def since(self, before: StepValues) -> StepValues:
         """The values that came after ``before``, which these were made from by :meth:`updated`; else all."""
@@ -131,9 +132,6 @@ class StepValues(Mapping[Key, float]):
         return f"StepValues({self.by_key!r})"
 
 
-# --- Metric: what to compute, on which tensors, how often, and how values merge ---
-
-
 #: Named ways to merge the values of micro-batches; ``mean`` is weighted by elements.
 REDUCERS = ("mean", "sum", "min", "max")
 #: The reason for a missing value of a metric that was added during the step.
@@ -149,7 +147,7 @@ class ForModule(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Metric:
-    """One metric on one source."""
+    """One metric on one source: what to compute, on which tensors, how often, and how values merge."""
 
     name: str  # last part of the key; without a slash
     source: str  # first part of the key, see :mod:`torch_gradmon.core.keys`
@@ -181,9 +179,6 @@ class Metric:
         return f"it is not defined {what}: {self.documentation}" if self.built_in else "its function returned nothing"
 
 
-# --- The flat keys of the values of a step ---
-
-
 class KeyFormatter:
     """Gives values their flat keys, and builds each key once.
 
@@ -200,23 +195,19 @@ class KeyFormatter:
 
     def __call__(self, values: Mapping[Key, float]) -> dict[str, float]:
         """The values by flat key."""
-        blocks = StepValues.of(values).blocks
-        texts = [self._texts(place, keys) for place, (keys, *_) in enumerate(blocks)]
-        last = [text for _, text in self._of_block]
-        if len(texts) != len(last) or any(map(is_not, texts, last)):
-            self._layout = {text: 0.0 for some in texts for text in some}
-        self._of_block = [(keys, text) for (keys, *_), text in zip(blocks, texts, strict=True)]
-        found = self._layout.copy()
-        for text, (_, numbers, _) in zip(texts, blocks, strict=True):
-            found.update(zip(text, numbers, strict=True))
+        blocks, last = in_blocks(values), self._of_block
+        is_new, texts_of = len(blocks) != len(last), []
+        for place, (keys, *_) in enumerate(blocks):
+            known, texts = last[place] if place < len(last) else ((), [])
+            if known is not keys and known != keys:  # not as in most steps
+                texts, is_new = [self._known.get(key) or self.text(key) for key in keys], True
+            texts_of.append((keys, texts))
+        if is_new:
+            self._layout = {text: 0.0 for _, texts in texts_of for text in texts}
+        self._of_block, found = texts_of, self._layout.copy()
+        for (_, texts), (_, numbers, _) in zip(texts_of, blocks, strict=True):
+            found.update(zip(texts, numbers, strict=True))
         return found
-
-    def _texts(self, place: int, keys: Sequence[Key]) -> list[str]:
-        if place < len(self._of_block):
-            last, texts = self._of_block[place]
-            if last is keys or last == keys:  # as in most steps
-                return texts
-        return [self._known.get(key) or self.text(key) for key in keys]
 
     def text(self, key: Key) -> str:
         if key not in self._known:
@@ -567,8 +558,8 @@ class StepRecord:
         """Those of the values, or of those ``among`` them, that do not follow from the tables, which only :class:`StepValues` show; else
         all, as of a record without tables.
         """
-        values = StepValues.of(self.values if among is None else among)
-        return values.rest if self.tables else values
+        values = self.values if among is None else among
+        return values.rest if self.tables and isinstance(values, StepValues) else StepValues.of(values)
 
     @property
     def skipped(self) -> str:

@@ -84,9 +84,8 @@ def second_connection(store: Any) -> Any:
 
 
 def connected_again(store: Any) -> Any:
-    """The same before torch 2.8, where a store cannot be cloned.
-
-    The second store is below a prefix of its own, which the ranks agree on: those of ``store`` keep other worlds apart, and cannot be read.
+    """The same before torch 2.8: below a prefix of its own, which the ranks agree on; those of ``store`` keep other worlds apart, and
+    cannot be read.
     """
     kinds: Any = torch.distributed
     prefix, base = store.compare_set("torch_gradmon/again", "", uuid4().hex).decode(), store
@@ -261,7 +260,9 @@ def copied_to_host(source: Tensor) -> tuple[Tensor, Any]:
     if not (hasattr(functions, "Event") and hasattr(functions, "current_stream") and functions.is_available()):
         return source, None
     with on(source.device):
-        host = _host_memory(source)
+        host = _pinned(source, source.device)
+        if host is None:  # the copy does not run behind the host's back then
+            host = torch.empty(source.shape, dtype=source.dtype, device="cpu")
         host.copy_(source, non_blocking=True)
         event = functions.Event()
         event.record()
@@ -289,12 +290,6 @@ def copied_module(module: nn.Module) -> nn.Module:
         if isinstance(part, nn.RNNBase):
             part.flatten_parameters()
     return copied
-
-
-def _host_memory(like: Tensor) -> Tensor:
-    """Memory for a copy, pinned where that is possible: only then a copy can run behind the host's back."""
-    pinned = _pinned(like, like.device)
-    return torch.empty(like.shape, dtype=like.dtype, device="cpu") if pinned is None else pinned
 
 
 def _pinned(like: Tensor, device: torch.device) -> Tensor | None:
@@ -682,11 +677,9 @@ def rng_states() -> dict[str, Tensor]:
 
     They are on the host, so nothing waits for a device.
     """
-    with outside_dispatch_modes():
-        states = {"cpu": torch.get_rng_state()}
-        device = in_use()
-        if device is not None and (state := rng_state(device)) is not None:
-            states[str(device)] = state
+    states, device = {"cpu": torch.get_rng_state()}, in_use()
+    if device is not None and (state := rng_state(device)) is not None:
+        states[str(device)] = state
     return states
 
 
@@ -710,8 +703,3 @@ def will_run(node: Any) -> bool:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # the engine's answer for a leaf whose gradient is returned
         return False
-
-
-def is_batched(value: object) -> bool:
-    """Whether it is a batch of gradients in a tensor without readable values, as in ``torch.autograd.grad(is_grads_batched=True)``."""
-    return isinstance(value, torch.Tensor) and torch._C._functorch.is_legacy_batchedtensor(value)

@@ -6,17 +6,14 @@ import math
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, overload
+from typing import Any, overload
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from .errors import display, nearest
 from .keys import SUMMARY
-
-# --- Choose some of many steps ---
-
 
 _ENDS, _AROUND = 50, 3
 
@@ -44,9 +41,6 @@ def subsample_steps(steps: Sequence[int], around: Iterable[int], most: int, like
         is_near = at < len(liked) and liked[at] < due + distance
         chosen.add(liked[at] if is_near else steps[min(bisect_left(steps, due), len(steps) - 1)])
     return sorted(chosen)
-
-
-# --- Checks of public arguments. Each raises with the value and the remedy, before anything is changed ---
 
 
 def cadence(every: object, monitor_step_fn: Any) -> Callable[[int], bool]:
@@ -271,24 +265,10 @@ def bare_optimizer(optimizer: Any) -> Optimizer:
     return inner
 
 
-class Stepped(Protocol):
-    """What optimizers step in place of parameters."""
-
-    def stepped(self, parameter: nn.Parameter) -> Tensor:
-        """What stands for a parameter."""
-
-    def tensors_of(self, optimizer: Optimizer) -> Sequence[Tensor]:
-        """All that an optimizer steps."""
-
-    @property
-    def outer(self) -> Any:
-        """The object around all optimizers whose ``step`` steps them, or None."""
-
-
-def optimizers(model: nn.Module, named: Sequence[Any], source: Stepped, remedy: str = "") -> list[Optimizer]:
+def optimizers(model: nn.Module, named: Sequence[Any], source: Any, remedy: str = "") -> list[Optimizer]:
     """The innermost optimizer of each of ``named``.
 
-    ``remedy``: for optimizers of another model, where a trainer makes them.
+    ``source``: the :class:`.GradientSource` of the model. ``remedy``: for optimizers of another model, where a trainer makes them.
 
     Raises:
         TypeError: one is no optimizer.

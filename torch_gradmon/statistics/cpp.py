@@ -12,7 +12,6 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import repeat
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +21,7 @@ from torch import Tensor
 from ..core.moments import ALL_COLUMNS, WIDTH, Column
 from .eager import EagerStatistics
 from .precise import measure_precisely, needs_precise_pass
-from .request import Batch, Request, are_alike, as_plain, dtype_of, dtypes_of, flat_pair, is_plain, threshold
+from .request import Batch, PlainTensors, Request, are_alike, as_plain, dtype_of, flat_pair, threshold
 
 #: The kernel's codes of dtypes.
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -56,46 +55,52 @@ class CppStatistics(EagerStatistics):
         self, tensor: Tensor, columns: frozenset[Column], eps: float, inverse_scale: Tensor | None = None
     ) -> list[float] | None:
         """The row of one CPU tensor of any size as numbers; see :meth:`EagerStatistics.row_of`. Always has all columns."""
-        if not (is_plain(tensor) and _is_readable(tensor, None)):
+        if not _are_readable([tensor], None):
             return None
         self._entry[:] = [tensor.data_ptr(), 0, tensor.numel(), _KINDS[tensor.dtype]]
         scale, limit = None if inverse_scale is None else _scale(inverse_scale), threshold(eps, torch.float32)
         nonfinite = self._kernel.rows(1, self._entry, scale, limit, torch.get_num_threads(), self._one_row)
         return None if nonfinite else list(self._one_row)
 
+    def rows(self, tensors: Sequence[Tensor], request: Request, minus: Sequence[Tensor] | None = None) -> Tensor:
+        # the kernel shares memory alone with torch, so neither autograd nor autocast sees it
+        if tensors and torch._C._functorch.peek_interpreter_stack() is None and _are_readable(tensors, minus):
+            return self._by_kernel(tensors, minus, request)
+        return super().rows(tensors, request, minus)
+
     def _measure(self, batch: Batch, request: Request, device: torch.device) -> Tensor:
         # the kernel fills all columns, so all decide on the precise pass: a row does not depend on the request
         request = replace(request, columns=ALL_COLUMNS)
-        places, values, others = _taken(batch)  # some are copies that must outlive the call
-        if len(places) == len(batch.values):
-            return self._by_kernel(batch, values, others, request)
+        # some are copies that must outlive the call
+        pairs = {place: batch.flat(place) for place, tensor in enumerate(batch.values) if tensor.dtype in _KINDS}
+        taken = {place: (a, b) for place, (a, b) in pairs.items() if _are_readable([a], None if b is None else [b])}
         rows = torch.empty(len(batch.values), WIDTH, dtype=torch.float64, device="cpu")
-        rest = sorted(set(range(len(batch.values))) - set(places))
-        rows[rest] = super()._measure(batch.take(rest), request, device)
-        if places:
-            rows[places] = self._by_kernel(batch.take(places), values, others, request)
+        if rest := sorted(set(range(len(batch.values))) - taken.keys()):
+            rows[rest] = super()._measure(batch.take(rest), request, device)
+        if taken:
+            others = [other for _, other in taken.values() if other is not None] or None
+            found = self._by_kernel([values for values, _ in taken.values()], others, request)
+            rows[[*taken]] = batch.take([*taken]).add_implicit_zeros(found)
         return rows
 
-    def _by_kernel(self, batch: Batch, values: list[Tensor], others: list[Tensor] | None, request: Request) -> Tensor:
-        """Rows of a batch whose numbers are in ``values``, less those in ``others``; the kernel can read both."""
+    def _by_kernel(self, values: Sequence[Tensor], others: Sequence[Tensor] | None, request: Request) -> Tensor:
+        """Rows of tensors, less ``others``; the kernel can read both."""
         entries, rows = _entries(values, others), torch.empty(len(values), WIDTH, dtype=torch.float64, device="cpu")
         limit = threshold(request.eps, torch.float32)
         scale = None if request.inverse_scale is None else _scale(request.inverse_scale)
         if self._kernel.rows(len(values), entries.buffer_info()[0], scale, limit, torch.get_num_threads(), rows.data_ptr()):
             closer, _ = needs_precise_pass(rows, ALL_COLUMNS)
-            rows = batch.add_implicit_zeros(rows)
-            rows[closer] = measure_precisely(batch.take(closer), request)
-            return rows
-        return batch.add_implicit_zeros(rows) if batch.zeros else rows
+            rows[closer] = measure_precisely(Batch.read(values, others).take(closer), request)
+        return rows
 
     def inner_products(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
         if not first[0].is_cpu:
             return super().inner_products(first, second)
         with torch.no_grad():
-            if as_plain(first) is not None and as_plain(second) is not None and _are_readable(first, second):
+            if _are_readable(first, second):
                 return self._products(first, second)
             pairs = list(map(flat_pair, first, second))  # in any memory format
-            places = [place for place, pair in enumerate(pairs) if _is_readable(*pair)]
+            places = [place for place, (a, b) in enumerate(pairs) if _are_readable([a], [b])]
             products = torch.empty(len(pairs), dtype=torch.float64, device="cpu")
             if rest := sorted({*range(len(pairs))}.difference(places)):
                 products[rest] = super().inner_products([first[place] for place in rest], [second[place] for place in rest])
@@ -114,48 +119,23 @@ def _entries(values: Sequence[Tensor], others: Sequence[Tensor] | None) -> array
     entries[0::4] = array("q", map(Tensor.data_ptr, values))
     entries[1::4] = array("q", map(Tensor.data_ptr, others) if others else bytes(8 * len(values)))
     entries[2::4] = array("q", map(Tensor.numel, values))
-    dtypes = dtypes_of(values)
-    kinds = map(_KINDS.__getitem__, map(dtype_of, values)) if len(dtypes) > 1 else repeat(_KINDS[next(iter(dtypes))], len(values))
-    entries[3::4] = array("q", kinds)
+    entries[3::4] = array("q", map(_KINDS.__getitem__, map(dtype_of, values)))
     return entries
 
 
-def _taken(batch: Batch) -> tuple[Sequence[int], list[Tensor], list[Tensor] | None]:
-    """The tensors that the kernel can read: their positions, themselves, and what to subtract from each."""
-    values, others = batch.values, batch.minus
-    if _are_readable(values, others):
-        return range(len(values)), values, others
-    places, taken, subtracted = [], [], []
-    for index, tensor in enumerate(values):
-        pair = tensor, None if others is None else others[index]
-        is_readable = _is_readable(*pair)
-        if not is_readable and tensor.dtype in _KINDS:
-            pair = batch.flat(index)
-            is_readable = _is_readable(*pair)
-        if is_readable:
-            places.append(index)
-            taken.append(pair[0])
-            subtracted += [] if pair[1] is None else [pair[1]]
-    return places, taken, subtracted or None
-
-
-def _is_readable(tensor: Tensor, other: Tensor | None) -> bool:
-    return _are_readable([tensor], None if other is None else [other])
-
-
 def _are_readable(tensors: Sequence[Tensor], others: Sequence[Tensor] | None) -> bool:
-    """Whether the numbers of plain tensors are contiguous in memory and unchanged: a negative view has the opposite sign.
-
-    Without one call for each.
+    """Whether the kernel can read these tensors, and what to subtract from each: plain ones of its dtypes, contiguous in memory and
+    unchanged there: a negative view has the opposite sign. Without one call for each.
     """
-    if others is not None and not _are_readable(others, None):
-        return False
-    if others is not None and not are_alike(tensors, others):
-        return False
-    in_order = (
-        _KINDS.keys() >= dtypes_of(tensors) and all(map(Tensor.is_contiguous, tensors)) and not any(map(Tensor.is_neg, tensors))
+    plain = tensors if isinstance(tensors, PlainTensors) else as_plain(tensors)
+    return (
+        plain is not None
+        and _KINDS.keys() >= plain.dtypes
+        and all(map(Tensor.is_contiguous, plain))
+        and not any(map(Tensor.is_neg, plain))
+        and (all(map(Tensor.data_ptr, plain)) or all(t.data_ptr() or not t.numel() for t in plain))
+        and (others is None or (are_alike(plain, others) and _are_readable(others, None)))
     )
-    return in_order and (all(map(Tensor.data_ptr, tensors)) or all(t.data_ptr() or not t.numel() for t in tensors))
 
 
 def _scale(inverse_scale: Tensor) -> ctypes.Array[ctypes.c_float]:

@@ -101,9 +101,6 @@ class PackedLayout:
         self.padded = counts * run - self.counts
 
 
-# --- Statistics of many small CPU tensors at once, in one packed buffer ---
-
-
 #: Tensors in all cached packing layouts.
 _CACHED = 20_000
 
@@ -127,7 +124,7 @@ class Scratch:
 
 
 class PackedStatistics:
-    """Measures batches of small tensors. Caches packing layouts."""
+    """Measures many small CPU tensors at once, in one packed buffer. Caches packing layouts."""
 
     def __init__(self, scratch: Scratch) -> None:
         self._scratch = scratch
@@ -194,9 +191,6 @@ class PackedStatistics:
         return found
 
 
-# --- Any tensors ---
-
-
 #: Elements per block and thread on CPU: 4 MB of float32 and as much scratch, which fit the third-level cache.
 #: Smaller blocks cost more in calls than they save in cache misses.
 CPU_BLOCK = 1 << 20
@@ -224,7 +218,6 @@ class EagerStatistics(Backend):
         self._scratch = Scratch()
         self._packed = PackedStatistics(self._scratch)
         self._on_device = DeviceStatistics()
-        self._request = Request(frozenset(), 0.0, None)
 
     def rows(self, tensors: Sequence[Tensor], request: Request, minus: Sequence[Tensor] | None = None) -> Tensor:
         if not tensors:
@@ -233,10 +226,8 @@ class EagerStatistics(Backend):
         # contexts are entered only if they change anything: that costs as much as measuring a small tensor
         with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
             batch = Batch.read(tensors, minus)
-            if torch.is_autocast_enabled(device.type):
-                with no_autocast(device.type):
-                    return self._measure(batch, request, device)
-            return self._measure(batch, request, device)
+            with no_autocast(device.type) if torch.is_autocast_enabled(device.type) else nullcontext():
+                return self._measure(batch, request, device)
 
     def inner_products(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
         with torch.no_grad():
@@ -250,7 +241,7 @@ class EagerStatistics(Backend):
         rows = self._first_pass(batch, request)
         # float64 costs twice as much and the precise pass four times, so only tensors that need it get it
         closer, wider = needs_precise_pass(rows, request.columns)
-        if some := [i for i in wider if not _is_wide(batch, i)]:
+        if some := [i for i in wider if not batch.wide[i] and batch.values[i].numel() > TINY]:
             rows[some] = self._first_pass(batch.take(some, widened=True), request)
         if closer:
             rows[closer] = measure_precisely(batch.take(closer), request)
@@ -277,7 +268,10 @@ class EagerStatistics(Backend):
         return batch.add_implicit_zeros(rows)
 
     def _group(self, batch: Batch, request: Request, dtype: torch.dtype, run: int) -> Tensor:
-        return self._packed.rows(batch, request, dtype, run) if run else self._by_block(batch, request, dtype)
+        if run:
+            return self._packed.rows(batch, request, dtype, run)
+        rows = [self._row(*batch.flat(index), request, dtype) for index in range(len(batch.values))]
+        return torch.tensor(rows, dtype=torch.float64, device="cpu")
 
     def row_of(
         self, tensor: Tensor, columns: frozenset[Column], eps: float, inverse_scale: Tensor | None = None
@@ -289,17 +283,8 @@ class EagerStatistics(Backend):
         """
         if tensor.numel() <= SMALL or tensor.dtype not in NARROW or not is_plain(tensor) or not tensor.is_contiguous():
             return None
-        request = self._request
-        if inverse_scale is not None:
-            request = Request(columns, eps, inverse_scale)
-        elif request.columns != columns or request.eps != eps:
-            request = self._request = Request(columns, eps, None)
-        row = self._row(tensor.detach().view(-1), None, request, torch.float32)
+        row = self._row(tensor.detach().view(-1), None, Request(columns, eps, inverse_scale), torch.float32)
         return None if any(row_needs_precise_pass(row, columns)) else row
-
-    def _by_block(self, batch: Batch, request: Request, dtype: torch.dtype) -> Tensor:
-        rows = [self._row(*batch.flat(index), request, dtype) for index in range(len(batch.values))]
-        return torch.tensor(rows, dtype=torch.float64, device="cpu")
 
     def _row(self, values: Tensor, minus: Tensor | None, request: Request, dtype: torch.dtype) -> list[float]:
         row = [0.0] * SUMMED + [math.inf, -math.inf]
@@ -316,7 +301,10 @@ class EagerStatistics(Backend):
 
     def _blocks(self, values: Tensor, minus: Tensor | None, request: Request, dtype: torch.dtype) -> Iterator[Tensor]:
         """Blocks of a tensor's numbers in ``dtype``: views of its own memory if nothing has to be done to them."""
-        size = _even_share(values.numel(), CPU_BLOCK * _threads())
+        # about as long as the caches take, a multiple of RUN, without a small remainder
+        threads = min(torch.get_num_threads(), 8)  # with more, blocks would exceed any cache, and counts be inexact in float32
+        parts = max(1, round(values.numel() / (CPU_BLOCK * threads)))
+        size = max(RUN, -(-values.numel() // (parts * RUN)) * RUN)
         for start in range(0, values.numel(), size):
             block = request.unscaled(values[start : start + size])
             if minus is not None or block.dtype != dtype:
@@ -353,21 +341,6 @@ class EagerStatistics(Backend):
                 # in place and in floating point: a comparison into a boolean tensor costs several times as much
                 found[Column.NEAR_ZERO] = magnitude.le_(threshold(request.eps, block.dtype)).sum()
         return found
-
-
-def _is_wide(batch: Batch, index: int) -> bool:
-    return batch.wide[index] or batch.values[index].numel() <= TINY
-
-
-def _threads() -> int:
-    # with more threads blocks would exceed any cache, and their counts would not be exact in float32
-    return min(torch.get_num_threads(), 8)
-
-
-def _even_share(length: int, size: int) -> int:
-    """Length of the parts into which ``length`` is cut: about ``size``, a multiple of RUN, without a small remainder."""
-    parts = max(1, round(length / size))
-    return max(RUN, -(-length // (parts * RUN)) * RUN)
 
 
 def _runs(block: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -271,8 +271,6 @@ HISTOGRAM_NAME = "log2_histogram"
 #: ``floor(log2 |x|)`` of the first and the last class, which include everything beyond.
 LOWEST, HIGHEST = -40, 23
 ZERO = "zero"
-#: Elements per block, which bounds the scratch memory; on CPU a block also fits a cache.
-_HISTOGRAM_CPU_BLOCK, _HISTOGRAM_DEVICE_BLOCK = 1 << 16, 1 << 24
 
 
 def log2_counts(tensor: Tensor) -> Tensor:
@@ -288,7 +286,7 @@ def log2_counts(tensor: Tensor) -> Tensor:
     )
     by_exponent = torch.zeros(ones + 1, dtype=accumulator_dtype(values.device), device=values.device)
     zeros = torch.zeros_like(by_exponent[0])
-    for block in torch.split(values, _HISTOGRAM_CPU_BLOCK if on_cpu else _HISTOGRAM_DEVICE_BLOCK):
+    for block in torch.split(values, _CPU_BLOCK if on_cpu else _DEVICE_BLOCK):
         zeros += (block == 0).sum()
         exact = block if block.dtype == torch.float64 else block.float()
         exponents = (exact.view(integer) >> mantissa) & ones

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..core.moments import SUMMED, Column, identity, merge
+from ..core.torch_modes import no_autocast
 from .request import Batch, Request, accumulator_dtype, flat_pair
 
 #: Outside of this range of the mean square, squares leave the range of float32.
@@ -79,14 +80,15 @@ def measure_precisely(batch: Batch, request: Request) -> Tensor:
     device = batch.values[0].device
     wide = accumulator_dtype(device)
     rows = []
-    for index in range(len(batch.values)):
-        values, minus = batch.flat(index)
-        parts = [identity(1, device, wide)[0]]
-        for start in range(0, values.numel(), _BLOCK):
-            block = request.unscaled(values[start : start + _BLOCK]).to(wide)
-            parts.append(_row(block if minus is None else block - minus[start : start + _BLOCK].to(wide), request.eps))
-        rows.append(merge(torch.stack(parts)))
-    return batch.add_implicit_zeros(torch.stack(rows))
+    with torch.no_grad(), no_autocast(device.type):
+        for index in range(len(batch.values)):
+            values, minus = batch.flat(index)
+            parts = [identity(1, device, wide)[0]]
+            for start in range(0, values.numel(), _BLOCK):
+                block = request.unscaled(values[start : start + _BLOCK]).to(wide)
+                parts.append(_row(block if minus is None else block - minus[start : start + _BLOCK].to(wide), request.eps))
+            rows.append(merge(torch.stack(parts)))
+        return batch.add_implicit_zeros(torch.stack(rows))
 
 
 def _row(block: Tensor, eps: float) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from operator import attrgetter, eq
@@ -53,16 +53,12 @@ def is_plain(tensor: Tensor) -> bool:
 class PlainTensors(list[Tensor]):
     """Tensors that :func:`is_plain` accepts, so they need not be checked again."""
 
-    def __init__(self, tensors: Iterable[Tensor], dtypes: frozenset[torch.dtype]) -> None:
-        super().__init__(tensors)
-        self.dtypes = dtypes
+    dtypes: frozenset[torch.dtype]
 
 
 def as_plain(tensors: Sequence[Tensor]) -> PlainTensors | None:
     """The ``tensors`` if :func:`is_plain` holds for all of them, found without one call for each; else None."""
-    if isinstance(tensors, PlainTensors):
-        return tensors
-    dtypes = dtypes_of(tensors)
+    dtypes = frozenset(map(dtype_of, tensors))
     is_plain_all = (
         PLAIN.issuperset(map(type, tensors))
         and dtypes <= REAL
@@ -71,11 +67,11 @@ def as_plain(tensors: Sequence[Tensor]) -> PlainTensors | None:
         and not any(map(_IS_NESTED, tensors))
         and not any(map(is_functorch_wrapped, tensors))
     )
-    return PlainTensors(tensors, dtypes) if is_plain_all else None
-
-
-def dtypes_of(tensors: Iterable[Tensor]) -> frozenset[torch.dtype]:
-    return tensors.dtypes if isinstance(tensors, PlainTensors) else frozenset(map(dtype_of, tensors))
+    if not is_plain_all:
+        return None
+    plain = PlainTensors(tensors)
+    plain.dtypes = dtypes
+    return plain
 
 
 def are_unchanged_on(tensors: Sequence[Tensor], device: torch.device) -> bool:
@@ -90,12 +86,10 @@ def are_unchanged_on(tensors: Sequence[Tensor], device: torch.device) -> bool:
     )
 
 
-def on_one_device(tensors: Sequence[Tensor]) -> Sequence[Tensor] | None:
-    """The ``tensors`` if all can be measured and are on one device, found without one call for each; None if each has to be looked at."""
-    plain = as_plain(tensors)
-    if plain is None and not (tensors[0].is_cpu or tensors[0].is_meta) and are_unchanged_on(tensors, tensors[0].device):
-        return tensors
-    return plain
+def on_accelerator(tensors: Sequence[Tensor]) -> Sequence[Tensor] | None:
+    """The ``tensors`` if all can be measured and are on one accelerator, found without one call for each; else None."""
+    is_elsewhere = not (tensors[0].is_cpu or tensors[0].is_meta)
+    return tensors if is_elsewhere and are_unchanged_on(tensors, tensors[0].device) else None
 
 
 def are_alike(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
@@ -201,9 +195,6 @@ def threshold(eps: float, dtype: torch.dtype) -> float:
     bits = struct.unpack("<I", struct.pack("<f", eps))[0]
     rounded: float = struct.unpack("<f", struct.pack("<I", bits))[0]
     return rounded if rounded <= eps else float(struct.unpack("<f", struct.pack("<I", bits - 1))[0])
-
-
-# --- The interface of the backends: the request, the tensors as a batch, and ``measure`` ---
 
 
 DEFAULT_EPS = 1e-8
@@ -324,7 +315,7 @@ class Batch:
         """
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise NotMeasurable("inside a torch.func transform")
-        plain = as_plain(tensors)
+        plain = tensors if isinstance(tensors, PlainTensors) else as_plain(tensors)
         values = list(tensors) if plain is None else plain
         others = None if minus is None else list(minus)
         zeros: dict[int, int] = {}
@@ -338,7 +329,7 @@ class Batch:
                     if implied:
                         zeros[index] = implied
         wide = [False] * len(values)
-        if not (dtypes_of(values) if plain is None else plain.dtypes) <= NARROW:
+        if plain is None or not plain.dtypes <= NARROW:
             wide = [tensor.dtype not in NARROW for tensor in values]
         if others is not None:
             wide = [one or other.dtype not in NARROW for one, other in zip(wide, others, strict=True)]

@@ -30,7 +30,7 @@ from torch import Tensor
 from ..core.moments import WIDTH, Column
 from ..core.torch_modes import copied_to_device, stream_number
 from .eager import EagerStatistics
-from .request import PLAIN, Backend, Request, are_alike, are_unchanged_on, dtype_of, dtypes_of, is_functorch_wrapped, threshold
+from .request import PLAIN, Backend, Request, are_alike, are_unchanged_on, dtype_of, is_functorch_wrapped, threshold
 
 # --- The kernels behind :mod:`torch_gradmon.statistics.triton`. Importing this file imports Triton ---
 
@@ -414,7 +414,7 @@ def _supported(tensors: Sequence[Tensor], partners: Sequence[Tensor | None]) -> 
     """The places of the tensors that :func:`supports` accepts, on the device of the first; either all have a partner or none."""
     device = tensors[0].device
     pair = [tensors] if partners[0] is None else [tensors, cast(Sequence[Tensor], partners)]
-    is_kind = device.type == _KIND_OF_DEVICE and _KINDS.keys() >= dtypes_of(tensors)
+    is_kind = device.type == _KIND_OF_DEVICE and _KINDS.keys() >= set(map(dtype_of, tensors))
     if is_kind and all(are_unchanged_on(each, device) for each in pair) and (len(pair) == 1 or are_alike(*pair)):
         checks = [(has, each) for each in pair for has in (Tensor.is_contiguous, Tensor.data_ptr)]
         if all(all(map(has, each)) for has, each in checks):

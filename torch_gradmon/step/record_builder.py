@@ -10,7 +10,7 @@ from typing import Any
 from ..core import keys as n
 from ..core.keys import Key
 from ..core.moments import VIEWS, Column
-from ..core.records import ASKED_LATE, Block, Metric, StatsTable, StepRecord, StepValues
+from ..core.records import ASKED_LATE, Block, Metric, StatsTable, StepRecord, StepValues, in_blocks
 from ..statistics import histogram
 from .active_step import ActiveStep
 from .buffer import PendingReadback, StepBuffer, merged
@@ -354,7 +354,7 @@ class PendingStep:
             custom[summary_key("overhead_fraction")] = self.cost
         custom.update(self.active.values)
         attention, heads = head_values(tables, buffer.unshown)
-        modules = [*(() if self.modules is None else self.modules(tables)), *StepValues.of(attention).blocks]
+        modules = [*(() if self.modules is None else self.modules(tables)), *in_blocks(attention)]
         record, signals = assemble(
             facts,
             tables,
