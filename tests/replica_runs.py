@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_gradmon as gradmon
+from tests.watching import watch_with
 
 from .rank_runs import Sequence
 
@@ -111,7 +112,7 @@ def group_of_two(rank: int) -> Training:
                 dist.all_reduce(parameter.grad, group=own)
 
     training.after_backward[:] = [average]
-    training.options = {"process_group": own}
+    training.options = {"distributed": gradmon.Distributed(process_group=own)}
     return training
 
 
@@ -209,7 +210,7 @@ def weight_flip(t: Training) -> None:
 
 def weight_flip_of_averages(t: Training) -> None:
     t.before_step.append(once(t, lambda: flip(t.inner.up.weight, bit=20), on=1, at=FOUND_BY))
-    t.options = {"replicas_sync_every": 4}
+    t.options = {"distributed": gradmon.Distributed(sync_every=4)}
 
 
 def weight_ulp(t: Training) -> None:
@@ -335,8 +336,10 @@ def train(
     """Train, and return what was found on this rank, and what was warned of."""
     training = make(rank, **made_with)
     if training.inner is training.model and make is local_sgd:
-        training.options = {"replicas_sync_every": 4}
-    monitor = gradmon.watch(training.model, training.optimizer, **{"check_replicas": EVERY, **training.options, **options})
+        training.options = {"distributed": gradmon.Distributed(sync_every=4)}
+    monitor = watch_with(
+        training.model, training.optimizer, **{"checks": gradmon.Checks(replicas_every=EVERY), **training.options, **options}
+    )
     fault(training)
     generator = torch.Generator().manual_seed(rank if training.seed < 0 else training.seed)
     with warnings.catch_warnings(record=True) as warned:
@@ -395,7 +398,9 @@ def train_beside_none(rank: int, options: dict[str, Any]) -> dict[str, Any]:
     training = ddp(rank)
     monitor = None
     if rank == 0 or options:
-        monitor = gradmon.watch(training.model, training.optimizer, **({"check_replicas": EVERY} if rank == 0 else options))
+        monitor = watch_with(
+            training.model, training.optimizer, **({"checks": gradmon.Checks(replicas_every=EVERY)} if rank == 0 else options)
+        )
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for _ in range(60):

@@ -73,7 +73,7 @@ class Loop:
 
     def __init__(self, model: nn.Module, *optimizers: torch.optim.Optimizer, **options: Any) -> None:
         self.model, self.optimizers = model, optimizers
-        self.monitor = gradmon.watch(model, *optimizers, **{"check_replicas": EVERY, **options})
+        self.monitor = gradmon.watch(model, *optimizers, **{"checks": gradmon.Checks(replicas_every=EVERY), **options})
         self.scaler = options.get("scaler")
         self.before_step: Callable[[int], Any] = lambda step: None
         self.after_step: Callable[[int], Any] = lambda step: None

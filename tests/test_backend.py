@@ -367,13 +367,14 @@ class TestCompiled:
         """
         subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)
 
-    def test_a_monitor_that_uses_it_measures_the_same_and_changes_nothing(self) -> None:
+    def test_a_monitor_that_uses_it_measures_the_same_and_changes_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         states = []
         for with_kernel in (False, True):
             torch.manual_seed(1)
             model = nn.Sequential(nn.Linear(300, 200), nn.Tanh(), nn.Linear(200, 3))
             optimizer = torch.optim.AdamW(model.parameters())
-            monitor = ModuleMonitor(model, compile_statistics=with_kernel)
+            monkeypatch.setenv("GRADMON_KERNEL", "build" if with_kernel else "torch")
+            monitor = ModuleMonitor(model)
             monitor.add_gradient_metric("norm")
             monitor.attach(optimizer)
             for _ in range(3):

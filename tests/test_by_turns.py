@@ -382,7 +382,7 @@ def test_a_run_that_is_saved_while_the_last_optimizer_rests_goes_on_at_its_step(
     model(torch.randn(8, 4)).square().mean().backward()
     for optimizer in optimizers:
         optimizer.step()
-    assert again.last_step == 5
+    assert again.last_record.step == 5
     again.detach()
 
 

@@ -27,7 +27,7 @@ def train(lr, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     optimizer = torch.optim.Adam(model.parameters(), lr=lr)
-    monitor = gradmon.watch(model, optimizer, check_data=False, **options)
+    monitor = gradmon.watch(model, optimizer, checks=gradmon.Checks(data=False), **options)
     for _ in range(120):
         x = torch.randn(16, 4)
         loss = nn.functional.cross_entropy(model(x), x[:, :3].argmax(1))

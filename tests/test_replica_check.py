@@ -191,7 +191,9 @@ def test_autocorrelated_losses_are_apart_in_single_checks_only() -> None:
     assert not named
 
 
-@pytest.mark.parametrize("options", [{}, {"check_replicas": 2 * runs.EVERY}], ids=["without", "other options"])
+@pytest.mark.parametrize(
+    "options", [{}, {"checks": gradmon.Checks(replicas_every=2 * runs.EVERY)}], ids=["without", "other options"]
+)
 def test_it_is_said_that_ranks_are_not_compared_and_nothing_warns(options: dict[str, Any]) -> None:
     first, _ = on_ranks(2, runs.train_beside_none, options)
     ((rule, severity, evidence),) = first["findings"]
