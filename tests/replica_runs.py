@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -368,6 +369,28 @@ def train(
         monitor.detach()
     messages = [str(each.message) for each in warned if issubclass(each.category, gradmon.GradmonWarning)]
     return {"facts": facts, "findings": findings, "warnings": messages}
+
+
+def train_with_an_early_monitor(rank: int) -> list[Any]:
+    """The monitor is made before the process group, as for a trainer that starts it; returns the rules and tensors that were found."""
+    with mock.patch.object(dist, "is_initialized", return_value=False):
+        monitor = gradmon.ModuleMonitor(checks=gradmon.Checks(replicas_every=EVERY))
+    training = ddp(rank)
+    weight_flip(training)
+    monitor.set_module(training.model)
+    monitor.attach(training.optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(STEPS):
+            training.optimizer.zero_grad()
+            training.model(torch.ones(4, training.width)).square().mean().backward()
+            for change in (*training.after_backward, *training.before_step):
+                change(step)
+            training.optimizer.step()
+            dist.barrier()
+    found = [(f.rule, f.where) for f in monitor.diagnose().findings if f.rule.startswith("ranks")]
+    monitor.detach()
+    return found
 
 
 def train_apart(rank: int, factor: float, every: int, reduce: str | None = None) -> dict[str, Any]:

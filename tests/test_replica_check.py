@@ -143,6 +143,12 @@ def test_the_flight_recorder_has_the_step_that_was_not_monitored(recorded: int, 
         assert not recorded or fact["where"] == ["down.weight"]
 
 
+def test_monitor_made_before_the_process_group_compares_ranks() -> None:
+    for found in on_ranks(2, runs.train_with_an_early_monitor):
+        ((rule, where),) = found
+        assert (rule, where) == ("ranks-diverged", "up.weight")
+
+
 def test_parts_of_a_model_are_compared_with_their_copies() -> None:
     results = on_ranks(4, runs.train, runs.plain_parts, runs.flip_of_a_part, {}, {})
     for result in results:

@@ -206,6 +206,8 @@ def build(options: MonitorOptions, model: nn.Module | None = None) -> Runtime:
     runtime = Runtime(StepLifecycle(planning, queue, values))
     for plugin in plugins:
         plugin.attach(MonitorContext(runtime.lifecycle, plugin))
+    if options.checked.replicas_every:
+        runtime.join_ranks = partial(_check_replicas, weakref.ref(runtime), options, planner, history)
     runtime.connection.use_scaler(options.scaler)
     # the last rows are sent when the interpreter ends, and what sends them has to be alive until then
     end = weakref.finalize(runtime, at_exit, weakref.ref(runtime), directory.keep_alive, pipeline.publisher.keep_alive)
@@ -240,7 +242,7 @@ def _plugins(
     detectors.fetch_recorded = recorder.fetch_recorded
     post_spike = PostSpikeDetail(planner, options.spike_capture.after)
     detail = LiveDetail(planner, summary, lambda: post_spike.may_add_hooks, directory, exchange, complaints)
-    budget = acting = data = replicas = None
+    budget = acting = data = None
     if options.max_overhead is not None:
         from ..plugins.overhead_budget import OverheadBudget
 
@@ -258,13 +260,25 @@ def _plugins(
     if options.checked.data:
         data = DataCheck(options.interval or 1, setup.expectations, complaints, directory.annotate)
     clips = AdaptiveClips(may_skip=acting is not None)
-    if options.checked.replicas_every and exchange.exchange.ranks.count > 1 and not is_disabled():
-        from ..plugins.replica_check.plugin import ReplicaCheck  # not needed by a single process
+    return BuiltInPlugins(budget, recorder, acting, detail, post_spike, clips, audit, setup, data, replicas=None)
 
-        every, sync_every = options.checked.replicas_every, options.ranks.sync_every
-        distinct, records = compiled("distinct", options.ranks.distinct), history.sample.records
-        replicas = ReplicaCheck(every, sync_every, distinct, exchange.exchange.ranks, planner, complaints, records, recorder.look)
-    return BuiltInPlugins(budget, recorder, acting, detail, post_spike, clips, audit, setup, data, replicas)
+
+def _check_replicas(
+    runtime: Callable[[], Runtime | None], options: MonitorOptions, planner: Planner, history: RecordHistory
+) -> None:
+    """Compare ranks from now on if there are several, which a process may only know when its loop begins."""
+    if (alive := runtime()) is None or alive.built_in.replicas is not None:
+        return
+    ranks = alive.captures.measurer.ranks
+    if ranks.count < 2:
+        return
+    from ..plugins.replica_check.plugin import ReplicaCheck  # not needed by a single process
+
+    every, sync_every, complaints = options.checked.replicas_every, options.ranks.sync_every, alive.fence.complaints
+    distinct, records = compiled("distinct", options.ranks.distinct), history.sample.records
+    plugin = ReplicaCheck(every, sync_every, distinct, ranks, planner, complaints, records, alive.built_in.recorder.look)
+    alive.lifecycle.plugins.use(alive.built_in._replace(replicas=plugin))
+    plugin.attach(MonitorContext(alive.lifecycle, plugin))
 
 
 def _planner(options: MonitorOptions, model: nn.Module | None) -> Planner:

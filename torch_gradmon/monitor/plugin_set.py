@@ -59,10 +59,15 @@ class PluginSet:
     """
 
     def __init__(self, built_in: BuiltInPlugins, own: Sequence[Plugin], complaints: WarningLog) -> None:
-        self.built_in, self.own, self._complaints = built_in, own, complaints
-        self._plugins = (*(plugin for plugin in built_in if plugin is not None), *own)
-        self._calls = {hook: self._overridden(hook) for hook in _HOOKS}
+        self.own, self._complaints = own, complaints
         self._stopped: list[Plugin] = []
+        self.use(built_in)
+
+    def use(self, built_in: BuiltInPlugins) -> None:
+        """Call these from now on, beside those of the script."""
+        self.built_in = built_in
+        self._plugins = (*(plugin for plugin in built_in if plugin is not None), *self.own)
+        self._calls = {hook: self._overridden(hook) for hook in _HOOKS}
         at_boundaries = {id(plugin): plugin for hook in _BOUNDARIES for plugin, _ in self._calls[hook]}.values()
         self.watching: set[int] = set()
         # a class with a property of its own is asked

@@ -455,6 +455,7 @@ class Runtime:
         self.connection = LoopConnection(lifecycle, self.cycle)
         self.owner: object = None
         self.mark: object = None  # by which watch() finds the monitor of a model
+        self.join_ranks: Callable[[], object] = lambda: None  # when the loop begins, which is when a process may know other ranks
 
     # --- parts ---------------------------------------------------------------------------------------------------------------
 
@@ -508,6 +509,8 @@ class Runtime:
     @fenced
     def begin_step(self, step: int) -> bool:
         """From now on steps begin and end by hand. Returns whether this one is monitored."""
+        if self.state.clock.step is None:
+            self.join_ranks()
         self.lifecycle.values.follow(True)
         self.lifecycle.hooks.wake()
         if self.loop is None and self.lifecycle.plugins.has("before_optimizer_step"):
@@ -795,6 +798,7 @@ class Runtime:
         if self.fence.inert:
             return
         before(module)
+        self.join_ranks()
         if start_step is not None:
             self.connection.continue_at(start_step)
         self.link()
