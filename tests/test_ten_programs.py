@@ -70,6 +70,13 @@ def test_a_tracker_without_an_active_run_is_refused_at_once(tmp_path: Path) -> N
         gradmon.watch(model, optimizer, log_to="wandbb")
 
 
+def test_no_tracker_is_looked_for_where_the_monitor_is_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = made()
+    gradmon.watch(model, optimizer, log_to=None).detach()  # as on ranks that have no run
+    monkeypatch.setenv("GRADMON_DISABLE", "1")
+    gradmon.watch(model, optimizer, log_to="wandb").detach()
+
+
 @pytest.mark.extra
 def test_norms_of_a_pattern_go_to_tensorboard(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")

@@ -74,7 +74,7 @@ class AdapterMonitor:
                     f"there is no argument {name!r}{nearest(name, WatchOptions.__annotations__)}; monitor= takes a monitor with others"
                 )
         if arguments:  # a trial run without side effects raises errors early; runs of trackers may begin later
-            made(None, **{**arguments, "run_dir": None, "log_to": ()})
+            made(None, **{**arguments, "run_dir": None, "log_to": None})
         self.monitor = monitor
         self._is_made_here = monitor is None
         self._arguments = dict(arguments)

@@ -18,6 +18,7 @@ from ..capture.reference import frozen_copy
 from ..core import keys as n
 from ..core import validation as check
 from ..core.errors import display, nearest
+from ..core.fence import is_disabled
 from ..core.keys import Key, Pattern
 from ..core.loop_mistakes import LoopFinding
 from ..core.records import Chart, Engine, StepView
@@ -70,10 +71,10 @@ TensorOf = Literal["output", "output_gradient", "input", "input_gradient"]
 AttentionMetric = Literal["entropy", "entropy_normalized", "first_key", "max_logit"]
 
 
-def _targets(given: LogTarget | Sequence[LogTarget], is_muted: bool) -> list[LogTarget]:
+def _targets(given: LogTarget | Sequence[LogTarget] | None, is_muted: bool) -> list[LogTarget]:
     """What ``log_to`` names, checked: names of trackers as the sinks of their active runs, or nothing on a rank that sends none."""
-    targets: list[Any] = list(given) if isinstance(given, (list, tuple)) else [given]
-    if not targets:
+    targets: list[Any] = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
+    if not targets or is_disabled():
         return []
     from ..sinks.filtered_sink import adapted, sender
 
@@ -169,7 +170,7 @@ class ModuleMonitor:
         excluded_modules_regex: Pattern | None = None,
         every: int | Callable[[int], bool] | None = None,
         monitor_step_fn: Callable[[int], bool] | None = None,
-        log_to: LogTarget | Sequence[LogTarget] = (),
+        log_to: LogTarget | Sequence[LogTarget] | None = None,
         run_dir: str | os.PathLike[str] | None = None,
         prefix: str = "",
         on_spike: OnSpike = None,
@@ -218,7 +219,7 @@ class ModuleMonitor:
         )
         self._build(options, module, log_to)  # type: ignore[arg-type]
 
-    def _build(self, options: MonitorOptions, module: nn.Module | None, log_to: LogTarget | Sequence[LogTarget]) -> None:
+    def _build(self, options: MonitorOptions, module: nn.Module | None, log_to: LogTarget | Sequence[LogTarget] | None) -> None:
         targets = _targets(log_to, Ranks(options.ranks.process_group).is_muted(options.ranks.log_on_all_ranks))
         self._runtime = build(options, module)
         if options.preset is not None:

@@ -255,7 +255,7 @@ class WatchOptions(TypedDict, total=False):
     layers: Layers | None
     exclude: Pattern | None
     every: int | Callable[[int], bool]
-    log_to: LogTarget | Sequence[LogTarget]
+    log_to: LogTarget | Sequence[LogTarget] | None
     run_dir: str | os.PathLike[str] | None
     prefix: str
     on_spike: OnSpike

@@ -225,7 +225,7 @@ def watch(
     layers: Layers | None = None,
     exclude: Pattern | None = None,
     every: int | Callable[[int], bool] = 1,
-    log_to: LogTarget | Sequence[LogTarget] = (),
+    log_to: LogTarget | Sequence[LogTarget] | None = None,
     run_dir: str | os.PathLike[str] | None = None,
     prefix: str = "",
     on_spike: OnSpike = "warn",
@@ -253,8 +253,8 @@ def watch(
         exclude: searched in the names of modules and parameters; metrics leave out those that match. Whole-model values still cover
             all parameters.
         every: monitor the steps that are divisible by it, or those for which this function of the step number returns True.
-        log_to: where the values go, one or a list: ``"wandb"``, ``"trackio"`` or ``"mlflow"`` for the active run, or anything that
-            :meth:`ModuleMonitor.add_sink` takes: a run, a ``SummaryWriter``, a function of a dict and a step.
+        log_to: where the values go, one or a list, None for nowhere: ``"wandb"``, ``"trackio"`` or ``"mlflow"`` for the active run, or
+            anything that :meth:`ModuleMonitor.add_sink` takes: a run, a ``SummaryWriter``, a function of a dict and a step.
         run_dir: run directory that keeps every monitored step, for :func:`load_run`; None for none. Unless ``on_spike`` is None, a line
             on stderr says at the end what is wrong with the run.
         prefix: put before every key.
