@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
+from torch_gradmon.plugins.clipping import AdaGC, ZClip
 from torch_gradmon.step.planner import PRESETS, PresetName
 
 
@@ -161,3 +162,10 @@ def test_help_of_watch_explains_each_argument_or_says_where() -> None:
 def test_presets_are_literals_for_type_checkers() -> None:
     assert get_args(PresetName) == tuple(PRESETS)
     assert inspect.signature(gradmon.watch).parameters["preset"].annotation == "PresetName"
+
+
+def test_what_is_handed_to_a_monitor_shows_its_settings() -> None:
+    assert repr(ZClip(threshold=3.0)).startswith("ZClip(threshold=3.0, ")
+    assert repr(AdaGC()) == "AdaGC(ratio=1.04, max_norm=1.0, beta=0.99, warmup=100)"
+    assert repr(gradmon.SpikeDetector(signal="loss")).endswith("signal='loss')")
+    assert repr(gradmon.SpikeCapture(before=4)) == "SpikeCapture(before=4, after=3)"

@@ -32,6 +32,10 @@ class DeviceValue(NamedTuple):
 class AdaptiveClip:
     """The alternative to a number in ``ModuleMonitor.clip_grad_norm_(max_norm=...)``."""
 
+    def __repr__(self) -> str:
+        settings = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_"))
+        return f"{type(self).__name__}({settings})"
+
     def factors(self, rows: Tensor, names: Sequence[str]) -> tuple[Tensor, list[DeviceValue]]:
         """Factors for the gradients, at most 1. Updates the state. Does not synchronise.
 

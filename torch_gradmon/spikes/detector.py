@@ -238,6 +238,9 @@ class SpikeDetector:
         self._rules = RulePerSignal(self.rule)
         self._predicted: tuple[int, float, Verdict] | None = None
 
+    def __repr__(self) -> str:
+        return f"SpikeDetector({getattr(self.rule, '__name__', type(self.rule).__name__)}, signal={self.signal!r})"
+
     def update(self, step: int, value: float) -> Verdict:
         """Score ``value``, then learn it. NaN and Inf are always spikes and are never learned.
 
