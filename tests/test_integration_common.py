@@ -68,7 +68,7 @@ def test_what_is_wrong_is_said_when_the_adapter_is_made(arguments: dict[str, Any
 
 def test_before_training_it_can_be_pickled_and_keeps_no_state() -> None:
     watching = pickle.loads(pickle.dumps(_watching(layers="blocks")))
-    assert watching.monitor is None
+    assert watching.monitor.module is None
     assert watching.state_dict() == {}
 
 

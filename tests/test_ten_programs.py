@@ -170,13 +170,14 @@ def test_lightning_with_one_metric_more(tmp_path: Path) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    callback = GradmonCallback(gradmon.ModuleMonitor(preset="standard", layers="blocks"))
+    callback = GradmonCallback(layers="blocks", run_dir=tmp_path / "run")
     callback.monitor.add_gradient_metric("norm")
     trainer = lightning.Trainer(
         max_steps=3, logger=False, enable_checkpointing=False, default_root_dir=tmp_path, accelerator="cpu"
     )
     trainer.fit(Lit(), torch.utils.data.DataLoader(torch.randn(6, 3, 8), 2))
     assert callback.monitor.get_step_metrics()["gradient/net.head.weight/norm"] > 0
+    assert len(gradmon.load_run(tmp_path / "run").series("gradient/net.head.weight/norm")) == 3
 
 
 @pytest.mark.integration

@@ -36,12 +36,11 @@ def last_step(monitor: ModuleMonitor) -> int | None:
 
 
 class AdapterMonitor:
-    """The monitor of an adapter: a given one, or one that is made when training begins.
-
-    It is made so late because only then the processes and the device are known; its arguments are checked at once.
+    """The monitor of an adapter: a given one, or one that is made here, whose run begins with the training, when the processes are known.
 
     Args:
-        monitor: not attached yet, with any metrics, sinks and detectors; None to have one made.
+        monitor: not attached yet, with any metrics, sinks and detectors; None to have one made, to which these
+            may be added before the training.
         arguments: those of :func:`torch_gradmon.watch` but the model, the optimizers, the scaler and the number of the first step, which
             the trainer has; only without ``monitor``.
         detectors: of a monitor that is made, in addition to those of its preset; only without ``monitor``.
@@ -73,16 +72,30 @@ class AdapterMonitor:
                 raise TypeError(
                     f"there is no argument {name!r}{nearest(name, WatchOptions.__annotations__)}; monitor= takes a monitor with others"
                 )
-        if arguments:  # a trial run without side effects raises errors early; runs of trackers may begin later
-            made(None, **{**arguments, "run_dir": None, "log_to": None})
-        self.monitor = monitor
         self._is_made_here = monitor is None
         self._arguments = dict(arguments)
         self._detectors = tuple(detectors)
+        self.monitor = self._early() if monitor is None else monitor
         self._framework = framework
         self._model: weakref.ref[nn.Module] | None = None
         self._models = 0  # for which a monitor was made
         self._complaints = WarningLog()
+
+    def _early(self) -> ModuleMonitor:
+        """A monitor without its run and trackers, which begin with the training: the script may add metrics to it before."""
+        monitor = made(None, **{**self._arguments, "run_dir": None, "log_to": None})
+        for detector in self._detectors:
+            monitor.add_detector(detector)
+        return monitor
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Another process makes its own monitor."""
+        return {**vars(self), "monitor": None, "_model": None} if self._is_made_here else dict(vars(self))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if self._is_made_here:
+            self.monitor = self._early()
 
     def check_optimizers(self, model: nn.Module, optimizers: Sequence[Any]) -> None:
         """Check that they step parameters of the model.
@@ -128,14 +141,15 @@ class AdapterMonitor:
             # before the run directory exists
             remedy = advice_for(self._framework).another_model
             check.optimizers(model, optimizers, source_for(model, source), remedy)
-            self.monitor = made(model, source, **self._of_trial(self._arguments, trial))
-            for detector in self._detectors:
-                self.monitor.add_detector(detector)
-        assert self.monitor is not None
+            if self._models:  # each has a monitor of its own
+                self.monitor = self._early()
         if source is not None:
             self.monitor._runtime.planner.use(source)
         if self.monitor.module is not model:
             self.monitor.set_module(model)
+            if self._is_made_here:
+                of = self._of_trial(self._arguments, trial)
+                self.monitor._begin_run(of.get("run_dir"), of.get("distributed"), of.get("log_to"))
         self._model = weakref.ref(model)
         first = start_step if is_new else None
         watch.attach(self.monitor, optimizers, scaler=scaler, start_step=first, owner=trainer)
@@ -168,17 +182,16 @@ class AdapterMonitor:
 
         Waits for no device. What is not one real number, or has the key of a value of the monitor, is left out.
         """
-        if self.monitor is not None and is_number(value) and not parse_key(key).source:
+        if self._model is not None and is_number(value) and not parse_key(key).source:
             self.monitor._runtime.lifecycle.values.log(Key("", key, ""), value, aggregation, stands_in=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the monitor; empty before it exists."""
-        return {} if self.monitor is None else self.monitor.state_dict()
+        """The state of the monitor; empty before the training."""
+        return {} if self._model is None else self.monitor.state_dict()
 
     def end(self) -> None:
         """Send waiting values, and leave the model as it was found; values and spike reports stay. Idempotent."""
-        if self.monitor is not None:
-            self.monitor.detach()
+        self.monitor.detach()
 
 
 def is_number(value: Any) -> bool:

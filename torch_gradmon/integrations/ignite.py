@@ -72,8 +72,10 @@ class GradmonHandler:
         self._last_step: int | None = None
 
     @property
-    def monitor(self) -> ModuleMonitor | None:
-        """The monitor; None before the first run unless it was given. It stays readable after the run."""
+    def monitor(self) -> ModuleMonitor:
+        """The monitor, which takes metrics, sinks and detectors from the start: ``callback.monitor.add_gradient_metric("norm")``. It stays
+        readable after the training; each of several models has its own.
+        """
         return self._adapter.monitor
 
     def attach(
@@ -129,7 +131,7 @@ class GradmonHandler:
         """Whether the last step was not skipped, for a scheduler:
         ``Events.ITERATION_STARTED(event_filter=handler.unless_skipped)``.
         """
-        return self.monitor is None or not self.monitor.step_was_skipped
+        return not self.monitor.step_was_skipped
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the monitor, as plain numbers and lists; empty before the first run."""
@@ -143,7 +145,7 @@ class GradmonHandler:
         """
         if not isinstance(state, Mapping):
             raise TypeError(f"expected the dict of GradmonHandler.state_dict(), got {display(state)}")
-        if self._runs and state and self.monitor is not None:
+        if self._runs and state:
             self.monitor.load_state_dict(state)
         else:
             self._loaded = dict(state)
@@ -170,7 +172,7 @@ class GradmonHandler:
 
     def _iteration_completed(self, engine: Engine) -> None:
         monitor = self.monitor
-        if monitor is None or not self._runs:
+        if not self._runs:
             return
         output = engine.state.output
         loss = output.get("loss") if isinstance(output, Mapping) else output

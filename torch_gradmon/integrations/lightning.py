@@ -205,8 +205,10 @@ class GradmonCallback(Callback):
         return type(self).__qualname__ + self._suffix
 
     @property
-    def monitor(self) -> ModuleMonitor | None:
-        """The monitor; None before training unless it was given. It stays readable after training."""
+    def monitor(self) -> ModuleMonitor:
+        """The monitor, which takes metrics, sinks and detectors from the start: ``callback.monitor.add_gradient_metric("norm")``. It stays
+        readable after the training; each of several models has its own.
+        """
         return self._adapter.monitor
 
     @property
@@ -260,7 +262,7 @@ class GradmonCallback(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
         """Record the loss, and pass values for the progress bar to Lightning."""
-        if self._schedulers is None or self.monitor is None:
+        if self._schedulers is None:
             return
         loss: Any = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if is_number(loss):
@@ -278,7 +280,7 @@ class GradmonCallback(Callback):
         """Log the means over the steps of the epoch."""
         if self._schedulers is not None:
             self._schedulers.restore()
-        if self._schedulers is None or self.monitor is None or not self._options.track_epochs:
+        if self._schedulers is None or not self._options.track_epochs:
             return
         self._catch_up()
         values = self._epoch.values()
@@ -289,7 +291,7 @@ class GradmonCallback(Callback):
 
     def on_train_end(self, *_: Any) -> None:
         """Send waiting values, and leave the model as it was found."""
-        if self._schedulers is None or self.monitor is None:
+        if self._schedulers is None:
             return
         self._adapter.end()
         self._schedulers.remove()
@@ -320,7 +322,7 @@ class GradmonCallback(Callback):
 
     def _catch_up(self) -> None:
         """Add the values of the step that has just ended, which sinks get when the next one begins."""
-        if self.monitor is not None and (step := last_step(self.monitor)) is not None:
+        if (step := last_step(self.monitor)) is not None:
             self._take_values(self.monitor.get_step_metrics(), step)
 
 

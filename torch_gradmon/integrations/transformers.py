@@ -91,8 +91,10 @@ class GradmonCallback(trainer_callback.TrainerCallback, trainer_callback.Exporta
         self._complaints = WarningLog()
 
     @property
-    def monitor(self) -> ModuleMonitor | None:
-        """The monitor; None before training begins, unless it was given."""
+    def monitor(self) -> ModuleMonitor:
+        """The monitor, which takes metrics, sinks and detectors from the start: ``callback.monitor.add_gradient_metric("norm")``. It stays
+        readable after the training; each of several models has its own.
+        """
         return self._adapter.monitor
 
     # --- called by the Trainer ----------------------------------------------------------------------------------------------
@@ -151,7 +153,7 @@ class GradmonCallback(trainer_callback.TrainerCallback, trainer_callback.Exporta
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         """Add values to the line with the loss. Other logs of the Trainer are for reporters, which came before."""
-        if self.monitor is None or not logs or is_disabled():
+        if not logs or is_disabled():
             return
         if "train_runtime" in logs:  # the last line; then reporters close their runs
             self.monitor.end_step()
@@ -171,7 +173,7 @@ class GradmonCallback(trainer_callback.TrainerCallback, trainer_callback.Exporta
     def state(self) -> dict[str, Any]:
         """For ``trainer_state.json``: the arguments that JSON can hold, and the state of the monitor."""
         learned: dict[str, Any] = {}
-        if self.monitor is not None and not is_disabled():
+        if not is_disabled():
             self.monitor.end_step()  # late values join the state when the step is over
             learned = self._adapter.state_dict()
             try:

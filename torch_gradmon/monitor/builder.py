@@ -39,7 +39,7 @@ from ..step.plugin import Plugin
 from ..step.ranks import Ranks
 from ..step.summary import LayerSelection
 from .machine import StepState
-from .options import MonitorOptions
+from .options import Distributed, MonitorOptions
 from .plugin_set import BuiltInPlugins, PluginSet
 from .records import (
     PendingQueue,
@@ -173,7 +173,7 @@ def build(options: MonitorOptions, model: nn.Module | None = None) -> Runtime:
         TypeError, ValueError: the model cannot be monitored, or a plugin belongs to the monitor of another one.
     """
     inert, ranks = is_disabled(), Ranks(options.ranks.process_group)
-    run_dir = None if inert else _run_dir(options, ranks)
+    run_dir = None if inert else run_dir_of(options.run_dir, options.ranks, ranks)
     complaints = WarningLog(options.on_metric_error == "raise", "" if run_dir is None else str(run_dir))
     is_muted = partial(ranks.is_muted, options.ranks.log_on_all_ranks)
     planner = _planner(options, model)
@@ -296,10 +296,11 @@ def _planner(options: MonitorOptions, model: nn.Module | None) -> Planner:
     return planner
 
 
-def _run_dir(options: MonitorOptions, ranks: Ranks) -> str | os.PathLike[str] | None:
-    if options.run_dir is not None and options.ranks.log_on_all_ranks and ranks.count > 1:
-        return os.path.join(options.run_dir, f"rank{ranks.rank}")
-    return options.run_dir
+def run_dir_of(path: str | os.PathLike[str] | None, distributed: Distributed, ranks: Ranks) -> str | os.PathLike[str] | None:
+    """The run directory of this rank."""
+    if path is not None and distributed.log_on_all_ranks and ranks.count > 1:
+        return os.path.join(path, f"rank{ranks.rank}")
+    return path
 
 
 def _on_spike(options: MonitorOptions) -> str | Policy | Callable[[SpikeEvent], Any] | None:

@@ -36,7 +36,7 @@ from ..step.plugin import Plugin
 from ..step.ranks import Ranks
 from ..step.summary import KEY_DOCUMENTATION, MicroBatchStats
 from . import inspection
-from .builder import build
+from .builder import build, run_dir_of
 from .manual_loop import ManualLoop, clip_gradients
 from .options import Distributed, Layers, LogTarget, MonitorOptions, OnSpike, SpikeCapture
 from .records import RunDirectory
@@ -225,6 +225,16 @@ class ModuleMonitor:
         if options.preset is not None:
             self._runtime.use_preset(options.preset)
         self._introduce()
+        for target in targets:
+            self.add_sink(target)
+
+    def _begin_run(self, run_dir: str | os.PathLike[str] | None, distributed: Distributed | None, log_to: Any) -> None:
+        """Keep and send the values there: for a trainer's callback, whose monitor is made before the processes and trackers of a run."""
+        runtime, of = self._runtime, distributed or Distributed()
+        ranks = runtime.captures.measurer.ranks
+        targets = _targets(log_to, ranks.is_muted(of.log_on_all_ranks))
+        if (place := run_dir_of(run_dir, of, ranks)) is not None and not runtime.fence.inert:
+            runtime.pipeline.directory.keep_in(place)
         for target in targets:
             self.add_sink(target)
 

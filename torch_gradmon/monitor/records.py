@@ -274,6 +274,17 @@ class RunDirectory:
             self.keep_alive.append(self._writer)
         return self._writer
 
+    def keep_in(self, path: str | os.PathLike[str]) -> None:
+        """Keep the run there. No step has ended yet.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._path, self._complaints.run = path, str(path)
+        self._meta["process"] = process_facts()
+        if not self._is_muted():
+            self._opened(path)
+
     def reopen(self) -> None:
         """Mark the directory of a closed run as active again, before the first record comes.
 
