@@ -57,7 +57,7 @@ def hot_path(place: Place, preset: str, on_spike: str | None = None) -> dict[str
 
 
 @program
-def cheap(place: Place) -> dict[str, Any]:
+def minimal(place: Place) -> dict[str, Any]:
     """Preset ``minimal``."""
     return hot_path(place, "minimal")
 

@@ -185,7 +185,7 @@ class Loop:
         return (
             ()
             if monitor is None
-            else (monitor.current_step, monitor.last_record.step, str(monitor.get_step_counts()), len(self.rows))
+            else (monitor.current_step, monitor._runtime.state.clock.ended, str(monitor.get_step_counts()), len(self.rows))
         )
 
     # --- the loop --------------------------------------------------------------------------------------------------------------

@@ -368,7 +368,7 @@ def parts(wrap: Callable[[nn.Module], nn.Module], **options: Any) -> Loop:
 def parts_within_their_group() -> Loop:
     """Watched with the group that has one batch."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    loop = parts(lambda model: model, process_group=pairs[dist.get_rank() // 2])
+    loop = parts(lambda model: model, distributed=gradmon.Distributed(process_group=pairs[dist.get_rank() // 2]))
     loop.forward, loop.has_copies = lambda x: loop.model(torch.full_like(x, float(loop.monitor.current_step or 0))), False
     return loop
 

@@ -192,7 +192,7 @@ def test_blocks_compiled_after_the_attach_have_values() -> None:
 
 
 def test_excluded_blocks_share_the_graph_and_have_no_values() -> None:
-    watch = asking("rms", excluded_modules_regex=r"blocks\.[13]\b")
+    watch = asking("rms", exclude=r"blocks\.[13]\b")
     trained = Trained(one_by_one, watch)
     assert len(trained.values[0]) == BLOCKS - 2
     trained.assert_as(Trained(one_by_one), Trained(eager, watch))

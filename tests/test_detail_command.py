@@ -247,7 +247,7 @@ def test_the_file_itself_may_be_named_and_numbers_grow(tmp_path: Path, capsys: p
 def test_what_whoever_asks_may_not_have_thought_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     training = Training(tmp_path, every=1, preset="minimal").go(10)
     assert "step 3 is over, so the change begins with the next step" in _said(capsys, 0, tmp_path, "--every", 1, "--first", 3)
-    assert "without --every the cadence stays that of the script: every step, preset cheap" in _said(
+    assert "without --every the cadence stays that of the script: every step, preset minimal" in _said(
         capsys, 0, tmp_path, "--preset", "full", "--for", 5
     )
     training.go(2)

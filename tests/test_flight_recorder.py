@@ -29,7 +29,7 @@ def _train(steps: int = STEPS, scaler: Any = None, clip: bool = False, **argumen
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    monitor = gradmon.watch(model, optimizer, on_spike=None, **arguments)
+    monitor = watch_with(model, optimizer, on_spike=None, **arguments)
     data = torch.Generator().manual_seed(1)
     for step in range(steps):
         x = torch.randn(32, 6, generator=data)

@@ -318,7 +318,7 @@ def test_a_subclass_is_not_asked_about_an_epoch_without_values(by: str, tmp_path
     if by == "the environment":
         monkeypatch.setenv("GRADMON_DISABLE", "1")
     plain, watched = Net(), Net()
-    callback = Mine(run_dir=tmp_path / "run", monitor_step_fn=lambda step: False)
+    callback = Mine(run_dir=tmp_path / "run", every=lambda step: False)
     trainer().fit(plain, loader(3))
     trainer(callback, logger=CSVLogger(tmp_path), log_every_n_steps=1).fit(watched, loader(3))
     assert same(parameters(plain), parameters(watched))

@@ -47,7 +47,11 @@ def test_every_public_name_has_a_home_and_is_what_type_checkers_see(package: obj
     tree = ast.parse(Path(package.__file__).read_text(encoding="utf-8"))  # type: ignore[attr-defined]
     block = next(node for node in tree.body if isinstance(node, ast.If))
     seen = {
-        alias.name: node.module or alias.name for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names
+        alias.name: node.module or alias.name
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname is None
     }
     assert seen == package._HOMES  # type: ignore[attr-defined]
     assert sorted(package.__all__) == sorted(seen)  # type: ignore[attr-defined]

@@ -439,9 +439,9 @@ def test_a_run_resumed_amid_skips_goes_on_as_if_it_had_not_been_broken(at: int) 
     _train(again, again_optimizer, range(at, 12), bad, 1e5)
     assert _same(model, again)
     assert again_monitor.state_dict() == monitor.state_dict()
-    assert again_monitor.counts == monitor.get_step_counts()
+    assert again_monitor.get_step_counts() == monitor.get_step_counts()
     assert monitor.get_step_counts().skipped == 4
-    assert again_monitor.step == 11
+    assert again_monitor.current_step == 11
 
 
 def test_a_state_of_a_run_that_did_not_act_can_be_loaded() -> None:

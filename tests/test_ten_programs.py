@@ -173,7 +173,12 @@ def test_lightning_with_one_metric_more(tmp_path: Path) -> None:
     callback = GradmonCallback(layers="blocks", run_dir=tmp_path / "run")
     callback.monitor.add_gradient_metric("norm")
     trainer = lightning.Trainer(
-        max_steps=3, logger=False, enable_checkpointing=False, default_root_dir=tmp_path, accelerator="cpu"
+        callbacks=[callback],
+        max_steps=3,
+        logger=False,
+        enable_checkpointing=False,
+        default_root_dir=tmp_path,
+        accelerator="cpu",
     )
     trainer.fit(Lit(), torch.utils.data.DataLoader(torch.randn(6, 3, 8), 2))
     assert callback.monitor.get_step_metrics()["gradient/net.head.weight/norm"] > 0
