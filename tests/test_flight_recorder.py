@@ -75,7 +75,7 @@ def test_the_steps_around_a_spike_are_there_with_the_numbers_of_a_monitor_that_t
         assert values["loss"] == truth["loss"]
         whole = {key for key in values if key.startswith("gradmon/")}
         assert whole == {
-            f"gradmon/grad_{name}" for name in ("norm", "max", "nonfinite_count", "top_share", *["norm_clipped"] * clip)
+            f"gradmon/grad_{name}" for name in ("norm", "max", "nonfinite_count", "top_fraction", *["norm_after_clip"] * clip)
         }
         assert all(values[key] == truth[key] for key in whole)
         context = run.context(step)
