@@ -224,6 +224,6 @@ def test_gauges_follow_the_keys_of_each_step() -> None:
 def test_families_have_the_meaning_of_the_registry() -> None:
     named = families({"gradmon/overhead_fraction": 1.0, "update/a/ratio": 2.0, "gradient/a/mine": 3.0}, "_")
     found = {name: family for name, (family, _) in named.items()}
-    assert found["gradmon_model_overhead_pct"].unit == "1"
+    assert found["gradmon_model_overhead_fraction"].unit == "1"
     assert found["gradmon_update_ratio"].help.startswith("norm of the update over the norm of the parameter")
     assert found["gradmon_gradient_mine"].help == "mine of gradient"
