@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -141,7 +142,7 @@ class RulePerSignal:
             self._rules[signal] = copy.deepcopy(self._rule)
         return self._rules[signal]
 
-    def _verdicts(self, bank: HampelBank, judged: tuple[Tensor, ...], values: Mapping[str, float]) -> dict[str, Verdict]:
+    def _verdicts(self, bank: HampelBank, judged: tuple[np.ndarray, ...], values: Mapping[str, float]) -> dict[str, Verdict]:
         scores, spikes, usual = (found.tolist() for found in judged)
         found, threshold = dict(zip(self._rows, scores, strict=True)), bank.threshold
         # a NaN score means that the rule has no score yet
@@ -168,8 +169,7 @@ class RulePerSignal:
         learned = {name: rule.state_dict() for name, rule in self._rules.items()}
         assert isinstance(self._rule, Hampel)
         self._rows = {name: row for row, name in enumerate(names)}
-        with torch.inference_mode(False):  # the bank is written to outside of inference mode later
-            self._bank = HampelBank(self._rule, len(names))
+        self._bank = HampelBank(self._rule, len(names))
         new = self._rule.state_dict()
         self._bank.load([learned.get(name, new) for name in names])
         self._rules = {}
