@@ -51,7 +51,6 @@ class DetailRequest:
         return self.every is None and self.preset is None
 
     def facts(self) -> dict[str, Any]:
-        """The fields that are set."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def numbers(self) -> tuple[float, ...]:
@@ -62,7 +61,6 @@ class DetailRequest:
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[float]) -> DetailRequest:
-        """The inverse of :meth:`numbers`."""
         number, every, preset, steps, first = map(int, numbers)
         return cls(every or None, _PRESETS[preset - 1] if preset else None, steps or None, first - 1 if first else None, number)
 

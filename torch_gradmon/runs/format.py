@@ -79,12 +79,10 @@ def _numbers(directory: str | os.PathLike[str], pattern: re.Pattern[str]) -> lis
 
 
 def is_run(names: Iterable[str]) -> bool:
-    """Whether files of these names make a run."""
     return any(map(_NAME.fullmatch, names))
 
 
 def has_run(directory: Path) -> bool:
-    """Whether there is a run in a directory."""
     try:
         return bool(pairs_in(directory))
     except OSError:
@@ -129,12 +127,10 @@ _ENCODER = json.JSONEncoder(default=str, skipkeys=True, separators=(",", ":"))
 
 
 def text_of(facts: object) -> bytes:
-    """As JSON."""
     return _ENCODER.encode(facts).encode()
 
 
 def of_json(facts: Mapping[str, Any]) -> bytes:
-    """A JSON record."""
     return JSON + text_of(facts)
 
 
@@ -208,7 +204,6 @@ class StepFrame(NamedTuple):
     events: bytes
 
     def packed(self) -> bytes:
-        """The record."""
         begin, end = self.rows
         facts = self.flags, len(self.values), self.step, self.time, begin, end - begin, self.layouts, self.keys, len(self.context)
         head = _STEP.pack(STEP, *facts)

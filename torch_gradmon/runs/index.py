@@ -83,7 +83,6 @@ class Pair:
         return found
 
     def close(self) -> None:
-        """Close the files."""
         self.values.close()
         if self._rows is not None:
             self._rows.close()
@@ -409,7 +408,6 @@ class RunIndex:
 
     @property
     def damage(self) -> list[tuple[str, Damage]]:
-        """The damaged parts of the files with values, by their names."""
         return [(pair.values.name, each) for pair in self._pairs for each in pair.values.damage]
 
     def _frames_of(self, step: int) -> list[int]:
@@ -447,7 +445,6 @@ class RunIndex:
         return frames[chosen], steps[chosen]
 
     def with_events(self) -> list[int]:
-        """The steps with spikes."""
         frames, steps = self._in_order()
         found: list[int] = np.unique(steps[self._table["flags"][frames] & f.HAS_EVENTS > 0]).tolist()
         return found
@@ -503,7 +500,6 @@ class RunIndex:
         return pair.layouts.get(number, ())
 
     def read(self, step: int) -> StoredStep:
-        """A step without its rows."""
         told: f.StepFrame | None = None
         values: dict[int, float] = {}
         for number in self._frames_of(step):
@@ -550,7 +546,6 @@ class RunIndex:
         return found
 
     def values(self, key: Key) -> dict[int, float]:
-        """The stored value of a key by step."""
         number = self.keys.get(key)
         if number is None:
             return {}
@@ -598,7 +593,6 @@ class RunIndex:
         return _up_to(end, pair.values.record(self._table["begin"].item(frame)))
 
     def close(self) -> None:
-        """Close the files."""
         for pair in self._pairs:
             pair.close()
 

@@ -341,5 +341,4 @@ class LogReader:
         return kept, at - base
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()

@@ -44,7 +44,6 @@ class TableLayout(NamedTuple):
     same_as: str
 
     def definition(self) -> dict[str, Any]:
-        """As JSON."""
         return {
             "is": "layout",
             "source": self.source,
@@ -62,7 +61,6 @@ class TableLayout(NamedTuple):
         return len(data) == 4 * len(self.names) * there and (there > 0 or not columns)
 
     def dense(self, absent: int, data: bytes) -> bytes:
-        """The rows of a step with all columns."""
         width = 4 * len(self.names)
         for place in range(len(_stored(self.columns, bool(self.counts)))):
             if absent >> place & 1:
@@ -89,7 +87,6 @@ class TableLayout(NamedTuple):
         return torch.from_numpy(rows)
 
     def table(self, blob: bytes) -> StatsTable:
-        """The statistics of one step."""
         return StatsTable(self.names, self.rows([blob])[0], self.columns)
 
     def part(self, data: bytes, names: Sequence[str]) -> tuple[TableLayout, bytes]:

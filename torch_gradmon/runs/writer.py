@@ -62,7 +62,6 @@ class Successors:
         self._files: list[LogReader | None] = []  # None for a file of something else
 
     def have_claimed(self) -> bool:
-        """Whether one of them has claimed the run."""
         with contextlib.suppress(
             OSError
         ):  # there is none, or it cannot be asked for now, which must not keep the training waiting
@@ -85,7 +84,6 @@ class Successors:
         return False
 
     def close(self) -> None:
-        """Close the files."""
         for file in self._files:
             if file is not None:
                 file.close()
@@ -275,7 +273,6 @@ class RunWriter:
 
     @property
     def last(self) -> int | None:
-        """The last step that was written."""
         return self._last
 
     def replaces_all(self, step: int) -> bool:

@@ -88,8 +88,6 @@ _ALIKE = 3.0
 
 @dataclass(frozen=True, slots=True)
 class ParameterAttribution:
-    """A parameter at the time of a spike."""
-
     name: str
     norm: float  # of its gradient
     usual: float | None  # its usual norm, see :class:`torch_gradmon.spikes.attribution.Baseline`; None if too few steps are known
@@ -416,8 +414,6 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class SpikeCause:
-    """The cause of a spike."""
-
     layer: str = ""  # the most suspicious parameter; empty if no single one stands out
     did: str = ""  # what it did, or what all layers did together, in a few words; empty if nothing is known
     words: str = ""  # the full text, as part of a sentence about a spike

@@ -36,8 +36,6 @@ class _Case:
 
 
 class RecoveryTracker:
-    """Follows each signal that spiked, from its first spike until its recovery has been reported."""
-
     def __init__(self) -> None:
         self._cases: dict[str, _Case] = {}
 
@@ -156,7 +154,6 @@ class FollowUp:
         return [str(replace(fresh[0], reason="; ".join(event.reason for event in fresh)))] if fresh else []
 
     def step_ended(self, applied: bool) -> None:
-        """Count a step, monitored or not."""
         self.rejected = 0 if applied else self.rejected + 1
         self._detail_at = 0 if applied else self._detail_at
 

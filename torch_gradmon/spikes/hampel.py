@@ -50,7 +50,6 @@ class SortedWindow:
         self._in_order.clear()
 
     def values(self) -> list[float]:
-        """The values, oldest first."""
         return list(self._in_time)
 
     def median(self) -> float:
@@ -227,7 +226,6 @@ class Hampel:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes of the windows, by argument."""
         return {
             "near": self._near.values.size,
             "far": self._far.values.size,
@@ -264,7 +262,6 @@ class Hampel:
         return sum(peak >= nearly for peak in self._peaks) >= USUAL
 
     def update(self, value: float) -> None:
-        """Learn a finite ``value`` unless its score is that of a spike."""
         if value < 0 and not self.linear:
             self._restart()
         score, position = self.score(value), (value if self.linear else log_of(value))
@@ -307,7 +304,6 @@ class Hampel:
             level.load((), ())
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers and lists."""
         return {
             "near": self._near.values.values(),
             "far": self._far.values.values(),
@@ -363,7 +359,8 @@ class _Windows:
 
     def oldest(self) -> np.ndarray:
         """What the next value replaces: ``[rows]``."""
-        return self.values[np.arange(len(self.values)), self._next]
+        found: np.ndarray = self.values[np.arange(len(self.values)), self._next]
+        return found
 
     def median(self) -> np.ndarray:
         """``[rows]``; infinite where there is no value."""
@@ -375,7 +372,8 @@ class _Windows:
 
     def _middle(self, values: np.ndarray) -> np.ndarray:
         ordered, rows = np.sort(values, axis=1), np.arange(len(values))  # free places come last
-        return (ordered[rows, np.maximum(self.count - 1, 0) // 2] + ordered[rows, self.count // 2]) / 2
+        middle: np.ndarray = (ordered[rows, np.maximum(self.count - 1, 0) // 2] + ordered[rows, self.count // 2]) / 2
+        return middle
 
     def ordered(self, row: int) -> list[float]:
         """The values of one row, oldest first."""

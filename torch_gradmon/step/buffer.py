@@ -44,7 +44,6 @@ _WITNESSES = frozenset({Column.COUNT, Column.SUM, Column.SQUARE_SUM})
 
 
 def _rows_at(blocks: Sequence[Tensor], places: Sequence[tuple[int, int]]) -> Tensor:
-    """The rows at these places, each a block and a row in it."""
     (block, first), count = places[0], len(places)
     if places[-1] == (block, first + count - 1) and list(places) == [(block, first + row) for row in range(count)]:
         return blocks[block][first : first + count]  # as for what was merged
@@ -79,8 +78,6 @@ Aggregation = str | Callable[..., Any]
 
 @dataclass
 class PendingValue:
-    """Values of one key until the end of the step."""
-
     aggregation: Aggregation
     parts: list[Tensor]  # per micro-batch: [sum, count], one value, or all values, by aggregation
 
@@ -249,7 +246,6 @@ class StreamJoin:
         self._streams: dict[tuple[torch.device, int], Any] = {}
 
     def note(self, device: torch.device) -> None:
-        """A value was computed on the current stream of ``device``."""
         number = stream_number(device)
         if number is not None and (device, number) not in self._streams and (stream := current_stream(device)) is not None:
             self._streams[device, number] = stream
@@ -271,8 +267,6 @@ class StreamJoin:
 
 
 class _DeviceGroup(NamedTuple):
-    """All values from one device."""
-
     positions: list[int]
     packed: Tensor
     copied: Any  # the event to wait for; None: `packed` is still on its device
@@ -298,7 +292,6 @@ class DeviceToHostCopy:
 
     @property
     def is_local(self) -> bool:
-        """Whether all tensors were on the host already."""
         return not self._groups
 
     def is_ready(self) -> bool:
@@ -517,11 +510,9 @@ class StepBuffer:
         self._narrow(source, columns)
 
     def version_of(self, source: str) -> int:
-        """How often rows of this source were stored."""
         return self._versions[source]
 
     def names_of(self, source: str) -> set[str]:
-        """The tensors of ``source`` with stored rows."""
         return set(self._at(source))
 
     def rows_of(self, source: str, names: Iterable[str]) -> Tensor:
@@ -730,7 +721,6 @@ class StepBuffer:
         self.refused.update(other.refused)
 
     def take_over(self, other: StepBuffer, source: str, names: Iterable[str]) -> None:
-        """Replace the values of these tensors by those in ``other``."""
         wanted = dict.fromkeys(names)
         other.join_streams()
         self.clear(source, wanted)
@@ -806,7 +796,6 @@ class StepBuffer:
         self.refused[source] = f"{name} could not be measured: {reason}"
 
     def refuse_all(self, source: str, reason: str) -> None:
-        """Mark all of ``source`` as missing."""
         self.clear(source)
         self.absent[source, ""] = self.refused[source] = reason
 
@@ -840,7 +829,6 @@ class StepBuffer:
         self.rows.append((ids if isinstance(ids, Tensor) else list(ids), len(losses)))
 
     def _note_stream(self, device: torch.device) -> None:
-        """A value is computed on the current stream of ``device``."""
         if self._streams is None:
             self._streams = StreamJoin()
         self._streams.note(device)

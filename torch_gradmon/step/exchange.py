@@ -171,7 +171,6 @@ class Agreement:
 
     @property
     def may_join(self) -> bool:
-        """Whether absent ranks are called again."""
         return not (self.is_met or self._is_over)
 
     def ask(self, card: Callable[[], Mapping[str, str]], step: int | None = None) -> bool:
@@ -475,7 +474,6 @@ class RankExchange:
         return received
 
     def _extend(self, buffer: StepBuffer, mine: Mapping[Entry, Tensor]) -> None:
-        """Exchange new entries of any rank, and add them to the list."""
         known = set(self._entries)
         gathered = self.ranks.gathered([entry for entry in mine if entry not in known])
         new = sorted({tuple(entry) for entries in gathered for entry in entries})
@@ -675,7 +673,6 @@ class ExchangePolicy:
 
     @property
     def exchanges_values(self) -> bool:
-        """Whether this rank exchanges values when a monitored step ends."""
         what = "tensors" if self._is_sharded else "values"
         return self.exchange.ranks.count > 1 and self._has_values and not self.exchange.is_refused(what)
 

@@ -30,8 +30,6 @@ Place = Callable[[], "nn.Parameter | None"]
 
 
 class ModuleParameterRef:
-    """The parameter of a module by its name."""
-
     __slots__ = ("_module", "_name")
 
     def __init__(self, module: nn.Module, name: str) -> None:
@@ -75,13 +73,11 @@ class FsdpParameterRef:
         self._held = weakref.ref(held)
 
     def __call__(self) -> nn.Parameter | None:
-        """The parameter; None if the model is gone."""
         held = self._held()
         return None if held is None else held.sharded_param
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether it is in host memory."""
         return bool(getattr(self._held(), "offload_to_cpu", False))
 
 
@@ -403,7 +399,6 @@ class MainGradSource(GradientSource):
     is_final_at_step = stays_scaled = True
 
     def stepped(self, parameter: nn.Parameter) -> Tensor:
-        """The master copy, or the parameter."""
         found: Tensor | None = getattr(parameter, "main_param", None)
         return parameter if found is None else found
 
@@ -438,13 +433,10 @@ def checked(source: object) -> GradientSource | None:
 
 
 class _FlatPlace:
-    """The flat parameter of a handle of FSDP1."""
-
     def __init__(self, handle: weakref.ref[Any]) -> None:
         self._handle = handle
 
     def __call__(self) -> nn.Parameter | None:
-        """The parameter; None if the model is gone."""
         handle = self._handle()
         return None if handle is None else handle.flat_param
 
@@ -494,19 +486,15 @@ class Fsdp1Source(GradientSource):
         return [*flat, *(place for place in places if id(place()) not in self._known)]
 
     def shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        """That of the whole parameter."""
         return self._shapes.get(id(parameter), tuple(parameter.shape))
 
     def is_part(self, parameter: nn.Parameter) -> bool:
-        """Where FSDP shards."""
         return id(parameter) in self._parts
 
     def value(self, parameter: nn.Parameter) -> Tensor:
-        """This rank's part."""
         return self._own(parameter, parameter)
 
     def accumulated(self, parameter: nn.Parameter) -> Tensor | None:
-        """This rank's part of the average."""
         return None if parameter.grad is None else self._own(parameter, parameter.grad)
 
     used = accumulated
@@ -545,7 +533,6 @@ class TrainableNames:
         return self.names - self.doubtful.difference(thawed)
 
     def is_frozen(self, name: str) -> bool:
-        """Whether a parameter is frozen now."""
         return name not in self.names or name in self.doubtful
 
 
@@ -643,7 +630,6 @@ class ModelIndex:
         self._shape = ModelShape(list(modules.values()), refs)
 
     def _widen(self, whole: WholeModel, of_user: Callable[[str], str], is_excluded: Callable[[str], bool]) -> None:
-        """Take up the parameters of other ranks."""
         places, known = dict(zip(self.names, self.references, strict=True)), self.parameters
         facts = {of_user(name): fact for name, fact in whole.facts.items()}
         homes = {of_user(name): rank for name, rank in whole.homes.items()}

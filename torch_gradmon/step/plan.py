@@ -234,7 +234,6 @@ class Registry:
 
     @property
     def unseen(self) -> tuple[Metric, ...]:
-        """The script's hidden metrics."""
         return tuple(metric for metric in self._asked if not metric.shown)
 
     @property

@@ -15,7 +15,7 @@ from ..statistics import histogram
 from .active_step import ActiveStep
 from .buffer import PendingReadback, StepBuffer, merged
 from .model_index import ModelIndex
-from .plan import Registry, SourcePlan
+from .plan import Registry
 from .summary import (
     CLIP_SEEN,
     FROZEN,
@@ -44,84 +44,23 @@ _UNDEFINED_OF = {
 _CLASS_OF_HISTOGRAM = f"{histogram.HISTOGRAM_NAME}."
 
 
-def assemble(
-    facts: StepFacts,
-    tables: dict[str, StatsTable],
-    custom: Mapping[Key, float],
-    plans: Mapping[str, SourcePlan],
-    modules: Sequence[Block],
-    unshown: Set[tuple[str, str]],
-    heads: frozenset[Key],
-    summary: Summary,
-    layers: LayerSelection,
-    names: Sequence[str],
-    absent: dict[tuple[str, str], str],
-) -> tuple[StepRecord, dict[str, float]]:
-    """The record of one step, and all whole-model values by name.
-
-    ``modules`` are values of modules' inputs and outputs, ``heads`` those of their keys that no dashboard gets, and ``absent`` gets
-    reasons for missing values; ``names`` are all parameters.
-    """
-    base = tables.pop(n.UPDATE_BASE, None)
-    batches = tables.pop(n.BATCH_GRADIENT, None)
-    norms = {} if batches is None else norms_by_rank(batches)
-    if facts.updates_void:
-        tables.pop(n.UPDATE, None)
-        custom = {key: value for key, value in custom.items() if key.source != n.UPDATE}
-    if not facts.applied:
-        absent[n.UPDATE, ""] = absent[n.OPTIMIZER, ""] = not_applied(facts.context)
-    undefined = {
-        key: why
-        for key, value in custom.items()
-        if value == n.UNDEFINED and (why := _UNDEFINED.get(key.metric) or _UNDEFINED_OF.get((key.source, key.metric)))
-    }
-    absent.update({(key.source, f"{key.name}/{key.metric}"): why for key, why in undefined.items()})
-    custom = _without_empty_classes(custom, absent)
-    # a sum over a part of the model must not be taken for one over the whole
-    whole = {source: table for source, table in tables.items() if source not in facts.refused}
-    tables.update({source: replace(tables[source], is_part=True) for source in plans if source in tables and source not in whole})
-    reasons: dict[str, str] = {}
-    summarised = summary.compute(facts, whole, base, reasons, norms)
-    absent.update({(n.SUMMARY, name): reason for name, reason in reasons.items()})
-    first = {summary_key(name): summarised[name] for name in summary.choice.shown if name in summarised}
-    first.update({key: value for key, value in custom.items() if key.source == n.SUMMARY})
-    chosen: list[Block] = []
-    if layers.choice is not None:
-        chosen = layers.values(whole if layers.takes_sums else tables, base, facts.groups, names)
-    last = {key: value for key, value in custom.items() if key not in undefined}
-    blocks = [
-        block
-        for source, plan in plans.items()
-        if plan.views and source in tables
-        for block in plan.evaluate(tables[source], base)
-    ]
-    values = StepValues(Block(tuple(first), tuple(first.values())), *modules, *blocks, *chosen).updated(last)
-    hidden = heads
-    if unshown:
-        # the metric in a key of attention is the aggregation over heads
-        sources = {source for source, _ in unshown}
-        attention = sources.intersection(n.ATTENTION_SOURCES.values())
-        hidden |= {
-            key
-            for block in values.blocks
-            if not block.table or block.table in sources
-            for key in block.keys
-            if key.source in attention or (key.source, key.metric.partition(".")[0]) in unshown
-        }
-    context = {**facts.context, "batch_norms": norms} if norms else facts.context
-    record = StepRecord(facts.step, time.time(), facts.applied, values, tables, context, hidden=hidden)
-    return record, summarised
-
-
-def _without_empty_classes(custom: Mapping[Key, float], absent: dict[tuple[str, str], str]) -> Mapping[Key, float]:
-    """``custom`` without empty classes of histograms, which most are."""
-    classes = [key for key in custom if key.metric.startswith(_CLASS_OF_HISTOGRAM)]
-    if not classes:
-        return custom
-    empty = {key for key in classes if not custom[key]}
-    for source, name in {key[:2] for key in classes} - {key[:2] for key in classes if key not in empty}:
-        absent[source, f"{name}/{histogram.HISTOGRAM_NAME}"] = "it has no finite element"
-    return {key: value for key, value in custom.items() if key not in empty}
+def _defined(custom: Mapping[Key, float], absent: dict[tuple[str, str], str]) -> dict[Key, float]:
+    """``custom`` without values that the device marked as undefined, nor empty classes of histograms, which most are."""
+    found: dict[Key, float] = {}
+    classes: dict[tuple[str, str], bool] = {}  # by source and name, whether any has an element
+    for key, value in custom.items():
+        if value == n.UNDEFINED and (why := _UNDEFINED.get(key.metric) or _UNDEFINED_OF.get((key.source, key.metric))):
+            absent[key.source, f"{key.name}/{key.metric}"] = why
+            continue
+        if key.metric.startswith(_CLASS_OF_HISTOGRAM):
+            classes[key[:2]] = classes.get(key[:2], False) or bool(value)
+            if not value:
+                continue
+        found[key] = value
+    for (source, name), has_elements in classes.items():
+        if not has_elements:
+            absent[source, f"{name}/{histogram.HISTOGRAM_NAME}"] = "it has no finite element"
+    return found
 
 
 def asked_for(metrics: Iterable[Metric], names: Mapping[str, Sequence[str]], summary: Iterable[str]) -> list[Key]:
@@ -321,75 +260,128 @@ class PendingStep:
         """The record, and all whole-model values by name. Waits for the values."""
         buffer = self.readback.buffer
         tables, custom, noted = self.readback.land()
+        base, batches = tables.pop(n.UPDATE_BASE, None), tables.pop(n.BATCH_GRADIENT, None)
+        gone = self._drop_others(summary, tables, noted)
+        facts = self._facts(tables, noted)
+        if facts.updates_void:
+            tables.pop(n.UPDATE, None)
+            gone.add(n.UPDATE)
+        if not facts.applied:
+            buffer.absent[n.UPDATE, ""] = buffer.absent[n.OPTIMIZER, ""] = not_applied(facts.context)
+        if self.cost is not None and "overhead_fraction" in summary.choice.keys:
+            custom[summary_key("overhead_fraction")] = self.cost
+        custom.update(self.active.values)
+        if gone:
+            custom = {key: value for key, value in custom.items() if key.source not in gone}
+        custom = _defined(custom, buffer.absent)
+        attention, heads = head_values(tables, buffer.unshown)
+        blocks = [*(() if self.modules is None else self.modules(tables)), *StepValues.of(attention).blocks]
+        # a sum over a part of the model must not be taken for one over the whole
+        whole = {source: table for source, table in tables.items() if source not in facts.refused}
+        for source in tables.keys() & self.active.plans.keys() - whole.keys():
+            tables[source] = replace(tables[source], is_part=True)
+        norms = {} if batches is None else norms_by_rank(batches)
+        reasons: dict[str, str] = {}
+        summarised = summary.compute(facts, whole, base, reasons, norms)
+        for name, why in reasons.items():
+            buffer.absent[n.SUMMARY, name] = why
+        first = {summary_key(name): summarised[name] for name in summary.choice.shown if name in summarised}
+        first.update({key: value for key, value in custom.items() if key.source == n.SUMMARY})
+        for source, plan in self.active.plans.items():
+            if plan.views and source in tables:
+                blocks += plan.evaluate(tables[source], base)
+        if layers.choice is not None:
+            names = self.inventory.names
+            blocks += layers.values(whole if layers.takes_sums else tables, base, facts.groups, names)
+        values = StepValues(Block(tuple(first), tuple(first.values())), *blocks).updated(custom)
+        hidden = heads | _hidden(values, registry.hidden) if registry.hidden else heads
+        context = {**facts.context, "batch_norms": norms} if norms else facts.context
+        record = StepRecord(
+            facts.step,
+            time.time(),
+            facts.applied,
+            values,
+            tables,
+            context,
+            hidden=hidden,
+            rng=buffer.rng,
+            extras=self.readback.extras,
+        )
+        return record, summarised
+
+    def _drop_others(self, summary: Summary, tables: dict[str, StatsTable], noted: dict[str, float]) -> set[str]:
+        """Drop the gradients before clipping if the optimizer used others; returns the sources that are gone."""
         if refusals := int(noted.pop("unseen_refusals", 0)):
             summary.count_rejected(refusals)
+        is_assigned, is_dropped = bool(noted.pop("assigned", 0)), bool(noted.pop("dropped", 0))
+        if not summary.sets_others(tables, noted.get("rounding", 0.0), is_assigned, is_dropped):
+            return set()
+        tables.pop(n.GRADIENT_BEFORE_CLIP, None)
+        self.readback.buffer.absent[n.GRADIENT_BEFORE_CLIP, ""] = OTHERS
+        return {n.GRADIENT_BEFORE_CLIP}
+
+    def _facts(self, tables: Mapping[str, StatsTable], noted: dict[str, float]) -> StepFacts:
+        buffer, active, inventory = self.readback.buffer, self.active, self.inventory
         edited, found_inf = bool(noted.pop("edited", 0)), bool(noted.pop("found_inf", 0))
         rounding, rounds = noted.pop("rounding", 0.0), bool(noted.pop("rounds", 0))
-        is_assigned, is_dropped = bool(noted.pop("assigned", 0)), bool(noted.pop("dropped", 0))
-        if summary.sets_others(tables, rounding, is_assigned, is_dropped):
-            tables.pop(n.GRADIENT_BEFORE_CLIP, None)
-            custom = {key: value for key, value in custom.items() if key.source != n.GRADIENT_BEFORE_CLIP}
-            buffer.absent[n.GRADIENT_BEFORE_CLIP, ""] = OTHERS
-        facts = StepFacts(
+        # what of the whole model was not measured in this step, although a whole-model value of it was requested since
+        refused = {source: ASKED_LATE for source, plan in active.plans.items() if not plan.is_whole}
+        for (source, name), why in buffer.absent.items():
+            if not name:
+                refused[source] = why
+        gradients = (tables.get(source) for source in (n.GRADIENT_BEFORE_CLIP, n.GRADIENT))
+        return StepFacts(
             buffer.step,
-            applied=not self.active.is_overflowed and not found_inf and not self.active.is_skipped,
+            applied=not (active.is_overflowed or found_inf or active.is_skipped),
             updates_void=found_inf,
             edited=edited,
             used=buffer.used,
-            trainable=self.inventory.trainable.trained(buffer.thawed) - buffer.frozen,
-            matrices=self.inventory.matrices.keys(),
+            trainable=inventory.trainable.trained(buffer.thawed) - buffer.frozen,
+            matrices=inventory.matrices.keys(),
             groups=self.groups,
-            refused={**self._unplanned(), **{s: why for (s, name), why in buffer.absent.items() if not name}, **buffer.refused},
+            refused={**refused, **buffer.refused},
             rounding=rounding,
             rounds=rounds,
             context=self._context(noted),
             ranks=self.ranks,
-            refusal=(self.active.is_overflowed and not self.active.is_interrupted and self.inventory.source.searches_scale())
-            or found_inf,
-            is_interrupted=self.active.is_interrupted,
-            nonfinite=any(_is_spoiled(tables.get(source)) for source in (n.GRADIENT_BEFORE_CLIP, n.GRADIENT)),
+            refusal=found_inf or (active.is_overflowed and not active.is_interrupted and inventory.source.searches_scale()),
+            is_interrupted=active.is_interrupted,
+            nonfinite=any(table is not None and table.sums[Column.NONFINITE] > 0 for table in gradients),
             attached=self.attached,
         )
-        if self.cost is not None and "overhead_fraction" in summary.choice.keys:
-            custom[summary_key("overhead_fraction")] = self.cost
-        custom.update(self.active.values)
-        attention, heads = head_values(tables, buffer.unshown)
-        modules = [*(() if self.modules is None else self.modules(tables)), *StepValues.of(attention).blocks]
-        record, signals = assemble(
-            facts,
-            tables,
-            custom,
-            self.active.plans,
-            modules,
-            registry.hidden,
-            heads,
-            summary,
-            layers,
-            self.inventory.names,
-            buffer.absent,
-        )
-        return replace(record, rng=buffer.rng, extras=self.readback.extras), signals
-
-    def _unplanned(self) -> dict[str, str]:
-        """Sources that were not measured of the whole model in this step, although a whole-model value of them was requested since."""
-        return {source: ASKED_LATE for source, plan in self.active.plans.items() if not plan.is_whole}
 
     def _context(self, noted: Mapping[str, float]) -> dict[str, Any]:
+        buffer, due = self.readback.buffer, self.active.due
         context: dict[str, Any] = {} if self.cost is None else {"overhead_fraction": self.cost}
-        context.update((name, value) for name, value in noted.items() if "/" not in name)
-        if rates := {name: value for name, value in noted.items() if name.startswith("lr/")}:
-            context["lr"] = list(rates.values())
+        rates: list[float] = []
+        for name, value in noted.items():
+            if name.startswith("lr/"):
+                rates.append(value)
+            elif "/" not in name:
+                context[name] = value
+        if rates:
+            context["lr"] = rates
         context.update(self.active.annotations)
         if self.tags:
             context["tags"] = self.tags
-        due = {metric.source for metric in self.active.due}.intersection(n.ATTENTION_SOURCES.values())
-        absent = (self.readback.buffer.absent.get((source, "")) for source in due)
-        if due and n.has_attention(self.inventory.kinds) and (why := next(filter(None, absent), None)):
-            context[n.NO_ATTENTION] = why
-        if rows := self.readback.buffer.rows:
-            context["rows"] = merged([(*row, self.readback.extras[f"rows/{call}"]) for call, row in enumerate(rows)])
+        if due and n.has_attention(self.inventory.kinds):
+            attention = {metric.source for metric in due}.intersection(n.ATTENTION_SOURCES.values())
+            if why := next(filter(None, (buffer.absent.get((source, "")) for source in attention)), None):
+                context[n.NO_ATTENTION] = why
+        if buffer.rows:
+            context["rows"] = merged([(*row, self.readback.extras[f"rows/{call}"]) for call, row in enumerate(buffer.rows)])
         return context
 
 
-def _is_spoiled(table: StatsTable | None) -> bool:
-    return table is not None and table.sums[Column.NONFINITE] > 0
+def _hidden(values: StepValues, unshown: Set[tuple[str, str]]) -> frozenset[Key]:
+    """The keys of metrics that no dashboard gets."""
+    # the metric in a key of attention is the aggregation over heads
+    sources = {source for source, _ in unshown}
+    attention = sources.intersection(n.ATTENTION_SOURCES.values())
+    return frozenset(
+        key
+        for block in values.blocks
+        if not block.table or block.table in sources
+        for key in block.keys
+        if key.source in attention or (key.source, key.metric.partition(".")[0]) in unshown
+    )

@@ -47,7 +47,6 @@ class LayerSelection:
         self._blocks: dict[str, str] = {}
 
     def warn_of_idle(self, names: Iterable[str]) -> None:
-        """Warn if the pattern matches none of the parameters."""
         names = list(names)
         if self._pattern is not None and not any(self._pattern.search(name) for name in names):
             pattern = self._pattern.pattern
