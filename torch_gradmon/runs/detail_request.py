@@ -6,7 +6,7 @@ import json
 import os
 import stat
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -165,8 +165,3 @@ def read(path: Path, last: int = 0) -> tuple[DetailRequest, str]:
 def _user(other: int) -> int:
     """The user of this process; ``other`` where the system has none."""
     return os.geteuid() if hasattr(os, "geteuid") else other
-
-
-def numbered(request: DetailRequest, number: int) -> DetailRequest:
-    """The same request with another number."""
-    return replace(request, number=number)

@@ -238,8 +238,11 @@ def frame_of(record: bytes) -> StepFrame:
 
 def of_tables(step: int, parts: Sequence[tuple[int, int, bytes]]) -> bytes:
     """The rows of a step: of each part where it is defined, the columns that it leaves out, see :mod:`.packing`, and its data."""
-    heads = [_PART.pack(place, len(data), absent) for place, absent, data in parts]
-    return b"".join((_TABLES.pack(TABLES, len(parts), step), *heads, *[data for _, _, data in parts]))
+    heads, blobs = [_TABLES.pack(TABLES, len(parts), step)], []
+    for place, absent, data in parts:
+        heads.append(_PART.pack(place, len(data), absent))
+        blobs.append(data)
+    return b"".join(heads + blobs)
 
 
 def tables_of(record: bytes, step: int | None = None) -> list[tuple[int, int, bytes]]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.formatting import factor_text, times
+from ..core.formatting import factor_text, listed, times
 from ..core.keys import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, GRADIENT_BEFORE_CLIP, PARAMETER, ROOT, parse_key
 from ..core.moments import Column
 from ..core.records import StatsTable, StepRecord, spoiled_between
@@ -357,9 +357,8 @@ def nonfinite_origin(record: StepRecord, forward_only: bool = False) -> str:
     """
     parameters = _spoiled(record.tables.get(PARAMETER))
     if parameters:
-        more = f" and {len(parameters) - 3} more" if len(parameters) > 3 else ""
-        names = ", ".join(name for name, _, _ in parameters[:3])
-        return f"parameters hold NaN or Inf, as a step leaves them that is applied with such gradients: {names}{more}"
+        names = listed((name for name, _, _ in parameters), 3)
+        return f"parameters hold NaN or Inf, as a step leaves them that is applied with such gradients: {names}"
     outputs = _innermost(_spoiled(record.tables.get(ACTIVATION)))
     if outputs:
         return f"the forward pass has its first NaN or Inf in the output of {_counted(outputs[0])}"
@@ -516,9 +515,7 @@ def _when(suspect: ParameterAttribution, step: int) -> str:
 
 
 def _listed(suspects: Sequence[ParameterAttribution], most: int = _NAMED) -> str:
-    named = suspects[:most]
-    more = f" and {len(suspects) - len(named)} more" if len(suspects) > len(named) else ""
-    return f"{', '.join(map(_described, named))}{more}"
+    return listed(map(_described, suspects), most)
 
 
 def _described(suspect: ParameterAttribution) -> str:
@@ -547,7 +544,7 @@ def _spoiled_after_cause(suspects: Sequence[ParameterAttribution]) -> SpikeCause
     """NaN or Inf that no backward pass brought."""
     spoiled = [suspect.name for suspect in suspects if suspect.is_spoiled_after]
     is_all = len(spoiled) == len(suspects)
-    those = "those of all parameters" if is_all else f"that of {_few(spoiled)}"
+    those = "those of all parameters" if is_all else f"that of {listed(spoiled, _NAMED)}"
     words = (
         f"all gradients were finite when backward() ended, and the loop made {those} NaN or infinite before the optimizer's step"
     )
@@ -555,15 +552,10 @@ def _spoiled_after_cause(suspects: Sequence[ParameterAttribution]) -> SpikeCause
     return SpikeCause("" if is_all else spoiled[0], f"{'all parameters ' if is_all else ''}{did}", words, is_common=is_all)
 
 
-def _few(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"{', '.join(names[:_NAMED])}{more}"
-
-
 def _nonfinite_cause(suspects: Sequence[ParameterAttribution], loss: float | None, is_open: bool, by_turns: bool) -> SpikeCause:
     """What gradients alone show about the origin of NaN or Inf: backward() goes from the last parameter to the first."""
     spoiled = [suspect for suspect in suspects if suspect.nonfinite]
-    names = _few([suspect.name for suspect in spoiled])
+    names = listed((suspect.name for suspect in spoiled), _NAMED)
     words = f"NaN or Inf in the gradient of {names}"
     if len(spoiled) == len(suspects):
         out_of = f"; no parameter's is spared, {_where_all(suspects, loss, is_open, by_turns)}"

@@ -222,6 +222,9 @@ class SpikeDetector:
             ``update/h.0.attn.weight/norm``. A compiled pattern, such as ``re.compile("^gradient/.*/norm$")``, watches every matching
             key, each with its own copy of the rule.
 
+    Attributes:
+        name: the signal, or the pattern.
+
     Raises:
         TypeError, ValueError: an argument is of another kind.
     """
@@ -232,7 +235,7 @@ class SpikeDetector:
             raise ValueError(
                 f"signal must be the name of a value, such as 'grad_norm', or a compiled pattern, got {display(signal)}"
             )
-        self.signal = signal
+        self.signal, self.name = signal, text
         self.rule = _rule(rule, text.rstrip("$"))
         self._fresh = copy.deepcopy(state_of(self.rule))
         self._rules = RulePerSignal(self.rule)
@@ -277,11 +280,6 @@ class SpikeDetector:
         """The event for a spike."""
         score = math.inf if verdict.score is None else verdict.score
         return SpikeEvent(step, signal or self.name, value, score, verdict.threshold, verdict.reason, verdict.usual)
-
-    @property
-    def name(self) -> str:
-        """The signal, or the pattern."""
-        return self.signal if isinstance(self.signal, str) else self.signal.pattern
 
     def state_dict(self) -> dict[str, Any]:
         """What the rules have learned, as plain numbers and lists, for JSON and ``torch.load(weights_only=True)``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -159,7 +160,7 @@ class FollowUp:
 
     def rejections_need_detail(self) -> bool:
         """Whether a limit of steps not applied was reached; true once for each limit."""
-        due = max((limit for limit in _REJECTED if limit <= self.rejected), default=0)
+        due = (0, *_REJECTED)[bisect_right(_REJECTED, self.rejected)]
         is_due, self._detail_at = due > self._detail_at, max(due, self._detail_at)
         return is_due
 
@@ -238,10 +239,6 @@ class DetectorSet:
         self._steps_without_value: dict[str, float] = {}  # -inf once there was a value
         self._names: tuple[str, ...] = ()  # of the last gradients
         self._had_gradients: set[str] = set()
-
-    def accept_late_values(self, is_accepted: bool) -> None:
-        """Whether to detect in values that come after the end of a step; not if ranks could disagree on them."""
-        self.accepts_late_values = is_accepted
 
     def add(self, detector: SpikeDetector) -> None:
         self.detectors[detector.name] = detector

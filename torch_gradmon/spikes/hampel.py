@@ -28,18 +28,15 @@ class SortedWindow:
     def __init__(self, size: int, values: Iterable[float] = ()) -> None:
         self.size = size
         self._in_time: deque[float] = deque()
-        self._in_order: list[float] = []
+        self.in_order: list[float] = []
         self.extend(values)
-
-    def __len__(self) -> int:
-        return len(self._in_order)
 
     def add(self, value: float) -> None:
         """Take ``value``, which is no NaN, for the oldest one."""
         if len(self._in_time) == self.size:
-            del self._in_order[bisect_left(self._in_order, self._in_time.popleft())]
+            del self.in_order[bisect_left(self.in_order, self._in_time.popleft())]
         self._in_time.append(value)
-        insort(self._in_order, value)
+        insort(self.in_order, value)
 
     def extend(self, values: Iterable[float]) -> None:
         for value in values:
@@ -47,21 +44,21 @@ class SortedWindow:
 
     def clear(self) -> None:
         self._in_time.clear()
-        self._in_order.clear()
+        self.in_order.clear()
 
     def values(self) -> list[float]:
         return list(self._in_time)
 
     def median(self) -> float:
         """The median; of an even number of values the mean of the two in the middle. There must be a value."""
-        ordered, middle = self._in_order, len(self._in_order) // 2
+        ordered, middle = self.in_order, len(self.in_order) // 2
         return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
     def median_deviation(self, center: float) -> float:
         """The median of ``|x - center|``. There must be a value."""
-        half = len(self._in_order) // 2
+        half = len(self.in_order) // 2
         upper = self._nearest(center, half + 1)
-        return upper if len(self._in_order) % 2 else (self._nearest(center, half) + upper) / 2
+        return upper if len(self.in_order) % 2 else (self._nearest(center, half) + upper) / 2
 
     def _nearest(self, center: float, rank: int) -> float:
         """The ``rank``-th smallest distance to ``center``, the first being 1.
@@ -69,7 +66,7 @@ class SortedWindow:
         Distances grow to both sides of ``center``, so that the nearest ``rank`` values are neighbours: what is sought is how many
         of them lie below it.
         """
-        ordered = self._in_order
+        ordered = self.in_order
         split = bisect_left(ordered, center)
         fewest, most = max(0, rank - len(ordered) + split), min(rank, split)
         while fewest < most:
@@ -127,16 +124,11 @@ class Level:
         median = self.values.median()
         # a rise of the logarithm by log(least) is a factor of ``least``
         spread = (abs(median) if linear else 1.0) * least / threshold
-        if len(self.residuals) >= FEWEST_RESIDUALS:
+        if len(self.residuals.in_order) >= FEWEST_RESIDUALS:
             deviation = self.residuals.median_deviation(self.residuals.median())
             spread = max(spread, MAD_TO_STD * deviation * widening)
         rise = position - median
         return rise / spread if spread > 0 else math.copysign(math.inf, rise) if rise else 0.0
-
-    def add_residual(self, position: float) -> None:
-        """Add the distance of ``position`` to the median, once there is one."""
-        if len(self.values) >= FIRST:
-            self.residuals.add(position - self.values.median())
 
     def restart(self, positions: Iterable[float]) -> None:
         self.values.clear()
@@ -236,7 +228,7 @@ class Hampel:
     @property
     def baseline(self) -> float | None:
         """The usual value now, in units of the signal."""
-        if not len(self._near.values):
+        if not self._near.values.in_order:
             return None
         return self._near.values.median() if self.linear else value_at(self._near.values.median())
 
@@ -278,8 +270,9 @@ class Hampel:
             self._accept()
 
     def _learn(self, position: float) -> None:
-        self._near.add_residual(position)
-        self._far.add_residual(position)
+        for level in (self._near, self._far):
+            if len(level.values.in_order) >= FIRST:
+                level.residuals.add(position - level.values.median())
         self._count += 1
         self._near.values.add(position)
         self._between.append(position)

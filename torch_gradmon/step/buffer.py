@@ -812,7 +812,7 @@ class StepBuffer:
         for key in self.shared_values(watches):
             self.withhold(key, reason)
 
-    def second_moment_ratio(self) -> None:
+    def warn_of_skew(self) -> None:
         """Warn that ranks have exchanged values of different steps, which are useless."""
         reason = "the ranks are not in the same step: on one of them a step did not end, or ended twice"
         self._complaints.add("ranks:skew", f"values from step {self.step} on are dropped, because {reason}")
@@ -953,7 +953,7 @@ class PendingReadback:
         values = {key: float(next(host)) for key in self._keys}
         facts = {name: float(next(host) if name in self._noted else fact) for name, fact in buffer.noted.items()}
         if facts.pop(SKEW, 0.0):
-            buffer.second_moment_ratio()
+            buffer.warn_of_skew()
             return {}, {}, facts
         contributed = {key: float(next(host)) for key in buffer._counts}
         values = {key: value for key, value in values.items() if contributed.get(key, 1.0)}

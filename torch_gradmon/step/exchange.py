@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..core import keys as n
 from ..core.errors import WarningLog
+from ..core.formatting import listed
 from ..core.keys import PARAMETER_SOURCES, Key
 from ..core.moments import ALL_COLUMNS, SQUARES, Column, identity
 from ..core.torch_modes import HomeProcess, second_connection
@@ -204,7 +205,7 @@ class Agreement:
         """As :meth:`end` for a monitor that nobody detached, on a thread that nobody waits for: a collection may come at any moment."""
         if self._store is not None and not (self.is_met or self._has_ended or self._process.is_forked):
             with contextlib.suppress(RuntimeError):  # no thread starts while the interpreter ends
-                _thread.start_new_thread(_mark_ended_quietly, (self._store, self._number))
+                _thread.start_new_thread(_mark_ended, (self._store, self._number))
 
     def _begin(self, card: Mapping[str, str]) -> None:
         prefix = f"torch_gradmon/{self._what}-{digest_of(self._ranks.members)}"
@@ -321,13 +322,8 @@ class Agreement:
 
 
 def _mark_ended(store: BoundedStore, number: int) -> None:
-    with contextlib.suppress(RuntimeError, TimeoutError):
-        store.call("add", f"{number}/ended", 1)
-
-
-def _mark_ended_quietly(store: BoundedStore, number: int) -> None:
     with contextlib.suppress(Exception):  # nobody is there to hear of it
-        _mark_ended(store, number)
+        store.call("add", f"{number}/ended", 1)
 
 
 #: Number of agreements by name and ranks, in this process.
@@ -336,8 +332,7 @@ _made: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
 def named(ranks: Sequence[int]) -> str:
     """``"rank 3"``, or ``"ranks 1, 2, 3 and 4 more"``."""
-    more = f" and {len(ranks) - 3} more" if len(ranks) > 3 else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:3]))}{more}"
+    return f"rank{'s' * (len(ranks) > 1)} {listed(map(str, ranks), 3)}"
 
 
 def store_of(prefix: str, connected_anew: bool = False) -> Any:
@@ -605,14 +600,14 @@ class ValueDetectors(Protocol):
     """The detectors, as far as ranks have to share values for them.
 
     Attributes:
+        accepts_late_values: detectors also use values that arrive after the ranks have exchanged theirs.
         watches_values: a detector uses logged values.
     """
 
+    accepts_late_values: bool
+
     @property
     def watches_values(self) -> bool: ...  # noqa: D102
-
-    def accept_late_values(self, is_accepted: bool) -> None:
-        """Whether detectors also use values that arrive after the ranks have exchanged theirs."""
 
     def watches(self, key: Key) -> bool:
         """Whether a detector uses this value."""
@@ -693,7 +688,7 @@ class ExchangePolicy:
                 wanted[n.UPDATE_BASE] = wanted[n.UPDATE][0], SQUARES
             asked = "tensors" if self._is_sharded else ""
             self.exchange.run(buffer, wanted, self._has_values, self._detectors.watches, may_extend, asked, self.parts)
-        self._detectors.accept_late_values(not self.exchange.shares_values)
+        self._detectors.accepts_late_values = not self.exchange.shares_values
 
     def _refuse(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], why: str) -> None:
         if self.exchange.ranks.count > 1:

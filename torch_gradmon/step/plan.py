@@ -149,42 +149,33 @@ class Registry:
                 f"metric_fn={display(function)} and metric_aggregation_fn={display(aggregation)}"
             )
         asked, aggregation = aggregation, checked_aggregation(aggregation, "metric_aggregation_fn")
+        known = self.built_ins.get(source, {})
         if function is not None:
             documentation = (getattr(function, "__doc__", None) or "your function").strip().splitlines()[0]
-            return Metric(
-                name,
-                source,
-                pattern,
-                function,
-                aggregation,
-                documentation=documentation,
-                every=every,
-                shown=shown,
-                split_calls=split_calls,
-                shardwise=shardwise,
-            )
-        built_in = self.built_ins.get(source, {}).get(name)
-        if built_in is None:
-            known = self.built_ins.get(source, {})
+            meant = BuiltIn(frozenset(), "1", documentation, function)
+        elif name in known:
+            meant = known[name]
+        else:
             raise ValueError(
                 f"there is no built-in {source} metric {name!r}{nearest(name, known)}; for your own pass a function as metric_fn"
             )
-        if built_in.aggregation is not None and asked is not None:
+        if meant.aggregation is not None and asked is not None:
             raise ValueError(f"the built-in {name!r} merges its values itself; leave metric_aggregation_fn={asked!r} out")
         return Metric(
             name,
             source,
             pattern,
-            built_in.function,
-            built_in.aggregation or aggregation,
-            built_in.columns,
-            built_in.unit,
-            built_in.documentation,
+            meant.function,
+            meant.aggregation or aggregation,
+            meant.columns,
+            meant.unit,
+            meant.documentation,
             every,
             shown,
             split_calls,
             per_head,
-            built_in=True,
+            function is None,
+            shardwise,
         )
 
     def add(self, new: Sequence[Metric], tensors: Mapping[str, Sequence[str]] | None = None) -> None:
