@@ -183,13 +183,11 @@ class StepFrame(NamedTuple):
     """A step, or what is added to one.
 
     Attributes:
-        step: its number.
         time: seconds since the epoch.
         flags: see :data:`APPLIED` and the following.
         rows: where the record with its rows begins and ends in the other file; both 0 without one.
         layouts: number of the set of layouts of these rows.
         keys: number of the set of keys of its values.
-        values: float64.
         context, events: JSON; empty in an amendment that leaves them as they are.
     """
 

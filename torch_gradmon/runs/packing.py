@@ -29,9 +29,6 @@ class TableLayout(NamedTuple):
     """The tensors and columns of packed statistics.
 
     Attributes:
-        source: of the statistics.
-        names: of the tensors.
-        columns: the measured ones.
         counts: numbers of elements that never change; empty if they are among the statistics.
         same_as: another source of the same step that stores them; empty if they are stored.
     """

@@ -172,12 +172,7 @@ class RunReader:
         return self.window([step]).table(source, step)
 
     def records(self, since: int | None = None, wanted: Callable[[Key], bool] | None = None) -> Iterator[StepRecord]:
-        """The steps from ``since`` on, ascending, without statistics; for these see :meth:`stacks`.
-
-        Args:
-            since: leave out earlier steps.
-            wanted: which keys to read; by default all.
-        """
+        """The steps from ``since`` on, ascending, with values of the keys that are ``wanted``, and no statistics: see :meth:`stacks`."""
         keys = list(self._index.keys)
         chosen = {number: key for number, key in enumerate(keys) if wanted is None or wanted(key)}
         for step in self._since(since, self._index.steps):
@@ -310,9 +305,7 @@ class StatsSeries:
 
     Attributes:
         steps: ascending.
-        names: of the tensors, in model order.
         rows: float64 ``[steps, tensors, 8]`` on the host; only ``columns`` were measured.
-        columns: the measured ones.
     """
 
     steps: tuple[int, ...]
@@ -398,7 +391,6 @@ class ValueMatrix:
     """Values of some steps.
 
     Attributes:
-        keys: of the columns.
         values: float64 ``[steps, keys]``; NaN where absent.
         there: bool ``[steps, keys]``; which values are present. A present value may be NaN.
     """

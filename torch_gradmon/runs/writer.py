@@ -63,9 +63,8 @@ class Successors:
         self._files: list[LogReader | None] = []  # None for a file of something else
 
     def have_claimed(self) -> bool:
-        with contextlib.suppress(
-            OSError
-        ):  # there is none, or it cannot be asked for now, which must not keep the training waiting
+        # there is none, or it cannot be asked for now, which must not keep the training waiting
+        with contextlib.suppress(OSError):
             while len(self._files) < _SUCCESSORS:
                 self._files.append(LogReader(self._directory / f.name_of(self._number + 1 + len(self._files), f.VALUES)))
         return any(self._has_claimed(place) for place in range(len(self._files)))

@@ -76,7 +76,6 @@ def _median(values: Tensor, dim: int) -> Tensor:
 
 # --- parameters in order of suspicion ---
 
-
 #: Steps whose gradients are kept: 13 kB each for 200 parameters.
 REMEMBERED = 64
 #: A parameter with less of the squared norm has not made the spike.
@@ -228,7 +227,6 @@ def _nearest_first(suspect: ParameterAttribution) -> tuple[bool, float, int]:
 
 
 # --- gradients of the last steps ---
-
 
 #: Steps with a spike whose suspects are kept: those with the largest spikes.
 _SPIKES = 100
@@ -397,7 +395,6 @@ def _counted(spoiled: tuple[str, int, int]) -> str:
 
 
 # --- the cause as text ---
-
 
 #: Layers rose together if the median layer rose by at least this part of the rise of the whole norm, both as logarithms. The part is above
 #: 0.8 for a loss times 100 and for noisy batches, and below 0.2 if one layer is disturbed. Measured on the model of ``gradmon demo`` with

@@ -22,7 +22,6 @@ from .rules import FunctionRule, Rule
 
 # --- verdicts ---
 
-
 #: From this number of signals on, a bank is faster than single rules.
 _TOGETHER = 100
 
@@ -109,22 +108,16 @@ class RulePerSignal:
         self._bank: HampelBank | None = None
         self._rows: dict[str, int] = {}
 
-    def update(self, step: int, values: Mapping[str, float]) -> dict[str, Verdict]:
-        """Score ``values`` by signal, then learn them."""
+    def verdicts(self, step: int, values: Mapping[str, float], learns: bool) -> dict[str, Verdict]:
+        """Score ``values`` by signal, then learn them, or not."""
         row = self._row_or_single_rules(values)
-        if self._bank is None and type(self._rule) is Hampel and len(values) >= _TOGETHER:
+        if learns and self._bank is None and type(self._rule) is Hampel and len(values) >= _TOGETHER:
             self._make_bank(values)
             row = self._row_or_single_rules(values)
         if self._bank is not None and row is not None:
-            return self._verdicts(self._bank, self._bank.update(row), values)
-        return {signal: judge(self._single(signal), signal, step, value) for signal, value in values.items()}
-
-    def predict(self, step: int, values: Mapping[str, float]) -> dict[str, Verdict]:
-        """The verdicts that :meth:`update` will return. Nothing is learned."""
-        row = self._row_or_single_rules(values)
-        if self._bank is not None and row is not None:
-            return self._verdicts(self._bank, self._bank.predict(row), values)
-        return {signal: verdict_on(self._single(signal), signal, step, value) for signal, value in values.items()}
+            return self._verdicts(self._bank, self._bank.update(row) if learns else self._bank.predict(row), values)
+        one = judge if learns else verdict_on
+        return {signal: one(self._single(signal), signal, step, value) for signal, value in values.items()}
 
     def _row_or_single_rules(self, values: Mapping[str, float]) -> Tensor | None:
         """The bank's input, NaN for signals without a value. None without a bank; one that cannot take ``values`` is dissolved."""
@@ -201,7 +194,6 @@ def _words(signal: str, value: float, usual: float | None, score: float, thresho
 
 # --- the detector ---
 
-
 _METHODS = ("score", "update")
 
 
@@ -270,11 +262,11 @@ class SpikeDetector:
 
     def predict_all(self, step: int, values: Mapping[str, float]) -> dict[str, Verdict]:
         """:meth:`predict` for values by key."""
-        return self._rules.predict(step, values)
+        return self._rules.verdicts(step, values, learns=False)
 
     def update_all(self, step: int, values: Mapping[str, float]) -> dict[str, Verdict]:
         """:meth:`update` for values by key. Each key has its own rule, created when the key first appears."""
-        return self._rules.update(step, values)
+        return self._rules.verdicts(step, values, learns=True)
 
     def event(self, step: int, value: float, verdict: Verdict, signal: str | None = None) -> SpikeEvent:
         """The event for a spike."""

@@ -22,7 +22,6 @@ from .signals import MatchingValues, size, value_of
 
 # --- recovery ---
 
-
 #: Number of steps observed after a spike.
 AFTER = 5
 #: Limits of recovery: the factor above usual, and the share of the way from usual to the spike. The second matters for a loss, for which
@@ -118,7 +117,6 @@ def _range(values: Sequence[float]) -> str:
 
 # --- state of the current spikes ---
 
-
 #: Numbers of consecutive steps not applied that call for more detail: fewer are a gradient scaler's search for its scale.
 _REJECTED = (3, 30, 300)
 
@@ -194,7 +192,6 @@ class FollowUp:
 
 
 # --- all detectors ---
-
 
 #: The signal whose score is the whole-model value ``gradmon/spike_score``.
 MAIN_SIGNAL = "grad_norm"

@@ -29,7 +29,8 @@ class SortedWindow:
         self.size = size
         self._in_time: deque[float] = deque()
         self.in_order: list[float] = []
-        self.extend(values)
+        for value in values:
+            self.add(value)
 
     def add(self, value: float) -> None:
         """Take ``value``, which is no NaN, for the oldest one."""
@@ -37,14 +38,6 @@ class SortedWindow:
             del self.in_order[bisect_left(self.in_order, self._in_time.popleft())]
         self._in_time.append(value)
         insort(self.in_order, value)
-
-    def extend(self, values: Iterable[float]) -> None:
-        for value in values:
-            self.add(value)
-
-    def clear(self) -> None:
-        self._in_time.clear()
-        self.in_order.clear()
 
     def values(self) -> list[float]:
         return list(self._in_time)
@@ -82,7 +75,6 @@ class SortedWindow:
 
 
 # --- settings, and the level of a signal ---
-
 
 #: Makes the median of absolute deviations a standard deviation for normal data.
 MAD_TO_STD = 1.4826
@@ -129,10 +121,6 @@ class Level:
             spread = max(spread, MAD_TO_STD * deviation * widening)
         rise = position - median
         return rise / spread if spread > 0 else math.copysign(math.inf, rise) if rise else 0.0
-
-    def restart(self, positions: Iterable[float]) -> None:
-        self.values.clear()
-        self.values.extend(positions)
 
     def load(self, values: Iterable[float], residuals: Iterable[float]) -> None:
         self.values = SortedWindow(self.values.size, map(float, values))
@@ -284,7 +272,7 @@ class Hampel:
         recent = list(self._recent)
         first = next(index for index, (_, is_spike) in enumerate(recent) if is_spike)
         for level in (self._near, self._far):
-            level.restart(position for position, _ in recent[first:])
+            level.values = SortedWindow(level.values.size, (position for position, _ in recent[first:]))
         self._between.clear()
         self._recent.clear()
 

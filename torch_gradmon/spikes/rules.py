@@ -183,7 +183,6 @@ class FunctionRule(StatefulRule):
 
 # --- Rules that count standard deviations above a mean, or robust ones above a median ---
 
-
 #: Smallest spread that a rule divides by, as a share of the mean: a constant signal has none.
 _SMALLEST_SPREAD = 1e-6
 
@@ -345,9 +344,8 @@ class MedianMad:
             return
         self._run.append(log_of(value))
         if len(self._run) >= self._accept:
-            self._values.clear()
             # repeated up to the warm-up, else the rule would give no scores on the new level
-            self._values.extend(self._run * -(-self._warmup // len(self._run)))
+            self._values = SortedWindow(self._values.size, self._run * -(-self._warmup // len(self._run)))
             self._run.clear()
 
     def state_dict(self) -> dict[str, Any]:

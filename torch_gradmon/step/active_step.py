@@ -29,9 +29,7 @@ class ActiveStep:
     """The open step, or the one that closed last.
 
     Attributes:
-        number: of the step.
         stride: the difference to the number of the step before; the next step is expected as far ahead.
-        mode: what is measured.
         buffer: its values; None where nothing is measured, and once it has closed.
         plans: what is measured, by source of parameters.
         due: metrics of modules that are measured.

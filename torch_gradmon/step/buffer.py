@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate, chain, count, islice, repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +37,6 @@ from ..core.torch_modes import copied_to_host, current_stream, keep_for_current_
 from ..statistics.request import accumulator_dtype, refusal
 
 # --- Rows and values ---
-
 
 #: Columns that show whether two rows are of the same values.
 _WITNESSES = frozenset({Column.COUNT, Column.SUM, Column.SQUARE_SUM})
@@ -71,7 +70,6 @@ def _shared(after: StatsTable, before: StatsTable) -> StatsTable:
 
 
 # --- Values of one key: what a micro-batch contributes, how contributions merge, and the final number ---
-
 
 Aggregation = str | Callable[..., Any]
 
@@ -266,12 +264,6 @@ class StreamJoin:
             self.note(device)
 
 
-class _DeviceGroup(NamedTuple):
-    positions: list[int]
-    packed: Tensor
-    copied: Any  # the event to wait for; None: `packed` is still on its device
-
-
 class DeviceToHostCopy:
     """An asynchronous copy of tensors to the host, as float64, packed into one copy per device.
 
@@ -288,7 +280,11 @@ class DeviceToHostCopy:
             else:
                 by_device.setdefault(tensor.device, []).append(position)
             self._host.append(tensor)
-        self._groups = [_send(device, positions, tensors) for device, positions in by_device.items()]
+        # of each device the places of its tensors, these, and the event to wait for; None: they are still on the device
+        self._groups: list[tuple[list[int], Tensor, Any]] = []
+        for device, positions in by_device.items():
+            packed = torch.cat([tensors[p].reshape(-1).to(accumulator_dtype(device)) for p in positions])
+            self._groups.append((positions, *copied_to_host(packed)))
 
     @property
     def is_local(self) -> bool:
@@ -296,32 +292,25 @@ class DeviceToHostCopy:
 
     def is_ready(self) -> bool:
         """Whether :meth:`land` would not wait. Does not synchronise."""
-        return all(group.copied is not None and group.copied.query() for group in self._groups)
+        return all(copied is not None and copied.query() for *_, copied in self._groups)
 
     def wait(self) -> None:
-        for group in self._groups:
-            if group.copied is not None:
-                group.copied.synchronize()
+        for *_, copied in self._groups:
+            if copied is not None:
+                copied.synchronize()
 
     def land(self) -> list[Tensor]:
         """The tensors on the host, in order. Waits for the copies, but not for work queued after them."""
         self.wait()
-        for group in self._groups:
-            values = group.packed.to("cpu", torch.float64)
-            pieces = torch.split(values, [self._host[p].numel() for p in group.positions])
-            for position, piece in zip(group.positions, pieces, strict=True):
+        for positions, packed, _ in self._groups:
+            pieces = torch.split(packed.to("cpu", torch.float64), [self._host[p].numel() for p in positions])
+            for position, piece in zip(positions, pieces, strict=True):
                 self._host[position] = piece.reshape(self._host[position].shape)
         self._groups = []
         return self._host
 
 
-def _send(device: torch.device, positions: list[int], tensors: Sequence[Tensor]) -> _DeviceGroup:
-    packed = torch.cat([tensors[p].reshape(-1).to(accumulator_dtype(device)) for p in positions])
-    return _DeviceGroup(positions, *copied_to_host(packed))
-
-
 # --- The rows of a batch with the largest losses ---
-
 
 #: Rows that are kept of each step.
 KEPT = 8
@@ -414,7 +403,6 @@ def _plain(name: Any) -> Any:
 
 # --- The values of the current step, on the device ---
 
-
 #: Sources that are measured before the first optimizer of a step changes anything.
 _FIRST = frozenset({PARAMETER, PARAMETER_DIFFERENCE})
 #: Facts that count all optimizers of a step.
@@ -444,9 +432,8 @@ class StepBuffer:
     def _begin(self) -> None:
         self._blocks: list[Tensor] = []
         self._whole: dict[str, tuple[tuple[str, ...], int]] = {}  # sources of which one block has all rows: names and block
-        self._places: dict[
-            str, dict[str, tuple[int, int]]
-        ] = {}  # by source and name the block and the row, where this is asked for
+        # by source and name the block and the row, where this is asked for
+        self._places: dict[str, dict[str, tuple[int, int]]] = {}
         self._parts: dict[tuple[str, str], list[Tensor]] = {}
         self._pending: dict[Key, PendingValue] = {}
         self._contributions: dict[Key, tuple[str, Tensor]] = {}

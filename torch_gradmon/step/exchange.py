@@ -35,7 +35,6 @@ from .summary import Summary
 
 # --- Whether all ranks take part in an exchange. No rank has to answer, so none can block the others ---
 
-
 #: Seconds that a rank waits for the others; usually milliseconds, since all come from the same backward pass. One that comes later joins in
 #: a later step.
 PATIENCE = 20.0
@@ -214,11 +213,8 @@ class Agreement:
         except (ImportError, RuntimeError, ValueError, TimeoutError):
             try:  # perhaps this rank alone has no second connection
                 self._store = BoundedStore(prefix, connected_anew=False)
-            except (
-                ImportError,
-                RuntimeError,
-                ValueError,
-            ):  # a private API, and some backends have no store: so it is on all ranks
+            except (ImportError, RuntimeError, ValueError):
+                # a private API, and some backends have no store: so it is on all ranks
                 self.is_met, self.is_open = True, False
                 return
         has_ended = True
@@ -299,10 +295,8 @@ class Agreement:
             try:
                 self._store.call("wait", [key], timedelta(seconds=patience), limit=_ARRIVED_LIMIT)
                 is_there = True
-            except (
-                RuntimeError,
-                ValueError,
-            ):  # DistStoreError, if the wait took too long; the request below shows if it is worse
+            except (RuntimeError, ValueError):
+                # DistStoreError, if the wait took too long; the request below shows if it is worse
                 is_there = False
         if is_there:
             return Answer(**json.loads(self._store.call("get", key, limit=_ARRIVED_LIMIT)))
@@ -348,7 +342,6 @@ def store_of(prefix: str, connected_anew: bool = False) -> Any:
 
 
 # --- The exchange between ranks at the end of a step ---
-
 
 #: An item that all ranks exchange: a tensor by source and name, or a value by source, name, metric and reducer.
 Entry = tuple[str, ...]
@@ -565,9 +558,8 @@ class RankExchange:
         """This rank's values that are not in the plan."""
         rows: dict[Entry, Tensor] = {(source, name): row for (source, name), row in buffer.merged_rows_of_calls().items()}
         values = buffer.shared_values(watches)
-        if "tensors" in self._agreements and not self.are_equal(
-            "tensors"
-        ):  # of a sharded tensor every rank has to bring its part
+        if "tensors" in self._agreements and not self.are_equal("tensors"):
+            # of a sharded tensor every rank has to bring its part
             common = set() if METRICS in self._agreements["tensors"].differing else set(self._common or ())
             for key in [key for key in values if key.source in PARAMETER_SOURCES and key.name not in common]:
                 del values[key]

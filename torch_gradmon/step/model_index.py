@@ -24,7 +24,6 @@ from .ranks import Ranks, is_dtensor, is_sharded
 
 # --- Where a parameter is ---
 
-
 #: Returns a parameter while it exists.
 Place = Callable[[], "nn.Parameter | None"]
 
@@ -126,7 +125,6 @@ class ParameterRefs:
 
 # --- Whether a model still has the parameters and modules that it had when it was indexed ---
 
-
 _CHILDREN, _PARAMETERS = attrgetter("_modules"), attrgetter("_parameters")
 _KEYS, _VALUES = methodcaller("keys"), methodcaller("values")
 
@@ -214,7 +212,6 @@ class PartFacts(NamedTuple):
         stage: number of the part among all parts of the model.
         name: of the parameter within the part.
         shape: of the whole parameter.
-        dtype: as text.
         is_trained: it requires a gradient.
         fan_in: see ``ModelIndex.matrices``; -1 for what is no matrix.
         group: number of its group among those of the optimizers of its stage; -1 if none of them has it.
@@ -617,9 +614,21 @@ class ModelIndex:
             known, alias = name_of.get(id(parameter)), in_whole(canonical_name(raw_name))
             if raw_name not in raw and known not in (None, alias):
                 self.aliases.setdefault(known, []).append(alias)
-        modules = dict(module.named_modules())
-        short = canonical_names(name for name in modules if not _is_wrapped(name, modules))
         self.modules: dict[str, Callable[[], nn.Module | None]] = {}
+        self.kinds: dict[str, str] = {}  # the class of each module
+        modules = dict(module.named_modules())
+        self._shape = ModelShape(list(modules.values()), refs)
+        self._take_modules(modules, whole, of_user, in_whole, is_excluded)
+
+    def _take_modules(
+        self,
+        modules: Mapping[str, nn.Module],
+        whole: WholeModel | None,
+        of_user: Callable[[str], str],
+        in_whole: Callable[[str], str],
+        is_excluded: Callable[[str], bool],
+    ) -> None:
+        short = canonical_names(name for name in modules if not _is_wrapped(name, modules))
         for raw_name, name in short.items():
             if name == ROOT or not is_excluded(in_whole(name)):
                 self.modules[of_user(in_whole(name))] = weakref.ref(modules[raw_name])
@@ -627,7 +636,6 @@ class ModelIndex:
         others = {} if whole is None else {of_user(name): (kind, is_excluded(name)) for name, kind in whole.kinds.items()}
         self.kinds = {**{name: kind for name, (kind, _) in others.items()}, **own}
         self.modules.update((name, _nowhere) for name, (_, is_out) in others.items() if not (is_out or name in own))
-        self._shape = ModelShape(list(modules.values()), refs)
 
     def _widen(self, whole: WholeModel, of_user: Callable[[str], str], is_excluded: Callable[[str], bool]) -> None:
         places, known = dict(zip(self.names, self.references, strict=True)), self.parameters

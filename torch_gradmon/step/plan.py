@@ -402,9 +402,7 @@ class SourcePlan:
     """What to compute on the tensors of one source.
 
     Attributes:
-        source: of all tensors.
         names: canonical names of the tensors, in model order.
-        columns: statistics to measure.
         measured: positions in ``names`` that need a row of statistics.
         views: each built-in with the keys of its values, one for each tensor that it applies to.
         functions: for each position, the metrics with a function.

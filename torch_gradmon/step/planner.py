@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 # --- Predefined selections of metrics ---
 
-
 PresetName = Literal["minimal", "standard", "full"]
 
 

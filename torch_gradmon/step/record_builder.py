@@ -84,35 +84,25 @@ def missing(
     owned: Set[str] | None,
 ) -> dict[Key, str]:
     """The reason for each requested key that is not in ``record``. ``owned``: the parameters of attached optimizers, if known."""
-
-    def why(metric: Metric, name: str) -> str:
-        return _why_absent(metric, name, record, absent, owners, of_parts, situation, owned)
-
-    known = {source: frozenset(of) for source, of in names.items()}
-    # of all names at once, since each missing value asks for them
-    owners = {
-        source: {n.owner_of(path, known.get(source, frozenset())) for path in table.names}
-        for source, table in record.tables.items()
-    }
-    of_parts = _reasons_of_parts(absent, known)
+    reasons = _Reasons(record, names, absent, situation, owned)
     found = {summary_key(name): absent.get((n.SUMMARY, name), "not measured in this step") for name in situation.shown}
-    found.update(of_layers(layers, situation, record, why))
+    found.update(of_layers(layers, situation, record, reasons.why))
     attends = n.has_attention(situation.inventory.kinds)
     for metric in metrics:
         if metric.source in n.ATTENTION_SOURCES.values():
             # a preset's values are in no key, but where attention is not seen in a model that has it, nothing else would say so
             is_told = metric.shown or (attends and (metric.source, "") in absent)
             if is_told and not any(key.source == metric.source for key in record.values):  # only calls show which modules attend
-                found[Key(metric.source, metric.pattern.pattern, "")] = _why_no_attention(metric, absent, known, why)
+                found[Key(metric.source, metric.pattern.pattern, "")] = reasons.why_no_attention(metric)
             continue
         if not metric.shown:
             continue
         for name in names.get(metric.source, ()):
             if metric.matches(name):
-                found[Key(metric.source, name, metric.name)] = why(metric, name)
+                found[Key(metric.source, name, metric.name)] = reasons.why(metric, name)
     # tensors in containers are named by their path, and an aggregation that returns a dict adds to the metric's name
     children = {
-        (key.source, key.metric.partition(".")[0], n.owner_of(key.name, known.get(key.source, frozenset())))
+        (key.source, key.metric.partition(".")[0], reasons.owner(key.source, key.name))
         for key in record.values
         if not (key.source in n.RCC_SOURCES and ("/" in key.name or key.name.endswith(".weight")))  # not the module's own
     }
@@ -123,65 +113,67 @@ def missing(
     }
 
 
-def _why_no_attention(
-    metric: Metric, absent: Mapping[tuple[str, str], str], known: Mapping[str, frozenset[str]], why: Callable[[Metric, str], str]
-) -> str:
-    """One reason for the whole pattern, since only calls show which modules attend; then the reasons of modules."""
-    reason = why(metric, "")
-    known_reasons = {
-        place: why for (source, place), why in absent.items() if source == metric.source and place and metric.matches(place)
-    }
-    outermost = [place for place in known_reasons if place.rpartition(".")[0] not in known_reasons]
-    reasons = [f"{place} is {known_reasons[place]}" for place in outermost[:3]]
-    if len(outermost) > 3:
-        reasons.append(f"and {len(outermost) - 3} more")
-    if not known_reasons or any(metric.matches(name) for name in known.get(metric.source, ())):
-        reasons.insert(0, reason)
-    return "; ".join(reasons)
+class _Reasons:
+    """Why requested values are not in ``record``."""
 
+    def __init__(
+        self,
+        record: StepRecord,
+        names: Mapping[str, Sequence[str]],
+        absent: Mapping[tuple[str, str], str],
+        situation: ReasonContext,
+        owned: Set[str] | None,
+    ) -> None:
+        self._record, self._absent, self._situation, self._owned = record, absent, situation, owned
+        self._known = {source: frozenset(of) for source, of in names.items()}
+        # of all names at once, since each missing value asks for them
+        tables = record.tables.items()
+        self._owners = {source: {self.owner(source, path) for path in table.names} for source, table in tables}
+        self._of_parts: dict[tuple[str, str, str], str] = {}  # why the first tensor of a container has no value
+        for (source, place), reason in absent.items():
+            path, _, metric = place.rpartition("/")
+            if (source in n.MODULE_SOURCES or source in n.RCC_SOURCES) and (owner := self.owner(source, path)) != path:
+                self._of_parts.setdefault((source, owner, metric), reason)
 
-def _reasons_of_parts(
-    absent: Mapping[tuple[str, str], str], known: Mapping[str, frozenset[str]]
-) -> dict[tuple[str, str, str], str]:
-    """By source, module and metric: why the first tensor of a container has no value."""
-    found: dict[tuple[str, str, str], str] = {}
-    for (source, place), reason in absent.items():
-        path, _, metric = place.rpartition("/")
-        if source in n.MODULE_SOURCES or source in n.RCC_SOURCES:
-            owner = n.owner_of(path, known.get(source, frozenset()))
-            if owner != path:
-                found.setdefault((source, owner, metric), reason)
-    return found
+    def owner(self, source: str, path: str) -> str:
+        return n.owner_of(path, self._known.get(source, frozenset()))
 
+    def why_no_attention(self, metric: Metric) -> str:
+        """One reason for the whole pattern, since only calls show which modules attend; then the reasons of modules."""
+        known = {
+            place: why
+            for (source, place), why in self._absent.items()
+            if source == metric.source and place and metric.matches(place)
+        }
+        outermost = [place for place in known if place.rpartition(".")[0] not in known]
+        reasons = [f"{place} is {known[place]}" for place in outermost[:3]]
+        if len(outermost) > 3:
+            reasons.append(f"and {len(outermost) - 3} more")
+        if not known or any(map(metric.matches, self._known.get(metric.source, ()))):
+            reasons.insert(0, self.why(metric, ""))
+        return "; ".join(reasons)
 
-def _why_absent(
-    metric: Metric,
-    name: str,
-    record: StepRecord,
-    absent: Mapping[tuple[str, str], str],
-    owners: Mapping[str, Set[str]],
-    of_parts: Mapping[tuple[str, str, str], str],
-    situation: ReasonContext,
-    owned: Set[str] | None,
-) -> str:
-    if not metric.due(record.step):
-        last = absent.get((metric.source, "")) if metric.source in n.ATTENTION_SOURCES.values() else None
-        return f"measured on steps divisible by {metric.every}{'' if last is None else f'; in the last of them {last}'}"
-    if metric.shown and not situation.planned(metric):
-        return ASKED_LATE
-    for place in (f"{name}/{metric.name}", name, ""):
-        if not place and situation.is_frozen(metric.source, name):
-            return FROZEN
-        if (metric.source, place) in absent:
-            return absent[metric.source, place]
-    if (metric.source, name, metric.name) in of_parts:
-        return of_parts[metric.source, name, metric.name]
-    if name in owners.get(metric.source, ()):
-        if metric.name == "ratio":
-            return "the norm of the parameter was zero or NaN before the update"
-        return f"the tensor has no {VIEWS[metric.name].needs}" if metric.name in VIEWS else metric.why_nothing()
-    reason = situation.reason(metric.source, name, record, owned) if metric.source in n.PARAMETER_SOURCES else ""
-    return reason or _DEFAULT_REASONS.get(metric.source, "not measured in this step")
+    def why(self, metric: Metric, name: str) -> str:
+        absent, source = self._absent, metric.source
+        if not metric.due(self._record.step):
+            last = absent.get((source, "")) if source in n.ATTENTION_SOURCES.values() else None
+            return f"measured on steps divisible by {metric.every}{'' if last is None else f'; in the last of them {last}'}"
+        if metric.shown and not self._situation.planned(metric):
+            return ASKED_LATE
+        for place in (f"{name}/{metric.name}", name, ""):
+            if not place and self._situation.is_frozen(source, name):
+                return FROZEN
+            if (source, place) in absent:
+                return absent[source, place]
+        if (source, name, metric.name) in self._of_parts:
+            return self._of_parts[source, name, metric.name]
+        if name in self._owners.get(source, ()):
+            if metric.name == "ratio":
+                return "the norm of the parameter was zero or NaN before the update"
+            return f"the tensor has no {VIEWS[metric.name].needs}" if metric.name in VIEWS else metric.why_nothing()
+        is_parameter = source in n.PARAMETER_SOURCES
+        reason = self._situation.reason(source, name, self._record, self._owned) if is_parameter else ""
+        return reason or _DEFAULT_REASONS.get(source, "not measured in this step")
 
 
 _DEFAULT_REASONS = {

@@ -274,7 +274,6 @@ def of_layers(
 
 # --- Whole-model values that need only the gradients before clipping ---
 
-
 #: Views of the elements of all gradients together; only on request, since they need more columns.
 DISTRIBUTION = {"grad_mean": "mean", "grad_std": "std", "grad_sparsity": "sparsity"}
 
@@ -309,7 +308,6 @@ def norm_of(table: StatsTable) -> float:
 
 
 # --- The gradients of single micro-batches: which one stands out, and how noisy they are ---
-
 
 #: What each whole-model value means.
 BATCH_DOCUMENTATION = {
@@ -427,7 +425,6 @@ def rank_norms_text(norms: Mapping[str, Sequence[float]]) -> str:
 
 
 # --- The whole-model keys, and the facts about a step that their values need ---
-
 
 #: The meaning of each key, in the order of display.
 KEY_DOCUMENTATION = {
@@ -611,7 +608,6 @@ class SummaryChoice:
 
 # --- Whole-model values of updates, and comparisons of the statistics of two moments ---
 
-
 _TENTHS = torch.tensor([0.1, 0.9], dtype=torch.float64, device="cpu")
 
 
@@ -784,7 +780,6 @@ def _nothing_clipped(steps: int) -> str:
 
 
 # --- Values of attention heads, and their minimum, mean and maximum over each layer ---
-
 
 _HEAD = re.compile(r"\.head_\d+$")
 
