@@ -728,8 +728,7 @@ class StepBuffer:
     def scalars(self) -> StepBuffer:
         """A new buffer that continues with the logged values."""
         more = StepBuffer(self.step, self._complaints)
-        logged = ((key, pending) for key, pending in self._pending.items() if not key.source)
-        more._pending = {key: PendingValue(pending.aggregation, list(pending.parts)) for key, pending in logged}
+        more._pending = {key: PendingValue(p.aggregation, list(p.parts)) for key, p in self._pending.items() if not key.source}
         more._stand_ins, more._shared = set(self._stand_ins), set(self._shared)
         return more
 
