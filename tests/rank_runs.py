@@ -562,7 +562,7 @@ def attached(rank: int, order: str) -> tuple[list[dict[str, float]], list[float]
     return found, true, monitor.warning_counts(), [str(warning.message) for warning in said]
 
 
-def second_moment_ratio(rank: int, apart: int) -> tuple[list[str], dict[str, float], dict[str, int]]:
+def out_of_step(rank: int, apart: int) -> tuple[list[str], dict[str, float], dict[str, int]]:
     """An exchange of buffers whose steps lie apart; the sources of tables, the values, and the complaints."""
     complaints = WarningLog()
     ranks = Ranks()

@@ -41,8 +41,8 @@ from .rank_runs import (
     logged_between,
     looks_closer,
     merged,
+    out_of_step,
     recorded,
-    second_moment_ratio,
     shardwise,
     train,
     train_with_reductions,
@@ -252,7 +252,7 @@ def test_monitors_find_each_other_after_one_was_left_alone() -> None:
 
 @pytest.mark.parametrize("apart", [0, 1])
 def test_values_of_different_steps_are_not_merged(apart: int) -> None:
-    for tables, values, complaints in on_ranks(2, second_moment_ratio, apart):
+    for tables, values, complaints in on_ranks(2, out_of_step, apart):
         assert tables == ([] if apart else ["gradient"])
         assert values == ({} if apart else {"x": 1.5})
         assert complaints.get("ranks:skew", 0) == apart

@@ -8,13 +8,14 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from ..core.errors import GradmonWarning, WarningLog
 from ..core.records import Metric
 from ..runs import detail_request as change
-from ..runs.detail_request import DetailRequest, numbered
+from ..runs.detail_request import DetailRequest
 from ..step.active_step import ActiveStep
 from ..step.exchange import EMPTY_SLOT, ExchangePolicy
 from ..step.planner import OF_MODULES, PRESETS, Planner
@@ -131,7 +132,7 @@ class Requests:
 
     def receive(self) -> None:
         if self.from_code:
-            self._take(numbered(self.from_code.pop(), self._number + 1))
+            self._take(replace(self.from_code.pop(), number=self._number + 1))
 
     def _take(self, change: DetailRequest) -> None:
         self.asked, self._number = change, max(self._number, change.number)

@@ -6,7 +6,7 @@ import json
 import os
 import stat
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,6 @@ class DetailRequest:
         return self.every is None and self.preset is None
 
     def facts(self) -> dict[str, Any]:
-        """The fields that are set."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def numbers(self) -> tuple[float, ...]:
@@ -62,7 +61,6 @@ class DetailRequest:
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[float]) -> DetailRequest:
-        """The inverse of :meth:`numbers`."""
         number, every, preset, steps, first = map(int, numbers)
         return cls(every or None, _PRESETS[preset - 1] if preset else None, steps or None, first - 1 if first else None, number)
 
@@ -167,8 +165,3 @@ def read(path: Path, last: int = 0) -> tuple[DetailRequest, str]:
 def _user(other: int) -> int:
     """The user of this process; ``other`` where the system has none."""
     return os.geteuid() if hasattr(os, "geteuid") else other
-
-
-def numbered(request: DetailRequest, number: int) -> DetailRequest:
-    """The same request with another number."""
-    return replace(request, number=number)

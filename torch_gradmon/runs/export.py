@@ -64,9 +64,7 @@ class TensorFrame:
     """One row per tensor and step: step, source, name, the built-in metrics, the number of elements, and other metrics.
 
     Args:
-        run: the run to read.
-        steps: the steps to include.
-        sources: the sources to include; None for all.
+        sources: None for all.
     """
 
     def __init__(self, run: RunReader, steps: Sequence[int], sources: Sequence[str] | None) -> None:
@@ -136,12 +134,7 @@ class TensorFrame:
 
 
 class StepFrame:
-    """One row per step: time, whether it was applied, learning rates, whole-model values, logged values, tags and events.
-
-    Args:
-        run: the run to read.
-        steps: the steps to include.
-    """
+    """One row per step: time, whether it was applied, learning rates, whole-model values, logged values, tags and events."""
 
     def __init__(self, run: RunReader, steps: Sequence[int]) -> None:
         self._run, self._steps = run, steps
@@ -393,13 +386,8 @@ def _cells(field: Field, column: ColumnValues, nested: bool) -> list[Any]:
 def table_of(frame: Frame, what: str, *packages: str) -> Any:
     """All rows in memory, as a ``pyarrow.Table``: absent values are null, NaN stays NaN.
 
-    Args:
-        frame: the rows.
-        what: the caller's name.
-        packages: that the caller needs.
-
     Raises:
-        ImportError: one is missing.
+        ImportError: one of the ``packages`` that ``what`` needs, its caller, is missing.
     """
     for package in packages:
         if find_spec(package) is None:

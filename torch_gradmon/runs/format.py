@@ -79,12 +79,10 @@ def _numbers(directory: str | os.PathLike[str], pattern: re.Pattern[str]) -> lis
 
 
 def is_run(names: Iterable[str]) -> bool:
-    """Whether files of these names make a run."""
     return any(map(_NAME.fullmatch, names))
 
 
 def has_run(directory: Path) -> bool:
-    """Whether there is a run in a directory."""
     try:
         return bool(pairs_in(directory))
     except OSError:
@@ -129,12 +127,10 @@ _ENCODER = json.JSONEncoder(default=str, skipkeys=True, separators=(",", ":"))
 
 
 def text_of(facts: object) -> bytes:
-    """As JSON."""
     return _ENCODER.encode(facts).encode()
 
 
 def of_json(facts: Mapping[str, Any]) -> bytes:
-    """A JSON record."""
     return JSON + text_of(facts)
 
 
@@ -187,13 +183,11 @@ class StepFrame(NamedTuple):
     """A step, or what is added to one.
 
     Attributes:
-        step: its number.
         time: seconds since the epoch.
         flags: see :data:`APPLIED` and the following.
         rows: where the record with its rows begins and ends in the other file; both 0 without one.
         layouts: number of the set of layouts of these rows.
         keys: number of the set of keys of its values.
-        values: float64.
         context, events: JSON; empty in an amendment that leaves them as they are.
     """
 
@@ -208,7 +202,6 @@ class StepFrame(NamedTuple):
     events: bytes
 
     def packed(self) -> bytes:
-        """The record."""
         begin, end = self.rows
         facts = self.flags, len(self.values), self.step, self.time, begin, end - begin, self.layouts, self.keys, len(self.context)
         head = _STEP.pack(STEP, *facts)
@@ -243,8 +236,11 @@ def frame_of(record: bytes) -> StepFrame:
 
 def of_tables(step: int, parts: Sequence[tuple[int, int, bytes]]) -> bytes:
     """The rows of a step: of each part where it is defined, the columns that it leaves out, see :mod:`.packing`, and its data."""
-    heads = [_PART.pack(place, len(data), absent) for place, absent, data in parts]
-    return b"".join((_TABLES.pack(TABLES, len(parts), step), *heads, *[data for _, _, data in parts]))
+    heads, blobs = [_TABLES.pack(TABLES, len(parts), step)], []
+    for place, absent, data in parts:
+        heads.append(_PART.pack(place, len(data), absent))
+        blobs.append(data)
+    return b"".join(heads + blobs)
 
 
 def tables_of(record: bytes, step: int | None = None) -> list[tuple[int, int, bytes]]:

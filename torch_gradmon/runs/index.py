@@ -82,8 +82,33 @@ class Pair:
             raise f.Unreadable
         return found
 
+    def indices(self) -> list[Record]:
+        """The indices, the last one first."""
+        last = self.values.found_backwards(f.INDEX, _LOOKED_THROUGH)
+        found = [] if last is None else [last]
+        with contextlib.suppress(f.Unreadable):
+            while found and (before := f.before_index(found[-1].data))[1]:
+                record = self.values.record(*before)
+                if record is None or record.end > found[-1].begin:
+                    return []
+                found.append(record)
+            return found
+        return []
+
+    def has(self, entries: np.ndarray) -> bool:
+        """Whether what an index knows can be read too, and is not on its way."""
+        if self.values.age <= _SOON and time.time() - float(entries["time"].max()) <= SETTLED:
+            return False
+        return bool(entries["end"].max() <= self.rows_there())
+
+    def rows_there(self) -> float:
+        """Up to where rows can be read, in bytes."""
+        try:
+            return _NEVER if self.values.age > SETTLED else self.rows.size
+        except OSError:
+            return 0
+
     def close(self) -> None:
-        """Close the files."""
         self.values.close()
         if self._rows is not None:
             self._rows.close()
@@ -219,7 +244,7 @@ class RunIndex:
                     if end and not pair.rows_end <= begin < end:
                         raise f.Unreadable  # the rows of another step
                     if end > available:
-                        available = self._rows_there(pair)
+                        available = pair.rows_there()
                         if end > available:
                             pair.values.offset = record.begin  # it is there with its rows
                             break
@@ -253,7 +278,7 @@ class RunIndex:
     def _take_indexed(self, pair: Pair, limit: float) -> int | None:
         """Read what indices know of a file, instead of the file; nothing where these records may still be on their way."""
         first: int | None = None
-        for record in reversed(self._indices(pair)):
+        for record in reversed(pair.indices()):
             try:
                 entries, columns = f.index_of(record.data, record.begin)
                 is_json = entries["flags"] & f.IS_JSON > 0
@@ -263,7 +288,7 @@ class RunIndex:
             except f.Unreadable:
                 break
             rows = entries[entries["end"] > 0]
-            if not self._are_there(pair, entries) or (len(rows) and rows["rows"][0] < pair.rows_end):
+            if not pair.has(entries) or (len(rows) and rows["rows"][0] < pair.rows_end):
                 break
             entries = entries[~is_json]
             pair.rows_end = max([pair.rows_end, *rows["end"][-1:].tolist()])
@@ -286,33 +311,6 @@ class RunIndex:
             pair.columns.append((new, record.end, own))
             pair.values.offset = record.end
         return first
-
-    @staticmethod
-    def _indices(pair: Pair) -> list[Record]:
-        """The indices of a file, the last one first."""
-        last = pair.values.found_backwards(f.INDEX, _LOOKED_THROUGH)
-        found = [] if last is None else [last]
-        with contextlib.suppress(f.Unreadable):
-            while found and (before := f.before_index(found[-1].data))[1]:
-                record = pair.values.record(*before)
-                if record is None or record.end > found[-1].begin:
-                    return []
-                found.append(record)
-            return found
-        return []
-
-    def _are_there(self, pair: Pair, entries: np.ndarray) -> bool:
-        """Whether what an index knows can be read too, and is not on its way."""
-        if pair.values.age <= _SOON and time.time() - float(entries["time"].max()) <= SETTLED:
-            return False
-        return bool(entries["end"].max() <= self._rows_there(pair))
-
-    @staticmethod
-    def _rows_there(pair: Pair) -> float:
-        try:
-            return _NEVER if pair.values.age > SETTLED else pair.rows.size
-        except OSError:
-            return 0
 
     def _take_facts(self, pair: Pair, record: Mapping[str, Any], limit: float) -> int | None:
         what = record.get("is")
@@ -409,7 +407,6 @@ class RunIndex:
 
     @property
     def damage(self) -> list[tuple[str, Damage]]:
-        """The damaged parts of the files with values, by their names."""
         return [(pair.values.name, each) for pair in self._pairs for each in pair.values.damage]
 
     def _frames_of(self, step: int) -> list[int]:
@@ -447,7 +444,6 @@ class RunIndex:
         return frames[chosen], steps[chosen]
 
     def with_events(self) -> list[int]:
-        """The steps with spikes."""
         frames, steps = self._in_order()
         found: list[int] = np.unique(steps[self._table["flags"][frames] & f.HAS_EVENTS > 0]).tolist()
         return found
@@ -503,7 +499,6 @@ class RunIndex:
         return pair.layouts.get(number, ())
 
     def read(self, step: int) -> StoredStep:
-        """A step without its rows."""
         told: f.StepFrame | None = None
         values: dict[int, float] = {}
         for number in self._frames_of(step):
@@ -550,7 +545,6 @@ class RunIndex:
         return found
 
     def values(self, key: Key) -> dict[int, float]:
-        """The stored value of a key by step."""
         number = self.keys.get(key)
         if number is None:
             return {}
@@ -598,7 +592,6 @@ class RunIndex:
         return _up_to(end, pair.values.record(self._table["begin"].item(frame)))
 
     def close(self) -> None:
-        """Close the files."""
         for pair in self._pairs:
             pair.close()
 

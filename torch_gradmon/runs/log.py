@@ -165,13 +165,11 @@ class LogReader:
     """Reads a file while it is written, without changing anything.
 
     Args:
-        path: of the file.
         written: from a record, or the first part of one, when it was written, in seconds since the epoch; None if that is not in it.
 
     Attributes:
         offset: up to where :meth:`follow` has read.
         damage: what was found damaged up to there.
-        bytes_read: from the file.
 
     Raises:
         FileNotFoundError: there is none.
@@ -341,5 +339,4 @@ class LogReader:
         return kept, at - base
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..core.keys import PARAMETER_SOURCES
 from ..core.moments import ALWAYS, SUMMED, WIDTH, Column
 from ..core.records import StatsTable
 from .format import LONGEST_NAME, Unreadable
@@ -30,9 +29,6 @@ class TableLayout(NamedTuple):
     """The tensors and columns of packed statistics.
 
     Attributes:
-        source: of the statistics.
-        names: of the tensors.
-        columns: the measured ones.
         counts: numbers of elements that never change; empty if they are among the statistics.
         same_as: another source of the same step that stores them; empty if they are stored.
     """
@@ -44,7 +40,6 @@ class TableLayout(NamedTuple):
     same_as: str
 
     def definition(self) -> dict[str, Any]:
-        """As JSON."""
         return {
             "is": "layout",
             "source": self.source,
@@ -62,7 +57,6 @@ class TableLayout(NamedTuple):
         return len(data) == 4 * len(self.names) * there and (there > 0 or not columns)
 
     def dense(self, absent: int, data: bytes) -> bytes:
-        """The rows of a step with all columns."""
         width = 4 * len(self.names)
         for place in range(len(_stored(self.columns, bool(self.counts)))):
             if absent >> place & 1:
@@ -89,7 +83,6 @@ class TableLayout(NamedTuple):
         return torch.from_numpy(rows)
 
     def table(self, blob: bytes) -> StatsTable:
-        """The statistics of one step."""
         return StatsTable(self.names, self.rows([blob])[0], self.columns)
 
     def part(self, data: bytes, names: Sequence[str]) -> tuple[TableLayout, bytes]:
@@ -127,13 +120,9 @@ def _listed(facts: Mapping[str, Any], name: str) -> list[Any]:
     return found
 
 
-def fixed_counts(source: str, table: StatsTable) -> tuple[int, ...]:
-    """The counts of a source whose tensors keep their size, to be stored once; empty for other sources."""
-    return _integers(table.rows.numpy()[:, Column.COUNT].tobytes()) if source in PARAMETER_SOURCES else ()
-
-
 @lru_cache(maxsize=8)  # in most steps they are those of the last one
-def _integers(numbers: bytes) -> tuple[int, ...]:
+def integers(numbers: bytes) -> tuple[int, ...]:
+    """Those in an array of float64."""
     return tuple(map(int, np.frombuffer(numbers, np.float64)))
 
 
@@ -167,10 +156,12 @@ def pack(tables: Sequence[tuple[StatsTable, bool]]) -> list[tuple[int, bytes]]:
     found = []
     for begin, end, (table, counted) in parts:
         zero, begin, end = bytes(4 * (end - begin)), 4 * begin, 4 * end
-        columns = [packed[column * size + begin : column * size + end] for column in _stored(table.columns, counted)]
-        absent = sum([1 << place for place, column in enumerate(columns) if column == zero])
-        if absent + 1 == 1 << len(columns):
-            absent -= 1  # the first one stays
-        kept = [column for column in columns if column != zero] if absent else columns
-        found.append((absent, b"".join(kept or columns[:1])))
+        absent, kept = 0, []
+        for place, column in enumerate(_stored(table.columns, counted)):
+            data = packed[column * size + begin : column * size + end]
+            if data != zero:
+                kept.append(data)
+            else:
+                absent |= 1 << place
+        found.append((absent, b"".join(kept)) if kept else (absent - 1, zero))  # the first one stays
     return found

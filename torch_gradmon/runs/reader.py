@@ -70,7 +70,6 @@ class RunReader:
 
     @property
     def meta(self) -> dict[str, Any]:
-        """Facts about the run."""
         return self._index.meta
 
     @property
@@ -109,7 +108,6 @@ class RunReader:
 
     @property
     def sources(self) -> list[str]:
-        """The sources with statistics in any step."""
         there = {layout.source for layout in self._index.layouts()}
         return [source for source in TENSOR_SOURCES if source in there]
 
@@ -135,7 +133,6 @@ class RunReader:
 
     @property
     def events(self) -> list[SpikeEvent]:
-        """The spikes, in order."""
         return [event for step in self._index.with_events() for event in self._index.read(step).spikes()]
 
     def context(self, step: int) -> Mapping[str, Any]:
@@ -175,12 +172,7 @@ class RunReader:
         return self.window([step]).table(source, step)
 
     def records(self, since: int | None = None, wanted: Callable[[Key], bool] | None = None) -> Iterator[StepRecord]:
-        """The steps from ``since`` on, ascending, without statistics; for these see :meth:`stacks`.
-
-        Args:
-            since: leave out earlier steps.
-            wanted: which keys to read; by default all.
-        """
+        """The steps from ``since`` on, ascending, with values of the keys that are ``wanted``, and no statistics: see :meth:`stacks`."""
         keys = list(self._index.keys)
         chosen = {number: key for number, key in enumerate(keys) if wanted is None or wanted(key)}
         for step in self._since(since, self._index.steps):
@@ -298,7 +290,6 @@ class RunReader:
         return f"{steps[0]} to {steps[-1]}" if steps else "none"
 
     def close(self) -> None:
-        """Close the file."""
         self._index.close()
 
     def __repr__(self) -> str:
@@ -314,9 +305,7 @@ class StatsSeries:
 
     Attributes:
         steps: ascending.
-        names: of the tensors, in model order.
         rows: float64 ``[steps, tensors, 8]`` on the host; only ``columns`` were measured.
-        columns: the measured ones.
     """
 
     steps: tuple[int, ...]
@@ -343,7 +332,6 @@ class StatsSeries:
         return StatsSeries(self.steps, names, self.rows[:, [place[name] for name in names]], self.columns)
 
     def at(self, places: Sequence[int]) -> StatsSeries:
-        """Only the steps at these positions."""
         if len(places) == len(self.steps):
             return self
         return StatsSeries(tuple(self.steps[place] for place in places), self.names, self.rows[list(places)], self.columns)
@@ -403,7 +391,6 @@ class ValueMatrix:
     """Values of some steps.
 
     Attributes:
-        keys: of the columns.
         values: float64 ``[steps, keys]``; NaN where absent.
         there: bool ``[steps, keys]``; which values are present. A present value may be NaN.
     """
@@ -413,7 +400,6 @@ class ValueMatrix:
     there: Tensor
 
     def columns(self, chosen: Sequence[int]) -> ValueMatrix:
-        """The columns ``chosen``."""
         if tuple(chosen) == tuple(range(len(self.keys))):
             return self
         return ValueMatrix(tuple(self.keys[column] for column in chosen), self.values[:, chosen], self.there[:, chosen])
@@ -475,11 +461,9 @@ class Window:
                     self._packed.setdefault(source, {})[step] = packed
 
     def scalars(self, step: int) -> dict[Key, float]:
-        """The stored values of one step."""
         return {self._keys[number]: value for number, value in self._numbers.get(step, {}).items()}
 
     def table(self, source: str, step: int) -> StatsTable | None:
-        """The statistics of a source in one step, or None."""
         found = self._packed.get(source, {}).get(step)
         return None if found is None else found[0].table(found[1])
 

@@ -21,13 +21,14 @@ import numpy as np
 import torch
 
 from ..core.errors import display
-from ..core.keys import Key
+from ..core.keys import PARAMETER_SOURCES, Key
+from ..core.moments import Column
 from ..core.records import StatsTable, StepRecord, StepValues
 from ..core.torch_modes import HomeProcess
 from . import format as f
 from .index import RunIndex
 from .log import LogReader, LogWriter, reading_within
-from .packing import TableLayout, fixed_counts, pack
+from .packing import TableLayout, integers, pack
 
 #: Steps with NaN or Inf in a row whose states of random generators are stored, 5 kB each: after these a run is NaN for good.
 _SPOILED = 8
@@ -62,10 +63,8 @@ class Successors:
         self._files: list[LogReader | None] = []  # None for a file of something else
 
     def have_claimed(self) -> bool:
-        """Whether one of them has claimed the run."""
-        with contextlib.suppress(
-            OSError
-        ):  # there is none, or it cannot be asked for now, which must not keep the training waiting
+        # there is none, or it cannot be asked for now, which must not keep the training waiting
+        with contextlib.suppress(OSError):
             while len(self._files) < _SUCCESSORS:
                 self._files.append(LogReader(self._directory / f.name_of(self._number + 1 + len(self._files), f.VALUES)))
         return any(self._has_claimed(place) for place in range(len(self._files)))
@@ -85,7 +84,6 @@ class Successors:
         return False
 
     def close(self) -> None:
-        """Close the files."""
         for file in self._files:
             if file is not None:
                 file.close()
@@ -275,7 +273,6 @@ class RunWriter:
 
     @property
     def last(self) -> int | None:
-        """The last step that was written."""
         return self._last
 
     def replaces_all(self, step: int) -> bool:
@@ -303,7 +300,8 @@ class RunWriter:
             if len(self._entries) >= f.INDEXED or self._waiting >= f.INDEXED_VALUES:
                 with contextlib.suppress(OSError):  # the step says so; a later step tries it again
                     self._put_index()
-            if sum(file.size for file in self._files) > _LARGEST or self._is_to_begin_anew():
+            size = self._values.size + (0 if self._rows is None else self._rows.size)
+            if size > _LARGEST or (self._is_cut_off and self._is_to_begin_anew()):
                 self._begin_pair(self._number + 1)
         known, self._written = self._written if update else None, None
         # what an earlier file has is no longer amended, and its step is written anew
@@ -320,7 +318,7 @@ class RunWriter:
     def _is_to_begin_anew(self) -> bool:
         """Whether these files cannot be written any more, as after a server was away, though others may be. Once a second."""
         now = time.monotonic()
-        if not self._is_cut_off or now - self._begun_anew < _LOOKS:
+        if now - self._begun_anew < _LOOKS:
             return False
         self._begun_anew, self._is_cut_off = now, False
         return True
@@ -363,7 +361,9 @@ class RunWriter:
 
     def _layout_of(self, source: str, table: StatsTable) -> tuple[TableLayout, int]:
         """The layout of a table, and where it is defined."""
-        layout = TableLayout(source, table.names, table.columns, fixed_counts(source, table), table.same_as)
+        # tensors of other sources change their size
+        counts = integers(table.rows.numpy()[:, Column.COUNT].tobytes()) if source in PARAMETER_SOURCES else ()
+        layout = TableLayout(source, table.names, table.columns, counts, table.same_as)
         known = self._latest.get(source)
         if known is None or known[0] != layout:
             known = self._latest[source] = layout, self._defined(layout)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.formatting import factor_text, times
+from ..core.formatting import factor_text, listed, times
 from ..core.keys import ACTIVATION, ACTIVATION_GRADIENT, GRADIENT, GRADIENT_BEFORE_CLIP, PARAMETER, ROOT, parse_key
 from ..core.moments import Column
 from ..core.records import StatsTable, StepRecord, spoiled_between
@@ -76,7 +76,6 @@ def _median(values: Tensor, dim: int) -> Tensor:
 
 # --- parameters in order of suspicion ---
 
-
 #: Steps whose gradients are kept: 13 kB each for 200 parameters.
 REMEMBERED = 64
 #: A parameter with less of the squared norm has not made the spike.
@@ -88,8 +87,6 @@ _ALIKE = 3.0
 
 @dataclass(frozen=True, slots=True)
 class ParameterAttribution:
-    """A parameter at the time of a spike."""
-
     name: str
     norm: float  # of its gradient
     usual: float | None  # its usual norm, see :class:`torch_gradmon.spikes.attribution.Baseline`; None if too few steps are known
@@ -231,7 +228,6 @@ def _nearest_first(suspect: ParameterAttribution) -> tuple[bool, float, int]:
 
 # --- gradients of the last steps ---
 
-
 #: Steps with a spike whose suspects are kept: those with the largest spikes.
 _SPIKES = 100
 
@@ -359,9 +355,8 @@ def nonfinite_origin(record: StepRecord, forward_only: bool = False) -> str:
     """
     parameters = _spoiled(record.tables.get(PARAMETER))
     if parameters:
-        more = f" and {len(parameters) - 3} more" if len(parameters) > 3 else ""
-        names = ", ".join(name for name, _, _ in parameters[:3])
-        return f"parameters hold NaN or Inf, as a step leaves them that is applied with such gradients: {names}{more}"
+        names = listed((name for name, _, _ in parameters), 3)
+        return f"parameters hold NaN or Inf, as a step leaves them that is applied with such gradients: {names}"
     outputs = _innermost(_spoiled(record.tables.get(ACTIVATION)))
     if outputs:
         return f"the forward pass has its first NaN or Inf in the output of {_counted(outputs[0])}"
@@ -401,7 +396,6 @@ def _counted(spoiled: tuple[str, int, int]) -> str:
 
 # --- the cause as text ---
 
-
 #: Layers rose together if the median layer rose by at least this part of the rise of the whole norm, both as logarithms. The part is above
 #: 0.8 for a loss times 100 and for noisy batches, and below 0.2 if one layer is disturbed. Measured on the model of ``gradmon demo`` with
 #: SGD and AdamW, with and without a clip, in steps 12 to 110.
@@ -416,8 +410,6 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class SpikeCause:
-    """The cause of a spike."""
-
     layer: str = ""  # the most suspicious parameter; empty if no single one stands out
     did: str = ""  # what it did, or what all layers did together, in a few words; empty if nothing is known
     words: str = ""  # the full text, as part of a sentence about a spike
@@ -520,9 +512,7 @@ def _when(suspect: ParameterAttribution, step: int) -> str:
 
 
 def _listed(suspects: Sequence[ParameterAttribution], most: int = _NAMED) -> str:
-    named = suspects[:most]
-    more = f" and {len(suspects) - len(named)} more" if len(suspects) > len(named) else ""
-    return f"{', '.join(map(_described, named))}{more}"
+    return listed(map(_described, suspects), most)
 
 
 def _described(suspect: ParameterAttribution) -> str:
@@ -551,7 +541,7 @@ def _spoiled_after_cause(suspects: Sequence[ParameterAttribution]) -> SpikeCause
     """NaN or Inf that no backward pass brought."""
     spoiled = [suspect.name for suspect in suspects if suspect.is_spoiled_after]
     is_all = len(spoiled) == len(suspects)
-    those = "those of all parameters" if is_all else f"that of {_few(spoiled)}"
+    those = "those of all parameters" if is_all else f"that of {listed(spoiled, _NAMED)}"
     words = (
         f"all gradients were finite when backward() ended, and the loop made {those} NaN or infinite before the optimizer's step"
     )
@@ -559,15 +549,10 @@ def _spoiled_after_cause(suspects: Sequence[ParameterAttribution]) -> SpikeCause
     return SpikeCause("" if is_all else spoiled[0], f"{'all parameters ' if is_all else ''}{did}", words, is_common=is_all)
 
 
-def _few(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"{', '.join(names[:_NAMED])}{more}"
-
-
 def _nonfinite_cause(suspects: Sequence[ParameterAttribution], loss: float | None, is_open: bool, by_turns: bool) -> SpikeCause:
     """What gradients alone show about the origin of NaN or Inf: backward() goes from the last parameter to the first."""
     spoiled = [suspect for suspect in suspects if suspect.nonfinite]
-    names = _few([suspect.name for suspect in spoiled])
+    names = listed((suspect.name for suspect in spoiled), _NAMED)
     words = f"NaN or Inf in the gradient of {names}"
     if len(spoiled) == len(suspects):
         out_of = f"; no parameter's is spared, {_where_all(suspects, loss, is_open, by_turns)}"

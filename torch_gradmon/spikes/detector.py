@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +21,6 @@ from .hampel import Hampel, HampelBank, value_at
 from .rules import FunctionRule, Rule
 
 # --- verdicts ---
-
 
 #: From this number of signals on, a bank is faster than single rules.
 _TOGETHER = 100
@@ -108,22 +108,16 @@ class RulePerSignal:
         self._bank: HampelBank | None = None
         self._rows: dict[str, int] = {}
 
-    def update(self, step: int, values: Mapping[str, float]) -> dict[str, Verdict]:
-        """Score ``values`` by signal, then learn them."""
+    def verdicts(self, step: int, values: Mapping[str, float], learns: bool) -> dict[str, Verdict]:
+        """Score ``values`` by signal, then learn them, or not."""
         row = self._row_or_single_rules(values)
-        if self._bank is None and type(self._rule) is Hampel and len(values) >= _TOGETHER:
+        if learns and self._bank is None and type(self._rule) is Hampel and len(values) >= _TOGETHER:
             self._make_bank(values)
             row = self._row_or_single_rules(values)
         if self._bank is not None and row is not None:
-            return self._verdicts(self._bank, self._bank.update(row), values)
-        return {signal: judge(self._single(signal), signal, step, value) for signal, value in values.items()}
-
-    def predict(self, step: int, values: Mapping[str, float]) -> dict[str, Verdict]:
-        """The verdicts that :meth:`update` will return. Nothing is learned."""
-        row = self._row_or_single_rules(values)
-        if self._bank is not None and row is not None:
-            return self._verdicts(self._bank, self._bank.predict(row), values)
-        return {signal: verdict_on(self._single(signal), signal, step, value) for signal, value in values.items()}
+            return self._verdicts(self._bank, self._bank.update(row) if learns else self._bank.predict(row), values)
+        one = judge if learns else verdict_on
+        return {signal: one(self._single(signal), signal, step, value) for signal, value in values.items()}
 
     def _row_or_single_rules(self, values: Mapping[str, float]) -> Tensor | None:
         """The bank's input, NaN for signals without a value. None without a bank; one that cannot take ``values`` is dissolved."""
@@ -141,7 +135,7 @@ class RulePerSignal:
             self._rules[signal] = copy.deepcopy(self._rule)
         return self._rules[signal]
 
-    def _verdicts(self, bank: HampelBank, judged: tuple[Tensor, ...], values: Mapping[str, float]) -> dict[str, Verdict]:
+    def _verdicts(self, bank: HampelBank, judged: tuple[np.ndarray, ...], values: Mapping[str, float]) -> dict[str, Verdict]:
         scores, spikes, usual = (found.tolist() for found in judged)
         found, threshold = dict(zip(self._rows, scores, strict=True)), bank.threshold
         # a NaN score means that the rule has no score yet
@@ -168,8 +162,7 @@ class RulePerSignal:
         learned = {name: rule.state_dict() for name, rule in self._rules.items()}
         assert isinstance(self._rule, Hampel)
         self._rows = {name: row for row, name in enumerate(names)}
-        with torch.inference_mode(False):  # the bank is written to outside of inference mode later
-            self._bank = HampelBank(self._rule, len(names))
+        self._bank = HampelBank(self._rule, len(names))
         new = self._rule.state_dict()
         self._bank.load([learned.get(name, new) for name in names])
         self._rules = {}
@@ -201,7 +194,6 @@ def _words(signal: str, value: float, usual: float | None, score: float, thresho
 
 # --- the detector ---
 
-
 _METHODS = ("score", "update")
 
 
@@ -222,6 +214,9 @@ class SpikeDetector:
             ``update/h.0.attn.weight/norm``. A compiled pattern, such as ``re.compile("^gradient/.*/norm$")``, watches every matching
             key, each with its own copy of the rule.
 
+    Attributes:
+        name: the signal, or the pattern.
+
     Raises:
         TypeError, ValueError: an argument is of another kind.
     """
@@ -232,7 +227,7 @@ class SpikeDetector:
             raise ValueError(
                 f"signal must be the name of a value, such as 'grad_norm', or a compiled pattern, got {display(signal)}"
             )
-        self.signal = signal
+        self.signal, self.name = signal, text
         self.rule = _rule(rule, text.rstrip("$"))
         self._fresh = copy.deepcopy(state_of(self.rule))
         self._rules = RulePerSignal(self.rule)
@@ -270,21 +265,16 @@ class SpikeDetector:
 
     def predict_all(self, step: int, values: Mapping[str, float]) -> dict[str, Verdict]:
         """:meth:`predict` for values by key."""
-        return self._rules.predict(step, values)
+        return self._rules.verdicts(step, values, learns=False)
 
     def update_all(self, step: int, values: Mapping[str, float]) -> dict[str, Verdict]:
         """:meth:`update` for values by key. Each key has its own rule, created when the key first appears."""
-        return self._rules.update(step, values)
+        return self._rules.verdicts(step, values, learns=True)
 
     def event(self, step: int, value: float, verdict: Verdict, signal: str | None = None) -> SpikeEvent:
         """The event for a spike."""
         score = math.inf if verdict.score is None else verdict.score
         return SpikeEvent(step, signal or self.name, value, score, verdict.threshold, verdict.reason, verdict.usual)
-
-    @property
-    def name(self) -> str:
-        """The signal, or the pattern."""
-        return self.signal if isinstance(self.signal, str) else self.signal.pattern
 
     def state_dict(self) -> dict[str, Any]:
         """What the rules have learned, as plain numbers and lists, for JSON and ``torch.load(weights_only=True)``."""

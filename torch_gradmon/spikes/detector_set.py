@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -21,7 +22,6 @@ from .signals import MatchingValues, size, value_of
 
 # --- recovery ---
 
-
 #: Number of steps observed after a spike.
 AFTER = 5
 #: Limits of recovery: the factor above usual, and the share of the way from usual to the spike. The second matters for a loss, for which
@@ -36,8 +36,6 @@ class _Case:
 
 
 class RecoveryTracker:
-    """Follows each signal that spiked, from its first spike until its recovery has been reported."""
-
     def __init__(self) -> None:
         self._cases: dict[str, _Case] = {}
 
@@ -119,7 +117,6 @@ def _range(values: Sequence[float]) -> str:
 
 # --- state of the current spikes ---
 
-
 #: Numbers of consecutive steps not applied that call for more detail: fewer are a gradient scaler's search for its scale.
 _REJECTED = (3, 30, 300)
 
@@ -156,13 +153,12 @@ class FollowUp:
         return [str(replace(fresh[0], reason="; ".join(event.reason for event in fresh)))] if fresh else []
 
     def step_ended(self, applied: bool) -> None:
-        """Count a step, monitored or not."""
         self.rejected = 0 if applied else self.rejected + 1
         self._detail_at = 0 if applied else self._detail_at
 
     def rejections_need_detail(self) -> bool:
         """Whether a limit of steps not applied was reached; true once for each limit."""
-        due = max((limit for limit in _REJECTED if limit <= self.rejected), default=0)
+        due = (0, *_REJECTED)[bisect_right(_REJECTED, self.rejected)]
         is_due, self._detail_at = due > self._detail_at, max(due, self._detail_at)
         return is_due
 
@@ -196,7 +192,6 @@ class FollowUp:
 
 
 # --- all detectors ---
-
 
 #: The signal whose score is the whole-model value ``gradmon/spike_score``.
 MAIN_SIGNAL = "grad_norm"
@@ -241,10 +236,6 @@ class DetectorSet:
         self._steps_without_value: dict[str, float] = {}  # -inf once there was a value
         self._names: tuple[str, ...] = ()  # of the last gradients
         self._had_gradients: set[str] = set()
-
-    def accept_late_values(self, is_accepted: bool) -> None:
-        """Whether to detect in values that come after the end of a step; not if ranks could disagree on them."""
-        self.accepts_late_values = is_accepted
 
     def add(self, detector: SpikeDetector) -> None:
         self.detectors[detector.name] = detector

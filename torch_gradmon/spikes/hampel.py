@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,41 +28,30 @@ class SortedWindow:
     def __init__(self, size: int, values: Iterable[float] = ()) -> None:
         self.size = size
         self._in_time: deque[float] = deque()
-        self._in_order: list[float] = []
-        self.extend(values)
-
-    def __len__(self) -> int:
-        return len(self._in_order)
+        self.in_order: list[float] = []
+        for value in values:
+            self.add(value)
 
     def add(self, value: float) -> None:
         """Take ``value``, which is no NaN, for the oldest one."""
         if len(self._in_time) == self.size:
-            del self._in_order[bisect_left(self._in_order, self._in_time.popleft())]
+            del self.in_order[bisect_left(self.in_order, self._in_time.popleft())]
         self._in_time.append(value)
-        insort(self._in_order, value)
-
-    def extend(self, values: Iterable[float]) -> None:
-        for value in values:
-            self.add(value)
-
-    def clear(self) -> None:
-        self._in_time.clear()
-        self._in_order.clear()
+        insort(self.in_order, value)
 
     def values(self) -> list[float]:
-        """The values, oldest first."""
         return list(self._in_time)
 
     def median(self) -> float:
         """The median; of an even number of values the mean of the two in the middle. There must be a value."""
-        ordered, middle = self._in_order, len(self._in_order) // 2
+        ordered, middle = self.in_order, len(self.in_order) // 2
         return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
     def median_deviation(self, center: float) -> float:
         """The median of ``|x - center|``. There must be a value."""
-        half = len(self._in_order) // 2
+        half = len(self.in_order) // 2
         upper = self._nearest(center, half + 1)
-        return upper if len(self._in_order) % 2 else (self._nearest(center, half) + upper) / 2
+        return upper if len(self.in_order) % 2 else (self._nearest(center, half) + upper) / 2
 
     def _nearest(self, center: float, rank: int) -> float:
         """The ``rank``-th smallest distance to ``center``, the first being 1.
@@ -69,7 +59,7 @@ class SortedWindow:
         Distances grow to both sides of ``center``, so that the nearest ``rank`` values are neighbours: what is sought is how many
         of them lie below it.
         """
-        ordered = self._in_order
+        ordered = self.in_order
         split = bisect_left(ordered, center)
         fewest, most = max(0, rank - len(ordered) + split), min(rank, split)
         while fewest < most:
@@ -85,7 +75,6 @@ class SortedWindow:
 
 
 # --- settings, and the level of a signal ---
-
 
 #: Makes the median of absolute deviations a standard deviation for normal data.
 MAD_TO_STD = 1.4826
@@ -127,20 +116,11 @@ class Level:
         median = self.values.median()
         # a rise of the logarithm by log(least) is a factor of ``least``
         spread = (abs(median) if linear else 1.0) * least / threshold
-        if len(self.residuals) >= FEWEST_RESIDUALS:
+        if len(self.residuals.in_order) >= FEWEST_RESIDUALS:
             deviation = self.residuals.median_deviation(self.residuals.median())
             spread = max(spread, MAD_TO_STD * deviation * widening)
         rise = position - median
         return rise / spread if spread > 0 else math.copysign(math.inf, rise) if rise else 0.0
-
-    def add_residual(self, position: float) -> None:
-        """Add the distance of ``position`` to the median, once there is one."""
-        if len(self.values) >= FIRST:
-            self.residuals.add(position - self.values.median())
-
-    def restart(self, positions: Iterable[float]) -> None:
-        self.values.clear()
-        self.values.extend(positions)
 
     def load(self, values: Iterable[float], residuals: Iterable[float]) -> None:
         self.values = SortedWindow(self.values.size, map(float, values))
@@ -226,7 +206,6 @@ class Hampel:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes of the windows, by argument."""
         return {
             "near": self._near.values.size,
             "far": self._far.values.size,
@@ -237,7 +216,7 @@ class Hampel:
     @property
     def baseline(self) -> float | None:
         """The usual value now, in units of the signal."""
-        if not len(self._near.values):
+        if not self._near.values.in_order:
             return None
         return self._near.values.median() if self.linear else value_at(self._near.values.median())
 
@@ -263,7 +242,6 @@ class Hampel:
         return sum(peak >= nearly for peak in self._peaks) >= USUAL
 
     def update(self, value: float) -> None:
-        """Learn a finite ``value`` unless its score is that of a spike."""
         if value < 0 and not self.linear:
             self._restart()
         score, position = self.score(value), (value if self.linear else log_of(value))
@@ -274,14 +252,15 @@ class Hampel:
         self._recent.append((position, is_spike))
         if not is_spike:
             self._learn(position)
-        spikes = sum(spike for _, spike in self._recent)
+        spikes = [spike for _, spike in self._recent].count(True)
         lasting = spikes >= ACCEPT_IN_THE_END and len(self._recent) == RECENT and self._recent[0][1]
         if lasting or (is_spike and spikes >= ACCEPT_AT_ONCE):
             self._accept()
 
     def _learn(self, position: float) -> None:
-        self._near.add_residual(position)
-        self._far.add_residual(position)
+        for level in (self._near, self._far):
+            if len(level.values.in_order) >= FIRST:
+                level.residuals.add(position - level.values.median())
         self._count += 1
         self._near.values.add(position)
         self._between.append(position)
@@ -293,7 +272,7 @@ class Hampel:
         recent = list(self._recent)
         first = next(index for index, (_, is_spike) in enumerate(recent) if is_spike)
         for level in (self._near, self._far):
-            level.restart(position for position, _ in recent[first:])
+            level.values = SortedWindow(level.values.size, (position for position, _ in recent[first:]))
         self._between.clear()
         self._recent.clear()
 
@@ -306,7 +285,6 @@ class Hampel:
             level.load((), ())
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers and lists."""
         return {
             "near": self._near.values.values(),
             "far": self._far.values.values(),
@@ -343,174 +321,52 @@ class Hampel:
         self._count, self.linear = int(state["count"]), bool(state["linear"])
 
 
-# --- sorted windows of many signals ---
-
-
-#: Places of rows, each once, or all rows.
-Rows = Tensor | slice
-_ALL = slice(None)
-
-
-def chosen_rows(chosen: Tensor) -> Rows:
-    """Where ``chosen`` is true. Usually it is true everywhere, and a slice avoids gather and scatter."""
-    return _ALL if bool(chosen.all()) else chosen.nonzero().squeeze(1)
-
-
-class SortedWindowBank:
-    """The last ``size`` values of each of ``rows`` signals, in order of time and of size; float64 on the CPU."""
-
-    def __init__(self, rows: int, size: int) -> None:
-        self.size = size
-        self.count = torch.zeros(rows, dtype=torch.int64, device="cpu")
-        self._next = torch.zeros(rows, dtype=torch.int64, device="cpu")
-        # free places are infinite and therefore last in the order
-        self._in_time = torch.full((rows, size), torch.inf, dtype=torch.float64, device="cpu")
-        self._in_order = self._in_time.clone()
-        self._same_count: int | None = 0  # the count of all rows, if it is known to be equal
-
-    def add(self, rows: Rows, values: Tensor) -> None:
-        """Replace the oldest value of ``rows[i]`` by ``values[i]``; each row at most once."""
-        ordered, slots = self._in_order[rows], self._next[rows].unsqueeze(1)  # views, if all rows are chosen
-        values, in_time = values.unsqueeze(1), self._in_time[rows]
-        oldest = in_time.gather(1, slots)  # infinite, that is free, while the window is not full
-        rest = torch.where(ordered[:, :-1] < oldest, ordered[:, :-1], ordered[:, 1:])
-        # a value is inserted between its two neighbours in the order
-        torch.minimum(rest[:, :1], values, out=ordered[:, :1])
-        torch.minimum(rest[:, 1:], values, out=ordered[:, 1:-1])
-        ordered[:, 1:-1].clamp_(min=rest[:, :-1])
-        torch.maximum(rest[:, -1:], values, out=ordered[:, -1:])
-        in_time.scatter_(1, slots, values)
-        self._next[rows] = (slots.squeeze(1) + 1).remainder_(self.size)
-        self.count[rows] += 1
-        self.count.clamp_(max=self.size)
-        if isinstance(rows, Tensor):
-            self._in_order[rows], self._in_time[rows] = ordered, in_time
-            self._same_count = None
-        elif self._same_count is not None:
-            self._same_count = min(self._same_count + 1, self.size)
-
-    def median(self) -> Tensor:
-        """``[rows]``; not finite where there is no value."""
-        found = torch.empty_like(self._in_order[:, 0])
-        for count, rows in self._by_count():
-            ordered = self._in_order[rows]
-            found[rows] = (ordered[:, max(count - 1, 0) // 2] + ordered[:, count // 2]) / 2
-        return found
-
-    def median_deviation(self, center: Tensor) -> Tensor:
-        """The median of ``|x - center|``: ``[rows]``; zero where there is no value."""
-        found = torch.zeros_like(center)
-        for count, rows in self._by_count():
-            if count:
-                ordered, middle = self._in_order[rows], center[rows].unsqueeze(1)
-                upper = _nearest(ordered, middle, count // 2 + 1, count)
-                found[rows] = upper if count % 2 else (_nearest(ordered, middle, count // 2, count) + upper) / 2
-        return found
-
-    def _by_count(self) -> Iterator[tuple[int, Rows]]:
-        """Groups of rows with equal counts; usually one group, since all windows are full."""
-        if self._same_count is None and int(self.count.min()) == int(self.count.max()):
-            self._same_count = int(self.count[0])
-        if self._same_count is not None:
-            yield self._same_count, _ALL
-            return
-        for count in sorted(set(self.count.tolist())):
-            yield count, chosen_rows(self.count == count)
-
-    def values(self, row: int) -> list[float]:
-        """The values of one row, oldest first."""
-        count, start = int(self.count[row]), int(self._next[row]) if int(self.count[row]) == self.size else 0
-        return self._in_time[row].roll(-start)[:count].tolist()
-
-    def load(self, first: int, rows: Sequence[Sequence[float]]) -> None:
-        kept = [list(values)[-self.size :] for values in rows]
-        padded = [values + [math.inf] * (self.size - len(values)) for values in kept]
-        there = slice(first, first + len(kept))
-        self._in_time[there] = torch.tensor(padded, dtype=torch.float64, device="cpu")
-        self._in_order[there] = self._in_time[there].sort(dim=1).values
-        self.count[there] = torch.tensor([len(values) for values in kept], device="cpu")
-        self._next[there] = self.count[there] % self.size
-        self._same_count = None
-
-
-def _nearest(ordered: Tensor, center: Tensor, rank: int, count: int) -> Tensor:
-    """The ``rank``-th smallest distance to ``center``: the nearest ``rank`` values are neighbours, so the best such run has it."""
-    starts = count - rank + 1
-    reach = torch.maximum(center - ordered[:, :starts], ordered[:, rank - 1 : rank - 1 + starts] - center)
-    return reach.amin(dim=1)
-
-
 # --- the rule for many signals ---
 
 
-class _RingBuffers:
+class _Windows:
     """The last ``size`` values of each of ``rows`` signals; free places hold ``empty``."""
 
-    def __init__(self, rows: int, size: int, empty: float) -> None:
-        self._empty = empty
-        self.values = torch.full((rows, size), empty, dtype=torch.float64, device="cpu")
-        self._next = torch.zeros(rows, dtype=torch.int64, device="cpu")
+    def __init__(self, rows: int, size: int, empty: float = math.inf) -> None:
+        self.values, self._empty = np.full((rows, size), empty), empty
+        self.count, self._next = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
 
-    def oldest(self) -> Tensor:
-        """The value that the next one replaces: ``[rows]``."""
-        return self.values.gather(1, self._next.unsqueeze(1)).squeeze(1)
+    def add(self, chosen: np.ndarray, values: np.ndarray) -> None:
+        """Replace the oldest value of each chosen row by that in ``values``; both ``[rows]``."""
+        rows = chosen.nonzero()[0]
+        self.values[rows, self._next[rows]] = values[rows]
+        self._next[rows] = (self._next[rows] + 1) % self.values.shape[1]
+        self.count[rows] = np.minimum(self.count[rows] + 1, self.values.shape[1])
 
-    def add(self, rows: Rows, values: Tensor) -> None:
-        """Replace the oldest value of ``rows[i]`` by ``values[i]``."""
-        places = self._next[rows]
-        if isinstance(rows, Tensor):
-            self.values[rows, places] = values
-            self._next[rows] = (places + 1) % self.values.shape[1]
-        else:  # a view
-            self.values.scatter_(1, places.unsqueeze(1), values.unsqueeze(1))
-            places.add_(1).remainder_(self.values.shape[1])
+    def oldest(self) -> np.ndarray:
+        """What the next value replaces: ``[rows]``."""
+        found: np.ndarray = self.values[np.arange(len(self.values)), self._next]
+        return found
+
+    def median(self) -> np.ndarray:
+        """``[rows]``; infinite where there is no value."""
+        return self._middle(self.values)
+
+    def median_deviation(self) -> np.ndarray:
+        """The median of ``|x - median|``: ``[rows]``; not finite where there is no value."""
+        return self._middle(np.abs(self.values - self.median()[:, None]))
+
+    def _middle(self, values: np.ndarray) -> np.ndarray:
+        ordered, rows = np.sort(values, axis=1), np.arange(len(values))  # free places come last
+        middle: np.ndarray = (ordered[rows, np.maximum(self.count - 1, 0) // 2] + ordered[rows, self.count // 2]) / 2
+        return middle
 
     def ordered(self, row: int) -> list[float]:
-        """The places of one row, oldest first."""
-        return self.values[row].roll(-int(self._next[row])).tolist()
+        """The values of one row, oldest first."""
+        found: list[float] = np.roll(self.values[row], -self._next[row]).tolist()
+        return found[len(found) - int(self.count[row]) :]
 
-    def load(self, first: int, rows: Sequence[Sequence[float]]) -> None:
+    def load(self, row: int, values: Sequence[float]) -> None:
+        """The inverse of :meth:`ordered`."""
         size = self.values.shape[1]
-        padded, there = [[*values, *[self._empty] * (size - len(values))] for values in rows], slice(first, first + len(rows))
-        self.values[there] = torch.tensor(padded, dtype=torch.float64, device="cpu")
-        self._next[there] = torch.tensor([len(values) % size for values in rows], device="cpu")
-
-
-class _LevelShifts:
-    """The most recent values of each signal, and which of them were spikes: lasting ones are a new level."""
-
-    def __init__(self, signals: int) -> None:
-        self._values = torch.zeros(signals, RECENT, dtype=torch.float64, device="cpu")
-        self._flags = torch.zeros(signals, RECENT, dtype=torch.bool, device="cpu")
-        self._count = torch.zeros(signals, dtype=torch.int64, device="cpu")
-
-    def add(self, rows: Rows, positions: Tensor, spikes: Tensor) -> list[int]:
-        """Store the last value of ``rows``; return the rows with a new level."""
-        self._values[rows] = torch.cat([self._values[rows, 1:], positions[rows].unsqueeze(1)], dim=1)
-        self._flags[rows] = torch.cat([self._flags[rows, 1:], spikes[rows].unsqueeze(1)], dim=1)
-        self._count[rows] = (self._count[rows] + 1).clamp_(max=RECENT)
-        number = self._flags.sum(dim=1)
-        lasting = (number >= ACCEPT_IN_THE_END) & (self._count == RECENT) & self._flags[:, 0]
-        changed = lasting | (spikes & (number >= ACCEPT_AT_ONCE))
-        touched = torch.zeros_like(changed)
-        touched[rows] = True
-        return (changed & touched).nonzero().squeeze(1).tolist()
-
-    def take(self, row: int) -> list[float]:
-        """The values of the new level of one signal, whose values are then forgotten."""
-        values, flags = zip(*self.values(row), strict=True)
-        self.load(row, [])
-        return list(values[flags.index(True) :])
-
-    def values(self, row: int) -> list[list[Any]]:
-        """The values of one signal with their flags, oldest first."""
-        recent = zip(self._values[row].tolist(), self._flags[row].tolist(), strict=True)
-        return [[position, flag] for position, flag in recent][RECENT - int(self._count[row]) :]
-
-    def load(self, row: int, values: Sequence[Sequence[Any]]) -> None:
-        self._count[row], self._flags[row] = len(values), False
-        for place, (position, flag) in enumerate(reversed(values), start=1):
-            self._values[row, -place], self._flags[row, -place] = position, flag
+        kept = list(values)[-size:]
+        self.values[row] = kept + [self._empty] * (size - len(kept))
+        self.count[row], self._next[row] = len(kept), len(kept) % size
 
 
 class HampelBank:
@@ -523,16 +379,16 @@ class HampelBank:
 
     def __init__(self, like: Hampel, signals: int) -> None:
         self.threshold, self._least, self._early = like.threshold, math.log(like.least), like.early
-        sizes, self._signals = like.sizes, signals
-        self._sizes = sizes
-        self._near, self._far = SortedWindowBank(signals, sizes["near"]), SortedWindowBank(signals, sizes["far"])
-        self._residuals = SortedWindowBank(2 * signals, sizes["window"])  # to the near medians, then to the far ones
-        self._between = _RingBuffers(signals, sizes["lag"], torch.inf)  # of the near window and the far one
-        self._peaks = _RingBuffers(signals, sizes["window"], -torch.inf)  # values above the threshold, -inf for the others
-        self._shifts = _LevelShifts(signals)
-        self._count = torch.zeros(signals, dtype=torch.int64, device="cpu")
+        self._sizes = sizes = like.sizes
+        self._near, self._far = _Windows(signals, sizes["near"]), _Windows(signals, sizes["far"])
+        self._near_residuals, self._far_residuals = (_Windows(signals, sizes["window"]) for _ in range(2))
+        self._between = _Windows(signals, sizes["lag"])  # of the near window and the far one
+        self._peaks = _Windows(signals, sizes["window"], -math.inf)  # values above the threshold, -inf for the others
+        self._peaks.count[:] = sizes["window"]
+        self._recent, self._flags = _Windows(signals, RECENT), _Windows(signals, RECENT, 0.0)  # values, and which were spikes
+        self._count = np.zeros(signals, np.int64)
 
-    def update(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def update(self, values: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Score ``values``, float64 ``[signals]`` on the CPU, then learn them.
 
         Returns:
@@ -540,64 +396,72 @@ class HampelBank:
             values before, infinite if unknown. All ``[signals]``.
         """
         finite, positions, medians, scores, spikes = self._judge(values)
-        judged, calm = chosen_rows(finite), finite & ~spikes
-        self._peaks.add(judged, torch.where(scores >= self.threshold, positions, -torch.inf)[judged])
-        known = torch.stack([self._near.count, self._far.count]) >= FIRST
-        rows = chosen_rows((known & calm).view(-1))
-        self._residuals.add(rows, (positions - medians).view(-1)[rows])
+        calm = finite & ~spikes
+        self._peaks.add(finite, np.where(scores >= self.threshold, positions, -np.inf))
+        levels = (self._near, self._near_residuals), (self._far, self._far_residuals)
+        for (level, residuals), median in zip(levels, medians, strict=True):
+            known = calm & (level.count >= FIRST)
+            residuals.add(known, positions - np.where(known, median, 0.0))
         leaving = self._between.oldest()
-        rows = chosen_rows(calm & (leaving < torch.inf))
-        self._far.add(rows, leaving[rows])
-        rows = chosen_rows(calm)
-        self._near.add(rows, positions[rows])
-        self._between.add(rows, positions[rows])
+        self._far.add(calm & (leaving < np.inf), leaving)
+        self._near.add(calm, positions)
+        self._between.add(calm, positions)
         self._count += calm
-        for row in self._shifts.add(judged, positions, spikes):
-            level = self._shifts.take(row)
-            self._near.load(row, [level])
-            self._far.load(row, [level])
-            self._between.load(row, [[]])
-        return torch.where(finite, scores, torch.inf), spikes | ~finite, medians[0]
+        self._recent.add(finite, positions)
+        self._flags.add(finite, spikes)
+        self._accept(finite, spikes)
+        return np.where(finite, scores, np.inf), spikes | ~finite, medians[0]
 
-    def predict(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def predict(self, values: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         finite, _, medians, scores, spikes = self._judge(values)
-        return torch.where(finite, scores, torch.inf), spikes | ~finite, medians[0]
+        return np.where(finite, scores, np.inf), spikes | ~finite, medians[0]
 
-    def _judge(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        finite = values.isfinite()
-        positions = torch.where(values > 0, values.log(), LOG_OF_ZERO)
-        medians = torch.stack([self._near.median(), self._far.median()])
-        scores = self._scores(positions, medians)
-        self._excuse(scores, positions)
+    def _judge(self, values: Tensor) -> tuple[np.ndarray, np.ndarray, list[np.ndarray], np.ndarray, np.ndarray]:
+        positions = torch.where(values > 0, values.log(), LOG_OF_ZERO).numpy()
+        finite, medians = values.isfinite().numpy(), [self._near.median(), self._far.median()]
+        with np.errstate(all="ignore"):
+            early = 1 / self._count
+            widening, least = 1 + EARLY_SPREAD * early, (self._least + self._early * early) / self.threshold
+            near, far = (
+                (positions - median) / np.maximum(MAD_TO_STD * self._deviation(residuals) * widening, least)
+                for median, residuals in zip(medians, (self._near_residuals, self._far_residuals), strict=True)
+            )
+            scores = np.where(self._count >= FAR_FROM, np.maximum(near, far), near)
+        scores = np.where(self._count >= JUDGES, scores, np.nan)
+        high = (scores > self.threshold).nonzero()[0]
+        usual = (self._peaks.values[high] >= (positions[high] - self._least)[:, None]).sum(axis=1) >= USUAL
+        scores[high[usual]] = self.threshold
         return finite, positions, medians, scores, finite & (scores > self.threshold)
 
-    def _scores(self, positions: Tensor, medians: Tensor) -> Tensor:
-        count = self._count.double()
-        deviations = self._residuals.median_deviation(self._residuals.median())
-        deviations = torch.where(self._residuals.count >= FEWEST_RESIDUALS, deviations, 0.0).view(2, -1)
-        spreads = MAD_TO_STD * deviations * (1 + EARLY_SPREAD / count)
-        near, far = (positions - medians) / torch.maximum(spreads, (self._least + self._early / count) / self.threshold)
-        scores = torch.where(self._count >= FAR_FROM, torch.maximum(near, far), near)
-        return torch.where(self._count >= JUDGES, scores, torch.nan)
+    @staticmethod
+    def _deviation(residuals: _Windows) -> np.ndarray:
+        return np.where(residuals.count >= FEWEST_RESIDUALS, residuals.median_deviation(), 0.0)
 
-    def _excuse(self, scores: Tensor, positions: Tensor) -> None:
-        """Lower the scores of usual heights to the threshold."""
-        high = (scores > self.threshold).nonzero().squeeze(1)
-        if len(high):
-            nearly = (positions[high] - self._least).unsqueeze(1)
-            usual = (self._peaks.values[high] >= nearly).sum(dim=1) >= USUAL
-            scores[high[usual]] = self.threshold
-
-    # --- the state of single rules ------------------------------------------------------------------------------------------------
+    def _accept(self, finite: np.ndarray, spikes: np.ndarray) -> None:
+        """Restart the medians where the level has changed, from the first of the recent spikes on."""
+        number = self._flags.values.sum(axis=1)
+        lasting = (number >= ACCEPT_IN_THE_END) & (self._recent.count == RECENT) & (self._flags.oldest() > 0)
+        for row in (finite & (lasting | (spikes & (number >= ACCEPT_AT_ONCE)))).nonzero()[0].tolist():
+            level = self._recent.ordered(row)[self._flags.ordered(row).index(1.0) :]
+            for window, values in (
+                (self._near, level),
+                (self._far, level),
+                (self._between, []),
+                (self._recent, []),
+                (self._flags, []),
+            ):
+                window.load(row, values)
 
     def state(self, signal: int) -> dict[str, Any]:
+        """As of a single rule."""
+        recent = zip(self._recent.ordered(signal), map(bool, self._flags.ordered(signal)), strict=True)
         return {
-            "near": self._near.values(signal),
-            "far": self._far.values(signal),
-            "near_residuals": self._residuals.values(signal),
-            "far_residuals": self._residuals.values(signal + self._signals),
-            "between": [value for value in self._between.ordered(signal) if value < math.inf],
-            "recent": self._shifts.values(signal),
+            "near": self._near.ordered(signal),
+            "far": self._far.ordered(signal),
+            "near_residuals": self._near_residuals.ordered(signal),
+            "far_residuals": self._far_residuals.ordered(signal),
+            "between": self._between.ordered(signal),
+            "recent": list(map(list, recent)),
             "peaks": [None if peak == -math.inf else peak for peak in self._peaks.ordered(signal)],
             "count": int(self._count[signal]),
             "linear": False,
@@ -605,12 +469,14 @@ class HampelBank:
         }
 
     def load(self, states: Sequence[Mapping[str, Any]]) -> None:
-        self._near.load(0, [state["near"] for state in states])
-        self._far.load(0, [state["far"] for state in states])
-        self._residuals.load(0, [state["near_residuals"] for state in states])
-        self._residuals.load(self._signals, [state["far_residuals"] for state in states])
-        self._between.load(0, [state["between"] for state in states])
-        self._peaks.load(0, [[-math.inf if peak is None else peak for peak in state["peaks"]] for state in states])
+        """The inverse of :meth:`state`, for all signals."""
         for signal, state in enumerate(states):
-            self._shifts.load(signal, state["recent"])
+            self._near.load(signal, state["near"])
+            self._far.load(signal, state["far"])
+            self._near_residuals.load(signal, state["near_residuals"])
+            self._far_residuals.load(signal, state["far_residuals"])
+            self._between.load(signal, state["between"])
+            self._recent.load(signal, [position for position, _ in state["recent"]])
+            self._flags.load(signal, [flag for _, flag in state["recent"]])
+            self._peaks.load(signal, [-math.inf if peak is None else peak for peak in state["peaks"]])
             self._count[signal] = state["count"]

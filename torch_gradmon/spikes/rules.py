@@ -40,12 +40,10 @@ class StatefulRule:
     _state: tuple[str, ...] = ()
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers and lists."""
         values = {name: getattr(self, name) for name in self._state}
         return {name.lstrip("_"): list(value) if isinstance(value, deque) else value for name, value in values.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
         for name in self._state:
             value, here = state[name.lstrip("_")], getattr(self, name)
             setattr(self, name, deque(value, maxlen=here.maxlen) if isinstance(here, deque) else value)
@@ -62,7 +60,6 @@ class Threshold(StatefulRule):
         self.baseline = None
 
     def score(self, value: float) -> float:
-        """The value itself."""
         return value
 
     def update(self, value: float) -> None:
@@ -94,7 +91,6 @@ class Ratio(StatefulRule):
 
     @property
     def baseline(self) -> float | None:
-        """The moving average."""
         return self._mean if self._count else None
 
     def score(self, value: float) -> float | None:
@@ -104,7 +100,6 @@ class Ratio(StatefulRule):
         return value / self._mean if self._mean > 0 else 0.0
 
     def update(self, value: float) -> None:
-        """Learn ``value`` unless it is a spike."""
         score = self.score(value)
         if score is not None and score > self.threshold:
             self._run.append(value)
@@ -149,20 +144,17 @@ class Cusum(StatefulRule):
         return math.exp(self._reference()[0]) if self._values else None
 
     def _reference(self) -> tuple[float, float]:
-        """Mean and standard deviation."""
         values = list(self._values)[: self._span]
         mean = math.fsum(values) / len(values)
         return mean, math.sqrt(math.fsum((x - mean) ** 2 for x in values) / max(1, len(values) - 1))
 
     def score(self, value: float) -> float | None:
-        """The sum that adding ``value`` would give."""
         if len(self._values) < max(2, self._span):
             return None
         mean, spread = self._reference()
         return max(0.0, self._sum + (log_of(value) - mean) / max(spread, self._floor) - self._allowance)
 
     def update(self, value: float) -> None:
-        """Add ``value`` to the sum."""
         score = self.score(value)
         if score is not None and score > self.threshold:
             self._values.clear()
@@ -191,7 +183,6 @@ class FunctionRule(StatefulRule):
 
 # --- Rules that count standard deviations above a mean, or robust ones above a median ---
 
-
 #: Smallest spread that a rule divides by, as a share of the mean: a constant signal has none.
 _SMALLEST_SPREAD = 1e-6
 
@@ -217,17 +208,14 @@ class MeanStd(StatefulRule):
 
     @property
     def baseline(self) -> float | None:
-        """The mean."""
         return self._mean if self._count else None
 
     def score(self, value: float) -> float | None:
-        """Standard deviations above the mean."""
         if self._count < max(2, self._warmup):
             return None
         return _distance(value, self._mean, math.sqrt(self._squares / (self._count - 1)))
 
     def update(self, value: float) -> None:
-        """Learn ``value``."""
         self._count += 1
         change = value - self._mean
         self._mean += change / self._count
@@ -252,11 +240,9 @@ class RollingZScore(StatefulRule):
 
     @property
     def baseline(self) -> float | None:
-        """The mean of the window."""
         return math.fsum(self._values) / len(self._values) if self._values else None
 
     def score(self, value: float) -> float | None:
-        """Standard deviations above the mean."""
         count, size = len(self._values), self._values.maxlen or 0
         if count < max(2, size // 2):
             return None
@@ -264,7 +250,6 @@ class RollingZScore(StatefulRule):
         return _distance(value, mean, math.sqrt(math.fsum(_square(x - mean) for x in self._values) / (count - 1)))
 
     def update(self, value: float) -> None:
-        """Learn ``value``."""
         self._values.append(value)
 
 
@@ -291,11 +276,9 @@ class EmaZScore(StatefulRule):
 
     @property
     def baseline(self) -> float | None:
-        """The average."""
         return self._mean if len(self._first) >= self._warmup else None
 
     def score(self, value: float) -> float | None:
-        """Standard deviations above the average."""
         if len(self._first) < self._warmup:
             return None
         return _distance(value, self._mean, math.sqrt(self._variance))
@@ -343,11 +326,11 @@ class MedianMad:
     @property
     def baseline(self) -> float | None:
         """The median, in units of the signal."""
-        return value_at(self._values.median()) if len(self._values) else None
+        return value_at(self._values.median()) if self._values.in_order else None
 
     def score(self, value: float) -> float | None:
         """Robust standard deviations above the median; negative below it."""
-        if len(self._values) < self._warmup:
+        if len(self._values.in_order) < self._warmup:
             return None
         median = self._values.median()
         return (log_of(value) - median) / max(MAD_TO_STD * self._values.median_deviation(median), self._floor)
@@ -361,17 +344,14 @@ class MedianMad:
             return
         self._run.append(log_of(value))
         if len(self._run) >= self._accept:
-            self._values.clear()
             # repeated up to the warm-up, else the rule would give no scores on the new level
-            self._values.extend(self._run * -(-self._warmup // len(self._run)))
+            self._values = SortedWindow(self._values.size, self._run * -(-self._warmup // len(self._run)))
             self._run.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain lists of numbers."""
         return {"values": self._values.values(), "run": list(self._run)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
         self._values = SortedWindow(self._values.size, map(float, state["values"]))
         self._run = [float(x) for x in state["run"]]
 

@@ -15,8 +15,6 @@ from .plan import SourcePlan
 
 
 class Mode(Enum):
-    """What is measured in a step."""
-
     IDLE = "nothing"
     RECORDED = "gradients, for a plugin that needs them in every step"
     MONITORED = "all that is due"
@@ -31,9 +29,7 @@ class ActiveStep:
     """The open step, or the one that closed last.
 
     Attributes:
-        number: of the step.
         stride: the difference to the number of the step before; the next step is expected as far ahead.
-        mode: what is measured.
         buffer: its values; None where nothing is measured, and once it has closed.
         plans: what is measured, by source of parameters.
         due: metrics of modules that are measured.
@@ -63,7 +59,6 @@ class ActiveStep:
 
     @property
     def is_monitored(self) -> bool:
-        """Whether all that is due is measured."""
         return self.buffer is not None and self.mode is Mode.MONITORED
 
     def set_aside(self) -> ActiveStep:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate, chain, count, islice, repeat
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,13 +38,11 @@ from ..statistics.request import accumulator_dtype, refusal
 
 # --- Rows and values ---
 
-
 #: Columns that show whether two rows are of the same values.
 _WITNESSES = frozenset({Column.COUNT, Column.SUM, Column.SQUARE_SUM})
 
 
 def _rows_at(blocks: Sequence[Tensor], places: Sequence[tuple[int, int]]) -> Tensor:
-    """The rows at these places, each a block and a row in it."""
     (block, first), count = places[0], len(places)
     if places[-1] == (block, first + count - 1) and list(places) == [(block, first + row) for row in range(count)]:
         return blocks[block][first : first + count]  # as for what was merged
@@ -73,14 +71,11 @@ def _shared(after: StatsTable, before: StatsTable) -> StatsTable:
 
 # --- Values of one key: what a micro-batch contributes, how contributions merge, and the final number ---
 
-
 Aggregation = str | Callable[..., Any]
 
 
 @dataclass
 class PendingValue:
-    """Values of one key until the end of the step."""
-
     aggregation: Aggregation
     parts: list[Tensor]  # per micro-batch: [sum, count], one value, or all values, by aggregation
 
@@ -249,7 +244,6 @@ class StreamJoin:
         self._streams: dict[tuple[torch.device, int], Any] = {}
 
     def note(self, device: torch.device) -> None:
-        """A value was computed on the current stream of ``device``."""
         number = stream_number(device)
         if number is not None and (device, number) not in self._streams and (stream := current_stream(device)) is not None:
             self._streams[device, number] = stream
@@ -270,14 +264,6 @@ class StreamJoin:
             self.note(device)
 
 
-class _DeviceGroup(NamedTuple):
-    """All values from one device."""
-
-    positions: list[int]
-    packed: Tensor
-    copied: Any  # the event to wait for; None: `packed` is still on its device
-
-
 class DeviceToHostCopy:
     """An asynchronous copy of tensors to the host, as float64, packed into one copy per device.
 
@@ -294,41 +280,37 @@ class DeviceToHostCopy:
             else:
                 by_device.setdefault(tensor.device, []).append(position)
             self._host.append(tensor)
-        self._groups = [_send(device, positions, tensors) for device, positions in by_device.items()]
+        # of each device the places of its tensors, these, and the event to wait for; None: they are still on the device
+        self._groups: list[tuple[list[int], Tensor, Any]] = []
+        for device, positions in by_device.items():
+            packed = torch.cat([tensors[p].reshape(-1).to(accumulator_dtype(device)) for p in positions])
+            self._groups.append((positions, *copied_to_host(packed)))
 
     @property
     def is_local(self) -> bool:
-        """Whether all tensors were on the host already."""
         return not self._groups
 
     def is_ready(self) -> bool:
         """Whether :meth:`land` would not wait. Does not synchronise."""
-        return all(group.copied is not None and group.copied.query() for group in self._groups)
+        return all(copied is not None and copied.query() for *_, copied in self._groups)
 
     def wait(self) -> None:
-        for group in self._groups:
-            if group.copied is not None:
-                group.copied.synchronize()
+        for *_, copied in self._groups:
+            if copied is not None:
+                copied.synchronize()
 
     def land(self) -> list[Tensor]:
         """The tensors on the host, in order. Waits for the copies, but not for work queued after them."""
         self.wait()
-        for group in self._groups:
-            values = group.packed.to("cpu", torch.float64)
-            pieces = torch.split(values, [self._host[p].numel() for p in group.positions])
-            for position, piece in zip(group.positions, pieces, strict=True):
+        for positions, packed, _ in self._groups:
+            pieces = torch.split(packed.to("cpu", torch.float64), [self._host[p].numel() for p in positions])
+            for position, piece in zip(positions, pieces, strict=True):
                 self._host[position] = piece.reshape(self._host[position].shape)
         self._groups = []
         return self._host
 
 
-def _send(device: torch.device, positions: list[int], tensors: Sequence[Tensor]) -> _DeviceGroup:
-    packed = torch.cat([tensors[p].reshape(-1).to(accumulator_dtype(device)) for p in positions])
-    return _DeviceGroup(positions, *copied_to_host(packed))
-
-
 # --- The rows of a batch with the largest losses ---
-
 
 #: Rows that are kept of each step.
 KEPT = 8
@@ -421,7 +403,6 @@ def _plain(name: Any) -> Any:
 
 # --- The values of the current step, on the device ---
 
-
 #: Sources that are measured before the first optimizer of a step changes anything.
 _FIRST = frozenset({PARAMETER, PARAMETER_DIFFERENCE})
 #: Facts that count all optimizers of a step.
@@ -451,9 +432,8 @@ class StepBuffer:
     def _begin(self) -> None:
         self._blocks: list[Tensor] = []
         self._whole: dict[str, tuple[tuple[str, ...], int]] = {}  # sources of which one block has all rows: names and block
-        self._places: dict[
-            str, dict[str, tuple[int, int]]
-        ] = {}  # by source and name the block and the row, where this is asked for
+        # by source and name the block and the row, where this is asked for
+        self._places: dict[str, dict[str, tuple[int, int]]] = {}
         self._parts: dict[tuple[str, str], list[Tensor]] = {}
         self._pending: dict[Key, PendingValue] = {}
         self._contributions: dict[Key, tuple[str, Tensor]] = {}
@@ -517,11 +497,9 @@ class StepBuffer:
         self._narrow(source, columns)
 
     def version_of(self, source: str) -> int:
-        """How often rows of this source were stored."""
         return self._versions[source]
 
     def names_of(self, source: str) -> set[str]:
-        """The tensors of ``source`` with stored rows."""
         return set(self._at(source))
 
     def rows_of(self, source: str, names: Iterable[str]) -> Tensor:
@@ -730,7 +708,6 @@ class StepBuffer:
         self.refused.update(other.refused)
 
     def take_over(self, other: StepBuffer, source: str, names: Iterable[str]) -> None:
-        """Replace the values of these tensors by those in ``other``."""
         wanted = dict.fromkeys(names)
         other.join_streams()
         self.clear(source, wanted)
@@ -751,8 +728,7 @@ class StepBuffer:
     def scalars(self) -> StepBuffer:
         """A new buffer that continues with the logged values."""
         more = StepBuffer(self.step, self._complaints)
-        logged = ((key, pending) for key, pending in self._pending.items() if not key.source)
-        more._pending = {key: PendingValue(pending.aggregation, list(pending.parts)) for key, pending in logged}
+        more._pending = {key: PendingValue(p.aggregation, list(p.parts)) for key, p in self._pending.items() if not key.source}
         more._stand_ins, more._shared = set(self._stand_ins), set(self._shared)
         return more
 
@@ -806,7 +782,6 @@ class StepBuffer:
         self.refused[source] = f"{name} could not be measured: {reason}"
 
     def refuse_all(self, source: str, reason: str) -> None:
-        """Mark all of ``source`` as missing."""
         self.clear(source)
         self.absent[source, ""] = self.refused[source] = reason
 
@@ -823,7 +798,7 @@ class StepBuffer:
         for key in self.shared_values(watches):
             self.withhold(key, reason)
 
-    def second_moment_ratio(self) -> None:
+    def warn_of_skew(self) -> None:
         """Warn that ranks have exchanged values of different steps, which are useless."""
         reason = "the ranks are not in the same step: on one of them a step did not end, or ended twice"
         self._complaints.add("ranks:skew", f"values from step {self.step} on are dropped, because {reason}")
@@ -840,7 +815,6 @@ class StepBuffer:
         self.rows.append((ids if isinstance(ids, Tensor) else list(ids), len(losses)))
 
     def _note_stream(self, device: torch.device) -> None:
-        """A value is computed on the current stream of ``device``."""
         if self._streams is None:
             self._streams = StreamJoin()
         self._streams.note(device)
@@ -965,7 +939,7 @@ class PendingReadback:
         values = {key: float(next(host)) for key in self._keys}
         facts = {name: float(next(host) if name in self._noted else fact) for name, fact in buffer.noted.items()}
         if facts.pop(SKEW, 0.0):
-            buffer.second_moment_ratio()
+            buffer.warn_of_skew()
             return {}, {}, facts
         contributed = {key: float(next(host)) for key in buffer._counts}
         values = {key: value for key, value in values.items() if contributed.get(key, 1.0)}

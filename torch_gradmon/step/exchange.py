@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..core import keys as n
 from ..core.errors import WarningLog
+from ..core.formatting import listed
 from ..core.keys import PARAMETER_SOURCES, Key
 from ..core.moments import ALL_COLUMNS, SQUARES, Column, identity
 from ..core.torch_modes import HomeProcess, second_connection
@@ -33,7 +34,6 @@ from .ranks import Ranks, digest_of
 from .summary import Summary
 
 # --- Whether all ranks take part in an exchange. No rank has to answer, so none can block the others ---
-
 
 #: Seconds that a rank waits for the others; usually milliseconds, since all come from the same backward pass. One that comes later joins in
 #: a later step.
@@ -171,7 +171,6 @@ class Agreement:
 
     @property
     def may_join(self) -> bool:
-        """Whether absent ranks are called again."""
         return not (self.is_met or self._is_over)
 
     def ask(self, card: Callable[[], Mapping[str, str]], step: int | None = None) -> bool:
@@ -205,7 +204,7 @@ class Agreement:
         """As :meth:`end` for a monitor that nobody detached, on a thread that nobody waits for: a collection may come at any moment."""
         if self._store is not None and not (self.is_met or self._has_ended or self._process.is_forked):
             with contextlib.suppress(RuntimeError):  # no thread starts while the interpreter ends
-                _thread.start_new_thread(_mark_ended_quietly, (self._store, self._number))
+                _thread.start_new_thread(_mark_ended, (self._store, self._number))
 
     def _begin(self, card: Mapping[str, str]) -> None:
         prefix = f"torch_gradmon/{self._what}-{digest_of(self._ranks.members)}"
@@ -214,11 +213,8 @@ class Agreement:
         except (ImportError, RuntimeError, ValueError, TimeoutError):
             try:  # perhaps this rank alone has no second connection
                 self._store = BoundedStore(prefix, connected_anew=False)
-            except (
-                ImportError,
-                RuntimeError,
-                ValueError,
-            ):  # a private API, and some backends have no store: so it is on all ranks
+            except (ImportError, RuntimeError, ValueError):
+                # a private API, and some backends have no store: so it is on all ranks
                 self.is_met, self.is_open = True, False
                 return
         has_ended = True
@@ -299,10 +295,8 @@ class Agreement:
             try:
                 self._store.call("wait", [key], timedelta(seconds=patience), limit=_ARRIVED_LIMIT)
                 is_there = True
-            except (
-                RuntimeError,
-                ValueError,
-            ):  # DistStoreError, if the wait took too long; the request below shows if it is worse
+            except (RuntimeError, ValueError):
+                # DistStoreError, if the wait took too long; the request below shows if it is worse
                 is_there = False
         if is_there:
             return Answer(**json.loads(self._store.call("get", key, limit=_ARRIVED_LIMIT)))
@@ -322,13 +316,8 @@ class Agreement:
 
 
 def _mark_ended(store: BoundedStore, number: int) -> None:
-    with contextlib.suppress(RuntimeError, TimeoutError):
-        store.call("add", f"{number}/ended", 1)
-
-
-def _mark_ended_quietly(store: BoundedStore, number: int) -> None:
     with contextlib.suppress(Exception):  # nobody is there to hear of it
-        _mark_ended(store, number)
+        store.call("add", f"{number}/ended", 1)
 
 
 #: Number of agreements by name and ranks, in this process.
@@ -337,8 +326,7 @@ _made: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
 def named(ranks: Sequence[int]) -> str:
     """``"rank 3"``, or ``"ranks 1, 2, 3 and 4 more"``."""
-    more = f" and {len(ranks) - 3} more" if len(ranks) > 3 else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:3]))}{more}"
+    return f"rank{'s' * (len(ranks) > 1)} {listed(map(str, ranks), 3)}"
 
 
 def store_of(prefix: str, connected_anew: bool = False) -> Any:
@@ -354,7 +342,6 @@ def store_of(prefix: str, connected_anew: bool = False) -> Any:
 
 
 # --- The exchange between ranks at the end of a step ---
-
 
 #: An item that all ranks exchange: a tensor by source and name, or a value by source, name, metric and reducer.
 Entry = tuple[str, ...]
@@ -475,7 +462,6 @@ class RankExchange:
         return received
 
     def _extend(self, buffer: StepBuffer, mine: Mapping[Entry, Tensor]) -> None:
-        """Exchange new entries of any rank, and add them to the list."""
         known = set(self._entries)
         gathered = self.ranks.gathered([entry for entry in mine if entry not in known])
         new = sorted({tuple(entry) for entries in gathered for entry in entries})
@@ -572,9 +558,8 @@ class RankExchange:
         """This rank's values that are not in the plan."""
         rows: dict[Entry, Tensor] = {(source, name): row for (source, name), row in buffer.merged_rows_of_calls().items()}
         values = buffer.shared_values(watches)
-        if "tensors" in self._agreements and not self.are_equal(
-            "tensors"
-        ):  # of a sharded tensor every rank has to bring its part
+        if "tensors" in self._agreements and not self.are_equal("tensors"):
+            # of a sharded tensor every rank has to bring its part
             common = set() if METRICS in self._agreements["tensors"].differing else set(self._common or ())
             for key in [key for key in values if key.source in PARAMETER_SOURCES and key.name not in common]:
                 del values[key]
@@ -607,14 +592,14 @@ class ValueDetectors(Protocol):
     """The detectors, as far as ranks have to share values for them.
 
     Attributes:
+        accepts_late_values: detectors also use values that arrive after the ranks have exchanged theirs.
         watches_values: a detector uses logged values.
     """
 
+    accepts_late_values: bool
+
     @property
     def watches_values(self) -> bool: ...  # noqa: D102
-
-    def accept_late_values(self, is_accepted: bool) -> None:
-        """Whether detectors also use values that arrive after the ranks have exchanged theirs."""
 
     def watches(self, key: Key) -> bool:
         """Whether a detector uses this value."""
@@ -675,7 +660,6 @@ class ExchangePolicy:
 
     @property
     def exchanges_values(self) -> bool:
-        """Whether this rank exchanges values when a monitored step ends."""
         what = "tensors" if self._is_sharded else "values"
         return self.exchange.ranks.count > 1 and self._has_values and not self.exchange.is_refused(what)
 
@@ -696,7 +680,7 @@ class ExchangePolicy:
                 wanted[n.UPDATE_BASE] = wanted[n.UPDATE][0], SQUARES
             asked = "tensors" if self._is_sharded else ""
             self.exchange.run(buffer, wanted, self._has_values, self._detectors.watches, may_extend, asked, self.parts)
-        self._detectors.accept_late_values(not self.exchange.shares_values)
+        self._detectors.accepts_late_values = not self.exchange.shares_values
 
     def _refuse(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], why: str) -> None:
         if self.exchange.ranks.count > 1:

@@ -24,14 +24,11 @@ from .ranks import Ranks, is_dtensor, is_sharded
 
 # --- Where a parameter is ---
 
-
 #: Returns a parameter while it exists.
 Place = Callable[[], "nn.Parameter | None"]
 
 
 class ModuleParameterRef:
-    """The parameter of a module by its name."""
-
     __slots__ = ("_module", "_name")
 
     def __init__(self, module: nn.Module, name: str) -> None:
@@ -75,13 +72,11 @@ class FsdpParameterRef:
         self._held = weakref.ref(held)
 
     def __call__(self) -> nn.Parameter | None:
-        """The parameter; None if the model is gone."""
         held = self._held()
         return None if held is None else held.sharded_param
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether it is in host memory."""
         return bool(getattr(self._held(), "offload_to_cpu", False))
 
 
@@ -129,7 +124,6 @@ class ParameterRefs:
 
 
 # --- Whether a model still has the parameters and modules that it had when it was indexed ---
-
 
 _CHILDREN, _PARAMETERS = attrgetter("_modules"), attrgetter("_parameters")
 _KEYS, _VALUES = methodcaller("keys"), methodcaller("values")
@@ -218,7 +212,6 @@ class PartFacts(NamedTuple):
         stage: number of the part among all parts of the model.
         name: of the parameter within the part.
         shape: of the whole parameter.
-        dtype: as text.
         is_trained: it requires a gradient.
         fan_in: see ``ModelIndex.matrices``; -1 for what is no matrix.
         group: number of its group among those of the optimizers of its stage; -1 if none of them has it.
@@ -403,7 +396,6 @@ class MainGradSource(GradientSource):
     is_final_at_step = stays_scaled = True
 
     def stepped(self, parameter: nn.Parameter) -> Tensor:
-        """The master copy, or the parameter."""
         found: Tensor | None = getattr(parameter, "main_param", None)
         return parameter if found is None else found
 
@@ -438,13 +430,10 @@ def checked(source: object) -> GradientSource | None:
 
 
 class _FlatPlace:
-    """The flat parameter of a handle of FSDP1."""
-
     def __init__(self, handle: weakref.ref[Any]) -> None:
         self._handle = handle
 
     def __call__(self) -> nn.Parameter | None:
-        """The parameter; None if the model is gone."""
         handle = self._handle()
         return None if handle is None else handle.flat_param
 
@@ -494,19 +483,15 @@ class Fsdp1Source(GradientSource):
         return [*flat, *(place for place in places if id(place()) not in self._known)]
 
     def shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        """That of the whole parameter."""
         return self._shapes.get(id(parameter), tuple(parameter.shape))
 
     def is_part(self, parameter: nn.Parameter) -> bool:
-        """Where FSDP shards."""
         return id(parameter) in self._parts
 
     def value(self, parameter: nn.Parameter) -> Tensor:
-        """This rank's part."""
         return self._own(parameter, parameter)
 
     def accumulated(self, parameter: nn.Parameter) -> Tensor | None:
-        """This rank's part of the average."""
         return None if parameter.grad is None else self._own(parameter, parameter.grad)
 
     used = accumulated
@@ -545,7 +530,6 @@ class TrainableNames:
         return self.names - self.doubtful.difference(thawed)
 
     def is_frozen(self, name: str) -> bool:
-        """Whether a parameter is frozen now."""
         return name not in self.names or name in self.doubtful
 
 
@@ -630,9 +614,21 @@ class ModelIndex:
             known, alias = name_of.get(id(parameter)), in_whole(canonical_name(raw_name))
             if raw_name not in raw and known not in (None, alias):
                 self.aliases.setdefault(known, []).append(alias)
-        modules = dict(module.named_modules())
-        short = canonical_names(name for name in modules if not _is_wrapped(name, modules))
         self.modules: dict[str, Callable[[], nn.Module | None]] = {}
+        self.kinds: dict[str, str] = {}  # the class of each module
+        modules = dict(module.named_modules())
+        self._shape = ModelShape(list(modules.values()), refs)
+        self._take_modules(modules, whole, of_user, in_whole, is_excluded)
+
+    def _take_modules(
+        self,
+        modules: Mapping[str, nn.Module],
+        whole: WholeModel | None,
+        of_user: Callable[[str], str],
+        in_whole: Callable[[str], str],
+        is_excluded: Callable[[str], bool],
+    ) -> None:
+        short = canonical_names(name for name in modules if not _is_wrapped(name, modules))
         for raw_name, name in short.items():
             if name == ROOT or not is_excluded(in_whole(name)):
                 self.modules[of_user(in_whole(name))] = weakref.ref(modules[raw_name])
@@ -640,10 +636,8 @@ class ModelIndex:
         others = {} if whole is None else {of_user(name): (kind, is_excluded(name)) for name, kind in whole.kinds.items()}
         self.kinds = {**{name: kind for name, (kind, _) in others.items()}, **own}
         self.modules.update((name, _nowhere) for name, (_, is_out) in others.items() if not (is_out or name in own))
-        self._shape = ModelShape(list(modules.values()), refs)
 
     def _widen(self, whole: WholeModel, of_user: Callable[[str], str], is_excluded: Callable[[str], bool]) -> None:
-        """Take up the parameters of other ranks."""
         places, known = dict(zip(self.names, self.references, strict=True)), self.parameters
         facts = {of_user(name): fact for name, fact in whole.facts.items()}
         homes = {of_user(name): rank for name, rank in whole.homes.items()}

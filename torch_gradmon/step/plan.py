@@ -149,42 +149,33 @@ class Registry:
                 f"metric_fn={display(function)} and metric_aggregation_fn={display(aggregation)}"
             )
         asked, aggregation = aggregation, checked_aggregation(aggregation, "metric_aggregation_fn")
+        known = self.built_ins.get(source, {})
         if function is not None:
             documentation = (getattr(function, "__doc__", None) or "your function").strip().splitlines()[0]
-            return Metric(
-                name,
-                source,
-                pattern,
-                function,
-                aggregation,
-                documentation=documentation,
-                every=every,
-                shown=shown,
-                split_calls=split_calls,
-                shardwise=shardwise,
-            )
-        built_in = self.built_ins.get(source, {}).get(name)
-        if built_in is None:
-            known = self.built_ins.get(source, {})
+            meant = BuiltIn(frozenset(), "1", documentation, function)
+        elif name in known:
+            meant = known[name]
+        else:
             raise ValueError(
                 f"there is no built-in {source} metric {name!r}{nearest(name, known)}; for your own pass a function as metric_fn"
             )
-        if built_in.aggregation is not None and asked is not None:
+        if meant.aggregation is not None and asked is not None:
             raise ValueError(f"the built-in {name!r} merges its values itself; leave metric_aggregation_fn={asked!r} out")
         return Metric(
             name,
             source,
             pattern,
-            built_in.function,
-            built_in.aggregation or aggregation,
-            built_in.columns,
-            built_in.unit,
-            built_in.documentation,
+            meant.function,
+            meant.aggregation or aggregation,
+            meant.columns,
+            meant.unit,
+            meant.documentation,
             every,
             shown,
             split_calls,
             per_head,
-            built_in=True,
+            function is None,
+            shardwise,
         )
 
     def add(self, new: Sequence[Metric], tensors: Mapping[str, Sequence[str]] | None = None) -> None:
@@ -234,7 +225,6 @@ class Registry:
 
     @property
     def unseen(self) -> tuple[Metric, ...]:
-        """The script's hidden metrics."""
         return tuple(metric for metric in self._asked if not metric.shown)
 
     @property
@@ -412,9 +402,7 @@ class SourcePlan:
     """What to compute on the tensors of one source.
 
     Attributes:
-        source: of all tensors.
         names: canonical names of the tensors, in model order.
-        columns: statistics to measure.
         measured: positions in ``names`` that need a row of statistics.
         views: each built-in with the keys of its values, one for each tensor that it applies to.
         functions: for each position, the metrics with a function.

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 # --- Predefined selections of metrics ---
 
-
 PresetName = Literal["minimal", "standard", "full"]
 
 
@@ -110,7 +109,6 @@ class Planner:
 
     @property
     def module(self) -> nn.Module | None:
-        """The watched model while it is alive, else None."""
         return None if self._module is None else self._module()
 
     @property
@@ -124,7 +122,6 @@ class Planner:
         return next(module.children(), None) if module is not None and self.source.is_pipeline else module
 
     def rename(self, name: str) -> str:
-        """A canonical name in the user's format."""
         return name if self._format_name is None else self._format_name(name)
 
     def watch(self, module: nn.Module) -> None:

@@ -127,7 +127,6 @@ class PluginContext(Protocol):
 
 # --- Optional behaviour: what a plugin may do, and at which moments of a step ---
 
-
 _REPORTS = "_torch_gradmon_watching"  #: where a plugin keeps the sets of those that watch idle steps
 
 

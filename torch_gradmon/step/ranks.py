@@ -97,11 +97,13 @@ class Ranks:
     @property
     def is_first(self) -> bool:
         """Whether this is the reporting rank. Before there is a process group, the launcher's environment decides."""
-        return self.rank == 0 if self._is_distributed() else os.environ.get("RANK", "0") == "0"
+        return not self.is_muted()
 
-    def is_muted(self, has_output_on_all: bool) -> bool:
+    def is_muted(self, has_output_on_all: bool = False) -> bool:
         """Whether the first rank writes the output of this one; ``has_output_on_all``: each rank writes its own."""
-        return not (has_output_on_all or self.is_first)
+        if has_output_on_all:
+            return False
+        return self.rank > 0 if self._is_distributed() else os.environ.get("RANK", "0") != "0"
 
     _is_distributed = staticmethod(torch.distributed.is_initialized if torch.distributed.is_available() else bool)
 

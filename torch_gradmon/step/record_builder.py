@@ -10,12 +10,12 @@ from typing import Any
 from ..core import keys as n
 from ..core.keys import Key
 from ..core.moments import VIEWS, Column
-from ..core.records import ASKED_LATE, Block, Metric, StatsTable, StepRecord, StepValues, in_blocks
+from ..core.records import ASKED_LATE, Block, Metric, StatsTable, StepRecord, StepValues
 from ..statistics import histogram
 from .active_step import ActiveStep
 from .buffer import PendingReadback, StepBuffer, merged
 from .model_index import ModelIndex
-from .plan import Registry, SourcePlan
+from .plan import Registry
 from .summary import (
     CLIP_SEEN,
     FROZEN,
@@ -44,84 +44,23 @@ _UNDEFINED_OF = {
 _CLASS_OF_HISTOGRAM = f"{histogram.HISTOGRAM_NAME}."
 
 
-def assemble(
-    facts: StepFacts,
-    tables: dict[str, StatsTable],
-    custom: Mapping[Key, float],
-    plans: Mapping[str, SourcePlan],
-    modules: Sequence[Block],
-    unshown: Set[tuple[str, str]],
-    heads: frozenset[Key],
-    summary: Summary,
-    layers: LayerSelection,
-    names: Sequence[str],
-    absent: dict[tuple[str, str], str],
-) -> tuple[StepRecord, dict[str, float]]:
-    """The record of one step, and all whole-model values by name.
-
-    ``modules`` are values of modules' inputs and outputs, ``heads`` those of their keys that no dashboard gets, and ``absent`` gets
-    reasons for missing values; ``names`` are all parameters.
-    """
-    base = tables.pop(n.UPDATE_BASE, None)
-    batches = tables.pop(n.BATCH_GRADIENT, None)
-    norms = {} if batches is None else norms_by_rank(batches)
-    if facts.updates_void:
-        tables.pop(n.UPDATE, None)
-        custom = {key: value for key, value in custom.items() if key.source != n.UPDATE}
-    if not facts.applied:
-        absent[n.UPDATE, ""] = absent[n.OPTIMIZER, ""] = not_applied(facts.context)
-    undefined = {
-        key: why
-        for key, value in custom.items()
-        if value == n.UNDEFINED and (why := _UNDEFINED.get(key.metric) or _UNDEFINED_OF.get((key.source, key.metric)))
-    }
-    absent.update({(key.source, f"{key.name}/{key.metric}"): why for key, why in undefined.items()})
-    custom = _without_empty_classes(custom, absent)
-    # a sum over a part of the model must not be taken for one over the whole
-    whole = {source: table for source, table in tables.items() if source not in facts.refused}
-    tables.update({source: replace(tables[source], is_part=True) for source in plans if source in tables and source not in whole})
-    reasons: dict[str, str] = {}
-    summarised = summary.compute(facts, whole, base, reasons, norms)
-    absent.update({(n.SUMMARY, name): reason for name, reason in reasons.items()})
-    first = {summary_key(name): summarised[name] for name in summary.choice.shown if name in summarised}
-    first.update({key: value for key, value in custom.items() if key.source == n.SUMMARY})
-    chosen: list[Block] = []
-    if layers.choice is not None:
-        chosen = layers.values(whole if layers.takes_sums else tables, base, facts.groups, names)
-    last = {key: value for key, value in custom.items() if key not in undefined}
-    blocks = [
-        block
-        for source, plan in plans.items()
-        if plan.views and source in tables
-        for block in plan.evaluate(tables[source], base)
-    ]
-    values = StepValues(Block(tuple(first), tuple(first.values())), *modules, *blocks, *chosen).updated(last)
-    hidden = heads
-    if unshown:
-        # the metric in a key of attention is the aggregation over heads
-        sources = {source for source, _ in unshown}
-        attention = sources.intersection(n.ATTENTION_SOURCES.values())
-        hidden |= {
-            key
-            for block in values.blocks
-            if not block.table or block.table in sources
-            for key in block.keys
-            if key.source in attention or (key.source, key.metric.partition(".")[0]) in unshown
-        }
-    context = {**facts.context, "batch_norms": norms} if norms else facts.context
-    record = StepRecord(facts.step, time.time(), facts.applied, values, tables, context, hidden=hidden)
-    return record, summarised
-
-
-def _without_empty_classes(custom: Mapping[Key, float], absent: dict[tuple[str, str], str]) -> Mapping[Key, float]:
-    """``custom`` without empty classes of histograms, which most are."""
-    classes = [key for key in custom if key.metric.startswith(_CLASS_OF_HISTOGRAM)]
-    if not classes:
-        return custom
-    empty = {key for key in classes if not custom[key]}
-    for source, name in {key[:2] for key in classes} - {key[:2] for key in classes if key not in empty}:
-        absent[source, f"{name}/{histogram.HISTOGRAM_NAME}"] = "it has no finite element"
-    return {key: value for key, value in custom.items() if key not in empty}
+def _defined(custom: Mapping[Key, float], absent: dict[tuple[str, str], str]) -> dict[Key, float]:
+    """``custom`` without values that the device marked as undefined, nor empty classes of histograms, which most are."""
+    found: dict[Key, float] = {}
+    classes: dict[tuple[str, str], bool] = {}  # by source and name, whether any has an element
+    for key, value in custom.items():
+        if value == n.UNDEFINED and (why := _UNDEFINED.get(key.metric) or _UNDEFINED_OF.get((key.source, key.metric))):
+            absent[key.source, f"{key.name}/{key.metric}"] = why
+            continue
+        if key.metric.startswith(_CLASS_OF_HISTOGRAM):
+            classes[key[:2]] = classes.get(key[:2], False) or bool(value)
+            if not value:
+                continue
+        found[key] = value
+    for (source, name), has_elements in classes.items():
+        if not has_elements:
+            absent[source, f"{name}/{histogram.HISTOGRAM_NAME}"] = "it has no finite element"
+    return found
 
 
 def asked_for(metrics: Iterable[Metric], names: Mapping[str, Sequence[str]], summary: Iterable[str]) -> list[Key]:
@@ -145,35 +84,25 @@ def missing(
     owned: Set[str] | None,
 ) -> dict[Key, str]:
     """The reason for each requested key that is not in ``record``. ``owned``: the parameters of attached optimizers, if known."""
-
-    def why(metric: Metric, name: str) -> str:
-        return _why_absent(metric, name, record, absent, owners, of_parts, situation, owned)
-
-    known = {source: frozenset(of) for source, of in names.items()}
-    # of all names at once, since each missing value asks for them
-    owners = {
-        source: {n.owner_of(path, known.get(source, frozenset())) for path in table.names}
-        for source, table in record.tables.items()
-    }
-    of_parts = _reasons_of_parts(absent, known)
+    reasons = _Reasons(record, names, absent, situation, owned)
     found = {summary_key(name): absent.get((n.SUMMARY, name), "not measured in this step") for name in situation.shown}
-    found.update(of_layers(layers, situation, record, why))
+    found.update(of_layers(layers, situation, record, reasons.why))
     attends = n.has_attention(situation.inventory.kinds)
     for metric in metrics:
         if metric.source in n.ATTENTION_SOURCES.values():
             # a preset's values are in no key, but where attention is not seen in a model that has it, nothing else would say so
             is_told = metric.shown or (attends and (metric.source, "") in absent)
             if is_told and not any(key.source == metric.source for key in record.values):  # only calls show which modules attend
-                found[Key(metric.source, metric.pattern.pattern, "")] = _why_no_attention(metric, absent, known, why)
+                found[Key(metric.source, metric.pattern.pattern, "")] = reasons.why_no_attention(metric)
             continue
         if not metric.shown:
             continue
         for name in names.get(metric.source, ()):
             if metric.matches(name):
-                found[Key(metric.source, name, metric.name)] = why(metric, name)
+                found[Key(metric.source, name, metric.name)] = reasons.why(metric, name)
     # tensors in containers are named by their path, and an aggregation that returns a dict adds to the metric's name
     children = {
-        (key.source, key.metric.partition(".")[0], n.owner_of(key.name, known.get(key.source, frozenset())))
+        (key.source, key.metric.partition(".")[0], reasons.owner(key.source, key.name))
         for key in record.values
         if not (key.source in n.RCC_SOURCES and ("/" in key.name or key.name.endswith(".weight")))  # not the module's own
     }
@@ -184,65 +113,67 @@ def missing(
     }
 
 
-def _why_no_attention(
-    metric: Metric, absent: Mapping[tuple[str, str], str], known: Mapping[str, frozenset[str]], why: Callable[[Metric, str], str]
-) -> str:
-    """One reason for the whole pattern, since only calls show which modules attend; then the reasons of modules."""
-    reason = why(metric, "")
-    known_reasons = {
-        place: why for (source, place), why in absent.items() if source == metric.source and place and metric.matches(place)
-    }
-    outermost = [place for place in known_reasons if place.rpartition(".")[0] not in known_reasons]
-    reasons = [f"{place} is {known_reasons[place]}" for place in outermost[:3]]
-    if len(outermost) > 3:
-        reasons.append(f"and {len(outermost) - 3} more")
-    if not known_reasons or any(metric.matches(name) for name in known.get(metric.source, ())):
-        reasons.insert(0, reason)
-    return "; ".join(reasons)
+class _Reasons:
+    """Why requested values are not in ``record``."""
 
+    def __init__(
+        self,
+        record: StepRecord,
+        names: Mapping[str, Sequence[str]],
+        absent: Mapping[tuple[str, str], str],
+        situation: ReasonContext,
+        owned: Set[str] | None,
+    ) -> None:
+        self._record, self._absent, self._situation, self._owned = record, absent, situation, owned
+        self._known = {source: frozenset(of) for source, of in names.items()}
+        # of all names at once, since each missing value asks for them
+        tables = record.tables.items()
+        self._owners = {source: {self.owner(source, path) for path in table.names} for source, table in tables}
+        self._of_parts: dict[tuple[str, str, str], str] = {}  # why the first tensor of a container has no value
+        for (source, place), reason in absent.items():
+            path, _, metric = place.rpartition("/")
+            if (source in n.MODULE_SOURCES or source in n.RCC_SOURCES) and (owner := self.owner(source, path)) != path:
+                self._of_parts.setdefault((source, owner, metric), reason)
 
-def _reasons_of_parts(
-    absent: Mapping[tuple[str, str], str], known: Mapping[str, frozenset[str]]
-) -> dict[tuple[str, str, str], str]:
-    """By source, module and metric: why the first tensor of a container has no value."""
-    found: dict[tuple[str, str, str], str] = {}
-    for (source, place), reason in absent.items():
-        path, _, metric = place.rpartition("/")
-        if source in n.MODULE_SOURCES or source in n.RCC_SOURCES:
-            owner = n.owner_of(path, known.get(source, frozenset()))
-            if owner != path:
-                found.setdefault((source, owner, metric), reason)
-    return found
+    def owner(self, source: str, path: str) -> str:
+        return n.owner_of(path, self._known.get(source, frozenset()))
 
+    def why_no_attention(self, metric: Metric) -> str:
+        """One reason for the whole pattern, since only calls show which modules attend; then the reasons of modules."""
+        known = {
+            place: why
+            for (source, place), why in self._absent.items()
+            if source == metric.source and place and metric.matches(place)
+        }
+        outermost = [place for place in known if place.rpartition(".")[0] not in known]
+        reasons = [f"{place} is {known[place]}" for place in outermost[:3]]
+        if len(outermost) > 3:
+            reasons.append(f"and {len(outermost) - 3} more")
+        if not known or any(map(metric.matches, self._known.get(metric.source, ()))):
+            reasons.insert(0, self.why(metric, ""))
+        return "; ".join(reasons)
 
-def _why_absent(
-    metric: Metric,
-    name: str,
-    record: StepRecord,
-    absent: Mapping[tuple[str, str], str],
-    owners: Mapping[str, Set[str]],
-    of_parts: Mapping[tuple[str, str, str], str],
-    situation: ReasonContext,
-    owned: Set[str] | None,
-) -> str:
-    if not metric.due(record.step):
-        last = absent.get((metric.source, "")) if metric.source in n.ATTENTION_SOURCES.values() else None
-        return f"measured on steps divisible by {metric.every}{'' if last is None else f'; in the last of them {last}'}"
-    if metric.shown and not situation.planned(metric):
-        return ASKED_LATE
-    for place in (f"{name}/{metric.name}", name, ""):
-        if not place and situation.is_frozen(metric.source, name):
-            return FROZEN
-        if (metric.source, place) in absent:
-            return absent[metric.source, place]
-    if (metric.source, name, metric.name) in of_parts:
-        return of_parts[metric.source, name, metric.name]
-    if name in owners.get(metric.source, ()):
-        if metric.name == "ratio":
-            return "the norm of the parameter was zero or NaN before the update"
-        return f"the tensor has no {VIEWS[metric.name].needs}" if metric.name in VIEWS else metric.why_nothing()
-    reason = situation.reason(metric.source, name, record, owned) if metric.source in n.PARAMETER_SOURCES else ""
-    return reason or _DEFAULT_REASONS.get(metric.source, "not measured in this step")
+    def why(self, metric: Metric, name: str) -> str:
+        absent, source = self._absent, metric.source
+        if not metric.due(self._record.step):
+            last = absent.get((source, "")) if source in n.ATTENTION_SOURCES.values() else None
+            return f"measured on steps divisible by {metric.every}{'' if last is None else f'; in the last of them {last}'}"
+        if metric.shown and not self._situation.planned(metric):
+            return ASKED_LATE
+        for place in (f"{name}/{metric.name}", name, ""):
+            if not place and self._situation.is_frozen(source, name):
+                return FROZEN
+            if (source, place) in absent:
+                return absent[source, place]
+        if (source, name, metric.name) in self._of_parts:
+            return self._of_parts[source, name, metric.name]
+        if name in self._owners.get(source, ()):
+            if metric.name == "ratio":
+                return "the norm of the parameter was zero or NaN before the update"
+            return f"the tensor has no {VIEWS[metric.name].needs}" if metric.name in VIEWS else metric.why_nothing()
+        is_parameter = source in n.PARAMETER_SOURCES
+        reason = self._situation.reason(source, name, self._record, self._owned) if is_parameter else ""
+        return reason or _DEFAULT_REASONS.get(source, "not measured in this step")
 
 
 _DEFAULT_REASONS = {
@@ -321,75 +252,128 @@ class PendingStep:
         """The record, and all whole-model values by name. Waits for the values."""
         buffer = self.readback.buffer
         tables, custom, noted = self.readback.land()
+        base, batches = tables.pop(n.UPDATE_BASE, None), tables.pop(n.BATCH_GRADIENT, None)
+        gone = self._drop_others(summary, tables, noted)
+        facts = self._facts(tables, noted)
+        if facts.updates_void:
+            tables.pop(n.UPDATE, None)
+            gone.add(n.UPDATE)
+        if not facts.applied:
+            buffer.absent[n.UPDATE, ""] = buffer.absent[n.OPTIMIZER, ""] = not_applied(facts.context)
+        if self.cost is not None and "overhead_fraction" in summary.choice.keys:
+            custom[summary_key("overhead_fraction")] = self.cost
+        custom.update(self.active.values)
+        if gone:
+            custom = {key: value for key, value in custom.items() if key.source not in gone}
+        custom = _defined(custom, buffer.absent)
+        attention, heads = head_values(tables, buffer.unshown)
+        blocks = [*(() if self.modules is None else self.modules(tables)), *in_blocks(attention)]
+        # a sum over a part of the model must not be taken for one over the whole
+        whole = {source: table for source, table in tables.items() if source not in facts.refused}
+        for source in tables.keys() & self.active.plans.keys() - whole.keys():
+            tables[source] = replace(tables[source], is_part=True)
+        norms = {} if batches is None else norms_by_rank(batches)
+        reasons: dict[str, str] = {}
+        summarised = summary.compute(facts, whole, base, reasons, norms)
+        for name, why in reasons.items():
+            buffer.absent[n.SUMMARY, name] = why
+        first = {summary_key(name): summarised[name] for name in summary.choice.shown if name in summarised}
+        first.update({key: value for key, value in custom.items() if key.source == n.SUMMARY})
+        for source, plan in self.active.plans.items():
+            if plan.views and source in tables:
+                blocks += plan.evaluate(tables[source], base)
+        if layers.choice is not None:
+            names = self.inventory.names
+            blocks += layers.values(whole if layers.takes_sums else tables, base, facts.groups, names)
+        values = StepValues(Block(tuple(first), tuple(first.values())), *blocks).updated(custom)
+        hidden = heads | _hidden(values, registry.hidden) if registry.hidden else heads
+        context = {**facts.context, "batch_norms": norms} if norms else facts.context
+        record = StepRecord(
+            facts.step,
+            time.time(),
+            facts.applied,
+            values,
+            tables,
+            context,
+            hidden=hidden,
+            rng=buffer.rng,
+            extras=self.readback.extras,
+        )
+        return record, summarised
+
+    def _drop_others(self, summary: Summary, tables: dict[str, StatsTable], noted: dict[str, float]) -> set[str]:
+        """Drop the gradients before clipping if the optimizer used others; returns the sources that are gone."""
         if refusals := int(noted.pop("unseen_refusals", 0)):
             summary.count_rejected(refusals)
+        is_assigned, is_dropped = bool(noted.pop("assigned", 0)), bool(noted.pop("dropped", 0))
+        if not summary.sets_others(tables, noted.get("rounding", 0.0), is_assigned, is_dropped):
+            return set()
+        tables.pop(n.GRADIENT_BEFORE_CLIP, None)
+        self.readback.buffer.absent[n.GRADIENT_BEFORE_CLIP, ""] = OTHERS
+        return {n.GRADIENT_BEFORE_CLIP}
+
+    def _facts(self, tables: Mapping[str, StatsTable], noted: dict[str, float]) -> StepFacts:
+        buffer, active, inventory = self.readback.buffer, self.active, self.inventory
         edited, found_inf = bool(noted.pop("edited", 0)), bool(noted.pop("found_inf", 0))
         rounding, rounds = noted.pop("rounding", 0.0), bool(noted.pop("rounds", 0))
-        is_assigned, is_dropped = bool(noted.pop("assigned", 0)), bool(noted.pop("dropped", 0))
-        if summary.sets_others(tables, rounding, is_assigned, is_dropped):
-            tables.pop(n.GRADIENT_BEFORE_CLIP, None)
-            custom = {key: value for key, value in custom.items() if key.source != n.GRADIENT_BEFORE_CLIP}
-            buffer.absent[n.GRADIENT_BEFORE_CLIP, ""] = OTHERS
-        facts = StepFacts(
+        # what of the whole model was not measured in this step, although a whole-model value of it was requested since
+        refused = {source: ASKED_LATE for source, plan in active.plans.items() if not plan.is_whole}
+        for (source, name), why in buffer.absent.items():
+            if not name:
+                refused[source] = why
+        gradients = (tables.get(source) for source in (n.GRADIENT_BEFORE_CLIP, n.GRADIENT))
+        return StepFacts(
             buffer.step,
-            applied=not self.active.is_overflowed and not found_inf and not self.active.is_skipped,
+            applied=not (active.is_overflowed or found_inf or active.is_skipped),
             updates_void=found_inf,
             edited=edited,
             used=buffer.used,
-            trainable=self.inventory.trainable.trained(buffer.thawed) - buffer.frozen,
-            matrices=self.inventory.matrices.keys(),
+            trainable=inventory.trainable.trained(buffer.thawed) - buffer.frozen,
+            matrices=inventory.matrices.keys(),
             groups=self.groups,
-            refused={**self._unplanned(), **{s: why for (s, name), why in buffer.absent.items() if not name}, **buffer.refused},
+            refused={**refused, **buffer.refused},
             rounding=rounding,
             rounds=rounds,
             context=self._context(noted),
             ranks=self.ranks,
-            refusal=(self.active.is_overflowed and not self.active.is_interrupted and self.inventory.source.searches_scale())
-            or found_inf,
-            is_interrupted=self.active.is_interrupted,
-            nonfinite=any(_is_spoiled(tables.get(source)) for source in (n.GRADIENT_BEFORE_CLIP, n.GRADIENT)),
+            refusal=found_inf or (active.is_overflowed and not active.is_interrupted and inventory.source.searches_scale()),
+            is_interrupted=active.is_interrupted,
+            nonfinite=any(table is not None and table.sums[Column.NONFINITE] > 0 for table in gradients),
             attached=self.attached,
         )
-        if self.cost is not None and "overhead_fraction" in summary.choice.keys:
-            custom[summary_key("overhead_fraction")] = self.cost
-        custom.update(self.active.values)
-        attention, heads = head_values(tables, buffer.unshown)
-        modules = [*(() if self.modules is None else self.modules(tables)), *in_blocks(attention)]
-        record, signals = assemble(
-            facts,
-            tables,
-            custom,
-            self.active.plans,
-            modules,
-            registry.hidden,
-            heads,
-            summary,
-            layers,
-            self.inventory.names,
-            buffer.absent,
-        )
-        return replace(record, rng=buffer.rng, extras=self.readback.extras), signals
-
-    def _unplanned(self) -> dict[str, str]:
-        """Sources that were not measured of the whole model in this step, although a whole-model value of them was requested since."""
-        return {source: ASKED_LATE for source, plan in self.active.plans.items() if not plan.is_whole}
 
     def _context(self, noted: Mapping[str, float]) -> dict[str, Any]:
+        buffer, due = self.readback.buffer, self.active.due
         context: dict[str, Any] = {} if self.cost is None else {"overhead_fraction": self.cost}
-        context.update((name, value) for name, value in noted.items() if "/" not in name)
-        if rates := {name: value for name, value in noted.items() if name.startswith("lr/")}:
-            context["lr"] = list(rates.values())
+        rates: list[float] = []
+        for name, value in noted.items():
+            if name.startswith("lr/"):
+                rates.append(value)
+            elif "/" not in name:
+                context[name] = value
+        if rates:
+            context["lr"] = rates
         context.update(self.active.annotations)
         if self.tags:
             context["tags"] = self.tags
-        due = {metric.source for metric in self.active.due}.intersection(n.ATTENTION_SOURCES.values())
-        absent = (self.readback.buffer.absent.get((source, "")) for source in due)
-        if due and n.has_attention(self.inventory.kinds) and (why := next(filter(None, absent), None)):
-            context[n.NO_ATTENTION] = why
-        if rows := self.readback.buffer.rows:
-            context["rows"] = merged([(*row, self.readback.extras[f"rows/{call}"]) for call, row in enumerate(rows)])
+        if due and n.has_attention(self.inventory.kinds):
+            attention = {metric.source for metric in due}.intersection(n.ATTENTION_SOURCES.values())
+            if why := next(filter(None, (buffer.absent.get((source, "")) for source in attention)), None):
+                context[n.NO_ATTENTION] = why
+        if buffer.rows:
+            context["rows"] = merged([(*row, self.readback.extras[f"rows/{call}"]) for call, row in enumerate(buffer.rows)])
         return context
 
 
-def _is_spoiled(table: StatsTable | None) -> bool:
-    return table is not None and table.sums[Column.NONFINITE] > 0
+def _hidden(values: StepValues, unshown: Set[tuple[str, str]]) -> frozenset[Key]:
+    """The keys of metrics that no dashboard gets."""
+    # the metric in a key of attention is the aggregation over heads
+    sources = {source for source, _ in unshown}
+    attention = sources.intersection(n.ATTENTION_SOURCES.values())
+    return frozenset(
+        key
+        for block in values.blocks
+        if not block.table or block.table in sources
+        for key in block.keys
+        if key.source in attention or (key.source, key.metric.partition(".")[0]) in unshown
+    )

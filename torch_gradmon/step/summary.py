@@ -47,7 +47,6 @@ class LayerSelection:
         self._blocks: dict[str, str] = {}
 
     def warn_of_idle(self, names: Iterable[str]) -> None:
-        """Warn if the pattern matches none of the parameters."""
         names = list(names)
         if self._pattern is not None and not any(self._pattern.search(name) for name in names):
             pattern = self._pattern.pattern
@@ -275,7 +274,6 @@ def of_layers(
 
 # --- Whole-model values that need only the gradients before clipping ---
 
-
 #: Views of the elements of all gradients together; only on request, since they need more columns.
 DISTRIBUTION = {"grad_mean": "mean", "grad_std": "std", "grad_sparsity": "sparsity"}
 
@@ -310,7 +308,6 @@ def norm_of(table: StatsTable) -> float:
 
 
 # --- The gradients of single micro-batches: which one stands out, and how noisy they are ---
-
 
 #: What each whole-model value means.
 BATCH_DOCUMENTATION = {
@@ -428,7 +425,6 @@ def rank_norms_text(norms: Mapping[str, Sequence[float]]) -> str:
 
 
 # --- The whole-model keys, and the facts about a step that their values need ---
-
 
 #: The meaning of each key, in the order of display.
 KEY_DOCUMENTATION = {
@@ -612,7 +608,6 @@ class SummaryChoice:
 
 # --- Whole-model values of updates, and comparisons of the statistics of two moments ---
 
-
 _TENTHS = torch.tensor([0.1, 0.9], dtype=torch.float64, device="cpu")
 
 
@@ -785,7 +780,6 @@ def _nothing_clipped(steps: int) -> str:
 
 
 # --- Values of attention heads, and their minimum, mean and maximum over each layer ---
-
 
 _HEAD = re.compile(r"\.head_\d+$")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ def run(options: argparse.Namespace) -> int:
         _print_unread(directory, found)
         return 0
     session = _session(found, directory)
-    change = detail_request.numbered(change, 1 + _requested_number(directory, _last_number(found)))
+    change = replace(change, number=1 + _requested_number(directory, _last_number(found)))
     print(f"until now: {current_text(found)}")
     detail_request.write(directory, change, session)
     print(f"requested, number {change.number}: {request_text(change.facts())}")
