@@ -49,7 +49,6 @@ def test_noise_alone_is_hardly_ever_taken_for_a_trend(count: int) -> None:
 
 def test_too_few_losses_are_no_trend_and_those_that_are_not_finite_do_not_count() -> None:
     assert learning(_series([3.0, 2.0, 1.0])).state == "unknown"
-    assert not learning(_series([3.0, 2.0, 1.0])).is_learning
     curve = _curve(2.3, 0.3, 0.05)
     spoiled = _series([math.nan if i % 10 == 0 else value for i, value in enumerate(curve.values)])
     assert learning(spoiled).state == "falls"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import shlex
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, Literal
@@ -89,11 +89,6 @@ class Learning:
     is_stuck: bool = False
     is_at_chance: bool = False
     is_worse: bool = False
-
-    @property
-    def is_learning(self) -> bool:
-        """Whether the loss falls; False if that is unknown."""
-        return self.state == "falls"
 
     @property
     def concern(self) -> Severity:
@@ -213,19 +208,22 @@ _QUIET = 0.01
 _OF_BEGINNING = {n.PARAMETER: "parameters", n.ACTIVATION: "outputs of modules", n.GRADIENT_BEFORE_CLIP: "gradients"}
 #: A matrix begins near zero if its gain is below this part of the usual one.
 _NEAR_ZERO = 0.1
+#: The facts about a run that have the name that they have here.
+_OF_META = ("matrices", "kinds", "acts", "parameters", "trainer", "clip_bound")
 #: The outputs that can be the loss of a model that computes its own.
 _OWN_LOSS = (f"{n.ROOT}.loss", n.ROOT, f"{n.ROOT}[0]")
 
 
+@dataclass(eq=False)
 class History:
     """The records of a run, ascending by step, and what is known of its model, optimizers and loop.
 
-    Args:
+    Attributes:
         matrices: parameters of two or more dimensions, with their fan in, or 0 if it is unknown.
         place: path of the run as in a command line; empty for a run without a directory.
-        steps: all recorded steps, ascending; by default those of ``records``.
-        suspects: ranks the parameters of a step by suspicion; by default from the gradients in ``records``.
-        chance: the loss of the best constant answer, see ``Targets.chance``; empty if it is unknown.
+        recorded: all recorded steps, ascending; None for those of ``records``.
+        suspects_of: ranks the parameters of a step by suspicion; None if that is done from the gradients in ``records``.
+        known_chance: the loss of the best constant answer, see ``Targets.chance``; empty if it is unknown.
         frozen: names of parameters that did not require a gradient when the optimizers were attached.
         acts: the data depend on the model, as those of a policy or of a GAN do.
         parameters: all parameters of the model with their ``"shape"`` and ``"dtype"``.
@@ -234,66 +232,51 @@ class History:
         raised: the exception that ended the training, as text; empty without.
     """
 
-    def __init__(
-        self,
-        records: Iterable[StepRecord],
-        events: Iterable[SpikeEvent] = (),
-        facts: Iterable[LoopFinding] = (),
-        matrices: Mapping[str, int] | None = None,
-        kinds: Mapping[str, str] | None = None,
-        place: str = "",
-        steps: Sequence[int] | None = None,
-        suspects: Callable[[int], Sequence[ParameterAttribution]] | None = None,
-        chance: Mapping[str, float] | None = None,
-        groups: Sequence[Mapping[str, Any]] = (),
-        frozen: Iterable[str] = (),
-        acts: bool = False,
-        parameters: Mapping[str, Mapping[str, Any]] | None = None,
-        trainer: object = "",
-        is_cut: bool = False,
-        clip_bound: float | None = None,
-        raised: str = "",
-    ) -> None:
-        self.records = sorted(records, key=lambda record: record.step)
-        self.events = list(events) or [event for record in self.records for event in record.events]
-        self.facts = list(facts)
-        self.parameters = dict(parameters or {})
+    records: Sequence[StepRecord]
+    events: Sequence[SpikeEvent] = ()
+    facts: Sequence[LoopFinding] = ()
+    matrices: Mapping[str, int] = field(default_factory=dict)
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    place: str = ""
+    recorded: Sequence[int] | None = None
+    suspects_of: Callable[[int], Sequence[ParameterAttribution]] | None = None
+    known_chance: Mapping[str, float] = field(default_factory=dict)
+    groups: Sequence[Mapping[str, Any]] = ()
+    frozen: frozenset[str] = frozenset()
+    acts: bool = False
+    parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    trainer: object = ""
+    is_cut: bool = False
+    clip_bound: float | None = None
+    raised: str = ""
+
+    def __post_init__(self) -> None:
+        self.records = sorted(self.records, key=lambda record: record.step)
+        self.events = self.events or [event for record in self.records for event in record.events]
         # a gain in the shape of a matrix, such as [channels, 1, 1], is none
-        self.matrices = {name: fan_in for name, fan_in in (matrices or {}).items() if fan_in or not self._is_vector(name)}
-        self.kinds = dict(kinds or {})
-        self.place = place
-        self._recorded, self._suspects = steps, suspects
-        self._chance, self.groups, self.frozen, self.acts = dict(chance or {}), list(groups), frozenset(frozen), acts
-        self.is_cut, self.clip_bound, self.raised = is_cut, clip_bound, raised
-        self.advice, self._trainer = advice_for(trainer), trainer
+        self.matrices = {name: fan_in for name, fan_in in self.matrices.items() if fan_in or not self._is_vector(name)}
+        self.advice = advice_for(self.trainer)
         self._matrices: dict[tuple[str, str], Matrix] = {}
 
     @classmethod
     def of_run(cls, run: RunReader, most: int = MOST) -> History:
         """Read at most ``most`` steps of a run directory."""
-        events = run.events
+        events, meta = run.events, run.meta
         loss = loss_among(run.scalars)
         liked = [] if loss is None or len(run.steps) <= most else sorted(run.stored(loss))
-        chosen = subsample_steps(run.steps, by_size(events), most, liked)
-        facts = loop_findings(run.meta)
-        window = run.window(chosen)
-        records = [_record(window, step) for step in window.steps]
-        place = shlex.quote(str(run.path))
-        known = run.meta.get("matrices"), run.meta.get("kinds"), place, run.steps, partial(suspects, run)
-        meta = run.meta
+        window = run.window(subsample_steps(run.steps, by_size(events), most, liked))
         return cls(
-            records,
+            [_record(window, step) for step in window.steps],
             events,
-            facts,
-            *known,
-            meta.get("chance"),
-            meta.get("optimizers") or (),
-            meta.get("frozen") or (),
-            bool(meta.get("acts")),
-            meta.get("parameters"),
-            meta.get("trainer", ""),
-            clip_bound=meta.get("clip_bound"),
+            loop_findings(meta),
+            place=shlex.quote(str(run.path)),
+            recorded=run.steps,
+            suspects_of=partial(suspects, run),
+            known_chance=meta.get("chance", {}),
+            groups=meta.get("optimizers", ()),
+            frozen=frozenset(meta.get("frozen", ())),
             raised=meta.get("raised", "") if run.status.has_ended else "",
+            **{name: meta[name] for name in _OF_META if name in meta},
         )
 
     def before_nonfinite(self) -> History:
@@ -301,13 +284,7 @@ class History:
         last = len(self.records)
         while last and _is_nonfinite(self.records[last - 1].tables.get(n.PARAMETER)):
             last -= 1
-        if last == len(self.records):
-            return self
-        kept = self.records[:last], self.events, self.facts, self.matrices, self.kinds, self.place
-        of_setup = self._chance, self.groups, self.frozen, self.acts, self.parameters, self._trainer
-        return History(
-            *kept, self._recorded, self._suspects, *of_setup, is_cut=True, clip_bound=self.clip_bound, raised=self.raised
-        )
+        return self if last == len(self.records) else replace(self, records=self.records[:last], is_cut=True)
 
     @property
     def died(self) -> bool:
@@ -329,14 +306,14 @@ class History:
     @property
     def spikes(self) -> list[Episode]:
         """The finite spikes up to the last step that is looked at, ascending."""
-        steps = self.steps if self._recorded is None else self._recorded
+        steps = self.steps if self.recorded is None else self.recorded
         last = self.steps[-1] if self.records else -math.inf
         return episodes([event for event in self.events if event.step <= last and math.isfinite(event.value)], steps)
 
     def suspects(self, step: int) -> Sequence[ParameterAttribution]:
         """The parameters of a step, ranked by suspicion; empty if its gradients are unknown."""
-        if self._suspects is not None:
-            return self._suspects(step)
+        if self.suspects_of is not None:
+            return self.suspects_of(step)
         gradients = GradientNormHistory()
         for record in self.records:
             if record.step <= step:
@@ -371,17 +348,17 @@ class History:
         return "The loss" if key is None or (is_whole_loss(key) and not is_loss_of_network(key)) else key.name
 
     @cached_property
-    def chance(self) -> dict[str, float]:
+    def chance(self) -> Mapping[str, float]:
         """As given, unless another loss is logged than the one that goes backward, such as a sum for a mean."""
-        known, step = self._chance.get("went backward"), self._chance.get("step")
+        known, step = self.known_chance.get("went backward"), self.known_chance.get("step")
         logged = next((value for at, value in self.loss.pairs() if at == step), known)
         is_other = known is not None and logged is not None and abs(logged - known) > _AGREES * abs(known)
-        return {} if is_other else self._chance
+        return {} if is_other else self.known_chance
 
     @property
     def backward_over_logged(self) -> float:
         """By what the loss that goes backward is larger than the logged one, as a sum is than a mean; 1 if that is unknown."""
-        known, step = self._chance.get("went backward", 0.0), self._chance.get("step")
+        known, step = self.known_chance.get("went backward", 0.0), self.known_chance.get("step")
         logged = next((value for at, value in self.loss.pairs() if at == step), 0.0)
         return known / logged if known > (1 + _AGREES) * logged > 0 else 1.0
 

@@ -460,7 +460,7 @@ def _always(history: History, norms: Series, shares: Series) -> list[Finding]:
         return []
     if not is_clip:
         return _reduced(history, norms, usual)
-    costs = history.learning.is_stuck or (usual > _FAR_TOO_LOW and not history.learning.is_learning)
+    costs = history.learning.is_stuck or (usual > _FAR_TOO_LOW and history.learning.state != "falls")
     is_plain = bool(history.groups) and all(group["optimizer"] == "SGD" for group in history.groups)
     costs |= is_plain and usual > _SHORT and trend(history.loss.finite.part(0.5, 1))[0] == "falls"
     return history.finding(
