@@ -45,42 +45,39 @@ class StepSource(Protocol):
         """The parameters of a step, ranked by suspicion; empty if its gradients are unknown."""
 
 
+@dataclass(frozen=True)
 class RecentSteps:
     """The last steps in a monitor's memory: their records, statistics of the gradients of some, and the ranked parameters at the time of
     each spike.
     """
 
-    def __init__(
-        self,
-        records: Mapping[int, StepRecord],
-        gradients: GradientNormHistory,
-        suspects: Mapping[int, Sequence[ParameterAttribution]],
-    ) -> None:
-        self._records, self._gradients, self._suspects = dict(records), gradients, suspects
+    records: Mapping[int, StepRecord]
+    gradients: GradientNormHistory
+    ranked: Mapping[int, Sequence[ParameterAttribution]]
 
     @property
     def steps(self) -> list[int]:
-        return sorted(self._records)
+        return sorted(self.records)
 
     @property
     def events(self) -> list[SpikeEvent]:
-        return [event for step in self.steps for event in self._records[step].events]
+        return [event for step in self.steps for event in self.records[step].events]
 
     def context(self, step: int) -> Mapping[str, Any]:
-        return {"applied": self._records[step].applied, **self._records[step].context}
+        return {"applied": self.records[step].applied, **self.records[step].context}
 
     def metrics(self, step: int) -> Mapping[str, float]:
-        return {format_key(key): value for key, value in self._records[step].values.items()}
+        return {format_key(key): value for key, value in self.records[step].values.items()}
 
     def value(self, signal: str, step: int) -> float | None:
         key = parse_key(signal)
-        found = value_of(signal, self._records[step], {})
+        found = value_of(signal, self.records[step], {})
         if found is None and not key.source:
-            found = self._records[step].values.get(Key(SUMMARY, "", signal))
-        return value_in(self._gradients.table(step), key) if found is None and key.source == self._gradients.source else found
+            found = self.records[step].values.get(Key(SUMMARY, "", signal))
+        return value_in(self.gradients.table(step), key) if found is None and key.source == self.gradients.source else found
 
     def suspects(self, step: int) -> Sequence[ParameterAttribution]:
-        return self._suspects.get(step) or self._gradients.suspects(step)
+        return self.ranked.get(step) or self.gradients.suspects(step)
 
 
 # --- The content of a spike report, as data ---

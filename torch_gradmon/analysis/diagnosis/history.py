@@ -90,11 +90,6 @@ class Learning:
     is_at_chance: bool = False
     is_worse: bool = False
 
-    @property
-    def concern(self) -> Severity:
-        """The severity of a problem that matters only if the model does not learn."""
-        return "warning" if self.is_stuck or self.is_worse else "info"
-
 
 def learning(loss: Series, is_resumed: bool = False, chance: float = 0.0) -> Learning:
     """The trend of the finite losses; ``chance`` is the loss of the best constant answer, 0 if it is unknown."""
@@ -334,8 +329,11 @@ class History:
         The loss is the shortest key like ``loss``, ``train/loss`` or ``loss/train``; a key like ``kl_loss`` is used only if there
         is no other.
         """
-        chosen = self._loss_key
-        return _returned_loss(self) if chosen is None else self._of_keys(chosen)
+        if self._loss_key is not None:
+            return self._of_keys(self._loss_key)
+        outputs = self.matrix(n.ACTIVATION, "mean")
+        returned = next((name for name in _OWN_LOSS if name in self.returned_numbers), None)
+        return Series() if not outputs or returned is None else outputs.column(returned)
 
     @cached_property
     def _loss_key(self) -> Key | None:
@@ -378,6 +376,11 @@ class History:
         """The learning rates of each step, by parameter group; a single 0 if they are unknown."""
         return [record.context.get("lr") or [0.0] for record in self.records]
 
+    @cached_property
+    def largest_rates(self) -> Series:
+        """The same as :attr:`rates`, of the steps in which it is known."""
+        return Series.of((record.step, float(max(rates))) for record in self.records if (rates := record.context.get("lr")))
+
     @property
     def rests_at_chance(self) -> bool:
         """Whether the loss has come down to that of a constant answer and stays there without noise: no rate is at fault."""
@@ -403,7 +406,7 @@ class History:
     @property
     def concern(self) -> Severity:
         """The severity of a problem that matters only if the model does not learn, which a loss that need not fall does not show."""
-        return "info" if self.need_not_fall else self.learning.concern
+        return "warning" if (self.learning.is_stuck or self.learning.is_worse) and not self.need_not_fall else "info"
 
     @cached_property
     def _owned(self) -> frozenset[str]:
@@ -603,14 +606,15 @@ class History:
         advice: str,
         weight: float,
         severity: Severity | None = None,
-        steps: tuple[int, int] | None = None,
+        steps: Sequence[int] = (),
     ) -> list[Finding]:
         """A list of one :class:`Finding`, as rules return it.
 
-        The default severity is that of a problem that matters only if the model does not learn; the default steps are all steps.
+        The default severity is that of a problem that matters only if the model does not learn; the default steps are all steps. Of
+        ``steps`` the first and the last count.
         """
-        steps = steps or (self.records[0].step, self.records[-1].step)
-        return [Finding(rule, severity or self.concern, where, steps, evidence, cause, advice, weight)]
+        span = (steps[0], steps[-1]) if steps else (self.records[0].step, self.records[-1].step)
+        return [Finding(rule, severity or self.concern, where, span, evidence, cause, advice, weight)]
 
     def sizes(self, source: str) -> dict[str, float]:
         """The number of elements of each tensor of a source."""
@@ -644,13 +648,6 @@ def _branch(name: str, names: Sequence[str]) -> list[int]:
         if found := [place for place, other in enumerate(names) if other != name and other.startswith(inside)]:
             return found
     return []
-
-
-def _returned_loss(history: History) -> Series:
-    """The only number that the model returns."""
-    outputs = history.matrix(n.ACTIVATION, "mean")
-    found = next((name for name in _OWN_LOSS if name in history.returned_numbers), None)
-    return Series() if not outputs or found is None else outputs.column(found)
 
 
 def _is_nonfinite(parameters: StatsTable | None) -> bool:
@@ -693,7 +690,7 @@ class Precautions:
 
     @classmethod
     def of(cls, history: History) -> Precautions:
-        rates = _rates(history)
+        rates = history.largest_rates
         scales = [scale for record in history.records if (scale := record.context.get("amp_scale")) is not None]
         adaptive = any(len(history.series(name)) for name in ("clip_limit", "clipped_parameters"))
         bound = None if adaptive else history.edit.bound
@@ -713,10 +710,6 @@ class Precautions:
     def warm_up_advice(self) -> str:
         """The end of a sentence that recommends a lower learning rate."""
         return f"; the warm-up of {self.warm_up} steps is too short" if self.warm_up else "; add a warm-up"
-
-
-def _rates(history: History) -> Series:
-    return Series.of((record.step, float(max(rates))) for record in history.records if (rates := record.context.get("lr")))
 
 
 def _warm_up(rates: Series, is_resumed: bool) -> int:

@@ -6,8 +6,9 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from torch import Tensor
 from ...core.moments import ALWAYS, VIEWS
 from ...core.records import StatsTable
 from ...runs.reader import fitting
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 def lower_median(values: Iterable[float]) -> float:
@@ -225,12 +229,12 @@ class Matrix:
         rows = ((table.names, row[None]) for (_, table), row in zip(kept, found, strict=True))
         return cls(tuple(step for step, _ in kept), *assembled(rows, counts, names))
 
-    def over(self, base: Matrix) -> Matrix:
+    def over(self, base: Matrix) -> Self:
         """This matrix divided by ``base``, on the steps and tensors of both; NaN where ``base`` is not positive."""
         steps, names = set(base.steps), set(base.names)
         both = [step for step in self.steps if step in steps], [name for name in self.names if name in names]
         above, below = self.of(*both), base.of(*both).values
-        return Matrix(above.steps, above.names, torch.where(below > 0, above.values / below, math.nan))
+        return replace(above, values=torch.where(below > 0, above.values / below, math.nan))
 
     def by_name(self, values: Tensor) -> dict[str, float]:
         """One value of each tensor."""
@@ -241,13 +245,13 @@ class Matrix:
         values = self.values[:, self.names.index(name)].tolist()
         return Series.of((step, value) for step, value in zip(self.steps, values, strict=True) if not math.isnan(value))
 
-    def of(self, steps: Iterable[int], names: Iterable[str]) -> Matrix:
+    def of(self, steps: Iterable[int], names: Iterable[str]) -> Self:
         """The part with these steps and tensors; it must have them all."""
         row = {step: number for number, step in enumerate(self.steps)}
         column = {name: number for number, name in enumerate(self.names)}
         steps, names = tuple(steps), tuple(names)
         values = self.values[[row[step] for step in steps]][:, [column[name] for name in names]]
-        return Matrix(steps, names, values)
+        return replace(self, steps=steps, names=names, values=values)
 
     def part(self, first: float, last: float) -> Matrix:
         rows = Series(self.steps, tuple(range(len(self.steps)))).part(first, last)

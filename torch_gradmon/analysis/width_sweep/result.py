@@ -218,9 +218,6 @@ def middle_of(values: Sequence[float]) -> float:
     return math.exp(math.fsum(map(math.log, values)) / len(values))
 
 
-# --- The result of a sweep ---
-
-
 @dataclass(frozen=True)
 class WidthSweep:
     """The runs of a sweep and their verdicts.
