@@ -66,11 +66,8 @@ def stage_of(key: Key) -> str:
 
 
 class Order:
-    """Ranks keys: by stage, then by place (forward for activations, backward for gradients), then by metric.
-
-    Args:
-        tensors: names by source. Outputs are in the order of the calls. Parameters are taken to be used in the order of their modules'
-            calls if those are known, otherwise in model order.
+    """Ranks keys: by stage, then by place (forward for activations, backward for gradients), then by metric. Takes names by source, outputs
+    in the order of the calls. Parameters are taken to be used in the order of their modules' calls if known, otherwise in model order.
     """
 
     def __init__(self, tensors: Mapping[str, Iterable[str]]) -> None:
@@ -536,13 +533,9 @@ class Onset(NamedTuple):
     in its step, and ``settings`` those of optimizers that differ.
     """
 
-    stage: str
-    key: str
-    step: int
+    found: Divergence
     before: int | None
     compared: Container[str]
-    relative: float
-    is_finite: bool
     settings: Sequence[str] = ()
 
     def same(self, *stages: str) -> str:
@@ -560,18 +553,17 @@ class Onset(NamedTuple):
 
 
 def interpret(onset: Onset) -> str:
-    """What it means that this value is the first to differ."""
     text = _of_place(onset)
-    if not onset.is_finite:
+    if not (math.isfinite(onset.found.a) and math.isfinite(onset.found.b)):
         return f"{text} Not all of the values are finite."
-    if onset.settings and onset.stage in _OF_STEP and (onset.stage != "parameters" or onset.before is not None):
+    if onset.settings and onset.found.stage in _OF_STEP and (onset.found.stage != "parameters" or onset.before is not None):
         return f"{text} The optimizers differ in {listed(onset.settings, 3)}, which may be the cause."
-    if onset.stage in ("settings", "other values"):
+    if onset.found.stage in ("settings", "other values"):
         return text
-    if onset.relative > _ROUNDING:
-        return f"{text} At {onset.relative:.1e} it is more than rounding in float32."
+    if onset.found.relative > _ROUNDING:
+        return f"{text} At {onset.found.relative:.1e} it is more than rounding in float32."
     return (
-        f"{text} At {onset.relative:.1e} it is of the size of rounding in float32: sums in another order, from kernels that are not "
+        f"{text} At {onset.found.relative:.1e} it is of the size of rounding in float32: sums in another order, from kernels that are not "
         "deterministic, another number of threads, or code that is equal in exact arithmetic. Such a difference grows during training."
     )
 
@@ -589,28 +581,20 @@ def interpret_noise(stage: str, key: str, share: float | None) -> str:
     )
 
 
-def interpret_gaps(step: int, run: str, keys: Sequence[str]) -> str:
-    """A sentence on values that a run lacks in ``step`` but both runs have in others; empty without ``keys``."""
-    if not keys:
-        return ""
-    more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
-    return f"In step {step} the {run} run lacks {keys[0]}{more}, which it has in other steps."
-
-
 def _of_place(onset: Onset) -> str:
     """What is the same up to here, and what the first difference may come from."""
-    stage = onset.stage
+    found, stage = onset.found, onset.found.stage
     if stage == "parameters" and onset.before is None:
         return (
-            f"The parameters differ in the first compared step ({onset.step}): another seed, initialisation or checkpoint, or the runs "
+            f"The parameters differ in the first compared step ({found.step}): another seed, initialisation or checkpoint, or the runs "
             "diverged before."
         )
     if stage == "parameters":
         return (
             f"All values that both runs recorded in step {onset.before} are the same, and then the parameters differ: {_OF_OPTIMIZER}, or "
-            f"another change between steps {onset.before} and {onset.step}."
+            f"another change between steps {onset.before} and {found.step}."
         )
-    if stage == "activations" and onset.key.startswith(f"{n.INPUT}/{n.ROOT}/"):
+    if stage == "activations" and found.key.startswith(f"{n.INPUT}/{n.ROOT}/"):
         return f"{onset.same('parameters')}, and the input of the model differs: other data."
     if stage == "activations":
         return f"{onset.same('parameters')}, and this is the first activation that differs: {onset.of_forward}."
@@ -630,7 +614,7 @@ def _of_place(onset: Onset) -> str:
         return "The step itself does not differ, only values that were logged beside it or follow from earlier steps."
     same = onset.same("parameters", "gradients for the optimizer")
     if stage == "settings":
-        return f"{same}, and {_SETTINGS.get(onset.key, 'the learning rate')} differs."
+        return f"{same}, and {_SETTINGS.get(found.key, 'the learning rate')} differs."
     return f"{same}, and the optimizer's result differs: {_OF_OPTIMIZER}."
 
 
@@ -825,9 +809,7 @@ class Comparison:
         cell = self._cells(step, lambda sheet: sheet.differs)[0]
         found, row = cell.divergence(step), bisect_left(steps, step)
         before = steps[row - 1] if row else None
-        is_finite = math.isfinite(found.a) and math.isfinite(found.b)
-        stages = self.stages(step)
-        return found, interpret(Onset(found.stage, found.key, step, before, stages, found.relative, is_finite, settings))
+        return found, interpret(Onset(found, before, self.stages(step), settings))
 
     def _cells(self, step: int, chosen: Callable[[SheetComparison], Tensor]) -> list[Cell]:
         """The chosen values of a step, in the order of computation."""
@@ -840,10 +822,14 @@ class Comparison:
         sentences, stages = [], []
         for run, found in zip(("second", "first"), gaps, strict=True):  # what only the first has is missing from the second
             keys = sorted((key for key, (_, first) in found.items() if first == onset.step), key=self._order.rank)
-            sentences.append(interpret_gaps(onset.step, run, [format_key(key) for key in keys]))
-            stages += [stage_of(key) for key in keys[:1]]
+            if keys:
+                more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+                sentences.append(
+                    f"In step {onset.step} the {run} run lacks {format_key(keys[0])}{more}, which it has in other steps."
+                )
+                stages.append(stage_of(keys[0]))
         order = list(STAGES)
-        return " ".join(filter(None, sentences)), any(order.index(stage) <= order.index(onset.stage) for stage in stages)
+        return " ".join(sentences), any(order.index(stage) <= order.index(onset.stage) for stage in stages)
 
     def largest(self, step: int) -> Divergence | None:
         """The largest relative difference within the tolerance in a step."""

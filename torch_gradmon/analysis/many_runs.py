@@ -108,11 +108,8 @@ def run_card(
     points: int = 120,
     metrics: Sequence[str] = (),
 ) -> RunCard:
-    """Read the row of a run, in about ten milliseconds; raises as :func:`load_run`.
-
-    Args:
-        points: the most losses of the small chart.
-        metrics: keys of logged values, or of values for the whole model.
+    """Read the row of a run, in about ten milliseconds; raises as :func:`load_run`. The small chart has at most ``points`` losses;
+    ``metrics`` are keys of logged values, or of values for the whole model.
     """
     with closing(load_run(path)) as run:
         status = run.status

@@ -121,11 +121,7 @@ class SpikeReport:
 
     @classmethod
     def of(cls, source: StepSource, step: int | None = None) -> SpikeReport:
-        """The report on ``step``, by default on the worst step of the largest spike.
-
-        Raises:
-            ValueError: the step is unknown, or there is no spike.
-        """
+        """The report on ``step``, by default on the worst step of the largest spike; ValueError if it is unknown, or there is none."""
         known = source.steps
         spikes = episodes(source.events, known)
         if step is None:
@@ -262,15 +258,14 @@ _TITLES = ("norm", "usual", "times", "score", "share", "since")
 
 
 def explain(source: StepSource, step: int | None = None) -> ShownText:
-    """The report on ``step``, by default on the worst step of the largest spike, or that there is no spike.
-
-    Raises:
-        ValueError: the step is unknown.
-    """
+    """The report on ``step``, by default on the worst step of the largest spike, or that there is no spike; ValueError if it is unknown."""
     if step is None and not source.events:
         return ShownText(no_spike(source))
     report = SpikeReport.of(source, step)
-    lines = [*_heading(report), "", *_signal_rows(report), "", *_parameters(report)]
+    rows = [("signal", [f"[{number}]" if number == report.step else str(number) for number in report.around])]
+    rows += [(name, list(map(_fact, facts))) for name, facts in report.facts]
+    rows += [(name, list(map(significant, values))) for name, values in report.signals]
+    lines = [*_heading(report), "", *(_row(name, cells) for name, cells in rows), "", *_parameters(report)]
     for sentence in report.recovery:
         lines += ["", sentence]
     if report.others:
@@ -325,12 +320,6 @@ def _fact(value: Any) -> str:
 
 def _row(name: str, cells: Sequence[str]) -> str:
     return f"{cut_start(name, _NAME_WIDTH - 1):<{_NAME_WIDTH}}" + "".join(f"{f' {cell}':>{_WIDTH}}" for cell in cells)
-
-
-def _signal_rows(report: SpikeReport) -> Iterator[str]:
-    yield _row("signal", [f"[{number}]" if number == report.step else str(number) for number in report.around])
-    yield from (_row(name, list(map(_fact, facts))) for name, facts in report.facts)
-    yield from (_row(name, list(map(significant, values))) for name, values in report.signals)
 
 
 def _parameters(report: SpikeReport) -> Iterator[str]:

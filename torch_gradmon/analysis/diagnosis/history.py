@@ -126,11 +126,7 @@ def trend(finite: Series) -> tuple[State, float, float]:
     """
     if len(finite) < _FEWEST:
         return "unknown", math.nan, math.nan
-    few, head, tail = (
-        Series(finite.steps[:_FIRST_LOSSES], finite.values[:_FIRST_LOSSES]),
-        finite.part(0.0, _HEAD),
-        finite.part(1 - _TAIL, 1.0),
-    )
+    few, head, tail = finite[:_FIRST_LOSSES], finite.part(0.0, _HEAD), finite.part(1 - _TAIL, 1.0)
     least = _SHARE * abs(few.median)
     fell = few.median - tail.median
     if fell > max(_SPREADS * spread(tail), least):
@@ -160,7 +156,7 @@ def spread(part: Series) -> float:
         return _OF_MAD * _deviation(part) / _EXPECTED.get(len(part), 1.0)
     values = part.values
     third = max(len(values) // 3, 1)
-    rise = Series(part.steps[-third:], values[-third:]).median - Series(part.steps[:third], values[:third]).median
+    rise = part[-third:].median - part[:third].median
     slope = rise / max(len(values) - third, 1)
     level = _deviation(Series(part.steps, tuple(value - slope * place for place, value in enumerate(values))))
     as_it_is = _deviation(part)
@@ -491,7 +487,6 @@ class History:
         return math.nan if place is None else self.loss.finite.values[place]
 
     def applied(self, name: str) -> Series:
-        """A whole-model value over the applied steps."""
         not_applied = {record.step for record in self.records if not record.applied}
         return Series.of(pair for pair in self.series(name).pairs() if pair[0] not in not_applied)
 
@@ -554,10 +549,7 @@ class History:
         """``ratios`` to the norms of weights, without those of matrices that began near zero and have not yet grown to a tenth of the usual
         gain, the root mean square times the root of the fan in (of the usual one where it is unknown). The second matrix of an adapter
         begins so, and the last of a branch: beside zero each gradient and each update is large, which tells nothing of depth or rates.
-
-        Args:
-            ratios: of parameters.
-            behind: leave out the other matrices of the branch too, since what goes back to them passes through the one near zero.
+        ``behind`` leaves out the other matrices of the branch too, since what goes back to them passes through the one near zero.
         """
         sizes = self.matrix(n.PARAMETER, "rms")
         names = [name for name in ratios.names if name in self.matrices]
@@ -617,7 +609,6 @@ class History:
         return [Finding(rule, severity or self.concern, where, span, evidence, cause, advice, weight)]
 
     def sizes(self, source: str) -> dict[str, float]:
-        """The number of elements of each tensor of a source."""
         found: dict[str, float] = {}
         for record in reversed(self.records):
             table = record.tables.get(source)

@@ -43,6 +43,9 @@ class Series:
     def __len__(self) -> int:
         return len(self.steps)
 
+    def __getitem__(self, part: slice) -> Series:
+        return Series(self.steps[part], self.values[part])
+
     def pairs(self) -> Iterable[tuple[int, float]]:
         return zip(self.steps, self.values, strict=True)
 
@@ -54,18 +57,16 @@ class Series:
         return Series.of((step, value) for step, value in self.pairs() if math.isfinite(value))
 
     def since(self, step: int) -> Series:
-        first = bisect_left(self.steps, step)
-        return Series(self.steps[first:], self.values[first:])
+        return self[bisect_left(self.steps, step) :]
 
     def before(self, step: int) -> Series:
-        last = bisect_left(self.steps, step)
-        return Series(self.steps[:last], self.values[:last])
+        return self[: bisect_left(self.steps, step)]
 
     def part(self, first: float, last: float) -> Series:
         """From one share of the series to another: ``part(0.75, 1)`` is its last quarter. At least one value, if it has any."""
         low = min(int(first * len(self)), max(len(self) - 1, 0))
         high = max(math.ceil(last * len(self)), low + 1)
-        return Series(self.steps[low:high], self.values[low:high])
+        return self[low:high]
 
     def at(self, share: float) -> float:
         """The value at a share of the way from the first step to the last, or of the next step that has one."""
@@ -174,13 +175,8 @@ def assembled(
 ) -> tuple[tuple[str, ...], Tensor]:
     """Rows of tensors of the same names, and of others, below each other. Of more tensors than memory allows those with most rows are kept.
 
-    Args:
-        parts: the names of some successive rows, and these ``[rows, tensors]``.
-        counts: the number of all rows with these names.
-        names: all names, in the order of the result.
-
-    Returns:
-        The names, and float64 ``[rows, tensors]``; NaN where a row lacks a name.
+    ``parts`` are the names of some successive rows, and these ``[rows, tensors]``; ``counts`` the number of all rows with these names;
+    ``names`` all of them, in the order of the result: the names that are kept, and float64 ``[rows, tensors]``, NaN where a row lacks one.
     """
     known = dict.fromkeys(names, 0)
     for own, count in counts.items():
@@ -237,7 +233,6 @@ class Matrix:
         return replace(above, values=torch.where(below > 0, above.values / below, math.nan))
 
     def by_name(self, values: Tensor) -> dict[str, float]:
-        """One value of each tensor."""
         return dict(zip(self.names, values.tolist(), strict=True))
 
     def column(self, name: str) -> Series:

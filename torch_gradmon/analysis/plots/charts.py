@@ -260,7 +260,6 @@ def _band(low: Series, high: Series, after_gaps: Sequence[int] = ()) -> tuple[Se
 
 
 def is_wide(loss: Series) -> bool:
-    """Whether the values of a loss need a logarithmic scale."""
     return 0 < _WIDE * min(loss.finite.values, default=0) < max(loss.finite.values, default=0)
 
 
@@ -395,18 +394,8 @@ _ENGINES = {"plotly": "report", "matplotlib": "plot"}
 
 
 def plot(source: ValueSource, kind: str, engine: str, options: dict[str, Any]) -> Any:
-    """A figure of the engine.
-
-    Args:
-        source: of the values.
-        kind: one of :data:`CHARTS`.
-        engine: ``plotly`` or ``matplotlib``.
-        options: of the chart.
-
-    Raises:
-        ValueError: the kind or engine is unknown, or the value was not measured.
-        TypeError: the chart has no such option, or an option has the wrong type.
-        ImportError: the engine is not installed.
+    """A figure of the engine. Raises ValueError for an unknown kind or engine and a value that was not measured, TypeError for an option
+    that the chart lacks or of the wrong type, ImportError if the engine is not installed.
     """
     if kind not in CHARTS:
         raise ValueError(f"kind must be one of {', '.join(CHARTS)}, got {display(kind)}{nearest(str(kind), CHARTS)}")

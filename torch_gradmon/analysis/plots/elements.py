@@ -327,7 +327,6 @@ class Panel(Matrix):
 
     @property
     def axis(self) -> tuple[int, int]:
-        """The first and the last step of the drawn axis."""
         return self.span or (self.steps[0], self.steps[-1])
 
 

@@ -143,7 +143,9 @@ class PanelSet:
         parts = [(steps, names, values[view.metric]) for steps, names, values in self._parts(source) if view.metric in values]
         if not parts:
             return None
-        due = self._with_gradients_due(source)
+        # where the norm of all gradients is known, each gradient that there was is measured
+        is_of_all = source == n.GRADIENT_BEFORE_CLIP and len(self.line("grad_norm")) > 0
+        due = tuple(self._source.names(n.PARAMETER)) if is_of_all else ()
         counts = Counter[tuple[str, ...]]()
         for some, measured, _ in parts:
             counts[measured] += len(some)
@@ -165,11 +167,6 @@ class PanelSet:
                 if stack.names
             ]
         return self._known[source]
-
-    def _with_gradients_due(self, source: str) -> tuple[str, ...]:
-        """The parameters whose gradient is measured in each step of ``source`` if there is one, as the norm of all needs them all."""
-        is_of_all = source == n.GRADIENT_BEFORE_CLIP and len(self.line("grad_norm")) > 0
-        return tuple(self._source.names(n.PARAMETER)) if is_of_all else ()
 
 
 def _values(stack: StatsSeries, metric: str) -> torch.Tensor:

@@ -244,7 +244,6 @@ def figures(wanted: Mapping[str, Callable[[], Chart]]) -> dict[str, Any]:
 
 
 def _notable_layers(panels: PanelSet, diagnosis: Diagnosis) -> list[str]:
-    """Layers that findings name, and those that deviate most."""
     panel = panels.panel("gradient")
     if panel is None:
         return []

@@ -98,7 +98,8 @@ def terms(model: nn.Module, reference: nn.Module, run: Callable[[nn.Module], obj
         found = {}
         for name, calls in now.items():
             update = propagated = None
-            if _has_terms(name, parts[name]) and _same_shapes(calls, before.get(name, [])):
+            shapes = [[call.output.shape for call in each] for each in (calls, before.get(name, []))]
+            if _has_terms(name, parts[name]) and shapes[0] == shapes[1]:  # an expert may get other tokens than at first
                 mixed = [_moved_output(parts[name], call) for call in calls]
                 update = _rms(call.output - output for call, output in zip(calls, mixed, strict=True))
                 propagated = _rms(output - call.output for output, call in zip(mixed, before[name], strict=True))
@@ -124,11 +125,6 @@ def _has_terms(name: str, module: nn.Module) -> bool:
     """
     whole = name == "" and not module._modules.keys() <= {_PARAMETRIZATIONS}
     return bool(own_parameters(module)) and not whole and _PARAMETRIZATIONS not in name.split(".")
-
-
-def _same_shapes(calls: list[_RecordedCall], others: list[_RecordedCall]) -> bool:
-    """Whether the calls can be compared; an expert may get other tokens than at first."""
-    return [call.output.shape for call in calls] == [call.output.shape for call in others]
 
 
 def _moved_output(module: nn.Module, call: _RecordedCall) -> Tensor:

@@ -65,7 +65,9 @@ def check_depth(history: History) -> list[Finding]:
 
 
 def _initialisation(history: History) -> list[Finding]:
-    gains = _gains(history)
+    first = history.at_beginning(history.matrix(n.PARAMETER, "rms"))
+    fan_ins = {name: fan_in for name, fan_in in history.matrices.items() if fan_in >= _LEAST_FAN_IN and first.get(name, 0.0) > 0}
+    gains = {name: first[name] * math.sqrt(fan_in) for name, fan_in in fan_ins.items()}
     if not gains:
         return []
     high = {name: gain for name, gain in gains.items() if gain > _GAIN_HIGH}
@@ -91,14 +93,6 @@ def _initialisation(history: History) -> list[Finding]:
         severity="warning" if is_drowned else None,
         steps=history.steps[:1],
     )
-
-
-def _gains(history: History) -> dict[str, float]:
-    """At the beginning, the root mean square of each matrix that multiplies inputs, times the root of its fan in."""
-    norms = history.matrix(n.PARAMETER, "rms")
-    first = history.at_beginning(norms)
-    fan_ins = ((name, fan_in) for name, fan_in in history.matrices.items() if fan_in >= _LEAST_FAN_IN)
-    return {name: first[name] * math.sqrt(fan_in) for name, fan_in in fan_ins if first.get(name, 0.0) > 0}
 
 
 def _loud(history: History) -> list[Finding]:

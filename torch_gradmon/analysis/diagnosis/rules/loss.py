@@ -577,13 +577,18 @@ def _unbounded(history: History, loss: Series) -> list[Finding]:
 
 
 def _raised(history: History, loss: Series) -> list[Finding]:
-    """A loss that has turned while the learning rate still rises."""
-    if (best := _best_before_the_rate_rose(history, loss)) is None:
+    """A loss that has turned, and risen since its best fifth, with a learning rate that never fell and still rises."""
+    rates, best, tail = history.largest_rates.values, _best(loss, 5), loss.part(0.8, 1)
+    if len(rates) < _MANY_RATES or history.need_not_fall:
+        return []
+    if any(later < rate for rate, later in pairwise(rates)) or not rates[-1] > _RAISED * rates[len(rates) // 2] > 0:
+        return []
+    if not (tail.median > _ABOVE * best.median > 0 and rank_shift(best.values, tail.values) > _RANKS_ABOVE):
         return []
     return history.finding(
         "loss-divergence",
         "",
-        {"learning rate": max(history.rates), "loss at its best": best.median, "at the end": loss.part(0.8, 1).median},
+        {"learning rate": max(history.rates), "loss at its best": best.median, "at the end": tail.median},
         f"{history.the_loss} has stopped falling, and the learning rate still rises.",
         "End the warm-up, or end the schedule that raises it, about where the loss was at its best.",
         86.0,
@@ -592,19 +597,8 @@ def _raised(history: History, loss: Series) -> list[Finding]:
     )
 
 
-def _best_before_the_rate_rose(history: History, loss: Series) -> Series | None:
-    """The best fifth of the losses, if these have risen since then with a rate that never fell."""
-    rates = history.largest_rates.values
-    if len(rates) < _MANY_RATES or history.need_not_fall or history.learning.state == "unknown":
-        return None
-    if any(later < rate for rate, later in pairwise(rates)) or not rates[-1] > _RAISED * rates[len(rates) // 2] > 0:
-        return None
-    best, tail = _best(loss, 5), loss.part(0.8, 1)
-    return best if tail.median > _ABOVE * best.median > 0 and rank_shift(best.values, tail.values) > _RANKS_ABOVE else None
-
-
 def _divergence(history: History, loss: Series) -> list[Finding]:
-    tail, first = loss.part(0.8, 1), Series(loss.steps[:5], loss.values[:5]).median
+    tail, first = loss.part(0.8, 1), loss[:5].median
     fifth, tenth = _best(loss, 5), _best(loss, 10)
     # for example, a wrong sign makes the loss rise at once and then rest
     rose = tail.median - first > max((_ABOVE - 1) * first, _NOISES_ABOVE * spread(tail)) and first > 0
@@ -699,7 +693,6 @@ def _is_steady(loss: Series) -> bool:
 
 
 def _is_warming_up(history: History) -> bool:
-    """Whether the learning rate still rises."""
     rates = history.rates
     usual = sorted(rates)[len(rates) // 2] if rates else 0.0
     return len(rates) >= _FEWEST_RATES and rates[-1] == max(rates) > _UP * usual

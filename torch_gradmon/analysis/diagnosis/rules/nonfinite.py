@@ -617,14 +617,13 @@ def _sentence(text: str) -> str:
 
 
 def _first_nonfinite(record: StepRecord, loss: float | None, history: History) -> tuple[_Stage, list[str]] | None:
-    networks: _Networks | None = None
+    networks = _Networks(record, history)
     for stage in _STAGES:
         if not stage.source:
-            if (networks or _Networks(record, history)).has_finite_loss(loss) is False:
+            if networks.has_finite_loss(loss) is False:
                 return stage, []
         elif places := nonfinite_names(record.tables.get(stage.source)):
             if stage.source == n.ACTIVATION:
-                networks = _Networks(record, history)
                 comes_after = networks.spread and networks.has_finite_loss(loss)
                 places = [] if comes_after or _is_harmless(record, loss) else innermost(places)
             if places:
