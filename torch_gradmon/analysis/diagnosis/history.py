@@ -657,45 +657,27 @@ def _record(window: Window, step: int) -> StepRecord:
 _BEGINS = 0.5
 
 
-@dataclass(frozen=True)
 class Precautions:
-    """What the training already does.
+    """What the training already does."""
 
-    Attributes:
-        clips: whether a clip has made gradients smaller; one whose bound no norm reaches, or that is infinite, is none.
-        bound: the norm to which they are clipped; None if clipped steps have none in common.
-        adaptive: whether the limit of the clip follows the gradients.
-        warm_up: steps in which the learning rate rises from the start; 0 without a warm-up.
-        raises: whether the learning rate ends above its value in the middle.
-        groups: number of parameter groups according to the learning rates; 1 if unknown.
-    """
-
-    clips: bool
-    bound: float | None
-    adaptive: bool
-    scale: float | None
-    warm_up: int
-    raises: bool
-    groups: int
-    skips: bool
-
-    @classmethod
-    def of(cls, history: History) -> Precautions:
-        rates = history.largest_rates
-        scales = [scale for record in history.records if (scale := record.context.get("amp_scale")) is not None]
-        adaptive = any(len(history.series(name)) for name in ("clip_limit", "clipped_parameters"))
-        bound = None if adaptive else history.edit.bound
-        shares = history.series("clip_fraction")
-        return cls(
-            clips=adaptive or bound is not None or any(share > 0 for share in shares.values),
-            bound=bound,
-            adaptive=adaptive,
-            scale=float(scales[-1]) if scales else None,
-            warm_up=_warm_up(rates, history.is_resumed),
-            raises=bool(rates) and rates.values[-1] > rates.at(0.5),
-            groups=max((len(record.context.get("lr") or [0]) for record in history.records), default=1),
-            skips=any(record.skipped for record in history.records),
-        )
+    def __init__(self, history: History) -> None:
+        records, rates = history.records, history.largest_rates
+        # whether the limit of the clip follows the gradients
+        self.adaptive = any(len(history.series(name)) for name in ("clip_limit", "clipped_parameters"))
+        # the norm to which gradients are clipped; None if clipped steps have none in common
+        self.bound = None if self.adaptive else history.edit.bound
+        # whether a clip has made gradients smaller; one whose bound no norm reaches, or that is infinite, is none
+        has_clipped = any(share > 0 for share in history.series("clip_fraction").values)
+        self.clips = self.adaptive or self.bound is not None or has_clipped
+        scales = [float(scale) for record in records if (scale := record.context.get("amp_scale")) is not None]
+        self.scale = scales[-1] if scales else None
+        # steps in which the learning rate rises from the start; 0 without a warm-up
+        self.warm_up = _warm_up(rates, history.is_resumed)
+        # whether the learning rate ends above its value in the middle
+        self.raises = bool(rates) and rates.values[-1] > rates.at(0.5)
+        # number of parameter groups according to the learning rates; 1 if unknown
+        self.groups = max((len(record.context.get("lr") or [0]) for record in records), default=1)
+        self.skips = any(record.skipped for record in records)
 
     @property
     def warm_up_advice(self) -> str:

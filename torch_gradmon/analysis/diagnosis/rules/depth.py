@@ -174,7 +174,7 @@ def _exploding(history: History) -> list[Finding]:
 
 def _words_on_explosion(history: History, worst: str, from_start: bool) -> tuple[str, str]:
     since = ", from the first step on, before any update" if from_start else ""
-    clips = Precautions.of(history).clips
+    clips = Precautions(history).clips
     kind = history.kinds.get(worst.rpartition(".")[0], "")
     if kind.removesuffix("Cell") not in RECURRENT:
         advice = "Normalise inside the model (a norm at the start of each residual branch, an orthogonal recurrence)"
@@ -232,7 +232,7 @@ def _vanishing(history: History) -> list[Finding]:
 
 def _advice_for_faded(history: History, came: bool) -> str:
     if came:
-        return f"Lower the learning rate by ten to begin with{Precautions.of(history).warm_up_advice}."
+        return f"Lower the learning rate by ten to begin with{Precautions(history).warm_up_advice}."
     kinds = set(history.kinds.values())
     activations = "" if kinds & _OTHER_ACTIVATIONS and not kinds & _SQUASHING else "ReLU or GELU in place of sigmoid or tanh, "
     norm = "" if any("Norm" in kind for kind in kinds) else "a norm in each layer, "
@@ -383,7 +383,7 @@ def _bounded(history: History, spike: Episode) -> float | None:
 
 def _advice(history: History, spike: Episode, made: SpikeCause, suspects: Sequence[ParameterAttribution]) -> str:
     """What to look at, then what the run does not do yet."""
-    step, run, bound = spike.worst.step, Precautions.of(history), _bounded(history, spike)
+    step, run, bound = spike.worst.step, Precautions(history), _bounded(history, spike)
     report = f"'gradmon why {history.place} --step {step}'" if history.place else f"monitor.explain_spike({step})"
     what = "the batch and the loss" if made.is_common else "the batch"
     when = "this step" if spike.first == spike.last else f"step {step}"
@@ -437,7 +437,7 @@ def check_clipping(history: History) -> list[Finding]:
 
 def _always(history: History, norms: Series, shares: Series) -> list[Finding]:
     clipped = history.applied("grad_norm_after_clip").finite
-    run = Precautions.of(history)
+    run = Precautions(history)
     is_clip = run.bound is not None or run.adaptive
     norms = norms if is_clip else history.applied("grad_norm").finite  # with what may be a scaling
     ratios = sorted(before / after for before, after in _pairs(norms, clipped) if after)

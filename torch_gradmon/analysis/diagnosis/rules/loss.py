@@ -173,7 +173,7 @@ def _high(history: History, ratios: Matrix) -> list[Finding]:
             {"update / weight": typical, "learning rate": max(history.rates) or math.nan, "worst loss / first loss": worst},
             f"{first} are a large part of the weights themselves, and the loss suffers.",
             "Lower the learning rate, by ten to begin with, until updates are about a thousandth of the weights"
-            f"{Precautions.of(history).warm_up_advice}.",
+            f"{Precautions(history).warm_up_advice}.",
             85.0,
             severity="warning" if worst > _FAR or fails else "info",
         )
@@ -193,7 +193,7 @@ def _low(history: History, ratios: Matrix) -> list[Finding]:
             "",
             {"update / weight": largest, "learning rate": max(history.rates) or math.nan},
             "No weight moves by more than a tiny part of itself in a step, and the loss does not fall.",
-            f"{_WARMS_UP if Precautions.of(history).raises else 'Raise'} the learning rate, by ten at a time, until updates are about a "
+            f"{_WARMS_UP if Precautions(history).raises else 'Raise'} the learning rate, by ten at a time, until updates are about a "
             "thousandth of the weights.",
             60.0,
         )
@@ -284,7 +284,7 @@ def _low_parts(history: History, ratios: Matrix) -> list[Finding]:
 
 
 def _group(history: History) -> str:
-    return "this parameter's group" if Precautions.of(history).groups > 1 else "this parameter, in a group of its own"
+    return "this parameter's group" if Precautions(history).groups > 1 else "this parameter, in a group of its own"
 
 
 # --- Units that are always zero, and units at the ends of their range ---
@@ -616,7 +616,7 @@ def _divergence(history: History, loss: Series) -> list[Finding]:
         if is_back
         else f"{history.the_loss} rises, and ends above where it began.",
         f"{_NEED_NOT_FALL if history.need_not_fall else ''}Lower the learning rate"
-        f"{', or end the schedule that raises it' if Precautions.of(history).raises else ''}; look at the sign of the loss and of each "
+        f"{', or end the schedule that raises it' if Precautions(history).raises else ''}; look at the sign of the loss and of each "
         "penalty, and for maximize=True.",
         75.5,
         severity="warning" if not history.need_not_fall and is_lost else "info",

@@ -62,7 +62,7 @@ def _finding(history: History, where: str, largest: float, zeros: float, matrice
         {"largest gradient element": largest, "share of zeros": zeros, "matrices like this": float(matrices)},
         "Gradients were computed in float16 and are too small for it; most are rounded to zero.",
         "Scale the loss with torch.amp.GradScaler, or use bfloat16."
-        if (scale := Precautions.of(history).scale) is None
+        if (scale := Precautions(history).scale) is None
         else f"Raise the GradScaler's scale, {scale:g} at the end, by init_scale or growth_interval, or use bfloat16.",
         82.0,
         severity="warning",
@@ -476,7 +476,7 @@ def check_nonfinite(history: History) -> list[Finding]:
     if len(known) >= _LOSSES_BEFORE and known[-1] > _GREW * known[0] > 0:
         cause += f"; the loss had grown from {known[0]:.3g} to {known[-1]:.3g} before"
         advice = "lower the learning rate first, since the training had left its range; if that changes nothing, " + advice
-    if stage.rule != "non-finite-parameter" and not Precautions.of(history).skips:
+    if stage.rule != "non-finite-parameter" and not Precautions(history).skips:
         advice += ", or skip such steps: on_spike='skip'"
     return [
         *found,
