@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from torch_gradmon.analysis.width_sweep import WidthSweep
-from torch_gradmon.analysis.width_sweep.result import middle_of
 from torch_gradmon.analysis.width_sweep.verdicts import series
 
 #: Okabe & Ito's colours, which colour-blind people can distinguish.
@@ -54,7 +54,7 @@ def _panel(axes: Any, sweep: WidthSweep, title: str) -> None:
             for pairs in series(sweep.runs, name, "update", sweep.steps).values():
                 for width, value in pairs:
                     by_width.setdefault(width, []).append(value)
-            middle = [middle_of(by_width[width]) for width in sweep.widths]
+            middle = [geometric_mean(by_width[width]) for width in sweep.widths]
             relative = [value / middle[0] for value in middle]
             axes.plot(
                 sweep.widths, relative, "o-", color=colour, markersize=3, linewidth=1.5, label=label if place == 0 else None

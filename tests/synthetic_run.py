@@ -72,4 +72,4 @@ def history(
     names = {name for rows in sources.values() for name in rows}
     if matrices is None:
         matrices = {name: 100 for name in names if name.endswith("weight")}
-    return History(records, matrices=matrices, kinds=kinds)
+    return History(records, matrices=matrices, kinds=kinds or {})

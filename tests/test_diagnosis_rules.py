@@ -1050,7 +1050,7 @@ def test_an_unusual_loss_may_have_a_floor(fallen: float, chance: float, severity
 @pytest.mark.parametrize(("logged", "is_known"), [(2.0, True), (2.05, True), (128.0, False), (0.5, False)])
 def test_chance_is_that_of_the_loss_that_goes_backward(logged: float, is_known: bool) -> None:
     run = history(loss=lambda step: logged - step / 1000)
-    run = History(run.records, chance={"loss": 1.5, "step": 0.0, "went backward": 2.0})
+    run = History(run.records, known_chance={"loss": 1.5, "step": 0.0, "went backward": 2.0})
     assert bool(run.chance) == is_known
 
 

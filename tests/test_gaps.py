@@ -196,7 +196,7 @@ def test_gaps_stay_where_there_are_few_columns(run: Path, columns: int) -> None:
 
 def test_no_column_of_a_long_run_reaches_over_a_gap() -> None:
     steps = (*range(2000), *range(30_000, 32_000))
-    panel = Panel(LAYER_VIEWS["gradient"], steps, ("a",), torch.ones(len(steps), 1, dtype=torch.float64))
+    panel = Panel(steps, ("a",), torch.ones(len(steps), 1, dtype=torch.float64), LAYER_VIEWS["gradient"])
     cells = downsampled(panel, 100)
     assert len(cells.first) <= 100
     assert all(last < 2000 or first >= 30_000 for first, last in zip(cells.first, cells.last, strict=True))

@@ -313,6 +313,6 @@ def test_what_never_clips_is_not_advised_to_clip_less(touch: str) -> None:
 
 def test_an_edit_that_reduces_nothing_is_no_clip() -> None:
     values = {"grad_norm": lambda step: 1.0 + step % 5, "grad_norm_after_clip": lambda step: 1.0 + step % 5}
-    assert not Precautions.of(history(values={**values, "clip_fraction": lambda _: 0.0})).clips
+    assert not Precautions(history(values={**values, "clip_fraction": lambda _: 0.0})).clips
     clipped = {**values, "grad_norm_after_clip": lambda step: min(1.0 + step % 5, 3.0), "clip_fraction": lambda _: 0.4}
-    assert (Precautions.of(history(values=clipped)).clips, Precautions.of(history(values=clipped)).bound) == (True, 3.0)
+    assert (Precautions(history(values=clipped)).clips, Precautions(history(values=clipped)).bound) == (True, 3.0)

@@ -191,7 +191,7 @@ CELLS = st.one_of(st.floats(1e-6, 1e6), st.just(0.0), st.just(math.nan), st.just
 
 @given(values=st.lists(CELLS, min_size=1, max_size=80), columns=st.integers(1, 30))
 def test_squeezing_keeps_extremes_and_whatever_is_not_finite(values: list[float], columns: int) -> None:
-    panel = Panel(VIEW, tuple(range(len(values))), ("a",), torch.tensor(values, dtype=torch.float64).unsqueeze(1))
+    panel = Panel(tuple(range(len(values))), ("a",), torch.tensor(values, dtype=torch.float64).unsqueeze(1), VIEW)
     cells = downsampled(panel, columns)
     found = cells.values[:, 0].tolist()
     assert len(found) == len(cells.first) == len(cells.last) <= columns
@@ -227,7 +227,7 @@ def test_a_line_of_few_points_keeps_its_ends_its_extremes_and_its_gaps(values: l
 def test_a_spike_of_one_step_in_ten_thousand_is_still_there() -> None:
     values = torch.rand(10_000, 3, dtype=torch.float64) + 1.0
     values[7777, 1], values[3333, 2] = 50.0, 1e-4
-    panel = Panel(VIEW, tuple(range(10_000)), ("a", "b", "c"), values)
+    panel = Panel(tuple(range(10_000)), ("a", "b", "c"), values, VIEW)
     cells = downsampled(panel, 1000)
     assert float(cells.values[777, 1]) == 50.0
     assert float(cells.values[333, 2]) == 1e-4
@@ -261,13 +261,13 @@ def test_hundreds_of_blocks_stand_together_with_their_neighbours() -> None:
 
 def test_norms_of_a_block_add_up_and_other_values_do_not() -> None:
     values = torch.tensor([[3.0, 4.0, math.nan], [math.inf, 1.0, math.nan], [math.nan, math.nan, math.nan]], dtype=torch.float64)
-    panel = Panel(VIEW, (0, 1, 2), ("a.x", "a.y", "a.z"), values)
+    panel = Panel((0, 1, 2), ("a.x", "a.y", "a.z"), values, VIEW)
     cells = downsampled(panel, 10)
-    norm = by_block(panel, cells, {"a": [0, 1, 2]})[:, 0].tolist()
+    norm = by_block(panel.view, cells.values, {"a": [0, 1, 2]})[:, 0].tolist()
     assert norm[:2] == [5.0, math.inf]
     assert math.isnan(norm[2])
-    other = Panel(LAYER_VIEWS["update"], (0, 1, 2), panel.names, values)
-    assert by_block(other, cells, {"a": [0, 1, 2]})[0, 0] == 4.0
+    other = Panel((0, 1, 2), panel.names, values, LAYER_VIEWS["update"])
+    assert by_block(other.view, cells.values, {"a": [0, 1, 2]})[0, 0] == 4.0
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------------------

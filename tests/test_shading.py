@@ -275,5 +275,5 @@ def test_layers_that_stand_out_are_not_those_of_the_first_step() -> None:
     values = torch.ones(100, 3, dtype=torch.float64)
     values[0, :2] = 50.0
     values[60, 2] = 5.0
-    panel = Panel(LAYER_VIEWS["gradient"], tuple(range(100)), ("a", "b", "c"), values)
+    panel = Panel(tuple(range(100)), ("a", "b", "c"), values, LAYER_VIEWS["gradient"])
     assert charts.most_deviating(panel, 1) == ["c"]

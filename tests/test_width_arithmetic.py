@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import torch_gradmon as gradmon
 from torch_gradmon.analysis.width_sweep import verdicts as judging
 from torch_gradmon.analysis.width_sweep.recipe import LayerTerms, SweepRun, TermProbe, terms
-from torch_gradmon.analysis.width_sweep.result import middle_of, table, words
+from torch_gradmon.analysis.width_sweep.result import TermLine, table, words
 from torch_gradmon.analysis.width_sweep.verdicts import (
     Expected,
     Layer,
@@ -635,5 +635,4 @@ def test_what_adds_up_below_the_output_is_the_largest_of_the_updates() -> None:
 
 
 def test_lines_run_through_the_geometric_mean_of_the_seeds() -> None:
-    assert middle_of([1.0, 100.0]) == pytest.approx(10.0)
-    assert middle_of([5.0]) == pytest.approx(5.0)
+    assert TermLine("a", "stable", "red", {16: [5.0], 8: [1.0, 100.0]}).means == pytest.approx([10.0, 5.0])

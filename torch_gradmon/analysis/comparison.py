@@ -66,11 +66,8 @@ def stage_of(key: Key) -> str:
 
 
 class Order:
-    """Ranks keys: by stage, then by place (forward for activations, backward for gradients), then by metric.
-
-    Args:
-        tensors: names by source. Outputs are in the order of the calls. Parameters are taken to be used in the order of their modules'
-            calls if those are known, otherwise in model order.
+    """Ranks keys: by stage, then by place (forward for activations, backward for gradients), then by metric. Takes names by source, outputs
+    in the order of the calls. Parameters are taken to be used in the order of their modules' calls if known, otherwise in model order.
     """
 
     def __init__(self, tensors: Mapping[str, Iterable[str]]) -> None:
@@ -337,10 +334,8 @@ class Pairing:
     def stray(self, left: ValueMatrix, right: ValueMatrix) -> Tensor:
         """The difference that rounding allows in metrics of single elements; 0 if equal bits are required."""
         columns = self.elements.columns
-        whole = torch.tensor(
-            [self.keys[column].metric == "zero_count" for column in columns.tolist()], dtype=torch.bool, device="cpu"
-        )
-        per_element = torch.where(whole, 1.0, 1.0 / self.elements.of(left, right).clamp(min=1.0))
+        whole = _whole([self.keys[column].metric == "zero_count" for column in columns.tolist()])
+        per_element = torch.where(whole > 0, 1.0, 1.0 / self.elements.of(left, right).clamp(min=1.0))
         return torch.where(self.rtol[columns] > 0, _STRAY * per_element, 0.0)
 
 
@@ -538,13 +533,9 @@ class Onset(NamedTuple):
     in its step, and ``settings`` those of optimizers that differ.
     """
 
-    stage: str
-    key: str
-    step: int
+    found: Divergence
     before: int | None
     compared: Container[str]
-    relative: float
-    is_finite: bool
     settings: Sequence[str] = ()
 
     def same(self, *stages: str) -> str:
@@ -562,18 +553,17 @@ class Onset(NamedTuple):
 
 
 def interpret(onset: Onset) -> str:
-    """What it means that this value is the first to differ."""
-    text = _PLACES[onset.stage](onset)
-    if not onset.is_finite:
+    text = _of_place(onset)
+    if not (math.isfinite(onset.found.a) and math.isfinite(onset.found.b)):
         return f"{text} Not all of the values are finite."
-    if onset.settings and onset.stage in _OF_STEP and (onset.stage != "parameters" or onset.before is not None):
+    if onset.settings and onset.found.stage in _OF_STEP and (onset.found.stage != "parameters" or onset.before is not None):
         return f"{text} The optimizers differ in {listed(onset.settings, 3)}, which may be the cause."
-    if onset.stage in ("settings", "other values"):
+    if onset.found.stage in ("settings", "other values"):
         return text
-    if onset.relative > _ROUNDING:
-        return f"{text} At {onset.relative:.1e} it is more than rounding in float32."
+    if onset.found.relative > _ROUNDING:
+        return f"{text} At {onset.found.relative:.1e} it is more than rounding in float32."
     return (
-        f"{text} At {onset.relative:.1e} it is of the size of rounding in float32: sums in another order, from kernels that are not "
+        f"{text} At {onset.found.relative:.1e} it is of the size of rounding in float32: sums in another order, from kernels that are not "
         "deterministic, another number of threads, or code that is equal in exact arithmetic. Such a difference grows during training."
     )
 
@@ -591,78 +581,44 @@ def interpret_noise(stage: str, key: str, share: float | None) -> str:
     )
 
 
-def interpret_gaps(step: int, run: str, keys: Sequence[str]) -> str:
-    """A sentence on values that a run lacks in ``step`` but both runs have in others; empty without ``keys``."""
-    if not keys:
-        return ""
-    more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
-    return f"In step {step} the {run} run lacks {keys[0]}{more}, which it has in other steps."
-
-
-def _parameters(onset: Onset) -> str:
-    if onset.before is None:
+def _of_place(onset: Onset) -> str:
+    """What is the same up to here, and what the first difference may come from."""
+    found, stage = onset.found, onset.found.stage
+    if stage == "parameters" and onset.before is None:
         return (
-            f"The parameters differ in the first compared step ({onset.step}): another seed, initialisation or checkpoint, or the runs "
+            f"The parameters differ in the first compared step ({found.step}): another seed, initialisation or checkpoint, or the runs "
             "diverged before."
         )
-    return (
-        f"All values that both runs recorded in step {onset.before} are the same, and then the parameters differ: {_OF_OPTIMIZER}, or "
-        f"another change between steps {onset.before} and {onset.step}."
-    )
-
-
-def _activations(onset: Onset) -> str:
-    if onset.key.startswith(f"{n.INPUT}/{n.ROOT}/"):
+    if stage == "parameters":
+        return (
+            f"All values that both runs recorded in step {onset.before} are the same, and then the parameters differ: {_OF_OPTIMIZER}, or "
+            f"another change between steps {onset.before} and {found.step}."
+        )
+    if stage == "activations" and found.key.startswith(f"{n.INPUT}/{n.ROOT}/"):
         return f"{onset.same('parameters')}, and the input of the model differs: other data."
-    return f"{onset.same('parameters')}, and this is the first activation that differs: {onset.of_forward}."
-
-
-def _loss(onset: Onset) -> str:
-    if "activations" in onset.compared:
+    if stage == "activations":
+        return f"{onset.same('parameters')}, and this is the first activation that differs: {onset.of_forward}."
+    if stage == "loss" and "activations" in onset.compared:
         return f"{onset.same('parameters', 'activations')}, and the loss differs: other targets, or other code of the loss."
-    hint = 'Activations (preset="full") would show more.'
-    return f"{onset.same('parameters')}, and the loss differs: {onset.of_forward}. {hint}"
+    if stage == "loss":
+        hint = 'Activations (preset="full") would show more.'
+        return f"{onset.same('parameters')}, and the loss differs: {onset.of_forward}. {hint}"
+    if stage == "gradients for the optimizer" and "gradients before clipping" in onset.compared:
+        return "The gradients are the same before clipping, and those that the optimizer uses differ: the clip, or its limit."
+    if stage in _BACKWARD:
+        if known := [before for before in ("activations", "loss") if before in onset.compared]:
+            return f"{onset.same('parameters', *known)}, and gradients differ: {_OF_BACKWARD}."
+        hint = 'A logged loss, or activations (preset="full"), would show which.'
+        return f"{onset.same('parameters')}, and gradients differ: {onset.of_forward}, or in the backward pass. {hint}"
+    if stage == "other values":
+        return "The step itself does not differ, only values that were logged beside it or follow from earlier steps."
+    same = onset.same("parameters", "gradients for the optimizer")
+    if stage == "settings":
+        return f"{same}, and {_SETTINGS.get(found.key, 'the learning rate')} differs."
+    return f"{same}, and the optimizer's result differs: {_OF_OPTIMIZER}."
 
 
-def _gradients(onset: Onset) -> str:
-    known = [stage for stage in ("activations", "loss") if stage in onset.compared]
-    if known:
-        return f"{onset.same('parameters', *known)}, and gradients differ: {_OF_BACKWARD}."
-    hint = 'A logged loss, or activations (preset="full"), would show which.'
-    return f"{onset.same('parameters')}, and gradients differ: {onset.of_forward}, or in the backward pass. {hint}"
-
-
-def _clipped(onset: Onset) -> str:
-    if "gradients before clipping" not in onset.compared:
-        return _gradients(onset)
-    return "The gradients are the same before clipping, and those that the optimizer uses differ: the clip, or its limit."
-
-
-def _settings(onset: Onset) -> str:
-    names = {"context/amp_scale": "the loss scale", "context/applied": "whether the step was applied"}
-    return f"{onset.same('parameters', 'gradients for the optimizer')}, and {names.get(onset.key, 'the learning rate')} differs."
-
-
-def _optimizer(onset: Onset) -> str:
-    return f"{onset.same('parameters', 'gradients for the optimizer')}, and the optimizer's result differs: {_OF_OPTIMIZER}."
-
-
-def _others(onset: Onset) -> str:
-    return "The step itself does not differ, only values that were logged beside it or follow from earlier steps."
-
-
-_PLACES: dict[str, Callable[[Onset], str]] = {
-    "parameters": _parameters,
-    "activations": _activations,
-    "loss": _loss,
-    "gradients of activations": _gradients,
-    "gradients before clipping": _gradients,
-    "gradients for the optimizer": _clipped,
-    "settings": _settings,
-    "optimizer state": _optimizer,
-    "updates": _optimizer,
-    "other values": _others,
-}
+_SETTINGS = {"context/amp_scale": "the loss scale", "context/applied": "whether the step was applied"}
 #: Stages that follow from the optimizer's step, or from the one before.
 _OF_STEP = frozenset({"parameters", "settings", "optimizer state", "updates"})
 _SHORT = {"gradients for the optimizer": "gradients"}
@@ -698,23 +654,18 @@ def check_use(left: Run, right: Run, rules: Rules) -> None:
 def find_unmatched(
     left: Run, right: Run, rules: Rules, steps: tuple[Sequence[int], Sequence[int]], gaps: tuple[Gaps, Gaps]
 ) -> tuple[Unmatched, Unmatched]:
-    own = {rules.renamed(key): key for key in compared_items(left)}
-    others = {key: key for key in compared_items(right)}
-    by_name = [{format_key(key): value for key, value in found.items()} for found in gaps]
-    return (
-        Unmatched(_less(steps[0], steps[1]), tuple(_lacking(own, others, rules, left.present(steps[0]))), by_name[0]),
-        Unmatched(_less(steps[1], steps[0]), tuple(_lacking(others, own, rules, right.present(steps[1]))), by_name[1]),
-    )
+    items = {rules.renamed(key): key for key in compared_items(left)}, {key: key for key in compared_items(right)}
 
+    def of_one(run: Run, at: int) -> Unmatched:
+        own, others, present = items[at], items[1 - at], run.present(steps[at])
+        lacking = (key for key in own.items() if key[0] not in others and key[1] in present)
+        return Unmatched(
+            tuple(sorted(set(steps[at]).difference(steps[1 - at]))),
+            tuple(format_key(key) for other, key in lacking if _is_compared(key, other, rules)),
+            {format_key(key): value for key, value in gaps[at].items()},
+        )
 
-def _lacking(own: Mapping[Key, Key], others: Mapping[Key, Key], rules: Rules, present: Container[Key | None]) -> Iterator[str]:
-    for other, key in own.items():
-        if other not in others and key in present and _is_compared(key, other, rules):
-            yield format_key(key)
-
-
-def _less(steps: Sequence[int], others: Sequence[int]) -> tuple[int, ...]:
-    return tuple(sorted(set(steps).difference(others)))
+    return of_one(left, 0), of_one(right, 1)
 
 
 def compared_items(run: Run) -> Iterator[Key]:
@@ -858,9 +809,7 @@ class Comparison:
         cell = self._cells(step, lambda sheet: sheet.differs)[0]
         found, row = cell.divergence(step), bisect_left(steps, step)
         before = steps[row - 1] if row else None
-        is_finite = math.isfinite(found.a) and math.isfinite(found.b)
-        stages = self.stages(step)
-        return found, interpret(Onset(found.stage, found.key, step, before, stages, found.relative, is_finite, settings))
+        return found, interpret(Onset(found, before, self.stages(step), settings))
 
     def _cells(self, step: int, chosen: Callable[[SheetComparison], Tensor]) -> list[Cell]:
         """The chosen values of a step, in the order of computation."""
@@ -873,10 +822,14 @@ class Comparison:
         sentences, stages = [], []
         for run, found in zip(("second", "first"), gaps, strict=True):  # what only the first has is missing from the second
             keys = sorted((key for key, (_, first) in found.items() if first == onset.step), key=self._order.rank)
-            sentences.append(interpret_gaps(onset.step, run, [format_key(key) for key in keys]))
-            stages += [stage_of(key) for key in keys[:1]]
+            if keys:
+                more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+                sentences.append(
+                    f"In step {onset.step} the {run} run lacks {format_key(keys[0])}{more}, which it has in other steps."
+                )
+                stages.append(stage_of(keys[0]))
         order = list(STAGES)
-        return " ".join(filter(None, sentences)), any(order.index(stage) <= order.index(onset.stage) for stage in stages)
+        return " ".join(sentences), any(order.index(stage) <= order.index(onset.stage) for stage in stages)
 
     def largest(self, step: int) -> Divergence | None:
         """The largest relative difference within the tolerance in a step."""

@@ -15,11 +15,10 @@ from typing import Any, Literal
 from ..core import keys as n
 from ..core.formatting import placed, printable, significant, strict
 from ..core.keys import Key, parse_key
-from ..core.loop_mistakes import LoopFinding
 from ..core.records import is_loss_of_network, loss_among
 from ..runs.liveness import PAUSES, RunStatus
 from ..spikes.signals import Episode, episodes, largest
-from .diagnosis.findings import Diagnosis, Finding
+from .diagnosis.findings import Diagnosis
 from .diagnosis.history import loop_findings
 from .diagnosis.series import Series, lower_median
 from .run import Run, load_run, settings_of
@@ -109,11 +108,8 @@ def run_card(
     points: int = 120,
     metrics: Sequence[str] = (),
 ) -> RunCard:
-    """Read the row of a run, in about ten milliseconds; raises as :func:`load_run`.
-
-    Args:
-        points: the most losses of the small chart.
-        metrics: keys of logged values, or of values for the whole model.
+    """Read the row of a run, in about ten milliseconds; raises as :func:`load_run`. The small chart has at most ``points`` losses;
+    ``metrics`` are keys of logged values, or of values for the whole model.
     """
     with closing(load_run(path)) as run:
         status = run.status
@@ -126,7 +122,10 @@ def run_card(
         times = [float(run.context(step)["time"]) for step in (steps[:1] + steps[-1:])]
         spikes = episodes(run.events, steps)
         worst, last = next(iter(largest(spikes, 1)), None), spikes[-1] if spikes else None
-        found = [] if diagnosis is not None else loop_findings(run.meta)
+        if diagnosis is None:
+            findings = [("", fact.rule, next(iter(fact.where), "")) for fact in loop_findings(run.meta)]
+        else:
+            findings = [(finding.severity, finding.rule, finding.where) for finding in diagnosis.findings]
         return RunCard(
             name=printable(os.fspath(path) if name is None else name),
             state=_state(status),
@@ -150,7 +149,7 @@ def run_card(
             not_applied=int(max(_series(run, _whole("steps_not_applied")).values, default=0.0)),
             headroom=next(reversed(_series(run, _whole("lr_over_critical")).values), None),
             cost=_cost(_series(run, _whole("overhead_fraction"))),
-            findings=[_named(finding) for finding in found] if diagnosis is None else _ranked(diagnosis),
+            findings=findings,
             is_diagnosed=diagnosis is not None,
             settings=dict(islice(settings_of(run.meta).items(), _SETTINGS)),
             metrics={metric: values[-1] for metric in metrics if (values := _metric(run, metric).values)},
@@ -175,11 +174,10 @@ def _state(status: RunStatus) -> State:
 
 def _sentence(status: RunStatus, raised: str, unwritten: int) -> str:
     said = "no step was recorded: the run has ended" if status.step is None and status.has_ended else str(status)
-    ended = f"{said}, with {raised}" if raised else said
-    lost = f"{unwritten} step{'s' * (unwritten != 1)}"
-    return (
-        f"{ended}; {lost} could not be written, and what is said is about the others" if unwritten and status.has_ended else ended
-    )
+    said += f", with {raised}" * bool(raised)
+    if unwritten and status.has_ended:
+        said += f"; {unwritten} step{'s' * (unwritten != 1)} could not be written, and what is said is about the others"
+    return said
 
 
 def _described(spike: Episode | None, sentence: str, place: str) -> dict[str, Any]:
@@ -220,14 +218,6 @@ def _thinned(series: Series, points: int) -> list[tuple[int, float]]:
     return [(series.steps[place], float(f"{series.values[place]:.4g}")) for place in places]
 
 
-def _named(finding: LoopFinding) -> tuple[str, str, str]:
-    return "", finding.rule, finding.where[0] if finding.where else ""
-
-
-def _ranked(diagnosis: Diagnosis) -> list[tuple[str, str, str]]:
-    return [(finding.severity, finding.rule, finding.where) for finding in diagnosis.findings]
-
-
 # --- How a run is, and what to do next ---
 
 #: States in which nothing is wrong with the process.
@@ -261,7 +251,7 @@ def next_action(card: RunCard, diagnosis: Diagnosis) -> str:
         return "Look at the process: no step comes any more, and its monitor was not detached."
     if card.state == "empty":
         return "Wait for the first step."
-    first = _first(diagnosis)
+    first = next(iter(diagnosis.findings), None)
     if first is not None and first.severity != "info":
         return first.advice
     if card.raised:
@@ -276,7 +266,7 @@ def next_action(card: RunCard, diagnosis: Diagnosis) -> str:
 
 def status_dict(card: RunCard, diagnosis: Diagnosis) -> dict[str, Any]:
     """For JSON; ``next`` has the action, and the finding that it is for, if any, with the command that shows more of it."""
-    first, rest = _first(diagnosis), card.to_dict()
+    first, rest = next(iter(diagnosis.findings), None), card.to_dict()
     worst = {"step": card.spike_step, "where": card.spike_where, "text": card.worst_spike}
     return {
         "run": card.name,
@@ -323,7 +313,3 @@ def status_text(card: RunCard, diagnosis: Diagnosis) -> Iterator[str]:
     lines.append(("next", next_action(card, diagnosis)))
     for title, text in lines:
         yield from textwrap.wrap(f"{title:<{_INDENT}}{text}", _WIDTH, subsequent_indent=" " * _INDENT, break_on_hyphens=False)
-
-
-def _first(diagnosis: Diagnosis) -> Finding | None:
-    return next(iter(diagnosis.findings), None)

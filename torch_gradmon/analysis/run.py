@@ -78,9 +78,6 @@ def _text(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-# --- A run on disk, with its plots and exports ---
-
-
 def load_run(path: str | os.PathLike[str]) -> Run:
     """Open the run directory ``path`` for reading.
 

@@ -45,42 +45,39 @@ class StepSource(Protocol):
         """The parameters of a step, ranked by suspicion; empty if its gradients are unknown."""
 
 
+@dataclass(frozen=True)
 class RecentSteps:
     """The last steps in a monitor's memory: their records, statistics of the gradients of some, and the ranked parameters at the time of
     each spike.
     """
 
-    def __init__(
-        self,
-        records: Mapping[int, StepRecord],
-        gradients: GradientNormHistory,
-        suspects: Mapping[int, Sequence[ParameterAttribution]],
-    ) -> None:
-        self._records, self._gradients, self._suspects = dict(records), gradients, suspects
+    records: Mapping[int, StepRecord]
+    gradients: GradientNormHistory
+    ranked: Mapping[int, Sequence[ParameterAttribution]]
 
     @property
     def steps(self) -> list[int]:
-        return sorted(self._records)
+        return sorted(self.records)
 
     @property
     def events(self) -> list[SpikeEvent]:
-        return [event for step in self.steps for event in self._records[step].events]
+        return [event for step in self.steps for event in self.records[step].events]
 
     def context(self, step: int) -> Mapping[str, Any]:
-        return {"applied": self._records[step].applied, **self._records[step].context}
+        return {"applied": self.records[step].applied, **self.records[step].context}
 
     def metrics(self, step: int) -> Mapping[str, float]:
-        return {format_key(key): value for key, value in self._records[step].values.items()}
+        return {format_key(key): value for key, value in self.records[step].values.items()}
 
     def value(self, signal: str, step: int) -> float | None:
         key = parse_key(signal)
-        found = value_of(signal, self._records[step], {})
+        found = value_of(signal, self.records[step], {})
         if found is None and not key.source:
-            found = self._records[step].values.get(Key(SUMMARY, "", signal))
-        return value_in(self._gradients.table(step), key) if found is None and key.source == self._gradients.source else found
+            found = self.records[step].values.get(Key(SUMMARY, "", signal))
+        return value_in(self.gradients.table(step), key) if found is None and key.source == self.gradients.source else found
 
     def suspects(self, step: int) -> Sequence[ParameterAttribution]:
-        return self._suspects.get(step) or self._gradients.suspects(step)
+        return self.ranked.get(step) or self.gradients.suspects(step)
 
 
 # --- The content of a spike report, as data ---
@@ -124,11 +121,7 @@ class SpikeReport:
 
     @classmethod
     def of(cls, source: StepSource, step: int | None = None) -> SpikeReport:
-        """The report on ``step``, by default on the worst step of the largest spike.
-
-        Raises:
-            ValueError: the step is unknown, or there is no spike.
-        """
+        """The report on ``step``, by default on the worst step of the largest spike; ValueError if it is unknown, or there is none."""
         known = source.steps
         spikes = episodes(source.events, known)
         if step is None:
@@ -265,15 +258,14 @@ _TITLES = ("norm", "usual", "times", "score", "share", "since")
 
 
 def explain(source: StepSource, step: int | None = None) -> ShownText:
-    """The report on ``step``, by default on the worst step of the largest spike, or that there is no spike.
-
-    Raises:
-        ValueError: the step is unknown.
-    """
+    """The report on ``step``, by default on the worst step of the largest spike, or that there is no spike; ValueError if it is unknown."""
     if step is None and not source.events:
         return ShownText(no_spike(source))
     report = SpikeReport.of(source, step)
-    lines = [*_heading(report), "", *_signal_rows(report), "", *_parameters(report)]
+    rows = [("signal", [f"[{number}]" if number == report.step else str(number) for number in report.around])]
+    rows += [(name, list(map(_fact, facts))) for name, facts in report.facts]
+    rows += [(name, list(map(significant, values))) for name, values in report.signals]
+    lines = [*_heading(report), "", *(_row(name, cells) for name, cells in rows), "", *_parameters(report)]
     for sentence in report.recovery:
         lines += ["", sentence]
     if report.others:
@@ -328,12 +320,6 @@ def _fact(value: Any) -> str:
 
 def _row(name: str, cells: Sequence[str]) -> str:
     return f"{cut_start(name, _NAME_WIDTH - 1):<{_NAME_WIDTH}}" + "".join(f"{f' {cell}':>{_WIDTH}}" for cell in cells)
-
-
-def _signal_rows(report: SpikeReport) -> Iterator[str]:
-    yield _row("signal", [f"[{number}]" if number == report.step else str(number) for number in report.around])
-    yield from (_row(name, list(map(_fact, facts))) for name, facts in report.facts)
-    yield from (_row(name, list(map(significant, values))) for name, values in report.signals)
 
 
 def _parameters(report: SpikeReport) -> Iterator[str]:

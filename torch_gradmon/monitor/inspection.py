@@ -151,13 +151,12 @@ def diagnose(runtime: Runtime) -> Diagnosis:
     if runtime.fence.inert:
         return Diagnosis((), None, _DISABLED)
     pipeline, model = runtime.pipeline, runtime.factory.model
-    facts = runtime.findings()
     data, setup = runtime.built_in.data, runtime.built_in.setup
     place, recent = pipeline.directory.path, pipeline.history.recent()
     history = History(
         pipeline.history.sample.records(),
         recent.events,
-        facts,
+        runtime.findings(),
         model.matrices,
         model.kinds,
         "" if place is None else shlex.quote(str(place)),
@@ -165,7 +164,7 @@ def diagnose(runtime: Runtime) -> Diagnosis:
         recent.suspects,
         {} if data is None else data.chance,
         setup.groups,
-        setup.frozen,
+        frozenset(setup.frozen),
         data is not None and data.acts,
         model.parameters,
         pipeline.directory.facts.get("trainer", ""),

@@ -10,7 +10,7 @@ from typing import Any
 from ..core import keys as n
 from ..core.keys import Key
 from ..core.moments import VIEWS, Column
-from ..core.records import ASKED_LATE, Block, Metric, StatsTable, StepRecord, StepValues
+from ..core.records import ASKED_LATE, Block, Metric, StatsTable, StepRecord, StepValues, in_blocks
 from ..statistics import histogram
 from .active_step import ActiveStep
 from .buffer import PendingReadback, StepBuffer, merged

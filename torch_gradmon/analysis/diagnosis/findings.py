@@ -83,8 +83,6 @@ CONSEQUENCES: Mapping[str, frozenset[str]] = {
 }
 
 
-# --- The findings of a diagnosis, as data and as text ---
-
 #: The gravest first.
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
 #: In the evidence of a spike that undid what was learnt.

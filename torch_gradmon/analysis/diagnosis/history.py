@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import shlex
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, Literal
@@ -90,16 +90,6 @@ class Learning:
     is_at_chance: bool = False
     is_worse: bool = False
 
-    @property
-    def is_learning(self) -> bool:
-        """Whether the loss falls; False if that is unknown."""
-        return self.state == "falls"
-
-    @property
-    def concern(self) -> Severity:
-        """The severity of a problem that matters only if the model does not learn."""
-        return "warning" if self.is_stuck or self.is_worse else "info"
-
 
 def learning(loss: Series, is_resumed: bool = False, chance: float = 0.0) -> Learning:
     """The trend of the finite losses; ``chance`` is the loss of the best constant answer, 0 if it is unknown."""
@@ -136,11 +126,7 @@ def trend(finite: Series) -> tuple[State, float, float]:
     """
     if len(finite) < _FEWEST:
         return "unknown", math.nan, math.nan
-    few, head, tail = (
-        Series(finite.steps[:_FIRST_LOSSES], finite.values[:_FIRST_LOSSES]),
-        finite.part(0.0, _HEAD),
-        finite.part(1 - _TAIL, 1.0),
-    )
+    few, head, tail = finite[:_FIRST_LOSSES], finite.part(0.0, _HEAD), finite.part(1 - _TAIL, 1.0)
     least = _SHARE * abs(few.median)
     fell = few.median - tail.median
     if fell > max(_SPREADS * spread(tail), least):
@@ -170,7 +156,7 @@ def spread(part: Series) -> float:
         return _OF_MAD * _deviation(part) / _EXPECTED.get(len(part), 1.0)
     values = part.values
     third = max(len(values) // 3, 1)
-    rise = Series(part.steps[-third:], values[-third:]).median - Series(part.steps[:third], values[:third]).median
+    rise = part[-third:].median - part[:third].median
     slope = rise / max(len(values) - third, 1)
     level = _deviation(Series(part.steps, tuple(value - slope * place for place, value in enumerate(values))))
     as_it_is = _deviation(part)
@@ -213,19 +199,22 @@ _QUIET = 0.01
 _OF_BEGINNING = {n.PARAMETER: "parameters", n.ACTIVATION: "outputs of modules", n.GRADIENT_BEFORE_CLIP: "gradients"}
 #: A matrix begins near zero if its gain is below this part of the usual one.
 _NEAR_ZERO = 0.1
+#: The facts about a run that have the name that they have here.
+_OF_META = ("matrices", "kinds", "acts", "parameters", "trainer", "clip_bound")
 #: The outputs that can be the loss of a model that computes its own.
 _OWN_LOSS = (f"{n.ROOT}.loss", n.ROOT, f"{n.ROOT}[0]")
 
 
+@dataclass(eq=False)
 class History:
     """The records of a run, ascending by step, and what is known of its model, optimizers and loop.
 
-    Args:
+    Attributes:
         matrices: parameters of two or more dimensions, with their fan in, or 0 if it is unknown.
         place: path of the run as in a command line; empty for a run without a directory.
-        steps: all recorded steps, ascending; by default those of ``records``.
-        suspects: ranks the parameters of a step by suspicion; by default from the gradients in ``records``.
-        chance: the loss of the best constant answer, see ``Targets.chance``; empty if it is unknown.
+        recorded: all recorded steps, ascending; None for those of ``records``.
+        suspects_of: ranks the parameters of a step by suspicion; None if that is done from the gradients in ``records``.
+        known_chance: the loss of the best constant answer, see ``Targets.chance``; empty if it is unknown.
         frozen: names of parameters that did not require a gradient when the optimizers were attached.
         acts: the data depend on the model, as those of a policy or of a GAN do.
         parameters: all parameters of the model with their ``"shape"`` and ``"dtype"``.
@@ -234,66 +223,51 @@ class History:
         raised: the exception that ended the training, as text; empty without.
     """
 
-    def __init__(
-        self,
-        records: Iterable[StepRecord],
-        events: Iterable[SpikeEvent] = (),
-        facts: Iterable[LoopFinding] = (),
-        matrices: Mapping[str, int] | None = None,
-        kinds: Mapping[str, str] | None = None,
-        place: str = "",
-        steps: Sequence[int] | None = None,
-        suspects: Callable[[int], Sequence[ParameterAttribution]] | None = None,
-        chance: Mapping[str, float] | None = None,
-        groups: Sequence[Mapping[str, Any]] = (),
-        frozen: Iterable[str] = (),
-        acts: bool = False,
-        parameters: Mapping[str, Mapping[str, Any]] | None = None,
-        trainer: object = "",
-        is_cut: bool = False,
-        clip_bound: float | None = None,
-        raised: str = "",
-    ) -> None:
-        self.records = sorted(records, key=lambda record: record.step)
-        self.events = list(events) or [event for record in self.records for event in record.events]
-        self.facts = list(facts)
-        self.parameters = dict(parameters or {})
+    records: Sequence[StepRecord]
+    events: Sequence[SpikeEvent] = ()
+    facts: Sequence[LoopFinding] = ()
+    matrices: Mapping[str, int] = field(default_factory=dict)
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    place: str = ""
+    recorded: Sequence[int] | None = None
+    suspects_of: Callable[[int], Sequence[ParameterAttribution]] | None = None
+    known_chance: Mapping[str, float] = field(default_factory=dict)
+    groups: Sequence[Mapping[str, Any]] = ()
+    frozen: frozenset[str] = frozenset()
+    acts: bool = False
+    parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    trainer: object = ""
+    is_cut: bool = False
+    clip_bound: float | None = None
+    raised: str = ""
+
+    def __post_init__(self) -> None:
+        self.records = sorted(self.records, key=lambda record: record.step)
+        self.events = self.events or [event for record in self.records for event in record.events]
         # a gain in the shape of a matrix, such as [channels, 1, 1], is none
-        self.matrices = {name: fan_in for name, fan_in in (matrices or {}).items() if fan_in or not self._is_vector(name)}
-        self.kinds = dict(kinds or {})
-        self.place = place
-        self._recorded, self._suspects = steps, suspects
-        self._chance, self.groups, self.frozen, self.acts = dict(chance or {}), list(groups), frozenset(frozen), acts
-        self.is_cut, self.clip_bound, self.raised = is_cut, clip_bound, raised
-        self.advice, self._trainer = advice_for(trainer), trainer
+        self.matrices = {name: fan_in for name, fan_in in self.matrices.items() if fan_in or not self._is_vector(name)}
+        self.advice = advice_for(self.trainer)
         self._matrices: dict[tuple[str, str], Matrix] = {}
 
     @classmethod
     def of_run(cls, run: RunReader, most: int = MOST) -> History:
         """Read at most ``most`` steps of a run directory."""
-        events = run.events
+        events, meta = run.events, run.meta
         loss = loss_among(run.scalars)
         liked = [] if loss is None or len(run.steps) <= most else sorted(run.stored(loss))
-        chosen = subsample_steps(run.steps, by_size(events), most, liked)
-        facts = loop_findings(run.meta)
-        window = run.window(chosen)
-        records = [_record(window, step) for step in window.steps]
-        place = shlex.quote(str(run.path))
-        known = run.meta.get("matrices"), run.meta.get("kinds"), place, run.steps, partial(suspects, run)
-        meta = run.meta
+        window = run.window(subsample_steps(run.steps, by_size(events), most, liked))
         return cls(
-            records,
+            [_record(window, step) for step in window.steps],
             events,
-            facts,
-            *known,
-            meta.get("chance"),
-            meta.get("optimizers") or (),
-            meta.get("frozen") or (),
-            bool(meta.get("acts")),
-            meta.get("parameters"),
-            meta.get("trainer", ""),
-            clip_bound=meta.get("clip_bound"),
+            loop_findings(meta),
+            place=shlex.quote(str(run.path)),
+            recorded=run.steps,
+            suspects_of=partial(suspects, run),
+            known_chance=meta.get("chance", {}),
+            groups=meta.get("optimizers", ()),
+            frozen=frozenset(meta.get("frozen", ())),
             raised=meta.get("raised", "") if run.status.has_ended else "",
+            **{name: meta[name] for name in _OF_META if name in meta},
         )
 
     def before_nonfinite(self) -> History:
@@ -301,13 +275,7 @@ class History:
         last = len(self.records)
         while last and _is_nonfinite(self.records[last - 1].tables.get(n.PARAMETER)):
             last -= 1
-        if last == len(self.records):
-            return self
-        kept = self.records[:last], self.events, self.facts, self.matrices, self.kinds, self.place
-        of_setup = self._chance, self.groups, self.frozen, self.acts, self.parameters, self._trainer
-        return History(
-            *kept, self._recorded, self._suspects, *of_setup, is_cut=True, clip_bound=self.clip_bound, raised=self.raised
-        )
+        return self if last == len(self.records) else replace(self, records=self.records[:last], is_cut=True)
 
     @property
     def died(self) -> bool:
@@ -329,14 +297,14 @@ class History:
     @property
     def spikes(self) -> list[Episode]:
         """The finite spikes up to the last step that is looked at, ascending."""
-        steps = self.steps if self._recorded is None else self._recorded
+        steps = self.steps if self.recorded is None else self.recorded
         last = self.steps[-1] if self.records else -math.inf
         return episodes([event for event in self.events if event.step <= last and math.isfinite(event.value)], steps)
 
     def suspects(self, step: int) -> Sequence[ParameterAttribution]:
         """The parameters of a step, ranked by suspicion; empty if its gradients are unknown."""
-        if self._suspects is not None:
-            return self._suspects(step)
+        if self.suspects_of is not None:
+            return self.suspects_of(step)
         gradients = GradientNormHistory()
         for record in self.records:
             if record.step <= step:
@@ -357,8 +325,11 @@ class History:
         The loss is the shortest key like ``loss``, ``train/loss`` or ``loss/train``; a key like ``kl_loss`` is used only if there
         is no other.
         """
-        chosen = self._loss_key
-        return _returned_loss(self) if chosen is None else self._of_keys(chosen)
+        if self._loss_key is not None:
+            return self._of_keys(self._loss_key)
+        outputs = self.matrix(n.ACTIVATION, "mean")
+        returned = next((name for name in _OWN_LOSS if name in self.returned_numbers), None)
+        return Series() if not outputs or returned is None else outputs.column(returned)
 
     @cached_property
     def _loss_key(self) -> Key | None:
@@ -371,17 +342,17 @@ class History:
         return "The loss" if key is None or (is_whole_loss(key) and not is_loss_of_network(key)) else key.name
 
     @cached_property
-    def chance(self) -> dict[str, float]:
+    def chance(self) -> Mapping[str, float]:
         """As given, unless another loss is logged than the one that goes backward, such as a sum for a mean."""
-        known, step = self._chance.get("went backward"), self._chance.get("step")
+        known, step = self.known_chance.get("went backward"), self.known_chance.get("step")
         logged = next((value for at, value in self.loss.pairs() if at == step), known)
         is_other = known is not None and logged is not None and abs(logged - known) > _AGREES * abs(known)
-        return {} if is_other else self._chance
+        return {} if is_other else self.known_chance
 
     @property
     def backward_over_logged(self) -> float:
         """By what the loss that goes backward is larger than the logged one, as a sum is than a mean; 1 if that is unknown."""
-        known, step = self._chance.get("went backward", 0.0), self._chance.get("step")
+        known, step = self.known_chance.get("went backward", 0.0), self.known_chance.get("step")
         logged = next((value for at, value in self.loss.pairs() if at == step), 0.0)
         return known / logged if known > (1 + _AGREES) * logged > 0 else 1.0
 
@@ -400,6 +371,11 @@ class History:
     def group_rates(self) -> list[Sequence[float]]:
         """The learning rates of each step, by parameter group; a single 0 if they are unknown."""
         return [record.context.get("lr") or [0.0] for record in self.records]
+
+    @cached_property
+    def largest_rates(self) -> Series:
+        """The same as :attr:`rates`, of the steps in which it is known."""
+        return Series.of((record.step, float(max(rates))) for record in self.records if (rates := record.context.get("lr")))
 
     @property
     def rests_at_chance(self) -> bool:
@@ -426,7 +402,7 @@ class History:
     @property
     def concern(self) -> Severity:
         """The severity of a problem that matters only if the model does not learn, which a loss that need not fall does not show."""
-        return "info" if self.need_not_fall else self.learning.concern
+        return "warning" if (self.learning.is_stuck or self.learning.is_worse) and not self.need_not_fall else "info"
 
     @cached_property
     def _owned(self) -> frozenset[str]:
@@ -511,7 +487,6 @@ class History:
         return math.nan if place is None else self.loss.finite.values[place]
 
     def applied(self, name: str) -> Series:
-        """A whole-model value over the applied steps."""
         not_applied = {record.step for record in self.records if not record.applied}
         return Series.of(pair for pair in self.series(name).pairs() if pair[0] not in not_applied)
 
@@ -574,10 +549,7 @@ class History:
         """``ratios`` to the norms of weights, without those of matrices that began near zero and have not yet grown to a tenth of the usual
         gain, the root mean square times the root of the fan in (of the usual one where it is unknown). The second matrix of an adapter
         begins so, and the last of a branch: beside zero each gradient and each update is large, which tells nothing of depth or rates.
-
-        Args:
-            ratios: of parameters.
-            behind: leave out the other matrices of the branch too, since what goes back to them passes through the one near zero.
+        ``behind`` leaves out the other matrices of the branch too, since what goes back to them passes through the one near zero.
         """
         sizes = self.matrix(n.PARAMETER, "rms")
         names = [name for name in ratios.names if name in self.matrices]
@@ -626,17 +598,17 @@ class History:
         advice: str,
         weight: float,
         severity: Severity | None = None,
-        steps: tuple[int, int] | None = None,
+        steps: Sequence[int] = (),
     ) -> list[Finding]:
         """A list of one :class:`Finding`, as rules return it.
 
-        The default severity is that of a problem that matters only if the model does not learn; the default steps are all steps.
+        The default severity is that of a problem that matters only if the model does not learn; the default steps are all steps. Of
+        ``steps`` the first and the last count.
         """
-        steps = steps or (self.records[0].step, self.records[-1].step)
-        return [Finding(rule, severity or self.concern, where, steps, evidence, cause, advice, weight)]
+        span = (steps[0], steps[-1]) if steps else (self.records[0].step, self.records[-1].step)
+        return [Finding(rule, severity or self.concern, where, span, evidence, cause, advice, weight)]
 
     def sizes(self, source: str) -> dict[str, float]:
-        """The number of elements of each tensor of a source."""
         found: dict[str, float] = {}
         for record in reversed(self.records):
             table = record.tables.get(source)
@@ -669,13 +641,6 @@ def _branch(name: str, names: Sequence[str]) -> list[int]:
     return []
 
 
-def _returned_loss(history: History) -> Series:
-    """The only number that the model returns."""
-    outputs = history.matrix(n.ACTIVATION, "mean")
-    found = next((name for name in _OWN_LOSS if name in history.returned_numbers), None)
-    return Series() if not outputs or found is None else outputs.column(found)
-
-
 def _is_nonfinite(parameters: StatsTable | None) -> bool:
     return parameters is not None and bool(parameters.rows[:, Column.NONFINITE].any())
 
@@ -692,54 +657,32 @@ def _record(window: Window, step: int) -> StepRecord:
 _BEGINS = 0.5
 
 
-@dataclass(frozen=True)
 class Precautions:
-    """What the training already does.
+    """What the training already does."""
 
-    Attributes:
-        clips: whether a clip has made gradients smaller; one whose bound no norm reaches, or that is infinite, is none.
-        bound: the norm to which they are clipped; None if clipped steps have none in common.
-        adaptive: whether the limit of the clip follows the gradients.
-        warm_up: steps in which the learning rate rises from the start; 0 without a warm-up.
-        raises: whether the learning rate ends above its value in the middle.
-        groups: number of parameter groups according to the learning rates; 1 if unknown.
-    """
-
-    clips: bool
-    bound: float | None
-    adaptive: bool
-    scale: float | None
-    warm_up: int
-    raises: bool
-    groups: int
-    skips: bool
-
-    @classmethod
-    def of(cls, history: History) -> Precautions:
-        rates = _rates(history)
-        scales = [scale for record in history.records if (scale := record.context.get("amp_scale")) is not None]
-        adaptive = any(len(history.series(name)) for name in ("clip_limit", "clipped_parameters"))
-        bound = None if adaptive else history.edit.bound
-        shares = history.series("clip_fraction")
-        return cls(
-            clips=adaptive or bound is not None or any(share > 0 for share in shares.values),
-            bound=bound,
-            adaptive=adaptive,
-            scale=float(scales[-1]) if scales else None,
-            warm_up=_warm_up(rates, history.is_resumed),
-            raises=bool(rates) and rates.values[-1] > rates.at(0.5),
-            groups=max((len(record.context.get("lr") or [0]) for record in history.records), default=1),
-            skips=any(record.skipped for record in history.records),
-        )
+    def __init__(self, history: History) -> None:
+        records, rates = history.records, history.largest_rates
+        # whether the limit of the clip follows the gradients
+        self.adaptive = any(len(history.series(name)) for name in ("clip_limit", "clipped_parameters"))
+        # the norm to which gradients are clipped; None if clipped steps have none in common
+        self.bound = None if self.adaptive else history.edit.bound
+        # whether a clip has made gradients smaller; one whose bound no norm reaches, or that is infinite, is none
+        has_clipped = any(share > 0 for share in history.series("clip_fraction").values)
+        self.clips = self.adaptive or self.bound is not None or has_clipped
+        scales = [float(scale) for record in records if (scale := record.context.get("amp_scale")) is not None]
+        self.scale = scales[-1] if scales else None
+        # steps in which the learning rate rises from the start; 0 without a warm-up
+        self.warm_up = _warm_up(rates, history.is_resumed)
+        # whether the learning rate ends above its value in the middle
+        self.raises = bool(rates) and rates.values[-1] > rates.at(0.5)
+        # number of parameter groups according to the learning rates; 1 if unknown
+        self.groups = max((len(record.context.get("lr") or [0]) for record in records), default=1)
+        self.skips = any(record.skipped for record in records)
 
     @property
     def warm_up_advice(self) -> str:
         """The end of a sentence that recommends a lower learning rate."""
         return f"; the warm-up of {self.warm_up} steps is too short" if self.warm_up else "; add a warm-up"
-
-
-def _rates(history: History) -> Series:
-    return Series.of((record.step, float(max(rates))) for record in history.records if (rates := record.context.get("lr")))
 
 
 def _warm_up(rates: Series, is_resumed: bool) -> int:

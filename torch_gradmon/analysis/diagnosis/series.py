@@ -6,8 +6,9 @@ import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from torch import Tensor
 from ...core.moments import ALWAYS, VIEWS
 from ...core.records import StatsTable
 from ...runs.reader import fitting
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 def lower_median(values: Iterable[float]) -> float:
@@ -39,6 +43,9 @@ class Series:
     def __len__(self) -> int:
         return len(self.steps)
 
+    def __getitem__(self, part: slice) -> Series:
+        return Series(self.steps[part], self.values[part])
+
     def pairs(self) -> Iterable[tuple[int, float]]:
         return zip(self.steps, self.values, strict=True)
 
@@ -50,18 +57,16 @@ class Series:
         return Series.of((step, value) for step, value in self.pairs() if math.isfinite(value))
 
     def since(self, step: int) -> Series:
-        first = bisect_left(self.steps, step)
-        return Series(self.steps[first:], self.values[first:])
+        return self[bisect_left(self.steps, step) :]
 
     def before(self, step: int) -> Series:
-        last = bisect_left(self.steps, step)
-        return Series(self.steps[:last], self.values[:last])
+        return self[: bisect_left(self.steps, step)]
 
     def part(self, first: float, last: float) -> Series:
         """From one share of the series to another: ``part(0.75, 1)`` is its last quarter. At least one value, if it has any."""
         low = min(int(first * len(self)), max(len(self) - 1, 0))
         high = max(math.ceil(last * len(self)), low + 1)
-        return Series(self.steps[low:high], self.values[low:high])
+        return self[low:high]
 
     def at(self, share: float) -> float:
         """The value at a share of the way from the first step to the last, or of the next step that has one."""
@@ -170,13 +175,8 @@ def assembled(
 ) -> tuple[tuple[str, ...], Tensor]:
     """Rows of tensors of the same names, and of others, below each other. Of more tensors than memory allows those with most rows are kept.
 
-    Args:
-        parts: the names of some successive rows, and these ``[rows, tensors]``.
-        counts: the number of all rows with these names.
-        names: all names, in the order of the result.
-
-    Returns:
-        The names, and float64 ``[rows, tensors]``; NaN where a row lacks a name.
+    ``parts`` are the names of some successive rows, and these ``[rows, tensors]``; ``counts`` the number of all rows with these names;
+    ``names`` all of them, in the order of the result: the names that are kept, and float64 ``[rows, tensors]``, NaN where a row lacks one.
     """
     known = dict.fromkeys(names, 0)
     for own, count in counts.items():
@@ -225,15 +225,14 @@ class Matrix:
         rows = ((table.names, row[None]) for (_, table), row in zip(kept, found, strict=True))
         return cls(tuple(step for step, _ in kept), *assembled(rows, counts, names))
 
-    def over(self, base: Matrix) -> Matrix:
+    def over(self, base: Matrix) -> Self:
         """This matrix divided by ``base``, on the steps and tensors of both; NaN where ``base`` is not positive."""
         steps, names = set(base.steps), set(base.names)
         both = [step for step in self.steps if step in steps], [name for name in self.names if name in names]
         above, below = self.of(*both), base.of(*both).values
-        return Matrix(above.steps, above.names, torch.where(below > 0, above.values / below, math.nan))
+        return replace(above, values=torch.where(below > 0, above.values / below, math.nan))
 
     def by_name(self, values: Tensor) -> dict[str, float]:
-        """One value of each tensor."""
         return dict(zip(self.names, values.tolist(), strict=True))
 
     def column(self, name: str) -> Series:
@@ -241,13 +240,13 @@ class Matrix:
         values = self.values[:, self.names.index(name)].tolist()
         return Series.of((step, value) for step, value in zip(self.steps, values, strict=True) if not math.isnan(value))
 
-    def of(self, steps: Iterable[int], names: Iterable[str]) -> Matrix:
+    def of(self, steps: Iterable[int], names: Iterable[str]) -> Self:
         """The part with these steps and tensors; it must have them all."""
         row = {step: number for number, step in enumerate(self.steps)}
         column = {name: number for number, name in enumerate(self.names)}
         steps, names = tuple(steps), tuple(names)
         values = self.values[[row[step] for step in steps]][:, [column[name] for name in names]]
-        return Matrix(steps, names, values)
+        return replace(self, steps=steps, names=names, values=values)
 
     def part(self, first: float, last: float) -> Matrix:
         rows = Series(self.steps, tuple(range(len(self.steps)))).part(first, last)

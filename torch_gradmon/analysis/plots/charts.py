@@ -25,7 +25,6 @@ from .elements import (
     POINTS,
     Chart,
     DepthProfile,
-    Downsampled,
     Heatmap,
     Line,
     LineChart,
@@ -79,16 +78,16 @@ def _neighbours(found: Mapping[str, list[int]], most: int) -> dict[str, list[int
     }
 
 
-def by_block(panel: Panel, cells: Downsampled, groups: Mapping[str, Sequence[int]]) -> torch.Tensor:
-    """One column for each block, float64 ``[columns, blocks]``: the root of the sum of squares of its layers, or the largest value;
+def by_block(view: PlotView, cells: Tensor, groups: Mapping[str, Sequence[int]]) -> Tensor:
+    """One column for each block of ``cells`` ``[columns, layers]``: the root of the sum of squares of its layers, or the largest value;
     infinite if one layer is not finite.
     """
     found = []
     for places in groups.values():
-        values = cells.values[:, list(places)]
+        values = cells[:, list(places)]
         absent = values.isnan().all(1)
         known = values.nan_to_num(nan=0.0, posinf=math.inf)
-        one = known.square().sum(1).sqrt() if panel.view.adds_up else known.amax(1)
+        one = known.square().sum(1).sqrt() if view.adds_up else known.amax(1)
         found.append(torch.where(absent, math.nan, one))
     return torch.stack(found, 1)
 
@@ -123,10 +122,10 @@ def heatmap(
         tuple(groups),
         cells.first,
         cells.last,
-        tuple(map(tuple, by_block(panel, cells, groups).T.tolist())),
+        tuple(map(tuple, by_block(panel.view, cells.values, groups).T.tolist())),
         panel.view.is_log,
         _marks(panels),
-        tuple(medians(by_block(panel, downsampled(panel, len(panel.steps)), groups)).tolist()) if is_relative else None,
+        tuple(medians(by_block(panel.view, panel.values, groups)).tolist()) if is_relative else None,
         panel.gaps,
         panel.axis,
         tuple(all(panel.names[place] in panel.due for place in places) for places in groups.values()),
@@ -183,7 +182,7 @@ def depth(panels: PanelSet, view: str = "gradient", step: int | None = None, row
         close = min(panel.steps, key=lambda known: abs(known - step))
         raise ValueError(f"step {step} has no {panel.view.title}; the nearest that has is {close}")
     groups = blocks(panel.names, rows)
-    values = by_block(panel, downsampled(panel, len(panel.steps)), groups)
+    values = by_block(panel.view, panel.values, groups)
     known = values.where(values.isfinite(), math.nan)
     low, high = known.nan_to_num(nan=math.inf).amin(0), known.nan_to_num(nan=-math.inf).amax(0)
     return DepthProfile(
@@ -202,7 +201,7 @@ def layers(panels: PanelSet, view: str = "gradient", names: Sequence[str] = ()) 
     unknown = [name for name in names if name not in panel.names]
     if unknown:
         raise ValueError(f"there is no layer {unknown[0]!r} in it{nearest(unknown[0], panel.names)}")
-    series = {name: column(panel, name) for name in names or most_deviating(panel)}
+    series = {name: panel.column(name) for name in names or most_deviating(panel)}
     subplots = [
         Subplot(name, (Line.of(name, line, elements.BLUE, panels.gaps(line.steps), POINTS // 4),), panel.view.is_log)
         for name, line in series.items()
@@ -261,13 +260,7 @@ def _band(low: Series, high: Series, after_gaps: Sequence[int] = ()) -> tuple[Se
 
 
 def is_wide(loss: Series) -> bool:
-    """Whether the values of a loss need a logarithmic scale."""
     return 0 < _WIDE * min(loss.finite.values, default=0) < max(loss.finite.values, default=0)
-
-
-def column(panel: Panel, name: str) -> Series:
-    values = panel.values[:, panel.names.index(name)].tolist()
-    return Series.of((step, value) for step, value in zip(panel.steps, values, strict=True) if not math.isnan(value))
 
 
 def _marks(panels: PanelSet) -> tuple[int, ...]:
@@ -374,7 +367,7 @@ def pair_layers(pair: RunPair, names: Sequence[str], marks: Sequence[int] = (), 
         raise ValueError(f"there is no {view} of any layer that both runs have")
     both, view_of_both = (panels.first, panels.second), panels.first.view
     subplots = [
-        Subplot(name, _lines(pair, [column(panel, name) for panel in both], POINTS // 4), view_of_both.is_log) for name in names
+        Subplot(name, _lines(pair, [panel.column(name) for panel in both], POINTS // 4), view_of_both.is_log) for name in names
     ]
     return LineChart(view_of_both.title, tuple(subplots), tuple(marks), columns=3)
 
@@ -401,18 +394,8 @@ _ENGINES = {"plotly": "report", "matplotlib": "plot"}
 
 
 def plot(source: ValueSource, kind: str, engine: str, options: dict[str, Any]) -> Any:
-    """A figure of the engine.
-
-    Args:
-        source: of the values.
-        kind: one of :data:`CHARTS`.
-        engine: ``plotly`` or ``matplotlib``.
-        options: of the chart.
-
-    Raises:
-        ValueError: the kind or engine is unknown, or the value was not measured.
-        TypeError: the chart has no such option, or an option has the wrong type.
-        ImportError: the engine is not installed.
+    """A figure of the engine. Raises ValueError for an unknown kind or engine and a value that was not measured, TypeError for an option
+    that the chart lacks or of the wrong type, ImportError if the engine is not installed.
     """
     if kind not in CHARTS:
         raise ValueError(f"kind must be one of {', '.join(CHARTS)}, got {display(kind)}{nearest(str(kind), CHARTS)}")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...core import keys as n
-from ..diagnosis.series import Series, lower_median
+from ..diagnosis.series import Matrix, Series, lower_median
 
 # --- Colours that are distinct for the colour-blind, on light and on dark pages ---
 
@@ -309,21 +309,17 @@ LAYER_VIEWS: Mapping[str, PlotView] = {
 
 
 @dataclass(frozen=True)
-class Panel:
+class Panel(Matrix):
     """A view of all layers over the steps.
 
     Attributes:
-        names: of the layers, in model order.
-        values: float64 ``[steps, layers]``; NaN where a layer has no value, infinity where it has NaN or infinite elements.
+        values: NaN where a layer has no value, infinity where it has NaN or infinite elements.
         gaps: where the value was not measured.
         span: first and last step of the run, if the run has more steps than the panel.
         due: the layers of which a missing value means that they had no gradient, not that nobody looked.
     """
 
     view: PlotView
-    steps: tuple[int, ...]
-    names: tuple[str, ...]
-    values: Tensor
     source: str = ""
     gaps: tuple[Gap, ...] = ()
     span: tuple[int, int] | None = None
@@ -331,7 +327,6 @@ class Panel:
 
     @property
     def axis(self) -> tuple[int, int]:
-        """The first and the last step of the drawn axis."""
         return self.span or (self.steps[0], self.steps[-1])
 
 

@@ -57,7 +57,6 @@ def row_axis(names: Sequence[str]) -> dict[str, Any]:
 
 
 def framed(figure: go.Figure, title: str, height: int) -> go.Figure:
-    """The figure with its title, its height in pixels, and the common layout."""
     figure.update_layout(
         title={"text": escaped(title), "font": {"size": 15}},
         height=height,
@@ -103,7 +102,6 @@ def _shades(heat: Heatmap) -> list[list[float | None]]:
 
 
 def _scale(heat: Heatmap) -> dict[str, Any]:
-    """The colour scale and its labels."""
     bar: dict[str, Any] = {"title": {"text": "", "side": "right"}, "thickness": 14}
     if heat.medians is not None:
         most = scale_limit(heat.shades, heat.is_log)

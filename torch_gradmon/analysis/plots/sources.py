@@ -18,8 +18,6 @@ from ...runs.reader import RunReader, StatsSeries
 from ..diagnosis.series import Series, assembled
 from .elements import LAYER_VIEWS, Gap, Panel, PlotView, RecordedSteps
 
-# --- Where drawn values come from: a run directory, or the records in a monitor's memory ---
-
 
 @dataclass(frozen=True)
 class ValueSource:
@@ -145,7 +143,9 @@ class PanelSet:
         parts = [(steps, names, values[view.metric]) for steps, names, values in self._parts(source) if view.metric in values]
         if not parts:
             return None
-        due = self._with_gradients_due(source)
+        # where the norm of all gradients is known, each gradient that there was is measured
+        is_of_all = source == n.GRADIENT_BEFORE_CLIP and len(self.line("grad_norm")) > 0
+        due = tuple(self._source.names(n.PARAMETER)) if is_of_all else ()
         counts = Counter[tuple[str, ...]]()
         for some, measured, _ in parts:
             counts[measured] += len(some)
@@ -155,7 +155,7 @@ class PanelSet:
         if len(names) < len(all_names):
             view = replace(view, title=f"{view.title}, of the {len(names):,} of {len(all_names):,} layers that have it most")
         run = self.steps
-        return Panel(view, steps, names, values, source, self.gaps(steps), (run[0], run[-1]), frozenset(due))
+        return Panel(steps, names, values, view, source, self.gaps(steps), (run[0], run[-1]), frozenset(due))
 
     def _parts(self, source: str) -> list[_Part]:
         """All that is drawn of a source, read once; all of its rows would be several times as large."""
@@ -168,11 +168,6 @@ class PanelSet:
             ]
         return self._known[source]
 
-    def _with_gradients_due(self, source: str) -> tuple[str, ...]:
-        """The parameters whose gradient is measured in each step of ``source`` if there is one, as the norm of all needs them all."""
-        is_of_all = source == n.GRADIENT_BEFORE_CLIP and len(self.line("grad_norm")) > 0
-        return tuple(self._source.names(n.PARAMETER)) if is_of_all else ()
-
 
 def _values(stack: StatsSeries, metric: str) -> torch.Tensor:
     return torch.where(stack.rows[..., Column.NONFINITE] > 0, math.inf, stack.values(metric))
@@ -182,17 +177,9 @@ def _ratio(panel: Panel, base: Panel | None) -> Panel | None:
     """``panel`` divided by ``base``, on the steps and layers of both; None without any."""
     if base is None:
         return None
-    row = {step: place for place, step in enumerate(base.steps)}
-    column = {name: place for place, name in enumerate(base.names)}
-    rows = [place for place, step in enumerate(panel.steps) if step in row]
-    columns = [place for place, name in enumerate(panel.names) if name in column]
-    steps, names = tuple(panel.steps[r] for r in rows), tuple(panel.names[c] for c in columns)
-    if not steps or not names:
-        return None
-    under = base.values[[row[step] for step in steps]][:, [column[name] for name in names]]
-    values = panel.values[rows][:, columns] / under
-    values = torch.where(under.isinf(), math.inf, torch.where(under > 0, values, math.nan))
-    return replace(panel, steps=steps, names=names, values=values)
+    found = panel.over(base)
+    values = torch.where(base.of(found.steps, found.names).values.isinf(), math.inf, found.values)
+    return replace(found, values=values) if found else None
 
 
 def _series(values: Mapping[int, float]) -> Series:

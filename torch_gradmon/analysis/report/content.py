@@ -201,13 +201,13 @@ def _side(panel: Panel, cells: Downsampled, groups: Mapping[str, Sequence[int]] 
     is_log = panel.view.is_log
     own, usual = cells.values, medians(panel.values)
     due = [name in panel.due for name in panel.names]
-    of_blocks = None if groups is None else by_block(panel, downsampled(panel, len(panel.steps)), groups)
+    of_blocks = None if groups is None else by_block(panel.view, panel.values, groups)
     due_blocks = [all(due[place] for place in places) for places in (groups or {}).values()]
     return {
         "title": panel.view.title,
         "log": is_log,
         "cells": packed(own.T, is_log, due),
-        "ofBlocks": None if groups is None else packed(by_block(panel, cells, groups).T, is_log, due_blocks),
+        "ofBlocks": None if groups is None else packed(by_block(panel.view, own, groups).T, is_log, due_blocks),
         "medians": list(map(cell, usual.tolist())),
         "mediansOfBlocks": None if of_blocks is None else list(map(cell, medians(of_blocks).tolist())),
         "limit": scale_limit(deviations(own, usual, is_log), is_log),
@@ -244,7 +244,6 @@ def figures(wanted: Mapping[str, Callable[[], Chart]]) -> dict[str, Any]:
 
 
 def _notable_layers(panels: PanelSet, diagnosis: Diagnosis) -> list[str]:
-    """Layers that findings name, and those that deviate most."""
     panel = panels.panel("gradient")
     if panel is None:
         return []
@@ -264,30 +263,22 @@ def _layers(panels: PanelSet) -> dict[str, Any]:
         squares = finite.square()
         share = (squares / squares.nansum(1, keepdim=True)).nanmean(0)
         columns += [
-            ("gradient, median", by_name(gradient, finite.nanmedian(0).values)),
-            ("gradient, largest", by_name(gradient, largest.where(largest >= 0, math.nan))),
-            ("in step", by_name(gradient, torch.tensor([float(gradient.steps[row]) for row in at.tolist()]))),
-            ("share of square", by_name(gradient, share)),
+            ("gradient, median", gradient.by_name(finite.nanmedian(0).values)),
+            ("gradient, largest", gradient.by_name(largest.where(largest >= 0, math.nan))),
+            ("in step", gradient.by_name(torch.tensor([float(gradient.steps[row]) for row in at.tolist()]))),
+            ("share of square", gradient.by_name(share)),
         ]
         odd = gradient.values.isinf().double().sum(0)
         if bool(odd.any()):
-            columns.append(("steps with NaN", by_name(gradient, odd)))
+            columns.append(("steps with NaN", gradient.by_name(odd)))
     others = (("after clip, median", clipped), ("update / parameter", update), ("near zero", sparsity))
-    columns += [(title, known_medians(panel)) for title, panel in others if panel is not None]
+    columns += [(title, panel.by_name(medians(panel.values))) for title, panel in others if panel is not None]
     return layer_table(() if gradient is None else gradient.names, columns)
 
 
 def layer_table(names: Sequence[str], columns: Sequence[tuple[str, Mapping[str, float]]]) -> dict[str, Any]:
     rows = [[name, *(cell(column.get(name)) for _, column in columns)] for name in names]
     return {"columns": ["layer", *(title for title, _ in columns)], "rows": rows}
-
-
-def known_medians(panel: Panel) -> dict[str, float]:
-    return by_name(panel, panel.values.where(panel.values.isfinite(), math.nan).nanmedian(0).values)
-
-
-def by_name(panel: Panel, values: torch.Tensor) -> dict[str, float]:
-    return dict(zip(panel.names, values.tolist(), strict=True))
 
 
 def cell(value: float | None) -> float | None:
@@ -392,14 +383,14 @@ def _paired_layers(gradient: PanelPair | None, names: Sequence[str]) -> dict[str
     if gradient is None:
         return layer_table((), [])
     both = zip(names, (gradient.first, gradient.second), strict=True)
-    columns = [(f"gradient in {name}, median", known_medians(panel)) for name, panel in both]
+    columns = [(f"gradient in {name}, median", panel.by_name(medians(panel.values))) for name, panel in both]
     apart = gradient.difference
     far = apart.values.nan_to_num(nan=-1.0)
     largest, at = far.max(0)
     steps = torch.tensor([float(step) for step in apart.steps], dtype=torch.float64, device="cpu")
     columns += [
-        ("largest difference", by_name(apart, largest.where(largest >= 0, torch.nan))),
-        ("in step", by_name(apart, steps[at].where(largest > 0, torch.nan))),
-        ("differs since step", by_name(apart, steps[(far > 0).int().argmax(0)].where(largest > 0, torch.nan))),
+        ("largest difference", apart.by_name(largest.where(largest >= 0, torch.nan))),
+        ("in step", apart.by_name(steps[at].where(largest > 0, torch.nan))),
+        ("differs since step", apart.by_name(steps[(far > 0).int().argmax(0)].where(largest > 0, torch.nan))),
     ]
     return layer_table(gradient.first.names, columns)

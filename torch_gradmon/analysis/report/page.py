@@ -36,12 +36,8 @@ def write(
     title: str | None = None,
     progress: bool | None = None,
 ) -> Path:
-    """Write the report of the run in the directory ``path``, by default into ``report.html`` there, and return its file.
-
-    Raises:
-        FileNotFoundError: there is no run in it.
-        ValueError: its file is not one of ours, it has no step yet, or ``to`` is a directory.
-        OSError: the file cannot be written.
+    """Write the report of the run in the directory ``path``, by default into ``report.html`` there, and return its file. Raises as
+    :func:`load_run`, ValueError also if the run has no step yet or ``to`` is a directory, and OSError if the file cannot be written.
     """
     target = _checked(Path(path) / NAME if to is None else Path(to))
     with closing(load_run(path)) as run:

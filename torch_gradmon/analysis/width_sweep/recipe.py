@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
@@ -99,7 +98,8 @@ def terms(model: nn.Module, reference: nn.Module, run: Callable[[nn.Module], obj
         found = {}
         for name, calls in now.items():
             update = propagated = None
-            if _has_terms(name, parts[name]) and _same_shapes(calls, before.get(name, [])):
+            shapes = [[call.output.shape for call in each] for each in (calls, before.get(name, []))]
+            if _has_terms(name, parts[name]) and shapes[0] == shapes[1]:  # an expert may get other tokens than at first
                 mixed = [_moved_output(parts[name], call) for call in calls]
                 update = _rms(call.output - output for call, output in zip(calls, mixed, strict=True))
                 propagated = _rms(output - call.output for output, call in zip(mixed, before[name], strict=True))
@@ -125,11 +125,6 @@ def _has_terms(name: str, module: nn.Module) -> bool:
     """
     whole = name == "" and not module._modules.keys() <= {_PARAMETRIZATIONS}
     return bool(own_parameters(module)) and not whole and _PARAMETRIZATIONS not in name.split(".")
-
-
-def _same_shapes(calls: list[_RecordedCall], others: list[_RecordedCall]) -> bool:
-    """Whether the calls can be compared; an expert may get other tokens than at first."""
-    return [call.output.shape for call in calls] == [call.output.shape for call in others]
 
 
 def _moved_output(module: nn.Module, call: _RecordedCall) -> Tensor:
@@ -225,8 +220,6 @@ def _of_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return model._apply(cast)  # type: ignore[no-any-return, no-untyped-call]
 
 
-# --- How the model of a width, its optimizer, its data and its loss are made ---
-
 #: The optimizers that have a name.
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 
@@ -295,15 +288,9 @@ class Recipe:
     def batches(self, seed: int, steps: int) -> list[Any]:
         """At most ``steps`` batches of a seed, the same for all widths."""
         torch.manual_seed(seed)
-        try:
+        remedy = "give a batch, a list of them, or a function of the seed that returns either"
+        with failing_at(f"seed {seed}", f"the data of seed {seed} cannot be loaded", remedy):
             return self._batches(seed, steps)
-        except Exception as error:
-            if f"seed {seed}" in str(error):
-                raise
-            raise ValueError(
-                f"the data of seed {seed} cannot be loaded: {type(error).__name__}: {error}; give a batch, a list of them, or a function "
-                "of the seed that returns either"
-            ) from error
 
     def _batches(self, seed: int, steps: int) -> list[Any]:
         made = self.data(seed) if callable(self.data) else self.data
@@ -342,15 +329,19 @@ def usual_loss(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(output.flatten(0, -2), targets.flatten())
 
 
-@contextmanager
-def failing_at(width: int, what: str, remedy: str) -> Iterator[None]:
-    """Add the width to an error of the user's code; our own errors have it already."""
+@contextlib.contextmanager
+def failing_at(place: str, what: str, remedy: str) -> Iterator[None]:
+    """Add the width or seed to an error of the user's code; our own errors have it already."""
     try:
         yield
     except Exception as error:
-        if f"width {width}" in str(error):
+        if place in str(error):
             raise
-        raise ValueError(f"at width {width} {what}: {type(error).__name__}: {error}; {remedy}") from error
+        raise ValueError(f"{what}: {type(error).__name__}: {error}; {remedy}") from error
+
+
+def failing_at_width(width: int, what: str, remedy: str) -> contextlib.AbstractContextManager[None]:
+    return failing_at(f"width {width}", f"at width {width} {what}", remedy)
 
 
 def placed(batch: Any, model: nn.Module, dtype: torch.dtype | None = None) -> Any:
@@ -385,7 +376,7 @@ def train(recipe: Recipe, batches: Sequence[Any], width: int, seed: int, steps: 
     measured = placed(batches[0], model, dtype)
     found = SweepRun(width, seed, [], [])
     for step in range(steps):
-        with failing_at(width, f"step {step + 1} with seed {seed} failed", "earlier runs and steps were made"):
+        with failing_at_width(width, f"step {step + 1} with seed {seed} failed", "earlier runs and steps were made"):
             optimizer.zero_grad()
             loss = recipe.loss(model, placed(batches[step % len(batches)], model))
             loss.backward()  # type: ignore[no-untyped-call]

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from ...core.formatting import listed
@@ -168,8 +169,8 @@ class TermLine:
 
     @property
     def means(self) -> list[float]:
-        """The geometric mean at each width, ascending."""
-        return [middle_of(self.points[width]) for width in sorted(self.points)]
+        """The middle on a logarithmic axis at each width, ascending."""
+        return [geometric_mean(self.points[width]) for width in sorted(self.points)]
 
 
 @dataclass(frozen=True)
@@ -211,14 +212,6 @@ def _draw_panel(axes: Any, panel: TermPanel) -> None:
 
 def _widths(found: Sequence[TermPanel]) -> list[int]:
     return sorted({width for panel in found for line in panel.lines for width in line.points})
-
-
-def middle_of(values: Sequence[float]) -> float:
-    """The geometric mean, which is the middle on a logarithmic axis."""
-    return math.exp(math.fsum(map(math.log, values)) / len(values))
-
-
-# --- The result of a sweep ---
 
 
 @dataclass(frozen=True)

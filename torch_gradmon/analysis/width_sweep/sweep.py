@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...core.errors import display, nearest
 from ...core.formatting import ProgressBar
 from ...core.torch_modes import all_in_use, untouched_generators
-from .recipe import OPTIMIZERS, LayerTerms, Recipe, TermProbe, failing_at, own_parameters, placed, run_all, usual_loss
+from .recipe import OPTIMIZERS, LayerTerms, Recipe, TermProbe, failing_at_width, own_parameters, placed, run_all, usual_loss
 from .result import WidthSweep
 from .verdicts import KEYWORDS, Expected, Family, Layer, kind_of, standard, user_expectations
 
@@ -39,7 +39,7 @@ def run_preflight(
         model, given = recipe.model(width, seed)
         shapes[width] = {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
         _same_names(shapes, widths[0], width)
-        with failing_at(
+        with failing_at_width(
             width, "the optimizer cannot be made", "the function given as optimizer is called with the model and the width"
         ):
             optimizer = recipe.optimizer_of(model, width, given)
@@ -47,7 +47,7 @@ def run_preflight(
         if first is None:
             first = model, optimizer, _try_step(recipe, model, optimizer, batch, width, dtype)
         else:
-            with failing_at(width, "the model does not run on the batch", "the batch must fit all widths"):
+            with failing_at_width(width, "the model does not run on the batch", "the batch must fit all widths"):
                 _checked_loss(recipe.loss(model, placed(batch, model)), width)
     assert first is not None, "there are widths"
     _growing(shapes, widths)
@@ -130,17 +130,17 @@ def _rates(model: nn.Module, optimizer: Any, width: int) -> dict[str, float]:
 def _try_step(
     recipe: Recipe, model: nn.Module, optimizer: Any, batch: Any, width: int, dtype: torch.dtype
 ) -> dict[str, LayerTerms]:
-    with failing_at(width, "the model cannot be copied", "fix the factory"):
+    with failing_at_width(width, "the model cannot be copied", "fix the factory"):
         probe = TermProbe(model, dtype)
     here = placed(batch, model)
-    with failing_at(width, "the model does not run on the batch", "fix the factory, or give data= and loss= that fit it"):
+    with failing_at_width(width, "the model does not run on the batch", "fix the factory, or give data= and loss= that fit it"):
         loss = _checked_loss(recipe.loss(model, here), width)
-    with failing_at(width, "a step cannot be made", "the optimizer must step without a closure"):
+    with failing_at_width(width, "a step cannot be made", "the optimizer must step without a closure"):
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     measured = placed(batch, model, dtype)
-    with failing_at(
+    with failing_at_width(
         width,
         f"a copy of the model in {dtype} does not run",
         "if it requires another dtype, give probe_dtype=torch.float32, at the cost of accuracy",
@@ -251,9 +251,6 @@ def check_recipe(recipe: Recipe, named: Any, dtype: Any) -> None:
         raise ValueError(f"expected={named!r} is not known{nearest(named, KEYWORDS)}; or give a dict of patterns and exponents")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"probe_dtype must be torch.float64 or another floating-point dtype, got {display(dtype)}")
-
-
-# --- The sweep ---
 
 
 def width_sweep(

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any, Literal
 
 from torch import nn
@@ -174,7 +175,7 @@ def fit_slope(points: Mapping[int, Sequence[tuple[int, float]]], confidence: flo
             f"{total} points of {len(points)} seeds are too few for an exponent with an interval; give three widths or more"
         )
     logs = {seed: [(math.log2(width), _logarithm(value)) for width, value in pairs] for seed, pairs in points.items()}
-    means = {seed: (_mean([x for x, _ in pairs]), _mean([y for _, y in pairs])) for seed, pairs in logs.items()}
+    means = {seed: (fmean([x for x, _ in pairs]), fmean([y for _, y in pairs])) for seed, pairs in logs.items()}
     centred = [(x - means[seed][0], y - means[seed][1]) for seed, pairs in logs.items() for x, y in pairs]
     spread = math.fsum(x * x for x, _ in centred)
     if spread == 0.0:
@@ -182,7 +183,7 @@ def fit_slope(points: Mapping[int, Sequence[tuple[int, float]]], confidence: flo
     exponent = math.fsum(x * y for x, y in centred) / spread
     scatter = math.sqrt(math.fsum((y - exponent * x) ** 2 for x, y in centred) / freedom)
     half = student_quantile(0.5 + confidence / 2, freedom) * scatter / math.sqrt(spread)
-    offset = _mean([y - exponent * x for x, y in means.values()])
+    offset = fmean([y - exponent * x for x, y in means.values()])
     return Slope(exponent, exponent - half, exponent + half, offset, scatter, freedom)
 
 
@@ -226,10 +227,6 @@ def _logarithm(value: float) -> float:
     if not 0.0 < value < math.inf:
         raise ValueError(f"{value!r} has no logarithm; only positive, finite values lie on a power law")
     return math.log2(value)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
 
 
 # --- Verdicts ---
@@ -326,26 +323,25 @@ def _verdict(
     tolerance: float,
     confidence: float,
 ) -> LayerVerdict:
+    verdict = functools.partial(LayerVerdict, name, kind, term)
     nonfinite = [(width, seed) for seed, pairs in points.items() for width, value in pairs if not math.isfinite(value)]
     if nonfinite:
         reason = f"not finite at width {nonfinite[0][0]} with seed {nonfinite[0][1]}"
-        return LayerVerdict(name, kind, term, "not finite", None, aim, None if aim is None else False, reason)
+        return verdict("not finite", None, aim, None if aim is None else False, reason)
     zeros = [(width, seed) for seed, pairs in points.items() for width, value in pairs if value == 0.0]
     if len(zeros) == sum(map(len, points.values())):
         reason = "its parameters do not move" if term == "update" else "its input does not change"
-        return LayerVerdict(name, kind, term, "zero", None, aim, None, reason)
+        return verdict("zero", None, aim, None, reason)
     if zeros:
-        return LayerVerdict(
-            name, kind, term, "undecided", None, aim, None, f"zero at width {zeros[0][0]} with seed {zeros[0][1]}"
-        )
+        return verdict("undecided", None, aim, None, f"zero at width {zeros[0][0]} with seed {zeros[0][1]}")
     try:
         slope = fit_slope(points, confidence)
     except ValueError:  # such as an expert that gets other tokens than at first, and is not measured then
         reason = f"measured in only {sum(map(len, points.values()))} runs, in which it ran as at first"
-        return LayerVerdict(name, kind, term, "undecided", None, aim, None, reason)
+        return verdict("undecided", None, aim, None, reason)
     about = {True: "stable", False: "grows" if slope.exponent > 0 else "vanishes", None: "undecided"}
     state: State = about[within(slope, 0.0, tolerance)]  # type: ignore[assignment]
-    return LayerVerdict(name, kind, term, state, slope, aim, None if aim is None else within(slope, aim, tolerance))
+    return verdict(state, slope, aim, None if aim is None else within(slope, aim, tolerance))
 
 
 def within(slope: Slope, aim: float, tolerance: float) -> bool | None:

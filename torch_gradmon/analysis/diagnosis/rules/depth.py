@@ -65,7 +65,9 @@ def check_depth(history: History) -> list[Finding]:
 
 
 def _initialisation(history: History) -> list[Finding]:
-    gains = _gains(history)
+    first = history.at_beginning(history.matrix(n.PARAMETER, "rms"))
+    fan_ins = {name: fan_in for name, fan_in in history.matrices.items() if fan_in >= _LEAST_FAN_IN and first.get(name, 0.0) > 0}
+    gains = {name: first[name] * math.sqrt(fan_in) for name, fan_in in fan_ins.items()}
     if not gains:
         return []
     high = {name: gain for name, gain in gains.items() if gain > _GAIN_HIGH}
@@ -76,9 +78,8 @@ def _initialisation(history: History) -> list[Finding]:
     worst = sorted(odd, key=lambda name: -abs(math.log(odd[name])))
     loss = history.loss.finite
     is_drowned = odd is high and len(loss) >= _FEWEST and history.first_loss > _DROWNED * history.learning.last > 0
-    is_drowned &= not history.first_loss < _PLAIN * history.chance.get(
-        "loss", 0.0
-    )  # a model may scale its weights in its forward
+    # a model may scale its weights in its forward
+    is_drowned &= not history.first_loss < _PLAIN * history.chance.get("loss", 0.0)
     is_drowned |= odd is high and _begins_high(history)
     fate = "large: signals grow from layer to layer." if odd is high else "small: signals fade from layer to layer."
     return history.finding(
@@ -90,16 +91,8 @@ def _initialisation(history: History) -> list[Finding]:
         "with a gain of 1 to 1.41.",
         85.5,
         severity="warning" if is_drowned else None,
-        steps=(history.steps[0], history.steps[0]),
+        steps=history.steps[:1],
     )
-
-
-def _gains(history: History) -> dict[str, float]:
-    """At the beginning, the root mean square of each matrix that multiplies inputs, times the root of its fan in."""
-    norms = history.matrix(n.PARAMETER, "rms")
-    first = history.at_beginning(norms)
-    fan_ins = ((name, fan_in) for name, fan_in in history.matrices.items() if fan_in >= _LEAST_FAN_IN)
-    return {name: first[name] * math.sqrt(fan_in) for name, fan_in in fan_ins if first.get(name, 0.0) > 0}
 
 
 def _loud(history: History) -> list[Finding]:
@@ -116,6 +109,7 @@ def _loud(history: History) -> list[Finding]:
     largest = max(outputs.of([outputs.steps[at]], names).values[0].nan_to_num(0.0).tolist())
     if not largest > _LOUD:
         return []
+    is_down_at_once = min(loss.values[:_AT_ONCE], default=math.inf) < history.chance.get("loss", 0.0)
     return history.finding(
         "initialisation-scale",
         next((name for name in reversed(outputs.names) if not name.startswith(n.ROOT)), ""),
@@ -123,14 +117,9 @@ def _loud(history: History) -> list[Finding]:
         "The first outputs of the model are far too large, and the loss has to fall from there first.",
         "Draw the last layer, or the embedding that it is tied to, with a standard deviation of 0.02 or 1 / sqrt(its width).",
         85.5,
-        severity="warning" if _begins_high(history) and not _is_down_at_once(history) else None,
-        steps=(history.steps[0], history.steps[0]),
+        severity="warning" if _begins_high(history) and not is_down_at_once else None,
+        steps=history.steps[:1],
     )
-
-
-def _is_down_at_once(history: History) -> bool:
-    loss, chance = history.loss.finite, history.chance.get("loss", 0.0)
-    return any(value < chance for value in loss.values[:_AT_ONCE])
 
 
 def _begins_high(history: History) -> bool:
@@ -179,13 +168,13 @@ def _exploding(history: History) -> list[Finding]:
         *_words_on_explosion(history, worst, explodes and from_start),
         _FROM_START if explodes and from_start else 78.0 if explodes else 76.5,
         severity=severity,
-        steps=(first[0], first[-1]),
+        steps=first,
     )
 
 
 def _words_on_explosion(history: History, worst: str, from_start: bool) -> tuple[str, str]:
     since = ", from the first step on, before any update" if from_start else ""
-    clips = Precautions.of(history).clips
+    clips = Precautions(history).clips
     kind = history.kinds.get(worst.rpartition(".")[0], "")
     if kind.removesuffix("Cell") not in RECURRENT:
         advice = "Normalise inside the model (a norm at the start of each residual branch, an orthogonal recurrence)"
@@ -237,13 +226,13 @@ def _vanishing(history: History) -> list[Finding]:
         f"Gradients fade on their way back to the first layers, which do not learn, and the loss does not fall{made}.",
         _advice_for_faded(history, came),
         63.0,
-        steps=(ratios.steps[0], ratios.steps[-1]),
+        steps=ratios.steps,
     )
 
 
 def _advice_for_faded(history: History, came: bool) -> str:
     if came:
-        return f"Lower the learning rate by ten to begin with{Precautions.of(history).warm_up_advice}."
+        return f"Lower the learning rate by ten to begin with{Precautions(history).warm_up_advice}."
     kinds = set(history.kinds.values())
     activations = "" if kinds & _OTHER_ACTIVATIONS and not kinds & _SQUASHING else "ReLU or GELU in place of sigmoid or tanh, "
     norm = "" if any("Norm" in kind for kind in kinds) else "a norm in each layer, "
@@ -339,14 +328,11 @@ def _undone(history: History, spike: Episode) -> tuple[str, dict[str, float]] | 
 
 def _rate_jump(history: History, step: int) -> str:
     """What the learning rate did shortly before, if it jumped."""
-    rates = [(record.step, max(lr)) for record in history.records if record.step <= step and (lr := record.context.get("lr"))]
+    rates = [*history.largest_rates.before(step + 1).pairs()]
     at, highest = max(rates[-_BEFORE:], key=lambda rate: rate[1], default=(step, 0.0))
     usual = lower_median(rate for _, rate in rates[:-_BEFORE][-_AFTER:])
-    return (
-        f"; the learning rate was {highest:.3g} in step {at}, {times(highest / usual)} the usual"
-        if highest > _LEAP * usual > 0
-        else ""
-    )
+    is_jump = highest > _LEAP * usual > 0
+    return f"; the learning rate was {highest:.3g} in step {at}, {times(highest / usual)} the usual" if is_jump else ""
 
 
 def _severity(history: History, spike: Episode, made: SpikeCause) -> Severity:
@@ -397,7 +383,7 @@ def _bounded(history: History, spike: Episode) -> float | None:
 
 def _advice(history: History, spike: Episode, made: SpikeCause, suspects: Sequence[ParameterAttribution]) -> str:
     """What to look at, then what the run does not do yet."""
-    step, run, bound = spike.worst.step, Precautions.of(history), _bounded(history, spike)
+    step, run, bound = spike.worst.step, Precautions(history), _bounded(history, spike)
     report = f"'gradmon why {history.place} --step {step}'" if history.place else f"monitor.why({step})"
     what = "the batch and the loss" if made.is_common else "the batch"
     when = "this step" if spike.first == spike.last else f"step {step}"
@@ -451,7 +437,7 @@ def check_clipping(history: History) -> list[Finding]:
 
 def _always(history: History, norms: Series, shares: Series) -> list[Finding]:
     clipped = history.applied("grad_norm_after_clip").finite
-    run = Precautions.of(history)
+    run = Precautions(history)
     is_clip = run.bound is not None or run.adaptive
     norms = norms if is_clip else history.applied("grad_norm").finite  # with what may be a scaling
     ratios = sorted(before / after for before, after in _pairs(norms, clipped) if after)
@@ -460,7 +446,7 @@ def _always(history: History, norms: Series, shares: Series) -> list[Finding]:
         return []
     if not is_clip:
         return _reduced(history, norms, usual)
-    costs = history.learning.is_stuck or (usual > _FAR_TOO_LOW and not history.learning.is_learning)
+    costs = history.learning.is_stuck or (usual > _FAR_TOO_LOW and history.learning.state != "falls")
     is_plain = bool(history.groups) and all(group["optimizer"] == "SGD" for group in history.groups)
     costs |= is_plain and usual > _SHORT and trend(history.loss.finite.part(0.5, 1))[0] == "falls"
     return history.finding(
@@ -477,7 +463,7 @@ def _always(history: History, norms: Series, shares: Series) -> list[Finding]:
         f"{norms.median:.2g}, passes it and only outliers are clipped.",
         68.0,
         severity="warning" if costs else "info",
-        steps=(norms.steps[0], norms.steps[-1]),
+        steps=norms.steps,
     )
 
 
@@ -493,7 +479,7 @@ def _reduced(history: History, norms: Series, usual: float) -> list[Finding]:
         "needs nothing.",
         4.0,
         severity="info",
-        steps=(norms.steps[0], norms.steps[-1]),
+        steps=norms.steps,
     )
 
 
@@ -532,7 +518,7 @@ def _never(history: History, norms: Series) -> list[Finding]:
         else f"Nothing has to be done: a bound above all norms only measures them. One that is to stop outliers is {bound}.",
         77.5 if spiky else 0.5,  # below all that it might be taken for a cause of
         severity="warning" if spiky and not history.learning.has_fallen else "info",
-        steps=(far[0], far[-1]) if spiky else (norms.steps[0], norms.steps[-1]),
+        steps=far if spiky else norms.steps,
     )
 
 
@@ -590,7 +576,7 @@ def _collapse(history: History, entropies: Mapping[str, Series], low: Mapping[st
         "Check that logits are divided by sqrt(width of a head); normalise queries and keys, or lower the learning rate.",
         64.5,
         severity="warning" if first < _BROKEN else None,
-        steps=(series.steps[0], series.steps[-1]),
+        steps=series.steps,
     )
 
 
@@ -611,5 +597,5 @@ def _growth(history: History, logits: Mapping[str, Series]) -> list[Finding]:
         "Normalise queries and keys (qk-norm), cap the logits, or lower the learning rate of the query and key projections.",
         65.0,
         severity="warning" if grown[worst[0]] > _FAR_TOO_LARGE or history.learning.is_stuck else "info",
-        steps=(series.steps[0], series.steps[-1]),
+        steps=series.steps,
     )

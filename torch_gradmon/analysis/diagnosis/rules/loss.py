@@ -170,10 +170,10 @@ def _high(history: History, ratios: Matrix) -> list[Finding]:
         return history.finding(
             "learning-rate-high",
             "",
-            {"update / weight": typical, "learning rate": _largest_rate(history), "worst loss / first loss": worst},
+            {"update / weight": typical, "learning rate": max(history.rates) or math.nan, "worst loss / first loss": worst},
             f"{first} are a large part of the weights themselves, and the loss suffers.",
             "Lower the learning rate, by ten to begin with, until updates are about a thousandth of the weights"
-            f"{Precautions.of(history).warm_up_advice}.",
+            f"{Precautions(history).warm_up_advice}.",
             85.0,
             severity="warning" if worst > _FAR or fails else "info",
         )
@@ -191,9 +191,9 @@ def _low(history: History, ratios: Matrix) -> list[Finding]:
         return history.finding(
             "learning-rate-low",
             "",
-            {"update / weight": largest, "learning rate": _largest_rate(history)},
+            {"update / weight": largest, "learning rate": max(history.rates) or math.nan},
             "No weight moves by more than a tiny part of itself in a step, and the loss does not fall.",
-            f"{_WARMS_UP if Precautions.of(history).raises else 'Raise'} the learning rate, by ten at a time, until updates are about a "
+            f"{_WARMS_UP if Precautions(history).raises else 'Raise'} the learning rate, by ten at a time, until updates are about a "
             "thousandth of the weights.",
             60.0,
         )
@@ -247,7 +247,7 @@ def _high_parts(history: History, ratios: Matrix, is_alone: bool) -> list[Findin
         "Lower the learning rate." if 2 * len(high) > len(usual) > 1 else f"Lower the learning rate of {_group(history)}.",
         70.0,
         severity="warning" if is_early else "info" if history.rests_at_chance else None,
-        steps=(ratios.steps[0], ratios.steps[-1]),
+        steps=ratios.steps,
     )
 
 
@@ -279,17 +279,12 @@ def _low_parts(history: History, ratios: Matrix) -> list[Finding]:
         f"These weights have gradients but hardly move, while others do.{also_in(low)}",
         f"Raise the learning rate of {_group(history)}; if it should not change, freeze it with requires_grad_(False).",
         55.0,
-        steps=(ratios.steps[0], ratios.steps[-1]),
+        steps=ratios.steps,
     )
 
 
 def _group(history: History) -> str:
-    return "this parameter's group" if Precautions.of(history).groups > 1 else "this parameter, in a group of its own"
-
-
-def _largest_rate(history: History) -> float:
-    """The largest rate of all steps and groups; NaN if no rate is known."""
-    return max(history.rates) or math.nan
+    return "this parameter's group" if Precautions(history).groups > 1 else "this parameter, in a group of its own"
 
 
 # --- Units that are always zero, and units at the ends of their range ---
@@ -328,13 +323,13 @@ def _dead(history: History) -> list[Finding]:
         if name in history.matrices and (bias := f"{name.rpartition('.')[0]}.bias") in usual
     }
     outputs = history.matrix(n.ACTIVATION, "sparsity")
-    silent = outputs.part(0.5, 1).medians()
     kinds = set(history.kinds.values())
     if kinds & (_NEVER_FLAT | _TANH | _SIGMOID) and not kinds & _RELU:  # zeros in gradients have other reasons
         rows = {}
     found = {name: share for name, share in rows.items() if _DEAD < share < 1}  # all zeros may have other reasons
-    silent = {name: share for name, share in silent.items() if history.kinds.get(name) in _RELU and share > _SILENT_OUTPUTS}
-    found.update(silent)
+    usual = outputs.part(0.5, 1).medians()
+    silent = {name: share for name, share in usual.items() if history.kinds.get(name) in _RELU and share > _SILENT_OUTPUTS}
+    found |= silent
     if not found:
         return []
     worst = sorted(found, key=lambda name: -found[name])
@@ -347,7 +342,7 @@ def _dead(history: History) -> list[Finding]:
         "Start biases at 0, use LeakyReLU or GELU, or lower the learning rate.",
         76.0,
         severity="warning" if found[worst[0]] == 1 and _cut_off(history) > _CUT_OFF else None,
-        steps=_span(measured.part(0.5, 1).steps),
+        steps=measured.part(0.5, 1).steps,
     )
 
 
@@ -382,10 +377,6 @@ def _late_outputs(history: History) -> list[tuple[int, StatsTable]]:
     return tables[len(tables) // 4 :]
 
 
-def _span(steps: Sequence[int]) -> tuple[int, int]:
-    return steps[0], steps[-1]
-
-
 def _saturated(history: History) -> list[Finding]:
     usual = saturated(history)
     worst = sorted(usual, key=lambda name: -usual[name])
@@ -398,7 +389,7 @@ def _saturated(history: History) -> list[Finding]:
         f"The outputs of this layer lie at the ends of their range, where its slope is zero.{also_in(worst)}",
         "Normalise the inputs, draw the weights smaller, or put a norm before it.",
         77.0,
-        steps=_span([step for step, _ in _late_outputs(history)]),
+        steps=[step for step, _ in _late_outputs(history)],
     )
 
 
@@ -490,7 +481,7 @@ def check_skipped(history: History) -> list[Finding]:
         else "Nothing has to be done if they are few; otherwise look at their batches, or raise the threshold of the detector.",
         14.0,
         severity="info",
-        steps=(steps[0], steps[-1]),
+        steps=steps,
     )
 
 
@@ -562,7 +553,7 @@ def _at_chance(history: History, loss: Series) -> list[Finding]:
         "Overfit one batch, then try another learning rate. If the targets are mostly noise, this may be all there is to learn.",
         62.0,
         severity="info" if history.is_resumed or _is_unclear(loss, loss.part(0.5, 0.75), loss.part(0.75, 1)) else "warning",
-        steps=(loss.steps[0], loss.steps[-1]),
+        steps=loss.steps,
     )
 
 
@@ -581,18 +572,23 @@ def _unbounded(history: History, loss: Series) -> list[Finding]:
         "Look at the sign of each term, at a penalty that is subtracted, and at a loss that takes logarithms of probabilities.",
         86.0,
         severity="info" if history.need_not_fall else "warning",
-        steps=(loss.steps[0], loss.steps[-1]),
+        steps=loss.steps,
     )
 
 
 def _raised(history: History, loss: Series) -> list[Finding]:
-    """A loss that has turned while the learning rate still rises."""
-    if (best := _best_before_the_rate_rose(history, loss)) is None:
+    """A loss that has turned, and risen since its best fifth, with a learning rate that never fell and still rises."""
+    rates, best, tail = history.largest_rates.values, _best(loss, 5), loss.part(0.8, 1)
+    if len(rates) < _MANY_RATES or history.need_not_fall:
+        return []
+    if any(later < rate for rate, later in pairwise(rates)) or not rates[-1] > _RAISED * rates[len(rates) // 2] > 0:
+        return []
+    if not (tail.median > _ABOVE * best.median > 0 and rank_shift(best.values, tail.values) > _RANKS_ABOVE):
         return []
     return history.finding(
         "loss-divergence",
         "",
-        {"learning rate": max(history.rates), "loss at its best": best.median, "at the end": loss.part(0.8, 1).median},
+        {"learning rate": max(history.rates), "loss at its best": best.median, "at the end": tail.median},
         f"{history.the_loss} has stopped falling, and the learning rate still rises.",
         "End the warm-up, or end the schedule that raises it, about where the loss was at its best.",
         86.0,
@@ -601,23 +597,12 @@ def _raised(history: History, loss: Series) -> list[Finding]:
     )
 
 
-def _best_before_the_rate_rose(history: History, loss: Series) -> Series | None:
-    """The best fifth of the losses, if these have risen since then with a rate that never fell."""
-    rates = [max(rates) for record in history.records if (rates := record.context.get("lr"))]
-    if len(rates) < _MANY_RATES or history.need_not_fall or history.learning.state == "unknown":
-        return None
-    if any(later < rate for rate, later in pairwise(rates)) or not rates[-1] > _RAISED * rates[len(rates) // 2] > 0:
-        return None
-    best, tail = _best(loss, 5), loss.part(0.8, 1)
-    return best if tail.median > _ABOVE * best.median > 0 and rank_shift(best.values, tail.values) > _RANKS_ABOVE else None
-
-
 def _divergence(history: History, loss: Series) -> list[Finding]:
-    tail, first = loss.part(0.8, 1), Series(loss.steps[:5], loss.values[:5]).median
+    tail, first = loss.part(0.8, 1), loss[:5].median
     fifth, tenth = _best(loss, 5), _best(loss, 10)
     # for example, a wrong sign makes the loss rise at once and then rest
     rose = tail.median - first > max((_ABOVE - 1) * first, _NOISES_ABOVE * spread(tail)) and first > 0
-    best = next((part for part in (fifth, tenth) if _is_above(tail, part) and tail.median > _forgotten(first, part)), None)
+    best = next((part for part in (fifth, tenth) if _is_above(tail, part, first)), None)
     if best is None and not rose:
         return []
     best, is_back = best or fifth, tail.median <= first
@@ -631,7 +616,7 @@ def _divergence(history: History, loss: Series) -> list[Finding]:
         if is_back
         else f"{history.the_loss} rises, and ends above where it began.",
         f"{_NEED_NOT_FALL if history.need_not_fall else ''}Lower the learning rate"
-        f"{', or end the schedule that raises it' if Precautions.of(history).raises else ''}; look at the sign of the loss and of each "
+        f"{', or end the schedule that raises it' if Precautions(history).raises else ''}; look at the sign of the loss and of each "
         "penalty, and for maximize=True.",
         75.5,
         severity="warning" if not history.need_not_fall and is_lost else "info",
@@ -639,20 +624,19 @@ def _divergence(history: History, loss: Series) -> list[Finding]:
     )
 
 
-def _forgotten(first: float, best: Series) -> float:
-    """What a loss ends above if it has lost a good part of its fall."""
-    return best.median + _AGAIN * max(first - best.median, 0.0)
-
-
 def _best(loss: Series, parts: int) -> Series:
     """The part with the lowest level, among equal ones before the last fifth."""
     return min((loss.part(at / parts, (at + 1) / parts) for at in range(parts - parts // 5)), key=lambda part: part.median)
 
 
-def _is_above(tail: Series, best: Series) -> bool:
-    """Whether the last losses lie above the best ones, beyond their noise."""
-    least = max(_ABOVE * best.median, best.median + 2 * min(spread(best), spread(tail)))
-    return tail.median > least and rank_shift(best.values, tail.values) > _RANKS_ABOVE and best.median > 0
+def _is_above(tail: Series, best: Series, first: float) -> bool:
+    """Whether the last losses lie above the best ones, beyond their noise, and have lost a good part of the fall from ``first``."""
+    rise = max(2 * min(spread(best), spread(tail)), _AGAIN * max(first - best.median, 0.0))
+    return (
+        tail.median > max(_ABOVE * best.median, best.median + rise)
+        and rank_shift(best.values, tail.values) > _RANKS_ABOVE
+        and best.median > 0
+    )
 
 
 def _plateau(history: History, loss: Series) -> list[Finding]:
@@ -681,7 +665,7 @@ def _plateau(history: History, loss: Series) -> list[Finding]:
         "Overfit one batch, then try another learning rate.",
         20.0,
         severity="warning" if not (history.need_not_fall or is_open or at_rest) and _is_steady(loss) else "info",
-        steps=(loss.steps[0], loss.steps[-1]),
+        steps=loss.steps,
     )
 
 
@@ -709,7 +693,6 @@ def _is_steady(loss: Series) -> bool:
 
 
 def _is_warming_up(history: History) -> bool:
-    """Whether the learning rate still rises."""
     rates = history.rates
     usual = sorted(rates)[len(rates) // 2] if rates else 0.0
     return len(rates) >= _FEWEST_RATES and rates[-1] == max(rates) > _UP * usual

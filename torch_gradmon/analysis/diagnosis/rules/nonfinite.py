@@ -14,7 +14,7 @@ from ....core import keys as n
 from ....core.formatting import also_in
 from ....core.loop_mistakes import OF_THE_BATCH
 from ....core.moments import Column
-from ....core.records import StatsTable, StepRecord, is_loss_of_network, nonfinite_names
+from ....core.records import StepRecord, is_loss_of_network, nonfinite_names
 from ....spikes.attribution import innermost
 from ..findings import Finding, NotMeasured
 from ..history import History, Precautions
@@ -35,39 +35,37 @@ _HALF = 0.5
 
 def check_precision(history: History) -> list[Finding]:
     """Gradients and outputs are judged by their extremes: no statistic keeps their dtype, but float16 numbers have few digits."""
-    tables = [r.tables[n.GRADIENT_BEFORE_CLIP] for r in history.records if r.applied and n.GRADIENT_BEFORE_CLIP in r.tables]
-    tables = [table for table in tables if {Column.MIN, Column.MAX} <= table.columns]
+    tables = _with_extremes([record for record in history.records if record.applied], n.GRADIENT_BEFORE_CLIP)
     if not tables:
         raise NotMeasured("the extremes of gradients were not measured")
     tiny = _tiny_halves(tables)
-    known = list(history.matrices) or list(tables[0].names)
+    known = list(history.matrices) or list(tables[0][0])
     matrices = [name for name in tiny if name in known]
     zeros = history.gradients("sparsity").medians()
     if len(matrices) >= max(_TENSORS * len(known), 1):
         name = max(matrices, key=lambda each: zeros.get(each, 1.0))
         if zeros.get(name, 1.0) >= _ZEROS:
-            return [_finding(history, name, tiny[name], zeros.get(name, math.nan), len(matrices))]
+            return _finding(history, name, tiny[name], zeros.get(name, math.nan), len(matrices))
     elif lost := _lost_updates(history):
-        return [_lost_finding(history, lost)]
-    elif all(not (table.rows[:, [Column.MIN, Column.MAX]] != 0).any() for table in tables) and _computes_in_float16(history):
-        return [_finding(history, "", 0.0, 1.0, len(known))]
+        return _lost_finding(history, lost)
+    elif all(not extremes.any() for _, extremes in tables) and _computes_in_float16(history):
+        return _finding(history, "", 0.0, 1.0, len(known))
     if not_judged := rounding_unknown(history):
         raise NotMeasured(not_judged)
     return []
 
 
-def _finding(history: History, where: str, largest: float, zeros: float, matrices: int) -> Finding:
-    return Finding(
+def _finding(history: History, where: str, largest: float, zeros: float, matrices: int) -> list[Finding]:
+    return history.finding(
         "low-precision-underflow",
-        "warning",
         where,
-        (history.steps[0], history.steps[-1]),
         {"largest gradient element": largest, "share of zeros": zeros, "matrices like this": float(matrices)},
         "Gradients were computed in float16 and are too small for it; most are rounded to zero.",
         "Scale the loss with torch.amp.GradScaler, or use bfloat16."
-        if (scale := Precautions.of(history).scale) is None
+        if (scale := Precautions(history).scale) is None
         else f"Raise the GradScaler's scale, {scale:g} at the end, by init_scale or growth_interval, or use bfloat16.",
         82.0,
+        severity="warning",
     )
 
 
@@ -116,43 +114,46 @@ def _halves(history: History) -> list[str]:
     """The matrices that are kept in half precision: by their dtype, or by extremes where it is unknown."""
     if history.parameters:
         return [name for name in history.matrices if history.parameters.get(name, {}).get("dtype") in _HALVES]
-    tables = [record.tables[n.PARAMETER] for record in history.records if n.PARAMETER in record.tables]
-    tables = [table for table in tables if {Column.MIN, Column.MAX} <= table.columns]
-    halves = dict.fromkeys(tables[0].names, True) if tables else {}
-    for table in tables:
-        extremes = table.rows[:, [Column.MIN, Column.MAX]]
-        either = [any(holds) for holds in zip(_holds(extremes, torch.bfloat16), _holds(extremes, torch.float16), strict=True)]
-        halves.update((name, halves.get(name, False) and is_half) for name, is_half in zip(table.names, either, strict=True))
+    tables = _with_extremes(history.records, n.PARAMETER)
+    halves = dict.fromkeys(tables[0][0], True) if tables else {}
+    for names, extremes in tables:
+        either = _holds(extremes, torch.bfloat16) | _holds(extremes, torch.float16)
+        halves.update((name, halves.get(name, False) and is_half) for name, is_half in zip(names, either.tolist(), strict=True))
     return [name for name in history.matrices if halves.get(name)]
 
 
-def _lost_finding(history: History, lost: dict[str, float]) -> Finding:
+def _lost_finding(history: History, lost: dict[str, float]) -> list[Finding]:
     worst, still = max(lost, key=lambda name: lost[name]), rounded_away(history)
     evidence = {"share of elements that do not move": lost[worst], "matrices like this": float(len(lost))}
     if still:
         evidence["matrices whose update is exactly zero"] = float(len(still))
-    return Finding(
+    return history.finding(
         "low-precision-underflow",
-        "warning",
         worst,
-        (history.steps[0], history.steps[-1]),
         evidence,
         "Parameters are kept in half precision, and most of their elements do not move in a step: updates below half a unit of the last "
         "digit are rounded to nothing.",
         "Keep parameters in float32 and compute under torch.autocast, or use an optimizer with float32 copies or stochastic rounding.",
         82.0,
+        severity="warning",
     )
 
 
-def _tiny_halves(tables: list[StatsTable]) -> dict[str, float]:
+def _with_extremes(records: Sequence[StepRecord], source: str) -> list[tuple[tuple[str, ...], Tensor]]:
+    """The names of the tensors and their extremes ``[tensors, 2]``, of each step in which these were measured."""
+    tables = [record.tables[source] for record in records if source in record.tables]
+    extremes = [Column.MIN, Column.MAX]
+    return [(table.names, table.rows[:, extremes]) for table in tables if table.columns.issuperset(extremes)]
+
+
+def _tiny_halves(tables: Sequence[tuple[tuple[str, ...], Tensor]]) -> dict[str, float]:
     """The usual largest element of each tensor whose nonzero extremes were always float16 numbers without all digits."""
     sizes: dict[str, list[float]] = {}
     others: set[str] = set()
-    for table in tables:
-        extremes = table.rows[:, [Column.MIN, Column.MAX]]
+    for names, extremes in tables:
         largest = extremes.abs().amax(1)
         are_halves = ((extremes / _SMALLEST).frac() == 0).all(1) & (largest < _SMALLEST_NORMAL)
-        for name, is_half, size in zip(table.names, are_halves.tolist(), largest.tolist(), strict=True):
+        for name, is_half, size in zip(names, are_halves.tolist(), largest.tolist(), strict=True):
             if size > 0 and is_half:
                 sizes.setdefault(name, []).append(size)
             elif size > 0:
@@ -164,17 +165,15 @@ def _computes_in_float16(history: History) -> bool:
     """Whether the extremes of most outputs are float16 numbers, and not all of them also bfloat16, which has fewer digits."""
     half: dict[str, bool] = {}
     fewer: dict[str, bool] = {}
-    for record in history.records:
-        if (table := record.tables.get(n.ACTIVATION)) is not None and {Column.MIN, Column.MAX} <= table.columns:
-            extremes = table.rows[:, [Column.MIN, Column.MAX]]
-            for found, dtype in ((half, torch.float16), (fewer, torch.bfloat16)):
-                for name, holds in zip(table.names, _holds(extremes, dtype), strict=True):
-                    found[name] = found.get(name, True) and holds
+    for names, extremes in _with_extremes(history.records, n.ACTIVATION):
+        for found, dtype in ((half, torch.float16), (fewer, torch.bfloat16)):
+            for name, holds in zip(names, _holds(extremes, dtype).tolist(), strict=True):
+                found[name] = found.get(name, True) and holds
     return sum(half.values()) > _HALF * max(len(half), 1) and sum(fewer.values()) < sum(half.values())
 
 
-def _holds(values: Tensor, dtype: torch.dtype) -> list[bool]:
-    return (values.to(dtype).double() == values).all(1).tolist()
+def _holds(values: Tensor, dtype: torch.dtype) -> Tensor:
+    return (values.to(dtype).double() == values).all(1)
 
 
 # --- Mistakes that a few steps prove ---
@@ -208,8 +207,7 @@ def _cleared(history: History) -> list[Finding]:
     before, after = history.matrix(n.GRADIENT_BEFORE_CLIP, "norm"), history.matrix(n.GRADIENT, "norm")
     if not before or not after:
         return []
-    came = dict(zip(before.steps, before.values.nan_to_num(0.0).amax(1).tolist(), strict=True))
-    used = dict(zip(after.steps, after.values.nan_to_num(0.0).amax(1).tolist(), strict=True))
+    came, used = (dict(zip(each.steps, each.values.nan_to_num(0.0).amax(1).tolist(), strict=True)) for each in (before, after))
     both = [step for step in came if step in used and came[step] > 0]
     gone = [step for step in both if used[step] == 0]
     if len(gone) < _FEWEST or len(gone) < _MOSTLY * len(both):
@@ -222,7 +220,7 @@ def _cleared(history: History) -> list[Finding]:
         "Move optimizer.zero_grad() before loss.backward(), with nothing between that and optimizer.step().",
         121.0,
         severity="error",
-        steps=(gone[0], gone[-1]),
+        steps=gone,
     )
 
 
@@ -267,7 +265,7 @@ def _no_update(history: History) -> list[Finding]:
         "freeze it with requires_grad_(False).",
         79.0,
         severity="warning",
-        steps=(updates.steps[rows[0]], updates.steps[rows[-1]]),
+        steps=[updates.steps[row] for row in rows],
     )
 
 
@@ -308,7 +306,7 @@ def _equal(history: History) -> list[Finding]:
         "Draw weights at random, as torch's layers do by default, and keep constants for biases and gains.",
         88.0,
         severity="warning",
-        steps=(first.step, first.step),
+        steps=[first.step],
     )
 
 
@@ -383,7 +381,7 @@ def _decay(history: History) -> list[Finding]:
         "Lower weight_decay; 0.01 to 0.1 is usual with AdamW, 1e-4 to 1e-3 with SGD and Adam.",
         83.0,
         severity="warning" if shrinks or forgets or history.learning.is_stuck else "info",
-        steps=(weights.steps[0], weights.steps[-1]),
+        steps=weights.steps,
     )
 
 
@@ -478,7 +476,7 @@ def check_nonfinite(history: History) -> list[Finding]:
     if len(known) >= _LOSSES_BEFORE and known[-1] > _GREW * known[0] > 0:
         cause += f"; the loss had grown from {known[0]:.3g} to {known[-1]:.3g} before"
         advice = "lower the learning rate first, since the training had left its range; if that changes nothing, " + advice
-    if stage.rule != "non-finite-parameter" and not Precautions.of(history).skips:
+    if stage.rule != "non-finite-parameter" and not Precautions(history).skips:
         advice += ", or skip such steps: on_spike='skip'"
     return [
         *found,
@@ -512,7 +510,8 @@ class _Networks:
 
 def _words_of_networks(stage: _Stage, record: StepRecord, history: History) -> tuple[str, str] | None:
     networks = _Networks(record, history)
-    finite, bad, turns = _joined(networks.finite), _joined(networks.bad), record.context.get("by_turns", 0)
+    finite, bad = " and ".join(networks.finite), " and ".join(networks.bad)
+    turns = record.context.get("by_turns", 0)
     if stage.rule == "non-finite-loss" and networks.spread and turns > 1:
         return (
             f"the loss and the gradients of several optimizers are NaN or infinite; one of these stepped {turns:.0f} times in this step, "
@@ -534,10 +533,6 @@ def _words_of_networks(stage: _Stage, record: StepRecord, history: History) -> t
             f"{stage.advice}; or at what went into {bad}",
         )
     return None
-
-
-def _joined(names: Sequence[str]) -> str:
-    return " and ".join(names)
 
 
 def _words(stage: _Stage, places: list[str], record: StepRecord, history: History, loss: float | None) -> tuple[str, str]:
@@ -622,14 +617,13 @@ def _sentence(text: str) -> str:
 
 
 def _first_nonfinite(record: StepRecord, loss: float | None, history: History) -> tuple[_Stage, list[str]] | None:
-    networks: _Networks | None = None
+    networks = _Networks(record, history)
     for stage in _STAGES:
         if not stage.source:
-            if (networks or _Networks(record, history)).has_finite_loss(loss) is False:
+            if networks.has_finite_loss(loss) is False:
                 return stage, []
         elif places := nonfinite_names(record.tables.get(stage.source)):
             if stage.source == n.ACTIVATION:
-                networks = _Networks(record, history)
                 comes_after = networks.spread and networks.has_finite_loss(loss)
                 places = [] if comes_after or _is_harmless(record, loss) else innermost(places)
             if places:
@@ -651,7 +645,6 @@ def _stuck(history: History) -> list[Finding]:
         overflowed += 1
     if overflowed < _STUCK:
         return []
-    first, last = history.records[-overflowed].step, history.records[-1].step
     return history.finding(
         "non-finite-gradient",
         "",
@@ -660,5 +653,5 @@ def _stuck(history: History) -> list[Finding]:
         "The forward or backward pass itself overflows: use bfloat16, or keep the layers that overflow in float32.",
         100.0,
         severity="error",
-        steps=(first, last),
+        steps=history.steps[-overflowed:],
     )

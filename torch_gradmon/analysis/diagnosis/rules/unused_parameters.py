@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise, takewhile
 from typing import NamedTuple
 
@@ -44,10 +43,6 @@ class _Growth(NamedTuple):
     last: float
     series: Series
 
-    @property
-    def steadiness(self) -> float:
-        return self.last / max(self.middle, 1e-9)
-
 
 def check_bounds(history: History) -> list[Finding]:
     """All weights of a network sit on the bound of a clamp, or nearly all: vectors of different lengths have one root mean square now and
@@ -64,7 +59,8 @@ def check_bounds(history: History) -> list[Finding]:
         there = [name for name in still if _is_same(low[name], bound)]
         if len({sizes.get(name) for name in there}) < 2:
             continue
-        within = _common([name.split(".")[:-1] for name in there])
+        parts = zip(*(name.split(".")[:-1] for name in there), strict=False)
+        within = [each[0] for each in takewhile(lambda each: len({*each}) == 1, parts)]  # the modules that contain all
         weights = [name for name in rms.names if name in history.matrices and name.split(".")[: len(within)] == within]
         if weights and all(_NEARLY * bound < low[name] and high[name] <= (1 + _ROUNDING) * bound for name in weights):
             return history.finding(
@@ -76,18 +72,13 @@ def check_bounds(history: History) -> list[Finding]:
                 "they reach it later.",
                 79.0,
                 severity="warning",
-                steps=(rms.steps[-len(ends)], rms.steps[-1]),
+                steps=rms.steps[-len(ends) :],
             )
     return []
 
 
 def _is_same(one: float, other: float) -> bool:
     return abs(one - other) <= _ROUNDING * one
-
-
-def _common(paths: list[list[str]]) -> list[str]:
-    """The modules that contain all of these."""
-    return [parts[0] for parts in takewhile(lambda parts: len({*parts}) == 1, zip(*paths, strict=False))]
 
 
 def check_weights(history: History) -> list[Finding]:
@@ -104,7 +95,7 @@ def check_weights(history: History) -> list[Finding]:
         return []
     worst = sorted(grown, key=lambda name: -grown[name].factor)
     growth = grown[worst[0]]
-    runs_away = growth.factor > _FAR and growth.steadiness > _EXPONENTIAL
+    runs_away = growth.factor > _FAR and growth.last / max(growth.middle, 1e-9) > _EXPONENTIAL
     harms = history.learning.is_stuck or history.learning.state == "rises"
     harms |= history.learning.state != "unknown" and falls_without_bound(history.loss.finite)
     is_cause = runs_away and _grows_by_itself(history, worst[0], growth)  # it kills units and makes the loss rise
@@ -120,7 +111,7 @@ def check_weights(history: History) -> list[Finding]:
         "Look for a penalty or a weight decay with the wrong sign; lower the learning rate, or raise the weight decay.",
         77.0 if is_cause else 69.0 if runs_away else 45.0,
         severity="warning" if harms or runs_away else "info",
-        steps=(growth.series.steps[0], growth.series.steps[-1]),
+        steps=growth.series.steps,
     )
 
 
@@ -175,7 +166,7 @@ def check_latent(history: History) -> list[Finding]:
                 "of the divergence rise from 0.",
                 79.5,
                 severity="warning",
-                steps=(outputs.steps[0], outputs.steps[-1]),
+                steps=outputs.steps,
             )
     return []
 
@@ -385,7 +376,7 @@ def _not_reached(history: History, norms: Matrix, missed: list[str], seen: Mappi
         advice,
         75.0,
         severity="warning" if matters else "info",
-        steps=(norms.steps[0], norms.steps[-1]),
+        steps=norms.steps,
     )
 
 
@@ -426,7 +417,7 @@ def _harmless(history: History, norms: Matrix, names: list[str], what: str, caus
         advice,
         20.0,
         severity="info",
-        steps=(norms.steps[0], norms.steps[-1]),
+        steps=norms.steps,
     )
 
 
@@ -447,7 +438,7 @@ def _all_zero(history: History, norms: Matrix) -> list[Finding]:
         else "Look for a softmax over a single output, an argmax, a rounding, a clamp that always acts, or a product with 0.",
         75.0,
         severity="warning",
-        steps=(norms.steps[0], norms.steps[-1]),
+        steps=norms.steps,
     )
 
 
@@ -465,23 +456,17 @@ def _vanished(history: History, norms: Matrix) -> list[Finding]:
     whole = norms.values.nan_to_num(0.0).square().sum(1).sqrt()
     at = _gone_since(whole)
     if at is not None:
-        return [_vanished_finding(severity, "", norms.steps[at], norms.steps[-1], whole[:at].median().item())]
-    found = {}
-    for name, column in zip(norms.names, norms.values.unbind(1), strict=True):
-        at = (
-            None
-            if name not in history.always_reached or history.is_gone(name)
-            else _gone_since(column.nan_to_num(0.0), must_stay=True)
-        )
-        if at is not None:
-            found[name] = _vanished_finding(
-                history.concern, name, norms.steps[at], norms.steps[-1], column[:at].nanmedian().item()
-            )
+        return _vanished_finding(history, severity, [""], norms.steps[at:], whole[:at].median().item())
+    columns = dict(zip(norms.names, norms.values.unbind(1), strict=True))
+    reached = [name for name in norms.names if name in history.always_reached and not history.is_gone(name)]
+    since = {name: _gone_since(columns[name].nan_to_num(0.0), must_stay=True) for name in reached}
+    found = {name: at for name, at in since.items() if at is not None}
     if not found:
         return _frozen(history, norms)
-    name, finding = min(found.items(), key=lambda item: (item[0] not in history.matrices, item[1].steps[0]))
-    others = [name, *(other for other in found if other != name)]
-    return [replace(finding, cause=finding.cause + also_in(others))]
+    name = min(found, key=lambda each: (each not in history.matrices, found[each]))
+    names = [name, *(other for other in found if other != name)]
+    usual = columns[name][: found[name]].nanmedian().item()
+    return _vanished_finding(history, history.concern, names, norms.steps[found[name] :], usual)
 
 
 def _frozen(history: History, norms: Matrix) -> list[Finding]:
@@ -516,7 +501,7 @@ def _frozen(history: History, norms: Matrix) -> list[Finding]:
         "run that resumes.",
         72.0,
         severity="info",
-        steps=(since, norms.steps[-1]),
+        steps=norms.steps[ends[name] :],
     )
 
 
@@ -538,14 +523,16 @@ def _gone_since(norms: torch.Tensor, must_stay: bool = False) -> int | None:
     return int(gone.nonzero()[0])
 
 
-def _vanished_finding(severity: Severity, where: str, first: int, last: int, usual: float) -> Finding:
-    return Finding(
+def _vanished_finding(
+    history: History, severity: Severity, names: list[str], steps: Sequence[int], usual: float
+) -> list[Finding]:
+    return history.finding(
         "gradient-dropped-to-zero",
-        severity,
-        where,
-        (first, last),
+        names[0],
         {"median norm before": usual},
-        "There was a gradient, and from here on there is mostly none.",
+        f"There was a gradient, and from here on there is mostly none.{also_in(names)}",
         "Look for a clamp or a max() around the loss, a loss weight that reached zero, a satisfied hinge, or dead units.",
         72.0,
+        severity=severity,
+        steps=steps,
     )
