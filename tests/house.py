@@ -26,11 +26,11 @@ Targets = dict[str, tuple[float, float | None]]
 #: None when the target is met. First what the source says:
 SOURCE: Targets = {
     "entries at the top of the package": (15, 17),
-    "lines of Python": (40_000, 56_763),
+    "lines of Python": (40_000, 56_146),
     "files": (165, 182),
     "largest file": (1_300, None),
-    "functions over 60 lines": (0, 2),
-    "classes over 450 lines (facade apart)": (0, 1),
+    "functions over 60 lines": (0, 1),
+    "classes over 450 lines (facade apart)": (0, None),
     "import cycles (all kinds)": (0, None),
     "pairs of rooms that import each other": (0, None),
     "pairs of folders that import each other": (0, None),
@@ -41,14 +41,14 @@ SOURCE: Targets = {
 PROGRAM: Targets = {
     "gradmon --help imports torch": (0, 1),
     "files that watch() loads": (80, 90),
-    "lines that watch() loads": (16_000, 32_330),
-    "steady step: files": (25, 53),
-    "steady step: calls": (200, 712),
+    "lines that watch() loads": (16_000, 31_910),
+    "steady step: files": (25, 50),
+    "steady step: calls": (200, 584),
     "steady step: depth of the stack": (10, 31),
     "calls for each further tensor": (2, None),
-    "steady step, no sink, no run directory: calls": (100, 631),
-    "step under audit: files": (50, 54),
-    "step under audit: calls": (450, 739),
+    "steady step, no sink, no run directory: calls": (100, 528),
+    "step under audit: files": (50, 51),
+    "step under audit: calls": (450, 610),
     "step that is not monitored: calls": (12, None),
 }
 
