@@ -25,6 +25,8 @@ accelerate_extras := accelerate,tensorboard
 deepspeed_extras := deepspeed,transformers,accelerate
 torchtitan_extras := torchtitan,torchtune
 torchtitan_tests := tests/test_integration_torchtune.py
+lightning_tests := tests/test_ten_programs.py
+transformers_tests := tests/test_ten_programs.py
 
 # tests of numbers and of unchanged training
 NUMBERS := tests/test_oracle.py tests/test_no_change.py tests/test_statistics.py
