@@ -93,7 +93,7 @@ def test_a_matrix_of_tables_has_the_tensors_with_most_values(few_cells: None) ->
 
 def test_a_summary_of_each_layer_refuses_a_nearly_empty_table(few_cells: None, tmp_path: Path) -> None:
     run = load_run(_written(tmp_path))
-    with pytest.raises(ValueError, match=r"301 rows is too large for 100 steps that have 4\.0 layers on average: use --filter"):
+    with pytest.raises(ValueError, match=r"301 rows is too large for 100 steps that have 4\.0 layers on average: use --keys"):
         summarize(run, "", everything=True)
     assert len(summarize(run, "", everything=True, last=3).rows) > 40
     assert sum(row.parameters for row in summarize(run, "").rows) == MANY + 1

@@ -33,7 +33,17 @@ def test_mypy_refuses_each_mistake_and_nothing_else() -> None:
 @pytest.mark.extra
 def test_pyright_refuses_each_mistake_and_nothing_else() -> None:
     pytest.importorskip("basedpyright")
-    command = [sys.executable, "-m", "basedpyright", "--outputjson", "--level", "error", str(PROGRAM)]
+    command = [
+        sys.executable,
+        "-m",
+        "basedpyright",
+        "--outputjson",
+        "--level",
+        "error",
+        "--pythonpath",
+        sys.executable,
+        str(PROGRAM),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     told = json.loads(done.stdout)["generalDiagnostics"]
     found = {each["range"]["start"]["line"] + 1 for each in told if each["severity"] == "error"}

@@ -207,7 +207,9 @@ def build(options: MonitorOptions, model: nn.Module | None = None) -> Runtime:
     for plugin in plugins:
         plugin.attach(MonitorContext(runtime.lifecycle, plugin))
     if options.checked.replicas_every:
-        runtime.join_ranks = partial(_check_replicas, weakref.ref(runtime), options, planner, history)
+        runtime.join_ranks = partial(
+            _check_replicas, weakref.ref(runtime), options.checked.replicas_every, options.ranks, planner, history
+        )
     runtime.connection.use_scaler(options.scaler)
     # the last rows are sent when the interpreter ends, and what sends them has to be alive until then
     end = weakref.finalize(runtime, at_exit, weakref.ref(runtime), directory.keep_alive, pipeline.publisher.keep_alive)
@@ -264,7 +266,7 @@ def _plugins(
 
 
 def _check_replicas(
-    runtime: Callable[[], Runtime | None], options: MonitorOptions, planner: Planner, history: RecordHistory
+    runtime: Callable[[], Runtime | None], every: int, of: Distributed, planner: Planner, history: RecordHistory
 ) -> None:
     """Compare ranks from now on if there are several, which a process may only know when its loop begins."""
     if (alive := runtime()) is None or alive.built_in.replicas is not None:
@@ -274,9 +276,8 @@ def _check_replicas(
         return
     from ..plugins.replica_check.plugin import ReplicaCheck  # not needed by a single process
 
-    every, sync_every, complaints = options.checked.replicas_every, options.ranks.sync_every, alive.fence.complaints
-    distinct, records = compiled("distinct", options.ranks.distinct), history.sample.records
-    plugin = ReplicaCheck(every, sync_every, distinct, ranks, planner, complaints, records, alive.built_in.recorder.look)
+    distinct, records, look = compiled("distinct", of.distinct), history.sample.records, alive.built_in.recorder.look
+    plugin = ReplicaCheck(every, of.sync_every, distinct, ranks, planner, alive.fence.complaints, records, look)
     alive.lifecycle.plugins.use(alive.built_in._replace(replicas=plugin))
     plugin.attach(MonitorContext(alive.lifecycle, plugin))
 

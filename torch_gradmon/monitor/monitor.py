@@ -1073,11 +1073,16 @@ _SENDERS: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
 
 def _send_the_same(runtime: Runtime, sink: Any) -> bool:
-    """Whether another monitor that lives sends all its values to ``sink``, under the same keys."""
+    """Whether another monitor that lives sends its whole-model values to ``sink`` under the same keys."""
     form = runtime.pipeline.publisher.format_keys.form
-    others = [other.pipeline.publisher for other in _SENDERS if other is not runtime]
+    shown = set(runtime.factory.summary.choice.shown)
     return any(
-        each.given is sink and each.keys is None for other in others if other.format_keys.form == form for each in other.sinks
+        each.given is sink and each.keys is None
+        for other in _SENDERS
+        if other is not runtime
+        and other.pipeline.publisher.format_keys.form == form
+        and shown & set(other.factory.summary.choice.shown)
+        for each in other.pipeline.publisher.sinks
     )
 
 

@@ -70,6 +70,7 @@ class RunReader:
 
     @property
     def meta(self) -> dict[str, Any]:
+        """Facts about the run."""
         return self._index.meta
 
     @property
@@ -108,6 +109,7 @@ class RunReader:
 
     @property
     def sources(self) -> list[str]:
+        """The sources with statistics in any step."""
         there = {layout.source for layout in self._index.layouts()}
         return [source for source in TENSOR_SOURCES if source in there]
 
@@ -133,6 +135,7 @@ class RunReader:
 
     @property
     def events(self) -> list[SpikeEvent]:
+        """The spikes, in order."""
         return [event for step in self._index.with_events() for event in self._index.read(step).spikes()]
 
     def context(self, step: int) -> Mapping[str, Any]:
@@ -290,6 +293,7 @@ class RunReader:
         return f"{steps[0]} to {steps[-1]}" if steps else "none"
 
     def close(self) -> None:
+        """Close the file."""
         self._index.close()
 
     def __repr__(self) -> str:

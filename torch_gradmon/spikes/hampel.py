@@ -206,6 +206,7 @@ class Hampel:
 
     @property
     def sizes(self) -> dict[str, int]:
+        """Sizes of the windows, by argument."""
         return {
             "near": self._near.values.size,
             "far": self._far.values.size,
@@ -242,6 +243,7 @@ class Hampel:
         return sum(peak >= nearly for peak in self._peaks) >= USUAL
 
     def update(self, value: float) -> None:
+        """Learn a finite ``value`` unless its score is that of a spike."""
         if value < 0 and not self.linear:
             self._restart()
         score, position = self.score(value), (value if self.linear else log_of(value))
@@ -285,6 +287,7 @@ class Hampel:
             level.load((), ())
 
     def state_dict(self) -> dict[str, Any]:
+        """Plain numbers and lists."""
         return {
             "near": self._near.values.values(),
             "far": self._far.values.values(),

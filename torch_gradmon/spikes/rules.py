@@ -40,10 +40,12 @@ class StatefulRule:
     _state: tuple[str, ...] = ()
 
     def state_dict(self) -> dict[str, Any]:
+        """Plain numbers and lists."""
         values = {name: getattr(self, name) for name in self._state}
         return {name.lstrip("_"): list(value) if isinstance(value, deque) else value for name, value in values.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`."""
         for name in self._state:
             value, here = state[name.lstrip("_")], getattr(self, name)
             setattr(self, name, deque(value, maxlen=here.maxlen) if isinstance(here, deque) else value)
@@ -60,6 +62,7 @@ class Threshold(StatefulRule):
         self.baseline = None
 
     def score(self, value: float) -> float:
+        """The value itself."""
         return value
 
     def update(self, value: float) -> None:
@@ -91,6 +94,7 @@ class Ratio(StatefulRule):
 
     @property
     def baseline(self) -> float | None:
+        """The moving average."""
         return self._mean if self._count else None
 
     def score(self, value: float) -> float | None:
@@ -100,6 +104,7 @@ class Ratio(StatefulRule):
         return value / self._mean if self._mean > 0 else 0.0
 
     def update(self, value: float) -> None:
+        """Learn ``value`` unless it is a spike."""
         score = self.score(value)
         if score is not None and score > self.threshold:
             self._run.append(value)
@@ -149,12 +154,14 @@ class Cusum(StatefulRule):
         return mean, math.sqrt(math.fsum((x - mean) ** 2 for x in values) / max(1, len(values) - 1))
 
     def score(self, value: float) -> float | None:
+        """The sum that adding ``value`` would give."""
         if len(self._values) < max(2, self._span):
             return None
         mean, spread = self._reference()
         return max(0.0, self._sum + (log_of(value) - mean) / max(spread, self._floor) - self._allowance)
 
     def update(self, value: float) -> None:
+        """Add ``value`` to the sum."""
         score = self.score(value)
         if score is not None and score > self.threshold:
             self._values.clear()
@@ -208,14 +215,17 @@ class MeanStd(StatefulRule):
 
     @property
     def baseline(self) -> float | None:
+        """The mean."""
         return self._mean if self._count else None
 
     def score(self, value: float) -> float | None:
+        """Standard deviations above the mean."""
         if self._count < max(2, self._warmup):
             return None
         return _distance(value, self._mean, math.sqrt(self._squares / (self._count - 1)))
 
     def update(self, value: float) -> None:
+        """Learn ``value``."""
         self._count += 1
         change = value - self._mean
         self._mean += change / self._count
@@ -240,9 +250,11 @@ class RollingZScore(StatefulRule):
 
     @property
     def baseline(self) -> float | None:
+        """The mean of the window."""
         return math.fsum(self._values) / len(self._values) if self._values else None
 
     def score(self, value: float) -> float | None:
+        """Standard deviations above the mean."""
         count, size = len(self._values), self._values.maxlen or 0
         if count < max(2, size // 2):
             return None
@@ -250,6 +262,7 @@ class RollingZScore(StatefulRule):
         return _distance(value, mean, math.sqrt(math.fsum(_square(x - mean) for x in self._values) / (count - 1)))
 
     def update(self, value: float) -> None:
+        """Learn ``value``."""
         self._values.append(value)
 
 
@@ -276,9 +289,11 @@ class EmaZScore(StatefulRule):
 
     @property
     def baseline(self) -> float | None:
+        """The average."""
         return self._mean if len(self._first) >= self._warmup else None
 
     def score(self, value: float) -> float | None:
+        """Standard deviations above the average."""
         if len(self._first) < self._warmup:
             return None
         return _distance(value, self._mean, math.sqrt(self._variance))
@@ -349,9 +364,11 @@ class MedianMad:
             self._run.clear()
 
     def state_dict(self) -> dict[str, Any]:
+        """Plain numbers and lists."""
         return {"values": self._values.values(), "run": list(self._run)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`."""
         self._values = SortedWindow(self._values.size, map(float, state["values"]))
         self._run = [float(x) for x in state["run"]]
 

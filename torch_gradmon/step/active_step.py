@@ -15,6 +15,8 @@ from .plan import SourcePlan
 
 
 class Mode(Enum):
+    """What is measured in a step."""
+
     IDLE = "nothing"
     RECORDED = "gradients, for a plugin that needs them in every step"
     MONITORED = "all that is due"
@@ -59,6 +61,7 @@ class ActiveStep:
 
     @property
     def is_monitored(self) -> bool:
+        """Whether all that is due is measured."""
         return self.buffer is not None and self.mode is Mode.MONITORED
 
     def set_aside(self) -> ActiveStep:
