@@ -46,7 +46,7 @@ def test_attention_norms_go_to_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     rows: list[dict[str, Any]] = []
     model, optimizer = made()
-    with wandb.init(mode="offline") as run:
+    with wandb.init(mode="offline", dir=tmp_path) as run:
         log = run._log
         monkeypatch.setattr(run, "_log", lambda data, *args, **kwargs: rows.append(dict(data)) or log(data, *args, **kwargs))
         monitor = gradmon.watch(model, optimizer, log_to="wandb")
