@@ -192,7 +192,7 @@ Role = tuple[tuple[int, int], str]
 _ALIKE = 0.95
 #: The fewest steps in which both push clearly, and their least share of those in which both push at all.
 _FEWEST_PUSHES, _CLEAR = 8, 0.75
-#: The largest deviation of a gradient from the order of its answers, over the largest gradient: its rounding.
+#: The largest deviation of a gradient from the order of its answers, over the largest gradient: its rounding; of bfloat16 twice its eps.
 _ROUNDING = 1e-3
 #: Two losses have one goal if the two differ by at most this share of the way to it: labels of 0.9 and 1 do, by a fifth.
 _SAME_GOAL = 0.25
@@ -258,7 +258,8 @@ class Answers:
             return
         answers, order = self._answers.sort()
         pushes = gradient.detach().flatten().double()[order]
-        steps, rounding = pushes.diff(), _ROUNDING * pushes.abs().amax()
+        share = max(_ROUNDING, 2 * torch.finfo(gradient.dtype).eps) if gradient.is_floating_point() else _ROUNDING
+        steps, rounding = pushes.diff(), share * pushes.abs().amax()
         disorder = torch.minimum((steps > rounding).sum(), (steps < -rounding).sum())
         centred = answers - answers.mean()
         slope = (centred * pushes).sum() / centred.square().sum()
