@@ -26,7 +26,7 @@ Targets = dict[str, tuple[float, float | None]]
 #: None when the target is met. First what the source says:
 SOURCE: Targets = {
     "entries at the top of the package": (15, 17),
-    "lines of Python": (40_000, 56_180),
+    "lines of Python": (40_000, 56_170),
     "files": (165, 182),
     "largest file": (1_300, None),
     "functions over 60 lines": (0, 1),
@@ -41,7 +41,7 @@ SOURCE: Targets = {
 PROGRAM: Targets = {
     "gradmon --help imports torch": (0, 1),
     "files that watch() loads": (80, 90),
-    "lines that watch() loads": (16_000, 31_940),
+    "lines that watch() loads": (16_000, 31_930),
     "steady step: files": (25, 50),
     "steady step: calls": (200, 584),
     "steady step: depth of the stack": (10, 31),

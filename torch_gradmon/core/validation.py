@@ -44,11 +44,13 @@ def subsample_steps(steps: Sequence[int], around: Iterable[int], most: int, like
 
 
 def cadence(every: object, monitor_step_fn: Any) -> Callable[[int], bool]:
+    """Which steps are monitored; ``every`` may be a function, too."""
     if every is not None and monitor_step_fn is not None:
         raise ValueError("give either every= or monitor_step_fn=, not both")
     function("monitor_step_fn", monitor_step_fn, "the step's number")
-    if monitor_step_fn is not None:
-        return monitor_step_fn  # type: ignore[no-any-return]
+    chosen = every if callable(every) else monitor_step_fn
+    if chosen is not None:
+        return chosen
     interval = 1 if every is None else every
     positive_int("every", interval)
     return lambda step: step % interval == 0  # type: ignore[operator]

@@ -73,7 +73,7 @@ class GradmonHandler:
 
     @property
     def monitor(self) -> ModuleMonitor:
-        """The monitor, which takes metrics, sinks and detectors from the start: ``callback.monitor.add_gradient_metric("norm")``. It stays
+        """The monitor, which takes metrics, sinks and detectors from the start: ``handler.monitor.add_gradient_metric("norm")``. It stays
         readable after the training; each of several models has its own.
         """
         return self._adapter.monitor

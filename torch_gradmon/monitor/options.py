@@ -158,7 +158,7 @@ class MonitorOptions:
     def __post_init__(self) -> None:
         if self.preset is not None:
             check.one_of("preset", self.preset, tuple(PRESETS))
-        check.cadence(*self._cadence)
+        check.cadence(self.every, self.monitor_step_fn)
         if self.max_overhead is not None:
             check.share("max_overhead", self.max_overhead)
         check.one_of("on_metric_error", self.on_metric_error, ("warn", "raise"))
@@ -210,24 +210,14 @@ class MonitorOptions:
             names.add(plugin.name)
 
     @property
-    def _cadence(self) -> tuple[int | None, Callable[[int], bool] | None]:
-        """``every`` as a number, and the function."""
-        if not callable(self.every):
-            return self.every, self.monitor_step_fn
-        if self.monitor_step_fn is not None:
-            raise ValueError("every and monitor_step_fn are both functions of the step; give one of the two")
-        return None, self.every
-
-    @property
     def is_step_monitored(self) -> Callable[[int], bool]:
         """Which steps the user asked for."""
-        return check.cadence(*self._cadence)
+        return check.cadence(self.every, self.monitor_step_fn)
 
     @property
     def interval(self) -> int | None:
         """Steps from one monitored step to the next; None where a function decides."""
-        every, function = self._cadence
-        return None if function is not None else every or 1
+        return None if callable(self.every) or self.monitor_step_fn is not None else self.every or 1
 
     @property
     def sampled_updates(self) -> int | re.Pattern[str] | None:

@@ -296,8 +296,7 @@ def _watched(model: Any, named: Sequence[Any], scaler: Any, start_step: int | No
         check.step_number("start_step", start_step)
     check.optimizers(model, named, source_for(model, source))
     # the user's function may raise, so it runs before the monitor exists
-    every = options["every"]
-    check.cadence(None if callable(every) else every, every if callable(every) else None)(start_step or 0)
+    check.cadence(options["every"], None)(start_step or 0)
     monitor = made(model if parts is None else None, source, **options)
     if parts is not None:
         meet(monitor._runtime, parts, named)

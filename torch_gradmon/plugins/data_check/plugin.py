@@ -258,8 +258,7 @@ class Answers:
             return
         answers, order = self._answers.sort()
         pushes = gradient.detach().flatten().double()[order]
-        share = max(_ROUNDING, 2 * torch.finfo(gradient.dtype).eps) if gradient.is_floating_point() else _ROUNDING
-        steps, rounding = pushes.diff(), share * pushes.abs().amax()
+        steps, rounding = pushes.diff(), max(_ROUNDING, 2 * torch.finfo(gradient.dtype).eps) * pushes.abs().amax()
         disorder = torch.minimum((steps > rounding).sum(), (steps < -rounding).sum())
         centred = answers - answers.mean()
         slope = (centred * pushes).sum() / centred.square().sum()
