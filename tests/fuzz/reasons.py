@@ -116,7 +116,10 @@ TRUE_REASONS: list[tuple[str, Fact]] = [
     (r"its module is no .*, whose outputs have bounds", lambda c: c.record.modules.get(c.key.name) != "Tanh"),
     (r"passes was interrupted, as by an exception, and its values cannot be told", lambda c: c.truth.mixed),
     (r"the forward or backward pass of this step was interrupted", lambda c: c.truth.lost and not _is_measured(c)),
-    (r"no call of scaled_dot_product_attention", lambda c: all(is_excluded(c.p, each) for each in c.truth.attention)),
+    (
+        r"no call of scaled_dot_product_attention was seen in training",
+        lambda c: _goes_by_mode(c) or all(is_excluded(c.p, each) for each in c.truth.attention),
+    ),
     (r"the reference module runs when the whole model is called", lambda c: c.p.players == "gan"),
     (r"no reference module is set", lambda c: "difference" not in c.p.metrics),
 ]
