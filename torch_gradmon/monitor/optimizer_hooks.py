@@ -163,7 +163,7 @@ class IdleStretch:
 
     def _leave(self) -> None:
         if self._forwards and self._state.is_open:
-            self._state.patterns.called(in_eval=False)
+            self._state.patterns.called_in_training = True
         if (self._missed or self._forwards) and self._state.clock.step is not None:
             self._steps.pass_idle(self._state.clock.step)
             if not self._state.is_open:

@@ -110,7 +110,7 @@ class FollowedLoop(LoopDriver):
         self.hooks = LoopHooks(self, self.fence, module, optimizers, scaler, wrappers, cycle.state.in_backward, stretch)
         self.measurement = StepMeasurement(lifecycle, self.ownership, self.hooks, order)
         self.decisions = Decisions(self.ownership, order, self.hooks.optimizers.holds, lifecycle.planning.planner)
-        self.machine = StepMachine(cycle, self.measurement, order)
+        self.machine = StepMachine(lifecycle, cycle.state, self.measurement, order)
         self.is_orphaned, self.scaler, self._is_due = False, scaler, True
         self._plugins, self._audit = lifecycle.plugins, lifecycle.plugins.built_in.audit
         self.hooks.optimizers.allow_skips(lifecycle.plugins.has("before_optimizer_step"))
@@ -387,7 +387,7 @@ class LoopConnection:
 
     def continue_at(self, step: int) -> None:
         """The next step has this number."""
-        self._lifecycle.state.clock.continue_at(step)
+        self._lifecycle.state.clock.next_step = step
         self._lifecycle.hooks.wake()
 
     def disconnect(self) -> None:
@@ -403,7 +403,7 @@ class LoopConnection:
             lifecycle.plugins.call("on_detach")
             self.loop = None
             lifecycle.hooks.follow(None)
-            lifecycle.state.unfollow()
+            lifecycle.state.is_driven = False
             self._scale_by_hand()
 
     def _scale_by_hand(self) -> None:
@@ -741,7 +741,7 @@ class Runtime:
         if part == "next_step":
             self.connection.continue_at(int(value))
         elif part == "attempted":
-            self.state.clock.count_from(int(value))
+            self.state.clock.attempts = int(value)
         elif part in self._parts:
             self._parts[part].load_state_dict(value)
         elif part == "plugins":

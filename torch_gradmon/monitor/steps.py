@@ -711,7 +711,7 @@ class StepLifecycle:
 
     def _pause(self, is_paused: bool) -> None:
         self.captures.modules.pause(is_paused)
-        self.state.pause(is_paused)
+        self.state.is_paused = is_paused
         self.hooks.wake()
         self.plugins.call("on_pause", is_paused)
 
