@@ -187,7 +187,7 @@ def build(options: MonitorOptions, model: nn.Module | None = None) -> Runtime:
     )
     state = StepState()
     values = ValueLog(state, fence, LateValues(state, pipeline, built_in.recorder), exchange, captures.modules.passes)
-    pipeline.publisher.leave_out(values.of_trainer)
+    publisher.of_trainer = values.of_trainer
     cadence = Cadence(options.is_step_monitored, plugins, options.interval)
     planning = StepPlanning(state, planner, captures, exchange, factory, cadence, fence)
     runtime = Runtime(StepLifecycle(planning, pipeline, values))

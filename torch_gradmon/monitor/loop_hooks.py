@@ -95,8 +95,9 @@ class IdleStretch:
 
     def wake(self) -> None:
         """The same, and plugins know at once what they have missed."""
-        self.stop()
-        self.catch_up()
+        if self.left or self._missed or self._forwards:
+            self.stop()
+            self.catch_up()
 
     def catch_up(self) -> None:
         """The loop is followed again: report what plugins have missed."""
@@ -180,17 +181,12 @@ _TRAINERS = ("accelerate.", "lightning.", "lightning_fabric.", "pytorch_lightnin
 class WrapperCalls:
     """Follows the calls of ``step`` of wrappers, by a stand-in for the method on the instance: not all of them call hooks.
 
-    Args:
-        wrappers: each with the optimizer inside, which calls hooks.
-        began: called with the optimizer inside when the outermost wrapper is about to step.
-        ended: called with the optimizer inside when the outermost wrapper has stepped, and with whether that one has.
+    ``wrappers`` are given with the optimizer inside, which calls hooks. That one is an argument of ``began`` and ``ended``, called for the
+    outermost wrapper, the latter also with whether the optimizer has stepped.
     """
 
     def __init__(
-        self,
-        wrappers: Iterable[tuple[Any, Optimizer]],
-        began: Callable[[Optimizer], object],
-        ended: Callable[[Optimizer, bool], object],
+        self, wrappers: Iterable[tuple[Any, Optimizer]], began: Callable[[Optimizer], object], ended: Callable[..., object]
     ) -> None:
         self._began, self._ended = began, ended
         self._depth: Counter[int] = Counter()
@@ -422,13 +418,8 @@ def _put_first(optimizer: Optimizer) -> None:
 
 
 class OptimizerHooks(_Reporting):
-    """Reports the steps of optimizers: as the last hook before a step, and the first one behind it.
-
-    Args:
-        loop: gets the reports.
-        optimizers: in the order in which they step.
-        wrappers: around the optimizers, each with the one inside, whose steps are part of theirs.
-        container: of models that were put together for the monitor, kept alive by the optimizers' hooks, too.
+    """Reports the steps of optimizers: as the last hook before a step, and the first one behind it. A ``container``, of models that were
+    put together for the monitor, is kept alive by the optimizers' hooks, too.
 
     Attributes:
         may_skip: steps may be skipped. If not, skipping costs nothing.
@@ -614,15 +605,7 @@ class OptimizerHooks(_Reporting):
 
 
 class ScalerHooks(_Reporting):
-    """Reports what the scaler does, and knows which gradients it has scaled.
-
-    Args:
-        loop: gets the reports.
-        scaler: the GradScaler; None where none is known.
-
-    Attributes:
-        in_step: the scaler's ``step`` is running.
-    """
+    """Reports what the scaler does, and knows which gradients it has scaled. ``in_step``: the scaler's ``step`` is running."""
 
     def __init__(self, loop: Any, scaler: GradScaler | None) -> None:
         super().__init__(loop)
@@ -758,13 +741,8 @@ def _params(optimizer: Optimizer) -> list[Tensor]:
 
 
 class _GradientHook(Hook):
-    """Calls ``method`` with ``position`` in the first hook of each backward pass, and in all of them where optimizers may step within.
-
-    Args:
-        method: of a weakly held object.
-        position: of the parameter.
-        tasks: the passes that are known.
-        in_backward: which optimizers step within the backward pass.
+    """Calls ``method`` with ``position`` in the first hook of each backward pass, which is none of ``tasks`` then, and in all hooks where
+    optimizers may step within.
     """
 
     def __init__(self, method: Callable[..., Any], position: int, tasks: set[int], in_backward: StepsInBackward) -> None:
@@ -848,8 +826,7 @@ class BackwardHooks(_Reporting):
             if (parameter := place()) is not None:
                 for attribute in ("_post_accumulate_grad_hooks", "_backward_hooks"):
                     # those of others too: it is the assignment that counts
-                    hooks = getattr(parameter, attribute)
-                    if hooks is not None:
+                    if (hooks := getattr(parameter, attribute)) is not None:
                         setattr(parameter, attribute, None)
                         setattr(parameter, attribute, hooks)
         self.install(places, local)
@@ -992,7 +969,7 @@ class ModelHooks(_Reporting):
         if self._optimizers.may_skip and loop is not None and module.training and _running_task() == -1:
             loop.moves_buffers(module)
         if self._forward_began(module, by_own_hook) and by_own_hook and loop is not None:
-            loop.root_began()
+            loop.lifecycle.captures.modules.training_began()
 
     def _forward_began(self, module: nn.Module, counts: bool) -> bool:
         """Report a training forward, and no evaluation or recomputation; whether it is one. ``counts``: nothing else reports it."""

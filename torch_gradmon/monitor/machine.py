@@ -507,12 +507,9 @@ class StepMachine(StepCycle):
         left = [each for each in self.order if each not in done and each not in within.known]
         return any(each in within.outside or self.measures.has_gradients(each) for each in left)
 
-    def is_last(self, optimizer: Hashable) -> bool:
-        return self.order[-1] == optimizer
-
     def _attempt_ended(self, optimizer: Hashable, in_scaler_step: bool) -> None:
         """The optimizer has stepped, or the scaler skipped it; with the last one the attempt is over."""
-        if not self.awaits_others() if self.state.in_backward.any_now else self.is_last(optimizer):
+        if not self.awaits_others() if self.state.in_backward.any_now else self.order[-1] == optimizer:
             self._all_stepped(in_scaler_step)
 
     def _all_stepped(self, in_scaler_step: bool) -> None:
@@ -563,7 +560,7 @@ class StepMachine(StepCycle):
                 progress.in_part.clear()
                 self.measures.let_go(optimizer, with_unowned=False)  # its update is that of its last step
             else:
-                ends = self.is_last(optimizer)
+                ends = self.order[-1] == optimizer
                 begins_anew = (
                     ends and max(progress.times.values(), default=0) > _MOST_STEPS and self.measures.was_cleared(optimizer)
                 )
@@ -627,7 +624,7 @@ class StepMachine(StepCycle):
         self._take_turn(optimizer)
         if self.boundaries.has_values:
             self._measure_final(optimizer)
-            self._parameters_before(optimizer, with_unowned=self.is_last(optimizer))
+            self._parameters_before(optimizer, with_unowned=self.order[-1] == optimizer)
 
     def _measure_final(self, optimizer: Hashable) -> None:
         """Measure gradients before the clip that are final only now, when the outermost optimizer begins to step."""
@@ -638,7 +635,7 @@ class StepMachine(StepCycle):
 
     def wrapper_ended(self, optimizer: Hashable) -> None:
         """The wrapper returned without a step of its optimizer, as one that accumulates gradients does."""
-        self.measures.let_go(optimizer, with_unowned=self.is_last(optimizer))
+        self.measures.let_go(optimizer, with_unowned=self.order[-1] == optimizer)
 
     def step_began(self, optimizer: Hashable, has_closure: bool, within: bool) -> bool:
         """The optimizer is about to step, or to call its closure, which has yet to compute gradients; ``within`` a backward pass.
@@ -659,7 +656,7 @@ class StepMachine(StepCycle):
         state.progress.begun.add(optimizer)
         if not self.boundaries.has_values:
             return False
-        with_unowned = not within and self.is_last(optimizer)
+        with_unowned = not within and self.order[-1] == optimizer
         turns = max(state.progress.times.values(), default=1) if not within and self._takes_turns() else 0
         measures.annotate(optimizer, turns=turns, is_first=state.patterns.is_first)
         self._explain_missing(optimizer, has_closure or within)
@@ -748,7 +745,7 @@ class StepMachine(StepCycle):
             Whether the optimizer must change nothing.
         """
         decided = self.state.progress.decided
-        self.measures.measure_after_clip(optimizer, with_unowned=self.is_last(optimizer))
+        self.measures.measure_after_clip(optimizer, with_unowned=self.order[-1] == optimizer)
         if optimizer in decided:
             return bool(self.boundaries.is_skipped)
         decided.add(optimizer)
@@ -778,7 +775,7 @@ class StepMachine(StepCycle):
             self.measures.measure_update(optimizer)
         if not within:  # else the step ends with the backward pass, or with an optimizer behind it
             are_several = len(self.order) > 1
-            if are_several and self.is_last(optimizer):
+            if are_several and self.order[-1] == optimizer:
                 self._round_ended(optimizer)
             self._attempt_ended(optimizer, in_scaler_step)
             if are_several:
@@ -794,7 +791,7 @@ class StepMachine(StepCycle):
         self.measures.annotate(optimizer, turns=0, is_first=False)
         self._measure_final(optimizer)
         self._measure_parameters()
-        self.measures.measure_after_clip(optimizer, with_unowned=self.is_last(optimizer), is_overflowed=True)
+        self.measures.measure_after_clip(optimizer, with_unowned=self.order[-1] == optimizer, is_overflowed=True)
         self._decide(optimizer, is_overflowed=True)  # nothing is left to skip, but other ranks may wait
         progress.overflowed.add(optimizer)
         self._attempt_ended(optimizer, in_scaler_step)

@@ -89,9 +89,6 @@ class RunDirectory:
     """Stores each record at once, and its replacement when a value is added.
 
     Args:
-        path: the run directory; None for none.
-        meta: facts about the run.
-        complaints: where failures are reported.
         is_muted: whether another rank writes the output of this one.
         tells: whether a line on stderr says at the end what is wrong with the run.
 
@@ -377,14 +374,7 @@ class RecordFactory:
     def missing(
         self, record: StepRecord, absent: Mapping[tuple[str, str], str], names: Mapping[str, Any], owned: Set[str] | None
     ) -> dict[Key, str]:
-        """Why requested values are not in ``record``, the last one.
-
-        Args:
-            record: the last one.
-            absent: reasons that are known, by source and name.
-            names: of parameters and modules, by source.
-            owned: the parameters of attached optimizers, if known.
-        """
+        """Why requested values are not in ``record``, the last one. ``owned``: the parameters of attached optimizers, if known."""
         if self._reasons is None:
             return {}
         return missing(record, list(self._registry.metrics), names, absent, self._reasons, self.layers, owned)
@@ -400,7 +390,7 @@ class Publisher:
 
     Attributes:
         format_keys: makes the keys of values.
-        sinks: those that were added.
+        of_trainer: keys of values that a trainer has given, and logs itself; they are left out.
         keep_alive: this package's sinks, which must stay alive until the last row is written. The user's sinks are not among them: they
             may hold the model, the optimizer and the monitor.
     """
@@ -411,7 +401,7 @@ class Publisher:
         self.format_keys, self._complaints, self._is_muted = format_keys, complaints, is_muted
         self.sinks: list[FilteredSink] = []
         self.keep_alive: list[object] = []
-        self._of_trainer: Set[Key] = frozenset()
+        self.of_trainer: Set[Key] = frozenset()
         self._waiting: StepRecord | None = None
 
     def __del__(self) -> None:
@@ -440,15 +430,11 @@ class Publisher:
         """Whether a sink needs the values of ``step`` as soon as the next step begins."""
         return any(not sink.deferred and not sink.dropped and step % sink.every == 0 for sink in self._receivers())
 
-    def leave_out(self, of_trainer: Set[Key]) -> None:
-        """Leave out the values with these keys, a set that may change: a trainer has given them, and logs them itself."""
-        self._of_trainer = of_trainer
-
     def shown(self, record: StepRecord) -> dict[str, float]:
         """The values of ``record`` that sinks receive, by key."""
         hidden = record.hidden
         shown = self.format_keys(StepValues.of(record.values).without(hidden) if hidden else record.values)
-        for key in self._of_trainer:
+        for key in self.of_trainer:
             shown.pop(self.format_keys.text(key), None)
         return shown
 
@@ -504,15 +490,7 @@ MOST, BYTES, FEWEST = 400, 32 << 20, 48
 
 
 class RecordHistory:
-    """The records of the last steps, and a sample of all.
-
-    Args:
-        length: the number of last steps.
-        suspects: gradients of the last steps, and the suspects of spikes.
-
-    Attributes:
-        sample: records with their statistics, for a diagnosis during training.
-    """
+    """The records of the last steps, and a sample of all, with their statistics, for a diagnosis during training."""
 
     def __init__(self, length: int, suspects: SuspectHistory) -> None:
         self._length, self._suspects = length, suspects
@@ -560,11 +538,7 @@ class RecordHistory:
 class RecordSample:
     """Keeps records as they come, and when they become too many, both ends, those with events, and evenly chosen ones between.
 
-    Nothing is copied: the statistics are on the host, a few kilobytes a step.
-
-    Args:
-        most: how many records.
-        budget: bytes of their statistics.
+    Nothing is copied: the statistics, of ``budget`` bytes at most, are on the host, a few kilobytes a step.
     """
 
     def __init__(self, most: int = MOST, budget: int = BYTES) -> None:
@@ -606,15 +580,7 @@ _NO_SIGNAL = "no step so far has it; log it with log_scalar(), or add the metric
 
 
 class SpikeDetection:
-    """Evaluates detectors on each record, when it enters and again when values come late.
-
-    Args:
-        summary: has to compute the whole-model values that detectors need.
-        complaints: where failures are reported.
-
-    Attributes:
-        detector_set: the detectors and what they know.
-    """
+    """Evaluates detectors on each record, when it enters and again when values come late."""
 
     def __init__(self, summary: Summary, complaints: WarningLog) -> None:
         self.detector_set = DetectorSet()
@@ -696,18 +662,6 @@ class RecordPipeline:
     enters, once. Late values and facts amend it until the next step begins. Then it is finished: detectors evaluate the signals that came
     late, and the sinks receive it.
 
-    Args:
-        factory: makes records.
-        detection: evaluates them.
-        history: keeps those of the last steps.
-        directory: stores them.
-        publisher: sends them to sinks.
-        plugins: get each record, and an alert for a step that calls for more detail.
-        on_spike: the option of :class:`torch_gradmon.ModuleMonitor`.
-        exchange: with other ranks, the steps' numbers decide when values are fetched, not the device.
-        fence: receives the time that others spent.
-        is_muted: whether another rank writes the output of this one.
-
     Attributes:
         last: the record of the step that ended last; None if that is not monitored, or its values are on their way.
         absent: reasons for values that the last record lacks, by source and name.
@@ -738,7 +692,7 @@ class RecordPipeline:
         self.last: StepRecord | None = None
         self.absent: dict[tuple[str, str], str] = {}
         self.observers: list[Callable[[StepRecord, bool], object]] = []
-        self._signals: Mapping[str, float] = {}
+        self._signals: Mapping[str, float] = {}  # the whole-model values of the last record
         self._buffer: StepBuffer | None = None  # what the last record was made of
         self._late: StepBuffer | None = None  # merges what is logged for the last step
         self._is_finished = True
@@ -797,11 +751,8 @@ class RecordPipeline:
         return begins >= pending.step + 2 if self.ranks_synchronised else pending.readback.arrival.is_ready()
 
     def enter_all(self, ended: int | None, open_to_late_values: bool) -> None:
-        """Make the records of all steps and enter them. Waits for their values.
-
-        Args:
-            ended: number of the step that ended last; the last record is of that one, or there is none.
-            open_to_late_values: that step is the latest, so that values may still be added to it.
+        """Make the records of all steps and enter them. Waits for their values. The last record is that of step ``ended``, or there is
+        none; ``open_to_late_values``: that step is the latest, so that values may still be added to it.
         """
         while self.waiting:
             self.waiting[0].readback.arrival.wait()  # interrupted here, the step is still there
@@ -811,7 +762,16 @@ class RecordPipeline:
         pending = self.waiting.popleft()
         record, signals = self.factory.make(pending)
         try:
-            self._enter(record, signals, pending.readback.buffer)
+            self._buffer, self._late = pending.readback.buffer, None
+            self.absent = self._buffer.absent
+            self._detectors.begin(record, self.absent)
+            record, events = self.detection.detect(record, signals, self.absent)
+            self._is_finished = False
+            self._pass_on(record, amends=False)
+            self.backfill(self._detectors.take_fetched())
+            self._signals = signals
+            self._plugins.call("on_record", record)
+            self._notify(events, record.context.get("action", ""))
         finally:  # where a spike raises
             if pending.late is not None:
                 readback = pending.late_readback or pending.late.start_readback()
@@ -822,18 +782,6 @@ class RecordPipeline:
             self.finish()
         if pending.step != ended:
             self.last = None
-
-    def _enter(self, record: StepRecord, signals: Mapping[str, float], buffer: StepBuffer) -> None:
-        """``signals`` are the whole-model values of a step that has ended, ``buffer`` what its record was made of."""
-        self.absent, self._buffer, self._late = buffer.absent, buffer, None
-        self._detectors.begin(record, self.absent)
-        record, events = self.detection.detect(record, signals, self.absent)
-        self._is_finished = False
-        self._pass_on(record, amends=False)
-        self.backfill(self._detectors.take_fetched())
-        self._signals = signals
-        self._plugins.call("on_record", record)
-        self._notify(events, record.context.get("action", ""))
 
     def _pass_on(self, record: StepRecord, amends: bool) -> None:
         self.last = record
@@ -933,31 +881,23 @@ class RecordPipeline:
             reasons = [event.reason for event in events] or [record.skipped]
             where = next((event.where for event in events if event.where), "")
             messages = [f"step {record.step}: " + "; ".join(filter(None, (*reasons, where, action)))]
-        elif self._acts:
-            self._report_missed([event for event in events if event.signal not in self._detectors.predicted])
-        if (self._detectors.needs_detail() or messages) and record is not None:
-            self._plugins.call("on_alert", record.step)
-        self._detectors.warn_of_failures(self._complaints)
-        self._warn(messages)
-        for event in events:
-            self._call(event)
-
-    def _report_missed(self, events: Sequence[SpikeEvent]) -> None:
-        """Warn about spikes that nothing could be done about."""
-        if events:
-            signals = ", ".join(event.signal for event in events)
+        elif self._acts and (missed := [event.signal for event in events if event.signal not in self._detectors.predicted]):
+            signals = ", ".join(missed)
             self._complaints.add(
                 f"late:{signals}",
                 f"that {signals} spiked in step {events[0].step} became known only when the optimizer had stepped, so that nothing was "
                 "done about it; what is logged has to be logged before optimizer.step()",
             )
-
-    def _call(self, event: SpikeEvent) -> None:
-        if callable(self._on_spike):
-            try:
-                with fresh_grad_mode():
-                    self._on_spike(event)
-            except Exception as error:
-                self._complaints.add("on_spike", "the function on_spike failed; training continues", error)
-        elif self._on_spike == "raise":
-            raise SpikeError(str(event))
+        if (self._detectors.needs_detail() or messages) and record is not None:
+            self._plugins.call("on_alert", record.step)
+        self._detectors.warn_of_failures(self._complaints)
+        self._warn(messages)
+        for event in events:
+            if callable(self._on_spike):
+                try:
+                    with fresh_grad_mode():
+                        self._on_spike(event)
+                except Exception as error:
+                    self._complaints.add("on_spike", "the function on_spike failed; training continues", error)
+            elif self._on_spike == "raise":
+                raise SpikeError(str(event))

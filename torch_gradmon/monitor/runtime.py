@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -42,11 +44,13 @@ class Ownership:
     """The optimizers of one loop, by the names that the step machine has for them, and the positions of their parameters.
 
     Attributes:
+        order: the names in the order in which they step; the step machine changes it.
         unowned: positions of parameters that no optimizer has.
         shared: positions of parameters that several optimizers have.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.order: list[Hashable] = [id(optimizer) for optimizer in optimizers]
         self._references = {id(optimizer): weakref.ref(optimizer) for optimizer in optimizers}
         self._first = weakref.ref(optimizers[0])
         self._owned: dict[Hashable, list[int]] = {}
@@ -60,9 +64,9 @@ class Ownership:
         reference = self._references.get(name)  # type: ignore[call-overload]
         return None if reference is None else reference()
 
-    def alive(self, order: Iterable[Hashable]) -> list[Optimizer]:
-        """The optimizers that still exist, in this order."""
-        return [optimizer for name in order if (optimizer := self[name]) is not None]
+    def alive(self) -> list[Optimizer]:
+        """The optimizers that still exist, in the order in which they step."""
+        return [optimizer for name in self.order if (optimizer := self[name]) is not None]
 
     @property
     def is_orphaned(self) -> bool:
@@ -81,30 +85,32 @@ class Ownership:
         optimizer = self[name]
         return [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
 
-    def update(self, planner: Planner, order: Iterable[Hashable]) -> None:
+    def update(self, planner: Planner) -> None:
         """Take the groups of the optimizers as they are now."""
-        optimizers, self._source = self.alive(order), planner.source
-        self._group_sizes = self._sizes(optimizers)
-        owned, self.unowned = planner.positions(optimizers)
+        self._source = planner.source
+        self._group_sizes = self._sizes()
+        owned, self.unowned = planner.positions(self.alive())
         self._owned = dict(owned.items())
         owners = Counter(position for positions in self._owned.values() for position in positions)
         self.shared = {position for position, count in owners.items() if count > 1}
 
-    def has_changed(self, order: Iterable[Hashable]) -> bool:
+    def has_changed(self) -> bool:
         """Whether an optimizer got or lost parameters since the last :meth:`update`."""
-        return self._group_sizes != self._sizes(self.alive(order))
+        return self._group_sizes != self._sizes()
 
-    def _sizes(self, optimizers: Iterable[Optimizer]) -> list[int]:
+    def _sizes(self) -> list[int]:
+        optimizers = self.alive()
         if self._source is not PLAIN_GRADIENTS:
             return [len(self._source.tensors_of(optimizer)) for optimizer in optimizers]
         return [len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups]
 
-    def shares(self, order: Iterable[Hashable]) -> Iterator[tuple[Hashable | None, list[int]]]:
+    def shares(self) -> list[tuple[Hashable | None, Optimizer | None, list[int]]]:
         """The positions of each optimizer that exists; under None those that no optimizer has."""
-        for name in order:
-            if self[name] is not None:
-                yield name, self.positions(name)
-        yield None, self.unowned
+        found: list[tuple[Hashable | None, Optimizer | None, list[int]]] = []
+        for name in self.order:
+            if (optimizer := self[name]) is not None:
+                found.append((name, optimizer, self._owned.get(name, [])))
+        return [*found, (None, None, self.unowned)]
 
     def to_step(self, positions: Iterable[int], done: Iterable[Hashable]) -> list[int]:
         """Those of ``positions`` whose optimizers are not ``done``: later gradients of the others are not for this step."""
@@ -131,21 +137,13 @@ def _has_stepped(optimizer: Optimizer) -> bool:
 
 
 class StepMeasurement:
-    """Measures in the open step of a followed loop; without one that takes values, nothing.
+    """Measures in the open step of a followed loop; without one that takes values, nothing."""
 
-    Args:
-        loop: has the hooks, which know scales and removed gradients.
-        order: the optimizers in the order in which they step; shared with the step machine, which changes it.
-    """
-
-    def __init__(self, loop: FollowedLoop, order: list[Hashable]) -> None:
+    def __init__(self, loop: FollowedLoop) -> None:
         self._lifecycle, self._captures, self._ownership = loop.lifecycle, loop.lifecycle.captures, loop.ownership
         self._optimizer_hooks, self._backward, self._scaler = loop.optimizer_hooks, loop.backward_hooks, loop.scaler_hooks
-        self._order, self._complaints = order, loop.fence.complaints
+        self._complaints = loop.fence.complaints
         self._accumulated: dict[Hashable, tuple[weakref.ref[Tensor], int]] = {}  # a gradient of an optimizer, and its version
-
-    def _scale(self, optimizer: Hashable) -> Tensor | None:
-        return self._scaler.inverse_scale(self._ownership[optimizer])
 
     def _positions(self, optimizer: Hashable, with_unowned: bool) -> list[int]:
         own = self._ownership.positions(optimizer)
@@ -154,7 +152,7 @@ class StepMeasurement:
     def inverse_scale(self) -> Tensor | None:
         """The factor that unscales gradients inside the model at this moment."""
         # of an optimizer that has not stepped, since others under the same scaler may be unscaled already
-        scales = map(self._scaler.inverse_scale, self._ownership.alive(self._order))
+        scales = map(self._scaler.inverse_scale, self._ownership.alive())
         return next((scale for scale in scales if scale is not None), None)
 
     # --- gradients -----------------------------------------------------------------------------------------------------------
@@ -179,8 +177,8 @@ class StepMeasurement:
         own = None if source is PLAIN_GRADIENTS else source.scale()
         if own is None and source.stays_scaled:
             own = self._scaler.scale
-        for name, positions in self._ownership.shares(self._order):
-            scale = self._scale(name) if own is None else inverse(own)
+        for name, optimizer, positions in self._ownership.shares():
+            scale = self._scaler.inverse_scale(optimizer) if own is None else inverse(own)
             inverse_scale = inverse_scale if scale is None else scale
             if name is not None and name in in_backward:
                 continue
@@ -213,7 +211,8 @@ class StepMeasurement:
         positions = self._ownership.positions(optimizer)
         if self._backward.awaited and torch._C._current_graph_task_id() == -1:
             self._refuse_before_clip(positions)
-        self._captures.gradients.after_clip(positions, None if is_overflowed else self._scale(optimizer))
+        scale = None if is_overflowed else self._scaler.inverse_scale(self._ownership[optimizer])
+        self._captures.gradients.after_clip(positions, scale)
         if with_unowned and self._ownership.unowned:
             self.measure_unowned()
 
@@ -226,7 +225,7 @@ class StepMeasurement:
 
     def measure_unowned(self) -> None:
         """Measure the gradients that no optimizer uses, and none unscales."""
-        self._captures.gradients.after_clip(self._ownership.unowned, self._scale(None))
+        self._captures.gradients.after_clip(self._ownership.unowned, self._scaler.inverse_scale(None))
 
     def shares_parameters(self, optimizer: Hashable, other: Hashable) -> bool:
         return not {*map(id, self._ownership.parameters(optimizer))}.isdisjoint(map(id, self._ownership.parameters(other)))
@@ -279,7 +278,7 @@ class StepMeasurement:
         found = self._ownership[optimizer]
         if found is None:
             return
-        place, note = self._order.index(optimizer), self._lifecycle.note
+        place, note = self._ownership.order.index(optimizer), self._lifecycle.note
         for number, group in enumerate(found.param_groups):
             note(f"lr/{place}/{number}", group.get("lr"))
         if turns:
@@ -332,7 +331,8 @@ class StepMeasurement:
     # --- warnings about the order of optimizers --------------------------------------------------------------------------------
 
     def _place(self, name: Hashable) -> str:
-        return f"optimizer {self._order.index(name) + 1} of {len(self._order)} ({type(self._ownership[name]).__name__})"
+        order = self._ownership.order
+        return f"optimizer {order.index(name) + 1} of {len(order)} ({type(self._ownership[name]).__name__})"
 
     def warn_order(self, optimizer: Hashable) -> None:
         """The optimizer stepped after the one that was named last; it counts as the last one from now on."""
@@ -380,49 +380,26 @@ _LOST = "the attached optimizers are gone, and no step can end any more; call de
 _UNUSED = "its optimizer did not step in this step; its gradient counts in the step that uses it"
 
 
-_Method = weakref.WeakMethod[Callable[[], Any]]
+def _reported(loop: weakref.ref[FollowedLoop], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a method in which all passes of a step run, unless gradients are off."""
+    if torch.is_grad_enabled() and (alive := loop()) is not None:
+        alive.passes_began()
+    result = original(*args, **kwargs)
+    if torch.is_grad_enabled() and (alive := loop()) is not None:
+        alive.passes_ended()
+    return result
 
 
-def _between(before: _Method, after: _Method) -> Callable[..., Any]:
-    """A function around a method that calls one method before it and another one after it, unless gradients are off."""
-
-    def call(reference: _Method) -> None:
-        if torch.is_grad_enabled() and (method := reference()) is not None:
-            method()
-
-    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        call(before)
-        result = original(*args, **kwargs)
-        call(after)
-        return result
-
-    return around
-
-
-def _without(reference: weakref.ref[StepLifecycle]) -> Callable[..., Any]:
-    """A function around a method, in which nothing is measured."""
-
-    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        lifecycle = reference()
-        if lifecycle is None:
-            return original(*args, **kwargs)
-        with lifecycle.paused():
-            return original(*args, **kwargs)
-
-    return around
+def _unseen(lifecycle: weakref.ref[StepLifecycle], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a method, and measure nothing in it."""
+    with nullcontext() if (alive := lifecycle()) is None else alive.paused():
+        return original(*args, **kwargs)
 
 
 class FollowedLoop:
     """Follows one loop by hooks: torch's events in, the step machine's events out. Its methods are called inside of the fence.
 
-    Args:
-        owner: kept alive by the optimizers' hooks, together with this.
-        lifecycle: has the open step.
-        overflows: takes what a fused optimizer found.
-        module: the watched model.
-        optimizers: in the order in which they step.
-        scaler: their GradScaler, if one is known.
-        wrappers: around the optimizers, each with the one inside.
+    The optimizers' hooks keep it alive, and with it the ``owner``. ``wrappers`` are around the optimizers, each with the one inside.
 
     Attributes:
         is_orphaned: all optimizers were collected.
@@ -448,9 +425,8 @@ class FollowedLoop:
         self.scaler_hooks = ScalerHooks(self, scaler)
         self.backward_hooks = BackwardHooks(self)
         self.model_hooks = ModelHooks(self, module)
-        order: list[Hashable] = [id(optimizer) for optimizer in optimizers]
-        self.measurement = StepMeasurement(self, order)
-        self.machine = StepMachine(lifecycle, self.state, self.measurement, order)
+        self.measurement = StepMeasurement(self)
+        self.machine = StepMachine(lifecycle, self.state, self.measurement, self.ownership.order)
         self.optimizer_hooks.may_skip = self._plugins.has("before_optimizer_step")
         self._wrapped = self._around(lifecycle.planning.planner.source)
 
@@ -458,15 +434,14 @@ class FollowedLoop:
         """Follow the method that shows when gradients are final, and measure nothing in those that do not train."""
         if (boundary := source.boundary) is None:
             return []
-        step = _between(weakref.WeakMethod(self.passes_began), weakref.WeakMethod(self.passes_ended))
         trials = [name for name in source.trials if hasattr(boundary, name)]
-        without = _without(weakref.ref(self.lifecycle))
-        return [WrappedMethod(boundary, "step", step), *(WrappedMethod(boundary, name, without) for name in trials)]
+        reported, unseen = partial(_reported, weakref.ref(self)), partial(_unseen, weakref.ref(self.lifecycle))
+        return [WrappedMethod(boundary, "step", reported), *(WrappedMethod(boundary, name, unseen) for name in trials)]
 
     @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizers that still exist, in the order in which they step."""
-        return self.ownership.alive(self.machine.order)
+        return self.ownership.alive()
 
     @property
     def is_plain(self) -> bool:
@@ -475,14 +450,10 @@ class FollowedLoop:
 
     # --- hooks on parameters -------------------------------------------------------------------------------------------------
 
-    def groups_changed(self) -> bool:
-        """Whether an optimizer got or lost parameters since hooks were registered."""
-        return self.ownership.has_changed(self.machine.order)
-
     def install(self, planner: Planner) -> None:
         """Register the hooks on parameters that a monitored step needs."""
         assert planner.inventory is not None
-        self.ownership.update(planner, self.machine.order)
+        self.ownership.update(planner)
         self.lifecycle.captures.parameters.shared = self.ownership.shared
         places = planner.inventory.references
         local = [
@@ -502,10 +473,8 @@ class FollowedLoop:
 
     def by_scale(self, positions: Sequence[int]) -> list[tuple[list[int], Tensor | None]]:
         """These positions by what their gradients have to be multiplied by at this moment."""
-        shares, wanted = self.ownership.shares(self.machine.order), set(positions)
-        found = [
-            (sorted(wanted.intersection(own)), self.scaler_hooks.inverse_scale(self.ownership[name])) for name, own in shares
-        ]
+        shares, wanted = self.ownership.shares(), set(positions)
+        found = [(sorted(wanted.intersection(own)), self.scaler_hooks.inverse_scale(each)) for _, each, own in shares]
         return [(own, scale) for own, scale in found if own]
 
     def to_step(self, positions: Sequence[int]) -> list[int]:
@@ -527,7 +496,7 @@ class FollowedLoop:
 
     def leave_unused(self, buffer: StepBuffer) -> None:
         """The step ends. Gradients of optimizers that did not step in it are of the steps that use them, if any do."""
-        index, order, leads = self.lifecycle.planning.planner.inventory, self.machine.order, self.state.leads
+        index, order, leads = self.lifecycle.planning.planner.inventory, self.ownership.order, self.state.leads
         if self.backward_hooks.awaited and not (leads or buffer.names_of(GRADIENT_BEFORE_CLIP) <= buffer.used):
             buffer.refuse_all(GRADIENT_BEFORE_CLIP, UNFINISHED)
         if len(order) == 1 or index is None or not leads:
@@ -549,7 +518,7 @@ class FollowedLoop:
         has_scaler = isinstance(
             getattr(ownership[optimizer], "found_inf", None), Tensor
         )  # of a fused optimizer, whose step reads it
-        alive = {name: each for name in self.machine.order if (each := ownership[name]) is not None}
+        alive = {name: each for name in ownership.order if (each := ownership[name]) is not None}
         stepped = [type(each).__name__ for name, each in alive.items() if name in done and name != optimizer]
         left = {name: self.optimizer_hooks.holds.leftovers(each) for name, each in alive.items()}
         own = left.pop(optimizer, [])
@@ -595,10 +564,6 @@ class FollowedLoop:
         in_eval = state.patterns.trains_in_eval and not module.training  # in a step that a call in training mode has opened
         if not state.is_open or state.progress.is_tentative or in_eval:
             self.model_hooks.part_called(module)
-
-    def root_began(self) -> None:
-        """The hook on the model itself reported that."""
-        self.lifecycle.captures.modules.training_began()
 
     def gradient_complete(self, position: int) -> None:
         """The gradient of this parameter is complete, and its optimizer may step before the backward pass is over."""

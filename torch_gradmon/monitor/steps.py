@@ -33,12 +33,8 @@ from .values import ValueLog
 
 
 class Cadence:
-    """Decides for each step whether it is monitored.
-
-    Args:
-        asked: whether the script requests a step, by its number. Two calls need not return the same answer.
-        plugins: each may change the decision.
-        every: the script requests each step that this divides, and no others; None if it decides otherwise.
+    """Decides for each step whether it is monitored: ``asked`` is the script's function, two calls of which need not return the same
+    answer, and with ``every`` it asks for each step that this divides, and no others.
     """
 
     def __init__(self, asked: Callable[[int], bool], plugins: PluginSet, every: int | None) -> None:
@@ -82,13 +78,7 @@ class Cadence:
 
 
 class Captures:
-    """All sources of one monitor, begun and ended together.
-
-    Attributes:
-        gradients: of micro-batches, before clipping, and as the optimizer uses them.
-        parameters: and what the optimizer changes of them.
-        modules: outputs, inputs, their gradients, attention, the reference module.
-    """
+    """All sources of one monitor, begun and ended together: gradients, parameters with their updates, and what modules take and return."""
 
     def __init__(self, measurer: Measurer, fence: Fence, update_sample: int | re.Pattern[str] | None) -> None:
         self.measurer = measurer
@@ -111,8 +101,9 @@ class Captures:
 
     def end(self) -> None:
         """End the step, and let go of everything that it held."""
-        for source in (self.gradients, self.parameters, self.modules):
-            source.end()
+        self.gradients.end()
+        self.parameters.end()
+        self.modules.end()
 
 
 # --- Links from modules to their monitor ---
@@ -158,15 +149,6 @@ MODEL_GONE = (
 class StepPlanning:
     """Prepares steps that take values, and registers and removes the hooks on modules and parameters for them.
 
-    Args:
-        state: of the step machine.
-        planner: knows the model and the requested metrics.
-        captures: measure tensors, and own the hooks on modules.
-        exchange: merges values over ranks.
-        factory: makes records, and knows what they need.
-        cadence: which steps are monitored.
-        fence: where failures are reported.
-
     Attributes:
         loop: the followed loop, which owns the hooks on parameters; None where the script begins and ends steps itself.
         installed_for: a version of the plan, and whether hooks on modules are there too; None if they may not be what is needed.
@@ -207,7 +189,7 @@ class StepPlanning:
         """The step takes values: plan it, and begin it in all sources."""
         planner = self.planner
         planner.refresh()
-        if self.loop is not None and self.loop.groups_changed():
+        if self.loop is not None and self.loop.ownership.has_changed():
             self.installed_for = None
         assert planner.inventory is not None
         if planner.inventory.spread:  # before anything is added up over ranks
@@ -322,12 +304,7 @@ _SPARSER = 10
 
 
 class CostNotice:
-    """Warns once, and asks no more after that.
-
-    Args:
-        fence: has the monitor's own time.
-        every: each step that this divides is monitored; None where the script decides otherwise.
-    """
+    """Warns once, and asks no more after that. ``fence`` has the monitor's own time."""
 
     def __init__(self, fence: Fence, every: int | None) -> None:
         self._fence, self._every = fence, every
@@ -364,22 +341,13 @@ _IN_EVAL = "the model was called in evaluation mode, as it was not before; from 
 
 
 class StepLifecycle:
-    """Carries out the step machine's decisions about the boundaries of steps.
-
-    Args:
-        planning: decides what a step measures and which hooks that needs.
-        pipeline: the steps whose values are not fetched yet, and the records.
-        values: the values that the loop logs.
-
-    Attributes:
-        active: the open step, or the last one; None before the first.
-    """
+    """Carries out the step machine's decisions about the boundaries of steps."""
 
     def __init__(self, planning: StepPlanning, pipeline: RecordPipeline, values: ValueLog) -> None:
         self.planning, self.pipeline, self.values = planning, pipeline, values
         self.state, self.fence, self.captures = planning.state, planning.fence, planning.captures
         self.plugins = planning.cadence.plugins
-        self.active: ActiveStep | None = None
+        self.active: ActiveStep | None = None  # the open step, or the last one
         self._cost = CostNotice(self.fence, planning.cadence.every)
         self._had_root_inputs = False  # a hook was on what the model takes before the open step began
         self._aside: deque[tuple[ActiveStep, dict[str, Any]]] = deque()  # parts of the open step, with their facts
