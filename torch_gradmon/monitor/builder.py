@@ -133,10 +133,7 @@ class MonitorContext:
 
     def ask_cadence_again(self, script_too: bool = False) -> None:
         self._lifecycle.planning.wake()
-        if script_too:
-            self._lifecycle.planning.cadence.ask_again()
-        else:
-            self._lifecycle.planning.cadence.plugins_changed()
+        self._lifecycle.planning.cadence.ask_again(script_too)
 
     def flush_pending(self) -> None:
         self._lifecycle.flush_pending()

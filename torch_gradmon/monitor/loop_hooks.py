@@ -18,7 +18,7 @@ from torch.amp import GradScaler
 from torch.autograd import Variable
 from torch.optim import Optimizer
 
-from ..capture.gradients import GradScale, calling_scaler, scale_of
+from ..capture.gradients import GradScale, calling_scaler
 from ..capture.hooks import Handles, Hook, ModuleHook, WrappedMethod, takes_hooks, untraced_by_itself
 from ..core.errors import WarningLog
 from ..core.torch_modes import capture_check, is_accumulating
@@ -74,7 +74,6 @@ class IdleStretch:
         self._captures, self._watching = capture_check(), self._plugins.watching
 
     def begin(self, steps: int) -> None:
-        """The next ``steps`` steps are idle."""
         self.left, self._thread, self._due = steps, get_ident(), perf_counter() + LONGEST
 
     def stop(self) -> None:
@@ -110,12 +109,10 @@ class IdleStretch:
                 self._plugins.call("on_forward")
 
     def forward_followed(self) -> None:
-        """The model is called, and the loop is followed."""
         self.catch_up()
         self._followed += 1
 
     def step_followed(self) -> None:
-        """The optimizer has stepped, and the loop is followed."""
         self._most, self._followed = max(self._most, self._followed), 0
 
     # --- hooks: their code and data have left the cache since the last step, so each call and each object counts. Each returns whether
@@ -353,7 +350,7 @@ class GradientHolds:
     def __init__(self, complaints: WarningLog) -> None:
         self._complaints = complaints
         self.held: dict[int, SetAside] = {}
-        self._left: dict[int, list[PutBack]] = {}  # gradients that belong to a skipped step
+        self.left: dict[int, list[PutBack]] = {}  # gradients that belong to a skipped step, and must not be used
         self._versions: dict[int, list[int]] = {}
 
     def hold(self, optimizer: Optimizer) -> None:
@@ -368,7 +365,7 @@ class GradientHolds:
         held = self.held.pop(id(optimizer), None)
         if held is None:
             return
-        self._left[id(optimizer)] = held.put_back()
+        self.left[id(optimizer)] = held.put_back()
         if held.changed_parameters:
             kind, what = type(optimizer).__name__, "changed parameters in a skipped step"
             inner = f"{kind} {what}, although it had no gradients; attach the optimizer that it wraps instead"
@@ -382,12 +379,8 @@ class GradientHolds:
 
     def leftovers(self, optimizer: Optimizer) -> list[Tensor]:
         """The parameters of ``optimizer`` that still have the gradients of a skipped step."""
-        left = self._left[id(optimizer)] = [left for left in self._left.get(id(optimizer), []) if left.is_there()]
+        left = self.left[id(optimizer)] = [each for each in self.left.get(id(optimizer), []) if each.is_there()]
         return [parameter for each in left if (parameter := each.parameter()) is not None]
-
-    def accept(self) -> None:
-        """Let optimizers use the gradients that skipped steps left."""
-        self._left = {}
 
     def note_versions(self, optimizer: Optimizer) -> None:
         """Note the parameters' versions before the optimizer calls its closure."""
@@ -479,7 +472,6 @@ class OptimizerHooks(_Reporting):
                 self._shielded[name] = compiler.disable(method)
 
     def alive(self) -> list[Optimizer]:
-        """The optimizers that still exist."""
         return [optimizer for reference in self._references if (optimizer := reference()) is not None]
 
     @property
@@ -491,7 +483,6 @@ class OptimizerHooks(_Reporting):
         return self._depth.get(id(optimizer), 0) > 0
 
     def remove(self) -> None:
-        """Remove all hooks; a second call does nothing."""
         self.heal()
         self._handles.remove()
         self._around_last = {}
@@ -612,7 +603,7 @@ class ScalerHooks(_Reporting):
         self._optimizers: OptimizerHooks = loop.optimizer_hooks
         self._scales = GradScale(self._optimizers.wrappers.around)
         self._wrapped: list[WrappedMethod] = []
-        self._called: set[int] = set()  # ids of optimizers that have stepped; a wrapper around one may have omitted its step
+        self.called: set[int] = set()  # ids of optimizers that have stepped; a wrapper around one may have omitted its step
         self.in_step = False
         if scaler is not None:
             self._adopt(scaler)
@@ -623,17 +614,11 @@ class ScalerHooks(_Reporting):
         self._wrapped += [WrappedMethod(scaler, name, method) for name, method in around.items()]
 
     @property
-    def is_known(self) -> bool:
-        """Whether there is a scaler, as far as is known."""
-        return self._scales.scaler is not None
-
-    @property
-    def scale(self) -> Tensor | None:
-        """The scaler's scale, on its device."""
-        return scale_of(self._scales.scaler)
+    def scaler(self) -> GradScaler | None:
+        """The GradScaler, if one is known by now."""
+        return self._scales.scaler
 
     def remove(self) -> None:
-        """Remove the wrappers; a second call does nothing."""
         for wrapped in reversed(self._wrapped):
             wrapped.remove()
         self._wrapped = []
@@ -644,16 +629,12 @@ class ScalerHooks(_Reporting):
             return None
         return self._scales.inverse(optimizer, stepping=self._optimizers.is_stepping(optimizer))
 
-    def wrapper_began(self, optimizer: Optimizer) -> None:
-        """A wrapper around the optimizer is about to step."""
-        self._called.add(id(optimizer))
-
     def step_began(self, optimizer: Optimizer, takes_values: bool) -> None:
         """The optimizer is about to step, and only now its scaler is certain.
 
         An unknown scaler matters where the step ``takes_values``, and the search costs more than all else in a step that does not.
         """
-        self._called.add(id(optimizer))
+        self.called.add(id(optimizer))
         if not takes_values and self._scales.scaler is None:
             return
         reason = self._scales.mistake(optimizer, calling := calling_scaler())
@@ -661,7 +642,7 @@ class ScalerHooks(_Reporting):
             if self._scales.scaler is None and calling is not None:
                 self._adopt(calling)
             if (loop := self._loop()) is not None:
-                loop.scale_mistaken(reason, calling)
+                loop.measurement.forget_scaled(reason)
 
     def _inside(self, optimizer: Any) -> Any:
         known = self._optimizers.wrappers.inside(optimizer)
@@ -671,13 +652,13 @@ class ScalerHooks(_Reporting):
         # what is stepped may be of any kind; only those that were attached are followed
         stepped = self._inside(optimizer)
         inner = next((each for each in self._optimizers.alive() if each is stepped), None)
-        self._called.discard(id(inner))
+        self.called.discard(id(inner))
         self.in_step = inner is not None
         try:
             result = original(optimizer, *args, **kwargs)
         finally:
             self.in_step = False
-        if inner is not None and id(inner) not in self._called:
+        if inner is not None and id(inner) not in self.called:
             self._report("step_overflowed", inner)
         return result
 
@@ -750,7 +731,6 @@ class _GradientHook(Hook):
         self._tasks, self._in_backward = tasks, in_backward
 
     def __call__(self, *args: Any) -> Any:
-        """Call the method if it has to know."""
         if torch.compiler.is_dynamo_compiling():
             return None
         within = self._in_backward
@@ -928,7 +908,6 @@ class _RootHook(ModuleHook):
         self._stretch = weakref.ref(stretch)
 
     def __call__(self, *args: Any) -> Any:
-        """Count the call, or call the method."""
         if torch.compiler.is_dynamo_compiling():
             return None
         stretch = self._stretch()

@@ -645,7 +645,11 @@ class StepMachine(StepCycle):
         """
         measures, state = self.measures, self.state
         self._end_raised(optimizer)
-        self._note_place(optimizer, within)
+        here, elsewhere = state.in_backward.outside, state.in_backward.known
+        if within:
+            here, elsewhere, state.in_backward.any_now = elsewhere, here, True
+        here.add(optimizer)
+        elsewhere.discard(optimizer)
         if not has_closure and not within and not state.is_open and self._steps_late(optimizer):
             return bool(self.boundaries.is_skipped)
         if has_closure and state.leads and not state.is_open:
@@ -673,14 +677,6 @@ class StepMachine(StepCycle):
             measures.warn_in_backward()
         self.state.progress.done.add(optimizer)
         return is_skipped
-
-    def _note_place(self, optimizer: Hashable, is_within: bool) -> None:
-        """The optimizer is about to step, within a backward pass or outside."""
-        within = self.state.in_backward
-        here, elsewhere = (within.known, within.outside) if is_within else (within.outside, within.known)
-        within.any_now |= is_within
-        here.add(optimizer)
-        elsewhere.discard(optimizer)
 
     def _explain_missing(self, optimizer: Hashable, comes_later: bool) -> None:
         backwards = self.state.progress.backwards

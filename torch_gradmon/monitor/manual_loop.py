@@ -44,13 +44,11 @@ class ManualLoop:
 
     @fenced
     def measure_parameters(self) -> None:
-        """Measure the parameters as they are now."""
         if (inventory := self.runtime.planner.inventory) is not None and self._lifecycle.has_values:
             self.runtime.captures.parameters.measure(range(len(inventory.names)))
 
     @fenced
     def measure_gradients(self, before_clip: bool) -> None:
-        """Measure the gradients as they are now."""
         if before_clip:
             self._open_unseen()
         if (inventory := self.runtime.planner.inventory) is not None:
@@ -186,7 +184,6 @@ def clip_gradients(
     error_if_nonfinite: bool,
     exact: bool | None,
 ) -> Tensor:
-    """Measure and clip gradients."""
     source, inventory, module = runtime.planner.source, runtime.planner.inventory, runtime.planner.module
     if source.outer is not None or (not source.is_pipeline and source is not PLAIN_GRADIENTS and inventory and inventory.spread):
         raise ValueError(

@@ -163,7 +163,6 @@ class RunDirectory:
             self._complaints.add("store", f"the run directory {self._path} could not be written", error)
 
     def annotate(self, **facts: Any) -> None:
-        """Add facts about the run."""
         self.facts.update(facts)
         if (writer := self._own) is not None:
             with self._reporting():
@@ -332,7 +331,6 @@ class ModelFacts:
         self._stored: dict[str, Any] = {}
 
     def update(self, facts: Mapping[str, Any]) -> None:
-        """Take the facts of the model as it is now."""
         if facts["matrices"] is self.matrices:
             return
         self.matrices, self.kinds, self.parameters = facts["matrices"], facts["kinds"], facts["parameters"]
@@ -409,7 +407,6 @@ class Publisher:
             self.close()
 
     def add(self, sink: FilteredSink) -> None:
-        """Send records to ``sink`` from now on."""
         self.sinks.append(sink)
         if sink.is_of_package:
             self.keep_alive.append(sink)
@@ -450,7 +447,6 @@ class Publisher:
             self._complaints.add("late", f"a value for step {record.step} came after the step had gone out to the sinks")
 
     def publish(self) -> None:
-        """Send the waiting record to the sinks."""
         if self._waiting is None or self._process.is_forked:
             return
         record, self._waiting = self._waiting, None
@@ -567,7 +563,6 @@ class RecordSample:
         self._records = {known: record for known, record in self._records.items() if known < step}
 
     def records(self) -> list[StepRecord]:
-        """The kept records, ascending by step."""
         return [self._records[step] for step in sorted(self._records)]
 
 
@@ -865,8 +860,9 @@ class RecordPipeline:
 
     def _warn(self, messages: Iterable[str]) -> None:
         """Warn with each message, where the script has warnings of spikes."""
-        for message in messages if self._warns and not self._is_muted() else ():
-            self._complaints.warn(message)
+        for message in messages:
+            if self._warns and not self._is_muted():
+                self._complaints.warn(message)
 
     def _notify(self, events: Sequence[SpikeEvent], action: str = "") -> None:
         """Report new ``events`` of the last record, and the ``action`` on its step.

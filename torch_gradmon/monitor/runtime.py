@@ -70,11 +70,9 @@ class Ownership:
 
     @property
     def is_orphaned(self) -> bool:
-        """Whether no optimizer exists any more."""
         return self._first() is None and all(reference() is None for reference in self._references.values())
 
     def positions(self, name: Hashable) -> list[int]:
-        """Positions of the optimizer's parameters."""
         return self._owned.get(name, [])
 
     def all_positions(self) -> list[int]:
@@ -86,7 +84,6 @@ class Ownership:
         return [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
 
     def update(self, planner: Planner) -> None:
-        """Take the groups of the optimizers as they are now."""
         self._source = planner.source
         self._group_sizes = self._sizes()
         owned, self.unowned = planner.positions(self.alive())
@@ -158,7 +155,6 @@ class StepMeasurement:
     # --- gradients -----------------------------------------------------------------------------------------------------------
 
     def backward_ended(self) -> None:
-        """The model has had a backward pass in this step."""
         self._captures.modules.backward_ended()
 
     @property
@@ -176,7 +172,7 @@ class StepMeasurement:
         gradients, source = self._captures.gradients, self._lifecycle.planning.planner.source
         own = None if source is PLAIN_GRADIENTS else source.scale()
         if own is None and source.stays_scaled:
-            own = self._scaler.scale
+            own = scale_of(self._scaler.scaler)
         for name, optimizer, positions in self._ownership.shares():
             scale = self._scaler.inverse_scale(optimizer) if own is None else inverse(own)
             inverse_scale = inverse_scale if scale is None else scale
@@ -287,7 +283,6 @@ class StepMeasurement:
             note("goes_on", 1.0)
 
     def explain_missing(self, reason: str) -> None:
-        """Record why gradients before clipping are missing."""
         self._lifecycle.explain(GRADIENT_BEFORE_CLIP, reason)
 
     def explain_in_backward(self, optimizer: Hashable) -> None:
@@ -403,7 +398,6 @@ class FollowedLoop:
 
     Attributes:
         is_orphaned: all optimizers were collected.
-        scaler: a GradScaler that was noticed while the loop ran.
     """
 
     def __init__(
@@ -418,7 +412,7 @@ class FollowedLoop:
     ) -> None:
         self.owner, self.lifecycle, self._overflows = owner, lifecycle, overflows
         self.state, self.fence, self._plugins = lifecycle.state, lifecycle.fence, lifecycle.plugins
-        self.is_orphaned, self.scaler, self._is_due = False, scaler, True
+        self.is_orphaned, self._is_due = False, True
         self.ownership = Ownership(optimizers)
         self.stretch = IdleStretch(lifecycle)
         self.optimizer_hooks = OptimizerHooks(self, optimizers, wrappers, module if is_container(module) else None)
@@ -444,9 +438,14 @@ class FollowedLoop:
         return self.ownership.alive()
 
     @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The GradScaler, if one is known by now."""
+        return self.scaler_hooks.scaler
+
+    @property
     def is_plain(self) -> bool:
         """Whether a step of the optimizer is one call of its hooks, and nothing else belongs to it."""
-        return self.optimizer_hooks.are_plain and not self.scaler_hooks.is_known
+        return self.optimizer_hooks.are_plain and self.scaler is None
 
     # --- hooks on parameters -------------------------------------------------------------------------------------------------
 
@@ -483,13 +482,11 @@ class FollowedLoop:
 
     @fenced
     def gradient_came(self, position: int, gradient: Tensor | None) -> None:
-        """A backward pass brought a gradient for the parameter at ``position``."""
         if self.machine.gradient_arrived():
             self.lifecycle.captures.gradients.local.measure(position, gradient, self.measurement.inverse_scale())
 
     @fenced
     def gradient_accumulated(self, position: int, parameter: Tensor) -> None:
-        """That gradient was accumulated."""
         self.lifecycle.captures.gradients.local.commit(position)
 
     # --- what the lifecycle asks -----------------------------------------------------------------------------------------------
@@ -537,7 +534,6 @@ class FollowedLoop:
         self._plugins.call_one(audit, getattr(audit, event), *args)
 
     def moves_buffers(self, module: nn.Module) -> None:
-        """The model is called in training mode, perhaps without gradients."""
         policy = self._plugins.built_in.policy
         if policy is not None and self.machine.moves_buffers():
             self._plugins.call_one(policy, policy.before_forward, module)
@@ -584,14 +580,12 @@ class FollowedLoop:
 
     @fenced
     def passes_ended(self) -> None:
-        """All passes of the step are over, and gradients are final."""
         self.machine.passes_ended()
 
     def wrapper_began(self, optimizer: Optimizer) -> None:
-        """A wrapper around the optimizer is about to step."""
         self._is_due = self.lifecycle.planning.planner.source.is_due()
         if self._is_due:
-            self.scaler_hooks.wrapper_began(optimizer)
+            self.scaler_hooks.called.add(id(optimizer))
             self.machine.wrapper_began(id(optimizer))
 
     def wrapper_ended(self, optimizer: Optimizer) -> None:
@@ -624,7 +618,6 @@ class FollowedLoop:
         return self.machine.closure_ended(id(optimizer))
 
     def closure_raised(self, optimizer: Optimizer, error: str) -> None:
-        """The closure raised, and so will the step."""
         self.machine.closure_raised(id(optimizer), error)
 
     def step_ended(self, optimizer: Optimizer, found_inf: Tensor | None, within: bool) -> None:
@@ -636,20 +629,12 @@ class FollowedLoop:
         self.machine.step_ended(id(optimizer), within, self.scaler_hooks.in_step)
 
     def step_overflowed(self, optimizer: Optimizer) -> None:
-        """The scaler skipped the optimizer's step."""
         self.tell_audit("on_optimizer_overflowed", optimizer)
         self.machine.step_overflowed(id(optimizer), self.scaler_hooks.in_step)
 
     def scaler_updated(self) -> None:
-        """The scaler has ended the attempt."""
         self.tell_audit("on_scaler_updated")
         self.machine.scaler_updated()
-
-    def scale_mistaken(self, reason: str, scaler: torch.amp.GradScaler | None) -> None:
-        """Another ``scaler`` than assumed scales the gradients, or none."""
-        if self.scaler is None:
-            self.scaler = scaler
-        self.measurement.forget_scaled(reason)
 
     def holds_scaler(self) -> tuple[bool, bool]:
         """Whether the scaler must not count this attempt, and whether that holds although it found infinite gradients on this rank."""
@@ -702,7 +687,6 @@ class Runtime:
 
     @property
     def built_in(self) -> BuiltInPlugins:
-        """The plugins that the monitor brings."""
         return self.lifecycle.plugins.built_in
 
     @property
@@ -805,7 +789,6 @@ class Runtime:
                 )
 
     def link(self) -> None:
-        """Link the modules that ask for their monitor."""
         assert self.planner.module is not None
         for module in linkable(self.planner.module):
             link(module, self.owner)
@@ -847,7 +830,6 @@ class Runtime:
         return cadence.foretells(step, ahead)
 
     def findings(self) -> list[LoopFinding]:
-        """What the plugins have found so far."""
         of = self.built_in
         found = [fact for check in (of.audit, of.replicas, of.setup, of.data) if check is not None for fact in check.facts()]
         return [*found, *map(LoopFinding.of_dict, self.pipeline.directory.facts.get("foresight", ()))]
@@ -973,7 +955,6 @@ class Runtime:
             parts[part].load_state_dict(value)
 
     def _continue_at(self, step: int) -> None:
-        """The next step has this number."""
         self.state.clock.next_step = step
         self.lifecycle.planning.wake()
 
@@ -1019,7 +1000,6 @@ class Runtime:
         self._follow(module, bare, around)
 
     def _follow(self, module: nn.Module, optimizers: list[Optimizer], wrappers: Sequence[tuple[Any, Optimizer]]) -> None:
-        """Follow the loop by hooks from now on."""
         lifecycle, planning = self.lifecycle, self.lifecycle.planning
         lifecycle.values.follow(True)
         self.state.follow()

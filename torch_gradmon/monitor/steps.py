@@ -39,15 +39,15 @@ class Cadence:
 
     def __init__(self, asked: Callable[[int], bool], plugins: PluginSet, every: int | None) -> None:
         self.asked, self.plugins, self.every = asked, plugins, every
-        self._asked: tuple[int, bool] | None = None
-        self._answer: tuple[int, bool] | None = None
+        self._asked: tuple[int | None, bool] = None, False
+        self._answer: tuple[int | None, bool] = None, False
 
     def wants(self, step: int) -> bool:
-        """Whether the next step is monitored, if it is ``step``. The script is asked once for each, and so are the plugins unless
-        :meth:`plugins_changed`.
+        """Whether the next step is monitored, if it is ``step``. The script is asked once for each, and so are the plugins, unless
+        :meth:`ask_again` is called.
         """
-        if self._answer is None or self._answer[0] != step:
-            if self._asked is None or self._asked[0] != step:
+        if self._answer[0] != step:
+            if self._asked[0] != step:
                 self._asked = step, bool(self.asked(step))
             self._answer = step, self.plugins.wants(step, self._asked[1])
         return self._answer[1]
@@ -59,13 +59,11 @@ class Cadence:
         ahead = -step % self.every - 1
         return self.plugins.may_miss(ahead) if ahead > 0 else 0
 
-    def plugins_changed(self) -> None:
-        """Ask the plugins again."""
-        self._answer = None
-
-    def ask_again(self) -> None:
-        """Forget the decision about the next step."""
-        self._asked = self._answer = None
+    def ask_again(self, script_too: bool) -> None:
+        """Ask the plugins again about the next step, and ``script_too``."""
+        self._answer = None, False
+        if script_too:
+            self._asked = None, False
 
     def foretells(self, step: int, ahead: int | None) -> bool:
         """Whether ``step`` would be monitored, by what is known now. ``ahead``: how many steps lie between it and the next one; None for
@@ -78,26 +76,13 @@ class Cadence:
 
 
 class Captures:
-    """All sources of one monitor, begun and ended together: gradients, parameters with their updates, and what modules take and return."""
+    """All sources of one monitor: gradients, parameters with their updates, and what modules take and return."""
 
     def __init__(self, measurer: Measurer, fence: Fence, update_sample: int | re.Pattern[str] | None) -> None:
         self.measurer = measurer
         self.gradients = GradientCapture(measurer)
         self.parameters = ParameterCapture(measurer, update_sample)
         self.modules = ModuleSource(measurer, fence)
-
-    def begin(self, step: ActiveStep, planner: Planner, by_hand: bool) -> None:
-        """Begin a step that takes values."""
-        index = planner.inventory
-        assert step.buffer is not None
-        assert index is not None
-        if index.homes:
-            self.measurer.ranks.count_at(index.homes)
-        step.buffer.used.update(index.foreign)  # their ranks use them
-        by_batch = planner.measures_each_batch and step.mode is Mode.MONITORED
-        self.gradients.begin(step.buffer, step.plans, index.references, index.trainable.doubtful, by_batch, index.source)
-        self.parameters.begin(step.buffer, step.plans, index.references, index.source)
-        self.modules.begin(step.buffer, step.due, index, by_hand)
 
     def end(self) -> None:
         """End the step, and let go of everything that it held."""
@@ -187,22 +172,28 @@ class StepPlanning:
 
     def prepare(self, active: ActiveStep) -> None:
         """The step takes values: plan it, and begin it in all sources."""
-        planner = self.planner
+        planner, captures, is_monitored = self.planner, self.captures, active.mode is Mode.MONITORED
         planner.refresh()
         if self.loop is not None and self.loop.ownership.has_changed():
             self.installed_for = None
-        assert planner.inventory is not None
-        if planner.inventory.spread:  # before anything is added up over ranks
+        index = planner.inventory
+        assert index is not None
+        if index.spread:  # before anything is added up over ranks
             if self.exchange.exchange.ranks.count > 1:
                 self.factory.summary.choice.store_all_columns()  # on each rank, with or without a run directory
             self.exchange.ranks_take_part(active.number)
-        is_monitored = active.mode is Mode.MONITORED
         active.plans = planner.plans(active.number, self.factory.summary, gradients_only=not is_monitored)
-        active.buffer = StepBuffer(active.number, self.fence.complaints)
+        active.buffer = buffer = StepBuffer(active.number, self.fence.complaints)
         if is_monitored:
-            active.buffer.rng = self.random_states()
+            buffer.rng = self.random_states()
             active.due = tuple(metric for metric in planner.module_metrics() if metric.due(active.number))
-        self.captures.begin(active, planner, by_hand=self.state.is_manual)
+        if index.homes:
+            captures.measurer.ranks.count_at(index.homes)
+        buffer.used.update(index.foreign)  # their ranks use them
+        by_batch = planner.measures_each_batch and is_monitored
+        captures.gradients.begin(buffer, active.plans, index.references, index.trainable.doubtful, by_batch, index.source)
+        captures.parameters.begin(buffer, active.plans, index.references, index.source)
+        captures.modules.begin(buffer, active.due, index, self.state.is_manual)
         self.install(on_modules=is_monitored)
 
     def random_states(self) -> dict[str, Tensor]:
@@ -458,7 +449,6 @@ class StepLifecycle:
         self.values.take_early()
 
     def count_eval(self) -> None:
-        """From now on calls in evaluation mode count as training in the open step."""
         self.captures.modules.passes.counts_eval = True
 
     def release(self) -> None:
@@ -485,7 +475,7 @@ class StepLifecycle:
                 clips = self.plugins.built_in.clips
                 self.plugins.call_one(clips, clips.on_skip, active)
         if context.is_stale and not active.is_skipped:
-            loop.optimizer_hooks.holds.accept()
+            loop.optimizer_hooks.holds.left = {}  # they may be used after all
         return active.is_skipped
 
     def attempt_ended(self, is_overflowed: bool) -> None:
