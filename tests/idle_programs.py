@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import torch_gradmon as gradmon
-from torch_gradmon.monitor.optimizer_hooks import IdleStretch
+from torch_gradmon.monitor.loop_hooks import IdleStretch
 from torch_gradmon.plugins.loop_audit import plugin
 
 #: The steps after which a loop is trusted here, so that short programs have idle steps that are counted.

@@ -11,7 +11,7 @@ import torch
 
 from torch_gradmon import GradmonWarning, ModuleMonitor, Run
 from torch_gradmon.capture.gradients import GradientCapture
-from torch_gradmon.monitor.runtime import FollowedLoop, LoopConnection
+from torch_gradmon.monitor.runtime import FollowedLoop, Runtime
 from torch_gradmon.monitor.steps import StepLifecycle
 
 from .fuzz import runner
@@ -55,7 +55,7 @@ def _measures_before_the_clip(patch: Patch) -> None:
     def around(original: Any, self: FollowedLoop, *args: Any) -> Any:
         original(self, *args)
         with torch.no_grad():
-            measure(self._lifecycle.captures.gradients, self.ownership.all_positions(), None)
+            measure(self.lifecycle.captures.gradients, self.ownership.all_positions(), None)
 
     _wrap(patch, FollowedLoop, "backward_ended", around)
     patch.setattr(GradientCapture, "after_clip", lambda self, positions, inverse_scale: None)
@@ -116,11 +116,11 @@ def _raises(patch: Patch) -> None:
 
 
 def _keeps_the_model(patch: Patch) -> None:
-    def around(original: Any, self: LoopConnection, owner: Any, module: Any, *args: Any) -> Any:
+    def around(original: Any, self: Runtime, module: Any, *args: Any) -> Any:
         _KEPT.append(module)
-        return original(self, owner, module, *args)
+        return original(self, module, *args)
 
-    _wrap(patch, LoopConnection, "follow", around)
+    _wrap(patch, Runtime, "_follow", around)
 
 
 def _stores_other_numbers(patch: Patch) -> None:

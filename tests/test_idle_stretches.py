@@ -15,7 +15,7 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from tests.watching import watch_with
-from torch_gradmon.monitor.optimizer_hooks import IdleStretch
+from torch_gradmon.monitor.loop_hooks import IdleStretch
 from torch_gradmon.plugins import Plugin
 from torch_gradmon.plugins.loop_audit import plugin
 
@@ -251,7 +251,7 @@ def test_a_request_from_another_process_is_seen_within_a_second(tmp_path: Path, 
     loop = Loop(every=1000, run_dir=tmp_path).go(24)
     assert counted[-1] == 23
     assert loop.monitor._runtime.loop is not None
-    loop.monitor._runtime.loop.hooks.stretch._due = 0.0
+    loop.monitor._runtime.loop.stretch._due = 0.0
     loop.go(3)
     assert counted[-2:] == [24, 26]  # the first one ends the stretch, the next one is followed
 

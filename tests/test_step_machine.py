@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from torch_gradmon.core.errors import SpikeError
-from torch_gradmon.monitor.machine import Phase, StepCycle, StepMachine, StepState
+from torch_gradmon.monitor.machine import Phase, StepMachine, StepState
 
 #: Actions that say little about the order of things, and happen around every optimizer step.
 _QUIET = {
@@ -82,8 +82,7 @@ class Loop:
 
     def __init__(self, optimizers: str = "a") -> None:
         self.seen, self.state = Recording(), StepState(is_driven=True)
-        self.cycle = StepCycle(self.seen, self.state)
-        self.machine = StepMachine(self.cycle, self.seen, list(optimizers))
+        self.machine = StepMachine(self.seen, self.state, self.seen, list(optimizers))
 
     def event(self, word: str) -> Any:
         """``F`` forward, ``E`` forward in evaluation mode, ``B`` backward, ``a`` step of optimizer a, ``[a`` its begin, ``]a`` its
@@ -118,11 +117,11 @@ class Loop:
             case "U":
                 return machine.scaler_updated()
             case "<":
-                return self.cycle.begin_by_hand(int(name))
+                return self.machine.begin_by_hand(int(name))
             case ">":
-                return self.cycle.end()
+                return self.machine.end()
             case "X":
-                return self.cycle.finish()
+                return self.machine.finish()
         raise ValueError(word)
 
     def run(self, words: Iterable[str]) -> Loop:
@@ -305,7 +304,7 @@ def test_numbers_and_attempts() -> None:
     assert (clock.step, clock.ended, clock.next_step, clock.attempts, clock.stride) == (1, 1, 2, 2, 1)
     loop.run(["F", "B"])
     assert (clock.step, clock.ended, loop.state.next_attempt) == (2, 1, 2)
-    loop.cycle.finish()
+    loop.machine.finish()
     assert (clock.step, clock.ended, clock.next_step, clock.attempts) == (1, 1, 2, 2)
 
 
@@ -364,7 +363,7 @@ def test_passes_before_the_last_one_are_not_measured_once_their_number_is_known(
 def test_a_loop_that_is_followed_anew_has_no_habits_yet() -> None:
     loop = Loop()
     loop.run(["F", "B", "F", "B", "a", "~a"])
-    loop.cycle.finish()
+    loop.machine.finish()
     loop.state.follow()
     patterns = loop.state.patterns
     assert patterns.is_first

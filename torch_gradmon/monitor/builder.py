@@ -41,18 +41,9 @@ from ..step.summary import LayerSelection
 from .machine import StepState
 from .options import Distributed, MonitorOptions
 from .plugin_set import BuiltInPlugins, PluginSet
-from .records import (
-    PendingQueue,
-    Publisher,
-    RecordFactory,
-    RecordHistory,
-    RecordPipeline,
-    RunDirectory,
-    SpikeDetection,
-    SpikeNotification,
-)
+from .records import Publisher, RecordFactory, RecordHistory, RecordPipeline, RunDirectory, SpikeDetection
 from .runtime import Runtime, at_exit
-from .steps import Cadence, Captures, HookSchedule, StepLifecycle, StepPlanning
+from .steps import Cadence, Captures, StepLifecycle, StepPlanning
 from .values import LateValues, ValueLog
 
 # --- What a monitor offers its plugins ---
@@ -80,17 +71,17 @@ class MonitorContext:
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
-        loop = self._lifecycle.hooks.loop
+        loop = self._lifecycle.planning.loop
         return [] if loop is None else loop.optimizers
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        loop = self._lifecycle.hooks.loop
+        loop = self._lifecycle.planning.loop
         return None if loop is None else loop.scaler
 
     @property
     def is_attached(self) -> bool:
-        return self._lifecycle.hooks.loop is not None
+        return self._lifecycle.planning.loop is not None
 
     @property
     def step(self) -> int | None:
@@ -115,7 +106,7 @@ class MonitorContext:
 
     @property
     def ranks_synchronised(self) -> bool:
-        return self._lifecycle.queue.ranks_synchronised
+        return self._lifecycle.pipeline.ranks_synchronised
 
     @property
     def seconds_spent(self) -> float:
@@ -128,7 +119,7 @@ class MonitorContext:
         self._lifecycle.fence.complaints.add(key, message, error)
 
     def annotate_run(self, **facts: Any) -> None:
-        self._lifecycle.queue.pipeline.directory.annotate(**facts)
+        self._lifecycle.pipeline.directory.annotate(**facts)
 
     def make_metric(self, source: str, name: str, every: int = 1) -> Metric:
         return self._lifecycle.planning.planner.registry.make(source, name, every=every, shown=False)
@@ -141,11 +132,8 @@ class MonitorContext:
         self._lifecycle.planning.replan(self._lifecycle.active, drop_hooks)
 
     def ask_cadence_again(self, script_too: bool = False) -> None:
-        self._lifecycle.hooks.wake()
-        if script_too:
-            self._lifecycle.planning.cadence.ask_again()
-        else:
-            self._lifecycle.planning.cadence.plugins_changed()
+        self._lifecycle.planning.wake()
+        self._lifecycle.planning.cadence.ask_again(script_too)
 
     def flush_pending(self) -> None:
         self._lifecycle.flush_pending()
@@ -155,10 +143,10 @@ class MonitorContext:
             self._lifecycle.plugins.call_one(budget, budget.on_detail_changed, is_back)
 
     def backfill(self, records: Sequence[StepRecord]) -> None:
-        self._lifecycle.queue.pipeline.backfill(records)
+        self._lifecycle.pipeline.backfill(records)
 
     def learn(self, record: StepRecord, whole: Mapping[str, float]) -> None:
-        self._lifecycle.queue.pipeline.learn(record, whole)
+        self._lifecycle.pipeline.learn(record, whole)
 
 
 # --- Builds the parts of a monitor from its options and connects them ---
@@ -190,27 +178,23 @@ def build(options: MonitorOptions, model: nn.Module | None = None) -> Runtime:
     history = RecordHistory(options.history, detection.detector_set.history)
     built_in = _plugins(options, planner, factory, detection.detector_set, directory, exchange, fence, history)
     plugins = PluginSet(built_in, options.plugins, complaints)
+    publisher = Publisher(KeyFormatter(options.key_order, options.prefix), complaints, is_muted)
     pipeline = RecordPipeline(
-        detection,
-        history,
-        directory,
-        Publisher(KeyFormatter(options.key_order, options.prefix), complaints, is_muted),
-        SpikeNotification(_on_spike(options), detection.detector_set, plugins, complaints, is_muted),
-        partial(plugins.call, "on_record"),
+        factory, detection, history, directory, publisher, plugins, _on_spike(options), between, fence, is_muted
     )
-    state, queue = StepState(), PendingQueue(factory, pipeline, exchange.exchange, fence, built_in.recorder)
-    values = ValueLog(state, fence, LateValues(state, pipeline, queue, built_in.recorder), exchange, captures.modules.passes)
-    pipeline.publisher.leave_out(values.of_trainer)
-    hooks, cadence = HookSchedule(planner, captures.modules), Cadence(options.is_step_monitored, plugins, options.interval)
-    planning = StepPlanning(state, planner, captures, exchange, factory, hooks, cadence, fence)
-    runtime = Runtime(StepLifecycle(planning, queue, values))
+    state = StepState()
+    values = ValueLog(state, fence, LateValues(state, pipeline, built_in.recorder), exchange, captures.modules.passes)
+    publisher.of_trainer = values.of_trainer
+    cadence = Cadence(options.is_step_monitored, plugins, options.interval)
+    planning = StepPlanning(state, planner, captures, exchange, factory, cadence, fence)
+    runtime = Runtime(StepLifecycle(planning, pipeline, values))
     for plugin in plugins:
         plugin.attach(MonitorContext(runtime.lifecycle, plugin))
     if options.checked.replicas_every:
         runtime.join_ranks = partial(
             _check_replicas, weakref.ref(runtime), options.checked.replicas_every, options.ranks, planner, history
         )
-    runtime.connection.use_scaler(options.scaler)
+    runtime.named_scaler = options.scaler
     # the last rows are sent when the interpreter ends, and what sends them has to be alive until then
     end = weakref.finalize(runtime, at_exit, weakref.ref(runtime), directory.keep_alive, pipeline.publisher.keep_alive)
     if multiprocessing.parent_process() is not None:  # a child that was forked ends without atexit

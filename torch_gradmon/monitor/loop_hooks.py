@@ -1,23 +1,712 @@
-"""Hooks of the model and its gradients, and all hooks of a loop."""
+"""The hooks that follow one loop: on optimizers, scaler, parameters and model. They report, and decide nothing."""
 
 from __future__ import annotations
 
+import copy
 import functools
+import sys
 import weakref
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from threading import get_ident
+from time import perf_counter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.autograd import Variable
 from torch.optim import Optimizer
 
-from ..capture.hooks import Handles, Hook, ModuleHook, takes_hooks, untraced_by_itself
-from ..core.fence import Fence
-from ..core.torch_modes import is_accumulating
+from ..capture.gradients import GradScale, calling_scaler
+from ..capture.hooks import Handles, Hook, ModuleHook, WrappedMethod, takes_hooks, untraced_by_itself
+from ..core.errors import WarningLog
+from ..core.torch_modes import capture_check, is_accumulating
+from ..core.validation import inside
 from ..step.model_index import Place
+from ..step.ranks import is_dtensor
 from .machine import StepsInBackward
-from .optimizer_hooks import IdleStretch, LoopDriver, OptimizerHooks, ScalerHooks
+from .steps import StepLifecycle
+
+_has_grad, _running_task = torch.is_grad_enabled, torch._C._current_graph_task_id
+_interpreter, _tracing_state = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+
+
+class _Reporting:
+    """Reports to the followed loop, which only the optimizers' hooks keep alive, within its fence."""
+
+    def __init__(self, loop: Any) -> None:
+        self._loop, self._fence = weakref.ref(loop), loop.fence
+
+    def _report(self, event: str, *args: object) -> None:
+        if (loop := self._loop()) is not None:
+            self._fence.run(getattr(loop, event), *args)
+
+
+# --- Consecutive idle steps in which hooks do no more than count ---
+
+
+#: The longest time without a look at requests from other processes, in seconds.
+LONGEST = 1.0
+
+
+class IdleStretch:
+    """Steps after an idle one that are certain to be idle as well, in a loop whose habits are known.
+
+    Each event that such a step does not have ends the stretch before the event is handled: from there on the loop is followed as if it
+    had always been. The last idle step before a monitored one is never part of a stretch, so that hooks are there in time. Nothing here
+    is guarded by the fence: there is nothing that could fail.
+
+    Attributes:
+        left: the number of steps that are left.
+        depth: how many calls of each optimizer's step are running, by its id.
+    """
+
+    def __init__(self, lifecycle: StepLifecycle) -> None:
+        self._lifecycle, self._state = lifecycle, lifecycle.state
+        self._tags, self._plugins, self._fence = lifecycle.values.late.tags, lifecycle.plugins, lifecycle.fence
+        self.left = self._missed = self._forwards = self._thread = self._key = 0
+        # calls of the model since the last followed step of an optimizer, and the most between two
+        self._followed = self._most = 0
+        self._due = self._spent = 0.0
+        self.depth: dict[int, int] = {}
+        self._captures, self._watching = capture_check(), self._plugins.watching
+
+    def begin(self, steps: int) -> None:
+        self.left, self._thread, self._due = steps, get_ident(), perf_counter() + LONGEST
+
+    def stop(self) -> None:
+        """Follow the loop again; an open step remains open."""
+        if self.left:
+            self.left = 0
+            self._leave()
+
+    def _leave(self) -> None:
+        if self._forwards and self._state.is_open:
+            self._state.patterns.called_in_training = True
+        if (self._missed or self._forwards) and self._state.clock.step is not None:
+            self._lifecycle.pass_idle(self._state.clock.step)
+            if not self._state.is_open:
+                self._state.leave_idle(self._key)
+        self._fence.add_time(self._spent)
+        self._spent = 0.0
+
+    def wake(self) -> None:
+        """The same, and plugins know at once what they have missed."""
+        if self.left or self._missed or self._forwards:
+            self.stop()
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """The loop is followed again: report what plugins have missed."""
+        if self._missed or self._forwards:
+            missed, forwards, self._missed, self._forwards = self._missed, self._forwards, 0, 0
+            if missed:
+                self._plugins.call("on_missed", missed)
+            self._followed += forwards
+            for _ in range(forwards):
+                self._plugins.call("on_forward")
+
+    def forward_followed(self) -> None:
+        self.catch_up()
+        self._followed += 1
+
+    def step_followed(self) -> None:
+        self._most, self._followed = max(self._most, self._followed), 0
+
+    # --- hooks: their code and data have left the cache since the last step, so each call and each object counts. Each returns whether
+    # that is all, else the loop is followed again
+
+    def forward_began(self, module: nn.Module) -> bool:
+        if not _has_grad() or _running_task() != -1:
+            return True  # evaluation, or a recomputation
+        if _interpreter() is not None or _tracing_state() is not None:
+            return True  # a transform, or a trace
+        began, state = perf_counter(), self._state
+        is_usual = self._forwards < self._most  # else another optimizer may step now
+        is_odd = not is_usual or not module.training or get_ident() != self._thread
+        is_odd = is_odd or (self._captures is not None and self._captures())
+        if is_odd or self._watching or state.progress.begun:
+            self.stop()
+            return False
+        if not state.is_open:
+            state.open_idle()
+        self._forwards += 1
+        self._spent += perf_counter() - began
+        return True
+
+    def step_began(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        state, key = self._state, id(optimizer)
+        is_odd = not state.is_open or len(args) > 1 or bool(kwargs or state.progress.begun)
+        is_odd = is_odd or getattr(optimizer, "found_inf", None) is not None
+        is_odd = is_odd or (self._captures is not None and self._captures())
+        if is_odd or self._watching or _running_task() != -1:
+            self.stop()
+            return False
+        state.progress.begun.add(key)
+        self.depth[key] = 1
+        return True
+
+    def step_ended(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        began, state, key = perf_counter(), self._state, id(optimizer)
+        if not state.is_open or key not in state.progress.begun:
+            self.stop()
+            return False
+        state.close_idle(key)
+        self._key = key
+        if self._tags.current:
+            self._tags.clear()
+        self.depth[key] = self._forwards = 0
+        self._missed += 1
+        ended = perf_counter()
+        self._spent += ended - began
+        self.left -= 1
+        if ended >= self._due or self.left <= 0:  # below if another thread has stopped it
+            self.left = 0
+            self._leave()
+        return True
+
+
+# --- Wrappers around optimizers ---
+
+
+#: Packages of trainers, whose wrappers pass a step on as it is, or leave it out.
+_TRAINERS = ("accelerate.", "lightning.", "lightning_fabric.", "pytorch_lightning.", "transformers.")
+
+
+class WrapperCalls:
+    """Follows the calls of ``step`` of wrappers, by a stand-in for the method on the instance: not all of them call hooks.
+
+    ``wrappers`` are given with the optimizer inside, which calls hooks. That one is an argument of ``began`` and ``ended``, called for the
+    outermost wrapper, the latter also with whether the optimizer has stepped.
+    """
+
+    def __init__(
+        self, wrappers: Iterable[tuple[Any, Optimizer]], began: Callable[[Optimizer], object], ended: Callable[..., object]
+    ) -> None:
+        self._began, self._ended = began, ended
+        self._depth: Counter[int] = Counter()
+        self._stepped: set[int] = set()
+        self.pairs: dict[int, tuple[weakref.ref[Any], weakref.ref[Optimizer]]] = {}
+        self._wrapped: list[_WrappedStep] = []
+        for outer, inner in wrappers:
+            self.pairs[id(outer)] = weakref.ref(outer), weakref.ref(inner)
+            if not any(kind.__module__.startswith(_TRAINERS) for kind in type(outer).__mro__):
+                self._wrapped.append(_WrappedStep(outer, "step", functools.partial(self._step, weakref.ref(inner))))
+
+    def inside(self, optimizer: Any) -> Any:
+        """The optimizer inside of this one, or itself."""
+        outer, inner = self.pairs.get(id(optimizer), (None, None))
+        found = inner() if inner is not None and outer is not None and outer() is optimizer else None
+        return optimizer if found is None else found
+
+    def around(self, optimizer: Optimizer) -> list[int]:
+        """The ids of the wrappers around this one."""
+        return [key for key, (_, inner) in self.pairs.items() if inner() is optimizer]
+
+    def goes_on(self, optimizer: Optimizer) -> bool:
+        """The optimizer has stepped; whether a wrapper around it is still at it."""
+        goes_on = self._depth[id(optimizer)] > 0
+        if goes_on:
+            self._stepped.add(id(optimizer))
+        return goes_on
+
+    def _step(self, inner: weakref.ref[Optimizer], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        optimizer = inner()
+        if optimizer is None:
+            return original(*args, **kwargs)
+        if not self._depth[id(optimizer)]:
+            self._began(optimizer)
+        self._depth[id(optimizer)] += 1
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._depth[id(optimizer)] -= 1
+            if not self._depth[id(optimizer)]:
+                stepped = id(optimizer) in self._stepped
+                self._stepped.discard(id(optimizer))
+                self._ended(optimizer, stepped)
+
+    def remove(self) -> None:
+        for wrapped in reversed(self._wrapped):
+            wrapped.remove()
+        self._wrapped, self.pairs = [], {}
+
+
+class _WrappedStep(WrappedMethod):
+    """Looks like the method itself to learning rate schedulers, which mark it, and wrap the function in it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original(), name)
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        @functools.wraps(self._original().__func__)  # type: ignore[attr-defined]
+        def step(_: Any, *args: Any, **kwargs: Any) -> Any:
+            return self(*args, **kwargs)
+
+        return step
+
+
+# --- Skipping an optimizer's step: its gradients are removed before the step and restored after it ---
+
+
+class PutBack(NamedTuple):
+    """A gradient that belongs to a skipped step, until it is written to or replaced."""
+
+    parameter: weakref.ref[Tensor]
+    gradient: weakref.ref[Tensor]
+    version: int
+
+    def is_there(self) -> bool:
+        """Whether the parameter still has this gradient, unchanged."""
+        parameter, gradient = self.parameter(), self.gradient()
+        return parameter is not None and gradient is not None and parameter.grad is gradient and gradient._version == self.version
+
+
+class SetAside:
+    """Removes the gradients of an optimizer, the only way to skip a step that works with every optimizer of ``torch.optim``.
+
+    Zero gradients would enter the moments and count as steps, and weight decay would still apply.
+    Some optimizers change other state even without gradients: L-BFGS counts evaluations, others create an empty state. So the
+    non-tensor values of the optimizer's state and its options are saved and restored too.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._gradients: list[tuple[Tensor, Tensor]] = []
+        self._state = {p: dict(state) if isinstance(state, dict) else state for p, state in optimizer.state.items()}
+        self._options = [
+            {name: (value, _copied(value)) for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        ]
+        self._versions = versions(optimizer)
+        self.again()
+
+    def again(self) -> None:
+        """Remove the new gradients of a closure; they replace those that were removed before."""
+        found = [(p, p.grad) for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self._gradients = found or self._gradients
+        for parameter, _ in found:
+            parameter.grad = None
+
+    def put_back(self) -> list[PutBack]:
+        """Restore everything after the step, except where a parameter has a new gradient. Returns the restored gradients."""
+        back = []
+        for parameter, gradient in self._gradients:
+            if parameter.grad is None:
+                parameter.grad = gradient
+                if not is_dtensor(gradient):  # the version counter of a DTensor does not count writes
+                    back.append(PutBack(weakref.ref(parameter), weakref.ref(gradient), gradient._version))
+        self.undo()
+        return back
+
+    def undo(self) -> None:
+        """Restore state and options only: after a failed step the gradients are useless."""
+        self._gradients = []
+        state: dict[Any, Any] = self._optimizer.state
+        for parameter in list(state):
+            if parameter not in self._state:
+                del state[parameter]
+            elif isinstance(state[parameter], dict):
+                state[parameter].clear()
+                state[parameter].update(self._state[parameter])
+        for group, options in zip(self._optimizer.param_groups, self._options, strict=False):
+            for name in [name for name in group if name != "params" and name not in options]:
+                del group[name]
+            for name, (value, before) in options.items():
+                group[name] = before
+                if isinstance(value, Tensor):
+                    group[name] = value
+                    with torch.no_grad():
+                        value.copy_(before)
+
+    @property
+    def changed_parameters(self) -> bool:
+        """Whether the step changed parameters although it had no gradients, according to their version counters."""
+        return versions(self._optimizer) != self._versions
+
+
+def versions(optimizer: Optimizer) -> list[int]:
+    """The number of in-place writes to each of its parameters, without those of fused kernels and through ``.data``."""
+    return [p._version for group in optimizer.param_groups for p in group["params"] if not p.is_inference()]
+
+
+def _copied(value: Any) -> Any:
+    """Options are few and small; functions among them are not copied."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return copy.deepcopy(value) if isinstance(value, (list, dict, set)) else value
+
+
+class GradientHolds:
+    """Removes the gradients of optimizers whose step must change nothing; by the id of the optimizer.
+
+    Attributes:
+        held: what is removed at the moment.
+    """
+
+    def __init__(self, complaints: WarningLog) -> None:
+        self._complaints = complaints
+        self.held: dict[int, SetAside] = {}
+        self.left: dict[int, list[PutBack]] = {}  # gradients that belong to a skipped step, and must not be used
+        self._versions: dict[int, list[int]] = {}
+
+    def hold(self, optimizer: Optimizer) -> None:
+        """Remove the gradients of ``optimizer`` until its step ends."""
+        if (held := self.held.get(id(optimizer))) is None:
+            self.held[id(optimizer)] = SetAside(optimizer)
+        else:
+            held.again()
+
+    def restore(self, optimizer: Optimizer, is_wrapped: bool) -> None:
+        """Restore the gradients of ``optimizer`` after its step. Warns if the step changed parameters without them."""
+        held = self.held.pop(id(optimizer), None)
+        if held is None:
+            return
+        self.left[id(optimizer)] = held.put_back()
+        if held.changed_parameters:
+            kind, what = type(optimizer).__name__, "changed parameters in a skipped step"
+            inner = f"{kind} {what}, although it had no gradients; attach the optimizer that it wraps instead"
+            outer = f"the wrapper around {kind} {what}: what it changes outside the step of {kind} cannot be prevented"
+            self._complaints.add("skip:changed", outer if is_wrapped else inner)
+
+    def drop(self) -> None:
+        """Restore the state of optimizers that raised in their steps, but not their gradients, which the loop may have zeroed."""
+        while self.held:
+            self.held.popitem()[1].undo()
+
+    def leftovers(self, optimizer: Optimizer) -> list[Tensor]:
+        """The parameters of ``optimizer`` that still have the gradients of a skipped step."""
+        left = self.left[id(optimizer)] = [each for each in self.left.get(id(optimizer), []) if each.is_there()]
+        return [parameter for each in left if (parameter := each.parameter()) is not None]
+
+    def note_versions(self, optimizer: Optimizer) -> None:
+        """Note the parameters' versions before the optimizer calls its closure."""
+        self._versions[id(optimizer)] = versions(optimizer)
+
+    def was_changed(self, optimizer: Optimizer) -> bool:
+        """Whether ``optimizer`` has written to its parameters since :meth:`note_versions`."""
+        return self._versions.get(id(optimizer), []) != versions(optimizer)
+
+
+# --- Hooks on optimizers: they report steps and closures, and remove gradients for skipped steps ---
+
+
+StepHook = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def _put_first(optimizer: Optimizer) -> None:
+    """Move the hooks of monitors before those of others, in their order.
+
+    Then other hooks after the step find the gradients restored, and their writes do not count as updates. For hooks before the step
+    see :meth:`OptimizerHooks._step_called`.
+    """
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        known = getattr(optimizer, hooks, None)
+        if isinstance(known, OrderedDict):
+            for name in [name for name, hook in reversed(known.items()) if hasattr(hook, "keeps_alive")]:
+                known.move_to_end(name, last=False)
+
+
+class OptimizerHooks(_Reporting):
+    """Reports the steps of optimizers: as the last hook before a step, and the first one behind it. A ``container``, of models that were
+    put together for the monitor, is kept alive by the optimizers' hooks, too.
+
+    Attributes:
+        may_skip: steps may be skipped. If not, skipping costs nothing.
+        in_closure: a closure is running.
+        is_shielded: a compiler is loaded, and does not trace the hooks.
+    """
+
+    def __init__(
+        self,
+        loop: Any,
+        optimizers: Iterable[Optimizer],
+        wrappers: Iterable[tuple[Any, Optimizer]],
+        container: nn.Module | None = None,
+    ) -> None:
+        super().__init__(loop)
+        self._stretch: IdleStretch = loop.stretch
+        self._depth: dict[int, int] = self._stretch.depth
+        wake = weakref.WeakMethod(self._stretch.stop)  # else the loss of an optimizer would show only after the stretch
+        self._references = [weakref.ref(optimizer, lambda _: (stop := wake()) and stop()) for optimizer in optimizers]
+        self.may_skip = self.in_closure = self.is_shielded = self._is_odd = False
+        self.holds = GradientHolds(self._fence.complaints)
+        self.wrappers = WrapperCalls(wrappers, functools.partial(self._report, "wrapper_began"), self._wrapper_ended)
+        self._handles = Handles()
+        self._around_last: dict[int, StepHook] = {}  # the wrapper of the last hook before each optimizer's step
+        self._shielded: dict[str, StepHook] = {"called": self._step_called, "before": self._before, "after": self._after}
+        kept = loop, container
+        for optimizer in self.alive():
+            # the only strong references: a monitor without others lives as long as its optimizer
+            before = self._strongly(kept, "called", self._stretch.step_began)
+            after = self._strongly(kept, "after", self._stretch.step_ended)
+            self._handles.of_optimizer(optimizer.register_step_pre_hook(before))
+            self._handles.of_optimizer(optimizer.register_step_post_hook(after))
+            _put_first(optimizer)
+        self.shield()
+
+    def _strongly(self, kept: object, name: str, counts: StepHook) -> StepHook:
+        method, shielded, stretch, is_after = self._shielded[name], self._shielded, self._stretch, name == "after"
+
+        def hook(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if torch.compiler.is_dynamo_compiling():  # else the shield would cost a tenth of a step that is not monitored
+                return shielded[name](optimizer, args, kwargs)
+            # with others on the step, the last of them may be behind ours, and one that raises prevents the step
+            is_alone = is_after or len(getattr(optimizer, "_optimizer_step_pre_hooks", ())) == 1
+            if is_alone and stretch.left and counts(optimizer, args, kwargs):
+                return None
+            return method(optimizer, args, kwargs)
+
+        untraced_by_itself(hook)
+        hook.keeps_alive = kept  # type: ignore[attr-defined]
+        return hook
+
+    def shield(self) -> None:
+        """Prevent a compiled ``optimizer.step`` from tracing its hooks, if a compiler is loaded: importing one takes a second."""
+        if not self.is_shielded and (compiler := sys.modules.get("torch._dynamo")) is not None:
+            self.is_shielded = True
+            for name, method in self._shielded.items():
+                self._shielded[name] = compiler.disable(method)
+
+    def alive(self) -> list[Optimizer]:
+        return [optimizer for reference in self._references if (optimizer := reference()) is not None]
+
+    @property
+    def are_plain(self) -> bool:
+        """Whether a single optimizer calls each hook once a step so far, without wrapper, closure, or check for infinite gradients."""
+        return len(self._references) == 1 and not (self._is_odd or self.wrappers.pairs)
+
+    def is_stepping(self, optimizer: Optimizer | None) -> bool:
+        return self._depth.get(id(optimizer), 0) > 0
+
+    def remove(self) -> None:
+        self.heal()
+        self._handles.remove()
+        self._around_last = {}
+        self.wrappers.remove()
+
+    def heal(self) -> None:
+        """Forget a step in which the optimizer raised: its depth and its removed gradients."""
+        self._depth.clear()
+        if self.holds.held:
+            self.holds.drop()
+
+    # --- before the step -----------------------------------------------------------------------------------------------------
+
+    def _step_called(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Wrap the last hook before the step for this call: it may clip, so the gradients are final only when it returns.
+
+        Other hooks keep their positions: one that removes itself must stay last in the dict, which is being iterated over.
+        """
+        known = getattr(optimizer, "_optimizer_step_pre_hooks", None)
+        name = next(reversed(known)) if isinstance(known, OrderedDict) and known else None
+        if not isinstance(known, OrderedDict) or name is None or hasattr(known[name], "keeps_alive"):
+            return self._before(optimizer, args, kwargs)
+        hook = known[name]
+
+        def and_ours(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if name in known:
+                known[name] = hook
+            result = hook(optimizer, args, kwargs)
+            if self._around_last.get(id(optimizer)) is not and_ours:
+                return result  # a leftover of a step in which an earlier hook raised
+            del self._around_last[id(optimizer)]
+            given = result if isinstance(result, tuple) and len(result) == 2 else (args, kwargs)
+            # this function is part of the graph of a compiled step
+            ours = (self._shielded["before"] if torch.compiler.is_dynamo_compiling() else self._before)(optimizer, *given)
+            return result if ours is None else ours
+
+        known[name] = self._around_last[id(optimizer)] = and_ours
+        return None
+
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._stretch.left and self._stretch.step_began(optimizer, args, kwargs):
+            return None
+        return self._fence.run(self._step_began, optimizer, args, kwargs)
+
+    def _step_began(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        loop = self._loop()
+        depth = self._depth[id(optimizer)] = self._depth.get(id(optimizer), 0) + 1
+        self._is_odd |= depth > 1
+        if loop is None or depth > 1:  # a subclass whose step calls super().step fires the hooks twice
+            return None
+        closure: Any = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        has_closure = callable(closure)  # a subclass may take something else there
+        self._is_odd |= has_closure
+        if loop.step_began(optimizer, has_closure, _running_task() != -1):
+            self.holds.hold(optimizer)
+        elif self.may_skip and has_closure:
+            self.holds.note_versions(optimizer)
+        if not has_closure:
+            return None
+        wrapped = self._followed(closure, optimizer)
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": wrapped}
+        return (args[0], wrapped, *args[2:]), kwargs
+
+    def _followed(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
+        def followed() -> Any:
+            self.in_closure = True
+            try:
+                loss = closure()
+            except BaseException as error:
+                self.heal()  # no forward or backward pass comes before the next step, which would be taken for a part of this one
+                self._report("closure_raised", optimizer, type(error).__name__)
+                raise
+            finally:
+                self.in_closure = False
+            self._fence.run(self._closure_ended, optimizer)
+            return loss
+
+        return followed
+
+    def _closure_ended(self, optimizer: Optimizer) -> None:
+        if (loop := self._loop()) is not None and loop.closure_ended(optimizer):
+            self.holds.hold(optimizer)
+
+    # --- after the step ------------------------------------------------------------------------------------------------------
+
+    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._fence.run(self._step_ended, optimizer)
+
+    def _step_ended(self, optimizer: Optimizer) -> None:
+        depth = self._depth[id(optimizer)] = max(0, self._depth.get(id(optimizer), 1) - 1)
+        if depth == 0 and not self.wrappers.goes_on(optimizer):
+            self._step_over(optimizer)
+
+    def _step_over(self, optimizer: Optimizer) -> None:
+        if self.holds.held:
+            self.holds.restore(optimizer, is_wrapped=bool(self.wrappers.around(optimizer)))
+        if (loop := self._loop()) is not None:
+            found_inf = getattr(optimizer, "found_inf", None)
+            self._is_odd |= found_inf is not None
+            loop.step_ended(optimizer, found_inf if isinstance(found_inf, Tensor) else None, _running_task() != -1)
+
+    def _wrapper_ended(self, optimizer: Optimizer, has_stepped: bool) -> None:
+        if has_stepped:
+            self._fence.run(self._step_over, optimizer)
+        else:
+            self._report("wrapper_ended", optimizer)
+
+
+# --- Wrappers around the methods of a GradScaler: no optimizer hook fires when it skips a step ---
+
+
+class ScalerHooks(_Reporting):
+    """Reports what the scaler does, and knows which gradients it has scaled. ``in_step``: the scaler's ``step`` is running."""
+
+    def __init__(self, loop: Any, scaler: GradScaler | None) -> None:
+        super().__init__(loop)
+        self._optimizers: OptimizerHooks = loop.optimizer_hooks
+        self._scales = GradScale(self._optimizers.wrappers.around)
+        self._wrapped: list[WrappedMethod] = []
+        self.called: set[int] = set()  # ids of optimizers that have stepped; a wrapper around one may have omitted its step
+        self.in_step = False
+        if scaler is not None:
+            self._adopt(scaler)
+
+    def _adopt(self, scaler: GradScaler) -> None:
+        self._scales.scaler = scaler
+        around = {"step": self._step, "update": self._update, "scale": self._scale, "unscale_": self._unscale}
+        self._wrapped += [WrappedMethod(scaler, name, method) for name, method in around.items()]
+
+    @property
+    def scaler(self) -> GradScaler | None:
+        """The GradScaler, if one is known by now."""
+        return self._scales.scaler
+
+    def remove(self) -> None:
+        for wrapped in reversed(self._wrapped):
+            wrapped.remove()
+        self._wrapped = []
+
+    def inverse_scale(self, optimizer: Optimizer | None) -> Tensor | None:
+        """The factor that unscales the gradients of ``optimizer``, as a device tensor; None if they are unscaled."""
+        if self._scales.scaler is None and getattr(optimizer, "grad_scale", None) is None:
+            return None
+        return self._scales.inverse(optimizer, stepping=self._optimizers.is_stepping(optimizer))
+
+    def step_began(self, optimizer: Optimizer, takes_values: bool) -> None:
+        """The optimizer is about to step, and only now its scaler is certain.
+
+        An unknown scaler matters where the step ``takes_values``, and the search costs more than all else in a step that does not.
+        """
+        self.called.add(id(optimizer))
+        if not takes_values and self._scales.scaler is None:
+            return
+        reason = self._scales.mistake(optimizer, calling := calling_scaler())
+        if reason is not None:
+            if self._scales.scaler is None and calling is not None:
+                self._adopt(calling)
+            if (loop := self._loop()) is not None:
+                loop.measurement.forget_scaled(reason)
+
+    def _inside(self, optimizer: Any) -> Any:
+        known = self._optimizers.wrappers.inside(optimizer)
+        return inside(optimizer) if known is optimizer else known
+
+    def _step(self, original: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        # what is stepped may be of any kind; only those that were attached are followed
+        stepped = self._inside(optimizer)
+        inner = next((each for each in self._optimizers.alive() if each is stepped), None)
+        self.called.discard(id(inner))
+        self.in_step = inner is not None
+        try:
+            result = original(optimizer, *args, **kwargs)
+        finally:
+            self.in_step = False
+        if inner is not None and id(inner) not in self.called:
+            self._report("step_overflowed", inner)
+        return result
+
+    def _scale(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._report("tell_audit", "on_loss_scaled")
+        return original(*args, **kwargs)
+
+    def _unscale(self, original: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        self._report("tell_audit", "on_unscaling", self._inside(optimizer))
+        original(optimizer, *args, **kwargs)
+        self._report("tell_audit", "on_unscaled", self._inside(optimizer))
+
+    def _update(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        loop, scaler = self._loop(), self._scales.scaler
+        # a scale that the loop itself sets remains
+        is_held, overrules = loop.holds_scaler() if loop is not None and not args and not kwargs else (False, False)
+        before = ScalerAsItWas(scaler) if is_held and scaler is not None else None
+        original(*args, **kwargs)
+        if before is not None:
+            before.put_back(overrules)
+        self._report("scaler_updated")
+
+
+class ScalerAsItWas:
+    """Restores scale and growth of a GradScaler after an ``update()`` that counted a skipped step as a good one.
+
+    If the scaler found infinite gradients, its update remains. The device decides this, without synchronising.
+    """
+
+    def __init__(self, scaler: GradScaler) -> None:
+        self._scaler = scaler
+        self._kept = [(name, tensor.clone()) for name, tensor in self._now().items()]
+        states = getattr(scaler, "_per_optimizer_states", {}).values()
+        found = [tensor for state in states for tensor in state.get("found_inf_per_device", {}).values()]
+        self._found_inf = torch.stack([tensor.to(found[0].device).max() for tensor in found]).max() if found else None
+
+    def _now(self) -> dict[str, Tensor]:
+        found = {name: getattr(self._scaler, name, None) for name in ("_scale", "_growth_tracker")}
+        return {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
+
+    def put_back(self, overruled: bool) -> None:
+        """Undo the update. ``overruled``: even if it found infinite gradients, since other ranks found none."""
+        found = self._now()
+        for name, before in self._kept:
+            if (now := found.get(name)) is not None:
+                refused = None if self._found_inf is None or overruled else self._found_inf.to(now.device) > 0
+                now.copy_(before if refused is None else torch.where(refused, now, before))
+
 
 # --- Hooks on parameters: they report the ends of backward passes, and each gradient ---
 
@@ -28,14 +717,13 @@ def _tensor_in(place: Place) -> int | None:
     return None if parameter is None else parameter._cdata
 
 
-class _GradientHook(Hook):
-    """Calls ``method`` with ``position`` in the first hook of each backward pass, and in all of them where optimizers may step within.
+def _params(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
-    Args:
-        method: of a weakly held object.
-        position: of the parameter.
-        tasks: the passes that are known.
-        in_backward: which optimizers step within the backward pass.
+
+class _GradientHook(Hook):
+    """Calls ``method`` with ``position`` in the first hook of each backward pass, which is none of ``tasks`` then, and in all hooks where
+    optimizers may step within.
     """
 
     def __init__(self, method: Callable[..., Any], position: int, tasks: set[int], in_backward: StepsInBackward) -> None:
@@ -43,31 +731,25 @@ class _GradientHook(Hook):
         self._tasks, self._in_backward = tasks, in_backward
 
     def __call__(self, *args: Any) -> Any:
-        """Call the method if it has to know."""
         if torch.compiler.is_dynamo_compiling():
             return None
         within = self._in_backward
-        if torch._C._current_graph_task_id() in self._tasks and within.is_settled and not within.known:
+        if _running_task() in self._tasks and within.is_settled and not within.known:
             return None
         return super().__call__(*args)
 
 
-class BackwardHooks:
+class BackwardHooks(_Reporting):
     """Reports the ends of backward passes. Registered in steps that take values only.
-
-    Args:
-        driver: receives the reports; held weakly.
-        fence: guards each report.
-        optimizers: hooks on the optimizers.
-        in_backward: which optimizers step within the backward pass.
 
     Attributes:
         awaited: passes that have reached a parameter, and have not ended: they are running, or were interrupted.
     """
 
-    def __init__(self, driver: LoopDriver, fence: Fence, optimizers: OptimizerHooks, in_backward: StepsInBackward) -> None:
-        self._driver, self._fence = weakref.ref(driver), fence
-        self._optimizers, self._in_backward = optimizers, in_backward
+    def __init__(self, loop: Any) -> None:
+        super().__init__(loop)
+        self._optimizers: OptimizerHooks = loop.optimizer_hooks
+        self._in_backward: StepsInBackward = loop.state.in_backward
         self._handles = Handles()
         self._installed: tuple[Sequence[Place], Sequence[tuple[Place, Hook, Hook]]] = (), ()
         self._tensors: list[int | None] = []  # the tensor in each place when hooks were registered
@@ -82,14 +764,14 @@ class BackwardHooks:
         self.uninstall()
         self._installed = places, local = list(parameters), list(local)
         # a parameter that an optimizer has and that is frozen now may thaw later in the step, as where two of them alternate
-        owned = {id(p) for optimizer in self._optimizers.alive() for group in optimizer.param_groups for p in group["params"]}
+        owned = {id(p) for optimizer in self._optimizers.alive() for p in _params(optimizer)}
 
         def is_trained(parameter: nn.Parameter | None) -> bool:
             if parameter is None or parameter.requires_grad:
                 return parameter is not None
             return id(parameter) in owned and (parameter.is_floating_point() or parameter.is_complex())
 
-        first = self._is_over or torch._C._current_graph_task_id() == -1
+        first = self._is_over or _running_task() == -1
         for place, on_gradient, on_accumulate in local:
             if is_trained(place()):
                 self._handles.on_gradient(place, on_gradient)
@@ -107,7 +789,6 @@ class BackwardHooks:
         self._tensors = [_tensor_in(place) for place in places]
 
     def uninstall(self) -> None:
-        """Remove the hooks."""
         self._handles.remove()
         self._tasks.clear()
 
@@ -119,14 +800,13 @@ class BackwardHooks:
         places, local = self._installed
         if self._tensors == [_tensor_in(place) for place in places]:
             return False
-        if all(parameter.grad is None for group in optimizer.param_groups for parameter in group["params"]):
+        if all(parameter.grad is None for parameter in _params(optimizer)):
             return False
         for place in places:
             if (parameter := place()) is not None:
                 for attribute in ("_post_accumulate_grad_hooks", "_backward_hooks"):
                     # those of others too: it is the assignment that counts
-                    hooks = getattr(parameter, attribute)
-                    if hooks is not None:
+                    if (hooks := getattr(parameter, attribute)) is not None:
                         setattr(parameter, attribute, None)
                         setattr(parameter, attribute, hooks)
         self.install(places, local)
@@ -146,7 +826,7 @@ class BackwardHooks:
         if is_accumulating():
             self.await_end()
         else:
-            self._remember(torch._C._current_graph_task_id())
+            self._remember(_running_task())
 
     def _expect_step(self, position: int) -> None:
         parameter = self._installed[0][position]()
@@ -159,9 +839,9 @@ class BackwardHooks:
         self.await_end()
 
     def _report_complete(self, position: int, parameter: Tensor) -> None:
-        driver = self._driver()
-        if driver is not None and self._may_step_at(parameter):
-            driver.gradient_complete(position)
+        loop = self._loop()
+        if loop is not None and self._may_step_at(parameter):
+            loop.gradient_complete(position)
 
     def _may_step_at(self, parameter: Tensor) -> bool:
         """Whether the optimizer of ``parameter`` may step within the backward pass, before the first step by the hooks on it."""
@@ -177,13 +857,13 @@ class BackwardHooks:
     def optimizer_steps(self, optimizer: Optimizer) -> None:
         """The optimizer is about to step within the running backward pass."""
         if not torch.compiler.is_dynamo_compiling():
-            self._stepped_within.update(id(p) for group in optimizer.param_groups for p in group["params"])
+            self._stepped_within.update(map(id, _params(optimizer)))
             self.await_end()
 
     def await_end(self) -> None:
         """Report the end of the running backward pass, once for each pass."""
         # the engine's id identifies a pass, so that one that raised cannot block the next one
-        task = torch._C._current_graph_task_id()
+        task = _running_task()
         if task == -1:  # FSDP2 in a pipeline calls the hooks itself, when it reduces gradients after the pass
             return
         if task not in self._tasks:
@@ -209,18 +889,15 @@ class BackwardHooks:
             self._is_over = False
 
     def _report_end(self) -> None:
-        if (driver := self._driver()) is not None:
+        if (loop := self._loop()) is not None:
             # at the end of a pass a running node belongs to an outer one, as in re-entrant checkpoints
             is_nested = torch._C._current_autograd_node() is not None
-            driver.backward_ended(is_nested)
+            loop.backward_ended(is_nested)
             if not is_nested:
                 self.awaited.clear()  # also of passes that were interrupted
 
 
 # --- Hooks on the watched model's forward ---
-
-
-_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 class _RootHook(ModuleHook):
@@ -231,7 +908,6 @@ class _RootHook(ModuleHook):
         self._stretch = weakref.ref(stretch)
 
     def __call__(self, *args: Any) -> Any:
-        """Count the call, or call the method."""
         if torch.compiler.is_dynamo_compiling():
             return None
         stretch = self._stretch()
@@ -243,28 +919,17 @@ class _RootHook(ModuleHook):
 untraced_by_itself(_RootHook.__call__)
 
 
-class ModelHooks:
-    """Reports calls of the model.
+class ModelHooks(_Reporting):
+    """Reports calls of the model."""
 
-    Args:
-        driver: receives the reports; held weakly.
-        fence: guards each report.
-        module: the watched model.
-        optimizers: hooks on the optimizers.
-        stretch: idle steps that are only counted.
-    """
-
-    def __init__(
-        self, driver: LoopDriver, fence: Fence, module: nn.Module, optimizers: OptimizerHooks, stretch: IdleStretch
-    ) -> None:
-        self._driver, self._fence = weakref.ref(driver), fence
-        self._optimizers = optimizers
+    def __init__(self, loop: Any, module: nn.Module) -> None:
+        super().__init__(loop)
+        self._optimizers: OptimizerHooks = loop.optimizer_hooks
         self._handles = Handles()
         if takes_hooks(module):
-            self._handles.of_module(module.register_forward_pre_hook(_RootHook(self._forward_hook, stretch)))
+            self._handles.of_module(module.register_forward_pre_hook(_RootHook(self._forward_hook, loop.stretch)))
 
     def remove(self) -> None:
-        """Take the hook away; calling it again does nothing."""
         self._handles.remove()
 
     def _forward_hook(self, module: nn.Module, args: tuple[object, ...]) -> None:
@@ -279,79 +944,32 @@ class ModelHooks:
         self._fence.run(self._forward_began, module, True)
 
     def _root_called(self, module: nn.Module, by_own_hook: bool) -> None:
-        driver = self._driver()
-        if self._optimizers.may_skip and driver is not None and module.training and torch._C._current_graph_task_id() == -1:
-            driver.moves_buffers(module)
-        if self._forward_began(module, by_own_hook) and by_own_hook and driver is not None:
-            driver.root_began()
+        loop = self._loop()
+        if self._optimizers.may_skip and loop is not None and module.training and _running_task() == -1:
+            loop.moves_buffers(module)
+        if self._forward_began(module, by_own_hook) and by_own_hook and loop is not None:
+            loop.lifecycle.captures.modules.training_began()
 
     def _forward_began(self, module: nn.Module, counts: bool) -> bool:
         """Report a training forward, and no evaluation or recomputation; whether it is one. ``counts``: nothing else reports it."""
-        if not self._optimizers.steps.is_shielded:
-            self._optimizers.steps.shield()
-        driver = self._driver()
-        if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None:
+        if not self._optimizers.is_shielded:
+            self._optimizers.shield()
+        loop = self._loop()
+        if _interpreter() is not None or _tracing_state() is not None:
             return False  # a transform or a trace is no training
         # grad mode was switched off by the fence
-        if driver is None or not self._fence.had_grad or torch._C._current_graph_task_id() != -1:
+        if loop is None or not self._fence.had_grad or _running_task() != -1:
             return False
-        if not module.training and not driver.may_train_in_eval():
+        if not module.training and not loop.machine.may_train_in_eval():
             return False
         in_closure = self._optimizers.in_closure
         if not in_closure:
             self._optimizers.heal()
-        driver.forward_began(not module.training, in_closure, counts)
+        loop.forward_began(not module.training, in_closure, counts)
         return True
 
 
-# --- All hooks that follow one loop ---
-
-
-class LoopHooks:
-    """Hooks on the model's forward, on parameters, optimizers and the scaler.
-
-    Args:
-        driver: receives the reports.
-        fence: guards each report.
-        module: the watched model.
-        optimizers: in the order in which they step.
-        scaler: their GradScaler, if one is known.
-        wrappers: around the optimizers, each with the one inside.
-        in_backward: which optimizers step within the backward pass.
-        stretch: idle steps that are only counted.
-    """
-
-    def __init__(
-        self,
-        driver: LoopDriver,
-        fence: Fence,
-        module: nn.Module,
-        optimizers: Sequence[Optimizer],
-        scaler: torch.amp.GradScaler | None,
-        wrappers: Sequence[tuple[Any, Optimizer]],
-        in_backward: StepsInBackward,
-        stretch: IdleStretch,
-    ) -> None:
-        self.stretch = stretch
-        self.optimizers = OptimizerHooks(driver, fence, optimizers, wrappers, stretch, module if _is_container(module) else None)
-        self.scaler = ScalerHooks(driver, fence, self.optimizers, scaler)
-        self.backward = BackwardHooks(driver, fence, self.optimizers, in_backward)
-        self.model = ModelHooks(driver, fence, module, self.optimizers, stretch)
-
-    @property
-    def are_plain(self) -> bool:
-        """Whether a step of the optimizer is one call of its hooks, and nothing else belongs to it."""
-        return self.optimizers.are_plain and not self.scaler.is_known
-
-    def remove(self) -> None:
-        """Remove all hooks; a second call does nothing."""
-        self.backward.uninstall()
-        self.optimizers.remove()
-        self.model.remove()
-        self.scaler.remove()
-
-
-def _is_container(module: nn.Module) -> bool:
+def is_container(module: nn.Module) -> bool:
     """Whether only its modules are called, so that perhaps nothing else refers to it, as to one of the two networks of a GAN."""
     if isinstance(module, torch.jit.ScriptModule):  # which is no container, and has its forward elsewhere
         return False

@@ -12,7 +12,7 @@ from ..core.fence import fenced
 from ..core.keys import SUMMARY, Key
 from ..core.moments import identity
 from ..core.torch_modes import outside_dispatch_modes
-from ..plugins.clipping import AdaptiveClip, AdaptiveClips, DeviceValue, clip
+from ..plugins.clipping import AdaptiveClip, DeviceValue, clip
 from ..statistics.histogram import NORM_COLUMNS, rows_of
 from ..statistics.request import accumulator_dtype
 from ..step.model_index import PLAIN_GRADIENTS
@@ -21,17 +21,13 @@ from .runtime import Runtime
 
 
 class ManualLoop:
-    """Carries out the explicit measurements of a training loop."""
+    """Carries out the explicit measurements of a training loop; measures and knows parameters for a clip."""
 
     def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
-        self.fence = runtime.fence
+        self.runtime, self.fence = runtime, runtime.fence
+        self._lifecycle, self._gradients = runtime.lifecycle, runtime.captures.gradients
+        self._measurer, self.clips = runtime.captures.measurer, runtime.built_in.clips
         self._measured: set[int] = set()  # positions of the parameters whose gradients were just measured before clipping
-
-    @property
-    def clips(self) -> AdaptiveClips:
-        """Adaptive clips by name."""
-        return self.runtime.built_in.clips
 
     @fenced
     def capture_activation(self, name: str, activations: Any) -> None:
@@ -47,12 +43,16 @@ class ManualLoop:
             )
 
     @fenced
+    def measure_parameters(self) -> None:
+        if (inventory := self.runtime.planner.inventory) is not None and self._lifecycle.has_values:
+            self.runtime.captures.parameters.measure(range(len(inventory.names)))
+
+    @fenced
     def measure_gradients(self, before_clip: bool) -> None:
-        """Measure the gradients as they are now."""
         if before_clip:
             self._open_unseen()
-        if self.runtime.planner.inventory is not None:
-            self._measure_gradients(before_clip, list(range(len(self.runtime.planner.inventory.names))))
+        if (inventory := self.runtime.planner.inventory) is not None:
+            self._measure(before_clip, list(range(len(inventory.names))))
 
     def _open_unseen(self) -> None:
         """Where a graph runs forward and backward, and calls no hooks, the clip is the first that is seen of a step."""
@@ -61,38 +61,42 @@ class ManualLoop:
         if (self.fence.is_captured or had_no_backward) and self.runtime.loop is not None:
             self.runtime.cycle.ensure_open(hides_forward=False)
 
-    def _measure_gradients(self, before_clip: bool, positions: list[int]) -> None:
-        if not self.runtime.lifecycle.has_values:
-            return
-        measure = self.runtime.captures.gradients.before_clip if before_clip else self.runtime.captures.gradients.after_clip
-        for some, inverse_scale in self._by_scale(positions):
-            measure(some, inverse_scale)
-
-    def _by_scale(self, positions: list[int]) -> list[tuple[list[int], Tensor | None]]:
-        return [(positions, self._inverse_scale())] if self.runtime.loop is None else self.runtime.loop.by_scale(positions)
+    def _measure(self, before_clip: bool, positions: list[int]) -> None:
+        if self._lifecycle.has_values:
+            measure = self._gradients.before_clip if before_clip else self._gradients.after_clip
+            loop = self.runtime.loop
+            for some, scale in [(positions, self._inverse_scale())] if loop is None else loop.by_scale(positions):
+                measure(some, scale)
 
     def _inverse_scale(self) -> Tensor | None:
-        scale = None if is_unscaled(self.runtime.connection.scaler, None) else scale_of(self.runtime.connection.scaler)
+        scaler = self.runtime.scaler
+        scale = None if is_unscaled(scaler, None) else scale_of(scaler)
         return None if scale is None else reciprocal(scale)
+
+    # --- what a clip needs -----------------------------------------------------------------------------------------------------
 
     @fenced
     def measure_before_clip(self, parameters: Iterable[Tensor]) -> None:
         """Measure these parameters' gradients before clipping, unless they were clipped before or an optimizer has used them."""
         self._open_unseen()
-        if self.runtime.planner.inventory is None or not self.runtime.lifecycle.has_values:
+        inventory, loop = self.runtime.planner.inventory, self.runtime.loop
+        if inventory is None or not self._lifecycle.has_values:
             return
-        positions, loop = self.runtime.planner.inventory.positions(parameters), self.runtime.loop
-        positions = self.runtime.captures.gradients.not_clipped(positions if loop is None else loop.to_step(positions))
+        positions = inventory.positions(parameters)
+        positions = self._gradients.not_clipped(positions if loop is None else loop.to_step(positions))
         self._measured = set(positions)
-        self._measure_gradients(
-            True, self.runtime.captures.gradients.with_gradient(positions)
-        )  # a parameter without a gradient has nothing to clip
+        self._measure(True, self._gradients.with_gradient(positions))  # one without a gradient has nothing to clip
 
     @fenced
     def was_clipped(self, parameters: Iterable[Tensor]) -> None:
         """These parameters' gradients have just been clipped."""
-        if self.runtime.lifecycle.has_values and self.runtime.planner.inventory is not None:
-            self.runtime.captures.gradients.clipped(self.runtime.planner.inventory.positions(parameters))
+        if (inventory := self.runtime.planner.inventory) is not None and self._lifecycle.has_values:
+            self._gradients.clipped(inventory.positions(parameters))
+
+    def measure_after_clip(self) -> None:
+        """Measure the clipped gradients if no optimizer has a hook."""
+        if self.runtime.loop is None:
+            self.measure_gradients(False)
 
     def names_of(self, parameters: Sequence[Tensor]) -> list[str]:
         """The canonical name of each parameter, or ``parameters[index]`` outside the watched model."""
@@ -113,20 +117,17 @@ class ManualLoop:
         Raises:
             ValueError: there are some, and not every rank is known to join the exchange.
         """
-        inventory, ranks = self.runtime.planner.inventory, self.runtime.captures.measurer.ranks
-        distinct = set() if inventory is None or ranks.count == 1 else inventory.spread
+        inventory, count = self.runtime.planner.inventory, self._measurer.ranks.count
+        distinct = set() if inventory is None or count == 1 else inventory.spread
         names = self.names_of(parameters) if distinct else []
         found = [i for i, p in enumerate(parameters) if is_sharded(p) or (distinct and names[i] in distinct)]
-        if found and ranks.count == 1:
+        if found and count == 1:
             raise ValueError(
                 "the exact norm of gradients that are spread over ranks takes a monitor of these ranks, and Distributed(process_group=) "
                 "names this one alone; name them all, or use a number for max_norm and exact=False, which clips as torch does"
             )
-        if (
-            ranks.count > 1
-            and (found or any(map(is_dtensor, parameters)))
-            and not self.runtime.lifecycle.planning.exchange.ranks_take_part()
-        ):
+        needs_ranks = count > 1 and (found or any(map(is_dtensor, parameters)))
+        if needs_ranks and not self._lifecycle.planning.exchange.ranks_take_part():
             raise ValueError(
                 "the exact norm of gradients that are spread over ranks takes a monitor of the same model and metrics on every rank; make "
                 "one on each of them, or use a number for max_norm and exact=False, which clips as torch does"
@@ -142,12 +143,12 @@ class ManualLoop:
         Raises:
             ValueError: a gradient cannot be measured.
         """
-        ranks, apart = self.runtime.captures.measurer.ranks, set(spread)
+        ranks, apart = self._measurer.ranks, set(spread)
         gradients = {place: p.grad for place, p in enumerate(parameters) if p.grad is not None}
         found = self._rows_now(parameters, norm_type) if gradients else None
         if found is None:
             parts = [ranks.own_part(gradient, place in apart) for place, gradient in gradients.items()]
-            found = rows_of(parts, norm_type, self.runtime.captures.measurer.built_in)
+            found = rows_of(parts, norm_type, self._measurer.built_in)
         if len(gradients) < len(parameters):
             device = next(iter(gradients.values())).device if gradients else parameters[0].device
             known, found = found, identity(len(parameters), device, accumulator_dtype(device))
@@ -161,29 +162,18 @@ class ManualLoop:
 
     @fenced
     def _rows_now(self, parameters: Sequence[Tensor], norm_type: float) -> Tensor | None:
-        if not self.runtime.lifecycle.has_values:
+        if not self._lifecycle.has_values:
             return None
         places = self._positions()
         positions = [places[id(p)] for p in parameters if id(p) in places]
         if len(set(positions)) != len(parameters) or not self._measured.issuperset(positions):
             return None  # a parameter is outside the model, given twice (torch counts it twice), or not measured just now
-        return self.runtime.captures.gradients.rows_now(positions, NORM_COLUMNS[norm_type])
+        return self._gradients.rows_now(positions, NORM_COLUMNS[norm_type])
 
     @fenced
     def put(self, values: Sequence[DeviceValue]) -> None:
         """Add whole-model values to the current step; they stay on the device until the step ends."""
-        self.runtime.lifecycle.values.put({Key(SUMMARY, "", one.name): one for one in values})
-
-    def measure_after_clip(self) -> None:
-        """Measure the clipped gradients if no optimizer has a hook."""
-        if self.runtime.loop is None:
-            self.measure_gradients(False)
-
-    @fenced
-    def measure_parameters(self) -> None:
-        """Measure the parameters as they are now."""
-        if self.runtime.lifecycle.has_values and self.runtime.planner.inventory is not None:
-            self.runtime.captures.parameters.measure(range(len(self.runtime.planner.inventory.names)))
+        self._lifecycle.values.put({Key(SUMMARY, "", one.name): one for one in values})
 
 
 def clip_gradients(
@@ -194,8 +184,7 @@ def clip_gradients(
     error_if_nonfinite: bool,
     exact: bool | None,
 ) -> Tensor:
-    """Measure and clip gradients."""
-    source, inventory = runtime.planner.source, runtime.planner.inventory
+    source, inventory, module = runtime.planner.source, runtime.planner.inventory, runtime.planner.module
     if source.outer is not None or (not source.is_pipeline and source is not PLAIN_GRADIENTS and inventory and inventory.spread):
         raise ValueError(
             "monitor.clip_grad_norm_ does not know the norm of gradients that an engine has in parts: clip as the engine does, by "
@@ -207,10 +196,8 @@ def clip_gradients(
             "without a monitor: it measures before and after"
         )
     if parameters is None:
-        module = runtime.planner.module
         if module is None:
             raise ValueError("there is no module whose gradients to clip; pass parameters=, or watch a module first")
-        # as the optimizer has them
-        parameters = list(dict.fromkeys(map(runtime.planner.source.stepped, module.parameters())))
+        parameters = list(dict.fromkeys(map(source.stepped, module.parameters())))  # as the optimizer has them
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     return clip(ManualLoop(runtime), parameters, max_norm, norm_type, error_if_nonfinite, exact)

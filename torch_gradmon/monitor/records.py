@@ -9,7 +9,7 @@ import shlex
 import sys
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,6 @@ from ..core.keys import SUMMARY, Key
 from ..core.records import KeyFormatter, SpikeEvent, StepRecord, StepValues, loss_among
 from ..core.torch_modes import HomeProcess, fresh_grad_mode, outside_dispatch_modes, process_facts
 from ..core.validation import subsample_steps
-from ..plugins.flight_recorder import FlightRecorder
 from ..plugins.spike_policy.policy import Policy, policy_of
 from ..spikes.attribution import SuspectHistory
 from ..spikes.detector import SpikeDetector
@@ -90,13 +89,12 @@ class RunDirectory:
     """Stores each record at once, and its replacement when a value is added.
 
     Args:
-        path: the run directory; None for none.
-        meta: facts about the run.
-        complaints: where failures are reported.
         is_muted: whether another rank writes the output of this one.
         tells: whether a line on stderr says at the end what is wrong with the run.
 
     Attributes:
+        facts: about the run, with a directory or without.
+        has_lost: a step is not in the run directory, as far as is known.
         keep_alive: the writer, which must stay alive until the last record is written.
     """
 
@@ -112,26 +110,35 @@ class RunDirectory:
         self._process = HomeProcess()
         self.keep_alive: list[object] = []
         self._path, self._complaints, self._is_muted = path, complaints, is_muted
-        self._meta = dict(meta) if path is None else {**meta, "process": process_facts()}
+        self.facts: dict[str, Any] = dict(meta)
+        self.has_lost = False
         self._is_taken = False  # the directory, by another writer
-        self._has_lost = False  # a step
         self._unwritten = 0  # steps
         self._is_noted = False  # in the file, that the steps after the last one are lost
         self._is_lost = False  # the directory, which is made anew as soon as there is a place for it
         self._has_claimed = False  # the directory, with its first step
         self._tells, self._has_news = tells, False  # since the end was told last
-        if path is not None and not is_muted():
+        if path is not None:
+            self._begin(path)
+
+    def _begin(self, path: str | os.PathLike[str]) -> None:
+        self.facts["process"] = process_facts()
+        if not self._is_muted():
             self._opened(path)
+
+    def keep_in(self, path: str | os.PathLike[str]) -> None:
+        """Keep the run there. No step has ended yet.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._path, self._complaints.run = path, str(path)
+        self._begin(path)
 
     def __del__(self) -> None:
         self._end()
         if self._path is not None and self._is_to_tell():  # at any moment of the script, whose end is soon enough
             atexit.register(say, self._path)
-
-    @property
-    def stores(self) -> bool:
-        """Whether this rank, or the one that writes its output, has a run directory."""
-        return self._path is not None
 
     @property
     def path(self) -> Path | None:
@@ -144,69 +151,63 @@ class RunDirectory:
         return f"the run directory {os.fspath(self._path)!r}" if self._path is not None else ""
 
     @property
-    def has_lost(self) -> bool:
-        """Whether a step is not in the run directory, as far as is known."""
-        return self._has_lost
+    def _own(self) -> RunWriter | None:
+        """The writer, in the process that made it."""
+        return None if self._writer is None or self._process.is_forked else self._writer
 
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        """The facts about the run, with a directory or without."""
-        return self._meta
+    @contextlib.contextmanager
+    def _reporting(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            self._complaints.add("store", f"the run directory {self._path} could not be written", error)
 
     def annotate(self, **facts: Any) -> None:
-        """Add facts about the run."""
-        self._meta.update(facts)
-        if self._writer is not None and not self._process.is_forked:
-            try:
-                self._writer.annotate(facts)
-            except (OSError, ValueError) as error:
-                self._complaints.add("store", f"the run directory {self._path} could not be written", error)
+        self.facts.update(facts)
+        if (writer := self._own) is not None:
+            with self._reporting():
+                writer.annotate(facts)
 
     def rewind(self, step: int) -> None:
         """Drop the steps from ``step`` on, which belong to another branch: the run resumes at ``step``.
 
         With its first step this monitor becomes the writer of the directory.
         """
-        if self._writer is not None and not self._process.is_forked:
-            try:
-                if not self._has_claimed and self._writer.replaces_all(step):
-                    self._complaints.add("replaced", _REPLACED.format(self._path, self._writer.last, step))
-                self._claim(self._writer)
-                self._writer.rewind(step)
-            except (OSError, ValueError) as error:
-                self._complaints.add("store", f"the run directory {self._path} could not be written", error)
+        if (writer := self._own) is not None:
+            with self._reporting():
+                if not self._has_claimed and writer.replaces_all(step):
+                    self._complaints.add("replaced", _REPLACED.format(self._path, writer.last, step))
+                self._claim(writer)
+                writer.rewind(step)
 
     def write(self, record: StepRecord, amends: bool = False, backfills: bool = False) -> None:
         """Store ``record``: of a new step, in place of the last one, or of an earlier step."""
         if self._path is None or self._process.is_forked or self._is_muted():
             return
-        if self._is_taken:
-            self._complaints.counts["store"] += 1
-            self._unwritten += not amends
-            return
-        if self._is_lost and (amends or self._obstacle(self._path)):  # what would be amended is lost
-            self._complaints.counts["gone"] += not amends
+        # what would be amended is lost with the directory
+        if self._is_taken or (self._is_lost and (amends or self._obstacle(self._path))):
+            self._complaints.counts["store" if self._is_taken else "gone"] += self._is_taken or not amends
             self._unwritten += not amends
             return
         self._is_lost = False
         from ..runs.writer import Superseded
 
         try:
-            if not amends and self.is_gone(record.step):
+            if not amends and self._writer is not None and self._vanished(self._writer, self._path, record.step):
                 return
             writer = self._opened(self._path)
             self._claim(writer)
             writer.log(record, update=amends, backfill=backfills)
             self._has_news, self._is_noted = True, False
         except Superseded:
-            self._is_taken = self._has_lost = True
+            self._is_taken = self.has_lost = True
             message = (
                 f"another monitor writes to the run directory {self._path} by now, so that this one, with step {record.step}, writes "
                 "there no more; give each a run_dir of its own"
             )
             self._complaints.add("store", message)
         except (OSError, ValueError) as error:
-            self._has_lost = True
+            self.has_lost = True
             self._unwritten += not amends
             message = (
                 f"step {record.step} could not be written to the run directory {self._path}; training continues, and later steps are "
@@ -223,16 +224,15 @@ class RunDirectory:
                 writer.annotate({"unwritten": self._unwritten, "lost_after": writer.last, "lost_why": why})
                 self._is_noted = True
 
-    def is_gone(self, step: int | None = None) -> bool:
+    def _vanished(self, writer: RunWriter, path: str | os.PathLike[str], step: int | None = None) -> bool:
         """Whether nothing can be recorded now because someone else took the file away.
 
         Where it was deleted, it is made anew for ``step`` and later ones, unless that is None. Not with its parents: who deletes a whole
         tree of runs, as of a temporary directory, does not want it back. The remedy is in the warning.
         """
-        writer, path = self._writer, self._path
-        if writer is None or path is None or self._process.is_forked or (found := writer.presence()) == "there":
+        if (found := writer.presence()) == "there":
             return False
-        self._has_lost = True
+        self.has_lost = True
         span = "" if writer.last is None else f" up to {writer.last}"
         self._close()
         if found == "replaced":
@@ -263,27 +263,16 @@ class RunDirectory:
     def _claim(self, writer: RunWriter) -> None:
         """Claim the directory once, with the first step: if another monitor claims it later, that one keeps it."""
         if not self._has_claimed:
-            writer.claim(self._meta)
+            writer.claim(self.facts)
             self._has_claimed = True
 
     def _opened(self, path: str | os.PathLike[str]) -> RunWriter:
         from ..runs.writer import RunWriter
 
         if self._writer is None:
-            self._writer = RunWriter(path, self._meta)
+            self._writer = RunWriter(path, self.facts)
             self.keep_alive.append(self._writer)
         return self._writer
-
-    def keep_in(self, path: str | os.PathLike[str]) -> None:
-        """Keep the run there. No step has ended yet.
-
-        Raises:
-            OSError: it cannot be written.
-        """
-        self._path, self._complaints.run = path, str(path)
-        self._meta["process"] = process_facts()
-        if not self._is_muted():
-            self._opened(path)
 
     def reopen(self) -> None:
         """Mark the directory of a closed run as active again, before the first record comes.
@@ -292,13 +281,15 @@ class RunDirectory:
         """
         if self._path is not None and not self._is_taken and not self._is_muted() and not self._process.is_forked:
             with contextlib.suppress(OSError, ValueError):  # the first record reports the failure
-                self._opened(self._path).claim(self._meta)
+                self._opened(self._path).claim(self.facts)
 
     def close(self, raised: str = "") -> None:
         """Close the file; another record opens it again. What is wrong with the run is told, unless nobody wants to know.
 
         ``raised`` is the exception that ends the training, as text.
         """
+        if (writer := self._own) is not None and self._path is not None:
+            self._vanished(writer, self._path)
         self._end(raised)
         if self._path is not None and self._is_to_tell():
             say(self._path)
@@ -310,8 +301,8 @@ class RunDirectory:
 
     def _end(self, raised: str = "") -> None:
         """Close the file. Of a monitor that nobody detached no plugin has noted that the run ended."""
-        writer, tune = self._writer, self._meta.get("tune", {})
-        if writer is not None and not self._process.is_forked:
+        tune = self.facts.get("tune", {})
+        if (writer := self._own) is not None:
             if not tune.get("ended"):
                 tune = {**{name: fact for name, fact in tune.items() if name not in ("listens", "waits")}, "ended": True}
             with contextlib.suppress(OSError, ValueError):
@@ -320,7 +311,7 @@ class RunDirectory:
         self._close()
 
     def _close(self) -> None:
-        if (writer := self._writer) is not None and not self._process.is_forked:
+        if (writer := self._own) is not None:
             self._writer = None
             self.keep_alive.remove(writer)
             writer.close()
@@ -330,16 +321,7 @@ class RunDirectory:
 
 
 class ModelFacts:
-    """What the run directory and a diagnosis need to know of the model.
-
-    Args:
-        annotate: adds facts to the run directory.
-
-    Attributes:
-        matrices: the fan-in of each parameter of two or more dimensions, see :attr:`torch_gradmon.step.model_index.ModelIndex.facts`.
-        kinds: the class of each module by name.
-        parameters: the shape and dtype of each parameter, see there.
-    """
+    """What the run directory and a diagnosis need to know of the model; see :attr:`torch_gradmon.step.model_index.ModelIndex.facts`."""
 
     def __init__(self, annotate: Callable[..., None]) -> None:
         self.matrices: Mapping[str, int] = {}
@@ -349,7 +331,6 @@ class ModelFacts:
         self._stored: dict[str, Any] = {}
 
     def update(self, facts: Mapping[str, Any]) -> None:
-        """Take the facts of the model as it is now."""
         if facts["matrices"] is self.matrices:
             return
         self.matrices, self.kinds, self.parameters = facts["matrices"], facts["kinds"], facts["parameters"]
@@ -363,30 +344,25 @@ class ModelFacts:
 class RecordFactory:
     """Makes the records of monitored steps, and knows why the last one lacks values.
 
-    Args:
-        registry: the metrics.
-        layers: which per-layer values are shown.
-        directory: whether there is one decides what a record needs.
-
     Attributes:
+        layers: which per-layer values are shown.
         summary: the whole-model values.
         is_stored: records have the states of random generators, for a run directory.
         model: facts about the model of the last record.
     """
 
     def __init__(self, registry: Registry, layers: LayerSelection, directory: RunDirectory) -> None:
-        self._registry, self.layers, self.is_stored = registry, layers, directory.stores
+        self._registry, self.layers, self.is_stored = registry, layers, directory.path is not None
         self.summary = Summary(SummaryChoice(all_columns=self.is_stored, of_layers=layers.needs))
         self.model = ModelFacts(directory.annotate)
         self._reasons: ReasonContext | None = None
 
     def make(self, pending: PendingStep) -> tuple[StepRecord, dict[str, float]]:
         """The record of a step, and all whole-model values by name. Waits for the values."""
-        active, refused = pending.active, pending.readback.buffer.refused
-        self.model.update(pending.inventory.facts)
-        self._reasons = ReasonContext(
-            pending.inventory, active.plans, active.due, self.summary.choice.shown, pending.attached, refused
-        )
+        active, inventory, refused = pending.active, pending.inventory, pending.readback.buffer.refused
+        self.model.update(inventory.facts)
+        shown = self.summary.choice.shown
+        self._reasons = ReasonContext(inventory, active.plans, active.due, shown, pending.attached, refused)
         return pending.record(self.summary, self.layers, self._registry)
 
     def requested(self, names: Mapping[str, Any]) -> list[Key]:
@@ -396,14 +372,7 @@ class RecordFactory:
     def missing(
         self, record: StepRecord, absent: Mapping[tuple[str, str], str], names: Mapping[str, Any], owned: Set[str] | None
     ) -> dict[Key, str]:
-        """Why requested values are not in ``record``, the last one.
-
-        Args:
-            record: the last one.
-            absent: reasons that are known, by source and name.
-            names: of parameters and modules, by source.
-            owned: the parameters of attached optimizers, if known.
-        """
+        """Why requested values are not in ``record``, the last one. ``owned``: the parameters of attached optimizers, if known."""
         if self._reasons is None:
             return {}
         return missing(record, list(self._registry.metrics), names, absent, self._reasons, self.layers, owned)
@@ -417,13 +386,9 @@ class Publisher:
 
     What waits to be sent may outlive the monitor, so nothing here refers to ``on_spike``, which may keep the model alive.
 
-    Args:
-        format_keys: makes the keys of values.
-        complaints: where failures are reported.
-        is_muted: whether another rank writes the output of this one.
-
     Attributes:
-        sinks: those that were added.
+        format_keys: makes the keys of values.
+        of_trainer: keys of values that a trainer has given, and logs itself; they are left out.
         keep_alive: this package's sinks, which must stay alive until the last row is written. The user's sinks are not among them: they
             may hold the model, the optimizer and the monitor.
     """
@@ -434,7 +399,7 @@ class Publisher:
         self.format_keys, self._complaints, self._is_muted = format_keys, complaints, is_muted
         self.sinks: list[FilteredSink] = []
         self.keep_alive: list[object] = []
-        self._of_trainer: Set[Key] = frozenset()
+        self.of_trainer: Set[Key] = frozenset()
         self._waiting: StepRecord | None = None
 
     def __del__(self) -> None:
@@ -442,7 +407,6 @@ class Publisher:
             self.close()
 
     def add(self, sink: FilteredSink) -> None:
-        """Send records to ``sink`` from now on."""
         self.sinks.append(sink)
         if sink.is_of_package:
             self.keep_alive.append(sink)
@@ -463,15 +427,11 @@ class Publisher:
         """Whether a sink needs the values of ``step`` as soon as the next step begins."""
         return any(not sink.deferred and not sink.dropped and step % sink.every == 0 for sink in self._receivers())
 
-    def leave_out(self, of_trainer: Set[Key]) -> None:
-        """Leave out the values with these keys, a set that may change: a trainer has given them, and logs them itself."""
-        self._of_trainer = of_trainer
-
     def shown(self, record: StepRecord) -> dict[str, float]:
         """The values of ``record`` that sinks receive, by key."""
         hidden = record.hidden
         shown = self.format_keys(StepValues.of(record.values).without(hidden) if hidden else record.values)
-        for key in self._of_trainer:
+        for key in self.of_trainer:
             shown.pop(self.format_keys.text(key), None)
         return shown
 
@@ -487,7 +447,6 @@ class Publisher:
             self._complaints.add("late", f"a value for step {record.step} came after the step had gone out to the sinks")
 
     def publish(self) -> None:
-        """Send the waiting record to the sinks."""
         if self._waiting is None or self._process.is_forked:
             return
         record, self._waiting = self._waiting, None
@@ -527,15 +486,7 @@ MOST, BYTES, FEWEST = 400, 32 << 20, 48
 
 
 class RecordHistory:
-    """The records of the last steps, and a sample of all.
-
-    Args:
-        length: the number of last steps.
-        suspects: gradients of the last steps, and the suspects of spikes.
-
-    Attributes:
-        sample: records with their statistics, for a diagnosis during training.
-    """
+    """The records of the last steps, and a sample of all, with their statistics, for a diagnosis during training."""
 
     def __init__(self, length: int, suspects: SuspectHistory) -> None:
         self._length, self._suspects = length, suspects
@@ -549,17 +500,18 @@ class RecordHistory:
 
     def keep(self, record: StepRecord) -> None:
         """Take ``record``, in place of one of its step."""
-        self._records[record.step] = replace(record, tables={}, rng={})
+        self._keep(self._records, replace(record, tables={}, rng={}))
         self.sample.keep(record)
-        while len(self._records) > self._length:
-            self._records.popitem(last=False)
 
     def backfill(self, record: StepRecord) -> None:
         """Take the record of an earlier step that is not monitored."""
         self._suspects.gradients.backfill(record.step, record.tables)
-        self._backfilled[record.step] = replace(record, tables={})
-        while len(self._backfilled) > self._length:
-            self._backfilled.popitem(last=False)
+        self._keep(self._backfilled, replace(record, tables={}))
+
+    def _keep(self, known: OrderedDict[int, StepRecord], record: StepRecord) -> None:
+        known[record.step] = record
+        while len(known) > self._length:
+            known.popitem(last=False)
 
     def rewind(self, step: int) -> None:
         """Drop the records from ``step`` on, which belong to another branch."""
@@ -582,11 +534,7 @@ class RecordHistory:
 class RecordSample:
     """Keeps records as they come, and when they become too many, both ends, those with events, and evenly chosen ones between.
 
-    Nothing is copied: the statistics are on the host, a few kilobytes a step.
-
-    Args:
-        most: how many records.
-        budget: bytes of their statistics.
+    Nothing is copied: the statistics, of ``budget`` bytes at most, are on the host, a few kilobytes a step.
     """
 
     def __init__(self, most: int = MOST, budget: int = BYTES) -> None:
@@ -615,7 +563,6 @@ class RecordSample:
         self._records = {known: record for known, record in self._records.items() if known < step}
 
     def records(self) -> list[StepRecord]:
-        """The kept records, ascending by step."""
         return [self._records[step] for step in sorted(self._records)]
 
 
@@ -628,40 +575,24 @@ _NO_SIGNAL = "no step so far has it; log it with log_scalar(), or add the metric
 
 
 class SpikeDetection:
-    """Evaluates detectors on each record, when it enters and again when values come late.
-
-    Args:
-        summary: has to compute the whole-model values that detectors need.
-        complaints: where failures are reported.
-
-    Attributes:
-        detector_set: the detectors and what they know.
-    """
+    """Evaluates detectors on each record, when it enters and again when values come late."""
 
     def __init__(self, summary: Summary, complaints: WarningLog) -> None:
         self.detector_set = DetectorSet()
         self._summary, self._complaints = summary, complaints
         self._of_preset: set[str] = set()
 
-    def enter(self, record: StepRecord, signals: Mapping[str, float], absent: Absent) -> tuple[StepRecord, list[SpikeEvent]]:
-        """Evaluate a new record. Returns it with scores and events, and these events; ``absent`` gets reasons for missing scores."""
-        self.detector_set.begin(record, absent)
-        return self._detect(record, signals, absent)
+    def detect(self, record: StepRecord, signals: Mapping[str, float], absent: Absent) -> tuple[StepRecord, list[SpikeEvent]]:
+        """Evaluate the signals of a record that had no value before; ``absent`` gets reasons for missing scores.
 
-    def detect_late(self, record: StepRecord, absent: Absent) -> tuple[StepRecord, list[SpikeEvent]]:
-        """Evaluate the signals of the same record that had no value before."""
-        return self._detect(record, {}, absent) if self.detector_set.accepts_late_values else (record, [])
-
-    def _detect(self, record: StepRecord, signals: Mapping[str, float], absent: Absent) -> tuple[StepRecord, list[SpikeEvent]]:
+        Returns:
+            The record with scores and events, and these events.
+        """
         try:
             return self.detector_set.detect(record, signals, absent)
         except Exception as error:  # the record must not be lost for it
             self._complaints.add("internal:judge", f"step {record.step} could not be judged", error)
             return record, []
-
-    def reports(self, record: StepRecord, signals: Mapping[str, float]) -> list[str]:
-        """What there is to report on the complete ``record`` and on earlier spikes."""
-        return self.detector_set.follow_up.reports(record, signals)
 
     def finish(self, absent: Absent) -> None:
         """The record is complete: warn about signals that never had a value."""
@@ -669,13 +600,11 @@ class SpikeDetection:
             why = absent.get((SUMMARY, signal.removeprefix(f"{SUMMARY}/")), _NO_SIGNAL)
             self._complaints.add(f"signal:{signal}", f"the spike detector of {signal} has nothing to judge: {why}")
 
-    # --- steps that are not monitored ----------------------------------------------------------------------------------------
-
     def learn(self, record: StepRecord, signals: Mapping[str, float], absent: Absent) -> list[str]:
-        """Evaluate a step that has values for the detectors only. Returns what there is to report."""
+        """Evaluate a step that is not monitored, with values for the detectors only. Returns what there is to report."""
         self.detector_set.begin(record, {})
-        self._detect(record, signals, absent)
-        return self.reports(record, signals)
+        self.detect(record, signals, absent)
+        return self.detector_set.follow_up.reports(record, signals)
 
     def count_unmonitored(self, is_refused: bool) -> bool:
         """Count a step that is not monitored. Returns whether a series of refused ones calls for more detail."""
@@ -683,8 +612,6 @@ class SpikeDetection:
             return False
         self.detector_set.follow_up.step_ended(applied=not is_refused)
         return self.detector_set.needs_detail()
-
-    # --- detectors and state -------------------------------------------------------------------------------------------------
 
     def add(self, detector: SpikeDetector, of_preset: bool = False) -> None:
         """Use ``detector``. One that the user brings replaces a preset's, and is not replaced by one.
@@ -712,146 +639,144 @@ class SpikeDetection:
         return {signal: detector.state_dict() for signal, detector in self.detector_set.detectors.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
         for signal, detector in self.detector_set.detectors.items():
             detector.load_state_dict(state[signal])
 
 
-# --- spike notification ---
+# --- The way of a monitored step's record through its consumers ---
 
 
 #: Of skipped steps in a row, those with a warning.
 _WITH_WARNING = frozenset({1, 2, 3, 4, 10, 30, 100, 300, 1000, 3000, 10_000})
 
 
-class SpikeNotification:
-    """Reports spikes when all consumers have the record.
-
-    Args:
-        on_spike: the option of :class:`torch_gradmon.ModuleMonitor`.
-        detectors: know which spikes are new.
-        plugins: get an alert for a step that calls for more detail.
-        complaints: where failures are reported.
-        is_muted: whether another rank writes the output of this one.
-
-    Attributes:
-        awaits_records: ``on_spike`` needs each record when the next step begins.
-    """
-
-    def __init__(
-        self,
-        on_spike: str | Policy | Callable[[SpikeEvent], Any] | None,
-        detectors: DetectorSet,
-        plugins: PluginSet,
-        complaints: WarningLog,
-        is_muted: Callable[[], bool],
-    ) -> None:
-        self._on_spike, self._detectors, self._plugins = on_spike, detectors, plugins
-        self._complaints, self._is_muted = complaints, is_muted
-        self._acts = policy_of(on_spike) is not None  # something is done about spikes before they change the model
-        self._warns = on_spike == "warn" or self._acts
-        self.awaits_records = on_spike not in (None, "warn")
-
-    def warn(self, messages: Iterable[str]) -> None:
-        """Warn with each message, where the script has warnings of spikes."""
-        for message in messages if self._warns and not self._is_muted() else ():
-            self._complaints.warn(message)
-
-    def notify(self, record: StepRecord | None, events: Sequence[SpikeEvent], action: str = "") -> None:
-        """Report new ``events`` of the last record, and the ``action`` on its step.
-
-        Raises:
-            SpikeError: the script asks for it.
-        """
-        messages = self._detectors.follow_up.alerts(events) if events else []
-        if record is not None and action:  # as a rank knows it, though not hundreds in a row
-            if record.context["in_a_row"] not in _WITH_WARNING:
-                return
-            reasons = [event.reason for event in events] or [record.skipped]
-            where = next((event.where for event in events if event.where), "")
-            messages = [f"step {record.step}: " + "; ".join(filter(None, (*reasons, where, action)))]
-        elif self._acts:
-            self._report_missed([event for event in events if event.signal not in self._detectors.predicted])
-        if (self._detectors.needs_detail() or messages) and record is not None:
-            self._plugins.call("on_alert", record.step)
-        self._detectors.warn_of_failures(self._complaints)
-        self.warn(messages)
-        for event in events:
-            self._call(event)
-
-    def _report_missed(self, events: Sequence[SpikeEvent]) -> None:
-        """Warn about spikes that nothing could be done about."""
-        if events:
-            signals = ", ".join(event.signal for event in events)
-            self._complaints.add(
-                f"late:{signals}",
-                f"that {signals} spiked in step {events[0].step} became known only when the optimizer had stepped, so that nothing was "
-                "done about it; what is logged has to be logged before optimizer.step()",
-            )
-
-    def _call(self, event: SpikeEvent) -> None:
-        if callable(self._on_spike):
-            try:
-                with fresh_grad_mode():
-                    self._on_spike(event)
-            except Exception as error:
-                self._complaints.add("on_spike", "the function on_spike failed; training continues", error)
-        elif self._on_spike == "raise":
-            raise SpikeError(str(event))
-
-
-# --- The way of a monitored step's record through its consumers ---
-
-
 class RecordPipeline:
-    """Passes the record of each monitored step to detectors, history, run directory and sinks, in this order.
+    """Passes the record of each monitored step to detectors, history, run directory, sinks and ``on_spike``, in this order.
 
-    A record enters once, when its step has ended and its values have come. Late values and facts amend it until the next step begins.
-    Then it is finished: detectors evaluate the signals that came late, and the sinks receive it.
-
-    Args:
-        detection: evaluates records.
-        history: keeps the records of the last steps.
-        directory: stores records.
-        publisher: sends records to sinks.
-        notification: reports spikes.
-        on_record: called with each record that has entered.
+    A step waits here until its values have come to the host: at most two do, the one that ended last and the one before. Its record then
+    enters, once. Late values and facts amend it until the next step begins. Then it is finished: detectors evaluate the signals that came
+    late, and the sinks receive it.
 
     Attributes:
         last: the record of the step that ended last; None if that is not monitored, or its values are on their way.
         absent: reasons for values that the last record lacks, by source and name.
         observers: called with each record, and whether it replaces the last one.
+        waiting: the steps whose records are not made yet, ascending.
     """
 
     def __init__(
         self,
+        factory: RecordFactory,
         detection: SpikeDetection,
         history: RecordHistory,
         directory: RunDirectory,
         publisher: Publisher,
-        notification: SpikeNotification,
-        on_record: Callable[[StepRecord], object],
+        plugins: PluginSet,
+        on_spike: str | Policy | Callable[[SpikeEvent], Any] | None,
+        exchange: RankExchange,
+        fence: Fence,
+        is_muted: Callable[[], bool],
     ) -> None:
-        self.detection, self.history, self.directory = detection, history, directory
-        self.publisher, self.notification = publisher, notification
+        self.factory, self.detection, self._detectors = factory, detection, detection.detector_set
+        self.history, self.directory, self.publisher, self._plugins = history, directory, publisher, plugins
+        self._exchange, self._fence, self._complaints, self._is_muted = exchange, fence, fence.complaints, is_muted
+        self._on_spike = on_spike
+        self._acts = policy_of(on_spike) is not None  # something is done about spikes before they change the model
+        self._warns = on_spike == "warn" or self._acts
+        self.waiting: deque[PendingStep] = deque()
         self.last: StepRecord | None = None
         self.absent: dict[tuple[str, str], str] = {}
         self.observers: list[Callable[[StepRecord, bool], object]] = []
-        self._on_record = on_record
-        self._signals: Mapping[str, float] = {}
+        self._signals: Mapping[str, float] = {}  # the whole-model values of the last record
+        self._buffer: StepBuffer | None = None  # what the last record was made of
         self._late: StepBuffer | None = None  # merges what is logged for the last step
         self._is_finished = True
 
-    def enter(self, record: StepRecord, signals: Mapping[str, float], buffer: StepBuffer) -> None:
-        """A step has ended with ``record``; ``signals`` are its whole-model values, ``buffer`` what it was made of."""
-        self.absent = buffer.absent
-        record, events = self.detection.enter(record, signals, self.absent)
-        self._late, self._is_finished = buffer.scalars(), False
-        self._pass_on(record, amends=False)
-        self.backfill(self.detection.detector_set.take_fetched())
-        self._signals = signals
-        self._on_record(self.last or record)
-        self.notification.notify(self.last, events, record.context.get("action", ""))
+    def __del__(self) -> None:
+        # collected without detach(): what is still on its way reaches the run directory
+        with contextlib.suppress(Exception):
+            rest = self._plugins.built_in.recorder.rest()
+            if self.waiting or rest:
+                self.enter_all(None, open_to_late_values=False)
+                self.backfill(rest)
+                self.close()
+
+    # --- steps whose values are on their way -----------------------------------------------------------------------------------
+
+    def newest(self, step: int | None) -> PendingStep | None:
+        """``step``, if it is the newest one of those that wait."""
+        return self.waiting[-1] if self.waiting and self.waiting[-1].step == step else None
+
+    @property
+    def ranks_synchronised(self) -> bool:
+        """Whether ranks take their records at the same steps."""
+        return self._exchange.takes_place
+
+    def start(self, pending: PendingStep) -> None:
+        """Take ``pending``; where its values are on the host already, its record is made at once."""
+        self.waiting.append(pending)
+        if pending.readback.arrival.is_local:
+            self.enter_all(pending.step, open_to_late_values=True)
+
+    def count_refusal(self, is_interrupted: bool) -> None:
+        """A step that was not monitored was not applied."""
+        if self.waiting:
+            self.waiting[-1].count_refusal_after(is_interrupted)
+        else:
+            self.factory.summary.count_rejected(1, int(is_interrupted))
+
+    def seal(self, ended: int | None, begins: int) -> None:
+        """Step ``begins`` is about to open: nothing more comes for step ``ended``, whose record is finished if it is ready, or if a sink
+        that is not deferred or ``on_spike`` awaits it. Waits for the values of the step before that one.
+        """
+        if self.waiting:  # else there is no need to know whether anything awaits it
+            for pending in self.waiting:
+                pending.seal()
+            if self.publisher.is_awaited(ended or 0) or self._on_spike not in (None, "warn"):
+                self.enter_all(ended, open_to_late_values=True)
+            while self.waiting and (len(self.waiting) > 1 or self._is_ready(self.waiting[0], begins)):
+                start = time.perf_counter()
+                self.waiting[0].readback.arrival.wait()
+                # the device is two steps behind, and it is the training that waits here rather than elsewhere
+                self._fence.exclude_time(time.perf_counter() - start)
+                self._enter_oldest(ended, open_to_late_values=True)
+        self.finish()
+
+    def _is_ready(self, pending: PendingStep, begins: int) -> bool:
+        return begins >= pending.step + 2 if self.ranks_synchronised else pending.readback.arrival.is_ready()
+
+    def enter_all(self, ended: int | None, open_to_late_values: bool) -> None:
+        """Make the records of all steps and enter them. Waits for their values. The last record is that of step ``ended``, or there is
+        none; ``open_to_late_values``: that step is the latest, so that values may still be added to it.
+        """
+        while self.waiting:
+            self.waiting[0].readback.arrival.wait()  # interrupted here, the step is still there
+            self._enter_oldest(ended, open_to_late_values)
+
+    def _enter_oldest(self, ended: int | None, open_to_late_values: bool) -> None:
+        pending = self.waiting.popleft()
+        record, signals = self.factory.make(pending)
+        try:
+            self._buffer, self._late = pending.readback.buffer, None
+            self.absent = self._buffer.absent
+            self._detectors.begin(record, self.absent)
+            record, events = self.detection.detect(record, signals, self.absent)
+            self._is_finished = False
+            self._pass_on(record, amends=False)
+            self.backfill(self._detectors.take_fetched())
+            self._signals = signals
+            self._plugins.call("on_record", record)
+            self._notify(events, record.context.get("action", ""))
+        finally:  # where a spike raises
+            if pending.late is not None:
+                readback = pending.late_readback or pending.late.start_readback()
+                self._late = pending.late
+                self._amend(readback.land()[1])
+            self.factory.summary.count_rejected(pending.refusals_after, pending.interruptions_after)
+        if pending.step != ended or not open_to_late_values:
+            self.finish()
+        if pending.step != ended:
+            self.last = None
 
     def _pass_on(self, record: StepRecord, amends: bool) -> None:
         self.last = record
@@ -865,14 +790,14 @@ class RecordPipeline:
 
     def add(self, late: StepBuffer) -> None:
         """Late values for the step that ended last."""
-        if self.last is not None and self._late is not None:
+        if self.last is not None and self._buffer is not None:
+            self._late = self._late or self._buffer.scalars()
             self._late.absorb(late)
-            self.amend(self._late, self._late.flush()[1])
+            self._amend(self._late.flush()[1])
 
-    def amend(self, late: StepBuffer, values: Mapping[Key, float]) -> None:
-        """Late ``values`` of the last step; ``late`` is the buffer that they are from, and merges more of them."""
+    def _amend(self, values: Mapping[Key, float]) -> None:
         if self.last is not None:
-            self._late, self._is_finished = late, False
+            self._is_finished = False
             self._pass_on(replace(self.last, values=StepValues.of(self.last.values).updated(values)), amends=True)
 
     def tag(self, tags: Mapping[str, Any]) -> None:
@@ -887,26 +812,24 @@ class RecordPipeline:
         """Nothing more can come for the last record: evaluate the signals that came late, and send it to the sinks."""
         if self.last is not None and not self._is_finished:
             self._is_finished, record = True, self.last
-            self._detect_again(record)
-            self.notification.warn(self.detection.reports(self.last or record, self._signals))
+            self._detect_late(record)
+            self._warn(self._detectors.follow_up.reports(self.last or record, self._signals))
             self.detection.finish(self.absent)
         self.publisher.publish()
 
     def detect_late(self) -> None:
         """Evaluate the signals that came late so far, before the last record is finished."""
         if self.last is not None and not self._is_finished:
-            self._detect_again(self.last)
+            self._detect_late(self.last)
 
-    def _detect_again(self, record: StepRecord) -> None:
-        detected, events = self.detection.detect_late(record, self.absent)
-        if detected is not record:
-            self._pass_on(detected, amends=True)
-            self.backfill(self.detection.detector_set.take_fetched())
-        self.notification.notify(self.last, events)
-
-    def drop_last(self) -> None:
-        """The step of the last record is no longer the one that ended last."""
-        self.last = None
+    def _detect_late(self, record: StepRecord) -> None:
+        events: list[SpikeEvent] = []
+        if self._detectors.accepts_late_values:
+            detected, events = self.detection.detect(record, {}, self.absent)
+            if detected is not record:
+                self._pass_on(detected, amends=True)
+                self.backfill(self._detectors.take_fetched())
+        self._notify(events)
 
     def close(self, raised: str = "") -> None:
         """Send the waiting record, close the sinks and the run directory; another record opens them again.
@@ -914,7 +837,6 @@ class RecordPipeline:
         ``raised`` is the exception that ends the training, as text.
         """
         self.publisher.close()
-        self.directory.is_gone()
         self.directory.close(raised)
 
     # --- other steps ---------------------------------------------------------------------------------------------------------
@@ -927,127 +849,51 @@ class RecordPipeline:
 
     def learn(self, record: StepRecord, signals: Mapping[str, float]) -> None:
         """Take a step that is not monitored, whose values the detectors learn from."""
-        self.notification.warn(self.detection.learn(record, signals, self.absent))
-
-    def is_awaited(self, step: int) -> bool:
-        """Whether a sink that is not deferred, or ``on_spike``, needs the record of ``step`` when the next step begins."""
-        return self.publisher.is_awaited(step) or self.notification.awaits_records
+        self._warn(self.detection.learn(record, signals, self.absent))
 
     def rewind(self, step: int) -> None:
         """The run goes back to ``step``: what is known of later ones is of another branch."""
         self.history.rewind(step)
-        self.detection.detector_set.rewind(step)
+        self._detectors.rewind(step)
 
+    # --- what is told of spikes, when all consumers have the record -----------------------------------------------------------
 
-# --- The steps whose values are on their way to the host, in order ---
+    def _warn(self, messages: Iterable[str]) -> None:
+        """Warn with each message, where the script has warnings of spikes."""
+        for message in messages:
+            if self._warns and not self._is_muted():
+                self._complaints.warn(message)
 
+    def _notify(self, events: Sequence[SpikeEvent], action: str = "") -> None:
+        """Report new ``events`` of the last record, and the ``action`` on its step.
 
-class PendingQueue:
-    """The steps whose records are not made yet, at most two of them: the one that ended last and the one before.
-
-    Args:
-        factory: makes records.
-        pipeline: takes them.
-        exchange: with other ranks, the steps' numbers decide when values are fetched, not the device.
-        fence: receives the time that others spent.
-        recorder: may have unwritten records when the run ends.
-
-    Attributes:
-        steps: the steps, ascending.
-    """
-
-    def __init__(
-        self, factory: RecordFactory, pipeline: RecordPipeline, exchange: RankExchange, fence: Fence, recorder: FlightRecorder
-    ) -> None:
-        self.factory, self.pipeline = factory, pipeline
-        self._exchange, self._fence, self._recorder = exchange, fence, recorder
-        self.steps: deque[PendingStep] = deque()
-
-    def __del__(self) -> None:
-        # collected without detach(): what is still on its way reaches the run directory
-        with contextlib.suppress(Exception):
-            rest = self._recorder.rest()
-            if self.steps or rest:
-                self.enter_all(None, open_to_late_values=False)
-                self.pipeline.backfill(rest)
-                self.pipeline.close()
-
-    def newest(self, step: int | None) -> PendingStep | None:
-        """``step``, if it is the newest one."""
-        return self.steps[-1] if self.steps and self.steps[-1].step == step else None
-
-    @property
-    def oldest(self) -> int | None:
-        """The number of the oldest step."""
-        return self.steps[0].step if self.steps else None
-
-    def start(self, pending: PendingStep) -> None:
-        """Take ``pending``; where its values are on the host already, its record is made at once."""
-        self.steps.append(pending)
-        if pending.readback.arrival.is_local:
-            self.enter_all(pending.step, open_to_late_values=True)
-
-    def count_refusal(self, is_interrupted: bool) -> None:
-        """A step that was not monitored was not applied."""
-        if self.steps:
-            self.steps[-1].count_refusal_after(is_interrupted)
-        else:
-            self.factory.summary.count_rejected(1, int(is_interrupted))
-
-    def seal(self, ended: int | None, begins: int) -> None:
-        """Step ``begins`` is about to open: nothing more comes for step ``ended``, whose record is finished if it is ready or awaited."""
-        if self.steps:  # else there is no need to know whether anything awaits it
-            for pending in self.steps:
-                pending.seal()
-            if self.pipeline.is_awaited(ended or 0):
-                self.enter_all(ended, open_to_late_values=True)
-            else:
-                self._enter_ready(ended, begins)
-        self.pipeline.finish()
-
-    def enter_all(self, ended: int | None, open_to_late_values: bool) -> None:
-        """Make the records of all steps and enter them. Waits for their values.
-
-        Args:
-            ended: number of the step that ended last; the last record is of that one, or there is none.
-            open_to_late_values: that step is the latest, so that values may still be added to it.
+        Raises:
+            SpikeError: the script asks for it.
         """
-        while self.steps:
-            self.steps[0].readback.arrival.wait()  # interrupted here, the step is still there
-            self._enter_oldest(ended, open_to_late_values)
-
-    def _enter_ready(self, ended: int | None, begins: int) -> None:
-        """Enter the records whose values have come. Waits only for those of the step before the last one."""
-        while self.steps and (len(self.steps) > 1 or self._is_ready(self.steps[0], begins)):
-            start = time.perf_counter()
-            self.steps[0].readback.arrival.wait()
-            # the device is two steps behind, and it is the training that waits here rather than elsewhere
-            self._fence.exclude_time(time.perf_counter() - start)
-            self._enter_oldest(ended, open_to_late_values=True)
-
-    @property
-    def ranks_synchronised(self) -> bool:
-        """Whether ranks take their records at the same steps."""
-        return self._exchange.takes_place
-
-    def _is_ready(self, pending: PendingStep, begins: int) -> bool:
-        return begins >= pending.step + 2 if self.ranks_synchronised else pending.readback.arrival.is_ready()
-
-    def _enter_oldest(self, ended: int | None, open_to_late_values: bool) -> None:
-        pending = self.steps.popleft()
-        self._enter(pending)
-        if pending.step != ended or not open_to_late_values:
-            self.pipeline.finish()
-        if pending.step != ended:
-            self.pipeline.drop_last()
-
-    def _enter(self, pending: PendingStep) -> None:
-        """Make the record and enter it."""
-        record, signals = self.factory.make(pending)
-        try:
-            self.pipeline.enter(record, signals, pending.readback.buffer)
-        finally:  # where a spike raises
-            if pending.late is not None:
-                readback = pending.late_readback or pending.late.start_readback()
-                self.pipeline.amend(pending.late, readback.land()[1])
-            self.factory.summary.count_rejected(pending.refusals_after, pending.interruptions_after)
+        record, messages = self.last, self._detectors.follow_up.alerts(events) if events else []
+        if record is not None and action:  # as a rank knows it, though not hundreds in a row
+            if record.context["in_a_row"] not in _WITH_WARNING:
+                return
+            reasons = [event.reason for event in events] or [record.skipped]
+            where = next((event.where for event in events if event.where), "")
+            messages = [f"step {record.step}: " + "; ".join(filter(None, (*reasons, where, action)))]
+        elif self._acts and (missed := [event.signal for event in events if event.signal not in self._detectors.predicted]):
+            signals = ", ".join(missed)
+            self._complaints.add(
+                f"late:{signals}",
+                f"that {signals} spiked in step {events[0].step} became known only when the optimizer had stepped, so that nothing was "
+                "done about it; what is logged has to be logged before optimizer.step()",
+            )
+        if (self._detectors.needs_detail() or messages) and record is not None:
+            self._plugins.call("on_alert", record.step)
+        self._detectors.warn_of_failures(self._complaints)
+        self._warn(messages)
+        for event in events:
+            if callable(self._on_spike):
+                try:
+                    with fresh_grad_mode():
+                        self._on_spike(event)
+                except Exception as error:
+                    self._complaints.add("on_spike", "the function on_spike failed; training continues", error)
+            elif self._on_spike == "raise":
+                raise SpikeError(str(event))

@@ -1,101 +1,408 @@
-"""One monitor at work: the step machine, what carries out its actions, and the life cycle of hooks."""
+"""One monitor at work: the loop that it follows by hooks, what is measured there, and the life cycle of the monitor."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..capture.gradients import reciprocal, scale_of
+from ..capture.gradients import inverse, reciprocal, scale_of
 from ..capture.hooks import Hook, WrappedMethod
 from ..core import keys as n
 from ..core import validation as check
 from ..core.errors import display, nearest, warn_user
-from ..core.fence import Fence, fenced
+from ..core.fence import fenced
 from ..core.keys import GRADIENT, GRADIENT_BEFORE_CLIP, Pattern
 from ..core.loop_mistakes import LoopFinding
 from ..core.records import Metric, StepRecord
 from ..core.torch_modes import outside_dispatch_modes
 from ..plugins.spike_policy.policy import StepCounts
 from ..spikes.detector import SpikeDetector
+from ..statistics.request import accumulator_dtype
 from ..step.active_step import Mode
 from ..step.buffer import StepBuffer
-from ..step.model_index import GradientSource
+from ..step.model_index import PLAIN_GRADIENTS, GradientSource
 from ..step.planner import PRESETS, Planner, PresetName
-from ..step.plugin import Plugin
-from .loop_hooks import LoopHooks
-from .machine import StepCycle, StepMachine, StepState
-from .optimizer_hooks import IdleStretch, LoopDriver
+from ..step.plugin import OptimizerContext, Plugin
+from .loop_hooks import BackwardHooks, IdleStretch, ModelHooks, OptimizerHooks, ScalerHooks, is_container
+from .machine import StepCycle, StepMachine
 from .plugin_set import BuiltInPlugins
-from .records import RecordFactory, RecordPipeline
-from .steps import UNFINISHED, Captures, Decisions, Ownership, StepLifecycle, StepMeasurement, link, linkable
+from .steps import StepLifecycle, link, linkable
 from .values import OverflowLog
+
+# --- Which optimizer has which parameters, and by what their gradients are scaled ---
+
+
+class Ownership:
+    """The optimizers of one loop, by the names that the step machine has for them, and the positions of their parameters.
+
+    Attributes:
+        order: the names in the order in which they step; the step machine changes it.
+        unowned: positions of parameters that no optimizer has.
+        shared: positions of parameters that several optimizers have.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.order: list[Hashable] = [id(optimizer) for optimizer in optimizers]
+        self._references = {id(optimizer): weakref.ref(optimizer) for optimizer in optimizers}
+        self._first = weakref.ref(optimizers[0])
+        self._owned: dict[Hashable, list[int]] = {}
+        self.unowned: list[int] = []
+        self.shared: set[int] = set()
+        self._group_sizes: list[int] = []
+        self._source = PLAIN_GRADIENTS
+
+    def __getitem__(self, name: Hashable) -> Optimizer | None:
+        """The optimizer, while it exists; None for the name None, under which unowned parameters stand."""
+        reference = self._references.get(name)  # type: ignore[call-overload]
+        return None if reference is None else reference()
+
+    def alive(self) -> list[Optimizer]:
+        """The optimizers that still exist, in the order in which they step."""
+        return [optimizer for name in self.order if (optimizer := self[name]) is not None]
+
+    @property
+    def is_orphaned(self) -> bool:
+        return self._first() is None and all(reference() is None for reference in self._references.values())
+
+    def positions(self, name: Hashable) -> list[int]:
+        return self._owned.get(name, [])
+
+    def all_positions(self) -> list[int]:
+        return sorted({*self.unowned}.union(*self._owned.values()))
+
+    def parameters(self, name: Hashable) -> list[Tensor]:
+        """The optimizer's parameters, as it has them now."""
+        optimizer = self[name]
+        return [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
+
+    def update(self, planner: Planner) -> None:
+        self._source = planner.source
+        self._group_sizes = self._sizes()
+        owned, self.unowned = planner.positions(self.alive())
+        self._owned = dict(owned.items())
+        owners = Counter(position for positions in self._owned.values() for position in positions)
+        self.shared = {position for position, count in owners.items() if count > 1}
+
+    def has_changed(self) -> bool:
+        """Whether an optimizer got or lost parameters since the last :meth:`update`."""
+        return self._group_sizes != self._sizes()
+
+    def _sizes(self) -> list[int]:
+        optimizers = self.alive()
+        if self._source is not PLAIN_GRADIENTS:
+            return [len(self._source.tensors_of(optimizer)) for optimizer in optimizers]
+        return [len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups]
+
+    def shares(self) -> list[tuple[Hashable | None, Optimizer | None, list[int]]]:
+        """The positions of each optimizer that exists; under None those that no optimizer has."""
+        found: list[tuple[Hashable | None, Optimizer | None, list[int]]] = []
+        for name in self.order:
+            if (optimizer := self[name]) is not None:
+                found.append((name, optimizer, self._owned.get(name, [])))
+        return [*found, (None, None, self.unowned)]
+
+    def to_step(self, positions: Iterable[int], done: Iterable[Hashable]) -> list[int]:
+        """Those of ``positions`` whose optimizers are not ``done``: later gradients of the others are not for this step."""
+        stepped = {position for name in done for position in self.positions(name)}
+        return [position for position in positions if position not in stepped]
+
+
+# --- Carries out the measurements that the step machine requests ---
+
+
+UNFINISHED = "the last backward pass was interrupted, as by an exception, so gradients before clipping were not seen"
+_IN_BACKWARD = (
+    "an optimizer stepped within the backward pass before this was known of the loop; they are measured from the next step on"
+)
+
+
+def _has_stepped(optimizer: Optimizer) -> bool:
+    """Whether an optimizer has the state of earlier steps: Adagrad creates its state in advance, and plain SGD has none."""
+    state = next(iter(optimizer.state.values()), None)
+    if not state:
+        return False
+    steps = state.get("step", 1)
+    return not isinstance(steps, Tensor) or steps.device.type != "cpu" or bool(steps)  # never waits for a device
+
+
+class StepMeasurement:
+    """Measures in the open step of a followed loop; without one that takes values, nothing."""
+
+    def __init__(self, loop: FollowedLoop) -> None:
+        self._lifecycle, self._captures, self._ownership = loop.lifecycle, loop.lifecycle.captures, loop.ownership
+        self._optimizer_hooks, self._backward, self._scaler = loop.optimizer_hooks, loop.backward_hooks, loop.scaler_hooks
+        self._complaints = loop.fence.complaints
+        self._accumulated: dict[Hashable, tuple[weakref.ref[Tensor], int]] = {}  # a gradient of an optimizer, and its version
+
+    def _positions(self, optimizer: Hashable, with_unowned: bool) -> list[int]:
+        own = self._ownership.positions(optimizer)
+        return sorted([*own, *self._ownership.unowned]) if with_unowned else own
+
+    def inverse_scale(self) -> Tensor | None:
+        """The factor that unscales gradients inside the model at this moment."""
+        # of an optimizer that has not stepped, since others under the same scaler may be unscaled already
+        scales = map(self._scaler.inverse_scale, self._ownership.alive())
+        return next((scale for scale in scales if scale is not None), None)
+
+    # --- gradients -----------------------------------------------------------------------------------------------------------
+
+    def backward_ended(self) -> None:
+        self._captures.modules.backward_ended()
+
+    @property
+    def waits_for_step(self) -> bool:
+        """Whether gradients are final only when an optimizer steps, not when a backward pass ends."""
+        return self._lifecycle.planning.planner.source.is_final_at_step
+
+    def measure_before_clip(self, done: Set[Hashable], in_backward: Set[Hashable]) -> None:
+        """Measure gradients before clipping. Those of ``done`` optimizers count only if these step again in this step; those of
+        optimizers ``in_backward`` were measured when they came.
+        """
+        scaled: list[int] = []
+        plain: list[int] = []
+        inverse_scale: Tensor | None = None
+        gradients, source = self._captures.gradients, self._lifecycle.planning.planner.source
+        own = None if source is PLAIN_GRADIENTS else source.scale()
+        if own is None and source.stays_scaled:
+            own = scale_of(self._scaler.scaler)
+        for name, optimizer, positions in self._ownership.shares():
+            scale = self._scaler.inverse_scale(optimizer) if own is None else inverse(own)
+            inverse_scale = inverse_scale if scale is None else scale
+            if name is not None and name in in_backward:
+                continue
+            if name is not None and name in done:
+                # of use only if this optimizer steps again in this step; another one's backward may pass through here too
+                gradients.before_clip(positions, scale, held_for=name)
+            else:
+                (plain if scale is None else scaled).extend(positions)
+        if inverse_scale is not None:
+            self._lifecycle.note("amp_scale", inverse_scale.to(accumulator_dtype(inverse_scale.device)).reciprocal())
+        for positions, scale in ((plain, None), (scaled, inverse_scale)):
+            if positions:
+                gradients.before_clip(sorted(positions), scale)
+
+    def measure_one_before_clip(self, position: int, done: Set[Hashable], in_backward: Set[Hashable]) -> None:
+        """Measure one complete gradient whose optimizer may step before the backward pass ends.
+
+        If that optimizer has stepped after an earlier pass, this pass is another optimizer's turn, and its end measures the rest.
+        """
+        within = any(position in self._ownership.positions(name) for name in in_backward)
+        positions = [position] if within else self._ownership.to_step([position], done)
+        self._captures.gradients.before_clip(positions, None)
+
+    def release_gradients(self, optimizer: Hashable) -> None:
+        """Gradients that were held for this optimizer count."""
+        self._captures.gradients.release(optimizer)
+
+    def measure_after_clip(self, optimizer: Hashable, *, with_unowned: bool, is_overflowed: bool = False) -> None:
+        """Measure the gradients that the optimizer uses, and with the last one those that none uses."""
+        positions = self._ownership.positions(optimizer)
+        if self._backward.awaited and torch._C._current_graph_task_id() == -1:
+            self._refuse_before_clip(positions)
+        scale = None if is_overflowed else self._scaler.inverse_scale(self._ownership[optimizer])
+        self._captures.gradients.after_clip(positions, scale)
+        if with_unowned and self._ownership.unowned:
+            self.measure_unowned()
+
+    def _refuse_before_clip(self, positions: list[int]) -> None:
+        """A backward pass was interrupted, and neither another one came after it nor a clip by the monitor, which measures."""
+        active, gradients = self._lifecycle.active, self._captures.gradients
+        left = gradients.not_clipped(positions)
+        if active is not None and active.buffer is not None and (left == positions or gradients.with_gradient(left)):
+            active.buffer.refuse_all(GRADIENT_BEFORE_CLIP, UNFINISHED)
+
+    def measure_unowned(self) -> None:
+        """Measure the gradients that no optimizer uses, and none unscales."""
+        self._captures.gradients.after_clip(self._ownership.unowned, self._scaler.inverse_scale(None))
+
+    def shares_parameters(self, optimizer: Hashable, other: Hashable) -> bool:
+        return not {*map(id, self._ownership.parameters(optimizer))}.isdisjoint(map(id, self._ownership.parameters(other)))
+
+    def accumulates(self, optimizer: Hashable) -> bool:
+        """Whether backward passes add to gradients of the optimizer that nothing has cleared since the last call; at first, whether it
+        has gradients.
+        """
+        gradient, before = self._first_gradient(optimizer), self._accumulated.pop(optimizer, None)
+        if gradient is None:
+            return False
+        version = 0 if gradient.is_inference() else gradient._version
+        self._accumulated[optimizer] = weakref.ref(gradient), version
+        return before is None or (before[0]() is gradient and before[1] != version)
+
+    def was_cleared(self, optimizer: Hashable) -> bool:
+        """Whether the gradients of the optimizer are none of those that the last call of :meth:`accumulates` has seen."""
+        before = self._accumulated.get(optimizer)
+        return before is not None and before[0]() is not self._first_gradient(optimizer)
+
+    def _first_gradient(self, optimizer: Hashable) -> Tensor | None:
+        return next((p.grad for p in self._ownership.parameters(optimizer) if p.grad is not None), None)
+
+    def has_gradients(self, optimizer: Hashable) -> bool:
+        return self._first_gradient(optimizer) is not None
+
+    # --- parameters ----------------------------------------------------------------------------------------------------------
+
+    def measure_parameters(self) -> None:
+        self._captures.parameters.measure(self._ownership.all_positions())
+
+    def hold_parameters(self, optimizer: Hashable, *, with_unowned: bool, as_measured: bool) -> None:
+        """Copy the parameters that the optimizer is about to change; ``as_measured``: :meth:`measure_parameters` was just called."""
+        self._captures.parameters.before_step(self._positions(optimizer, with_unowned), as_measured)
+
+    def let_go(self, optimizer: Hashable, *, with_unowned: bool) -> None:
+        """The optimizer does not step after all."""
+        self._captures.parameters.forget(self._positions(optimizer, with_unowned))
+
+    def measure_update(self, optimizer: Hashable) -> None:
+        if (found := self._ownership[optimizer]) is not None:
+            self._captures.parameters.after_step(self._ownership.positions(optimizer), found)
+
+    # --- facts ---------------------------------------------------------------------------------------------------------------
+
+    def annotate(self, optimizer: Hashable, *, turns: int, is_first: bool) -> None:
+        """Note facts about the optimizer that is about to step: learning rates, whether it resumes, and, if optimizers take turns, the
+        most ``turns`` of one before.
+        """
+        found = self._ownership[optimizer]
+        if found is None:
+            return
+        place, note = self._ownership.order.index(optimizer), self._lifecycle.note
+        for number, group in enumerate(found.param_groups):
+            note(f"lr/{place}/{number}", group.get("lr"))
+        if turns:
+            note("by_turns", float(turns))
+        if is_first and _has_stepped(found):
+            note("goes_on", 1.0)
+
+    def explain_missing(self, reason: str) -> None:
+        self._lifecycle.explain(GRADIENT_BEFORE_CLIP, reason)
+
+    def explain_in_backward(self, optimizer: Hashable) -> None:
+        """The same, for an optimizer whose step within the backward pass was not expected."""
+        if not self._captures.gradients.are_measured(self._ownership.positions(optimizer)):
+            self.explain_missing(_IN_BACKWARD)
+
+    def revive_hooks(self, optimizer: Hashable) -> None:
+        """No backward pass was seen in this step: register hooks again if parameters were replaced."""
+        found = self._ownership[optimizer]
+        if found is not None and self._backward.revive(found):
+            reason = "the hooks on parameters had died, as in a conversion of DTensors by .to(); they are registered again"
+            self.explain_missing(reason)
+            self._tell_missing("hooks", reason)
+
+    def forget_scaled(self, reason: str) -> None:
+        """The gradients measured so far in this step were divided by a wrong scale, or by none: drop them."""
+        self._captures.gradients.drop_scaled(reason)
+        self._captures.modules.drop_scaled(reason)
+        self._tell_missing("scaler", reason)
+
+    def _tell_missing(self, key: str, reason: str) -> None:
+        step = self._lifecycle.state.clock.step
+        self._complaints.add(key, f"{reason}; gradients before clipping are missing in step {step}")
+
+    def gets_own_gradients(self) -> bool:
+        """Whether the optimizers got gradients from different backward passes since they last stepped."""
+        plugins = self._lifecycle.plugins
+        return bool(plugins.call_one(plugins.built_in.audit, plugins.built_in.audit.sees_alternation))
+
+    def writes_early(self, optimizer: Hashable) -> bool:
+        """Whether the optimizer wrote to its parameters before its closure had computed gradients."""
+        hooks, found = self._optimizer_hooks, self._ownership[optimizer]
+        if not hooks.may_skip or found is None or not hooks.holds.was_changed(found):
+            return False
+        kind = type(found).__name__
+        message = f"{kind} writes to the parameters before its closure is called, so that its steps cannot be skipped"
+        self._complaints.add("skip:closure", f"{message}; attach the optimizer that it wraps instead")
+        return True
+
+    # --- warnings about the order of optimizers --------------------------------------------------------------------------------
+
+    def _place(self, name: Hashable) -> str:
+        order = self._ownership.order
+        return f"optimizer {order.index(name) + 1} of {len(order)} ({type(self._ownership[name]).__name__})"
+
+    def warn_order(self, optimizer: Hashable) -> None:
+        """The optimizer stepped after the one that was named last; it counts as the last one from now on."""
+        kind = type(self._ownership[optimizer]).__name__
+        self._complaints.add(
+            "order",
+            f"the {kind} named earlier steps last; name optimizers in the order in which they step. From here on it counts so",
+        )
+
+    def warn_resting(self, resting: Hashable, latest: Hashable) -> None:
+        """One optimizer rests while others step many times; until it steps, the ``latest`` of them ends steps."""
+        self._complaints.add(
+            "order",
+            f"{self._place(resting)}, whose step ends a monitored one, rests while others step; until it steps, {self._place(latest)} "
+            "ends them",
+        )
+
+    def warn_late(self, last: Hashable, steps: int) -> None:
+        """So many steps of another optimizer were taken for one, for the ``last`` one had gradients and did not step."""
+        self._complaints.add(
+            "order",
+            f"{self._place(last)} had gradients and did not step for {steps} steps of another one, which were taken for one step and have "
+            "one record; if it begins late, clear its gradients by zero_grad() before its first backward pass",
+        )
+
+    def warn_joined(self, steps: int) -> None:
+        """So many steps of optimizers that take turns of several steps each were taken for one."""
+        self._complaints.add(
+            "order",
+            f"optimizers take turns of several steps each: before the last optimizer stepped first, {steps + 1} steps of others were "
+            "taken for one step with it, and their record is that of the last of them; from here on each step has one",
+        )
+
+    def warn_in_backward(self) -> None:
+        """Nothing can be done about spikes of an optimizer that steps within the backward pass."""
+        if self._optimizer_hooks.may_skip:
+            message = "optimizers step within the backward pass, before all gradients are there: nothing is done about spikes"
+            self._complaints.add("acting", message)
+
 
 # --- An unmodified training loop: reports the events of its hooks to the step machine ---
 
 
-_GONE = "the attached optimizers are gone, and no step can end any more; call detach(), then attach() the new ones"
+_LOST = "the attached optimizers are gone, and no step can end any more; call detach(), then attach() the new ones"
 _UNUSED = "its optimizer did not step in this step; its gradient counts in the step that uses it"
 
 
-_Method = weakref.WeakMethod[Callable[[], Any]]
+def _reported(loop: weakref.ref[FollowedLoop], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a method in which all passes of a step run, unless gradients are off."""
+    if torch.is_grad_enabled() and (alive := loop()) is not None:
+        alive.passes_began()
+    result = original(*args, **kwargs)
+    if torch.is_grad_enabled() and (alive := loop()) is not None:
+        alive.passes_ended()
+    return result
 
 
-def _between(before: _Method, after: _Method) -> Callable[..., Any]:
-    """A function around a method that calls one method before it and another one after it, unless gradients are off."""
-
-    def call(reference: _Method) -> None:
-        if torch.is_grad_enabled() and (method := reference()) is not None:
-            method()
-
-    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        call(before)
-        result = original(*args, **kwargs)
-        call(after)
-        return result
-
-    return around
+def _unseen(lifecycle: weakref.ref[StepLifecycle], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a method, and measure nothing in it."""
+    with nullcontext() if (alive := lifecycle()) is None else alive.paused():
+        return original(*args, **kwargs)
 
 
-def _without(reference: weakref.ref[StepLifecycle]) -> Callable[..., Any]:
-    """A function around a method, in which nothing is measured."""
+class FollowedLoop:
+    """Follows one loop by hooks: torch's events in, the step machine's events out. Its methods are called inside of the fence.
 
-    def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        lifecycle = reference()
-        if lifecycle is None:
-            return original(*args, **kwargs)
-        with lifecycle.paused():
-            return original(*args, **kwargs)
-
-    return around
-
-
-class FollowedLoop(LoopDriver):
-    """Follows one loop by hooks: torch's events in, the step machine's events out.
-
-    Args:
-        owner: kept alive by the optimizers' hooks, together with this.
-        cycle: opens and closes steps.
-        lifecycle: has the open step.
-        overflows: takes what a fused optimizer found.
-        module: the watched model.
-        optimizers: in the order in which they step.
-        scaler: their GradScaler, if one is known.
-        wrappers: around the optimizers, each with the one inside.
+    The optimizers' hooks keep it alive, and with it the ``owner``. ``wrappers`` are around the optimizers, each with the one inside.
 
     Attributes:
         is_orphaned: all optimizers were collected.
-        scaler: a GradScaler that was noticed while the loop ran.
     """
 
     def __init__(
         self,
         owner: object,
-        cycle: StepCycle,
         lifecycle: StepLifecycle,
         overflows: OverflowLog,
         module: nn.Module,
@@ -103,40 +410,93 @@ class FollowedLoop(LoopDriver):
         scaler: torch.amp.GradScaler | None,
         wrappers: Sequence[tuple[Any, Optimizer]] = (),
     ) -> None:
-        self.owner, self.fence, self._lifecycle, self._overflows = owner, lifecycle.fence, lifecycle, overflows
-        order: list[Hashable] = [id(optimizer) for optimizer in optimizers]
+        self.owner, self.lifecycle, self._overflows = owner, lifecycle, overflows
+        self.state, self.fence, self._plugins = lifecycle.state, lifecycle.fence, lifecycle.plugins
+        self.is_orphaned, self._is_due = False, True
         self.ownership = Ownership(optimizers)
-        stretch = IdleStretch(cycle.state, lifecycle, lifecycle.values.late.tags, lifecycle.plugins, self.fence)
-        self.hooks = LoopHooks(self, self.fence, module, optimizers, scaler, wrappers, cycle.state.in_backward, stretch)
-        self.measurement = StepMeasurement(lifecycle, self.ownership, self.hooks, order)
-        self.decisions = Decisions(self.ownership, order, self.hooks.optimizers.holds, lifecycle.planning.planner)
-        self.machine = StepMachine(cycle, self.measurement, order)
-        self.is_orphaned, self.scaler, self._is_due = False, scaler, True
-        self._plugins, self._audit = lifecycle.plugins, lifecycle.plugins.built_in.audit
-        self.hooks.optimizers.allow_skips(lifecycle.plugins.has("before_optimizer_step"))
+        self.stretch = IdleStretch(lifecycle)
+        self.optimizer_hooks = OptimizerHooks(self, optimizers, wrappers, module if is_container(module) else None)
+        self.scaler_hooks = ScalerHooks(self, scaler)
+        self.backward_hooks = BackwardHooks(self)
+        self.model_hooks = ModelHooks(self, module)
+        self.measurement = StepMeasurement(self)
+        self.machine = StepMachine(lifecycle, self.state, self.measurement, self.ownership.order)
+        self.optimizer_hooks.may_skip = self._plugins.has("before_optimizer_step")
         self._wrapped = self._around(lifecycle.planning.planner.source)
 
     def _around(self, source: GradientSource) -> list[WrappedMethod]:
         """Follow the method that shows when gradients are final, and measure nothing in those that do not train."""
         if (boundary := source.boundary) is None:
             return []
-        step = _between(weakref.WeakMethod(self.passes_began), weakref.WeakMethod(self.passes_ended))
         trials = [name for name in source.trials if hasattr(boundary, name)]
-        without = _without(weakref.ref(self._lifecycle))
-        return [WrappedMethod(boundary, "step", step), *(WrappedMethod(boundary, name, without) for name in trials)]
+        reported, unseen = partial(_reported, weakref.ref(self)), partial(_unseen, weakref.ref(self.lifecycle))
+        return [WrappedMethod(boundary, "step", reported), *(WrappedMethod(boundary, name, unseen) for name in trials)]
 
     @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizers that still exist, in the order in which they step."""
-        return self.ownership.alive(self.machine.order)
+        return self.ownership.alive()
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The GradScaler, if one is known by now."""
+        return self.scaler_hooks.scaler
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a step of the optimizer is one call of its hooks, and nothing else belongs to it."""
+        return self.optimizer_hooks.are_plain and self.scaler is None
 
     # --- hooks on parameters -------------------------------------------------------------------------------------------------
 
+    def install(self, planner: Planner) -> None:
+        """Register the hooks on parameters that a monitored step needs."""
+        assert planner.inventory is not None
+        self.ownership.update(planner)
+        self.lifecycle.captures.parameters.shared = self.ownership.shared
+        places = planner.inventory.references
+        local = [
+            (places[position], Hook(self.gradient_came, position), Hook(self.gradient_accumulated, position))
+            for position in planner.local_positions()
+        ]
+        self.backward_hooks.install(planner.source.hook_places(places), local)
+
+    def remove_hooks(self) -> None:
+        """Take all hooks away; a second call does nothing."""
+        self.backward_hooks.uninstall()
+        self.optimizer_hooks.remove()
+        self.model_hooks.remove()
+        self.scaler_hooks.remove()
+        for wrapped in self._wrapped:
+            wrapped.remove()
+
+    def by_scale(self, positions: Sequence[int]) -> list[tuple[list[int], Tensor | None]]:
+        """These positions by what their gradients have to be multiplied by at this moment."""
+        shares, wanted = self.ownership.shares(), set(positions)
+        found = [(sorted(wanted.intersection(own)), self.scaler_hooks.inverse_scale(each)) for _, each, own in shares]
+        return [(own, scale) for own, scale in found if own]
+
+    def to_step(self, positions: Sequence[int]) -> list[int]:
+        """Those of ``positions`` whose optimizers have not stepped in this step."""
+        return self.ownership.to_step(positions, self.state.progress.done)
+
+    @fenced
+    def gradient_came(self, position: int, gradient: Tensor | None) -> None:
+        if self.machine.gradient_arrived():
+            self.lifecycle.captures.gradients.local.measure(position, gradient, self.measurement.inverse_scale())
+
+    @fenced
+    def gradient_accumulated(self, position: int, parameter: Tensor) -> None:
+        self.lifecycle.captures.gradients.local.commit(position)
+
+    # --- what the lifecycle asks -----------------------------------------------------------------------------------------------
+
     def leave_unused(self, buffer: StepBuffer) -> None:
-        index, order, awaited = self._lifecycle.planning.planner.inventory, self.machine.order, self.hooks.backward.awaited
-        if awaited and not (self._lifecycle.state.leads or buffer.names_of(GRADIENT_BEFORE_CLIP) <= buffer.used):
+        """The step ends. Gradients of optimizers that did not step in it are of the steps that use them, if any do."""
+        index, order, leads = self.lifecycle.planning.planner.inventory, self.ownership.order, self.state.leads
+        if self.backward_hooks.awaited and not (leads or buffer.names_of(GRADIENT_BEFORE_CLIP) <= buffer.used):
             buffer.refuse_all(GRADIENT_BEFORE_CLIP, UNFINISHED)
-        if len(order) == 1 or index is None or not self._lifecycle.state.leads:
+        if len(order) == 1 or index is None or not leads:
             return
         owned = (self.ownership.positions(each) for each in order)
         # an optimizer uses all or none; one that shares parameters may have the first ones in common
@@ -147,49 +507,31 @@ class FollowedLoop(LoopDriver):
                 buffer.clear(GRADIENT_BEFORE_CLIP, left)
                 buffer.absent.update(((source, name), _UNUSED) for source in (GRADIENT_BEFORE_CLIP, GRADIENT) for name in left)
 
-    def groups_changed(self) -> bool:
-        """Whether an optimizer got or lost parameters since hooks were registered."""
-        return self.ownership.has_changed(self.machine.order)
-
-    def install(self, planner: Planner) -> None:
-        """Register the hooks on parameters that a monitored step needs."""
-        assert planner.inventory is not None
-        self.ownership.update(planner, self.machine.order)
-        self._lifecycle.captures.parameters.shared = self.ownership.shared
-        places = planner.inventory.references
-        local = [
-            (places[position], Hook(self.gradient_came, position), Hook(self.gradient_accumulated, position))
-            for position in planner.local_positions()
-        ]
-        self.hooks.backward.install(planner.source.hook_places(places), local)
-
-    def uninstall(self) -> None:
-        """Take them away."""
-        self.hooks.backward.uninstall()
-
-    def by_scale(self, positions: Sequence[int]) -> list[tuple[list[int], Tensor | None]]:
-        """These positions by what their gradients have to be multiplied by at this moment."""
-        return self.ownership.by_scale(positions, self.machine.order, self.hooks.scaler)
-
-    def to_step(self, positions: Sequence[int]) -> list[int]:
-        """Those of ``positions`` whose optimizers have not stepped in this step."""
-        return self.ownership.to_step(positions, self.machine.state.progress.done)
-
-    @fenced
-    def gradient_came(self, position: int, gradient: Tensor | None) -> None:
-        """A backward pass brought a gradient for the parameter at ``position``."""
-        if self.machine.gradient_arrived():
-            self._lifecycle.captures.gradients.local.measure(position, gradient, self.measurement.inverse_scale())
-
-    @fenced
-    def gradient_accumulated(self, position: int, parameter: Tensor) -> None:
-        """That gradient was accumulated."""
-        self._lifecycle.captures.gradients.local.commit(position)
+    def context_of(
+        self, optimizer: Hashable, done: Set[Hashable], overflowed: Set[Hashable], is_overflowed: bool
+    ) -> OptimizerContext:
+        """What plugins may know of an optimizer that is about to step."""
+        ownership, index = self.ownership, self.lifecycle.planning.planner.inventory
+        has_scaler = isinstance(
+            getattr(ownership[optimizer], "found_inf", None), Tensor
+        )  # of a fused optimizer, whose step reads it
+        alive = {name: each for name in ownership.order if (each := ownership[name]) is not None}
+        stepped = [type(each).__name__ for name, each in alive.items() if name in done and name != optimizer]
+        left = {name: self.optimizer_hooks.holds.leftovers(each) for name, each in alive.items()}
+        own = left.pop(optimizer, [])
+        # of parameters whose gradients another one has from a skipped step, or will not use, since it overflowed
+        ignored = frozenset[str]()
+        if index is not None:
+            positions = {p for parameters in left.values() if parameters for p in index.positions(parameters)}
+            ignored = frozenset(index.names[p] for p in positions.union(*map(ownership.positions, overflowed)))
+        return OptimizerContext(has_scaler, is_overflowed, " and ".join(stepped), ignored, bool(own))
 
     # --- events --------------------------------------------------------------------------------------------------------------
 
-    def may_train_in_eval(self) -> bool:
-        return self.machine.may_train_in_eval()
+    def tell_audit(self, event: str, *args: object) -> None:
+        """Of what no other plugin has to know."""
+        audit = self._plugins.built_in.audit
+        self._plugins.call_one(audit, getattr(audit, event), *args)
 
     def moves_buffers(self, module: nn.Module) -> None:
         policy = self._plugins.built_in.policy
@@ -197,40 +539,39 @@ class FollowedLoop(LoopDriver):
             self._plugins.call_one(policy, policy.before_forward, module)
 
     def forward_began(self, in_eval: bool, in_closure: bool, counts: bool) -> None:
+        """The model is called in training, perhaps in evaluation mode. ``counts``: no other hook reports this call."""
         if self.fence.is_captured:
             self.fence.left_graph()
-        self.hooks.stretch.forward_followed()
+        self.stretch.forward_followed()
         if counts:
-            self._lifecycle.plugins.call("on_forward")
+            self._plugins.call("on_forward")
         self.machine.forward_began(in_eval, in_closure)
         if self.ownership.is_orphaned:
             self._optimizers_lost()
 
     def _optimizers_lost(self) -> None:
         self.is_orphaned = True
-        self.fence.complaints.add("optimizers", _GONE)
-        self._plugins.call_one(self._audit, self._audit.on_optimizers_lost)
+        self.fence.complaints.add("optimizers", _LOST)
+        self.tell_audit("on_optimizers_lost")
 
     def part_called(self, module: nn.Module) -> None:
         """A part of the model is called, by something else than the root."""
-        state = self.machine.state
+        state = self.state
         in_eval = state.patterns.trains_in_eval and not module.training  # in a step that a call in training mode has opened
         if not state.is_open or state.progress.is_tentative or in_eval:
-            self.hooks.model.part_called(module)
-
-    def root_began(self) -> None:
-        self._lifecycle.captures.modules.training_began()
+            self.model_hooks.part_called(module)
 
     def gradient_complete(self, position: int) -> None:
+        """The gradient of this parameter is complete, and its optimizer may step before the backward pass is over."""
         if self.machine.gradient_arrived():
-            state = self.machine.state
-            self.measurement.measure_one_before_clip(position, state.progress.done, state.in_backward.known)
+            self.measurement.measure_one_before_clip(position, self.state.progress.done, self.state.in_backward.known)
 
     def backward_ended(self, is_nested: bool) -> None:
-        self._lifecycle.plugins.call("on_backward_ended")
-        if self.ownership.is_orphaned and not self.machine.state.is_paused:
+        """A backward pass is over, and its gradients are accumulated and reduced."""
+        self._plugins.call("on_backward_ended")
+        if self.ownership.is_orphaned and not self.state.is_paused:
             self._optimizers_lost()
-        self.machine.backward_ended(is_nested, self.hooks.scaler.in_step)
+        self.machine.backward_ended(is_nested, self.scaler_hooks.in_step)
 
     @fenced
     def passes_began(self) -> None:
@@ -239,27 +580,19 @@ class FollowedLoop(LoopDriver):
 
     @fenced
     def passes_ended(self) -> None:
-        """All passes of the step are over, and gradients are final."""
         self.machine.passes_ended()
 
-    def remove_hooks(self) -> None:
-        """Take all hooks away."""
-        self.hooks.remove()
-        for wrapped in self._wrapped:
-            wrapped.remove()
-
     def wrapper_began(self, optimizer: Optimizer) -> None:
-        source = self._lifecycle.planning.planner.source
-        self._is_due = source.is_due()
-        if not self._is_due:
-            return
-        self.hooks.scaler.wrapper_began(optimizer)
-        self.machine.wrapper_began(id(optimizer))
+        self._is_due = self.lifecycle.planning.planner.source.is_due()
+        if self._is_due:
+            self.scaler_hooks.called.add(id(optimizer))
+            self.machine.wrapper_began(id(optimizer))
 
     def wrapper_ended(self, optimizer: Optimizer) -> None:
-        source = self._lifecycle.planning.planner.source
+        """The wrapper returned, and the optimizer has not stepped."""
+        source = self.lifecycle.planning.planner.source
         if self._is_due and source.has_overflowed():
-            if not source.searches_scale() and (active := self._lifecycle.active) is not None:
+            if not source.searches_scale() and (active := self.lifecycle.active) is not None:
                 active.annotations["skipped"] = (
                     "the engine leaves out steps whose gradients are not finite"  # so that it is judged
                 )
@@ -268,17 +601,19 @@ class FollowedLoop(LoopDriver):
             self.machine.wrapper_ended(id(optimizer))
 
     def step_began(self, optimizer: Optimizer, has_closure: bool, within: bool) -> bool:
+        """The optimizer is about to step, or to call its closure; whether it must change nothing. ``within`` a backward pass."""
         if self.fence.is_captured:
             self.fence.left_graph()
-        self.hooks.stretch.catch_up()
+        self.stretch.catch_up()
         if within:
-            self.hooks.backward.optimizer_steps(optimizer)
-        self.hooks.scaler.step_began(optimizer, takes_values=not self.machine.state.is_open or self._lifecycle.has_values)
-        self._lifecycle.plugins.call("on_optimizer_step", optimizer, has_closure)
+            self.backward_hooks.optimizer_steps(optimizer)
+        self.scaler_hooks.step_began(optimizer, takes_values=not self.state.is_open or self.lifecycle.has_values)
+        self._plugins.call("on_optimizer_step", optimizer, has_closure)
         return self.machine.step_began(id(optimizer), has_closure, within)
 
     def closure_ended(self, optimizer: Optimizer) -> bool:
-        if (active := self._lifecycle.active) is not None and active.buffer is not None:
+        """The closure has computed the gradients that the optimizer will use; whether it must change nothing."""
+        if (active := self.lifecycle.active) is not None and active.buffer is not None:
             active.buffer.are_rows_over = True
         return self.machine.closure_ended(id(optimizer))
 
@@ -286,135 +621,25 @@ class FollowedLoop(LoopDriver):
         self.machine.closure_raised(id(optimizer), error)
 
     def step_ended(self, optimizer: Optimizer, found_inf: Tensor | None, within: bool) -> None:
-        self.hooks.stretch.step_followed()
-        self._lifecycle.plugins.call("on_optimizer_stepped", optimizer)
+        """The optimizer has stepped, unless ``found_inf`` (of a fused optimizer under a GradScaler) is not zero."""
+        self.stretch.step_followed()
+        self._plugins.call("on_optimizer_stepped", optimizer)
         if found_inf is not None and not within:
             self._overflows.note(found_inf)
-        self.machine.step_ended(id(optimizer), within, self.hooks.scaler.in_step)
+        self.machine.step_ended(id(optimizer), within, self.scaler_hooks.in_step)
 
     def step_overflowed(self, optimizer: Optimizer) -> None:
-        self._plugins.call_one(self._audit, self._audit.on_optimizer_overflowed, optimizer)
-        self.machine.step_overflowed(id(optimizer), self.hooks.scaler.in_step)
-
-    def loss_scaled(self) -> None:
-        self._plugins.call_one(self._audit, self._audit.on_loss_scaled)
-
-    def unscaling(self, optimizer: Optimizer) -> None:
-        self._plugins.call_one(self._audit, self._audit.on_unscaling, optimizer)
-
-    def unscaled(self, optimizer: Optimizer) -> None:
-        self._plugins.call_one(self._audit, self._audit.on_unscaled, optimizer)
+        self.tell_audit("on_optimizer_overflowed", optimizer)
+        self.machine.step_overflowed(id(optimizer), self.scaler_hooks.in_step)
 
     def scaler_updated(self) -> None:
-        self._plugins.call_one(self._audit, self._audit.on_scaler_updated)
+        self.tell_audit("on_scaler_updated")
         self.machine.scaler_updated()
 
-    def scale_mistaken(self, reason: str, scaler: torch.amp.GradScaler | None) -> None:
-        if self.scaler is None:
-            self.scaler = scaler
-        self.measurement.forget_scaled(reason)
-
     def holds_scaler(self) -> tuple[bool, bool]:
-        is_held, policy = self._lifecycle.is_skipped, self._plugins.built_in.policy
+        """Whether the scaler must not count this attempt, and whether that holds although it found infinite gradients on this rank."""
+        is_held, policy = self.lifecycle.is_skipped, self._plugins.built_in.policy
         return is_held, is_held and policy is not None and policy.overrules_scaler
-
-
-# --- loop connection ---
-
-
-class LoopConnection:
-    """Connects the steps of a monitor with a loop.
-
-    Args:
-        lifecycle: carries out the steps.
-        cycle: opens and closes them.
-
-    Attributes:
-        overflows: takes what a fused optimizer found.
-        loop: the followed loop; None where steps begin and end by hand.
-    """
-
-    def __init__(self, lifecycle: StepLifecycle, cycle: StepCycle) -> None:
-        self._lifecycle, self._cycle = lifecycle, cycle
-        self.overflows = OverflowLog(lifecycle.values)
-        self.loop: FollowedLoop | None = None
-        self._scaler: torch.amp.GradScaler | None = None
-        self._scale_by_hand()
-
-    @property
-    def scaler(self) -> torch.amp.GradScaler | None:
-        """The GradScaler, if one is known."""
-        return self._scaler if self.loop is None else self.loop.scaler
-
-    def use_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
-        """The scaler that the script has named."""
-        self._scaler = scaler
-
-    def follow(
-        self,
-        owner: object,
-        module: nn.Module,
-        optimizers: list[Optimizer],
-        scaler: torch.amp.GradScaler | None,
-        wrappers: Sequence[tuple[Any, Optimizer]],
-    ) -> None:
-        """Follow the loop by hooks from now on.
-
-        Args:
-            owner: kept alive by the optimizers.
-            module: the watched model.
-            optimizers: in the order in which they step.
-            scaler: their GradScaler, if one is known.
-            wrappers: around the optimizers, each with the one inside.
-        """
-        lifecycle = self._lifecycle
-        self._scaler = scaler
-        lifecycle.values.follow(True)
-        lifecycle.state.follow()
-        with outside_dispatch_modes():
-            loop = FollowedLoop(owner, self._cycle, lifecycle, self.overflows, module, optimizers, scaler, wrappers)
-            self.loop = loop
-            lifecycle.hooks.follow(loop)
-            lifecycle.plugins.restart()
-            lifecycle.plugins.call("on_attach", module, optimizers)
-            lifecycle.hooks.mark_stale()
-            lifecycle.captures.modules.connect(
-                loop.measurement.inverse_scale, loop.hooks.model.root_called, loop.part_called, loop.hooks.backward.awaited
-            )
-            # also where the first step is not monitored: a model that will be compiled takes only the hooks that it has then
-            lifecycle.hooks.install()
-            lifecycle.fence.cost()
-
-    def continue_at(self, step: int) -> None:
-        """The next step has this number."""
-        self._lifecycle.state.clock.continue_at(step)
-        self._lifecycle.hooks.wake()
-
-    def disconnect(self) -> None:
-        """Take every hook away."""
-        lifecycle = self._lifecycle
-        lifecycle.values.follow(False)
-        lifecycle.hooks.uninstall()
-        lifecycle.captures.modules.remove()
-        lifecycle.captures.modules.reference.forget()
-        if self.loop is not None:
-            self._scaler = self.loop.scaler
-            self.loop.remove_hooks()
-            lifecycle.plugins.call("on_detach")
-            self.loop = None
-            lifecycle.hooks.follow(None)
-            lifecycle.state.unfollow()
-            self._scale_by_hand()
-
-    def _scale_by_hand(self) -> None:
-        """Without a followed loop, what is known of gradients inside of the model is the scaler that was named."""
-        connection = weakref.ref(self)
-
-        def inverse_scale() -> Tensor | None:
-            scaler = None if (alive := connection()) is None else alive.scaler
-            return None if (scale := scale_of(scaler)) is None else reciprocal(scale)
-
-        self._lifecycle.captures.modules.connect(inverse_scale)
 
 
 # --- One monitor at work: the step machine, what carries out its actions, and the life cycle of hooks ---
@@ -440,69 +665,39 @@ _OPTIONAL_PARTS = {"attempted", "acting", "clipping", "plugins"}
 class Runtime:
     """The state of one monitor. :class:`torch_gradmon.ModuleMonitor` is its facade.
 
-    Args:
-        lifecycle: opens and closes steps.
-
     Attributes:
-        cycle: the step machine's part that knows the numbers of steps.
-        connection: with the training loop.
+        lifecycle: opens and closes steps.
+        cycle: decides when; the part of the step machine that is there without a loop.
+        loop: the followed loop; None where steps begin and end by hand.
+        named_scaler: the GradScaler that the script has named, or that was found around its optimizers.
         owner: the facade, which lives as long as the loop that it watches.
     """
 
     def __init__(self, lifecycle: StepLifecycle) -> None:
-        self.lifecycle = lifecycle
-        self.cycle = StepCycle(lifecycle, lifecycle.state)
-        self.connection = LoopConnection(lifecycle, self.cycle)
+        self.lifecycle, self.state, self.fence, self.captures = lifecycle, lifecycle.state, lifecycle.fence, lifecycle.captures
+        self.planner, self.pipeline, self.factory = lifecycle.planning.planner, lifecycle.pipeline, lifecycle.pipeline.factory
+        self.cycle = StepCycle(lifecycle, self.state)
+        self.loop: FollowedLoop | None = None
+        self.named_scaler: torch.amp.GradScaler | None = None
+        self._overflows = OverflowLog(lifecycle.values)
         self.owner: object = None
         self.mark: object = None  # by which watch() finds the monitor of a model
         self.join_ranks: Callable[[], object] = lambda: None  # when the loop begins, which is when a process may know other ranks
-
-    # --- parts ---------------------------------------------------------------------------------------------------------------
-
-    @property
-    def fence(self) -> Fence:
-        """The fence."""
-        return self.lifecycle.fence
-
-    @property
-    def planner(self) -> Planner:
-        """Knows the model and the requested metrics."""
-        return self.lifecycle.planning.planner
-
-    @property
-    def captures(self) -> Captures:
-        """The sources of values."""
-        return self.lifecycle.captures
-
-    @property
-    def pipeline(self) -> RecordPipeline:
-        """The records and their consumers."""
-        return self.lifecycle.queue.pipeline
-
-    @property
-    def factory(self) -> RecordFactory:
-        """Makes the records."""
-        return self.lifecycle.queue.factory
-
-    @property
-    def state(self) -> StepState:
-        """What the step machine knows."""
-        return self.lifecycle.state
-
-    @property
-    def loop(self) -> FollowedLoop | None:
-        """The followed loop; None where steps begin and end by hand."""
-        return self.connection.loop
+        self._scale_by_hand()
 
     @property
     def built_in(self) -> BuiltInPlugins:
-        """The plugins that the monitor brings."""
         return self.lifecycle.plugins.built_in
 
     @property
     def plugins(self) -> Sequence[Plugin]:
         """All plugins, in the order in which they are called."""
         return tuple(self.lifecycle.plugins)
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The GradScaler, if one is known."""
+        return self.named_scaler if self.loop is None else self.loop.scaler
 
     # --- by hand -------------------------------------------------------------------------------------------------------------
 
@@ -512,7 +707,7 @@ class Runtime:
         if self.state.clock.step is None:
             self.join_ranks()
         self.lifecycle.values.follow(True)
-        self.lifecycle.hooks.wake()
+        self.lifecycle.planning.wake()
         if self.loop is None and self.lifecycle.plugins.has("before_optimizer_step"):
             message = (
                 "on_spike cannot act on a step, since the optimizers are not known: call attach() in addition to begin_step()"
@@ -525,7 +720,7 @@ class Runtime:
     @fenced
     def end_step(self) -> None:
         """End the step and send it out."""
-        self.lifecycle.hooks.wake()
+        self.lifecycle.planning.wake()
         self.cycle.end()
         self._publish()
 
@@ -594,29 +789,47 @@ class Runtime:
                 )
 
     def link(self) -> None:
-        """Link the modules that ask for their monitor."""
         assert self.planner.module is not None
         for module in linkable(self.planner.module):
             link(module, self.owner)
+
+    def use_preset(self, name: PresetName) -> None:
+        preset, make = PRESETS[name], self.planner.registry.make
+        hidden = [make(source, metric, every=every, shown=False) for source, metric, every in preset.layer_metrics]
+        self.planner.registry.replace_hidden(hidden)
+        self.factory.summary.choice.use(preset.keys)
+        self.pipeline.detection.add(SpikeDetector(), of_preset=True)
+        self.pipeline.directory.annotate(preset=name)
+        self.planner.changed()
+
+    def set_reference(self, module: nn.Module | None, follows: bool) -> None:
+        """Compare with ``module`` from now on; ``follows`` keeps it in the mode of the watched model."""
+        reference = self.captures.modules.reference
+        if module is None:
+            reference.remove()
+        else:
+            reference.set(module, self.planner.rename, follows)
+        self.captures.parameters.reference = {} if module is None else reference.parameters
+        self.planner.changed()
+        self.replan()
+
+    def replan(self) -> None:
+        """What is measured changed: register the hooks for it."""
+        self.lifecycle.planning.replan(self.lifecycle.active, drop_hooks=False)
 
     # --- what is known by now ------------------------------------------------------------------------------------------------
 
     def would_monitor(self, step: int) -> bool:
         """Whether ``step`` is monitored by the cadence, or as one of the steps after a spike or under a live change."""
-        clock, cadence, active = (
-            self.state.clock,
-            self.lifecycle.planning.cadence,
-            self.lifecycle.active,
-        )
+        clock, cadence, active = self.state.clock, self.lifecycle.planning.cadence, self.lifecycle.active
         if clock.step is not None and step <= clock.step:
             is_open = self.state.is_open and step == clock.step and active is not None and active.is_monitored
-            is_known = self.lifecycle.queue.newest(step) is not None or step in self.pipeline.history
+            is_known = self.pipeline.newest(step) is not None or step in self.pipeline.history
             return is_open or is_known or cadence.foretells(step, None)
         ahead = step - clock.next_step if clock.step is None else (step - clock.step - 1) // clock.stride
         return cadence.foretells(step, ahead)
 
     def findings(self) -> list[LoopFinding]:
-        """What the plugins have found so far."""
         of = self.built_in
         found = [fact for check in (of.audit, of.replicas, of.setup, of.data) if check is not None for fact in check.facts()]
         return [*found, *map(LoopFinding.of_dict, self.pipeline.directory.facts.get("foresight", ()))]
@@ -649,15 +862,6 @@ class Runtime:
             is_stale = self.lifecycle.plugins.call_one(self.built_in.audit, self.built_in.audit.is_stale, in_step)
         return _UNATTACHED if is_stale else ""
 
-    def use_preset(self, name: PresetName) -> None:
-        preset, make = PRESETS[name], self.planner.registry.make
-        hidden = [make(source, metric, every=every, shown=False) for source, metric, every in preset.layer_metrics]
-        self.planner.registry.replace_hidden(hidden)
-        self.factory.summary.choice.use(preset.keys)
-        self.pipeline.detection.add(SpikeDetector(), of_preset=True)
-        self.pipeline.directory.annotate(preset=name)
-        self.planner.changed()
-
     def counts(self) -> StepCounts:
         """Of the steps so far, as far as their values have come."""
         summary, policy, attempts = self.factory.summary, self.built_in.policy, self.state.clock.attempts
@@ -667,8 +871,13 @@ class Runtime:
 
     def settle_now(self) -> StepRecord | None:
         """The record of the last step, None where it was not monitored. Waits for the device."""
-        self._flush_fenced()  # does nothing inside a fenced call, such as on_spike
+        self._settle()  # does nothing inside a fenced call, such as on_spike
         return None if self.stale_reason else self.pipeline.last
+
+    @fenced
+    def _settle(self) -> None:
+        self.cycle.release()
+        self.lifecycle.flush_pending()
 
     @fenced
     def judge_now(self) -> None:
@@ -676,11 +885,6 @@ class Runtime:
         self.cycle.release()
         self.lifecycle.flush_pending()
         self.pipeline.detect_late()
-
-    @fenced
-    def _flush_fenced(self) -> None:
-        self.cycle.release()
-        self.lifecycle.flush_pending()
 
     # --- state ---------------------------------------------------------------------------------------------------------------
 
@@ -701,7 +905,7 @@ class Runtime:
 
     def _state(self) -> dict[str, Any]:
         self.settle_now()
-        self.lifecycle.hooks.wake()  # so that plugins have seen all steps
+        self.lifecycle.planning.wake()  # so that plugins have seen all steps
         records = {"summary": self.factory.summary.state_dict(), "detectors": self.pipeline.detection.state_dict()}
         steps = {"next_step": self.state.next_attempt, "attempted": self.state.clock.attempts}
         parts = {part: plugin.state_dict() for part, plugin in self._parts.items()}
@@ -739,36 +943,22 @@ class Runtime:
 
     def _load_part(self, part: str, value: Any) -> None:
         if part == "next_step":
-            self.connection.continue_at(int(value))
+            self._continue_at(int(value))
         elif part == "attempted":
-            self.state.clock.count_from(int(value))
-        elif part in self._parts:
-            self._parts[part].load_state_dict(value)
+            self.state.clock.attempts = int(value)
         elif part == "plugins":
             for plugin in self.plugins:
                 if plugin.name in value:
                     plugin.load_state_dict(value[plugin.name])
-        elif part == "summary":
-            self.factory.summary.load_state_dict(value)
         else:
-            self.pipeline.detection.load_state_dict(value)
+            parts: dict[str, Any] = {"summary": self.factory.summary, "detectors": self.pipeline.detection, **self._parts}
+            parts[part].load_state_dict(value)
+
+    def _continue_at(self, step: int) -> None:
+        self.state.clock.next_step = step
+        self.lifecycle.planning.wake()
 
     # --- life cycle ----------------------------------------------------------------------------------------------------------
-
-    def set_reference(self, module: nn.Module | None, follows: bool) -> None:
-        """Compare with ``module`` from now on; ``follows`` keeps it in the mode of the watched model."""
-        reference = self.captures.modules.reference
-        if module is None:
-            reference.remove()
-        else:
-            reference.set(module, self.planner.rename, follows)
-        self.captures.parameters.reference = {} if module is None else reference.parameters
-        self.planner.changed()
-        self.replan()
-
-    def replan(self) -> None:
-        """What is measured changed: register the hooks for it."""
-        self.lifecycle.planning.replan(self.lifecycle.active, drop_hooks=False)
 
     def attach(
         self,
@@ -786,8 +976,8 @@ class Runtime:
         check.grad_scaler(scaler)
         if start_step is not None:
             check.step_number("start_step", start_step)
-        bare = check.optimizers(module, optimizers, planner.source)
         source = planner.source
+        bare = check.optimizers(module, optimizers, source)
         if (source.outer is not None or source.is_pipeline) and self.built_in.policy is not None:
             raise ValueError(
                 "on_spike= of this monitor skips or undoes steps. An engine that steps by itself does not allow that, and the stages of "
@@ -800,19 +990,61 @@ class Runtime:
         before(module)
         self.join_ranks()
         if start_step is not None:
-            self.connection.continue_at(start_step)
+            self._continue_at(start_step)
         self.link()
-        known = (scaler, self.connection.scaler, check.scaler_around(optimizers))
-        chosen = next((each for each in known if each is not None), None)
+        known = (scaler, self.named_scaler, check.scaler_around(optimizers))
+        self.named_scaler = next((each for each in known if each is not None), None)
         around = check.wrappers(optimizers)
         if (outer := planner.source.outer) is not None:
             around += [(outer, optimizer) for optimizer in bare]
-        self.connection.follow(self, module, bare, chosen, around)
+        self._follow(module, bare, around)
+
+    def _follow(self, module: nn.Module, optimizers: list[Optimizer], wrappers: Sequence[tuple[Any, Optimizer]]) -> None:
+        lifecycle, planning = self.lifecycle, self.lifecycle.planning
+        lifecycle.values.follow(True)
+        self.state.follow()
+        with outside_dispatch_modes():
+            loop = FollowedLoop(self, lifecycle, self._overflows, module, optimizers, self.named_scaler, wrappers)
+            self.loop = planning.loop = loop
+            lifecycle.plugins.restart()
+            lifecycle.plugins.call("on_attach", module, optimizers)
+            planning.installed_for = None
+            self.captures.modules.connect(
+                loop.measurement.inverse_scale, loop.model_hooks.root_called, loop.part_called, loop.backward_hooks.awaited
+            )
+            # also where the first step is not monitored: a model that will be compiled takes only the hooks that it has then
+            planning.install()
+            self.fence.cost()
+
+    def _unfollow(self) -> None:
+        """Take every hook away."""
+        lifecycle, planning = self.lifecycle, self.lifecycle.planning
+        lifecycle.values.follow(False)
+        planning.uninstall()
+        self.captures.modules.remove()
+        self.captures.modules.reference.forget()
+        if self.loop is not None:
+            self.named_scaler = self.loop.scaler
+            self.loop.remove_hooks()
+            lifecycle.plugins.call("on_detach")
+            self.loop = planning.loop = None
+            self.state.is_driven = False
+            self._scale_by_hand()
+
+    def _scale_by_hand(self) -> None:
+        """Without a followed loop, what is known of gradients inside of the model is the scaler that was named."""
+        runtime = weakref.ref(self)
+
+        def inverse_scale() -> Tensor | None:
+            scaler = None if (alive := runtime()) is None else alive.scaler
+            return None if (scale := scale_of(scaler)) is None else reciprocal(scale)
+
+        self.captures.modules.connect(inverse_scale)
 
     def leave(self) -> None:
         """End the step in flight, or drop it if it is unfinished, and take what is recorded."""
         try:
-            self.lifecycle.hooks.wake()
+            self.lifecycle.planning.wake()
             with self.lifecycle.planning.exchange.without_others():
                 self._end_last()
                 self.backfill()
@@ -825,7 +1057,7 @@ class Runtime:
             try:
                 self.leave()
             finally:
-                self.connection.disconnect()
+                self._unfollow()
                 self.lifecycle.planning.exchange.exchange.end()
                 self.close()
 

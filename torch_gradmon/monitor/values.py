@@ -21,7 +21,7 @@ from ..statistics.request import accumulator_dtype
 from ..step.buffer import Aggregation, StepBuffer
 from ..step.exchange import ExchangePolicy
 from .machine import StepState
-from .records import PendingQueue, RecordPipeline
+from .records import RecordPipeline
 
 # --- Values and facts that come when their step has ended: into its record, wherever that is by then ---
 
@@ -31,19 +31,18 @@ class LateValues:
 
     Args:
         state: of the step machine.
-        pipeline: has the record, once its values have come.
-        queue: has the step while its values are on their way.
+        pipeline: has the record once its values have come, and the step while they are on their way.
         recorder: may have kept a step that is not monitored.
     """
 
-    def __init__(self, state: StepState, pipeline: RecordPipeline, queue: PendingQueue, recorder: FlightRecorder) -> None:
-        self._state, self._pipeline, self._queue, self._recorder = state, pipeline, queue, recorder
+    def __init__(self, state: StepState, pipeline: RecordPipeline, recorder: FlightRecorder) -> None:
+        self._state, self._pipeline, self._recorder = state, pipeline, recorder
         self.tags = TagLog(state, self)
 
     def add(self, late: StepBuffer) -> None:
         """Add values."""
         ended = self._state.clock.ended
-        pending = self._queue.newest(ended)
+        pending = self._pipeline.newest(ended)
         recorded = self._recorder.late_buffer(ended)
         if recorded is not None:
             recorded.absorb(late)
@@ -56,21 +55,21 @@ class LateValues:
     def is_kept(self) -> bool:
         """Whether anything takes values of the step that ended last."""
         ended = self._state.clock.ended
-        if self._pipeline.last is not None or self._queue.newest(ended) is not None:
+        if self._pipeline.last is not None or self._pipeline.newest(ended) is not None:
             return True
         return self._recorder.late_buffer(ended) is not None
 
     @property
     def is_stored(self) -> bool:
         """Whether the run directory has the step that ended last already."""
-        return self._pipeline.directory.path is not None and self._queue.newest(self._state.clock.ended) is None
+        return self._pipeline.directory.path is not None and self._pipeline.newest(self._state.clock.ended) is None
 
     def tag(self, tags: Mapping[str, Any]) -> None:
         """Add facts."""
         ended = self._state.clock.ended
         if self._recorder.tag_late(ended, tags):
             return
-        if (pending := self._queue.newest(ended)) is not None:
+        if (pending := self._pipeline.newest(ended)) is not None:
             pending.tags.update(tags)
         else:
             self._pipeline.tag(tags)
@@ -78,7 +77,7 @@ class LateValues:
     @property
     def absent(self) -> dict[tuple[str, str], str]:
         """Where reasons for missing values of the last step are kept."""
-        pending = self._queue.newest(self._state.clock.ended)
+        pending = self._pipeline.newest(self._state.clock.ended)
         return self._pipeline.absent if pending is None else pending.readback.buffer.absent
 
     def is_judged(self, key: Key) -> bool:
@@ -164,7 +163,7 @@ class ValueLog:
         modules: knows whether a training forward is running.
 
     Attributes:
-        buffer: of the open step; None where it takes no values.
+        buffer: of the open step, or of a part of it; None where it takes no values.
         is_recording: all that is due is measured in the open step.
         logged: the keys of all values so far.
         of_trainer: those of them that only a trainer has logged.
@@ -191,14 +190,6 @@ class ValueLog:
             buffer.absorb(hidden)
         if self._early is not None and not is_tentative:
             self.take_early()
-
-    def go_to(self, buffer: StepBuffer | None) -> None:
-        """From now on what is logged is of another part of the open step."""
-        self.buffer = buffer
-
-    def step_closed(self) -> None:
-        """The step takes no more values."""
-        self.buffer = None
 
     def follow(self, is_followed: bool) -> None:
         """The monitor follows the run, or left it, and then drops what is logged."""
