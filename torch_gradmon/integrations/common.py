@@ -149,7 +149,7 @@ class AdapterMonitor:
             self.monitor.set_module(model)
             if self._is_made_here:
                 of = self._of_trial(self._arguments, trial)
-                self.monitor._begin_run(of.get("run_dir"), of.get("distributed"), of.get("log_to"))
+                self.monitor._begin_run(of.get("run_dir"), of.get("log_to"))
         self._model = weakref.ref(model)
         first = start_step if is_new else None
         watch.attach(self.monitor, optimizers, scaler=scaler, start_step=first, owner=trainer)

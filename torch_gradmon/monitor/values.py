@@ -27,13 +27,8 @@ from .records import PendingQueue, RecordPipeline
 
 
 class LateValues:
-    """The one place for what is added to the last step.
-
-    Args:
-        state: of the step machine.
-        pipeline: has the record, once its values have come.
-        queue: has the step while its values are on their way.
-        recorder: may have kept a step that is not monitored.
+    """The one place for what is added to the last step: the pipeline has its record once its values have come, and the queue has it while
+    they are on their way; a recorder may have kept a step that is not monitored.
     """
 
     def __init__(self, state: StepState, pipeline: RecordPipeline, queue: PendingQueue, recorder: FlightRecorder) -> None:
@@ -41,7 +36,6 @@ class LateValues:
         self.tags = TagLog(state, self)
 
     def add(self, late: StepBuffer) -> None:
-        """Add values."""
         ended = self._state.clock.ended
         pending = self._queue.newest(ended)
         recorded = self._recorder.late_buffer(ended)
@@ -66,7 +60,6 @@ class LateValues:
         return self._pipeline.directory.path is not None and self._queue.newest(self._state.clock.ended) is None
 
     def tag(self, tags: Mapping[str, Any]) -> None:
-        """Add facts."""
         ended = self._state.clock.ended
         if self._recorder.tag_late(ended, tags):
             return
@@ -77,34 +70,23 @@ class LateValues:
 
     @property
     def absent(self) -> dict[tuple[str, str], str]:
-        """Where reasons for missing values of the last step are kept."""
         pending = self._queue.newest(self._state.clock.ended)
         return self._pipeline.absent if pending is None else pending.readback.buffer.absent
 
     def is_judged(self, key: Key) -> bool:
-        """Whether a detector judges the value that is logged under ``key``."""
         return self._pipeline.detection.detector_set.watches(key)
 
 
 class TagLog:
-    """Facts about steps, from the loop.
-
-    Args:
-        state: of the step machine.
-        late: takes facts of the last step.
-
-    Attributes:
-        current: facts of the open step, or of the one to come.
-    """
+    """Facts about steps, from the loop."""
 
     def __init__(self, state: StepState, late: LateValues) -> None:
         self._state, self._late = state, late
-        self.current: dict[str, Any] = {}
+        self.current: dict[str, Any] = {}  # of the open step, or of the one to come
         self._undecided: dict[str, Any] = {}
         self._ahead: set[str] = set()  # names that the loop gives before a step's forward
 
     def add(self, tags: Mapping[str, Any]) -> None:
-        """Add facts; see :meth:`ValueLog.tag`."""
         if self._state.clock.step is None:
             self._ahead |= tags.keys()
         late = {} if self._state.is_open else {name: value for name, value in tags.items() if name not in self._ahead}
@@ -121,7 +103,6 @@ class TagLog:
         return late
 
     def rejoin(self, earlier: Mapping[str, Any]) -> None:
-        """These are facts of the open step, too."""
         self.current = {**earlier, **self.current}
 
     def begin(self, is_kept: bool) -> None:
@@ -129,11 +110,9 @@ class TagLog:
         self.current, self._undecided = {**self.current, **self._undecided} if is_kept else {}, {}
 
     def clear(self) -> None:
-        """Forget what is known of the step."""
         self.current = {}
 
     def take(self) -> dict[str, Any]:
-        """The step closes: all that is known of it."""
         tags, self.current = self.current, {}
         return tags
 
@@ -144,9 +123,6 @@ class TagLog:
             self._late.tag(tags)
 
 
-# --- value log ---
-
-
 #: Without these a tensor on the CPU is read by ``item()`` as the loop itself would read it.
 _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 _interpreter = torch._C._functorch.peek_interpreter_stack
@@ -154,34 +130,20 @@ _REAL = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16))
 
 
 class ValueLog:
-    """Routes logged values to steps.
-
-    Args:
-        state: of the step machine.
-        fence: where failures are reported.
-        late: takes values and facts of the last step.
-        exchange: knows which values ranks share.
-        modules: knows whether a training forward is running.
-
-    Attributes:
-        buffer: of the open step; None where it takes no values.
-        is_recording: all that is due is measured in the open step.
-        logged: the keys of all values so far.
-        of_trainer: those of them that only a trainer has logged.
-    """
+    """Routes logged values to steps."""
 
     def __init__(self, state: StepState, fence: Fence, late: LateValues, exchange: ExchangePolicy, passes: PassTracker) -> None:
         self._state, self._fence, self.late = state, fence, late
         self._exchange, self._passes = exchange, passes
-        self.buffer: StepBuffer | None = None
-        self.is_recording = self._is_detached = False
+        self.buffer: StepBuffer | None = None  # of the open step; None where it takes no values
+        self.is_recording = self._is_detached = False  # the first: all that is due is measured in the open step
         self._early: StepBuffer | None = None  # logged for the step to come
         self._hidden: StepBuffer | None = None  # and from inside of a forward that no hook sees
         self._first_keys: frozenset[Key] = frozenset()
         self._plain: dict[str, Key] = {}  # keys under which numbers were logged before
         self._waiting: list[tuple[Key, float]] = []
         self.logged: set[Key] = set()
-        self.of_trainer: set[Key] = set()
+        self.of_trainer: set[Key] = set()  # those that only a trainer has logged
 
     def step_opened(self, buffer: StepBuffer | None, is_monitored: bool, hides_forward: bool, is_tentative: bool) -> None:
         """A step opened with ``buffer``; ``hides_forward``: no hook saw the forward, whose values belong to it."""
@@ -197,7 +159,6 @@ class ValueLog:
         self.buffer = buffer
 
     def step_closed(self) -> None:
-        """The step takes no more values."""
         self.buffer = None
 
     def follow(self, is_followed: bool) -> None:
@@ -283,12 +244,8 @@ class ValueLog:
         is_measured: bool = False,
         stands_in: bool = False,
     ) -> None:
-        """Log a value; merged over ranks by ``reducer``.
-
-        Args:
-            key, value, aggregation, reducer: see :meth:`ModuleMonitor.log_scalar`.
-            is_measured: it is part of a training forward, and goes where that goes.
-            stands_in: it comes from a trainer, for a step in which the script logs no value like it.
+        """Log a value as :meth:`ModuleMonitor.log_scalar` says. ``is_measured``: it is part of a training forward, and goes where that
+        goes; ``stands_in``: it comes from a trainer, for a step in which the script logs no value like it.
         """
         if self._fence.inert:
             return
@@ -390,11 +347,7 @@ class ValueLog:
 
 
 class OverflowLog:
-    """Steps that a fused optimizer did not apply: facts that stay on the device.
-
-    Args:
-        values: know the open step.
-    """
+    """Steps that a fused optimizer did not apply: facts that stay on the device."""
 
     def __init__(self, values: ValueLog) -> None:
         self._values = values
