@@ -11,14 +11,7 @@ from typing import Any
 
 
 class ProgressBar:
-    """Progress bar; a no-op without tqdm or a terminal.
-
-    Args:
-        total: number of units.
-        what: description.
-        unit: name of the unit.
-        wanted: whether to show it; by default if stderr is a terminal.
-    """
+    """A no-op without tqdm, or if it is not ``wanted``, by default without a terminal."""
 
     def __init__(self, total: int, what: str, unit: str, wanted: bool | None) -> None:
         self._bar: Any = None
@@ -58,9 +51,6 @@ def strict(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [strict(item) for item in value]
     return plain(value) if isinstance(value, float) else value
-
-
-_MINUTE, _HOUR, _DAY = 60, 3600, 86_400
 
 
 # --- numbers -------------------------------------------------------------------------------------------------------------------
@@ -150,14 +140,12 @@ def duration(seconds: float) -> str:
     >>> [duration(seconds) for seconds in (0.2, 42, 125, 7325, 180_000)]
     ['0 s', '42 s', '2 min 5 s', '2 h 2 min', '2 d 2 h']
     """
-    whole = int(max(seconds, 0))
-    if whole < _MINUTE:
-        return f"{whole} s"
-    if whole < _HOUR:
-        return f"{whole // _MINUTE} min {whole % _MINUTE} s"
-    if whole < _DAY:
-        return f"{whole // _HOUR} h {whole % _HOUR // _MINUTE} min"
-    return f"{whole // _DAY} d {whole % _DAY // _HOUR} h"
+    minutes, second = divmod(int(max(seconds, 0)), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days or hours:
+        return f"{days} d {hour} h" if days else f"{hours} h {minute} min"
+    return f"{minutes} min {second} s" if minutes else f"{second} s"
 
 
 def time_span(start: float, end: float) -> str:

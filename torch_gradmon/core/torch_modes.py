@@ -28,7 +28,6 @@ from torch.utils.hooks import RemovableHandle
 
 # --- releases of torch ---
 
-
 #: How long a second connection to a store is waited for.
 _PATIENCE = timedelta(seconds=20)
 #: Whether ``torch.export`` can be distinguished from ``torch.compile``. In releases before 2.7 it cannot, so no graph gets statistics.
@@ -76,9 +75,7 @@ def fsdp_param_groups(state: Any) -> Sequence[Any]:
 
 def second_connection(store: Any) -> Any:
     """The default store of ``torch.distributed`` once more, with a connection of its own, so that no thread waits for another one's answer.
-
-    Raises:
-        ValueError, RuntimeError: there can be no second one.
+    Raises ValueError or RuntimeError where there can be no second one.
     """
     return store.clone() if hasattr(store, "clone") else connected_again(store)
 
@@ -101,7 +98,6 @@ def connected_again(store: Any) -> Any:
 
 
 # --- accelerator ---
-
 
 #: Kinds of devices whose first request for pinned memory failed, and those for which one was met.
 _UNPINNED: set[str] = set()
@@ -188,9 +184,8 @@ def _properties(device: torch.device) -> Any:
 
 @lru_cache(maxsize=1)
 def capture_check() -> Callable[[], bool] | None:
-    """The function that knows whether work of the current stream is captured into a graph, so that nothing runs before a replay.
-
-    None where no device can capture. Initialises nothing.
+    """The function that knows whether work of the current stream is captured into a graph, so that nothing runs before a replay; None
+    where no device can capture. Initialises nothing.
     """
     kind = accelerator_kind()
     functions = None if kind is None else functions_of(kind)
@@ -348,7 +343,6 @@ def all_in_use() -> list[torch.device]:
 
 # --- pickles and copies without the monitor ---
 
-
 _ATTRIBUTES = ("gradmon", "__reduce_ex__", "values")
 
 
@@ -357,19 +351,12 @@ class Unsaved:
 
     It is attached to the dict, not the module: a module may have its own ``__getstate__``, shallow copies share the dict, and handles know
     the dict by its identity, so it cannot be replaced.
-
-    Args:
-        hooks: the dict; held weakly.
-
-    Attributes:
-        keys: the entries to leave out.
-        monitor: the link of a module with :class:`torch_gradmon.MonitorMixin`; also left out.
     """
 
     def __init__(self, hooks: OrderedDict[int, Any]) -> None:
         self._hooks = weakref.ref(hooks)
         self.keys: set[int] = set()
-        self.monitor: weakref.ref[Any] | None = None
+        self.monitor: weakref.ref[Any] | None = None  # of a module with MonitorMixin; also left out
         hooks.gradmon, hooks.__reduce_ex__ = self, self._reduce  # type: ignore[attr-defined, method-assign]
 
     def _bare(self) -> OrderedDict[int, Any]:
@@ -420,18 +407,14 @@ def remove(handle: RemovableHandle) -> None:
 
 
 class BareState:
-    """A replacement for an object's ``__getstate__`` that applies ``bare`` to each attribute.
-
-    Args:
-        owner: the object; held weakly.
-        bare: an attribute's value without anything of the monitor; None if nothing remains.
+    """A replacement for an object's ``__getstate__``: ``bare`` gives an attribute without anything of the monitor, None if nothing
+    remains.
     """
 
     def __init__(self, owner: Any, bare: Callable[[Any], Any]) -> None:
         self._owner, self._bare = weakref.ref(owner), bare
 
     def __call__(self) -> Any:
-        """The state to pickle or copy."""
         owner = self._owner()
         of_class = getattr(type(owner), "__getstate__", None)  # from Python 3.11 on every class has it
         state = vars(owner) if of_class is None else of_class(owner)
@@ -457,10 +440,7 @@ class HomeProcess:
 
 class SharedContext:
     """A context that changes something of the whole process. Threads that are in it at the same time share one: were each to restore what
-    it found, the one that entered second would restore the change of the first for good.
-
-    Args:
-        make: makes the context; called by the first thread to enter.
+    it found, the one that entered second would restore the change of the first for good. The first one makes it.
     """
 
     def __init__(self, make: Callable[[], AbstractContextManager[object]]) -> None:
@@ -556,7 +536,6 @@ def _running(code: CodeType, of: object = None) -> int:
 
 # --- the exception with which a training ends ---
 
-
 #: How loops and generators end that are not interrupted.
 _REGULAR = (StopIteration, StopAsyncIteration, GeneratorExit)
 
@@ -565,11 +544,8 @@ def ending(handled: int, is_last: bool) -> str:
     """The exception that ends a training now, as text; empty without one.
 
     It is the one that passes through the caller or is handled there, as in a ``finally``, unless the training went on inside of the
-    handler; or at the end of the interpreter the one that ended the script.
-
-    Args:
-        handled: the id of the exception that the script handled when the training last called the model.
-        is_last: whether nothing else was trained since then, so that an exception that ended the script may be that of this training.
+    handler: ``handled`` is the id of the one that the script handled when the training last called the model. At the end of the
+    interpreter it is the one that ended the script, if this training ``is_last``: nothing else was trained since.
     """
     error = sys.exc_info()[1]
     if id(error) == handled:
@@ -590,7 +566,6 @@ def _of_script() -> BaseException | None:
 
 
 # --- modes of the user, autocast, states of all generators ---
-
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
 _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
@@ -673,9 +648,8 @@ def is_compiling() -> bool:
 
 
 def rng_states() -> dict[str, Tensor]:
-    """The states of torch's random generators by device, as uint8 on the CPU: of the CPU, and of the current accelerator if it is in use.
-
-    They are on the host, so nothing waits for a device.
+    """The states of torch's random generators by device, as uint8 on the host: of the CPU, and of the current accelerator if it is in use.
+    Nothing waits for a device.
     """
     states, device = {"cpu": torch.get_rng_state()}, in_use()
     if device is not None and (state := rng_state(device)) is not None:
