@@ -161,7 +161,7 @@ def described() -> Iterator[tuple[str, str, bool]]:
 @lru_cache(maxsize=64)
 def spare_memory(device: torch.device) -> int:
     """Bytes of the device that may be taken for a moment, to save launches: 256 MB, and a 128th of all; 0 if that is unknown."""
-    return min(_SPARE, getattr(_properties(device), "total_memory", 0) // _PART)
+    return min(_SPARE, getattr(_answer(device, "get_device_properties"), "total_memory", 0) // _PART)
 
 
 @lru_cache(maxsize=64)
@@ -169,12 +169,13 @@ def has_float64(device: torch.device) -> bool:
     """Whether ``device`` computes in float64. Those of Apple (MPS) and some of Intel (XPU) do not."""
     if device.type in ("cpu", "cuda", "meta"):
         return True
-    return device.type != "mps" and bool(getattr(_properties(device), "has_fp64", True))
+    return device.type != "mps" and bool(getattr(_answer(device, "get_device_properties"), "has_fp64", True))
 
 
-def _properties(device: torch.device) -> Any:
+def _answer(device: torch.device, name: str) -> Any:
+    """What the function of this ``name`` of a kind of device says about ``device``; None without one."""
     try:
-        return getattr(functions_of(device), "get_device_properties", lambda _: None)(device)
+        return getattr(functions_of(device), name, lambda _: None)(device)
     except (AssertionError, RuntimeError):  # not in this build of torch, as for a fake tensor
         return None
 
@@ -214,10 +215,7 @@ def forget_devices() -> None:
 
 def current_stream(device: torch.device) -> Any:
     """The stream that work on ``device`` is queued on, with a ``stream_id``; None if it has no streams. Work on others may run before."""
-    try:
-        return getattr(functions_of(device), "current_stream", lambda _: None)(device)
-    except (AssertionError, RuntimeError):  # not in this build of torch: a fake tensor
-        return None
+    return _answer(device, "current_stream")
 
 
 def stream_number(device: torch.device) -> int | None:

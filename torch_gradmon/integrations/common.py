@@ -95,10 +95,6 @@ class AdapterMonitor:
         if self._is_made_here:
             self.monitor = self._early()
 
-    def check_optimizers(self, model: nn.Module, optimizers: Sequence[Any]) -> None:
-        """Check that they step parameters of the model."""
-        check.optimizers(model, optimizers, source_for(model, None))
-
     def begin(
         self,
         model: nn.Module,

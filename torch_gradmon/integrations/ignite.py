@@ -18,6 +18,7 @@ from ..core.records import SpikeEvent
 from ..monitor.monitor import Handle, ModuleMonitor
 from ..monitor.options import WatchOptions
 from ..spikes import Rule, SpikeDetector
+from ..step.planner import source_for
 from .common import AdapterMonitor, HasMonitor, last_step
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class GradmonHandler(HasMonitor):
         if self._handles:
             raise ValueError("this handler is attached already; name all optimizers in one attach() call, or call detach() first")
         check.module(model)
-        self._adapter.check_optimizers(model, optimizers)
+        check.optimizers(model, optimizers, source_for(model, None))
         check.grad_scaler(scaler)
         self._trainer, self._model, self._scaler = weakref.ref(trainer), weakref.ref(model), scaler
         self._optimizers = [weakref.ref(each) for each in optimizers]

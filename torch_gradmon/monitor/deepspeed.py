@@ -16,11 +16,7 @@ from ..step.model_index import GradientSource
 
 
 class DeepSpeedSource(GradientSource):
-    """Parameters and gradients of a DeepSpeed engine. Without ZeRO and in float32 they are in their usual places.
-
-    Args:
-        engine: its ``step`` steps the optimizer, at the end of an accumulation.
-    """
+    """Parameters and gradients of a DeepSpeed engine. Without ZeRO and in float32 they are in their usual places."""
 
     is_final_at_step = True
 
@@ -29,11 +25,9 @@ class DeepSpeedSource(GradientSource):
 
     @property
     def outer(self) -> Any:
-        """The engine."""
         return self._engine()
 
     def is_due(self) -> bool:
-        """Whether this micro-batch is the last one of the step."""
         engine = self._engine()
         return engine is not None and bool(engine.is_gradient_accumulation_boundary())
 
@@ -52,7 +46,6 @@ class DeepSpeedSource(GradientSource):
         return engine is not None and bool(engine.fp16_enabled())
 
     def has_overflowed(self) -> bool:
-        """Whether gradients were infinite."""
         return bool(getattr(self._optimizer, "overflow", False))
 
 
@@ -196,11 +189,7 @@ def _nothing(parameter: nn.Parameter) -> Tensor:
 
 
 def source_of(engine: Any) -> DeepSpeedSource:
-    """The source that fits the engine's settings.
-
-    Raises:
-        ValueError: its optimizer keeps gradients where they cannot be found.
-    """
+    """The source that fits the engine's settings."""
     stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
     if stage == 3:
         return Zero3Source(engine)
@@ -217,11 +206,7 @@ def source_of(engine: Any) -> DeepSpeedSource:
 
 
 def unpacked(engine: Any, optimizers: Sequence[Any]) -> tuple[nn.Module, Sequence[Any], GradientSource]:
-    """The model of an engine, the optimizer inside, and where gradients are.
-
-    Raises:
-        ValueError: another optimizer was given beside the engine, or it has none, or one that cannot be followed; or it is a pipeline.
-    """
+    """The model of an engine, the optimizer inside, and where gradients are."""
     inner = getattr(engine, "basic_optimizer", None)
     for each in optimizers:
         # Accelerate has a wrapper around it

@@ -37,7 +37,6 @@ from ..step.ranks import Ranks
 from ..step.summary import KEY_DOCUMENTATION, MicroBatchStats
 from . import inspection
 from .builder import build, run_dir_of
-from .manual_loop import ManualLoop, clip_gradients
 from .options import Distributed, Layers, LogTarget, MonitorOptions, OnSpike, SpikeCapture
 from .records import RunDirectory
 from .runtime import NO_MODULE, Aggregation, AggregationFunction, MetricFunction, Runtime, at_exit
@@ -46,6 +45,7 @@ from .steps import unlink
 if TYPE_CHECKING:
     from ..analysis.diagnosis import Diagnosis
     from ..sinks.filtered_sink import FilteredSink
+    from .manual_loop import ManualLoop
 
 
 def sources(argument: str, given: str | Iterable[str], known: Mapping[str, str]) -> list[str]:
@@ -628,6 +628,12 @@ class ModuleMonitor:
 
     # --- the loop, by hand ---------------------------------------------------------------------------------------------------
 
+    @property
+    def _by_hand(self) -> ManualLoop:
+        from .manual_loop import ManualLoop  # most loops have no need of it
+
+        return ManualLoop(self._runtime)
+
     def begin_step(self, step: int) -> bool:
         """Open step number ``step``; a step that is still open ends first. Returns whether the step is monitored.
 
@@ -648,14 +654,14 @@ class ModuleMonitor:
 
     def monitor_parameters(self) -> None:
         """Measure the parameters as they are now."""
-        ManualLoop(self._runtime).measure_parameters()
+        self._by_hand.measure_parameters()
 
     def monitor_gradients(self, before_clip: bool = False) -> None:
         """Measure the gradients as they are now, as those before clipping or as those that the optimizer will use.
 
         Call it after the last backward pass of the step. Gradients that are still scaled are divided by the scaler's scale.
         """
-        ManualLoop(self._runtime).measure_gradients(before_clip)
+        self._by_hand.measure_gradients(before_clip)
 
     def monitor_activations(self, module: str | nn.Module, activations: Any, is_reference: bool = False) -> None:
         """Measure a tensor, or a container of tensors, as the activation of ``module``, a module or any name.
@@ -665,7 +671,7 @@ class ModuleMonitor:
         """
         if is_reference:
             return
-        ManualLoop(self._runtime).capture_activation(inspection.name_of(self._runtime, module), activations)
+        self._by_hand.capture_activation(inspection.name_of(self._runtime, module), activations)
 
     def after_micro_batch(self) -> None:
         """Does nothing, because the monitor detects micro-batches. It is here for loops written for torch-module-monitor."""
@@ -742,6 +748,8 @@ class ModuleMonitor:
                 measured, or of sharded gradients while a rank has no monitor. Nothing is changed then.
             RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
         """
+        from .manual_loop import clip_gradients
+
         return clip_gradients(self._runtime, parameters, max_norm, norm_type, error_if_nonfinite, exact)
 
     # --- values --------------------------------------------------------------------------------------------------------------
