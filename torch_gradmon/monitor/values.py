@@ -199,23 +199,14 @@ class ValueLog:
             value = value.item()
         elif type(value) is not float and type(value) is not int:
             return False
-        if not self._is_lost(key):
-            if self._writes_at_once(key):
+        step = self._step_of(key)
+        if step and (step != "last" or self.late.is_kept):
+            if step == "last" and self.late.is_stored:  # a file has it already, whose readers need not be in this process
                 return False
             self._waiting.append((key, float(value)))
             self._fence.defer(self._log_waiting)
         self._fence.add_since(began)
         return True
-
-    def _is_lost(self, key: Key) -> bool:
-        """The step of a value that is logged now is not monitored."""
-        if self._state.is_open:
-            return self.buffer is None and not self._state.progress.is_tentative
-        return not self._is_ahead(key) and not self.late.is_kept
-
-    def _writes_at_once(self, key: Key) -> bool:
-        """The value belongs into a step that a file has already, whose readers need not be in this process."""
-        return not self._state.is_open and not self._is_ahead(key) and self.late.is_stored
 
     def _log_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
@@ -293,7 +284,7 @@ class ValueLog:
         self._fence.complaints.add(f"log:{text}", f"a value of {text} is lost", error)
 
     def _warn_late(self, key: Key, text: str, reducer: str) -> None:
-        is_late = self._exchange.exchange.shares_values and not self._state.is_open and not self._is_ahead(key)
+        is_late = self._exchange.exchange.shares_values and self._step_of(key) == "last"
         if is_late and (reducer or self.late.is_judged(key)):
             self._fence.complaints.add(
                 f"late:{text}",
@@ -305,18 +296,23 @@ class ValueLog:
         self, key: Key, value: Any, aggregation: Aggregation, is_measured: bool, stands_in: bool, late: StepBuffer
     ) -> StepBuffer | None:
         """Which buffer has the value, ``late`` that of a step that has ended; None where it is dropped."""
-        is_open, complaints = self._state.is_open, self._fence.complaints
+        step = self._step_of(key, is_measured)
+        buffer = self.buffer if step == "open" else late if step == "last" else None
+        if step == "hidden":
+            buffer = self._hidden = self._hidden or StepBuffer(-1, self._fence.complaints)
+        elif step == "next":
+            buffer = self._early = self._early or StepBuffer(-1, self._fence.complaints)
+        return buffer if buffer is not None and buffer.merge_logged(key, value, aggregation, stands_in) else None
+
+    def _step_of(self, key: Key, is_measured: bool = False) -> str:
+        """To which step a value belongs that is logged now: the ``open`` one, the ``last`` or the ``next`` one, or one whose forward is
+        running and ``hidden`` from hooks; empty if that is not monitored.
+        """
         if self.buffer is not None and (is_measured or not self._state.progress.is_tentative):
-            buffer = self.buffer
-        elif is_measured and not is_open:
-            buffer = self._hidden = self._hidden or StepBuffer(-1, complaints)
-        elif self._is_ahead(key):
-            buffer = self._early = self._early or StepBuffer(-1, complaints)
-        elif is_open:
-            return None
-        else:
-            buffer = late
-        return buffer if buffer.merge_logged(key, value, aggregation, stands_in) else None
+            return "open"
+        if is_measured and not self._state.is_open:
+            return "hidden"
+        return "next" if self._is_ahead(key) else "" if self._state.is_open else "last"
 
     def _is_ahead(self, key: Key) -> bool:
         """Whether a value that is logged now belongs to the step to come, as far as is known."""
