@@ -27,8 +27,13 @@ from .records import PendingQueue, RecordPipeline
 
 
 class LateValues:
-    """The one place for what is added to the last step: the pipeline has its record once its values have come, and the queue has it while
-    they are on their way; a recorder may have kept a step that is not monitored.
+    """The one place for what is added to the last step.
+
+    Args:
+        state: of the step machine.
+        pipeline: has the record, once its values have come.
+        queue: has the step while its values are on their way.
+        recorder: may have kept a step that is not monitored.
     """
 
     def __init__(self, state: StepState, pipeline: RecordPipeline, queue: PendingQueue, recorder: FlightRecorder) -> None:
@@ -36,6 +41,7 @@ class LateValues:
         self.tags = TagLog(state, self)
 
     def add(self, late: StepBuffer) -> None:
+        """Add values."""
         ended = self._state.clock.ended
         pending = self._queue.newest(ended)
         recorded = self._recorder.late_buffer(ended)
@@ -60,6 +66,7 @@ class LateValues:
         return self._pipeline.directory.path is not None and self._queue.newest(self._state.clock.ended) is None
 
     def tag(self, tags: Mapping[str, Any]) -> None:
+        """Add facts."""
         ended = self._state.clock.ended
         if self._recorder.tag_late(ended, tags):
             return
@@ -70,10 +77,12 @@ class LateValues:
 
     @property
     def absent(self) -> dict[tuple[str, str], str]:
+        """Where reasons for missing values of the last step are kept."""
         pending = self._queue.newest(self._state.clock.ended)
         return self._pipeline.absent if pending is None else pending.readback.buffer.absent
 
     def is_judged(self, key: Key) -> bool:
+        """Whether a detector judges the value that is logged under ``key``."""
         return self._pipeline.detection.detector_set.watches(key)
 
 
@@ -135,7 +144,7 @@ class ValueLog:
     def __init__(self, state: StepState, fence: Fence, late: LateValues, exchange: ExchangePolicy, passes: PassTracker) -> None:
         self._state, self._fence, self.late = state, fence, late
         self._exchange, self._passes = exchange, passes
-        self.buffer: StepBuffer | None = None  # of the open step; None where it takes no values
+        self.buffer: StepBuffer | None = None  # of the open step, or of a part of it; None where it takes no values
         self.is_recording = self._is_detached = False  # the first: all that is due is measured in the open step
         self._early: StepBuffer | None = None  # logged for the step to come
         self._hidden: StepBuffer | None = None  # and from inside of a forward that no hook sees
@@ -159,6 +168,7 @@ class ValueLog:
         self.buffer = buffer
 
     def step_closed(self) -> None:
+        """The step takes no more values."""
         self.buffer = None
 
     def follow(self, is_followed: bool) -> None:
