@@ -82,11 +82,9 @@ class Fence:
         self._deferred = call
 
     def left_graph(self) -> None:
-        """The loop was seen while no graph is captured."""
         self.is_captured = False
 
     def spent(self) -> float:
-        """Seconds spent inside since the beginning."""
         running = time.perf_counter() - self._entered if self._inside else 0.0
         return self._settled + self._seconds + running
 
@@ -99,7 +97,6 @@ class Fence:
             self._seconds += time.perf_counter() - began
 
     def exclude_time(self, seconds: float) -> None:
-        """Exclude ``seconds`` of the current call from the overhead."""
         self._entered += seconds
 
     def cost(self) -> float:

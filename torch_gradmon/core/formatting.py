@@ -72,7 +72,6 @@ def is_multiple(value: float, usual: float | None) -> bool:
 
 
 def significant(value: float | None, digits: int = 4) -> str:
-    """A value with ``digits`` significant digits; a dash for None."""
     return "-" if value is None else f"{value:.{digits}g}"
 
 
@@ -132,7 +131,6 @@ def step_range(first: int, last: int) -> str:
 
 
 def listed(names: Iterable[str], most: int) -> str:
-    """The first ``most`` names, and how many more there are: ``a, b and 2 more``."""
     names = list(names)
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
@@ -180,5 +178,4 @@ def cut_start(name: str, width: int, ellipsis: str = "…") -> str:
 
 
 def cut_middle(name: str, width: int) -> str:
-    """``name`` without its middle if it is longer than ``width``."""
     return name if len(name) <= width else f"{name[: width // 2 - 1]}…{name[-width // 2 :]}"

@@ -166,7 +166,6 @@ class Metric:
     shardwise: bool = False  # its function may be called for each rank's part of a sharded tensor, and the values are merged
 
     def matches(self, name: str) -> bool:
-        """Whether this metric applies to the tensor or module of that canonical name."""
         return self.pattern.search(name) is not None
 
     def due(self, step: int) -> bool:
@@ -187,7 +186,6 @@ class KeyFormatter:
         self._layout: dict[str, float] = {}  # its keys; filling a copy is faster than a new dict
 
     def __call__(self, values: Mapping[Key, float]) -> dict[str, float]:
-        """The values by flat key."""
         blocks, last = in_blocks(values), self._of_block
         is_new, texts_of = len(blocks) != len(last), []
         for place, (keys, *_) in enumerate(blocks):
@@ -457,7 +455,6 @@ class SpikeEvent:
 
 @cache
 def views_of(columns: frozenset[Column]) -> frozenset[str]:
-    """The built-in metrics for which these measured columns suffice."""
     return frozenset(metric for metric, view in VIEWS.items() if view.columns <= columns | ALWAYS)
 
 

@@ -235,7 +235,6 @@ def keep_for_current_stream(tensor: Tensor) -> None:
 
 
 def on_stream(stream: Any, device: torch.device) -> AbstractContextManager[Any]:
-    """Queue work of ``device`` on ``stream``, which :func:`current_stream` returned."""
     manager: AbstractContextManager[Any] = nullcontext() if stream is None else functions_of(device).stream(stream)
     return manager
 
@@ -373,7 +372,6 @@ class Unsaved:
             hooks.values = lambda: self._bare().values()  # type: ignore[method-assign]
 
     def leave_if_empty(self) -> None:
-        """Detach from the dict if nothing is left out of it."""
         hooks = self._hooks()
         if hooks is not None and not self.keys and self.monitor is None:
             for name in _ATTRIBUTES:

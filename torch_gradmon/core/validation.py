@@ -156,7 +156,6 @@ def log_key(key: object) -> None:
 
 
 def module(value: object) -> None:
-    """Check for an ``nn.Module`` that has its gradients itself."""
     if type(value).__module__.startswith("torch.distributed.pipelining"):
         raise TypeError(
             f"a {type(value).__name__} is not measured as a whole; pass the schedule that calls it, on every rank: "
@@ -183,7 +182,6 @@ def is_deepspeed(model: object) -> bool:
 
 
 def is_schedule(model: object) -> bool:
-    """Whether this is a schedule of ``torch.distributed.pipelining``."""
     return is_of(model, "_PipelineSchedule", "torch.distributed.pipelining")
 
 

@@ -287,7 +287,6 @@ def _planner(options: MonitorOptions, model: nn.Module | None) -> Planner:
 
 
 def run_dir_of(path: str | os.PathLike[str] | None, on_all_ranks: bool, ranks: Ranks) -> str | os.PathLike[str] | None:
-    """The run directory of this rank."""
     if path is not None and on_all_ranks and ranks.count > 1:
         return os.path.join(path, f"rank{ranks.rank}")
     return path

@@ -36,7 +36,6 @@ class DeepSpeedSource(GradientSource):
         return getattr(self._engine(), "optimizer", None)
 
     def scale(self) -> float | Tensor | None:
-        """The loss scale of fp16."""
         scale = getattr(self._optimizer, "loss_scale", None)
         return None if scale is None or (not isinstance(scale, Tensor) and scale == 1) else scale
 
@@ -81,7 +80,6 @@ class ZeroSource(DeepSpeedSource):
         return [[flat] for flat in self._flats()]
 
     def is_part(self, parameter: nn.Parameter) -> bool:
-        """Of each parameter that is trained."""
         return id(parameter) in self._groups
 
     def stepped(self, parameter: nn.Parameter) -> Tensor:
@@ -97,7 +95,6 @@ class ZeroSource(DeepSpeedSource):
         return part
 
     def accumulated(self, parameter: nn.Parameter) -> Tensor | None:
-        """This rank's part of the average over all ranks and micro-batches."""
         if not self.is_part(parameter):
             return parameter.grad
         mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
@@ -113,7 +110,6 @@ class ZeroSource(DeepSpeedSource):
         return gradient
 
     def used(self, parameter: nn.Parameter) -> Tensor | None:
-        """This rank's part of the flat gradient."""
         gradient = self.stepped(parameter).grad
         if gradient is None or not self.is_part(parameter):
             return gradient
@@ -133,7 +129,6 @@ class Zero3Source(DeepSpeedSource):
         return found
 
     def is_part(self, parameter: nn.Parameter) -> bool:
-        """Of each parameter, trained or not."""
         return hasattr(parameter, "ds_id")
 
     def shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
@@ -154,14 +149,12 @@ class Zero3Source(DeepSpeedSource):
         return parameter if share is None else share.detach().view(-1)[: _length(parameter, share.numel())]
 
     def used(self, parameter: nn.Parameter) -> Tensor | None:
-        """This rank's share of the flat gradient."""
         place = self._place(parameter)
         if place is None or place[0].grad is None:
             return None
         return place[0].grad.detach().narrow(0, *place[1])
 
     def accumulated(self, parameter: nn.Parameter) -> Tensor | None:
-        """This rank's share of the average over all ranks and micro-batches."""
         place = self._place(parameter)
         if place is None:
             return None
@@ -179,7 +172,6 @@ class Zero3Source(DeepSpeedSource):
 
 
 def _length(parameter: Any, size: int) -> int:
-    """How many elements of a share of this ``size`` are elements of the parameter."""
     before = torch.distributed.get_rank(parameter.ds_process_group) * size
     return max(0, min(size, int(parameter.ds_numel) - before))
 
@@ -189,7 +181,6 @@ def _nothing(parameter: nn.Parameter) -> Tensor:
 
 
 def source_of(engine: Any) -> DeepSpeedSource:
-    """The source that fits the engine's settings."""
     stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
     if stage == 3:
         return Zero3Source(engine)

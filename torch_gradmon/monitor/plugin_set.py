@@ -137,7 +137,6 @@ class PluginSet:
         self._complaints.add(f"plugin:{plugin.name}", message, error)
 
     def restart(self) -> None:
-        """Resume the calls of plugins that have stopped."""
         self._stopped.clear()
 
     def wants(self, step: int, asked: bool) -> bool:
@@ -154,7 +153,6 @@ class PluginSet:
 
     @property
     def requires_gradients(self) -> bool:
-        """Whether any plugin needs gradients in steps that are not monitored."""
         for plugin in self._requiring:  # noqa: SIM110 (asked in every idle step: no generator)
             if plugin.requires_gradients:
                 return True
