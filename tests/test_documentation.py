@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import doctest
 import importlib
+import math
 import pkgutil
 import re
 import shlex
@@ -17,6 +18,7 @@ import torch
 
 import torch_gradmon as gradmon
 from examples.plugins.headroom import Headroom
+from torch_gradmon.core import formatting
 from torch_gradmon.sinks.filtered_sink import LARGEST
 from torch_gradmon.sinks.wandb import AXIS
 from torch_gradmon.step import summary
@@ -94,6 +96,40 @@ def test_there_are_examples_in_docstrings() -> None:
     ]
     found = [test for module in modules for test in doctest.DocTestFinder(exclude_empty=True).find(module)]
     assert sum(bool(test.examples) for test in found) >= 6
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ([formatting.factor_text(factor) for factor in (1.2345, 987.6, 12345.6, 1.2e9)], ["1.23", "988", "12,346", "1.2e+09"]),
+        (formatting.times(1.2345), "1.23 times"),
+        (
+            [formatting.is_multiple(3.0, 1.0), formatting.is_multiple(0.5, 1.0), formatting.is_multiple(1.0, 1e-165)],
+            [True, False, False],
+        ),
+        ([formatting.is_multiple(1.0, 0.0), formatting.is_multiple(1.0, None)], [False, False]),
+        ([formatting.significant(0.123456), formatting.significant(None)], ["0.1235", "-"]),
+        ([formatting.number(value) for value in (0.0, 1.0, 1.23456, 120.0, 1234.6)], ["0", "1.00", "1.23", "120", "1235"]),
+        ([formatting.number(value) for value in (0.000123, -1.5e-11, math.nan, None)], ["1.23e-4", "-1.5e-11", "nan", "-"]),
+        ([formatting.percent(share) for share in (0.0, 0.00004, 0.004, 0.123)], ["0%", "<0.1%", "0.4%", "12.3%"]),
+        ([formatting.percent(share) for share in (1.0, None)], ["100%", "-"]),
+        ([formatting.part_of(2, 5), formatting.part_of(0, 5), formatting.part_of(0, 0)], ["2 of 5", "5 same", "-"]),
+        ([formatting.duration(seconds) for seconds in (-1, 0.2, 42, 60, 125)], ["0 s", "0 s", "42 s", "1 min 0 s", "2 min 5 s"]),
+        ([formatting.duration(seconds) for seconds in (3600, 7325, 180_000)], ["1 h 0 min", "2 h 2 min", "2 d 2 h"]),
+        ([formatting.step_range(3, 3), formatting.step_range(3, 5)], ["step 3", "steps 3 to 5"]),
+        ([formatting.listed("abcd", 2), formatting.listed("ab", 2)], ["a, b and 2 more", "a, b"]),
+        ([formatting.also_in("abc"), formatting.also_in("a")], [" Also in b, c.", ""]),
+        (
+            [formatting.placed("spike", "fc.weight"), formatting.placed("loss-plateau", "")],
+            ["spike in fc.weight", "loss-plateau"],
+        ),
+        (formatting.printable("layer\x1b[31m\nis well"), r"layer\x1b[31m\nis well"),
+        (formatting.cut_start("blocks.11.attention.weight", 16), "…ttention.weight"),
+        (formatting.cut_middle("blocks.11.attention.weight", 16), "blocks.…n.weight"),
+    ],
+)
+def test_what_messages_and_tables_are_made_of(written: object, expected: object) -> None:
+    assert written == expected
 
 
 # --- pages -------------------------------------------------------------------------------------------------------------------------

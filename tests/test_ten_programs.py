@@ -77,6 +77,13 @@ def test_no_tracker_is_looked_for_where_the_monitor_is_disabled(monkeypatch: pyt
     gradmon.watch(model, optimizer, log_to="wandb").detach()
 
 
+def test_no_tracker_is_looked_for_on_a_rank_that_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = made()
+    monkeypatch.setenv("RANK", "1")
+    with gradmon.watch(model, optimizer, log_to="wandb") as monitor:
+        monitor.add_sink("wandb").remove()
+
+
 @pytest.mark.extra
 def test_norms_of_a_pattern_go_to_tensorboard(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")

@@ -30,12 +30,9 @@ class NotMeasurable(Exception):
 
 
 class WarningLog:
-    """Warns once per cause and counts how often it occurs.
+    """Warns once per cause and counts how often it occurs; where it is ``raising``, it raises instead (``on_metric_error="raise"``).
 
-    Args:
-        raising: raise instead of warning, for tests (``on_metric_error="raise"``).
-        run: the directory of the run that warnings are about. They begin with it, or else Python would show one that several runs of a
-            process have in common once.
+    Warnings begin with the directory of the ``run``, or else Python would show one that several runs of a process have in common once.
     """
 
     def __init__(self, raising: bool = False, run: str = "") -> None:
@@ -44,11 +41,8 @@ class WarningLog:
 
     def new_cause(self, cause: str) -> str:
         """Register ``cause``, with a number appended if it is taken."""
-        number = 1
-        name = cause
-        while name in self.counts:
-            number += 1
-            name = f"{cause}:{number}"
+        names = (cause, *(f"{cause}:{number}" for number in range(2, len(self.counts) + 2)))
+        name = next(name for name in names if name not in self.counts)
         self.counts[name] = 0
         return name
 

@@ -17,7 +17,6 @@ from .torch_modes import capture_check, outside_dispatch_modes
 # asked in every fenced call: without modes the context is not needed
 _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 
-
 _CAPTURED = (
     "a graph is captured (as a CUDA graph is): nothing in it is measured, since its replays call no hooks. What runs outside of it is: "
     "gradients, parameters and updates where the loop calls optimizer.step(), and gradients before the clip by monitor.clip_grad_norm_"
@@ -30,21 +29,13 @@ def is_disabled() -> bool:
 
 
 class Fence:
-    """Runs monitoring code so that it can neither fail nor affect training, and measures its time.
-
-    Args:
-        complaints: gets failures.
-        inert: run nothing.
-
-    Attributes:
-        had_grad: whether grad mode was on in the caller of the running method.
-        is_captured: the loop was last seen while a graph was captured, whose replays call nothing.
-    """
+    """Runs monitoring code, unless it is ``inert``, so that it can neither fail nor affect training, and measures its time."""
 
     def __init__(self, complaints: WarningLog, inert: bool) -> None:
-        self.complaints = complaints
-        self.inert = inert
-        self._inside = self.had_grad = self.is_captured = False
+        self.complaints, self.inert = complaints, inert
+        self._inside = False
+        self.had_grad = False  # grad mode was on in the caller of the running method
+        self.is_captured = False  # the loop was last seen while a graph was captured, whose replays call nothing
         self._deferred: Callable[[], None] | None = None
         self._captures = capture_check()
         self._lock = threading.RLock()  # with several GPUs, hooks fire on one of autograd's threads for each
@@ -91,11 +82,9 @@ class Fence:
         self._deferred = call
 
     def left_graph(self) -> None:
-        """The loop was seen while no graph is captured."""
         self.is_captured = False
 
     def spent(self) -> float:
-        """Seconds spent inside since the beginning."""
         running = time.perf_counter() - self._entered if self._inside else 0.0
         return self._settled + self._seconds + running
 
@@ -108,7 +97,6 @@ class Fence:
             self._seconds += time.perf_counter() - began
 
     def exclude_time(self, seconds: float) -> None:
-        """Exclude ``seconds`` of the current call from the overhead."""
         self._entered += seconds
 
     def cost(self) -> float:

@@ -11,15 +11,8 @@ from typing import IO
 
 
 def created(path: str | os.PathLike[str], flags: int = 0) -> int:
-    """A descriptor of a new file to write to. Its permissions are at most those of its directory, and fewer by the umask.
-
-    Args:
-        path: of the file.
-        flags: of ``os.open``, beside those that make a file.
-
-    Raises:
-        FileExistsError: there is something at the path, such as a link.
-        OSError: the file cannot be made.
+    """A descriptor of a new file to write to. Its permissions are at most those of its directory, and fewer by the umask. Raises OSError,
+    as FileExistsError where there is something at the path, such as a link.
     """
     flags |= os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
     return os.open(path, flags, 0o666 & os.stat(os.path.dirname(path) or ".").st_mode)
@@ -32,11 +25,7 @@ def opened(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """A file that takes the place of the one at ``path`` when the block ends, complete; if it raises, nothing is left of it.
-
-    Raises:
-        OSError: the file cannot be made or renamed.
-    """
+    """A file that takes the place of the one at ``path`` when the block ends, complete; if it raises, nothing is left of it."""
     path = Path(path)
     part = path.with_name(f".{secrets.token_hex(8)}.part")
     file = open(created(part), "wb")  # noqa: SIM115 (closed before it is renamed)

@@ -11,14 +11,7 @@ from typing import Any
 
 
 class ProgressBar:
-    """Progress bar; a no-op without tqdm or a terminal.
-
-    Args:
-        total: number of units.
-        what: description.
-        unit: name of the unit.
-        wanted: whether to show it; by default if stderr is a terminal.
-    """
+    """A no-op without tqdm, or if it is not ``wanted``, by default without a terminal."""
 
     def __init__(self, total: int, what: str, unit: str, wanted: bool | None) -> None:
         self._bar: Any = None
@@ -60,54 +53,30 @@ def strict(value: Any) -> Any:
     return plain(value) if isinstance(value, float) else value
 
 
-_MINUTE, _HOUR, _DAY = 60, 3600, 86_400
-
-
 # --- numbers -------------------------------------------------------------------------------------------------------------------
 
 
 def factor_text(factor: float) -> str:
-    """A factor, such as the ratio of two norms.
-
-    >>> factor_text(1.2345), factor_text(987.6), factor_text(12345.6), factor_text(1.2e9)
-    ('1.23', '988', '12,346', '1.2e+09')
-    """
+    """A factor, such as the ratio of two norms: ``1.23``, ``988``, ``12,346`` or ``1.2e+09``."""
     return f"{factor:.3g}" if factor < 999.5 else f"{factor:,.0f}" if factor < 1e6 else f"{factor:.2g}"
 
 
 def times(factor: float) -> str:
-    """A factor within a sentence.
-
-    >>> times(1.2345)
-    '1.23 times'
-    """
+    """A factor within a sentence: ``1.23 times``."""
     return f"{factor_text(factor)} times"
 
 
 def is_multiple(value: float, usual: float | None) -> bool:
-    """Whether a spike is told as a multiple of the usual value: not if that lies above it, or is nothing in comparison.
-
-    >>> is_multiple(3.0, 1.0), is_multiple(0.5, 1.0), is_multiple(1.0, 1e-165), is_multiple(1.0, 0.0), is_multiple(1.0, None)
-    (True, False, False, False, False)
-    """
+    """Whether a spike is told as a multiple of the usual value: not if that lies above it, or is nothing in comparison."""
     return usual is not None and value * sys.float_info.epsilon < usual < value
 
 
 def significant(value: float | None, digits: int = 4) -> str:
-    """A value with ``digits`` significant digits; a dash for None.
-
-    >>> significant(0.123456), significant(None)
-    ('0.1235', '-')
-    """
     return "-" if value is None else f"{value:.{digits}g}"
 
 
 def number(value: float | None) -> str:
-    """A value for a narrow cell: three digits, or two where three take more than seven characters without the sign.
-
-    >>> [number(value) for value in (0.0, 1.0, 1.23456, 120.0, 1234.6, 0.000123, -1.5e-11, float("nan"), None)]
-    ['0', '1.00', '1.23', '120', '1235', '1.23e-4', '-1.5e-11', 'nan', '-']
-    """
+    """A value for a narrow cell: three digits, or two where three take more than seven characters without the sign."""
     if value is None:
         return "-"
     if not math.isfinite(value):
@@ -120,11 +89,7 @@ def number(value: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """A share in percent.
-
-    >>> [percent(share) for share in (0.0, 0.00004, 0.004, 0.123, 1.0, None)]
-    ['0%', '<0.1%', '0.4%', '12.3%', '100%', '-']
-    """
+    """A share in percent: ``0%``, ``<0.1%`` or ``12.3%``."""
     if share is None or not math.isfinite(share):
         return number(share)
     if share in (0.0, 1.0):
@@ -133,11 +98,7 @@ def percent(share: float | None) -> str:
 
 
 def part_of(part: int, whole: int) -> str:
-    """How many of a group differ from the rest.
-
-    >>> part_of(2, 5), part_of(0, 5), part_of(0, 0)
-    ('2 of 5', '5 same', '-')
-    """
+    """How many of a group differ from the rest: ``2 of 5``, or ``5 same``."""
     return "-" if not whole else f"{part} of {whole}" if part else f"{whole} same"
 
 
@@ -145,19 +106,13 @@ def part_of(part: int, whole: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A duration in its two largest units.
-
-    >>> [duration(seconds) for seconds in (0.2, 42, 125, 7325, 180_000)]
-    ['0 s', '42 s', '2 min 5 s', '2 h 2 min', '2 d 2 h']
-    """
-    whole = int(max(seconds, 0))
-    if whole < _MINUTE:
-        return f"{whole} s"
-    if whole < _HOUR:
-        return f"{whole // _MINUTE} min {whole % _MINUTE} s"
-    if whole < _DAY:
-        return f"{whole // _HOUR} h {whole % _HOUR // _MINUTE} min"
-    return f"{whole // _DAY} d {whole % _DAY // _HOUR} h"
+    """A duration in its two largest units: ``2 h 2 min``."""
+    minutes, second = divmod(int(max(seconds, 0)), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days or hours:
+        return f"{days} d {hour} h" if days else f"{hours} h {minute} min"
+    return f"{minutes} min {second} s" if minutes else f"{second} s"
 
 
 def time_span(start: float, end: float) -> str:
@@ -168,11 +123,7 @@ def time_span(start: float, end: float) -> str:
 
 
 def step_range(first: int, last: int) -> str:
-    """The steps from ``first`` to ``last``.
-
-    >>> step_range(3, 3), step_range(3, 5)
-    ('step 3', 'steps 3 to 5')
-    """
+    """``step 3``, or ``steps 3 to 5``."""
     return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
@@ -180,39 +131,22 @@ def step_range(first: int, last: int) -> str:
 
 
 def listed(names: Iterable[str], most: int) -> str:
-    """The first ``most`` names, and how many more there are.
-
-    >>> listed(["a", "b", "c", "d"], 2), listed(["a", "b"], 2)
-    ('a, b and 2 more', 'a, b')
-    """
     names = list(names)
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def also_in(names: Sequence[str], most: int = 3) -> str:
-    """A sentence that lists all names but the first, which the text before it mentions; empty if there is only one.
-
-    >>> also_in(["a", "b", "c"])
-    ' Also in b, c.'
-    """
+    """A sentence that lists all names but the first, which the text before it mentions; empty if there is only one."""
     return f" Also in {listed(names[1:], most)}." if len(names) > 1 else ""
 
 
 def placed(what: str, where: str) -> str:
-    """A finding with its layer, if it is of one.
-
-    >>> placed("spike", "fc.weight"), placed("loss-plateau", "")
-    ('spike in fc.weight', 'loss-plateau')
-    """
+    """A finding with its layer, if it is of one: ``spike in fc.weight``."""
     return f"{what} in {where}" if where else what
 
 
 def printable(text: str) -> str:
-    r"""``text`` on one line, with escapes in place of characters that would control a terminal or are half of one.
-
-    >>> print(printable("layer" + chr(27) + "[31m" + chr(10) + "is well"))
-    layer\x1b[31m\nis well
-    """
+    """``text`` on one line, with escapes in place of characters that would control a terminal or are half of one."""
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
@@ -239,18 +173,9 @@ class ShownText(ShownAsText, str):
 
 
 def cut_start(name: str, width: int, ellipsis: str = "…") -> str:
-    """``name`` without its start if it is too long; the end of a path distinguishes layers.
-
-    >>> cut_start("blocks.11.attention.weight", 16)
-    '…ttention.weight'
-    """
+    """``name`` without its start if it is too long; the end of a path distinguishes layers."""
     return name if len(name) <= width else ellipsis[: max(width, 0)] + name[len(name) - max(width - len(ellipsis), 0) :]
 
 
 def cut_middle(name: str, width: int) -> str:
-    """``name`` without its middle if it is longer than ``width``.
-
-    >>> cut_middle("blocks.11.attention.weight", 16)
-    'blocks.…n.weight'
-    """
     return name if len(name) <= width else f"{name[: width // 2 - 1]}…{name[-width // 2 :]}"

@@ -206,12 +206,7 @@ Pattern = str | re.Pattern[str]
 
 
 def compile_pattern(pattern: str | re.Pattern[str], argument: str = "metric_regex") -> re.Pattern[str]:
-    """``pattern`` compiled. Errors name the argument.
-
-    Raises:
-        TypeError: not a string or compiled pattern.
-        ValueError: not a valid regular expression.
-    """
+    """``pattern`` compiled. Errors name the argument."""
     if not isinstance(pattern, (str, re.Pattern)):
         raise TypeError(f"{argument} must be a regular expression (str), got {display(pattern)}")
     try:

@@ -9,12 +9,7 @@ from typing import Any
 
 
 def importing(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """A ``__getattr__`` for ``package``.
-
-    Args:
-        package: its ``__name__``.
-        homes: the public names, each with the module in the package that has it, or that it is.
-    """
+    """A ``__getattr__`` for ``package``; ``homes`` has the module in it that has each of the public names, or that it is."""
 
     def importer(name: str) -> Any:
         if name.startswith("__"):

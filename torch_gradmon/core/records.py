@@ -36,13 +36,11 @@ _BLOCKS = 16
 
 
 class StepValues(Mapping[Key, float]):
-    """Values in blocks. Most have the keys of the last step, as the same tuple, so they need not be renamed again.
+    """Values in blocks, of which a later one replaces an earlier one of the same key. Most have the keys of the last step, as the same
+    tuple, so they need not be renamed again.
 
     The dict that a lookup needs is built when one is first asked for, and of views only if one of these is: hashing thousands of keys costs
     more than computing their values, and a record that is kept keeps its dict, ten times as large as the values.
-
-    Args:
-        blocks: a later value replaces an earlier one of the same key.
     """
 
     __slots__ = ("_by_key", "_rest", "blocks")
@@ -168,7 +166,6 @@ class Metric:
     shardwise: bool = False  # its function may be called for each rank's part of a sharded tensor, and the values are merged
 
     def matches(self, name: str) -> bool:
-        """Whether this metric applies to the tensor or module of that canonical name."""
         return self.pattern.search(name) is not None
 
     def due(self, step: int) -> bool:
@@ -180,12 +177,7 @@ class Metric:
 
 
 class KeyFormatter:
-    """Gives values their flat keys, and builds each key once.
-
-    Args:
-        style: of the keys; see :func:`format_key`.
-        prefix: of all keys.
-    """
+    """Gives values their flat keys, and builds each key once."""
 
     def __init__(self, style: str, prefix: str) -> None:
         self.form = self._style, self._prefix = style, prefix
@@ -194,7 +186,6 @@ class KeyFormatter:
         self._layout: dict[str, float] = {}  # its keys; filling a copy is faster than a new dict
 
     def __call__(self, values: Mapping[Key, float]) -> dict[str, float]:
-        """The values by flat key."""
         blocks, last = in_blocks(values), self._of_block
         is_new, texts_of = len(blocks) != len(last), []
         for place, (keys, *_) in enumerate(blocks):
@@ -216,7 +207,6 @@ class KeyFormatter:
 
 
 # --- Which logged value is the loss ---
-
 
 #: The networks of a GAN, which have a loss each.
 _NETWORK = "d|g|dis|disc|discriminator|gen|generator|critic"
@@ -261,30 +251,20 @@ def _partial(key: Key) -> tuple[bool, int, str]:
 
 # --- The order of a model's parameters and modules, for rows of plots, tables and lists of keys ---
 
-
 _DIGITS = re.compile(r"(\d+)")
 
 
 class ModelOrder:
-    """Sorts names of measured tensors.
-
-    Args:
-        parameters: of the model, in its order.
-        modules: likewise.
-    """
+    """Sorts names of measured tensors as the model has them."""
 
     def __init__(self, parameters: Iterable[str] = (), modules: Iterable[str] = ()) -> None:
         self._parameters, self._modules = ({name: place for place, name in enumerate(names)} for names in (parameters, modules))
 
     def sorted(self, source: str, measured: Iterable[Sequence[str]]) -> list[str]:
-        """All names in ``measured``, each once.
+        """All names in ``measured``, lists of tensors of a source that were measured together, each name once.
 
         A tensor inside a module's output, an output of one of several calls, and an attention head are placed with their module. A name
         that the model no longer has keeps its place among the names measured with it.
-
-        Args:
-            source: of the names.
-            measured: lists of tensors that were measured together.
         """
         orders = sorted(measured, key=len, reverse=True)  # the longest list places unknown names best
         place = self._parameters if source in PARAMETER_SOURCES else self._modules
@@ -319,7 +299,6 @@ def _natural(name: str) -> list[tuple[int, int | str]]:
 
 # --- What trains: the groups of the optimizers, with what is frozen and what no optimizer has ---
 
-
 #: Blocks, and kinds of modules, that are named.
 _NAMED, _KINDS = 3, 6
 
@@ -343,12 +322,7 @@ class TrainedPart:
 
 
 def model_text(model: str, parameters: Mapping[str, Mapping[str, Any]], kinds: Mapping[str, str]) -> str:
-    """A model in one line; its class alone where nothing is known of its parameters.
-
-    Args:
-        model: its class.
-        parameters: all of them, by name, with their ``"shape"`` and ``"dtype"``.
-        kinds: the classes of its modules, by name.
+    """A model in one line; its class alone where nothing is known of its parameters. ``kinds`` are the classes of its modules.
 
     >>> model_text("Sequential", {"0.weight": {"shape": [2, 3], "dtype": "torch.float32"}}, {"[root module]": "Sequential", "0": "Linear"})
     'Sequential, 6 elements in 1 tensor, float32; 1 Linear'
@@ -371,12 +345,8 @@ def before_schedule(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 def trained_parts(
     parameters: Mapping[str, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], frozen: Collection[str]
 ) -> Iterator[TrainedPart]:
-    """The parts of a model: groups in their order, then frozen parameters, then the rest.
-
-    Args:
-        parameters: all of them, by name, with their ``"shape"``.
-        groups: of the optimizers, with ``"optimizer"``, ``"settings"`` and ``"parameters"``.
-        frozen: names of those that do not require a gradient.
+    """The parts of a model: groups in their order, with ``"optimizer"``, ``"settings"`` and ``"parameters"``, then parameters that do not
+    require a gradient, then the rest.
     """
     sizes = {name: math.prod(about["shape"]) for name, about in parameters.items()}
     whole = max(sum(sizes.values()), 1)
@@ -402,13 +372,10 @@ def trained_parts(
 
 # --- records ---
 
-
 #: Relative difference below which norms of tensors have one factor in common; narrow gradients have as many roundings more.
 _SAME, _ROUNDINGS = 1e-3, 8
 #: Severity of a finding, most severe first.
 Severity = Literal["error", "warning", "info"]
-
-
 #: Figures of a run, and what draws them.
 Chart = Literal["heatmap", "norm", "update", "depth", "layers"]
 Engine = Literal["plotly", "matplotlib"]
@@ -488,7 +455,6 @@ class SpikeEvent:
 
 @cache
 def views_of(columns: frozenset[Column]) -> frozenset[str]:
-    """The built-in metrics for which these measured columns suffice."""
     return frozenset(metric for metric, view in VIEWS.items() if view.columns <= columns | ALWAYS)
 
 
@@ -508,7 +474,6 @@ class StatsTable:
     is_part: bool = False
 
     def has(self, metric: str) -> bool:
-        """Whether the measured columns suffice for a built-in metric."""
         return metric in views_of(self.columns)
 
     @cached_property
@@ -605,13 +570,8 @@ def brings_others(before: StatsTable | None, after: StatsTable) -> bool:
 def are_others(before: StatsTable, after: StatsTable, rounding: float, were_others: bool = False) -> bool:
     """Whether gradients that took the place of those of the backward passes are neither these scaled nor these clipped.
 
-    A scaling makes all tensors longer or shorter alike, and no clip makes a tensor longer.
-
-    Args:
-        before: as the backward passes brought them.
-        after: as they were used.
-        rounding: relative rounding of the gradients in between.
-        were_others: they were others in earlier steps, so that they are again, though all of them may be shorter by chance.
+    A scaling makes all tensors longer or shorter alike, and no clip makes a tensor longer. ``rounding``: relative, of the gradients in
+    between; ``were_others``: in earlier steps, so that they are again, though all of them may be shorter by chance.
     """
     if brings_others(before, after) or Column.SQUARE_SUM not in before.columns & after.columns:
         return False

@@ -28,7 +28,6 @@ from torch.utils.hooks import RemovableHandle
 
 # --- releases of torch ---
 
-
 #: How long a second connection to a store is waited for.
 _PATIENCE = timedelta(seconds=20)
 #: Whether ``torch.export`` can be distinguished from ``torch.compile``. In releases before 2.7 it cannot, so no graph gets statistics.
@@ -76,9 +75,7 @@ def fsdp_param_groups(state: Any) -> Sequence[Any]:
 
 def second_connection(store: Any) -> Any:
     """The default store of ``torch.distributed`` once more, with a connection of its own, so that no thread waits for another one's answer.
-
-    Raises:
-        ValueError, RuntimeError: there can be no second one.
+    Raises ValueError or RuntimeError where there can be no second one.
     """
     return store.clone() if hasattr(store, "clone") else connected_again(store)
 
@@ -101,7 +98,6 @@ def connected_again(store: Any) -> Any:
 
 
 # --- accelerator ---
-
 
 #: Kinds of devices whose first request for pinned memory failed, and those for which one was met.
 _UNPINNED: set[str] = set()
@@ -165,7 +161,7 @@ def described() -> Iterator[tuple[str, str, bool]]:
 @lru_cache(maxsize=64)
 def spare_memory(device: torch.device) -> int:
     """Bytes of the device that may be taken for a moment, to save launches: 256 MB, and a 128th of all; 0 if that is unknown."""
-    return min(_SPARE, getattr(_properties(device), "total_memory", 0) // _PART)
+    return min(_SPARE, getattr(_answer(device, "get_device_properties"), "total_memory", 0) // _PART)
 
 
 @lru_cache(maxsize=64)
@@ -173,12 +169,13 @@ def has_float64(device: torch.device) -> bool:
     """Whether ``device`` computes in float64. Those of Apple (MPS) and some of Intel (XPU) do not."""
     if device.type in ("cpu", "cuda", "meta"):
         return True
-    return device.type != "mps" and bool(getattr(_properties(device), "has_fp64", True))
+    return device.type != "mps" and bool(getattr(_answer(device, "get_device_properties"), "has_fp64", True))
 
 
-def _properties(device: torch.device) -> Any:
+def _answer(device: torch.device, name: str) -> Any:
+    """What the function of this ``name`` of a kind of device says about ``device``; None without one."""
     try:
-        return getattr(functions_of(device), "get_device_properties", lambda _: None)(device)
+        return getattr(functions_of(device), name, lambda _: None)(device)
     except (AssertionError, RuntimeError):  # not in this build of torch, as for a fake tensor
         return None
 
@@ -188,9 +185,8 @@ def _properties(device: torch.device) -> Any:
 
 @lru_cache(maxsize=1)
 def capture_check() -> Callable[[], bool] | None:
-    """The function that knows whether work of the current stream is captured into a graph, so that nothing runs before a replay.
-
-    None where no device can capture. Initialises nothing.
+    """The function that knows whether work of the current stream is captured into a graph, so that nothing runs before a replay; None
+    where no device can capture. Initialises nothing.
     """
     kind = accelerator_kind()
     functions = None if kind is None else functions_of(kind)
@@ -219,10 +215,7 @@ def forget_devices() -> None:
 
 def current_stream(device: torch.device) -> Any:
     """The stream that work on ``device`` is queued on, with a ``stream_id``; None if it has no streams. Work on others may run before."""
-    try:
-        return getattr(functions_of(device), "current_stream", lambda _: None)(device)
-    except (AssertionError, RuntimeError):  # not in this build of torch: a fake tensor
-        return None
+    return _answer(device, "current_stream")
 
 
 def stream_number(device: torch.device) -> int | None:
@@ -242,7 +235,6 @@ def keep_for_current_stream(tensor: Tensor) -> None:
 
 
 def on_stream(stream: Any, device: torch.device) -> AbstractContextManager[Any]:
-    """Queue work of ``device`` on ``stream``, which :func:`current_stream` returned."""
     manager: AbstractContextManager[Any] = nullcontext() if stream is None else functions_of(device).stream(stream)
     return manager
 
@@ -348,7 +340,6 @@ def all_in_use() -> list[torch.device]:
 
 # --- pickles and copies without the monitor ---
 
-
 _ATTRIBUTES = ("gradmon", "__reduce_ex__", "values")
 
 
@@ -357,19 +348,12 @@ class Unsaved:
 
     It is attached to the dict, not the module: a module may have its own ``__getstate__``, shallow copies share the dict, and handles know
     the dict by its identity, so it cannot be replaced.
-
-    Args:
-        hooks: the dict; held weakly.
-
-    Attributes:
-        keys: the entries to leave out.
-        monitor: the link of a module with :class:`torch_gradmon.MonitorMixin`; also left out.
     """
 
     def __init__(self, hooks: OrderedDict[int, Any]) -> None:
         self._hooks = weakref.ref(hooks)
         self.keys: set[int] = set()
-        self.monitor: weakref.ref[Any] | None = None
+        self.monitor: weakref.ref[Any] | None = None  # of a module with MonitorMixin; also left out
         hooks.gradmon, hooks.__reduce_ex__ = self, self._reduce  # type: ignore[attr-defined, method-assign]
 
     def _bare(self) -> OrderedDict[int, Any]:
@@ -388,7 +372,6 @@ class Unsaved:
             hooks.values = lambda: self._bare().values()  # type: ignore[method-assign]
 
     def leave_if_empty(self) -> None:
-        """Detach from the dict if nothing is left out of it."""
         hooks = self._hooks()
         if hooks is not None and not self.keys and self.monitor is None:
             for name in _ATTRIBUTES:
@@ -420,18 +403,14 @@ def remove(handle: RemovableHandle) -> None:
 
 
 class BareState:
-    """A replacement for an object's ``__getstate__`` that applies ``bare`` to each attribute.
-
-    Args:
-        owner: the object; held weakly.
-        bare: an attribute's value without anything of the monitor; None if nothing remains.
+    """A replacement for an object's ``__getstate__``: ``bare`` gives an attribute without anything of the monitor, None if nothing
+    remains.
     """
 
     def __init__(self, owner: Any, bare: Callable[[Any], Any]) -> None:
         self._owner, self._bare = weakref.ref(owner), bare
 
     def __call__(self) -> Any:
-        """The state to pickle or copy."""
         owner = self._owner()
         of_class = getattr(type(owner), "__getstate__", None)  # from Python 3.11 on every class has it
         state = vars(owner) if of_class is None else of_class(owner)
@@ -457,10 +436,7 @@ class HomeProcess:
 
 class SharedContext:
     """A context that changes something of the whole process. Threads that are in it at the same time share one: were each to restore what
-    it found, the one that entered second would restore the change of the first for good.
-
-    Args:
-        make: makes the context; called by the first thread to enter.
+    it found, the one that entered second would restore the change of the first for good. The first one makes it.
     """
 
     def __init__(self, make: Callable[[], AbstractContextManager[object]]) -> None:
@@ -556,7 +532,6 @@ def _running(code: CodeType, of: object = None) -> int:
 
 # --- the exception with which a training ends ---
 
-
 #: How loops and generators end that are not interrupted.
 _REGULAR = (StopIteration, StopAsyncIteration, GeneratorExit)
 
@@ -565,11 +540,8 @@ def ending(handled: int, is_last: bool) -> str:
     """The exception that ends a training now, as text; empty without one.
 
     It is the one that passes through the caller or is handled there, as in a ``finally``, unless the training went on inside of the
-    handler; or at the end of the interpreter the one that ended the script.
-
-    Args:
-        handled: the id of the exception that the script handled when the training last called the model.
-        is_last: whether nothing else was trained since then, so that an exception that ended the script may be that of this training.
+    handler: ``handled`` is the id of the one that the script handled when the training last called the model. At the end of the
+    interpreter it is the one that ended the script, if this training ``is_last``: nothing else was trained since.
     """
     error = sys.exc_info()[1]
     if id(error) == handled:
@@ -590,7 +562,6 @@ def _of_script() -> BaseException | None:
 
 
 # --- modes of the user, autocast, states of all generators ---
-
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
 _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
@@ -673,9 +644,8 @@ def is_compiling() -> bool:
 
 
 def rng_states() -> dict[str, Tensor]:
-    """The states of torch's random generators by device, as uint8 on the CPU: of the CPU, and of the current accelerator if it is in use.
-
-    They are on the host, so nothing waits for a device.
+    """The states of torch's random generators by device, as uint8 on the host: of the CPU, and of the current accelerator if it is in use.
+    Nothing waits for a device.
     """
     states, device = {"cpu": torch.get_rng_state()}, in_use()
     if device is not None and (state := rng_state(device)) is not None:

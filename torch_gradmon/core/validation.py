@@ -86,12 +86,7 @@ def positive(name: str, value: float, *, above: float = 0.0) -> float: ...
 @overload
 def positive(name: str, value: int, *, above: float = 0.0, whole: bool) -> int: ...
 def positive(name: str, value: float, *, above: float = 0.0, whole: bool = False) -> float:
-    """Return ``value`` if it is a finite number above ``above``; with ``whole`` it must be an int.
-
-    Raises:
-        TypeError: it is not a number.
-        ValueError: it is out of range.
-    """
+    """Return ``value`` if it is a finite number above ``above``; with ``whole`` it must be an int."""
     kinds = (int,) if whole else (int, float)
     wanted = f"{'an int' if whole else 'a number'} above {above:g}" if above else f"a positive {'int' if whole else 'number'}"
     if isinstance(value, bool) or not isinstance(value, kinds):
@@ -102,7 +97,6 @@ def positive(name: str, value: float, *, above: float = 0.0, whole: bool = False
 
 
 def share(name: str, value: float) -> float:
-    """Return ``value`` if it is a number between 0 and 1, both excluded."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1:
         raise ValueError(f"{name}={value!r} must be a number between 0 and 1, such as 0.01")
     return float(value)
@@ -162,7 +156,6 @@ def log_key(key: object) -> None:
 
 
 def module(value: object) -> None:
-    """Check for an ``nn.Module`` that has its gradients itself."""
     if type(value).__module__.startswith("torch.distributed.pipelining"):
         raise TypeError(
             f"a {type(value).__name__} is not measured as a whole; pass the schedule that calls it, on every rank: "
@@ -189,7 +182,6 @@ def is_deepspeed(model: object) -> bool:
 
 
 def is_schedule(model: object) -> bool:
-    """Whether this is a schedule of ``torch.distributed.pipelining``."""
     return is_of(model, "_PipelineSchedule", "torch.distributed.pipelining")
 
 
@@ -199,7 +191,6 @@ def is_of(model: object, name: str, package: str) -> bool:
 
 
 def measurable(model: nn.Module) -> None:
-    """Check for wrappers that keep gradients elsewhere."""
     for path, child in model.named_modules():
         if is_deepspeed(child):
             where = f" (at {path!r})" if path else ""
@@ -253,7 +244,6 @@ def scaler_around(named: Sequence[Any]) -> torch.amp.GradScaler | None:
 
 
 def bare_optimizer(optimizer: Any) -> Optimizer:
-    """The innermost optimizer; raises TypeError if there is none."""
     inner = inside(optimizer)
     if isinstance(inner, (list, tuple)) and any(isinstance(each, Optimizer) for each in inner):
         raise TypeError(
@@ -268,13 +258,8 @@ def bare_optimizer(optimizer: Any) -> Optimizer:
 
 
 def optimizers(model: nn.Module, named: Sequence[Any], source: Any, remedy: str = "") -> list[Optimizer]:
-    """The innermost optimizer of each of ``named``.
-
-    ``source``: the :class:`.GradientSource` of the model. ``remedy``: for optimizers of another model, where a trainer makes them.
-
-    Raises:
-        TypeError: one is no optimizer.
-        ValueError: the model cannot be watched; no optimizer, one twice, or none that holds a parameter of ``model``.
+    """The innermost optimizer of each of ``named``. ``source``: the :class:`.GradientSource` of the model; ``remedy``: for optimizers of
+    another model, where a trainer makes them.
     """
     if not named:
         raise ValueError("the optimizer is missing, as in watch(model, optimizer) or monitor.attach(optimizer)")

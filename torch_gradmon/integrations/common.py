@@ -6,7 +6,7 @@ import copy
 import os
 import re
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from ..core.errors import WarningLog, display, nearest
 from ..core.keys import Key, parse_key
 from ..core.trainers import advice_for
 from ..monitor import watch
-from ..monitor.monitor import ModuleMonitor
+from ..monitor.monitor import Handle, ModuleMonitor
 from ..monitor.options import WatchOptions
 from ..monitor.watch import made
 from ..spikes import SpikeDetector
@@ -41,14 +41,9 @@ class AdapterMonitor:
     Args:
         monitor: not attached yet, with any metrics, sinks and detectors; None to have one made, to which these
             may be added before the training.
-        arguments: those of :func:`torch_gradmon.watch` but the model, the optimizers, the scaler and the number of the first step, which
-            the trainer has; only without ``monitor``.
+        arguments: those of :func:`torch_gradmon.watch` but what the trainer has; only without ``monitor``.
         detectors: of a monitor that is made, in addition to those of its preset; only without ``monitor``.
         framework: a name in :data:`torch_gradmon.core.trainers.TRAINERS`, by which a diagnosis gives advice.
-
-    Raises:
-        TypeError: ``monitor`` is not a monitor, or an argument is unknown.
-        ValueError: both are given, or an argument is wrong.
     """
 
     def __init__(
@@ -80,6 +75,8 @@ class AdapterMonitor:
         self._model: weakref.ref[nn.Module] | None = None
         self._models = 0  # for which a monitor was made
         self._complaints = WarningLog()
+        self._sinks: list[Handle] = []  # of this training
+        self.schedulers: SchedulerRollback | None = None
 
     def _early(self) -> ModuleMonitor:
         """A monitor without its run and trackers, which begin with the training: the script may add metrics to it before."""
@@ -90,20 +87,13 @@ class AdapterMonitor:
 
     def __getstate__(self) -> dict[str, Any]:
         """Another process makes its own monitor."""
-        return {**vars(self), "monitor": None, "_model": None} if self._is_made_here else dict(vars(self))
+        state = {**vars(self), "_sinks": [], "schedulers": None}
+        return {**state, "monitor": None, "_model": None} if self._is_made_here else state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         if self._is_made_here:
             self.monitor = self._early()
-
-    def check_optimizers(self, model: nn.Module, optimizers: Sequence[Any]) -> None:
-        """Check that they step parameters of the model.
-
-        Raises:
-            TypeError, ValueError: as :meth:`ModuleMonitor.attach`.
-        """
-        check.optimizers(model, optimizers, source_for(model, None))
 
     def begin(
         self,
@@ -123,17 +113,11 @@ class AdapterMonitor:
         A monitor of the same model from :func:`torch_gradmon.watch`, or from the adapter of another trainer, is detached.
 
         Args:
-            model: the trained model.
-            optimizers: in the order in which they step.
-            scaler: GradScaler that drives them.
-            start_step: number of the first step.
+            model, optimizers, scaler, start_step: see :meth:`ModuleMonitor.attach`.
             state: of :meth:`ModuleMonitor.state_dict` in the resumed run; one that does not fit is ignored with a warning.
             trainer: owner of this adapter; it may have several for one model.
             source: where the trainer's engine has gradients.
             trial: name of this training among those of a search, which may be empty; None for no search.
-
-        Raises:
-            TypeError, ValueError: as :meth:`ModuleMonitor.attach`.
         """
         is_new = self._model is None or self._model() is not model
         self.end()  # of an interrupted training
@@ -149,7 +133,7 @@ class AdapterMonitor:
             self.monitor.set_module(model)
             if self._is_made_here:
                 of = self._of_trial(self._arguments, trial)
-                self.monitor._begin_run(of.get("run_dir"), of.get("distributed"), of.get("log_to"))
+                self.monitor._begin_run(of.get("run_dir"), of.get("log_to"))
         self._model = weakref.ref(model)
         first = start_step if is_new else None
         watch.attach(self.monitor, optimizers, scaler=scaler, start_step=first, owner=trainer)
@@ -189,9 +173,38 @@ class AdapterMonitor:
         """The state of the monitor; empty before the training."""
         return {} if self._model is None else self.monitor.state_dict()
 
+    def add_sink(self, sink: Any, **options: Any) -> None:
+        """See :meth:`ModuleMonitor.add_sink`; until the end of this training."""
+        self._sinks.append(self.monitor.add_sink(sink, **options))
+
+    def hold_schedulers(self, optimizers: Iterable[Optimizer], moving: Callable[[], Iterable[Any]]) -> None:
+        """See :class:`SchedulerRollback`; until the end of this training."""
+        self.schedulers = SchedulerRollback(self.monitor, optimizers, moving)
+
     def end(self) -> None:
         """Send waiting values, and leave the model as it was found; values and spike reports stay. Idempotent."""
-        self.monitor.detach()
+        sinks, self._sinks = self._sinks, []
+        if self.schedulers is not None:
+            self.schedulers.remove()
+            self.schedulers = None
+        try:
+            self.monitor.detach()
+        finally:  # also if a spike in the last step raises
+            for sink in sinks:
+                sink.remove()
+
+
+class HasMonitor:
+    """An adapter, by its monitor."""
+
+    _adapter: AdapterMonitor
+
+    @property
+    def monitor(self) -> ModuleMonitor:
+        """The monitor, which takes metrics, sinks and detectors from the start: ``monitor.add_gradient_metric("norm")``. It stays
+        readable after the training; each of several models has its own.
+        """
+        return self._adapter.monitor
 
 
 def is_number(value: Any) -> bool:
@@ -208,8 +221,7 @@ class SchedulerRollback:
     has moved its schedulers. Other steps copy nothing.
 
     Args:
-        monitor: knows whether a step was skipped.
-        optimizers: of the schedulers; unwrapped ones, which call hooks.
+        monitor, optimizers: unwrapped ones, which call hooks.
         schedulers: a function that returns those that the trainer moves now.
     """
 
@@ -228,10 +240,8 @@ class SchedulerRollback:
             self._kept += [(each, copy.deepcopy(each.state_dict()), _options(optimizer)) for each in own]
 
     def restore(self, again: Callable[[Any], bool] = lambda scheduler: False) -> None:
-        """Undo the moves of the schedulers since a skipped step; does nothing without one.
-
-        Args:
-            again: whether a scheduler has not moved for this step yet, so that the next call has to undo its move.
+        """Undo the moves of the schedulers since a skipped step. ``again``: whether a scheduler has not moved for this step yet, so that
+        the next call has to undo its move.
         """
         kept, self._kept = self._kept, [each for each in self._kept if again(each[0])]
         for scheduler, state, options in kept:
@@ -248,35 +258,8 @@ class SchedulerRollback:
         self._handles.remove()
 
 
-class PublishedMetrics:
-    """The values of the last step in a trainer's dict of metrics."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, float] = {}
-
-    def publish(self, metrics: MutableMapping[str, Any], values: Mapping[str, float]) -> list[str]:
-        """Add ``values``; returns the keys that are left out because ``metrics`` has them already."""
-        taken = [key for key in values if key in metrics]
-        for key, value in values.items():
-            if key not in taken:
-                metrics[key] = self._values[key] = value
-        return taken
-
-    def withdraw(self, metrics: MutableMapping[str, Any]) -> None:
-        """Remove the values, which are stale in the next step."""
-        values, self._values = self._values, {}
-        for key, value in values.items():
-            if metrics.get(key) is value:
-                del metrics[key]
-
-
 def whole_model_names(argument: str, names: Any) -> tuple[str, ...]:
-    """Check ``names``, an argument with names of whole-model values.
-
-    Raises:
-        TypeError: they are not several strings.
-        ValueError: a name is unknown.
-    """
+    """Check ``names``, an argument with names of whole-model values."""
     if isinstance(names, str) or not isinstance(names, Collection):
         raise TypeError(f"{argument} must be names of whole-model values, such as ('grad_norm',), got {display(names)}")
     for name in names:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from ignite.engine import Engine, Events
@@ -15,16 +15,17 @@ from ..core import validation as check
 from ..core.errors import WarningLog, display
 from ..core.keys import compile_pattern
 from ..core.records import SpikeEvent
-from ..monitor.monitor import ModuleMonitor
+from ..monitor.monitor import Handle, ModuleMonitor
 from ..monitor.options import WatchOptions
 from ..spikes import Rule, SpikeDetector
-from .common import AdapterMonitor, PublishedMetrics, last_step
+from ..step.planner import source_for
+from .common import AdapterMonitor, HasMonitor, last_step
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class GradmonHandler:
+class GradmonHandler(HasMonitor):
     """Watches what an Ignite trainer trains, whatever its update function does.
 
     After each iteration ``engine.state.unhealthy_spike`` is whether a step that ended in it was a spike, on all ranks alike, and
@@ -64,23 +65,18 @@ class GradmonHandler:
         detectors = [] if rule is None else [rule if isinstance(rule, SpikeDetector) else SpikeDetector(rule)]
         self._adapter = AdapterMonitor(monitor, watch_arguments, detectors, framework="ignite")
         self._callback, self._complaints = callback, WarningLog()
-        self._target: _Target | None = None
+        # of all but the scaler weak references
+        self._trainer: weakref.ref[Engine] | None = None
+        self._model: weakref.ref[nn.Module] | None = None
+        self._optimizers: list[weakref.ref[Any]] = []
+        self._scaler: torch.amp.GradScaler | None = None
         self._runs = self._spiked = False  # the second: in this iteration
         self._handles: list[Any] = []
         self._loaded: Mapping[str, Any] = {}
-        self._metrics = PublishedMetrics()
+        self._published: dict[str, float] = {}  # values of the last step in engine.state.metrics
         self._last_step: int | None = None
 
-    @property
-    def monitor(self) -> ModuleMonitor:
-        """The monitor, which takes metrics, sinks and detectors from the start: ``handler.monitor.add_gradient_metric("norm")``. It stays
-        readable after the training; each of several models has its own.
-        """
-        return self._adapter.monitor
-
-    def attach(
-        self, trainer: Engine, model: nn.Module, *optimizers: Any, scaler: torch.amp.GradScaler | None = None
-    ) -> TrainerAttachment:
+    def attach(self, trainer: Engine, model: nn.Module, *optimizers: Any, scaler: torch.amp.GradScaler | None = None) -> Handle:
         """Watch ``model`` in the runs of ``trainer``. Attach loggers that read its values afterwards.
 
         Args:
@@ -100,9 +96,10 @@ class GradmonHandler:
         if self._handles:
             raise ValueError("this handler is attached already; name all optimizers in one attach() call, or call detach() first")
         check.module(model)
-        self._adapter.check_optimizers(model, optimizers)
+        check.optimizers(model, optimizers, source_for(model, None))
         check.grad_scaler(scaler)
-        self._target = _Target(weakref.ref(trainer), weakref.ref(model), [weakref.ref(each) for each in optimizers], scaler)
+        self._trainer, self._model, self._scaler = weakref.ref(trainer), weakref.ref(model), scaler
+        self._optimizers = [weakref.ref(each) for each in optimizers]
         trainer.state.unhealthy_spike = False  # type: ignore[attr-defined]
         for event, method in (
             (Events.STARTED, self._started),
@@ -113,16 +110,16 @@ class GradmonHandler:
             (Events.EXCEPTION_RAISED, self._failed),
         ):
             self._handles.append(trainer.add_event_handler(event, method))
-        return TrainerAttachment(self)
+        return Handle(self.detach)
 
     def detach(self) -> None:
         """Send waiting values, and leave the model and the trainer as they were found. Idempotent."""
         self._end()
-        trainer = None if self._target is None else self._target.trainer()
+        trainer = None if self._trainer is None else self._trainer()
         while self._handles:
             self._handles.pop().remove()
         if trainer is not None:
-            self._metrics.withdraw(trainer.state.metrics)
+            self._withdraw(trainer)
             trainer.state.unhealthy_spike = False  # type: ignore[attr-defined]
             if not trainer._event_handlers.get(Events.EXCEPTION_RAISED, True):
                 del trainer._event_handlers[Events.EXCEPTION_RAISED]  # an empty list there makes Ignite swallow exceptions
@@ -156,10 +153,12 @@ class GradmonHandler:
         self._begin(engine, engine.state.iteration + 1)
 
     def _begin(self, engine: Engine, first: int) -> None:
-        model = None if self._target is None else self._target.model()
-        if self._target is None or model is None:
+        model = None if self._model is None else self._model()
+        if model is None:
             return  # it was garbage-collected
-        optimizers, scaler = self._target.optimizers_and_scaler(engine)
+        optimizers = [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
+        scaler = self._scaler or getattr(engine.state, "scaler", None)
+        scaler = scaler if isinstance(scaler, torch.amp.GradScaler) else None
         loaded, self._loaded = self._loaded, {}
         monitor = self._adapter.begin(model, optimizers, scaler=scaler, start_step=first, state=loaded, trainer=engine)
         self._runs, self._last_step = True, last_step(monitor)
@@ -167,7 +166,7 @@ class GradmonHandler:
     def _iteration_started(self, engine: Engine) -> None:
         if not self._runs:  # attached during a run, or the run continues after a handled exception
             self._begin(engine, engine.state.iteration)
-        self._metrics.withdraw(engine.state.metrics)
+        self._withdraw(engine)
         self._spiked = False
 
     def _iteration_completed(self, engine: Engine) -> None:
@@ -185,15 +184,25 @@ class GradmonHandler:
         _set_flag(engine)
         if not has_step:
             return
-        values = {key: value for key, value in monitor.get_step_metrics().items() if self._keys.search(key)}
-        for key in self._metrics.publish(engine.state.metrics, values):
-            message = f"engine.state.metrics has another {key!r}, which stays; choose another prefix= for the monitor"
-            self._complaints.add("metrics", message)
+        metrics = engine.state.metrics
+        for key, value in monitor.get_step_metrics().items():
+            if self._keys.search(key) and key not in metrics:
+                metrics[key] = self._published[key] = value
+            elif self._keys.search(key):
+                message = f"engine.state.metrics has another {key!r}, which stays; choose another prefix= for the monitor"
+                self._complaints.add("metrics", message)
         for event in events if self._callback is not None else ():
             try:
                 self._callback(engine, event)  # type: ignore[misc]
             except Exception as error:
                 self._complaints.add("callback", "the callback of GradmonHandler failed; training continues", error)
+
+    def _withdraw(self, engine: Engine) -> None:
+        """Remove the values of the last step, which are stale in the next one."""
+        values, self._published = self._published, {}
+        for key, value in values.items():
+            if engine.state.metrics.get(key) is value:
+                del engine.state.metrics[key]
 
     def _end(self, *_: Engine) -> None:
         if self._runs:
@@ -213,35 +222,3 @@ def _set_flag(engine: Engine) -> None:
     owners = (getattr(handler, "__self__", None) for handler, *_ in engine._event_handlers[Events.ITERATION_COMPLETED])
     spiked = any(isinstance(owner, GradmonHandler) and owner._spiked for owner in owners)
     engine.state.unhealthy_spike = spiked  # type: ignore[attr-defined]
-
-
-class _Target(NamedTuple):
-    """What a handler is attached to. Only the scaler is held strongly."""
-
-    trainer: weakref.ref[Engine]
-    model: weakref.ref[nn.Module]
-    optimizers: list[weakref.ref[Any]]
-    scaler: torch.amp.GradScaler | None
-
-    def optimizers_and_scaler(self, engine: Engine) -> tuple[list[Any], torch.amp.GradScaler | None]:
-        """The optimizers that still exist, and the given scaler or that of ``engine``."""
-        scaler = self.scaler or getattr(engine.state, "scaler", None)
-        optimizers = [optimizer for reference in self.optimizers if (optimizer := reference()) is not None]
-        return optimizers, scaler if isinstance(scaler, torch.amp.GradScaler) else None
-
-
-class TrainerAttachment:
-    """What :meth:`GradmonHandler.attach` returns: it detaches the handler, as a RemovableEventHandle of Ignite would."""
-
-    def __init__(self, handler: GradmonHandler) -> None:
-        self._handler = handler
-
-    def remove(self) -> None:
-        """The same as :meth:`GradmonHandler.detach`."""
-        self._handler.detach()
-
-    def __enter__(self) -> TrainerAttachment:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -13,7 +14,7 @@ from ..core import validation as check
 from ..core.errors import WarningLog, display
 from ..monitor.monitor import ModuleMonitor
 from ..monitor.options import WatchOptions
-from .common import AdapterMonitor, SchedulerRollback, is_number, last_step, whole_model_names
+from .common import AdapterMonitor, HasMonitor, is_number, last_step, whole_model_names
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 #: The largest of this whole-model value in an epoch is kept, under its name with ``_max``.
-_LARGEST = "gradmon/grad_norm"
+_NORM = "gradmon/grad_norm"
 #: Counters of the whole run; an epoch keeps their last values.
 _COUNTERS = ("gradmon/steps_not_applied", "gradmon/steps_skipped")
 
@@ -32,20 +33,17 @@ class EpochMeans:
     """Collects the values of steps, each step once, and gives the mean of each key over the steps that had it.
 
     Values that are not finite, as in an overflowed step of a GradScaler, are left out of means.
-
-    Attributes:
-        last: number of the last added step; -1 before the first.
     """
 
     def __init__(self) -> None:
-        self.last = -1
-        self._sums: dict[str, float] = {}
-        self._counts: dict[str, int] = {}
-        self._kept: dict[str, float] = {}
+        self.last = -1  # number of the last added step
+        self.begin()
 
     def begin(self) -> None:
         """Begin an epoch."""
-        self._sums, self._counts, self._kept = {}, {}, {}
+        self.sums: dict[str, float] = {}
+        self.counts: dict[str, int] = {}
+        self.kept: dict[str, float] = {}
 
     def add(self, values: Mapping[str, float], step: int) -> bool:
         """Add the values of ``step``; returns False, without effect, if it was added before."""
@@ -54,26 +52,25 @@ class EpochMeans:
         self.last = step
         for key, value in values.items():
             if key.endswith(_COUNTERS):
-                self._kept[key] = value
+                self.kept[key] = value
             elif math.isfinite(value):
-                self._sums[key] = self._sums.get(key, 0.0) + value
-                self._counts[key] = self._counts.get(key, 0) + 1
-                if key.endswith(_LARGEST):
-                    self._kept[f"{key}_max"] = max(value, self._kept.get(f"{key}_max", value))
+                self.sums[key] = self.sums.get(key, 0.0) + value
+                self.counts[key] = self.counts.get(key, 0) + 1
+                if key.endswith(_NORM):
+                    self.kept[f"{key}_max"] = max(value, self.kept.get(f"{key}_max", value))
         return True
 
     def values(self) -> dict[str, float]:
         """The means by key, the largest gradient norm and the counters; empty without a step."""
-        return {key: total / self._counts[key] for key, total in self._sums.items()} | self._kept
+        return {key: total / self.counts[key] for key, total in self.sums.items()} | self.kept
 
     def state_dict(self) -> dict[str, Any]:
         """The state, as plain numbers."""
-        return {"last": self.last, "sums": dict(self._sums), "counts": dict(self._counts), "kept": dict(self._kept)}
+        return copy.deepcopy(vars(self))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
-        self.last = int(state["last"])
-        self._sums, self._counts, self._kept = (dict(state[name]) for name in ("sums", "counts", "kept"))
+        vars(self).update({name: copy.deepcopy(state[name]) for name in vars(self)})
 
 
 def with_prefix(values: Mapping[str, float], prefix: str, everything: bool = False) -> dict[str, float]:
@@ -85,65 +82,11 @@ def with_prefix(values: Mapping[str, float], prefix: str, everything: bool = Fal
     return found
 
 
-# --- The arguments of the callback for Lightning ---
-
-
 #: The default prefixes of the values of a step and of an epoch.
 SECTION, EPOCH = "gradmon/", "gradmon_epoch/"
 
 
-class CallbackOptions(NamedTuple):
-    """The arguments of ``GradmonCallback`` for Lightning, which explains them."""
-
-    log_every: int | None
-    track_epochs: bool
-    summary: Collection[str]
-    prog_bar: Collection[str]
-    threshold: float | None
-    step_prefix: str
-    epoch_prefix: str
-
-    def check(self) -> None:
-        """Refuse wrong arguments.
-
-        Raises:
-            TypeError, ValueError: with the value and the remedy.
-        """
-        if self.log_every is not None:
-            check.step_number("log_every_n_steps", self.log_every)
-        if self.threshold is not None:
-            if not isinstance(self.threshold, (int, float)) or isinstance(self.threshold, bool):
-                raise TypeError(f"explosion_threshold must be a number, such as 1e4, or None, got {display(self.threshold)}")
-            if not self.threshold > 0:
-                raise ValueError(f"explosion_threshold={self.threshold!r} must be positive, such as 1e4, or None")
-        check.flag(track_epochs=self.track_epochs)
-        whole_model_names("summary", self.summary)
-        whole_model_names("prog_bar", self.prog_bar)
-        for name in ("step_prefix", "epoch_prefix"):
-            if not isinstance(getattr(self, name), str):
-                raise TypeError(f"{name} must be a str, such as 'train/', got {display(getattr(self, name))}")
-
-    def state_suffix(self, prefix: str) -> str:
-        """Distinguishes the states of several callbacks in a checkpoint: the prefixes that are not the default."""
-        prefixes = (
-            ("prefix", prefix, ""),
-            ("step_prefix", self.step_prefix, SECTION),
-            ("epoch_prefix", self.epoch_prefix, EPOCH),
-        )
-        return "".join(f" {name}={given!r}" for name, given, default in prefixes if given != default)
-
-    def explosion(self, values: Mapping[str, float], step: int) -> str:
-        """A warning if the gradient norm is above the threshold or not finite; empty otherwise."""
-        norm = next((value for key, value in values.items() if key.endswith(f"{SECTION}grad_norm")), 0.0)
-        if self.threshold is None or norm <= self.threshold:
-            return ""
-        return f"step {step}: the gradient norm before clipping is {norm:.4g}, above explosion_threshold={self.threshold:g}"
-
-
-# --- PyTorch Lightning: ``Trainer(callbacks=[GradmonCallback()])`` ---
-
-
-class GradmonCallback(Callback):
+class GradmonCallback(HasMonitor, Callback):
     """Watches what a Lightning ``Trainer`` trains.
 
     Gradients are those of the optimizer's step: accumulated, reduced over ranks, unscaled; ``grad_norm`` is before clipping. Rows of values
@@ -187,39 +130,40 @@ class GradmonCallback(Callback):
         epoch_prefix: str = EPOCH,
         **watch_arguments: Unpack[WatchOptions],
     ) -> None:
-        self._options = CallbackOptions(
-            log_every_n_steps, track_epochs, summary, prog_bar, explosion_threshold, step_prefix, epoch_prefix
-        )
-        self._options.check()
+        if log_every_n_steps is not None:
+            check.step_number("log_every_n_steps", log_every_n_steps)
+        if explosion_threshold is not None:
+            if not isinstance(explosion_threshold, (int, float)) or isinstance(explosion_threshold, bool):
+                raise TypeError(f"explosion_threshold must be a number, such as 1e4, or None, got {display(explosion_threshold)}")
+            if not explosion_threshold > 0:
+                raise ValueError(f"explosion_threshold={explosion_threshold!r} must be positive, such as 1e4, or None")
+        self._log_every, self._threshold = log_every_n_steps, explosion_threshold
+        self._track_epochs = check.flag(track_epochs=track_epochs)
+        self._summary, self._prog_bar = whole_model_names("summary", summary), whole_model_names("prog_bar", prog_bar)
+        for name, prefix in (("step_prefix", step_prefix), ("epoch_prefix", epoch_prefix)):
+            if not isinstance(prefix, str):
+                raise TypeError(f"{name} must be a str, such as 'train/', got {display(prefix)}")
+        self._prefixes = {"prefix": watch_arguments.get("prefix", ""), "step_prefix": step_prefix, "epoch_prefix": epoch_prefix}
         self._adapter = AdapterMonitor(monitor, watch_arguments, framework="lightning")
-        self._suffix = self._options.state_suffix(watch_arguments.get("prefix", ""))
         self._epoch, self._complaints = EpochMeans(), WarningLog()
-        self._schedulers: SchedulerRollback | None = None
-        self._sinks: list[Any] = []
         self._loaded: Mapping[str, Any] = {}
         self._shown = -1
 
     @property
     def state_key(self) -> str:
-        """The name of its state in checkpoints, with the prefixes, because Lightning refuses two of one name."""
-        return type(self).__qualname__ + self._suffix
-
-    @property
-    def monitor(self) -> ModuleMonitor:
-        """The monitor, which takes metrics, sinks and detectors from the start: ``callback.monitor.add_gradient_metric("norm")``. It stays
-        readable after the training; each of several models has its own.
-        """
-        return self._adapter.monitor
+        """The name of its state in checkpoints, with the prefixes that are not the default, because Lightning refuses two of one name."""
+        given = zip(self._prefixes.items(), ("", SECTION, EPOCH), strict=True)
+        return type(self).__qualname__ + "".join(f" {name}={own!r}" for (name, own), default in given if own != default)
 
     @property
     def step_prefix(self) -> str:
         """Replaces ``gradmon/`` in rows. A subclass may override it."""
-        return self._options.step_prefix
+        return self._prefixes["step_prefix"]
 
     @property
     def epoch_prefix(self) -> str:
         """The same for the values of an epoch."""
-        return self._options.epoch_prefix
+        return self._prefixes["epoch_prefix"]
 
     def step_values(self, values: dict[str, float]) -> dict[str, float]:
         """The values of a row for the loggers. Override it to add, remove or rename."""
@@ -238,31 +182,27 @@ class GradmonCallback(Callback):
         start, loaded = trainer.global_step // len(trainer.optimizers), self._loaded
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         state, self._loaded = loaded.get("monitor"), {}
-        monitor = self._adapter.begin(
-            pl_module, trainer.optimizers, scaler=scaler, start_step=start, state=state, trainer=trainer
-        )
+        self._adapter.begin(pl_module, trainer.optimizers, scaler=scaler, start_step=start, state=state, trainer=trainer)
         self._epoch, self._shown = EpochMeans(), -1
         if "epoch" in loaded:
             self._epoch.load_state_dict(loaded["epoch"])
-        self._every: int = trainer.log_every_n_steps if self._options.log_every is None else self._options.log_every  # type: ignore[attr-defined]
-        loggers = [_LoggerSink(logger, self) for logger in trainer.loggers] if self._every else []
-        self._sinks = [
-            *(monitor.add_sink(rows, every=self._every) for rows in loggers),
-            monitor.add_sink(self._take_values, on_all_ranks=True),
-        ]
-        self._schedulers = SchedulerRollback(monitor, trainer.optimizers, lambda: _moving_each_step(trainer, pl_module))
+        self._every: int = trainer.log_every_n_steps if self._log_every is None else self._log_every  # type: ignore[attr-defined]
+        for logger in trainer.loggers if self._every else ():
+            self._adapter.add_sink(_LoggerSink(logger, self), every=self._every)
+        self._adapter.add_sink(self._take_values, on_all_ranks=True)
+        self._adapter.hold_schedulers(trainer.optimizers, lambda: _moving_each_step(trainer, pl_module))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Begin an epoch with its first batch, unless it is resumed in the middle."""
-        if self._schedulers is not None:
-            self._schedulers.restore()
+        if self._adapter.schedulers is not None:
+            self._adapter.schedulers.restore()
         if batch_idx == 0:
             self._catch_up()
             self._epoch.begin()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
         """Record the loss, and pass values for the progress bar to Lightning."""
-        if self._schedulers is None:
+        if self._adapter.schedulers is None:
             return
         loss: Any = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if is_number(loss):
@@ -270,34 +210,32 @@ class GradmonCallback(Callback):
             parts = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
             self._adapter.log("loss", loss if parts == 1 else loss * parts)
         # schedulers that follow a value move after the validation, which comes later
-        self._schedulers.restore(again=lambda each: pl_module.automatic_optimization and isinstance(each, ReduceLROnPlateau))
+        self._adapter.schedulers.restore(
+            again=lambda each: pl_module.automatic_optimization and isinstance(each, ReduceLROnPlateau)
+        )
         step = last_step(self.monitor)
         if step is not None and step > self._shown and self._every and step % self._every == 0:
             self._shown = step
-            _log_summary(pl_module, self._options, self.monitor.get_step_metrics(), self.step_prefix, of_epoch=False)
+            self._log_summary(pl_module, self.monitor.get_step_metrics(), self.step_prefix, of_epoch=False)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the means over the steps of the epoch."""
-        if self._schedulers is not None:
-            self._schedulers.restore()
-        if self._schedulers is None or not self._options.track_epochs:
+        if self._adapter.schedulers is None:
+            return
+        self._adapter.schedulers.restore()
+        if not self._track_epochs:
             return
         self._catch_up()
         values = self._epoch.values()
         row = self.epoch_values(with_prefix(values, self.epoch_prefix, everything=True)) if values else {}
         for logger in trainer.loggers if row else ():
             logger.log_metrics(row, self._epoch.last)
-        _log_summary(pl_module, self._options, values, self.epoch_prefix, of_epoch=True)
+        self._log_summary(pl_module, values, self.epoch_prefix, of_epoch=True)
 
     def on_train_end(self, *_: Any) -> None:
         """Send waiting values, and leave the model as it was found."""
-        if self._schedulers is None:
-            return
-        self._adapter.end()
-        self._schedulers.remove()
-        self._schedulers = None
-        for sink in self._sinks:
-            sink.remove()
+        if self._adapter.schedulers is not None:
+            self._adapter.end()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """The same, when training is interrupted."""
@@ -317,7 +255,13 @@ class GradmonCallback(Callback):
 
     def _take_values(self, values: Mapping[str, float], step: int) -> None:
         """Add the values of each step, on every rank."""
-        if self._epoch.add(values, step) and (message := self._options.explosion(values, step)):
+        if not self._epoch.add(values, step) or self._threshold is None:
+            return
+        norm = next((value for key, value in values.items() if key.endswith(_NORM)), 0.0)
+        if not norm <= self._threshold:  # nor NaN
+            message = (
+                f"step {step}: the gradient norm before clipping is {norm:.4g}, above explosion_threshold={self._threshold:g}"
+            )
             self._complaints.add("explosion", message)
 
     def _catch_up(self) -> None:
@@ -325,15 +269,13 @@ class GradmonCallback(Callback):
         if (step := last_step(self.monitor)) is not None:
             self._take_values(self.monitor.get_step_metrics(), step)
 
-
-def _log_summary(
-    pl_module: LightningModule, options: CallbackOptions, values: Mapping[str, float], prefix: str, of_epoch: bool
-) -> None:
-    for key, value in values.items():
-        before, section, name = key.rpartition(SECTION)
-        if section and (name in options.summary or name.removesuffix("_max") in options.summary):
-            on_bar = not of_epoch and name in options.prog_bar
-            pl_module.log(before + prefix + name, value, prog_bar=on_bar, logger=False, on_step=not of_epoch, on_epoch=of_epoch)
+    def _log_summary(self, pl_module: LightningModule, values: Mapping[str, float], prefix: str, of_epoch: bool) -> None:
+        for key, value in values.items():
+            before, section, name = key.rpartition(SECTION)
+            if section and (name in self._summary or name.removesuffix("_max") in self._summary):
+                on_bar = not of_epoch and name in self._prog_bar
+                name = before + prefix + name
+                pl_module.log(name, value, prog_bar=on_bar, logger=False, on_step=not of_epoch, on_epoch=of_epoch)
 
 
 class _LoggerSink:

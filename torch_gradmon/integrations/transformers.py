@@ -25,7 +25,7 @@ from ..monitor.options import WatchOptions
 from ..sinks.tensorboard import TensorBoardSink
 from ..sinks.trackio import TrackioSink
 from ..sinks.wandb import WandbSink
-from .common import AdapterMonitor, SchedulerRollback, whole_model_names
+from .common import AdapterMonitor, HasMonitor, whole_model_names
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -42,7 +42,7 @@ _RESTORE = "restore_callback_states_from_checkpoint"
 
 
 # without Transformers both are Any
-class GradmonCallback(trainer_callback.TrainerCallback, trainer_callback.ExportableState):  # type: ignore[misc]
+class GradmonCallback(HasMonitor, trainer_callback.TrainerCallback, trainer_callback.ExportableState):  # type: ignore[misc]
     """Watches the model of a ``Trainer`` while it trains. Nothing else in the script changes.
 
     ==========================  ===================================================================================
@@ -85,17 +85,8 @@ class GradmonCallback(trainer_callback.TrainerCallback, trainer_callback.Exporta
         self._logged = re.compile(rf"(?:^|\W|_){SUMMARY}/(?:{'|'.join(log_keys) or '(?!)'})$")
         self._line_values: dict[str, float] = {}  # the values for the next line, from steps after this one:
         self._line = -1
-        self._sinks: list[Any] = []
-        self._schedulers: SchedulerRollback | None = None
         self._losses: _Losses | None = None
         self._complaints = WarningLog()
-
-    @property
-    def monitor(self) -> ModuleMonitor:
-        """The monitor, which takes metrics, sinks and detectors from the start: ``callback.monitor.add_gradient_metric("norm")``. It stays
-        readable after the training; each of several models has its own.
-        """
-        return self._adapter.monitor
 
     # --- called by the Trainer ----------------------------------------------------------------------------------------------
 
@@ -139,17 +130,16 @@ class GradmonCallback(trainer_callback.TrainerCallback, trainer_callback.Exporta
             monitor._runtime.pipeline.directory.annotate(trainer=WITH_LOSS_FUNCTION)
         self._losses = None if own is None else _Losses(own, self._adapter)
         scheduler = getattr(lr_scheduler, "scheduler", lr_scheduler)  # of Accelerate
-        self._schedulers = SchedulerRollback(monitor, [check.bare_optimizer(optimizer)], lambda: [scheduler])
+        self._adapter.hold_schedulers([check.bare_optimizer(optimizer)], lambda: [scheduler])
         self._line_values, self._line = {}, -1
-        self._sinks = [
-            monitor.add_sink(self._collect, keys=self._logged, deferred=True, on_all_ranks=True),
-            *(monitor.add_sink(sink, deferred=True) for sink in self._reporters(args, state)),
-        ]
+        self._adapter.add_sink(self._collect, keys=self._logged, deferred=True, on_all_ranks=True)
+        for sink in self._reporters(args, state):
+            self._adapter.add_sink(sink, deferred=True)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Undo the move of the scheduler in a skipped step."""
-        if self._schedulers is not None:
-            self._schedulers.restore()
+        if self._adapter.schedulers is not None:
+            self._adapter.schedulers.restore()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         """Add values to the line with the loss. Other logs of the Trainer are for reporters, which came before."""
@@ -209,19 +199,10 @@ class GradmonCallback(trainer_callback.TrainerCallback, trainer_callback.Exporta
             self._line_values.update({key: value for key, value in values.items() if self._logged.search(key)})
 
     def _detach(self) -> None:
-        """Detach, and leave the monitor with its original sinks."""
-        sinks, self._sinks = self._sinks, []
-        if self._schedulers is not None:
-            self._schedulers.remove()
-            self._schedulers = None
         if self._losses is not None:
             self._losses.remove()
             self._losses = None
-        try:
-            self._adapter.end()
-        finally:  # also if a spike in the last step raises
-            for sink in sinks:
-                sink.remove()
+        self._adapter.end()
 
     def _reporters(self, args: Any, state: Any) -> Iterator[Any]:
         """A sink for each reporter, on the first rank only; reporters have opened their runs before this callback."""
@@ -244,10 +225,6 @@ class _Losses:
 
     That is the part of a micro-batch in the step's loss, as the Trainer divides it, whatever the accumulation, and detached: their sum is
     the loss that the Trainer would log for this step alone. The method of this one Trainer is wrapped, and not its class.
-
-    Args:
-        trainer: the Trainer.
-        adapter: records the loss.
     """
 
     def __init__(self, trainer: Any, adapter: AdapterMonitor) -> None:
@@ -297,11 +274,6 @@ def _trainer_of(control: Any) -> Any:
 
 
 def _engine_of(trainer: Any) -> Any:
-    """The DeepSpeed engine of a Trainer.
-
-    Raises:
-        ValueError: it has none.
-    """
     if check.is_deepspeed(engine := getattr(trainer, "model_wrapped", None)):
         return engine
     raise ValueError(

@@ -50,12 +50,7 @@ from .values import LateValues, ValueLog
 
 
 class MonitorContext:
-    """See :class:`torch_gradmon.step.plugin.PluginContext`.
-
-    Args:
-        lifecycle: opens and closes steps.
-        plugin: that this is for.
-    """
+    """See :class:`torch_gradmon.step.plugin.PluginContext`."""
 
     def __init__(self, lifecycle: StepLifecycle, plugin: Plugin) -> None:
         self._lifecycle, self._plugin = lifecycle, plugin
@@ -149,19 +144,13 @@ class MonitorContext:
         self._lifecycle.pipeline.learn(record, whole)
 
 
-# --- Builds the parts of a monitor from its options and connects them ---
-
-
 def build(options: MonitorOptions, model: nn.Module | None = None) -> Runtime:
     """The runtime of a monitor with these options.
 
     The model is checked and indexed before the run directory is created, so a model that is refused leaves no files.
-
-    Raises:
-        TypeError, ValueError: the model cannot be monitored, or a plugin belongs to the monitor of another one.
     """
     inert, ranks = is_disabled(), Ranks(options.ranks.process_group)
-    run_dir = None if inert else run_dir_of(options.run_dir, options.ranks, ranks)
+    run_dir = None if inert else run_dir_of(options.run_dir, options.ranks.log_on_all_ranks, ranks)
     complaints = WarningLog(options.on_metric_error == "raise", "" if run_dir is None else str(run_dir))
     is_muted = partial(ranks.is_muted, options.ranks.log_on_all_ranks)
     planner = _planner(options, model)
@@ -281,9 +270,8 @@ def _planner(options: MonitorOptions, model: nn.Module | None) -> Planner:
     return planner
 
 
-def run_dir_of(path: str | os.PathLike[str] | None, distributed: Distributed, ranks: Ranks) -> str | os.PathLike[str] | None:
-    """The run directory of this rank."""
-    if path is not None and distributed.log_on_all_ranks and ranks.count > 1:
+def run_dir_of(path: str | os.PathLike[str] | None, on_all_ranks: bool, ranks: Ranks) -> str | os.PathLike[str] | None:
+    if path is not None and on_all_ranks and ranks.count > 1:
         return os.path.join(path, f"rank{ranks.rank}")
     return path
 

@@ -16,11 +16,7 @@ from ..step.model_index import GradientSource
 
 
 class DeepSpeedSource(GradientSource):
-    """Parameters and gradients of a DeepSpeed engine. Without ZeRO and in float32 they are in their usual places.
-
-    Args:
-        engine: its ``step`` steps the optimizer, at the end of an accumulation.
-    """
+    """Parameters and gradients of a DeepSpeed engine. Without ZeRO and in float32 they are in their usual places."""
 
     is_final_at_step = True
 
@@ -29,11 +25,9 @@ class DeepSpeedSource(GradientSource):
 
     @property
     def outer(self) -> Any:
-        """The engine."""
         return self._engine()
 
     def is_due(self) -> bool:
-        """Whether this micro-batch is the last one of the step."""
         engine = self._engine()
         return engine is not None and bool(engine.is_gradient_accumulation_boundary())
 
@@ -42,7 +36,6 @@ class DeepSpeedSource(GradientSource):
         return getattr(self._engine(), "optimizer", None)
 
     def scale(self) -> float | Tensor | None:
-        """The loss scale of fp16."""
         scale = getattr(self._optimizer, "loss_scale", None)
         return None if scale is None or (not isinstance(scale, Tensor) and scale == 1) else scale
 
@@ -52,7 +45,6 @@ class DeepSpeedSource(GradientSource):
         return engine is not None and bool(engine.fp16_enabled())
 
     def has_overflowed(self) -> bool:
-        """Whether gradients were infinite."""
         return bool(getattr(self._optimizer, "overflow", False))
 
 
@@ -88,7 +80,6 @@ class ZeroSource(DeepSpeedSource):
         return [[flat] for flat in self._flats()]
 
     def is_part(self, parameter: nn.Parameter) -> bool:
-        """Of each parameter that is trained."""
         return id(parameter) in self._groups
 
     def stepped(self, parameter: nn.Parameter) -> Tensor:
@@ -104,7 +95,6 @@ class ZeroSource(DeepSpeedSource):
         return part
 
     def accumulated(self, parameter: nn.Parameter) -> Tensor | None:
-        """This rank's part of the average over all ranks and micro-batches."""
         if not self.is_part(parameter):
             return parameter.grad
         mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
@@ -120,7 +110,6 @@ class ZeroSource(DeepSpeedSource):
         return gradient
 
     def used(self, parameter: nn.Parameter) -> Tensor | None:
-        """This rank's part of the flat gradient."""
         gradient = self.stepped(parameter).grad
         if gradient is None or not self.is_part(parameter):
             return gradient
@@ -140,7 +129,6 @@ class Zero3Source(DeepSpeedSource):
         return found
 
     def is_part(self, parameter: nn.Parameter) -> bool:
-        """Of each parameter, trained or not."""
         return hasattr(parameter, "ds_id")
 
     def shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
@@ -161,14 +149,12 @@ class Zero3Source(DeepSpeedSource):
         return parameter if share is None else share.detach().view(-1)[: _length(parameter, share.numel())]
 
     def used(self, parameter: nn.Parameter) -> Tensor | None:
-        """This rank's share of the flat gradient."""
         place = self._place(parameter)
         if place is None or place[0].grad is None:
             return None
         return place[0].grad.detach().narrow(0, *place[1])
 
     def accumulated(self, parameter: nn.Parameter) -> Tensor | None:
-        """This rank's share of the average over all ranks and micro-batches."""
         place = self._place(parameter)
         if place is None:
             return None
@@ -186,7 +172,6 @@ class Zero3Source(DeepSpeedSource):
 
 
 def _length(parameter: Any, size: int) -> int:
-    """How many elements of a share of this ``size`` are elements of the parameter."""
     before = torch.distributed.get_rank(parameter.ds_process_group) * size
     return max(0, min(size, int(parameter.ds_numel) - before))
 
@@ -196,11 +181,6 @@ def _nothing(parameter: nn.Parameter) -> Tensor:
 
 
 def source_of(engine: Any) -> DeepSpeedSource:
-    """The source that fits the engine's settings.
-
-    Raises:
-        ValueError: its optimizer keeps gradients where they cannot be found.
-    """
     stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
     if stage == 3:
         return Zero3Source(engine)
@@ -217,11 +197,7 @@ def source_of(engine: Any) -> DeepSpeedSource:
 
 
 def unpacked(engine: Any, optimizers: Sequence[Any]) -> tuple[nn.Module, Sequence[Any], GradientSource]:
-    """The model of an engine, the optimizer inside, and where gradients are.
-
-    Raises:
-        ValueError: another optimizer was given beside the engine, or it has none, or one that cannot be followed; or it is a pipeline.
-    """
+    """The model of an engine, the optimizer inside, and where gradients are."""
     inner = getattr(engine, "basic_optimizer", None)
     for each in optimizers:
         # Accelerate has a wrapper around it

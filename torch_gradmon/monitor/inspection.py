@@ -1,9 +1,9 @@
-"""What the methods of the monitor do that takes more than a few lines: descriptions, reasons, diagnosis, figures."""
+"""What the methods of the monitor do that takes more than a few lines: descriptions, records, reasons, diagnosis."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..core import keys as n
 from ..core import validation as check
 from ..core.errors import display
-from ..core.records import ModelOrder, SpikeEvent, StepRecord, StepView
+from ..core.records import SpikeEvent, StepRecord, StepView
 from ..core.torch_modes import outside_dispatch_modes
 from ..runs.detail_request import DetailRequest, request_text
 from ..step.summary import BATCH_DOCUMENTATION, KEY_DOCUMENTATION, ON_REQUEST, top_shares
@@ -28,7 +28,6 @@ _DISABLED = {"everything": "GRADMON_DISABLE is set in the environment: nothing i
 
 
 def describe(runtime: Runtime) -> dict[str, str]:
-    """Documentation by key, with patterns in the place of names."""
     known = {**KEY_DOCUMENTATION, **BATCH_DOCUMENTATION, **ON_REQUEST}
     record, registry = runtime.pipeline.last, runtime.planner.registry
     # some whole-model values are switched on by other calls than add_*; the last record shows which
@@ -47,7 +46,6 @@ def describe(runtime: Runtime) -> dict[str, str]:
 
 
 def last_record(runtime: Runtime) -> StepView | None:
-    """Of the step that ended last; None before the first."""
     step, policy, change = runtime.state.clock.ended, runtime.built_in.policy, detail_of(runtime)
     if step is None:
         return None
@@ -58,45 +56,34 @@ def last_record(runtime: Runtime) -> StepView | None:
             raise RuntimeError(f"step {step} is over: read its values before the next step ends, or keep them in a run directory")
         return last
 
-    def metrics() -> dict[str, float]:
+    def read(value: Callable[[StepRecord], Any], otherwise: Any) -> Any:
         found = record()
-        return {} if found is None else runtime.pipeline.publisher.shown(found)
+        return otherwise if found is None else value(found)
 
     def spikes() -> tuple[SpikeEvent, ...]:
         runtime.judge_now()
-        found = record()
-        return () if found is None else found.events
+        return read(lambda found: found.events, ())  # type: ignore[no-any-return]
 
     def top_gradients(count: int = 10) -> list[tuple[str, float]]:
         check.positive_int("count", count)
-        found = record()
         with outside_dispatch_modes():
-            return [] if found is None else top_shares(found.tables.get(n.GRADIENT_BEFORE_CLIP), count)
-
-    def context() -> dict[str, Any]:
-        found = record()
-        return {} if found is None else dict(found.context)
+            return read(lambda found: top_shares(found.tables.get(n.GRADIENT_BEFORE_CLIP), count), [])  # type: ignore[no-any-return]
 
     rollback = None if policy is None else policy.rolled_back
     detail = None if change is None else change.facts()
     return StepView(
         step,
         top_gradients,
-        metrics=metrics,
+        metrics=lambda: read(runtime.pipeline.publisher.shown, {}),
         spikes=spikes,
         rollback=lambda: rollback,
         detail=lambda: detail,
-        context=context,
+        context=lambda: read(lambda found: dict(found.context), {}),
     )
 
 
 def name_of(runtime: Runtime, module: str | nn.Module) -> str:
-    """The canonical name of a watched module. A str is returned unchanged.
-
-    Raises:
-        TypeError: neither a module nor a name.
-        ValueError: the module is not part of the watched model.
-    """
+    """The canonical name of a watched module. A str is returned unchanged."""
     if isinstance(module, str):
         return module
     if not isinstance(module, nn.Module):
@@ -110,7 +97,6 @@ def name_of(runtime: Runtime, module: str | nn.Module) -> str:
 
 
 def missing(runtime: Runtime) -> dict[str, str]:
-    """Why keys have no value in the last step."""
     record, planner = runtime.settle_now(), runtime.planner
     why = _why_nothing(runtime, record)
     if record is None and not why:
@@ -142,7 +128,6 @@ def _why_nothing(runtime: Runtime, record: StepRecord | None) -> str:
 
 
 def diagnose(runtime: Runtime) -> Diagnosis:
-    """The findings about the training so far."""
     from ..analysis.diagnosis import Diagnosis
     from ..analysis.diagnosis.diagnose import diagnose_history
     from ..analysis.diagnosis.history import History
@@ -176,30 +161,6 @@ def diagnose(runtime: Runtime) -> Diagnosis:
     return replace(found, unseen={"everything": why}) if why else found
 
 
-def plot(runtime: Runtime, kind: str, engine: str, options: Mapping[str, Any]) -> Any:
-    """A figure of the steps that are remembered."""
-    from ..analysis.plots.charts import plot
-    from ..analysis.plots.sources import ValueSource
-
-    runtime.settle_now()
-    inventory, sample = runtime.planner.inventory, runtime.pipeline.history.sample
-    order = None if inventory is None else ModelOrder(inventory.names, inventory.kinds)
-    return plot(ValueSource.of_records(sample.records(), order, sample.is_whole), kind, engine, dict(options))
-
-
-def why(runtime: Runtime, step: int | None) -> str:
-    """The text about a step, by default about the largest spike."""
-    from ..analysis.spike_report import explain
-
-    if step is not None:
-        check.step_number("step", step)
-    elif not runtime.pipeline.detection.detector_set.detectors:
-        raise ValueError("nothing looks for spikes: give preset= or call add_detector(SpikeDetector()), or name a step")
-    runtime.settle_now()
-    runtime.backfill()
-    return explain(runtime.pipeline.history.recent(), step)
-
-
 def words(runtime: Runtime) -> Iterator[str]:
     module = runtime.planner.module
     count = len(runtime.planner.registry.metrics)
@@ -219,11 +180,7 @@ def words(runtime: Runtime) -> Iterator[str]:
 
 
 def checked_ids(ids: Any, losses: Any) -> Any:
-    """What identifies the rows of these losses, as a tensor or a list.
-
-    Raises:
-        TypeError, ValueError: wrong types, or other shapes.
-    """
+    """What identifies the rows of these losses, as a tensor or a list."""
     if not isinstance(losses, Tensor) or losses.is_complex() or losses.dtype == torch.bool:
         raise TypeError(f"log_sample_losses takes the losses as a tensor of real numbers, got {display(losses)}")
     if losses.layout is not torch.strided or losses.ndim != 1 or not len(losses):

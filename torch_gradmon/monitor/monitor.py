@@ -6,7 +6,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,7 +21,7 @@ from ..core.errors import display, nearest
 from ..core.fence import is_disabled
 from ..core.keys import Key, Pattern
 from ..core.loop_mistakes import LoopFinding
-from ..core.records import Chart, Engine, StepView
+from ..core.records import Chart, Engine, ModelOrder, StepView
 from ..core.torch_modes import is_compiling, outside_dispatch_modes
 from ..plugins.clipping import AdaptiveClip
 from ..plugins.setup_check import Checks
@@ -37,7 +37,6 @@ from ..step.ranks import Ranks
 from ..step.summary import KEY_DOCUMENTATION, MicroBatchStats
 from . import inspection
 from .builder import build, run_dir_of
-from .manual_loop import ManualLoop, clip_gradients
 from .options import Distributed, Layers, LogTarget, MonitorOptions, OnSpike, SpikeCapture
 from .records import RunDirectory
 from .runtime import NO_MODULE, Aggregation, AggregationFunction, MetricFunction, Runtime, at_exit
@@ -46,15 +45,11 @@ from .steps import unlink
 if TYPE_CHECKING:
     from ..analysis.diagnosis import Diagnosis
     from ..sinks.filtered_sink import FilteredSink
+    from .manual_loop import ManualLoop
 
 
 def sources(argument: str, given: str | Iterable[str], known: Mapping[str, str]) -> list[str]:
-    """The sources of keys of the kinds that are named: stages of a gradient, or tensors of a module.
-
-    Raises:
-        TypeError: neither a name nor several.
-        ValueError: none, or an unknown one.
-    """
+    """The sources of keys of the kinds that are named: stages of a gradient, or tensors of a module."""
     if not isinstance(given, (str, Iterable)):
         raise TypeError(f"{argument} must name one or several of {', '.join(known)}, got {display(given)}")
     kinds = (given,) if isinstance(given, str) else tuple(given)
@@ -71,22 +66,16 @@ TensorOf = Literal["output", "output_gradient", "input", "input_gradient"]
 AttentionMetric = Literal["entropy", "entropy_normalized", "first_key", "max_logit"]
 
 
-def _targets(given: LogTarget | Sequence[LogTarget] | None, is_muted: bool) -> list[LogTarget]:
-    """What ``log_to`` names, checked: names of trackers as the sinks of their active runs, or nothing on a rank that sends none."""
-    targets: list[Any] = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
-    if not targets or is_disabled():
+def _made(target: LogTarget, is_muted: bool) -> list[Any]:
+    """The sinks for ``target``, checked; none for a tracker's name on a rank that sends nothing, which need not have a run of it."""
+    if is_disabled() or (is_muted and isinstance(target, str)):
         return []
     from ..sinks.filtered_sink import adapted, sender
 
-    found: list[LogTarget] = []
-    for target in targets:
-        if isinstance(target, str):
-            found += [] if is_muted else adapted(target)
-            continue
-        for each in adapted(target):
-            sender(each)
-        found.append(target)
-    return found
+    made = adapted(target)
+    for each in made:
+        sender(each)
+    return made
 
 
 class Handle:
@@ -193,50 +182,31 @@ class ModuleMonitor:
     ) -> None:
         if callable(module) and not isinstance(module, (nn.Module, type)) and monitor_step_fn is None:
             module, monitor_step_fn = None, module
-        options = MonitorOptions(
-            preset=preset,
-            layers=layers,
-            excluded_modules_regex=excluded_modules_regex,
-            every=every,
-            monitor_step_fn=monitor_step_fn,
-            run_dir=run_dir,
-            prefix=prefix,
-            on_spike=on_spike,
-            checks=checks,
-            scaler=scaler,
-            max_overhead=max_overhead,
-            distributed=distributed,
-            plugins=plugins,
-            spike_capture=SpikeCapture() if spike_capture is None else spike_capture,
-            key_order=key_order,
-            format_module_name_fn=format_module_name_fn,
-            on_metric_error=on_metric_error,
-            zero_threshold=zero_threshold,
-            max_update_rows=max_update_rows,
-            update_regex=update_regex,
-            history=history,
-            gradient_source=gradient_source,
-        )
-        self._build(options, module, log_to)  # type: ignore[arg-type]
-
-    def _build(self, options: MonitorOptions, module: nn.Module | None, log_to: LogTarget | Sequence[LogTarget] | None) -> None:
-        targets = _targets(log_to, Ranks(options.ranks.process_group).is_muted(options.ranks.log_on_all_ranks))
-        self._runtime = build(options, module)
-        if options.preset is not None:
-            self._runtime.use_preset(options.preset)
+        spike_capture = SpikeCapture() if spike_capture is None else spike_capture
+        given = dict(locals())
+        options = MonitorOptions(**{each.name: given[each.name] for each in fields(MonitorOptions)})
+        self._log_on_all_ranks = options.ranks.log_on_all_ranks
+        sinks = self._sinks_of(log_to, Ranks(options.ranks.process_group))  # before the run directory exists
+        self._runtime = build(options, module)  # type: ignore[arg-type]
+        if preset is not None:
+            self._runtime.use_preset(preset)
         self._introduce()
-        for target in targets:
-            self.add_sink(target)
+        for target, made in sinks:
+            self._add_sinks(target, made)
 
-    def _begin_run(self, run_dir: str | os.PathLike[str] | None, distributed: Distributed | None, log_to: Any) -> None:
+    def _sinks_of(self, log_to: LogTarget | Sequence[LogTarget] | None, ranks: Ranks) -> list[tuple[LogTarget, list[Any]]]:
+        targets: list[Any] = list(log_to) if isinstance(log_to, (list, tuple)) else [] if log_to is None else [log_to]
+        return [(target, _made(target, ranks.is_muted(self._log_on_all_ranks))) for target in targets]
+
+    def _begin_run(self, run_dir: str | os.PathLike[str] | None, log_to: LogTarget | Sequence[LogTarget] | None) -> None:
         """Keep and send the values there: for a trainer's callback, whose monitor is made before the processes and trackers of a run."""
-        runtime, of = self._runtime, distributed or Distributed()
+        runtime = self._runtime
         ranks = runtime.captures.measurer.ranks
-        targets = _targets(log_to, ranks.is_muted(of.log_on_all_ranks))
-        if (place := run_dir_of(run_dir, of, ranks)) is not None and not runtime.fence.inert:
+        sinks = self._sinks_of(log_to, ranks)
+        if (place := run_dir_of(run_dir, self._log_on_all_ranks, ranks)) is not None and not runtime.fence.inert:
             runtime.pipeline.directory.keep_in(place)
-        for target in targets:
-            self.add_sink(target)
+        for target, made in sinks:
+            self._add_sinks(target, made)
 
     def _introduce(self) -> None:
         runtime, planner = self._runtime, self._runtime.planner
@@ -249,8 +219,7 @@ class ModuleMonitor:
         runtime.factory.layers.warn_of_idle(planner.inventory.names)
         if not runtime.fence.inert:
             runtime.link()
-            model = planner.representative
-            runtime.pipeline.directory.annotate(model=type(model if model is None else unwrapped(model)).__name__)
+            runtime.pipeline.directory.annotate(model=type(unwrapped(planner.representative)).__name__)
             runtime.factory.model.update(planner.inventory.facts)
 
     # --- modules -------------------------------------------------------------------------------------------------------------
@@ -346,13 +315,8 @@ class ModuleMonitor:
         accumulation and reduction. It costs a hook per parameter.
 
         Args:
-            metric_name: last part of the key; without ``metric_fn`` one of the built-ins that the class lists.
-            metric_fn: a function of the gradient that returns a number; None for the built-in.
-            metric_regex: searched (``re.search``) in the name of the parameter.
-            metric_aggregation_fn: merges several values of a step: ``"mean"``, ``"sum"``, ``"min"``, ``"max"`` or a function of them.
+            metric_name, metric_fn, metric_regex, metric_aggregation_fn, every, shardwise: see the class.
             stages: one or several of ``"before_clip"``, ``"after_clip"`` and ``"local"``.
-            every: compute it only on steps that are divisible by it.
-            shardwise: call the function on each rank's part of a sharded tensor, and merge.
 
         Raises:
             TypeError, ValueError: an argument is wrong, see the class.
@@ -664,6 +628,12 @@ class ModuleMonitor:
 
     # --- the loop, by hand ---------------------------------------------------------------------------------------------------
 
+    @property
+    def _by_hand(self) -> ManualLoop:
+        from .manual_loop import ManualLoop  # most loops have no need of it
+
+        return ManualLoop(self._runtime)
+
     def begin_step(self, step: int) -> bool:
         """Open step number ``step``; a step that is still open ends first. Returns whether the step is monitored.
 
@@ -684,14 +654,14 @@ class ModuleMonitor:
 
     def monitor_parameters(self) -> None:
         """Measure the parameters as they are now."""
-        ManualLoop(self._runtime).measure_parameters()
+        self._by_hand.measure_parameters()
 
     def monitor_gradients(self, before_clip: bool = False) -> None:
         """Measure the gradients as they are now, as those before clipping or as those that the optimizer will use.
 
         Call it after the last backward pass of the step. Gradients that are still scaled are divided by the scaler's scale.
         """
-        ManualLoop(self._runtime).measure_gradients(before_clip)
+        self._by_hand.measure_gradients(before_clip)
 
     def monitor_activations(self, module: str | nn.Module, activations: Any, is_reference: bool = False) -> None:
         """Measure a tensor, or a container of tensors, as the activation of ``module``, a module or any name.
@@ -701,7 +671,7 @@ class ModuleMonitor:
         """
         if is_reference:
             return
-        ManualLoop(self._runtime).capture_activation(inspection.name_of(self._runtime, module), activations)
+        self._by_hand.capture_activation(inspection.name_of(self._runtime, module), activations)
 
     def after_micro_batch(self) -> None:
         """Does nothing, because the monitor detects micro-batches. It is here for loops written for torch-module-monitor."""
@@ -778,6 +748,8 @@ class ModuleMonitor:
                 measured, or of sharded gradients while a rank has no monitor. Nothing is changed then.
             RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
         """
+        from .manual_loop import clip_gradients
+
         return clip_gradients(self._runtime, parameters, max_norm, norm_type, error_if_nonfinite, exact)
 
     # --- values --------------------------------------------------------------------------------------------------------------
@@ -913,7 +885,15 @@ class ModuleMonitor:
         Raises:
             TypeError, ValueError: ``step`` is no step number, or no longer in memory; or no detector looks for spikes.
         """
-        return inspection.why(self._runtime, step)
+        from ..analysis.spike_report import explain
+
+        if step is not None:
+            check.step_number("step", step)
+        elif not self._runtime.pipeline.detection.detector_set.detectors:
+            raise ValueError("nothing looks for spikes: give preset= or call add_detector(SpikeDetector()), or name a step")
+        self._runtime.settle_now()
+        self._runtime.backfill()
+        return explain(self._runtime.pipeline.history.recent(), step)
 
     def plot(self, kind: Chart = "heatmap", *, engine: Engine = "plotly", **options: Any) -> Any:
         """A figure of the run so far, for a notebook or a dashboard: ``wandb.log({"heatmap": monitor.plot()})``.
@@ -939,7 +919,13 @@ class ModuleMonitor:
             TypeError: this kind has no such option.
             ImportError: the engine is not installed.
         """
-        return inspection.plot(self._runtime, kind, engine, options)
+        from ..analysis.plots.charts import plot
+        from ..analysis.plots.sources import ValueSource
+
+        self._runtime.settle_now()
+        inventory, sample = self._runtime.planner.inventory, self._runtime.pipeline.history.sample
+        order = None if inventory is None else ModelOrder(inventory.names, inventory.kinds)
+        return plot(ValueSource.of_records(sample.records(), order, sample.is_whole), kind, engine, options)
 
     # --- outputs -------------------------------------------------------------------------------------------------------------
 
@@ -981,34 +967,47 @@ class ModuleMonitor:
                 named has no active run.
             ImportError: a tracker that is named is not installed.
         """
-        from ..sinks.filtered_sink import FilteredSink, adapted, logged_anyhow, name_of
+        is_muted = not on_all_ranks and self._runtime.captures.measurer.ranks.is_muted(self._log_on_all_ranks)
+        return self._add_sinks(sink, _made(sink, is_muted), keys, every, deferred, thread, on_all_ranks)
+
+    def _add_sinks(
+        self,
+        given: LogTarget,
+        sinks: Sequence[Any],
+        keys: Pattern | None = None,
+        every: int = 1,
+        deferred: bool = False,
+        thread: bool = False,
+        on_all_ranks: bool = False,
+    ) -> Handle:
+        from ..sinks.filtered_sink import FilteredSink, logged_anyhow, name_of
         from ..sinks.wandb import WandbSink
 
         pipeline, complaints = self._runtime.pipeline, self._runtime.fence.complaints
-        place = pipeline.directory.path
+        place, runtime = pipeline.directory.path, weakref.ref(self._runtime)
         added: list[FilteredSink] = []
-        for each in adapted(sink):
+        for each in sinks:
             if thread and isinstance(each, WandbSink):
                 raise ValueError(
                     "W&B takes rows without delay, and those of another thread would come between; leave thread=True out"
                 )
-            kept = _Kept(weakref.ref(pipeline.directory))
             if callable(connect := getattr(each, "connect", None)):
-                connect("" if place is None else str(place), partial(_findings, weakref.ref(self._runtime)))
+                connect("" if place is None else str(place), partial(_findings, runtime))
             is_deferred = deferred or not getattr(each, "takes_values", True)
-            filtered = FilteredSink(each, keys, every, complaints, is_deferred, thread, kept, logged_anyhow(sink))
-            filtered.stand_for(sink, on_all_ranks)
+            kept = _Kept(weakref.ref(pipeline.directory))
+            filtered = FilteredSink(each, keys, every, complaints, is_deferred, thread, kept, logged_anyhow(given))
+            filtered.stand_for(given, on_all_ranks)
             if callable(before_finish := getattr(each, "before_finish", None)):
-                before_finish(partial(at_exit, weakref.ref(self._runtime)))
+                before_finish(partial(at_exit, runtime))
             pipeline.publisher.add(filtered)
             added.append(filtered)
-        if keys is None and _send_the_same(self._runtime, sink):
+        if keys is None and _send_the_same(self._runtime, given):
             complaints.add(
                 "sink:shared",
-                f"another monitor sends the same keys to this {name_of(sink)}: give one of the two a prefix=, such as 'D/'",
+                f"another monitor sends the same keys to this {name_of(given)}: give one of the two a prefix=, such as 'D/'",
             )
         _SENDERS.add(self._runtime)
-        return Handle(partial(_remove_sinks, weakref.ref(self._runtime), added))
+        return Handle(partial(_remove_sinks, runtime, added))
 
     def add_detector(self, detector: SpikeDetector) -> Handle:
         """Feed ``detector`` with the whole-model value, or the logged scalar, that its ``signal`` names.

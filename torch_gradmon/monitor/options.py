@@ -127,9 +127,6 @@ class SpikeCapture:
 class MonitorOptions:
     """All options of :class:`torch_gradmon.ModuleMonitor` but the model and ``log_to``, as its documentation and that of
     :func:`torch_gradmon.watch` explain them, checked together before anything is built.
-
-    Raises:
-        TypeError, ValueError: an option has a wrong type or value; the message has the value and the remedy.
     """
 
     preset: PresetName | None = None
@@ -211,7 +208,6 @@ class MonitorOptions:
 
     @property
     def is_step_monitored(self) -> Callable[[int], bool]:
-        """Which steps the user asked for."""
         return check.cadence(self.every, self.monitor_step_fn)
 
     @property
@@ -230,7 +226,6 @@ class MonitorOptions:
 
     @property
     def checked(self) -> Checks:
-        """``checks`` as an object."""
         return (
             self.checks if isinstance(self.checks, Checks) else Checks(data=self.checks, replicas_every=100 if self.checks else 0)
         )

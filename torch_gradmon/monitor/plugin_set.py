@@ -47,15 +47,8 @@ class BuiltInPlugins(NamedTuple):
 
 
 class PluginSet:
-    """Calls the methods that plugins override, and turns the failure of one into a warning.
-
-    Args:
-        built_in: those of the monitor; what only one of them has to know or to answer, it is asked by itself.
-        own: those of the script, called after them.
-        complaints: where failures are reported.
-
-    Attributes:
-        watching: the ids of those that watch idle steps.
+    """Calls the methods that plugins override, and turns the failure of one into a warning. Those of the script come after the built-in
+    ones; what only one of these has to know or to answer, it is asked by itself.
     """
 
     def __init__(self, built_in: BuiltInPlugins, own: Sequence[Plugin], complaints: WarningLog) -> None:
@@ -69,7 +62,7 @@ class PluginSet:
         self._plugins = (*(plugin for plugin in built_in if plugin is not None), *self.own)
         self._calls = {hook: self._overridden(hook) for hook in _HOOKS}
         at_boundaries = {id(plugin): plugin for hook in _BOUNDARIES for plugin, _ in self._calls[hook]}.values()
-        self.watching: set[int] = set()
+        self.watching: set[int] = set()  # ids of those that watch idle steps
         # a class with a property of its own is asked
         self._asked = [p for p in at_boundaries if type(p).watches_idle_steps is not Plugin.watches_idle_steps]
         for plugin in at_boundaries:
@@ -86,7 +79,6 @@ class PluginSet:
         return iter(self._plugins)
 
     def has(self, hook: str) -> bool:
-        """Whether any plugin overrides ``hook``."""
         return bool(self._calls[hook])
 
     @property
@@ -109,11 +101,8 @@ class PluginSet:
         return steps
 
     def call(self, hook: str, *args: Any, is_idle: bool = False) -> None:
-        """Call ``hook`` of each plugin that overrides it. ``is_idle``: only of those that watch idle steps.
-
-        Raises:
-            TrainingStopped: training must stop.
-            GradmonWarning: warnings are errors. All plugins have been called by then.
+        """Call ``hook`` of each plugin that overrides it. ``is_idle``: only of those that watch idle steps. Where training must stop, or
+        warnings are errors, it raises after all have been called.
         """
         raised: Exception | None = None
         for plugin, method in self._calls[hook]:
@@ -129,12 +118,7 @@ class PluginSet:
             raise raised
 
     def call_one(self, plugin: Plugin, method: Callable[..., Any], *args: Any) -> Any:
-        """Call a method of ``plugin``, unless it has stopped. Returns None if it fails, and reports the failure once.
-
-        Raises:
-            TrainingStopped: training must stop.
-            GradmonWarning: warnings are errors.
-        """
+        """Call a method of ``plugin``, unless it has stopped. Returns None if it fails, and reports the failure once."""
         if self._stopped and plugin in self._stopped:
             return None
         try:
@@ -153,11 +137,9 @@ class PluginSet:
         self._complaints.add(f"plugin:{plugin.name}", message, error)
 
     def restart(self) -> None:
-        """Resume the calls of plugins that have stopped."""
         self._stopped.clear()
 
     def wants(self, step: int, asked: bool) -> bool:
-        """Whether ``step`` is monitored; ``asked`` is the script's own answer."""
         for _, method in self._calls["wants"]:
             asked = method(step, asked)
         return asked
@@ -171,7 +153,6 @@ class PluginSet:
 
     @property
     def requires_gradients(self) -> bool:
-        """Whether any plugin needs gradients in steps that are not monitored."""
         for plugin in self._requiring:  # noqa: SIM110 (asked in every idle step: no generator)
             if plugin.requires_gradients:
                 return True

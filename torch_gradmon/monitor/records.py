@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..analysis.spike_report import RecentSteps
 from ..core.errors import GradmonWarning, SpikeError, WarningLog
 from ..core.fence import Fence
 from ..core.formatting import listed, placed, printable
@@ -35,6 +34,7 @@ from ..step.summary import LayerSelection, ReasonContext, Summary, SummaryChoice
 from .plugin_set import PluginSet
 
 if TYPE_CHECKING:
+    from ..analysis.spike_report import RecentSteps
     from ..runs.writer import RunWriter
     from ..sinks.filtered_sink import FilteredSink
 
@@ -526,6 +526,8 @@ class RecordHistory:
 
     def recent(self) -> RecentSteps:
         """The records for reports: those of the last steps, and those that a diagnosis needs."""
+        from ..analysis.spike_report import RecentSteps  # most trainings end without a report
+
         sample = {record.step: record for record in self.sample.records()}
         known = {**sample, **self._backfilled, **self._records}
         return RecentSteps(known, self._suspects.gradients, self._suspects.suspects)

@@ -86,24 +86,15 @@ class LateValues:
 
 
 class TagLog:
-    """Facts about steps, from the loop.
-
-    Args:
-        state: of the step machine.
-        late: takes facts of the last step.
-
-    Attributes:
-        current: facts of the open step, or of the one to come.
-    """
+    """Facts about steps, from the loop."""
 
     def __init__(self, state: StepState, late: LateValues) -> None:
         self._state, self._late = state, late
-        self.current: dict[str, Any] = {}
+        self.current: dict[str, Any] = {}  # of the open step, or of the one to come
         self._undecided: dict[str, Any] = {}
         self._ahead: set[str] = set()  # names that the loop gives before a step's forward
 
     def add(self, tags: Mapping[str, Any]) -> None:
-        """Add facts; see :meth:`ValueLog.tag`."""
         if self._state.clock.step is None:
             self._ahead |= tags.keys()
         late = {} if self._state.is_open else {name: value for name, value in tags.items() if name not in self._ahead}
@@ -120,7 +111,6 @@ class TagLog:
         return late
 
     def rejoin(self, earlier: Mapping[str, Any]) -> None:
-        """These are facts of the open step, too."""
         self.current = {**earlier, **self.current}
 
     def begin(self, is_kept: bool) -> None:
@@ -128,11 +118,9 @@ class TagLog:
         self.current, self._undecided = {**self.current, **self._undecided} if is_kept else {}, {}
 
     def clear(self) -> None:
-        """Forget what is known of the step."""
         self.current = {}
 
     def take(self) -> dict[str, Any]:
-        """The step closes: all that is known of it."""
         tags, self.current = self.current, {}
         return tags
 
@@ -143,9 +131,6 @@ class TagLog:
             self._late.tag(tags)
 
 
-# --- value log ---
-
-
 #: Without these a tensor on the CPU is read by ``item()`` as the loop itself would read it.
 _function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
 _interpreter = torch._C._functorch.peek_interpreter_stack
@@ -153,34 +138,20 @@ _REAL = frozenset((torch.float32, torch.float64, torch.bfloat16, torch.float16))
 
 
 class ValueLog:
-    """Routes logged values to steps.
-
-    Args:
-        state: of the step machine.
-        fence: where failures are reported.
-        late: takes values and facts of the last step.
-        exchange: knows which values ranks share.
-        modules: knows whether a training forward is running.
-
-    Attributes:
-        buffer: of the open step, or of a part of it; None where it takes no values.
-        is_recording: all that is due is measured in the open step.
-        logged: the keys of all values so far.
-        of_trainer: those of them that only a trainer has logged.
-    """
+    """Routes logged values to steps."""
 
     def __init__(self, state: StepState, fence: Fence, late: LateValues, exchange: ExchangePolicy, passes: PassTracker) -> None:
         self._state, self._fence, self.late = state, fence, late
         self._exchange, self._passes = exchange, passes
-        self.buffer: StepBuffer | None = None
-        self.is_recording = self._is_detached = False
+        self.buffer: StepBuffer | None = None  # of the open step, or of a part of it; None where it takes no values
+        self.is_recording = self._is_detached = False  # the first: all that is due is measured in the open step
         self._early: StepBuffer | None = None  # logged for the step to come
         self._hidden: StepBuffer | None = None  # and from inside of a forward that no hook sees
         self._first_keys: frozenset[Key] = frozenset()
         self._plain: dict[str, Key] = {}  # keys under which numbers were logged before
         self._waiting: list[tuple[Key, float]] = []
         self.logged: set[Key] = set()
-        self.of_trainer: set[Key] = set()
+        self.of_trainer: set[Key] = set()  # those that only a trainer has logged
 
     def step_opened(self, buffer: StepBuffer | None, is_monitored: bool, hides_forward: bool, is_tentative: bool) -> None:
         """A step opened with ``buffer``; ``hides_forward``: no hook saw the forward, whose values belong to it."""
@@ -229,23 +200,14 @@ class ValueLog:
             value = value.item()
         elif type(value) is not float and type(value) is not int:
             return False
-        if not self._is_lost(key):
-            if self._writes_at_once(key):
+        step = self._step_of(key)
+        if step and (step != "last" or self.late.is_kept):
+            if step == "last" and self.late.is_stored:  # a file has it already, whose readers need not be in this process
                 return False
             self._waiting.append((key, float(value)))
             self._fence.defer(self._log_waiting)
         self._fence.add_since(began)
         return True
-
-    def _is_lost(self, key: Key) -> bool:
-        """The step of a value that is logged now is not monitored."""
-        if self._state.is_open:
-            return self.buffer is None and not self._state.progress.is_tentative
-        return not self._is_ahead(key) and not self.late.is_kept
-
-    def _writes_at_once(self, key: Key) -> bool:
-        """The value belongs into a step that a file has already, whose readers need not be in this process."""
-        return not self._state.is_open and not self._is_ahead(key) and self.late.is_stored
 
     def _log_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
@@ -274,12 +236,8 @@ class ValueLog:
         is_measured: bool = False,
         stands_in: bool = False,
     ) -> None:
-        """Log a value; merged over ranks by ``reducer``.
-
-        Args:
-            key, value, aggregation, reducer: see :meth:`ModuleMonitor.log_scalar`.
-            is_measured: it is part of a training forward, and goes where that goes.
-            stands_in: it comes from a trainer, for a step in which the script logs no value like it.
+        """Log a value as :meth:`ModuleMonitor.log_scalar` says. ``is_measured``: it is part of a training forward, and goes where that
+        goes; ``stands_in``: it comes from a trainer, for a step in which the script logs no value like it.
         """
         if self._fence.inert:
             return
@@ -327,7 +285,7 @@ class ValueLog:
         self._fence.complaints.add(f"log:{text}", f"a value of {text} is lost", error)
 
     def _warn_late(self, key: Key, text: str, reducer: str) -> None:
-        is_late = self._exchange.exchange.shares_values and not self._state.is_open and not self._is_ahead(key)
+        is_late = self._exchange.exchange.shares_values and self._step_of(key) == "last"
         if is_late and (reducer or self.late.is_judged(key)):
             self._fence.complaints.add(
                 f"late:{text}",
@@ -339,18 +297,23 @@ class ValueLog:
         self, key: Key, value: Any, aggregation: Aggregation, is_measured: bool, stands_in: bool, late: StepBuffer
     ) -> StepBuffer | None:
         """Which buffer has the value, ``late`` that of a step that has ended; None where it is dropped."""
-        is_open, complaints = self._state.is_open, self._fence.complaints
+        step = self._step_of(key, is_measured)
+        buffer = self.buffer if step == "open" else late if step == "last" else None
+        if step == "hidden":
+            buffer = self._hidden = self._hidden or StepBuffer(-1, self._fence.complaints)
+        elif step == "next":
+            buffer = self._early = self._early or StepBuffer(-1, self._fence.complaints)
+        return buffer if buffer is not None and buffer.merge_logged(key, value, aggregation, stands_in) else None
+
+    def _step_of(self, key: Key, is_measured: bool = False) -> str:
+        """To which step a value belongs that is logged now: the ``open`` one, the ``last`` or the ``next`` one, or one whose forward is
+        running and ``hidden`` from hooks; empty if that is not monitored.
+        """
         if self.buffer is not None and (is_measured or not self._state.progress.is_tentative):
-            buffer = self.buffer
-        elif is_measured and not is_open:
-            buffer = self._hidden = self._hidden or StepBuffer(-1, complaints)
-        elif self._is_ahead(key):
-            buffer = self._early = self._early or StepBuffer(-1, complaints)
-        elif is_open:
-            return None
-        else:
-            buffer = late
-        return buffer if buffer.merge_logged(key, value, aggregation, stands_in) else None
+            return "open"
+        if is_measured and not self._state.is_open:
+            return "hidden"
+        return "next" if self._is_ahead(key) else "" if self._state.is_open else "last"
 
     def _is_ahead(self, key: Key) -> bool:
         """Whether a value that is logged now belongs to the step to come, as far as is known."""
@@ -381,11 +344,7 @@ class ValueLog:
 
 
 class OverflowLog:
-    """Steps that a fused optimizer did not apply: facts that stay on the device.
-
-    Args:
-        values: know the open step.
-    """
+    """Steps that a fused optimizer did not apply: facts that stay on the device."""
 
     def __init__(self, values: ValueLog) -> None:
         self._values = values

@@ -31,36 +31,12 @@ if TYPE_CHECKING:
 
 
 class Mark(weakref.ref[nn.Module]):
-    """A weak reference to a model without its wrappers, which finds the monitor of that model. It keeps neither alive.
-
-    Attributes:
-        monitor: the monitor of the model.
-        owner: the object that uses the monitor, such as a trainer; None where a script called :func:`torch_gradmon.watch`.
-    """
+    """Of a model without its wrappers: finds its monitor, and what uses that, such as a trainer. It keeps none of them alive."""
 
     __slots__ = ("monitor", "owner")
 
     monitor: weakref.ref[ModuleMonitor]
-    owner: weakref.ref[Any] | None
-
-    def __new__(cls, model: nn.Module, monitor: ModuleMonitor, owner: Any) -> Mark:
-        """Mark ``model``."""
-        mark = super().__new__(cls, model)
-        mark.monitor, mark.owner = weakref.ref(monitor), None if owner is None else weakref.ref(owner)
-        return mark
-
-    def __init__(self, model: nn.Module, monitor: ModuleMonitor, owner: Any) -> None:
-        """Do nothing, because ``__new__`` sets everything."""
-
-    def is_of(self, owner: Any) -> bool:
-        """Whether this is the mark of a monitor of ``owner``, who may use several for one model."""
-        return owner is not None and self.owner is not None and self.owner() is owner
-
-
-def earlier(model: nn.Module, owner: Any = None) -> list[ModuleMonitor]:
-    """The monitors of ``model`` under any wrappers, except those of the same ``owner``."""
-    marks = [mark for mark in weakref.getweakrefs(unwrapped(model)) if isinstance(mark, Mark) and not mark.is_of(owner)]
-    return [monitor for mark in marks if (monitor := mark.monitor()) is not None]
+    owner: weakref.ref[Any] | None  # None where a script called watch()
 
 
 def attach(
@@ -71,23 +47,22 @@ def attach(
     start_step: int | None = None,
     owner: Any = None,
 ) -> ModuleMonitor:
-    """Attach ``monitor`` and detach earlier monitors of its model. All arguments are checked before that.
-
-    Args:
-        monitor: a monitor with a model.
-        optimizers, scaler, start_step: see :meth:`ModuleMonitor.attach`.
-        owner: the object that uses the monitor; it may use several for one model, as a trainer with two callbacks does.
-
-    Raises:
-        TypeError, ValueError: as :meth:`ModuleMonitor.attach`.
+    """Attach ``monitor`` and detach earlier monitors of its model, but those of the same ``owner``, who may use several for one model, as
+    a trainer with two callbacks does. All arguments are checked before that, as :meth:`ModuleMonitor.attach` does.
     """
 
     def before(_: nn.Module) -> None:
         module = monitor._runtime.planner.representative
         assert module is not None
-        for other in earlier(module, owner):
-            _replace(other, type(unwrapped(module)).__name__)
-        monitor._runtime.mark = Mark(unwrapped(module), monitor, owner)
+        module = unwrapped(module)
+        for mark in weakref.getweakrefs(module):
+            if not isinstance(mark, Mark) or (owner is not None and mark.owner is not None and mark.owner() is owner):
+                continue
+            if (other := mark.monitor()) is not None:
+                _replace(other, type(module).__name__)
+        mark = Mark(module)
+        mark.monitor, mark.owner = weakref.ref(monitor), None if owner is None else weakref.ref(owner)
+        monitor._runtime.mark = mark
 
     monitor._runtime.attach(optimizers, scaler, start_step, before)
     return monitor
@@ -110,11 +85,7 @@ def _replace(other: ModuleMonitor, kind: str) -> None:
 
 
 class PipelineParts(nn.Module):
-    """The parts of a pipeline on one rank, by the numbers of their stages. It is never called.
-
-    Args:
-        parts: of this rank.
-    """
+    """The parts of a pipeline on one rank, by the numbers of their stages. It is never called."""
 
     def __init__(self, parts: Mapping[int, nn.Module]) -> None:
         super().__init__()
@@ -140,11 +111,6 @@ class PipelineParts(nn.Module):
         return [(number, name, kind) for number, of in kinds.items() for name, kind in of.items()]
 
 
-def _cards(facts: Mapping[int, PartFacts], named: Sequence[Any]) -> list[dict[str, Any]]:
-    """The settings of each group of the optimizers, and stage and name of its parameters."""
-    return card([check.bare_optimizer(each) for each in named], {place: (fact.stage, fact.name) for place, fact in facts.items()})
-
-
 def _groups(part: nn.Module, named: Sequence[Any]) -> dict[int, int]:
     """The number of each parameter's group among those of the optimizers that have any parameter of this part, by id."""
     own = set(map(id, part.parameters()))
@@ -155,12 +121,7 @@ def _groups(part: nn.Module, named: Sequence[Any]) -> dict[int, int]:
 
 
 class PipelineSource(GradientSource):
-    """Gradients of a pipeline's stages: in ``.grad``, and final when the schedule's ``step`` returns, which reduces and scales them.
-
-    Args:
-        schedule: calls the stages.
-        parts: the modules of this rank's stages.
-    """
+    """Gradients of a pipeline's stages: in ``.grad``, and final when the schedule's ``step`` returns, which reduces and scales them."""
 
     is_final_at_step = is_pipeline = True
     # with empty tensors, to see the shapes of outputs; private, and one or the other may be missing
@@ -172,11 +133,7 @@ class PipelineSource(GradientSource):
 
 
 def stages_of(schedule: Any, named: Sequence[Any]) -> tuple[PipelineParts, PipelineSource]:
-    """The modules of the schedule's stages on this rank, and where their gradients are.
-
-    Raises:
-        ValueError: no optimizer ends the steps of this rank, whose stages are frozen.
-    """
+    """The modules of the schedule's stages on this rank, and where their gradients are."""
     stages = getattr(schedule, "_stages", None) or [schedule._stage]
     parts = PipelineParts({stage.stage_index: stage.submod for stage in stages})
     if not named and not any(parameter.requires_grad for parameter in parts.parameters()):
@@ -188,11 +145,7 @@ def stages_of(schedule: Any, named: Sequence[Any]) -> tuple[PipelineParts, Pipel
 
 
 def meet(runtime: Runtime, parts: PipelineParts, named: Sequence[Any]) -> None:
-    """Exchange with other ranks which parameters and modules each has. Collective.
-
-    Raises:
-        ValueError: some ranks do not watch their stages.
-    """
+    """Exchange with other ranks which parameters and modules each has. Collective."""
     ranks = runtime.captures.measurer.ranks
     if runtime.fence.inert:
         return
@@ -203,7 +156,9 @@ def meet(runtime: Runtime, parts: PipelineParts, named: Sequence[Any]) -> None:
             "every rank of it, in the same order as other monitors, or name its ranks by distributed=Distributed(process_group=...)"
         )
     facts = parts.facts(named)
-    runtime.planner.whole = WholeModel.gathered(ranks, list(facts.values()), parts.kinds(), _cards(facts, named))
+    places = {place: (fact.stage, fact.name) for place, fact in facts.items()}
+    cards = card([check.bare_optimizer(each) for each in named], places)
+    runtime.planner.whole = WholeModel.gathered(ranks, list(facts.values()), parts.kinds(), cards)
 
 
 # --- watch ---
