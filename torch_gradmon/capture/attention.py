@@ -135,10 +135,8 @@ class FunctionPatch:
 
 
 class CallObserver:
-    """Observes the calls that one thread makes, between :meth:`enter` and :meth:`leave`.
-
-    Args:
-        saw: called with the arguments and the result of each call; a bound method does not keep its object alive.
+    """Observes the calls that one thread makes, between :meth:`enter` and :meth:`leave`. A bound method ``saw`` does not keep its object
+    alive.
     """
 
     def __init__(self, patch: FunctionPatch, saw: _Saw) -> None:
@@ -258,11 +256,7 @@ class _Callers:
 
 
 class AttentionRecorder:
-    """Measures attention calls, reported by the model or observed.
-
-    Attributes:
-        compiled: a part of the model is compiled, so observing would cause a recompilation.
-    """
+    """Measures attention calls, reported by the model or observed."""
 
     def __init__(self, complaints: WarningLog, values: ModuleValues, fence: Fence, in_forward: Callable[[], bool]) -> None:
         self._complaints, self._values, self._fence, self._in_forward = complaints, values, fence, in_forward
@@ -275,7 +269,7 @@ class AttentionRecorder:
         self._observed: set[str] = set()
         self._reason = _NO_CALL
         self._unseen: dict[str, str] = {}  # why the last step with metrics of a source had no values of it
-        self.compiled = False
+        self.compiled = False  # a part of the model is compiled, so observing would cause a recompilation
 
     def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: ModelIndex) -> None:
         self._buffer, self._reason = buffer, _NO_CALL
@@ -336,11 +330,9 @@ class AttentionRecorder:
         """Measure one call. Returns whether it could be read.
 
         Args:
-            name: of the module.
-            named: query, key, value and result, ``[..., heads, length, size]``, by the suffix of their names.
-            arguments: of the call.
-            sources: which statistics, and whether those of single heads are shown. If any are, the tensors of each head are measured too,
-                otherwise those of all heads together.
+            named: query, key, value and result, ``[..., heads, length, size]``, by the suffix of their names. sources: which statistics,
+            and whether those of single heads are shown: then the tensors of each head are measured too, otherwise
+                those of all heads together.
         """
         if self._buffer is None:
             return False

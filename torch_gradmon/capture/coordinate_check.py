@@ -174,30 +174,21 @@ def _without(output: Tensor | None, module: nn.Module) -> Tensor | None:
 
 
 class _Frame:
-    """A running call, of the root or of a module.
-
-    Attributes:
-        run: of the reference or of the module's counterpart on the inputs of this call; None if none was needed.
-        calls: number of calls of each module in it so far.
-        moved: the counterpart's outputs, by path.
-    """
+    """A running call, of the root or of a module."""
 
     def __init__(self, name: str, run: ReplayedForward | None, start: Mapping[str, Tensor]) -> None:
+        # run: of the reference or of the module's counterpart on the inputs of this call; None if none was needed
         self.name, self.run, self.start = name, run, start
-        self.calls: Counter[str] = Counter()
-        self.moved: Mapping[str, Tensor] = {}
+        self.calls: Counter[str] = Counter()  # number of calls of each module in it so far
+        self.moved: Mapping[str, Tensor] = {}  # the counterpart's outputs, by path
 
 
 class ForwardCheck:
-    """Runs the counterparts of called modules, and measures the terms of each call.
-
-    Attributes:
-        parts: modules of the reference by name.
-    """
+    """Runs the counterparts of called modules, and measures the terms of each call."""
 
     def __init__(self, root: nn.Module, reference: ReferencePass, terms: CheckTerms, passes: PassTracker) -> None:
         self._root, self._reference, self._terms, self._passes = root, reference, terms, passes
-        self.parts = reference.parts()
+        self.parts = reference.parts()  # modules of the reference by name
         self._frames: list[_Frame] = []
         self._run: ReplayedForward | None = None  # the running one
         self._thread = threading.get_ident()
@@ -290,9 +281,6 @@ class CoordinateCheck:
     Hooks are installed on the modules and on those of the reference only while such a forward runs.
 
     Memory: the first inputs and the outputs of the reference's modules, until the forward has ended.
-
-    Attributes:
-        seen: a forward was checked in this step.
     """
 
     def __init__(self, measurer: Measurer, fence: Fence, passes: PassTracker, reference: ReferencePass) -> None:
@@ -302,7 +290,7 @@ class CoordinateCheck:
         self._inventory: ModelIndex | None = None
         self._forward: ForwardCheck | None = None
         self._reason = ""
-        self.seen = False
+        self.seen = False  # a forward was checked in this step
 
     @property
     def due(self) -> bool:
@@ -332,9 +320,7 @@ class CoordinateCheck:
 
     @contextlib.contextmanager
     def beside(self, root: nn.Module) -> Iterator[Note | None]:
-        """The context for the reference's run; yields a function to call with tensors and their copies. From its end on modules are
-        checked.
-        """
+        """The context for the reference's run; yields what is called with tensors and their copies. From its end on modules are checked."""
         if (forward := self._begun(root)) is None:
             yield None
             return

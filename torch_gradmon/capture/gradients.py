@@ -38,9 +38,7 @@ class LocalGradients:
         self._batches: dict[int, list[Tensor]] = {}  # rows of gradients by backward pass
 
     def begin(self, buffer: StepBuffer, plan: SourcePlan | None, parameters: Sequence[Place], by_batch: bool) -> None:
-        """Start a step; ``parameters`` are those that positions in the plan refer to. ``by_batch``: each micro-batch gets a row of its
-        own.
-        """
+        """``parameters``: those that positions in the plan refer to; ``by_batch``: each micro-batch gets a row of its own."""
         self._buffer, self._plan, self._parameters, self._by_batch = buffer, plan, parameters, by_batch
         self._uncommitted, self._accumulated, self._batches = {}, {}, {}
 
@@ -56,9 +54,8 @@ class LocalGradients:
         self._batches = {}
 
     def measure(self, position: int, gradient: Tensor | None, inverse_scale: Tensor | None) -> None:
-        """Measure one parameter's gradient of one backward pass. It counts once :meth:`commit` is called.
-
-        ``torch.autograd.grad``, as in gradient penalties, calls this too, but accumulates nothing and never commits.
+        """Measure one parameter's gradient of one backward pass. It counts once :meth:`commit` is called: ``torch.autograd.grad``, as in
+        gradient penalties, calls this too, but accumulates nothing and never commits.
         """
         if self._buffer is None or self._plan is None or gradient is None:
             return
@@ -91,11 +88,7 @@ _UNSCALED = 1  # torch.amp.grad_scaler.OptState.UNSCALED; READY is 0, STEPPED is
 
 
 class GradScale:
-    """Which optimizer's gradients are scaled, as far as it can be known before the optimizer steps.
-
-    Args:
-        around: returns further ids that the scaler may use for an optimizer.
-    """
+    """Which optimizer's gradients are scaled, as far as it can be known before it steps; ``around``: returns ids of its wrappers."""
 
     def __init__(self, around: Callable[[Optimizer], Iterable[int]] = lambda _: ()) -> None:
         self.scaler: torch.amp.GradScaler | None = None
@@ -103,9 +96,8 @@ class GradScale:
         self._plain_steps: Counter[int] = Counter()  # consecutive steps without the scaler
 
     def inverse(self, optimizer: Optimizer | None, stepping: bool) -> Tensor | None:
-        """The factor for the gradients, float32 on their device; None if they are unscaled.
-
-        With None as optimizer: for parameters that no optimizer has. They stay scaled, since ``unscale_`` leaves them out.
+        """The factor for the gradients, float32 on their device; None if they are unscaled. Those of parameters that no optimizer has
+        (None) stay scaled, since ``unscale_`` leaves them out.
         """
         scale = getattr(optimizer, "grad_scale", None)  # set while a fused optimizer steps that unscales by itself
         if scale is None:
@@ -156,9 +148,7 @@ def inverse(scale: float | Tensor) -> Tensor:
 
 
 def is_unscaled(scaler: torch.amp.GradScaler | None, optimizer: Optimizer | None, around: Iterable[int] = ()) -> bool:
-    """Whether the scaler has unscaled the gradients of ``optimizer``, or with None of any, in this attempt. ``around``: ids of its
-    wrappers.
-    """
+    """Whether the scaler has unscaled the gradients of ``optimizer``, or with None of any, in this attempt."""
     states = getattr(scaler, "_per_optimizer_states", {})
     wanted = states.keys() if optimizer is None else (id(optimizer), *around)
     return any(states[key]["stage"].value >= _UNSCALED for key in wanted if key in states)
@@ -186,9 +176,6 @@ class GradientCapture:
 
     Rows of the first are never reused for the second: identity and version counter do not show an edit through ``.data``, no sum shows
     every edit, and comparing all elements costs as much as measuring them.
-
-    Attributes:
-        local: the gradients of micro-batches.
     """
 
     def __init__(self, measurer: Measurer) -> None:
@@ -205,7 +192,7 @@ class GradientCapture:
         self._clipped: _Seen = {}  # gradients after a clip by the monitor
         self._spent: set[int] = set()  # positions whose gradients an optimizer has used
         self._passed: set[int] = set()  # positions whose gradients were measured when another one did so
-        self.local = LocalGradients(measurer)
+        self.local = LocalGradients(measurer)  # the gradients of micro-batches
 
     def begin(
         self,
@@ -216,15 +203,8 @@ class GradientCapture:
         by_batch: bool = False,
         source: GradientSource = PLAIN_GRADIENTS,
     ) -> None:
-        """Start a step.
-
-        Args:
-            buffer: gets the rows.
-            plans: by source.
-            parameters: those that positions in the plans refer to.
-            doubtful: names of parameters that were frozen since the model was first seen, perhaps only for a part of each step.
-            by_batch: each micro-batch is measured separately, too.
-            source: where gradients are.
+        """Start a step. ``parameters``: those that positions in the plans refer to; ``doubtful``: names of those that were frozen since
+        the model was first seen, perhaps only for a part of each step; ``by_batch``: each micro-batch is measured separately, too.
         """
         if parameters is not self._parameters:
             known = there(parameters, range(len(parameters))).items()
@@ -281,10 +261,7 @@ class GradientCapture:
         return {p: gradient for p, parameter in parameters.items() if (gradient := read(parameter)) is not None}
 
     def before_clip(self, positions: Sequence[int], inverse_scale: Tensor | None, held_for: Hashable | None = None) -> None:
-        """Measure the gradients now: accumulated and not yet clipped. Replaces an earlier call's values.
-
-        ``held_for``: keep the values under this key until :meth:`release`.
-        """
+        """Measure the accumulated gradients, not yet clipped, anew; ``held_for``: keep the values under this key until :meth:`release`."""
         if self._buffer is None:
             return
         plan = self._plans[GRADIENT_BEFORE_CLIP]

@@ -173,12 +173,8 @@ class Handles:
 
 
 class WrappedMethod:
-    """Replaces a bound method on one instance; a copied or pickled instance has the method of its class.
-
-    Args:
-        owner: the instance, held weakly.
-        name: of the method.
-        around: called with the original method, then the arguments.
+    """Replaces a bound method on one instance, held weakly, by ``around``, which gets the original method first; a copied or pickled
+    instance has the method of its class.
     """
 
     def __init__(self, owner: Any, name: str, around: Callable[..., Any]) -> None:

@@ -32,33 +32,21 @@ from .metric_functions import (
 
 
 class Measurement(NamedTuple):
-    """Tensors of one source to measure.
+    """Tensors of one source to measure."""
 
-    Attributes:
-        buffer: gets the results.
-        plan: of the source.
-        tensors: by their position in the plan.
-        inverse_scale: 0-d tensor that multiplies each tensor first, or None.
-        second: tensors by position to subtract from each before statistics, and the second argument of metric functions.
-        merging: merge with earlier results of the step instead of replacing them.
-        are_parts: the tensors are already what this rank counts of them; the plan's functions, which get whole ones, are not run.
-    """
-
-    buffer: StepBuffer
-    plan: SourcePlan
-    tensors: Mapping[int, Any]
-    inverse_scale: Tensor | None = None
+    buffer: StepBuffer  # gets the results
+    plan: SourcePlan  # of the source
+    tensors: Mapping[int, Any]  # by their position in the plan
+    inverse_scale: Tensor | None = None  # 0-d tensor that multiplies each tensor first, or None
+    # tensors by position to subtract from each before statistics, and the second argument of metric functions
     second: Mapping[int, Tensor] | None = None
-    merging: bool = False
+    merging: bool = False  # merge with earlier results of the step instead of replacing them
+    # the tensors are already what this rank counts of them; the plan's functions, which get whole ones, are not run
     are_parts: bool = False
 
 
 class Measurer:
-    """Runs the statistics and the metric functions.
-
-    Args:
-        ranks: those over which rows are merged.
-    """
+    """Runs the statistics and the metric functions."""
 
     def __init__(self, built_in: Statistics, complaints: WarningLog, ranks: Ranks | None = None) -> None:
         self.built_in = built_in
@@ -136,10 +124,8 @@ class Measurer:
                         wanted.buffer.share(Key(plan.source, plan.names[position], metric.name), "sum")
 
     def _products(self, wanted: Measurement, due: Set[int]) -> set[tuple[int, str]]:
-        """Store the values of metrics that follow from inner products, all on one device at once.
-
-        Returns:
-            The positions and metrics that were; the caller calls others one by one, such as those of a tensor that cannot be read.
+        """Store the values of metrics that follow from inner products, all on one device at once. Returns their positions and metrics; the
+        caller calls others one by one, such as those of a tensor that cannot be read.
         """
         plan, buffer = wanted.plan, wanted.buffer
         found: list[Products] = []

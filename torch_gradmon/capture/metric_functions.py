@@ -31,12 +31,8 @@ _Pair = tuple[Tensor, Tensor]
 
 
 class OfProducts:
-    """A value that follows from inner products, which add up over ranks.
-
-    Args:
-        reducer: how ranks merge the products.
-        value: the value of the products, each of them a number, or those of several tensors.
-        pairs: from the state, the tensors whose inner products decide the value; none where there is no value.
+    """A ``value`` that follows from inner products of the ``pairs`` of tensors in a state, which add up over ranks; no pairs where there
+    is no value.
     """
 
     def __init__(self, reducer: str, value: Callable[..., Tensor], pairs: Callable[[State], Sequence[_Pair]]) -> None:

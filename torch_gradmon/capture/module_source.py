@@ -40,29 +40,24 @@ _MARK = "torch_gradmon"
 class TensorGradientHooks:
     """Hooks on the inputs and outputs of modules in one step whose gradients are due, and which backward passes count.
 
-    Full backward hooks of modules are not used, since they add a node to the graph.
-
-    Args:
-        came: a method that gets each gradient: source, name and path, number of the call, ``within``, and the gradient. ``within``: the
-            pass that recomputed this ends in parameters, though the inner one need not.
-
-    Attributes:
-        inverse_scale: returns the factor for gradients.
-        is_reentrant: a forward without gradients was seen in training, as in the first pass of a re-entrant checkpoint.
-        awaited: backward passes that have reached one of the tensors, and have not ended: they are running, or were interrupted.
-        has_ended: a backward pass that accumulates gradients has reached one of the tensors in this step, and ended.
+    Full backward hooks of modules are not used, since they add a node to the graph. ``came`` gets source, name, path, number of the call,
+    whether the pass that recomputed this ends in parameters, though the inner one need not, and the gradient.
     """
 
     def __init__(self, came: Callable[[str, str, str, int, bool, Tensor | None], None]) -> None:
         self._came = came
-        self.inverse_scale: Callable[[], Tensor | None] = lambda: None
+        self.inverse_scale: Callable[[], Tensor | None] = lambda: None  # returns the factor for gradients
+        # a forward without gradients was seen in training, as in the first pass of a re-entrant checkpoint
         self.is_reentrant = False
         self._handles = Handles()
         self._leaves: dict[tuple[str, str, int, int], weakref.ref[Tensor]] = {}
         self._round = 0
         self._probes: Sequence[Any] = ()
         self._task: tuple[int, bool] = (-1, False)
+        # backward passes that have reached one of the tensors, and have not ended: they are running, or were
+        # interrupted
         self.awaited: set[int] = set()
+        # a backward pass that accumulates gradients has reached one of the tensors in this step, and ended
         self.has_ended = False
 
     def begin(self, inventory: ModelIndex | None) -> None:
@@ -135,26 +130,22 @@ _GRADIENTS = (n.ACTIVATION_GRADIENT, n.INPUT_GRADIENT)
 
 
 class ModuleCalls:
-    """Measures the inputs and outputs of the calls in each step, and their gradients when they arrive.
-
-    Attributes:
-        gradients: those of inputs and outputs.
-        on_part: called with a part of the model that runs while no step is open.
-        differences_due: outputs are compared with the reference's in this step.
-        seen: whether a module other than the root was called in this step.
-        misses_root: the hook on the root's inputs came too late for the first call in this step, so no call counts.
-    """
+    """Measures the inputs and outputs of the calls in each step, and their gradients when they arrive."""
 
     def __init__(
         self, measurer: Measurer, fence: Fence, passes: PassTracker, reference: ReferencePass, values: ModuleValues
     ) -> None:
         self._complaints, self._fence, self._passes = measurer.complaints, fence, passes
         self._reference, self._values = reference, values
-        self.gradients = TensorGradientHooks(self._gradient_came)
+        self.gradients = TensorGradientHooks(self._gradient_came)  # those of inputs and outputs
+        # called with a part of the model that runs while no step is open
         self.on_part: Callable[[nn.Module], object] = lambda _: None
         self._lock = threading.RLock()  # hooks may fire on several threads, and share buffers
         self._buffer: StepBuffer | None = None
         self._numbers: Counter[tuple[str, str]] = Counter()
+        # differences_due: outputs are compared with the reference's in this step
+        # seen: whether a module other than the root was called in this step
+        # misses_root: the hook on the root's inputs came too late for the first call in this step, so no call counts
         self.seen = self.misses_root = self.differences_due = self._gradients_due = False
 
     @property
@@ -294,26 +285,18 @@ _Place = tuple[str, str]
 
 
 class ForwardHooks:
-    """The hooks on a model's modules. Only modules with a metric have one, and the root if needed.
-
-    Args:
-        of_root: hears of calls of the root; hooks hold both listeners weakly.
-        listener: hears of calls of matched modules, which may include the root.
-
-    Attributes:
-        graphs: what the hooks do in compiled graphs.
-        on_root: the root has hooks.
-        on_root_inputs: the root's inputs have a hook.
-        has_compiled_parts: whether the model had any when hooks were installed.
-    """
+    """The hooks on a model's modules. Only modules with a metric have one, and the root if needed. Both listeners are held weakly."""
 
     def __init__(self, of_root: ModuleSource, listener: ModuleCalls, eps: float) -> None:
+        # graphs: what the hooks do in compiled graphs
         self._of_root, self._listener, self.graphs = of_root, listener, CompiledHooks(eps)
         self._before_root, self._after_root = Handles(), Handles()
         # with the module, since another one may take its name, and even its address
         self._hooks: dict[_Place, tuple[weakref.ref[nn.Module], Handles]] = {}
         self._version: int | None = None
-        self.on_root = self.on_root_inputs = self.has_compiled_parts = False
+        # on_root_inputs: the root's inputs have a hook
+        # has_compiled_parts: whether the model had any when hooks were installed
+        self.on_root = self.on_root_inputs = self.has_compiled_parts = False  # on_root: the root has hooks
         self._fusible: list[tuple[weakref.ref[nn.Module], list[Handles]]] = []  # encoder layers, and the hooks in each
         self._left_out: list[str] = []  # names of modules that no metric applies to
         self._unhooked: list[str] = []  # names of modules that accept no hooks
@@ -321,9 +304,8 @@ class ForwardHooks:
         self._asked: tuple[ModelIndex, Sequence[Metric], int, bool] | None = None
 
     def install(self, root: nn.Module, inventory: ModelIndex, metrics: Sequence[Metric], version: int, on_root: bool) -> bool:
-        """Install hooks on modules that any of ``metrics`` matches, once per ``version`` of the plan. Returns whether it did.
-
-        ``on_root``: also on the root, in any case.
+        """Install hooks on modules that any of ``metrics`` matches, and with ``on_root`` on the root, once per ``version`` of the plan.
+        Returns whether it did.
         """
         if version == self._version:
             return False
@@ -539,12 +521,6 @@ class ModuleSource:
 
     Evaluation passes (the root module in eval mode, or without gradients in a step that the loop has not begun explicitly) and
     recomputation in activation checkpointing are not training.
-
-    Attributes:
-        was_trained: the model has had a training forward or a backward pass in this step.
-        passes: which calls are training.
-        values: what was measured.
-        hooks: those on modules.
     """
 
     _last_called: ClassVar[object] = None  # the sign of the source whose root was called last, in any thread
@@ -552,15 +528,15 @@ class ModuleSource:
     def __init__(self, measurer: Measurer, fence: Fence) -> None:
         self._handled = id(sys.exc_info()[1])  # the exception that the script handled when it called the root
         self._sign = ModuleSource._last_called = object()
-        self._measurer, self._fence, self.passes = measurer, fence, PassTracker()
-        self.values, self.reference = ModuleValues(measurer), ReferencePass(measurer.complaints)
+        self._measurer, self._fence, self.passes = measurer, fence, PassTracker()  # passes: which calls are training
+        self.values, self.reference = ModuleValues(measurer), ReferencePass(measurer.complaints)  # values: what was measured
         self.attention = AttentionRecorder(measurer.complaints, self.values, fence, self.passes.in_forward)
         self._calls = ModuleCalls(measurer, fence, self.passes, self.reference, self.values)
         self._check = CoordinateCheck(measurer, fence, self.passes, self.reference)
         self._loop_run = LoopRun(self.passes, fence)
-        self.hooks = ForwardHooks(self, self._calls, measurer.built_in.eps)
+        self.hooks = ForwardHooks(self, self._calls, measurer.built_in.eps)  # those on modules
         self._opening: Callable[[nn.Module], object] = lambda _: None
-        self.was_trained = False
+        self.was_trained = False  # the model has had a training forward or a backward pass in this step
         self._step: tuple[StepBuffer, tuple[Metric, ...], ModelIndex, bool] | None = None
         self._buffer: StepBuffer | None = None  # None also while nothing is asked of modules
         self._due = False
@@ -575,13 +551,8 @@ class ModuleSource:
         part_called: Callable[[nn.Module], object] = lambda _: None,
         awaited: MutableSet[int] | None = None,
     ) -> None:
-        """Connect with the loop.
-
-        Args:
-            inverse_scale: returns the factor for gradients.
-            opening: called with the root when it is called, before anything else.
-            part_called: called with a part of the model that runs while no step is open.
-            awaited: backward passes that have reached a parameter, until they end.
+        """Connect with the loop: what to call with the root before anything else, and with a part that runs while no step is open;
+        ``awaited``: backward passes that have reached a parameter, until they end.
         """
         self._opening, self._awaited = opening, set() if awaited is None else awaited
         self._calls.gradients.inverse_scale, self._calls.on_part = inverse_scale, part_called
@@ -589,8 +560,8 @@ class ModuleSource:
     # --- steps -----------------------------------------------------------------------------------------------------------------
 
     def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: ModelIndex, by_hand: bool) -> None:
-        """Start a step with the metrics due in it; ``by_hand``: the loop has begun it explicitly. Where no metric is due and no module has
-        a hook, nothing else is called in the step.
+        """``by_hand``: the loop has begun the step explicitly. Where no metric is due and no module has a hook, nothing else is called in
+        it.
         """
         self._step, self._buffer, self.was_trained = (buffer, metrics, inventory, by_hand), None, False
         passes = self.passes
@@ -723,9 +694,8 @@ class ModuleSource:
     # --- passes that were interrupted ------------------------------------------------------------------------------------------
 
     def _drop_interrupted(self, calls: int) -> None:
-        """Passes have begun whose ends were not reported. Drop what those measured that were interrupted, and are not running.
-
-        ``calls``: of the root are known to run.
+        """Passes have begun whose ends were not reported. Drop what those measured that were interrupted, and are not among the ``calls``
+        of the root that are known to run.
         """
         root, gradients = self.hooks.root, self._calls.gradients
         if (trains := self.passes.root_trains) is not None and (root is None or running_calls(root) <= calls):
@@ -775,10 +745,7 @@ class ModuleSource:
     # --- hooks -----------------------------------------------------------------------------------------------------------------
 
     def install(self, root: nn.Module, inventory: ModelIndex, metrics: Sequence[Metric], version: int, root_too: bool) -> None:
-        """Install hooks on modules that any of ``metrics`` matches, once per ``version`` of the plan.
-
-        ``root_too``: on the root in any case, because modules log values themselves.
-        """
+        """``root_too``: on the root in any case, because modules log values themselves."""
         if self.hooks.install(root, inventory, metrics, version, root_too or _stays(self.reference, metrics)):
             self.attention.compiled = self.hooks.has_compiled_parts
 

@@ -186,22 +186,13 @@ def _singular_side(module: Any) -> Callable[[Tensor], Tensor | None] | str:
 
 
 class DeadUnits:
-    """Counts, for one module's output, the consecutive monitored steps in which each unit was silent.
-
-    Args:
-        module: see :func:`_unit_dimension`.
-
-    Attributes:
-        is_seen: there was an output in this step.
-
-    Memory: five bytes per unit.
-    """
+    """Counts, for one module's output, the consecutive monitored steps in which each unit was silent. Memory: five bytes per unit."""
 
     def __init__(self, module: Any) -> None:
         self._unit_dimension = _unit_dimension(module)
         self._alive: Tensor | None = None
         self._silent: Tensor | None = None
-        self.steps, self.is_seen = 0, False
+        self.steps, self.is_seen = 0, False  # is_seen: there was an output in this step
 
     def see(self, output: Tensor, eps: float) -> None:
         """Add one output of this step; a unit is alive if ``|x| > eps`` or NaN for any sample. Does not synchronise."""
@@ -281,23 +272,15 @@ ACTIVATION_BUILT_INS = {
 
 @dataclass(frozen=True)
 class RequestedMetrics:
-    """The metrics requested of one module and source.
+    """The metrics requested of one module and source."""
 
-    Attributes:
-        columns: the statistics that the views of the source need, of any module: a record has one set of columns for each source.
-        views: built-ins that are views of them.
-        functions: metrics with a function.
-        dead: the share of dead units is requested.
-        split: each call of a forward has keys of its own.
-        reasons: why a metric does not apply to this module, by name.
-    """
-
+    # the statistics that the views of the source need, of any module: a record has one set of columns for each source
     columns: frozenset[Column]
-    views: tuple[Metric, ...]
-    functions: tuple[Metric, ...]
-    dead: bool
-    split: bool
-    reasons: Mapping[str, str]
+    views: tuple[Metric, ...]  # built-ins that are views of them
+    functions: tuple[Metric, ...]  # metrics with a function
+    dead: bool  # the share of dead units is requested
+    split: bool  # each call of a forward has keys of its own
+    reasons: Mapping[str, str]  # why a metric does not apply to this module, by name
 
     @cached_property
     def others(self) -> bool:
@@ -313,17 +296,13 @@ class _Calls(NamedTuple):
 
 
 class MetricLookup:
-    """The metrics of modules that are due in a step.
-
-    Attributes:
-        modules: by name.
-        owner: by source and path of a row, the name of the module, and whether its calls have keys of their own.
-        traced: columns of rows that a compiled graph wrote, by source and path; rows without a count were not called.
-    """
+    """The metrics of modules that are due in a step."""
 
     def __init__(self) -> None:
-        self.modules: Mapping[str, Callable[[], nn.Module | None]] = {}
+        self.modules: Mapping[str, Callable[[], nn.Module | None]] = {}  # by name
+        # by source and path of a row, the name of the module, and whether its calls have keys of their own
         self.owner: dict[tuple[str, str], tuple[str, bool]] = {}
+        # columns of rows that a compiled graph wrote, by source and path; rows without a count were not called
         self.traced: dict[tuple[str, str], frozenset[Column]] = {}
         self._metrics: tuple[Metric, ...] = ()
         self._asked: dict[tuple[str, str], tuple[RequestedMetrics, ...]] = {}
@@ -351,9 +330,8 @@ class MetricLookup:
         return found
 
     def evaluator(self) -> Callable[[dict[str, StatsTable]], list[Block]]:
-        """A function that computes the built-in values of this step's tables, even after the next step has begun.
-
-        It drops rows of modules that were not called.
+        """Computes the built-in values of this step's tables, even after the next step has begun; drops rows of modules that were not
+        called.
         """
         calls = _Calls(self._asked, dict(self.owner), dict(self.traced))
 
@@ -606,9 +584,7 @@ class _Item(NamedTuple):
 
 
 class ModuleValues:
-    """Measures what the metrics of modules request, one step after the other, merged over calls and micro-batches. Tensors are not kept;
-    small ones are copied.
-    """
+    """Measures what the metrics of modules request, merged over calls and micro-batches. Tensors are not kept; small ones are copied."""
 
     def __init__(self, measurer: Measurer) -> None:
         self._measurer = measurer
@@ -667,14 +643,8 @@ class ModuleValues:
     def measure(
         self, source: str, name: str, value: Any, call: int, path: str | None = None, inverse_scale: Tensor | None = None
     ) -> None:
-        """Measure ``value``, a tensor or a container of tensors, that the module took or returned in its ``call``-th call, if anything is
-        requested of it.
-
-        Args:
-            source, name: determine the metrics.
-            value: measured under ``path``, by default the name.
-            call: negative if unknown.
-            inverse_scale: factor to apply first.
+        """Measure ``value``, a tensor or a container of tensors, that the module took or returned in its ``call``-th call (negative if
+        unknown), if anything is requested of it; under ``path``, by default the name.
         """
         assert self._buffer is not None
         asked = self._lookup.requested(source, name)

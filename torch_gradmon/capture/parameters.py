@@ -49,15 +49,9 @@ def _settings(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
 class ParameterCapture:
     """Measures parameters before the optimizer's step, and updates: parameters after it minus before it.
 
-    Args:
-        update_sample: limits the copies for updates: None for all, an int for at most that many rows (evenly spaced slices of the first
-            dimension) of each parameter, or a pattern for the names of parameters.
-
-    Attributes:
-        reference: parameters by name, whose differences are measured.
-        shared: positions of parameters that several optimizers step.
-
-    Memory: during one optimizer's step, a copy of its parameters (or of the sample).
+    ``update_sample`` limits the copies for updates: None for all, an int for at most that many rows (evenly spaced slices of the first
+    dimension) of each parameter, or a pattern for their names. Memory: during one optimizer's step, a copy of its parameters or of the
+    sample.
     """
 
     def __init__(self, measurer: Measurer, update_sample: int | re.Pattern[str] | None) -> None:
@@ -67,9 +61,9 @@ class ParameterCapture:
         self._before: dict[int, Tensor] = {}
         self._measured: set[int] = set()  # positions whose copies are what was measured as parameters, in this version
         self._version = 0
-        self.reference: Mapping[str, nn.Parameter] = {}
+        self.reference: Mapping[str, nn.Parameter] = {}  # parameters by name, whose differences are measured
         self._source = PLAIN_GRADIENTS
-        self.shared: set[int] = set()
+        self.shared: set[int] = set()  # positions of parameters that several optimizers step
 
     def sample_description(self) -> str | None:
         """What update values cover, if not all elements of every parameter."""

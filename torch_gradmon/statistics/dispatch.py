@@ -33,13 +33,8 @@ def kernel_choice() -> bool | None:
 
 
 class Statistics:
-    """Measures tensors on any device.
-
-    Args:
-        complaints: gets one warning if a faster backend is unavailable.
-        eps: an element counts as near zero when ``|x| <= eps``.
-        compiled: whether a kernel measures CPU tensors: None for the one that came with the package, if any; True to compile one now if
-            none came.
+    """Measures tensors on any device. ``compiled``: whether a kernel measures CPU tensors: None for the one that came with the package, if
+    any; True to compile one now if none came.
     """
 
     def __init__(self, complaints: WarningLog, eps: float = DEFAULT_EPS, compiled: bool | None = None) -> None:

@@ -81,11 +81,8 @@ class PendingValue:
 
 
 def as_tensor(value: Any, key: Key) -> Tensor:
-    """A number or a tensor as one dimension, in the widest floating dtype of its device.
-
-    Raises:
-        TypeError: it is neither, or not real.
-        ValueError: it has no elements.
+    """A number or a tensor as one dimension, in the widest floating dtype of its device; TypeError and ValueError for what has no real
+    numbers.
     """
     if isinstance(value, Tensor):
         if (reason := refusal(value)) is not None:
@@ -105,8 +102,8 @@ def as_tensor(value: Any, key: Key) -> Tensor:
 
 
 def part_of(values: Tensor, aggregation: Aggregation, weight: int = 1) -> Tensor:
-    """The contribution of one micro-batch, reduced immediately, because the tensor may be modified later. In a mean, a single value counts
-    ``weight`` times.
+    """The contribution of one micro-batch, reduced at once, because the tensor may be modified later; a single value counts ``weight``
+    times.
     """
     if aggregation == "mean":
         return torch.stack([values.sum(), torch.full_like(values[0], values.numel())]) * (weight if values.numel() == 1 else 1)
@@ -156,9 +153,7 @@ def row_of_sums(sums: Tensor) -> Tensor:
 
 
 def contribution(key: Key, pending: PendingValue, reducer: str) -> Tensor | None:
-    """This rank's contribution to a value that ranks merge by ``reducer``, as a row of statistics ``[8]``; None if the aggregation function
-    returned several values.
-    """
+    """This rank's contribution to a value that ranks merge by ``reducer``, ``[8]``; None if the aggregation function returned several."""
     if pending.aggregation == reducer == "mean":  # weighted by how many values each rank has
         total, count = merged_parts(pending.parts, "mean").unbind()
     else:
@@ -235,10 +230,7 @@ def _stands_for(given: Key, own: Key) -> bool:
 
 
 class StreamJoin:
-    """The streams on which values were computed, such as those of a model whose branches run side by side.
-
-    The current stream waits for them on the device, never the host.
-    """
+    """The streams on which values were computed. The current stream waits for them on the device, never the host."""
 
     def __init__(self) -> None:
         self._streams: dict[tuple[torch.device, int], Any] = {}
@@ -265,10 +257,8 @@ class StreamJoin:
 
 
 class DeviceToHostCopy:
-    """An asynchronous copy of tensors to the host, as float64, packed into one copy per device.
-
-    The copy goes to pinned memory, queued behind the device's work; only :meth:`land` waits for it. Devices without streams are read in
-    :meth:`land`.
+    """An asynchronous copy of tensors to the host as float64, one per device, to pinned memory behind the device's work: only :meth:`land`
+    waits.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -326,11 +316,9 @@ Identities = Sequence[Any] | Tensor
 
 @torch.no_grad()
 def largest_of(losses: Tensor, identities: Identities) -> Tensor:
-    """Numbers about the losses of rows, ``[n]``, on their device. Does not synchronise.
-
-    Returns:
-        The sum of finite losses, the numbers of others and of negative ones, the :data:`KEPT` largest losses, those that are not finite
-        first, their places, and the parts of their identities where these are a tensor.
+    """Numbers about the losses of rows, ``[n]``, on their device: the sum of finite losses, the numbers of others and of negative ones, the
+    :data:`KEPT` largest losses, those that are not finite first, their places, and the parts of their identities where these are a tensor.
+    Does not synchronise.
     """
     values = losses.detach().to(accumulator_dtype(losses.device))
     is_finite = values.isfinite()
@@ -344,11 +332,8 @@ def largest_of(losses: Tensor, identities: Identities) -> Tensor:
 
 
 def merged(calls: Sequence[tuple[Identities, int, Tensor]]) -> dict[str, Any]:
-    """The worst rows of a step, for its context: ``ids`` and ``losses``, the largest first, their ``sum``, the ``count`` of all rows,
-    and how many losses are ``nonfinite`` and ``negative``. A row of several calls has the sum of its losses.
-
-    Args:
-        calls: identities, number of rows, and the numbers of :func:`largest_of` on the host, for each call in the step.
+    """The worst rows of a step, for its context; a row of several calls has the sum of its losses. ``calls``: identities, number of rows,
+    and the numbers of :func:`largest_of` on the host.
     """
     found: dict[Any, float] = {}
     for identities, _, numbers in calls:
@@ -414,8 +399,7 @@ SKEW = "ranks/skew"
 class StepBuffer:
     """What was measured in one step: rows of statistics by source and name, values by key, and facts.
 
-    Rows are stored, where the last one counts, or merged, over micro-batches and calls. Values merge over micro-batches and ranks by named
-    reducers or functions.
+    Rows are stored, where the last one counts, or merged over micro-batches and calls.
     """
 
     def __init__(self, step: int, complaints: WarningLog) -> None:
@@ -580,10 +564,9 @@ class StepBuffer:
         self._reducers[key] = reducer
 
     def shared_values(self, watches: Callable[[Key], bool]) -> dict[Key, tuple[str, Tensor]]:
-        """How each value merges over ranks, and this rank's contribution.
-
-        These are values logged to be shared or that a detector ``watches``, and metrics of modules. What has no named reducer is withheld:
-        a function cannot be applied to values of ranks, each of which has applied it to its own.
+        """How each value merges over ranks, and this rank's contribution: values logged to be shared or that a detector ``watches``, and
+        metrics of modules. What has no named reducer is withheld: a function cannot be applied to values of ranks, each of which has
+        applied it already.
         """
         found = dict(self._contributions)
         for key, pending in list(self._pending.items()):
@@ -619,18 +602,12 @@ class StepBuffer:
         self.merge_value(key, value, aggregation, weight)
 
     def merge_value(self, key: Key, value: Any, aggregation: Aggregation = "mean", weight: int = 1) -> None:
-        """Merge a scalar or tensor of one micro-batch with the others of this step by ``aggregation``.
-
-        Raises:
-            TypeError: neither a number nor a real tensor.
-            ValueError: a tensor without elements.
-        """
+        """Merge a scalar or tensor of one micro-batch with the others of this step by ``aggregation``."""
         self._merge(key, [part_of(as_tensor(value, key), aggregation, weight)], aggregation)
 
     def merge_logged(self, key: Key, value: Any, aggregation: Aggregation, stands_in: bool) -> bool:
-        """Merge a logged value, as :meth:`merge_value` does; returns whether it was taken.
-
-        A value of a trainer ``stands_in`` for one that the script may log: whichever comes first, the script's value replaces it.
+        """Merge a logged value; returns whether it was taken. A value of a trainer ``stands_in`` for one that the script may log:
+        whichever comes first, the script's value replaces it.
         """
         if not self._takes(key, stands_in):
             return False
@@ -883,13 +860,10 @@ def _rejoin_rows(late: StepBuffer, earlier: StepBuffer) -> None:
 
 
 class PendingReadback:
-    """The values of a step on their way to the host.
-
-    Attributes:
-        extras: what plugins have sent along, once the copy has landed: float64.
-    """
+    """The values of a step on their way to the host."""
 
     def __init__(self, buffer: StepBuffer) -> None:
+        # extras: what plugins have sent along, once the copy has landed: float64
         self.buffer, self.extras = buffer, dict[str, Tensor]()
         # merged on the host, which is cheaper than one launch for each
         kept = {where: parts for where, parts in buffer._parts.items() if parts}

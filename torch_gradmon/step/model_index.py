@@ -62,9 +62,7 @@ def there(places: Sequence[Place], positions: Iterable[int]) -> dict[int, nn.Par
 
 
 class FsdpParameterRef:
-    """A sharded parameter of ``fully_shard``. During a forward or backward pass another one, whose storage is freed afterwards, is in its
-    place.
-    """
+    """A sharded parameter of ``fully_shard``. During a pass another one, whose storage is freed afterwards, is in its place."""
 
     __slots__ = ("_held",)
 
@@ -85,11 +83,7 @@ def _identity(parameter: nn.Parameter) -> tuple[int, bool]:
 
 
 class ParameterRefs:
-    """The parameters of modules under ``fully_shard``, as the optimizer has them.
-
-    Args:
-        root: the watched model.
-    """
+    """The parameters of modules under ``fully_shard``, as the optimizer has them."""
 
     def __init__(self, root: nn.Module) -> None:
         self._kept: list[tuple[FsdpParameterRef, tuple[int, bool]]] = []
@@ -130,12 +124,7 @@ _KEYS, _VALUES = methodcaller("keys"), methodcaller("values")
 
 
 class ModelShape:
-    """The children and parameters of each module, by identity.
-
-    Args:
-        modules: all modules of the model.
-        refs: its parameters under ``fully_shard``.
-    """
+    """The children and parameters of each module, by identity."""
 
     def __init__(self, modules: Sequence[nn.Module], refs: ParameterRefs) -> None:
         self._refs, places = refs, refs.places.keys()
@@ -206,42 +195,19 @@ def _slots(module: nn.Module) -> Iterator[tuple[str, object]]:
 
 
 class PartFacts(NamedTuple):
-    """A parameter of one part, as its rank describes it to the others.
+    """A parameter of one part, as its rank describes it to the others."""
 
-    Attributes:
-        stage: number of the part among all parts of the model.
-        name: of the parameter within the part.
-        shape: of the whole parameter.
-        is_trained: it requires a gradient.
-        fan_in: see ``ModelIndex.matrices``; -1 for what is no matrix.
-        group: number of its group among those of the optimizers of its stage; -1 if none of them has it.
-    """
-
-    stage: int
-    name: str
-    shape: Sequence[int]
+    stage: int  # number of the part among all parts of the model
+    name: str  # of the parameter within the part
+    shape: Sequence[int]  # of the whole parameter
     dtype: str
-    is_trained: bool
-    fan_in: int
-    group: int
+    is_trained: bool  # it requires a gradient
+    fan_in: int  # see ``ModelIndex.matrices``; -1 for what is no matrix
+    group: int  # number of its group among those of the optimizers of its stage; -1 if none of them has it
 
 
 class WholeModel:
-    """The parameters of all parts.
-
-    Args:
-        by_rank: what each rank has, the ranks in ascending order.
-        members: their numbers among all processes.
-        modules: stage, name and class of each module.
-        cards: settings of each group of the optimizers, and stage and name of its parameters.
-
-    Attributes:
-        facts: by name, in the order of the stages.
-        homes: by name, the first rank that has the parameter, among all processes.
-        has_prefix: parts have parameters of equal names, so each name begins with the number of its stage.
-        kinds: the class of each module by name.
-        cards: as given, with names in the whole model, those of copies once.
-    """
+    """The parameters of all parts, from what each rank has."""
 
     def __init__(
         self,
@@ -254,17 +220,19 @@ class WholeModel:
         for facts in by_rank:
             for fact in facts:
                 stages.setdefault(fact.name, set()).add(fact.stage)
+        # parts have parameters of equal names, so each name begins with the number of its stage
         self.has_prefix = any(len(of) > 1 for of in stages.values())
-        self.facts: dict[str, PartFacts] = {}
-        self.homes: dict[str, int] = {}
+        self.facts: dict[str, PartFacts] = {}  # by name, in the order of the stages
+        self.homes: dict[str, int] = {}  # by name, the first rank that has the parameter, among all processes
         ordered = [(fact, rank) for facts, rank in zip(by_rank, members, strict=True) for fact in facts]
         for fact, rank in sorted(ordered, key=lambda each: each[0].stage):  # stable: ranks, then the order in the part
             name = self.prefix(fact.stage) + fact.name
             self.facts.setdefault(name, fact)
             self.homes.setdefault(name, rank)
         ordered_modules = sorted(modules, key=lambda each: each[0])
+        # the class of each module by name
         self.kinds = {self.prefix(at) + name if name != ROOT else f"stage{at}": kind for at, name, kind in ordered_modules}
-        self.cards: list[dict[str, Any]] = []
+        self.cards: list[dict[str, Any]] = []  # as given, with names in the whole model, those of copies once
         for card in cards:
             named = {**card, "parameters": [self.prefix(stage) + name for stage, name in card["parameters"]]}
             if named not in self.cards:
@@ -419,11 +387,7 @@ class MainGradSource(GradientSource):
 
 
 def checked(source: object) -> GradientSource | None:
-    """The user's source, or None.
-
-    Raises:
-        TypeError: it is something else.
-    """
+    """The user's source, or None; TypeError for anything else."""
     if source is not None and not isinstance(source, GradientSource):
         raise TypeError(f"gradient_source={display(source)} must be an instance of a subclass of torch_gradmon.GradientSource")
     return source
@@ -439,11 +403,7 @@ class _FlatPlace:
 
 
 class Fsdp1Source(GradientSource):
-    """Gradients are in ``.grad``, of the part that this rank has; with ``use_orig_params=False`` parameters are the flat ones.
-
-    Args:
-        model: with FSDP1 modules.
-    """
+    """Gradients are in ``.grad``, of the part that this rank has; with ``use_orig_params=False`` parameters are the flat ones."""
 
     def __init__(self, model: nn.Module) -> None:
         from torch.distributed.fsdp import FullyShardedDataParallel  # loaded already, since there is one
@@ -506,15 +466,11 @@ class Fsdp1Source(GradientSource):
 
 
 class TrainableNames:
-    """Which parameters are trained.
-
-    Attributes:
-        names: those that require a gradient, or are doubtful.
-        doubtful: those that are frozen now, perhaps only for a part of each step.
-    """
+    """Which parameters are trained."""
 
     def __init__(self, names: Iterable[str]) -> None:
-        self.names, self.doubtful = set(names), set[str]()
+        # doubtful: those that are frozen now, perhaps only for a part of each step
+        self.names, self.doubtful = set(names), set[str]()  # names: those that require a gradient, or are doubtful
 
     def inherit_from(self, before: TrainableNames, known: Collection[str]) -> None:
         """Inherit from the index before; ``known``: all parameters that there are now.

@@ -101,11 +101,7 @@ VIEW_BUILT_INS: dict[str, dict[str, BuiltIn]] = {
 
 
 class Registry:
-    """All requested metrics.
-
-    Args:
-        built_ins: built-in metrics of each source, by name.
-    """
+    """All requested metrics."""
 
     def __init__(self, built_ins: Mapping[str, Mapping[str, BuiltIn]]) -> None:
         self.built_ins = built_ins
@@ -130,12 +126,7 @@ class Registry:
         per_head: bool = False,
         shardwise: bool = False,
     ) -> Metric:
-        """A checked metric, not yet added.
-
-        Raises:
-            TypeError: a name, pattern, function or aggregation of the wrong type.
-            ValueError: an empty name or one with a slash, an unknown built-in, an invalid pattern, an unknown reducer.
-        """
+        """A checked metric, not yet added; TypeError or ValueError for wrong arguments."""
         _check_name(name, source)
         pattern = compile_pattern(regex)
         if function is not None and not callable(function):
@@ -179,11 +170,7 @@ class Registry:
         )
 
     def add(self, new: Sequence[Metric], tensors: Mapping[str, Sequence[str]] | None = None) -> None:
-        """Add all of ``new`` or nothing. ``tensors``: the known names by source, to find duplicates.
-
-        Raises:
-            ValueError: the same metric twice on the same tensor.
-        """
+        """Add all of ``new`` or nothing. ``tensors``: the known names by source, to find the same metric twice on one of them."""
         asked_for = {(metric.source, metric.name) for metric in new}
         # hidden metrics of a preset are replaced by requested ones
         kept = tuple(metric for metric in self._asked if metric.shown or (metric.source, metric.name) not in asked_for)
@@ -233,11 +220,7 @@ class Registry:
         return self._asked + tuple(m for metrics, replaces_hidden in self._overlays.values() if replaces_hidden for m in metrics)
 
     def check(self, tensors: Mapping[str, Sequence[str]]) -> None:
-        """Check all metrics once the names are known.
-
-        Raises:
-            ValueError: two metrics of one name match the same tensor.
-        """
+        """ValueError where two metrics of one name match the same tensor; the names are known now."""
         _refuse_overlaps(self.metrics, self.metrics, tensors)
 
     def of(self, source: str) -> list[Metric]:
@@ -245,12 +228,6 @@ class Registry:
 
 
 def checked_aggregation(aggregation: str | Callable[..., Any] | None, argument: str) -> str | Callable[..., Any]:
-    """``aggregation``, or the mean for None.
-
-    Raises:
-        TypeError: neither a name nor a callable.
-        ValueError: a name that is not in :data:`REDUCERS`.
-    """
     if aggregation is None:
         return "mean"
     if isinstance(aggregation, str) and aggregation not in REDUCERS:
@@ -306,17 +283,12 @@ def _first_common(a: Metric, b: Metric, tensors: Iterable[str] | None) -> str | 
 
 
 class ViewGroup(NamedTuple):
-    """Metrics of a table whose values are one block.
+    """Metrics of a table whose values are one block."""
 
-    Attributes:
-        found: each metric with its keys, and the rows of their tensors; None for all rows.
-        keys: all of them; a table with the same tensors has the same tuple.
-        table: the source whose table the values are views of; empty for ratios, which no table has.
-    """
-
+    # each metric with its keys, and the rows of their tensors; None for all rows
     found: Sequence[tuple[str, Sequence[Key], Sequence[int] | None]]
-    keys: tuple[Key, ...]
-    table: str
+    keys: tuple[Key, ...]  # all of them; a table with the same tensors has the same tuple
+    table: str  # the source whose table the values are views of; empty for ratios, which no table has
 
 
 def view_group(found: Iterable[tuple[str, Sequence[Key], Sequence[int]]], rows: int, table: str) -> ViewGroup:
@@ -399,27 +371,18 @@ def values_in(metric: str, table: StatsTable, rows: list[int]) -> list[float | N
 
 @dataclass(frozen=True)
 class SourcePlan:
-    """What to compute on the tensors of one source.
-
-    Attributes:
-        names: canonical names of the tensors, in model order.
-        measured: positions in ``names`` that need a row of statistics.
-        views: each built-in with the keys of its values, one for each tensor that it applies to.
-        functions: for each position, the metrics with a function.
-        spread: positions of sharded tensors, whose rows are merged over ranks.
-        is_whole: the squares of all tensors of whole-model values are measured.
-        kernels: positions of kernels of convolutions with three dimensions.
-    """
+    """What to compute on the tensors of one source."""
 
     source: str
-    names: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()  # canonical names of the tensors, in model order
     columns: frozenset[Column] = frozenset()
-    measured: tuple[int, ...] = ()
+    measured: tuple[int, ...] = ()  # positions in ``names`` that need a row of statistics
+    # each built-in with the keys of its values, one for each tensor that it applies to
     views: tuple[tuple[Metric, tuple[Key, ...]], ...] = ()
-    functions: Mapping[int, tuple[Metric, ...]] = field(default_factory=dict)
-    spread: frozenset[int] = frozenset()
-    is_whole: bool = False
-    kernels: frozenset[int] = frozenset()
+    functions: Mapping[int, tuple[Metric, ...]] = field(default_factory=dict)  # for each position, the metrics with a function
+    spread: frozenset[int] = frozenset()  # positions of sharded tensors, whose rows are merged over ranks
+    is_whole: bool = False  # the squares of all tensors of whole-model values are measured
+    kernels: frozenset[int] = frozenset()  # positions of kernels of convolutions with three dimensions
     _last: dict[tuple[str, ...], list[ViewGroup]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property

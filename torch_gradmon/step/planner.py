@@ -62,11 +62,7 @@ OF_MODULES = frozenset({*n.MODULE_SOURCES, *n.RCC_SOURCES, *n.ATTENTION_SOURCES.
 
 
 def source_for(model: nn.Module, named: object = None) -> GradientSource:
-    """The user's source, else the one that fits the model.
-
-    Raises:
-        TypeError: ``named`` is something else.
-    """
+    """The user's source, else the one that fits the model."""
     if (source := checked(named)) is not None:
         return source
     fsdp1 = sys.modules.get("torch.distributed.fsdp")
@@ -79,14 +75,7 @@ def source_for(model: nn.Module, named: object = None) -> GradientSource:
 
 
 class Planner:
-    """Compiles plans once, and again when a metric is added or parameters appear, thaw, freeze or are replaced.
-
-    Args:
-        source: where gradients are; None for what fits the model.
-
-    Attributes:
-        source: where they are, once a model is watched.
-    """
+    """Compiles plans once, and again when a metric is added or parameters appear, thaw, freeze or are replaced."""
 
     def __init__(
         self,
@@ -101,7 +90,7 @@ class Planner:
         self.inventory: ModelIndex | None = None
         self._module: weakref.ref[nn.Module] | None = None
         self._excluded, self._format_name, self._distinct = excluded, format_name, distinct
-        self._named_source, self.source = source, source or PLAIN_GRADIENTS
+        self._named_source, self.source = source, source or PLAIN_GRADIENTS  # source: where they are, once a model is watched
         self.whole: WholeModel | None = None  # the model that the watched module is a part of
         self._cache: dict[Any, dict[str, SourcePlan]] = {}
         self.version = 0
@@ -125,11 +114,7 @@ class Planner:
         return name if self._format_name is None else self._format_name(name)
 
     def watch(self, module: nn.Module) -> None:
-        """Watch ``module``.
-
-        Raises:
-            ValueError: metrics of one name overlap on it, or a pattern of the options fits nothing in it.
-        """
+        """ValueError if metrics of one name overlap on ``module``, or a pattern of the options fits nothing in it."""
         check.measurable(module)
         check.initialised(module)
         self.source = source_for(module, self._named_source)

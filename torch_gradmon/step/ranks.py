@@ -48,11 +48,7 @@ def digest_of(value: object) -> str:
 
 
 class Ranks:
-    """The processes whose rows are merged.
-
-    Args:
-        group: a process group; None for all processes.
-    """
+    """The processes whose rows are merged; ``group``: a process group, None for all processes."""
 
     def __init__(self, group: Any = None) -> None:
         self.group = group
@@ -127,11 +123,9 @@ class Ranks:
     def own_part(self, tensor: Tensor, spread: bool, home: int | None = None) -> Tensor:
         """The elements of ``tensor`` that this rank counts, as a plain tensor; a plain tensor is returned unchanged.
 
-        Args:
-            tensor: of any kind. Partial sums are added up first, which is a collective.
-            spread: the rows of all ranks will be merged. Then an element that several ranks have is counted by one of them, and the others
-                get an empty part. Otherwise each rank counts all elements.
-            home: a rank that has the tensor, where not all do.
+        Partial sums are added up first, which is a collective. ``spread``: the rows of all ranks will be merged, so an element that
+        several ranks have is counted by one of them, and the others get an empty part. ``home``: a rank that has the tensor, where not all
+        do.
         """
         if not is_dtensor(tensor):
             return tensor

@@ -201,33 +201,23 @@ _DEFAULT_REASONS = {
 
 @dataclass
 class PendingStep:
-    """A step that has ended, without its record.
-
-    Attributes:
-        active: what was known of it when it closed.
-        modules: computes the built-in values of modules from tables; None if none are due.
-        groups: names of the parameters of each of the optimizers' groups.
-        tags: facts for its context.
-        cost: time spent in the monitor, as a share of the time since the last monitored step; None for an unmonitored one.
-        late: merges values that were logged after its end.
-        late_readback: these on their way to the host, once the next step has begun.
-        refusals_after: steps neither monitored nor applied, between this one and the next monitored one.
-        interruptions_after: those of them that the loop left by an error.
-    """
+    """A step that has ended, without its record."""
 
     readback: PendingReadback
-    active: ActiveStep
+    active: ActiveStep  # what was known of it when it closed
     inventory: ModelIndex
+    # computes the built-in values of modules from tables; None if none are due
     modules: Callable[[dict[str, StatsTable]], list[Block]] | None
-    groups: list[tuple[str, frozenset[str]]]
-    tags: dict[str, Any]
+    groups: list[tuple[str, frozenset[str]]]  # names of the parameters of each of the optimizers' groups
+    tags: dict[str, Any]  # facts for its context
+    # time spent in the monitor, as a share of the time since the last monitored step; None for an unmonitored one
     cost: float | None
     ranks: int = 1
     attached: bool = False
-    late: StepBuffer | None = None
-    late_readback: PendingReadback | None = None
-    refusals_after: int = 0
-    interruptions_after: int = 0
+    late: StepBuffer | None = None  # merges values that were logged after its end
+    late_readback: PendingReadback | None = None  # these on their way to the host, once the next step has begun
+    refusals_after: int = 0  # steps neither monitored nor applied, between this one and the next monitored one
+    interruptions_after: int = 0  # those of them that the loop left by an error
 
     @property
     def step(self) -> int:

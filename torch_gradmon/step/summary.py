@@ -33,11 +33,9 @@ SHARE = "share"
 class LayerSelection:
     """Chooses which per-layer values a dashboard gets in addition to the metrics requested individually.
 
-    Args:
-        choice: None; ``"all"``; ``"blocks"``: norms over blocks (``h.0``) and optimizer parameter groups; ``"top"``: the ten parameters
-            with the largest share of the squared norm; else a pattern for parameter names.
-
-    The values are the norm before clipping, and the update ratio on steps that measure updates for a preset or a metric.
+    ``choice``: None; ``"all"``; ``"blocks"``: norms over blocks (``h.0``) and optimizer parameter groups; ``"top"``: the ten parameters
+    with the largest share of the squared norm; else a pattern for parameter names. The values are the norm before clipping, and the update
+    ratio on steps that measure updates for a preset or a metric.
     """
 
     def __init__(self, choice: str | re.Pattern[str] | None) -> None:
@@ -183,21 +181,14 @@ _UNUSED = "it had no gradient: the loss does not depend on it, or its gradient w
 
 @dataclass(frozen=True)
 class ReasonContext:
-    """What is known of a step.
-
-    Attributes:
-        plans: the requested measurements of parameters, by source.
-        due: the metrics of modules that were due.
-        shown: the names of the requested whole-model values; a live change may have requested others since.
-        refused: a reason by source if some of its tensors could not be measured.
-    """
+    """What is known of a step."""
 
     inventory: ModelIndex
-    plans: Mapping[str, SourcePlan]
-    due: tuple[Metric, ...]
-    shown: tuple[str, ...]
+    plans: Mapping[str, SourcePlan]  # the requested measurements of parameters, by source
+    due: tuple[Metric, ...]  # the metrics of modules that were due
+    shown: tuple[str, ...]  # the names of the requested whole-model values; a live change may have requested others since
     attached: bool
-    refused: Mapping[str, str]
+    refused: Mapping[str, str]  # a reason by source if some of its tensors could not be measured
 
     def planned(self, metric: Metric) -> bool:
         """Whether ``metric`` existed when the step began."""
@@ -328,16 +319,13 @@ _NOT_SEEN = (
 
 
 class MicroBatchStats:
-    """Compares the gradients of micro-batches with that of the whole batch.
+    """Compares the gradients of micro-batches, of ``batch_size`` examples of one rank, with that of the whole batch.
 
     From the squared gradient norms of a batch of ``b`` examples, as a mean, and of one of ``B``, unbiased estimates are
     ``G2 = (B norm2(B) - b norm2(b)) / (B - b)`` of the squared norm of the true gradient and
     ``S = (norm2(b) - norm2(B)) / (1 / b - 1 / B)`` of the trace of the covariance of single examples' gradients. Both are averaged over
     steps, and ``S / G2`` is the noise scale (McCandlish and others 2018, An Empirical Model of Large-Batch Training, arXiv 1812.06162,
     appendix A). The small batches are the micro-batches of all ranks, the large one is all of them together.
-
-    Args:
-        batch_size: examples in a micro-batch of one rank.
     """
 
     def __init__(self, batch_size: int) -> None:
@@ -347,14 +335,7 @@ class MicroBatchStats:
     def compute(
         self, norms: Mapping[str, Sequence[float]], whole: float | None, ranks: int, absent: MutableMapping[str, str]
     ) -> dict[str, float]:
-        """The values of one step by name.
-
-        Args:
-            norms: of the gradients of micro-batches, by rank.
-            whole: norm of the gradient of all of them; None if unknown.
-            ranks: number of ranks.
-            absent: gets a reason for each missing value.
-        """
+        """The values of one step by name, from the norms by rank and that of the ``whole`` gradient; ``absent`` gets reasons."""
         every = [norm for each in norms.values() for norm in each]
         if ranks == 1 and not every:
             absent.update(dict.fromkeys(BATCH_DOCUMENTATION, _NOT_SEEN))
@@ -470,58 +451,33 @@ def key(name: str) -> Key:
 
 @dataclass
 class StepFacts:
-    """Facts about a step, without its values.
-
-    Attributes:
-        updates_void: updates of zero were measured, because a fused optimizer found infinite gradients.
-        edited: the gradients were written to between backward and the optimizer; if not, their values can show it.
-        rounding: relative rounding of the gradients that the optimizer uses, if larger than in float32.
-        rounds: they were rounded once more in between, as a GradScaler does when it unscales them.
-        used: names of the parameters whose gradients an optimizer has used, or would have if they had existed.
-        matrices: names of the parameters of two or more dimensions.
-        groups: names of the parameters of each of the optimizers' groups.
-        refused: a reason by source if some of its tensors could not be measured.
-        context: learning rates and the like, for the record.
-        refusal: a GradScaler did not let the optimizer apply it.
-        is_interrupted: the loop left it by an error before it was applied.
-        nonfinite: a gradient holds NaN or Inf, before clipping or as the optimizer uses it.
-        attached: hooks on optimizers took part.
-    """
+    """Facts about a step, without its values."""
 
     step: int
     applied: bool
-    edited: bool
-    used: Set[str]
+    edited: bool  # the gradients were written to between backward and the optimizer; if not, their values can show it
+    used: Set[str]  # names of the parameters whose gradients an optimizer has used, or would have if they had existed
     trainable: Set[str]
-    matrices: Set[str]
-    groups: Sequence[tuple[str, frozenset[str]]] = ()
-    updates_void: bool = False
-    refused: Mapping[str, str] = field(default_factory=dict)
-    context: Mapping[str, Any] = field(default_factory=dict)
+    matrices: Set[str]  # names of the parameters of two or more dimensions
+    groups: Sequence[tuple[str, frozenset[str]]] = ()  # names of the parameters of each of the optimizers' groups
+    updates_void: bool = False  # updates of zero were measured, because a fused optimizer found infinite gradients
+    refused: Mapping[str, str] = field(default_factory=dict)  # a reason by source if some of its tensors could not be measured
+    context: Mapping[str, Any] = field(default_factory=dict)  # learning rates and the like, for the record
     ranks: int = 1
-    refusal: bool = False
-    is_interrupted: bool = False
-    nonfinite: bool = False
-    attached: bool = False
-    rounding: float = 0.0
-    rounds: bool = False
+    refusal: bool = False  # a GradScaler did not let the optimizer apply it
+    is_interrupted: bool = False  # the loop left it by an error before it was applied
+    nonfinite: bool = False  # a gradient holds NaN or Inf, before clipping or as the optimizer uses it
+    attached: bool = False  # hooks on optimizers took part
+    rounding: float = 0.0  # relative rounding of the gradients that the optimizer uses, if larger than in float32
+    rounds: bool = False  # they were rounded once more in between, as a GradScaler does when it unscales them
 
 
 # --- Which whole-model values are shown or needed, and which statistics of tensors that takes ---
 
 
 class SummaryChoice:
-    """The whole-model values of one monitor: those of a preset, others that were added, and those that detectors need.
-
-    Args:
-        all_columns: measure every statistic of the gradients, and of the rest on every tenth step, for a run directory.
-        of_layers: the needs of per-layer values, see :attr:`LayerSelection.needs`.
-
-    Attributes:
-        keys: the names of a preset's values: the script's, or those of an override.
-        shown: the names of all requested values.
-        wanted: the names of shown values and those that detectors need.
-        update_every: the interval of steps that measure updates: 1 if a detector needs them.
+    """The whole-model values of one monitor: those of a preset, others that were added, and those that detectors need. ``all_columns``:
+    measure every statistic of the gradients, and of the rest on every tenth step, for a run directory.
     """
 
     def __init__(
@@ -548,11 +504,7 @@ class SummaryChoice:
         self._changed()
 
     def add(self, name: str) -> None:
-        """Show one more value.
-
-        Raises:
-            ValueError: it was added before.
-        """
+        """Show one more value; ValueError if it was added before."""
         if name in self._more:
             raise ValueError(f"the whole-model value {name!r} was added already")
         self._more = (*self._more, name)
@@ -690,9 +642,7 @@ class ClipWindow:
         self._steps: deque[_Step] = deque(maxlen=WINDOW)
 
     def add(self, edited: bool, before: float, after: float, rounding: float = 0.0) -> None:
-        """Add a step with these norms before and after clipping; ``edited``: its gradients were written to in between, with this relative
-        ``rounding``.
-        """
+        """Add a step; ``edited``: its gradients were written to between these norms, with this relative ``rounding``."""
         factor = after / before if 0 < before < float("inf") else 1.0
         self._steps.append(_Step(edited, before, factor, _SAME if _is_one(factor) else max(_SAME, rounding)))
 
@@ -754,9 +704,7 @@ def _scalings(steps: Sequence[_Step]) -> list[float]:
 
 
 def _is_reciprocal(factor: float, slack: float = _EXACT) -> bool:
-    """Whether it is the reciprocal of a whole number, as for a mean over micro-batches or ranks. One clipped step in 10,000 is by
-    chance.
-    """
+    """Of a whole number, as for a mean over micro-batches or ranks. One clipped step in 10,000 is by chance."""
     number = round(1 / factor) if factor > 0 else 0
     return 2 <= number <= _MOST and abs(factor * number - 1) <= slack
 
@@ -785,12 +733,7 @@ _HEAD = re.compile(r"\.head_\d+$")
 
 
 def head_values(tables: dict[str, StatsTable], unshown: Set[tuple[str, str]]) -> tuple[dict[Key, float], frozenset[Key]]:
-    """The values of all attention metrics, and the keys of those for the run directory only.
-
-    Args:
-        tables: by source; those of attention are removed, since no metric is a view of them.
-        unshown: source and name of heads whose own values are not for a dashboard.
-    """
+    """The values of all attention metrics, whose tables are removed, and the keys of heads that are ``unshown`` on a dashboard."""
     values: dict[Key, float] = {}
     layers: dict[tuple[str, str], list[float]] = {}
     for source in n.ATTENTION_SOURCES.values():
@@ -819,17 +762,13 @@ _REMEMBERED = 8
 
 
 class Summary:
-    """Computes the whole-model values of a step.
-
-    Attributes:
-        not_applied: the number of steps that were not applied.
-        interrupted: the number of those that the loop left by an error.
-        nonfinite: the number of steps whose gradients held NaN or Inf.
-    """
+    """Computes the whole-model values of a step."""
 
     def __init__(self, choice: SummaryChoice) -> None:
         self.choice = choice
-        self.not_applied = self.interrupted = self.nonfinite = 0
+        # interrupted: the number of those that the loop left by an error
+        # nonfinite: the number of steps whose gradients held NaN or Inf
+        self.not_applied = self.interrupted = self.nonfinite = 0  # not_applied: the number of steps that were not applied
         self._batches: MicroBatchStats | None = None
         self._clips = ClipWindow()
         self._sets_others = False
@@ -846,9 +785,7 @@ class Summary:
         return found
 
     def count_rejected(self, steps: int, interrupted: int = 0) -> None:
-        """Count ``steps`` unmeasured steps that were not applied: by a GradScaler, or since the loop left ``interrupted`` of them by an
-        error.
-        """
+        """Count unmeasured steps that were not applied: by a GradScaler, or ``interrupted`` by an error in the loop."""
         self.not_applied += steps
         self.interrupted += interrupted
         self.nonfinite += steps - interrupted
@@ -857,7 +794,6 @@ class Summary:
         """Whether the gradients that the loop has put in the place of those of the backward passes are its own, see :func:`are_others`.
 
         Args:
-            tables: statistics by source.
             rounding: relative rounding of the gradients in between.
             is_assigned: the optimizer used other tensors than the backward passes had left.
             is_dropped: the gradients of an earlier backward pass were dropped, so that those of the last one are perhaps only a part of
@@ -883,14 +819,8 @@ class Summary:
         absent: dict[str, str],
         batch_norms: Mapping[str, Sequence[float]] | None = None,
     ) -> dict[str, float]:
-        """The values of one step by name, including those that are not shown.
-
-        Args:
-            facts: of the step.
-            tables: statistics by source, of all parameters or not at all.
-            base: statistics of the updated parameters before the update.
-            absent: gets a reason for each missing key.
-            batch_norms: of the gradients of micro-batches, by rank.
+        """The values of one step by name, including those that are not shown. ``tables``: of all parameters or not at all; ``base``: the
+        updated parameters before the update; ``absent`` gets reasons; ``batch_norms``: of micro-batches, by rank.
         """
         values: dict[str, float] = {}
         self.not_applied += not facts.applied
