@@ -63,96 +63,27 @@ RCC_BUILT_INS = {
 }
 
 
-class CheckTerms:
-    """Puts the terms of calls into the buffer of one step."""
-
-    def __init__(
-        self,
-        measurer: Measurer,
-        buffer: StepBuffer,
-        metrics: Sequence[Metric],
-        modules: Mapping[str, Callable[[], nn.Module | None]],
-    ) -> None:
-        self._measurer, self._buffer, self._metrics, self._modules = measurer, buffer, metrics, modules
-
-    def wants(self, name: str) -> bool:
-        return any(metric.matches(name) for metric in self._metrics)
-
-    def set_absent(self, name: str, reason: str, sources: tuple[str, ...] = n.RCC_SOURCES) -> None:
-        for source in sources:
-            self._buffer.absent[source, name] = reason
-
-    def of_inputs(self, name: str, module: nn.Module, now: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> None:
-        """Measure the inputs of a call and of the reference, by path: |x_t| and |x_t - x_0|."""
-        if isinstance(module, nn.Embedding):
-            sources = (n.RCC_PROPAGATED, n.RCC_INPUT, n.RCC_INPUT_DIFFERENCE)
-            return self.set_absent(name, "an embedding takes indices, which have no difference", sources)
-        for path, x in now.items():
-            self._put(n.RCC_INPUT, name, path, x)
-            self._put(n.RCC_INPUT_DIFFERENCE, name, path, x, start.get(path))
-        if isinstance(module, nn.LayerNorm):
-            # the weight of a layer norm multiplies the normalised input
-            normalised = [_normalised(each.get(""), module) for each in (now, start)]
-            self._put(n.RCC_UPDATE, name, ".weight/x_t", normalised[0])
-            self._put(n.RCC_PROPAGATED, name, ".weight/x_t-x_0", *normalised)
-        return None
-
-    def of_outputs(
-        self,
-        name: str,
-        module: nn.Module,
-        part: nn.Module,
-        now: Mapping[str, Tensor],
-        moved: Mapping[str, Tensor],
-        start: Mapping[str, Tensor],
-    ) -> None:
-        """Measure the outputs of a call, by path: ``now`` f(x_t; W_t), ``moved`` f(x_t; W_0) and ``start`` f(x_0; W_0) of ``part``."""
-        for path, output in now.items():
-            self._put(n.RCC_UPDATE, name, path, output, moved.get(path))
-            if not isinstance(module, nn.Embedding):
-                self._put(n.RCC_PROPAGATED, name, path, moved.get(path), start.get(path))
-        if not isinstance(module, (nn.Linear, nn.LayerNorm)) or now.keys() != {""}:
-            return
-        weight = [_without(now.get(""), module), _without(moved.get(""), part), _without(start.get(""), part)]
-        self._put(n.RCC_UPDATE, name, ".weight", weight[0], weight[1])
-        self._put(n.RCC_PROPAGATED, name, ".weight", weight[1], weight[2])
-        self._put(n.RCC_UPDATE, name, ".weight/W_t x_t", weight[0])
-        self._put(n.RCC_PROPAGATED, name, ".weight/W_0 x_0", weight[2])
-
-    def _put(self, source: str, name: str, path: str, tensor: Tensor | None, *minus: Tensor | None) -> None:
-        """Measure ``tensor``, minus another one, under ``name`` and its path."""
-        metrics = [metric for metric in self._metrics if metric.source == source and metric.matches(name)]
-        if not metrics:
-            return
-        key = name + (path if path.startswith(".weight") else rest_of(name + path, name, self._modules))
-        value = self._difference(tensor, *minus)
-        if isinstance(value, str):
-            self._buffer.absent[source, key] = value
-        else:
-            self._measurer.functions.run(self._buffer, source, key, metrics, [value], merging=True)
-
-    @staticmethod
-    def _difference(*tensors: Tensor | None) -> Tensor | str:
-        """The first tensor, minus the second if given, in float32 or wider; or the reason why that is not possible."""
-        found: list[Tensor] = []
-        for tensor in tensors:
-            if tensor is None:
-                return "the reference module has no such tensor"
-            reason = refusal(tensor)
-            if reason is None and not (tensor.is_floating_point() or tensor.is_complex()):
-                reason = f"a tensor of dtype {tensor.dtype}, which has no difference"
-            if reason is None and tensor.layout != torch.strided:
-                reason = f"a tensor of layout {tensor.layout}"
-            if reason is None and not tensor.numel():
-                reason = "it has no elements"
-            if reason is not None:
-                return reason
-            found.append(tensor.to(torch.promote_types(tensor.dtype, torch.float32)))
-        if len(found) == 1:
-            return found[0]
-        if found[0].shape != found[1].shape:
-            return f"it has another shape in the reference module, {tuple(found[1].shape)}"
-        return found[0] - found[1].to(found[0].device)
+def _difference(*tensors: Tensor | None) -> Tensor | str:
+    """The first tensor, minus the second if given, in float32 or wider; or the reason why that is not possible."""
+    found: list[Tensor] = []
+    for tensor in tensors:
+        if tensor is None:
+            return "the reference module has no such tensor"
+        reason = refusal(tensor)
+        if reason is None and not (tensor.is_floating_point() or tensor.is_complex()):
+            reason = f"a tensor of dtype {tensor.dtype}, which has no difference"
+        if reason is None and tensor.layout != torch.strided:
+            reason = f"a tensor of layout {tensor.layout}"
+        if reason is None and not tensor.numel():
+            reason = "it has no elements"
+        if reason is not None:
+            return reason
+        found.append(tensor.to(torch.promote_types(tensor.dtype, torch.float32)))
+    if len(found) == 1:
+        return found[0]
+    if found[0].shape != found[1].shape:
+        return f"it has another shape in the reference module, {tuple(found[1].shape)}"
+    return found[0] - found[1].to(found[0].device)
 
 
 def _normalised(x: Tensor | None, module: nn.LayerNorm) -> Tensor | None:
@@ -173,6 +104,9 @@ def _without(output: Tensor | None, module: nn.Module) -> Tensor | None:
     return output.to(wide) - bias.detach().to(output.device)
 
 
+_COMPILED = "inside torch.compile modules cannot be run once more at the reference's weights"
+
+
 class _Frame:
     """A running call, of the root or of a module."""
 
@@ -181,93 +115,6 @@ class _Frame:
         self.name, self.run, self.start = name, run, start
         self.calls: Counter[str] = Counter()  # number of calls of each module in it so far
         self.moved: Mapping[str, Tensor] = {}  # the counterpart's outputs, by path
-
-
-class ForwardCheck:
-    """Runs the counterparts of called modules, and measures the terms of each call."""
-
-    def __init__(self, root: nn.Module, reference: ReferencePass, terms: CheckTerms, passes: PassTracker) -> None:
-        self._root, self._reference, self._terms, self._passes = root, reference, terms, passes
-        self.parts = reference.parts()  # modules of the reference by name
-        self._frames: list[_Frame] = []
-        self._run: ReplayedForward | None = None  # the running one
-        self._thread = threading.get_ident()
-
-    def start(self, name: str, run: ReplayedForward) -> None:
-        """Check modules from now on; ``run`` is that of the whole reference."""
-        self._frames = [_Frame(name, run, {})]
-
-    @contextlib.contextmanager
-    def noting(self, run: ReplayedForward) -> Iterator[None]:
-        """Record calls of the reference's parts in ``run``."""
-        self._run = run
-        try:
-            yield
-        finally:
-            self._run = None
-
-    @property
-    def is_checking(self) -> bool:
-        """Whether a call now is one of the model. Not in runs of the reference or replicas of DataParallel."""
-        return self._run is None and len(self._frames) > 0 and threading.get_ident() == self._thread
-
-    @property
-    def noted(self) -> ReplayedForward | None:
-        """The run in which a part of the reference is called now."""
-        return self._run if threading.get_ident() == self._thread else None
-
-    def called(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Runs before the module works in place or draws random numbers."""
-        numbers = [frame.calls[name] for frame in self._frames]
-        root = self._frames[0].run
-        assert root is not None
-        outcome, part = root.outcome(name, numbers[0]), self.parts.get(name)
-        frame = _Frame(name, None, {} if outcome is None else outcome.outputs or {})
-        around = list(zip(self._frames, numbers, strict=True))
-        for each in self._frames:
-            each.calls[name] += 1
-        self._frames.append(frame)
-        if self._passes.paused:
-            return
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            self._terms.set_absent(name, "inside a torch.func transform")
-        elif part is None or outcome is None:
-            self._terms.set_absent(name, "the reference module has no such module, or called it less often")
-        else:
-            try:  # before metric functions, which may draw random numbers
-                frame.moved = self._moved(frame, around, part, module, args, kwargs)
-            finally:
-                self._terms.of_inputs(name, module, dict(first_of(args, kwargs)), outcome.first)
-
-    def _moved(
-        self,
-        frame: _Frame,
-        around: list[tuple[_Frame, int]],
-        part: nn.Module,
-        module: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Mapping[str, Tensor]:
-        """f(x_t; W_0): from an enclosing run with the same inputs, innermost first, or from a run of its own."""
-        for outer, number in reversed(around):
-            known = None if outer.run is None else outer.run.outputs_for(frame.name, number, args, kwargs)
-            if known is not None:
-                return known
-        run = frame.run = ReplayedForward()
-        with self._passes.pause(), self.noting(run):  # model and reference may share modules
-            return self._reference.run_part(part, module, self._root, args, kwargs, run.note)
-
-    def returned(self, name: str, module: nn.Module, output: Any) -> None:
-        while len(self._frames) > 1:  # inner calls that did not return have raised
-            frame = self._frames.pop()
-            if frame.name == name:
-                if frame.moved and not self._passes.paused:
-                    now = dict(tensors_of(output, ""))
-                    self._terms.of_outputs(name, module, self.parts[name], now, frame.moved, frame.start)
-                return
-
-
-_COMPILED = "inside torch.compile modules cannot be run once more at the reference's weights"
 
 
 class CoordinateCheck:
@@ -285,21 +132,25 @@ class CoordinateCheck:
 
     def __init__(self, measurer: Measurer, fence: Fence, passes: PassTracker, reference: ReferencePass) -> None:
         self._measurer, self._fence, self._passes, self._reference = measurer, fence, passes, reference
-        self._terms: CheckTerms | None = None  # of a step in which a check is due
+        self._buffer: StepBuffer | None = None  # of a step in which a check is due
+        self._metrics: Sequence[Metric] = ()
+        self._modules: Mapping[str, Callable[[], nn.Module | None]] = {}
         self._handles = Handles()
-        self._inventory: ModelIndex | None = None
-        self._forward: ForwardCheck | None = None
+        self._root: nn.Module | None = None
+        self._parts: Mapping[str, nn.Module] = {}  # modules of the reference by name
+        self._frames: list[_Frame] = []  # the running calls, first that of the root
+        self._run: ReplayedForward | None = None  # the running one of the reference, or of a part of it
+        self._thread = 0
         self._reason = ""
         self.seen = False  # a forward was checked in this step
 
     @property
     def due(self) -> bool:
-        return self._terms is not None
+        return self._buffer is not None
 
     def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: ModelIndex) -> None:
-        due = tuple(metric for metric in metrics if metric.source in n.RCC_SOURCES)
-        self._terms = CheckTerms(self._measurer, buffer, due, inventory.modules) if due else None
-        self._inventory, self.seen = inventory, False
+        self._metrics = tuple(metric for metric in metrics if metric.source in n.RCC_SOURCES)
+        self._buffer, self._modules, self.seen = buffer if self._metrics else None, inventory.modules, False
         needed = 'no reference module is set; call monitor.set_reference_module("init") before training'
         self._reason = "" if self._reference else needed
 
@@ -307,9 +158,9 @@ class CoordinateCheck:
         """End the step; ``compiled``: a part of the model is compiled."""
         self.leave()
         reason = self._reason or (_COMPILED if compiled else "")
-        if self._terms is not None and not self.seen and reason:
-            self._terms.set_absent("", reason)
-        self._terms = None
+        if not self.seen and reason:
+            self._set_absent("", reason)
+        self._buffer, self._metrics = None, ()
 
     @property
     def awaits_forward(self) -> bool:
@@ -321,40 +172,40 @@ class CoordinateCheck:
     @contextlib.contextmanager
     def beside(self, root: nn.Module) -> Iterator[Note | None]:
         """The context for the reference's run; yields what is called with tensors and their copies. From its end on modules are checked."""
-        if (forward := self._begun(root)) is None:
+        if not self._begin_forward(root):
             yield None
             return
         run = ReplayedForward(keeps_all=True)
-        with forward.noting(run):
+        with self._noting(run):
             yield run.note
         if self._reference.is_off:
             self._reason = self._reference.reason or ""
             self._handles.remove()
             return
-        self._check(root, forward, run)
+        self._check(root, run)
 
     def behind(self, root: nn.Module, run: ReplayedForward) -> None:
         """Check modules against ``run``, a run of the reference by the training loop itself."""
-        if (forward := self._begun(root)) is not None:
-            self._check(root, forward, run)
+        if self._begin_forward(root):
+            self._check(root, run)
 
-    def _begun(self, root: nn.Module) -> ForwardCheck | None:
-        """The check of this forward, with hooks on the reference installed; None if modules cannot be checked."""
+    def _begin_forward(self, root: nn.Module) -> bool:
+        """Install hooks on the reference. Returns whether modules can be checked."""
         self.leave()
-        if self._terms is None or not self._reference:
-            return None
+        if not self.due or not self._reference:
+            return False
         if is_compiled(root) or is_called_by(COMPILER):  # the latter: torch.compile(model), assigned to another variable
             self._reason = _COMPILED
-            return None
-        forward = self._forward = ForwardCheck(root, self._reference, self._terms, self._passes)
-        for name in self._wanted(root, forward).keys() & forward.parts.keys():
-            self._register(forward.parts[name], name, self._part_called, self._part_returned)
-        return forward
+            return False
+        self._root, self._parts, self._thread = root, self._reference.parts(), threading.get_ident()
+        for name in self._wanted(root).keys() & self._parts.keys():
+            self._register(self._parts[name], name, self._part_called, self._part_returned)
+        return True
 
-    def _check(self, root: nn.Module, forward: ForwardCheck, run: ReplayedForward) -> None:
-        self.seen = True
-        forward.start(n.ROOT, run)
-        for name, module in self._wanted(root, forward).items():
+    def _check(self, root: nn.Module, run: ReplayedForward) -> None:
+        """Check modules from now on; ``run`` is that of the whole reference."""
+        self.seen, self._frames = True, [_Frame(n.ROOT, run, {})]
+        for name, module in self._wanted(root).items():
             self._register(module, name, self._module_called, self._module_returned)
 
     def _register(self, module: nn.Module, name: str, called: Callable[..., None], returned: Callable[..., None]) -> None:
@@ -362,50 +213,164 @@ class CoordinateCheck:
         self._handles.of_module(module.register_forward_hook(ModuleHook(returned, name)))
 
     def wants(self, name: str) -> bool:
-        return self._terms is not None and self._terms.wants(name)
+        return any(metric.matches(name) for metric in self._metrics)
 
     def leave(self) -> None:
         """End the forward: the root has returned or raised."""
         self._handles.remove()
-        self._forward = None
+        self._root, self._parts, self._frames, self._run = None, {}, [], None
 
-    def _wanted(self, root: nn.Module, forward: ForwardCheck) -> dict[str, nn.Module]:
+    def _wanted(self, root: nn.Module) -> dict[str, nn.Module]:
         """The matched modules, without the root and those that accept no Python hooks."""
-        assert self._inventory is not None
-        found = {name: reference() for name, reference in self._inventory.modules.items() if self.wants(name)}
+        found = {name: reference() for name, reference in self._modules.items() if self.wants(name)}
         return {
             name: module
             for name, module in found.items()
-            if module is not None and module is not root and takes_hooks(module) and takes_hooks(forward.parts.get(name, module))
+            if module is not None and module is not root and takes_hooks(module) and takes_hooks(self._parts.get(name, module))
         }
+
+    @contextlib.contextmanager
+    def _noting(self, run: ReplayedForward) -> Iterator[None]:
+        """Record calls of the reference's parts in ``run``."""
+        self._run = run
+        try:
+            yield
+        finally:
+            self._run = None
 
     # --- hooks -----------------------------------------------------------------------------------------------------------------
 
     def _part_called(self, name: str, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        if self._forward is not None and (run := self._forward.noted) is not None:
-            run.called(name, args, kwargs or {})
+        if self._run is not None and threading.get_ident() == self._thread:
+            self._run.called(name, args, kwargs or {})
 
     def _part_returned(self, name: str, part: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._forward is not None and (run := self._forward.noted) is not None:
-            run.returned(name, output)
+        if self._run is not None and threading.get_ident() == self._thread:
+            self._run.returned(name, output)
 
     def _module_called(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        self._fenced(name, lambda forward: forward.called(name, module, args, kwargs or {}))
+        self._fenced(self._called, name, module, args, kwargs or {})
 
     def _module_returned(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._fenced(name, lambda forward: forward.returned(name, module, output))
+        self._fenced(self._returned, name, module, output)
 
-    def _fenced(self, name: str, work: Callable[[ForwardCheck], None]) -> None:
-        terms, forward = self._terms, self._forward
-        if terms is None or forward is None or not forward.is_checking:
+    def _fenced(self, work: Callable[..., None], name: str, *given: Any) -> None:
+        # not in runs of the reference or replicas of DataParallel
+        if not self._frames or self._run is not None or threading.get_ident() != self._thread:
             return
         if torch._C._current_graph_task_id() != -1:  # a recomputation, in a backward pass inside the forward
             return
         start = time.perf_counter()
         try:
             with outside_dispatch_modes(), torch.no_grad(), untouched_rng():
-                work(forward)
+                work(name, *given)
         except Exception as error:
-            terms.set_absent(name, f"it could not be checked: {type(error).__name__}: {error}")
+            self._set_absent(name, f"it could not be checked: {type(error).__name__}: {error}")
             self._measurer.complaints.add(f"check:{name}", f"the coordinate check of {name} failed; training continues", error)
         self._fence.add_time(time.perf_counter() - start)
+
+    def _called(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Runs before the module works in place or draws random numbers."""
+        numbers = [frame.calls[name] for frame in self._frames]
+        root = self._frames[0].run
+        assert root is not None
+        outcome, part = root.outcome(name, numbers[0]), self._parts.get(name)
+        frame = _Frame(name, None, {} if outcome is None else outcome.outputs or {})
+        around = list(zip(self._frames, numbers, strict=True))
+        for each in self._frames:
+            each.calls[name] += 1
+        self._frames.append(frame)
+        if self._passes.paused:
+            return
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            self._set_absent(name, "inside a torch.func transform")
+        elif part is None or outcome is None:
+            self._set_absent(name, "the reference module has no such module, or called it less often")
+        else:
+            try:  # before metric functions, which may draw random numbers
+                frame.moved = self._moved(frame, around, part, module, args, kwargs)
+            finally:
+                self._measure_inputs(name, module, dict(first_of(args, kwargs)), outcome.first)
+
+    def _moved(
+        self,
+        frame: _Frame,
+        around: list[tuple[_Frame, int]],
+        part: nn.Module,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Mapping[str, Tensor]:
+        """f(x_t; W_0): from an enclosing run with the same inputs, innermost first, or from a run of its own."""
+        for outer, number in reversed(around):
+            known = None if outer.run is None else outer.run.outputs_for(frame.name, number, args, kwargs)
+            if known is not None:
+                return known
+        run = frame.run = ReplayedForward()
+        assert self._root is not None
+        with self._passes.pause(), self._noting(run):  # model and reference may share modules
+            return self._reference.run_part(part, module, self._root, args, kwargs, run.note)
+
+    def _returned(self, name: str, module: nn.Module, output: Any) -> None:
+        while len(self._frames) > 1:  # inner calls that did not return have raised
+            frame = self._frames.pop()
+            if frame.name == name:
+                if frame.moved and not self._passes.paused:
+                    self._measure_outputs(name, module, dict(tensors_of(output, "")), frame.moved, frame.start)
+                return
+
+    # --- the terms of a call ---------------------------------------------------------------------------------------------------
+
+    def _set_absent(self, name: str, reason: str, sources: tuple[str, ...] = n.RCC_SOURCES) -> None:
+        if self._buffer is not None:
+            self._buffer.absent.update(((source, name), reason) for source in sources)
+
+    def _measure_inputs(self, name: str, module: nn.Module, now: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> None:
+        """Measure the inputs of a call and of the reference, by path: |x_t| and |x_t - x_0|."""
+        if isinstance(module, nn.Embedding):
+            sources = (n.RCC_PROPAGATED, n.RCC_INPUT, n.RCC_INPUT_DIFFERENCE)
+            return self._set_absent(name, "an embedding takes indices, which have no difference", sources)
+        for path, x in now.items():
+            self._put(n.RCC_INPUT, name, path, x)
+            self._put(n.RCC_INPUT_DIFFERENCE, name, path, x, start.get(path))
+        if isinstance(module, nn.LayerNorm):
+            # the weight of a layer norm multiplies the normalised input
+            normalised = [_normalised(each.get(""), module) for each in (now, start)]
+            self._put(n.RCC_UPDATE, name, ".weight/x_t", normalised[0])
+            self._put(n.RCC_PROPAGATED, name, ".weight/x_t-x_0", *normalised)
+        return None
+
+    def _measure_outputs(
+        self,
+        name: str,
+        module: nn.Module,
+        now: Mapping[str, Tensor],
+        moved: Mapping[str, Tensor],
+        start: Mapping[str, Tensor],
+    ) -> None:
+        """Measure the outputs of a call, by path: ``now`` f(x_t; W_t), ``moved`` f(x_t; W_0) and ``start`` f(x_0; W_0)."""
+        for path, output in now.items():
+            self._put(n.RCC_UPDATE, name, path, output, moved.get(path))
+            if not isinstance(module, nn.Embedding):
+                self._put(n.RCC_PROPAGATED, name, path, moved.get(path), start.get(path))
+        if not isinstance(module, (nn.Linear, nn.LayerNorm)) or now.keys() != {""}:
+            return
+        part = self._parts[name]
+        weight = [_without(now.get(""), module), _without(moved.get(""), part), _without(start.get(""), part)]
+        self._put(n.RCC_UPDATE, name, ".weight", weight[0], weight[1])
+        self._put(n.RCC_PROPAGATED, name, ".weight", weight[1], weight[2])
+        self._put(n.RCC_UPDATE, name, ".weight/W_t x_t", weight[0])
+        self._put(n.RCC_PROPAGATED, name, ".weight/W_0 x_0", weight[2])
+
+    def _put(self, source: str, name: str, path: str, tensor: Tensor | None, *minus: Tensor | None) -> None:
+        """Measure ``tensor``, minus another one, under ``name`` and its path."""
+        metrics = [metric for metric in self._metrics if metric.source == source and metric.matches(name)]
+        if not metrics:
+            return
+        assert self._buffer is not None
+        key = name + (path if path.startswith(".weight") else rest_of(name + path, name, self._modules))
+        value = _difference(tensor, *minus)
+        if isinstance(value, str):
+            self._buffer.absent[source, key] = value
+        else:
+            self._measurer.functions.run(self._buffer, source, key, metrics, [value], merging=True)

@@ -127,68 +127,54 @@ class ModelShape:
     """The children and parameters of each module, by identity."""
 
     def __init__(self, modules: Sequence[nn.Module], refs: ParameterRefs) -> None:
-        self._refs, places = refs, refs.places.keys()
-        self._modules = [weakref.ref(module) for module in modules]
-        self._slots = [{k: v for k, v in _slots(m) if (id(m), k) not in places} for m in modules]
+        self._refs, self._modules = refs, [weakref.ref(module) for module in modules]
         self._known = _identities(modules)
-        # during a pass, plain parameters replace sharded ones that a parent module keeps elsewhere
-        self._replaced_in_pass = {
-            (id(m), name): parameter.shape
-            for m in modules
-            for name, parameter in m._parameters.items()
-            if parameter is not None and (id(m), name) not in places and is_sharded(parameter)
-        }
-        self._sharded_names = {id(m): {name for owner, name in places if owner == id(m)} for m in modules} if places else {}
+        # what may be in the place of each parameter during a pass: under fully_shard (True) any other one, for a sharded one that a
+        # parent module keeps elsewhere a plain one of this shape
+        self._in_pass = [
+            (id(module), name) in refs.places or (parameter.shape if parameter is not None and is_sharded(parameter) else None)
+            for module in modules
+            for name, parameter in module._parameters.items()
+        ]
 
     def is_current(self) -> bool:
         """False once a parameter or module was added, removed or replaced, or a parameter was frozen or thawed."""
         if not self._refs.is_current():
             return False
-        modules: list[nn.Module] = []
-        for reference in self._modules:
-            if (module := reference()) is None:
-                return False
-            modules.append(module)
-        if self._known == _identities(modules):
+        modules = [module for reference in self._modules if (module := reference()) is not None]
+        now = _identities(modules)
+        if self._known == now:
             return True  # as nearly always, and without a call for each module or parameter
-        for module, slots in zip(modules, self._slots, strict=True):
-            sharded = self._sharded_names.get(id(module), ())
-            if len(module._parameters) + len(module._modules) != len(slots) + len(sharded):
-                return False
-            for name, child in module._modules.items():
-                if slots.get(name) != id(child):
-                    return False
-            for name, parameter in module._parameters.items():
-                if name in sharded or (parameter is not None and not isinstance(parameter, nn.Parameter)):
-                    continue  # torch.func.functional_call puts plain tensors there during a call
-                expected = slots.get(name)
-                actual = None if parameter is None else (id(parameter), parameter.requires_grad)
-                if expected != actual and not self._is_replacement(parameter, id(module), name):
-                    return False
-        return True
-
-    def _is_replacement(self, parameter: Tensor | None, owner: int, name: str) -> bool:
-        shape = self._replaced_in_pass.get((owner, name))
-        return parameter is not None and not is_dtensor(parameter) and parameter.shape == shape
+        if self._known[:2] != now[:2]:
+            return False
+        parameters = chain.from_iterable(module._parameters.values() for module in modules)
+        return all(
+            map(_is_same, zip(self._known[2], self._known[3], strict=True), zip(*now[2:], strict=True), parameters, self._in_pass)
+        )
 
 
-def _identities(modules: Sequence[nn.Module]) -> tuple[list[object], ...]:
-    """Names and identities of the children and parameters of all ``modules``, how many each has, and which parameters are trained."""
-    children, parameters = [*map(_CHILDREN, modules)], [*map(_PARAMETERS, modules)]
-    values = [*chain.from_iterable(map(_VALUES, parameters))]
-    return (
-        [*map(len, children), *map(len, parameters)],
-        [*chain.from_iterable(map(_KEYS, [*children, *parameters]))],
-        [*map(id, chain.from_iterable(map(_VALUES, children))), *map(id, values)],
-        [value is not None and value.requires_grad for value in values],
+def _is_same(known: object, now: object, parameter: Tensor | None, in_pass: object) -> bool:
+    # torch.func.functional_call puts plain tensors in the place of parameters during a call
+    return known == now or (
+        parameter is not None
+        and (
+            in_pass is True
+            or not isinstance(parameter, nn.Parameter)
+            or (not is_dtensor(parameter) and parameter.shape == in_pass)
+        )
     )
 
 
-def _slots(module: nn.Module) -> Iterator[tuple[str, object]]:
-    for name, child in module._modules.items():
-        yield name, id(child)
-    for name, parameter in module._parameters.items():
-        yield name, None if parameter is None else (id(parameter), parameter.requires_grad)
+def _identities(modules: Sequence[nn.Module]) -> tuple[list[object], ...]:
+    """How many children and parameters each module has and their names, the children, the parameters, and which of these are trained."""
+    children, parameters = [*map(_CHILDREN, modules)], [*map(_PARAMETERS, modules)]
+    values = [*chain.from_iterable(map(_VALUES, parameters))]
+    return (
+        [*map(len, children), *map(len, parameters), *chain.from_iterable(map(_KEYS, [*children, *parameters]))],
+        [*map(id, chain.from_iterable(map(_VALUES, children)))],
+        [*map(id, values)],
+        [value is not None and value.requires_grad for value in values],
+    )
 
 
 # --- The whole model, of which this rank has parts ---
