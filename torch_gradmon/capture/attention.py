@@ -179,7 +179,6 @@ class _Observed:
 
 
 def _places_of(function: Any) -> list[tuple[dict[str, Any], str]]:
-    """Where ``function`` is, or any replacement."""
     # not in torch's C++ modules, which pass their functions to modes that override functions
     # a copy at once: a collection of garbage, or another thread, may import while a list is made
     modules = [m for name, m in sys.modules.copy().items() if isinstance(m, types.ModuleType) and not name.startswith("torch._C")]
@@ -227,7 +226,6 @@ class _Callers:
         self._inventory: weakref.ref[ModelIndex] | None = None
 
     def know(self, inventory: ModelIndex) -> None:
-        """Know the modules of ``inventory``, and the parts of those that are wrappers."""
         if self._inventory is None or self._inventory() is not inventory:
             self._inventory = weakref.ref(inventory)
             self._names = {
@@ -256,8 +254,6 @@ class _Callers:
 
 
 class AttentionRecorder:
-    """Measures attention calls, reported by the model or observed."""
-
     def __init__(self, complaints: WarningLog, values: ModuleValues, fence: Fence, in_forward: Callable[[], bool]) -> None:
         self._complaints, self._values, self._fence, self._in_forward = complaints, values, fence, in_forward
         self._buffer: StepBuffer | None = None

@@ -66,7 +66,6 @@ class TracedStatistics:
         self.request(frozenset())
 
     def request(self, columns: frozenset[Column]) -> None:
-        """Graphs traced from now on compute these."""
         self.columns = columns | ALWAYS if columns else columns
         self.sums = tuple(column in columns for column in _SUMS) if columns else ()
         self.extremes = Column.MIN in columns or Column.MAX in columns
@@ -158,8 +157,6 @@ class TracedStatistics:
 
 
 class CompiledHooks:
-    """What the hooks on modules do in compiled graphs."""
-
     def __init__(self, eps: float) -> None:
         self.eps = threshold(eps, torch.float64)
         self._is_open = True
@@ -190,7 +187,6 @@ class CompiledHooks:
         self.reasons: dict[tuple[str, str], str] | None = None
 
     def add(self, kind: str, name: str, module: nn.Module, root: nn.Module) -> TracedStatistics:
-        """What a new hook on ``module`` does there."""
         tap = self._taps[kind, name] = TracedStatistics(name, module, self, root)
         return tap
 
@@ -223,7 +219,6 @@ class CompiledHooks:
                 tap.request(self._columns if place in measured else frozenset())
 
     def path(self, name: str, rest: str) -> str:
-        """The path of a tensor in the output of module ``name``."""
         return name + rest_of(name + rest, name, self._taken)
 
     def has_hook(self, module: nn.Module) -> bool:
@@ -252,7 +247,6 @@ class CompiledHooks:
         buffer.absent.update(self.reasons)
 
     def discard(self) -> None:
-        """Forget what the graphs wrote. Does not synchronise."""
         for slots in self.slots.values():
             extremes = [slot.extremes for slot in slots]
             torch._foreach_zero_([slot.sums for slot in slots])

@@ -47,8 +47,8 @@ def rms(x: Tensor) -> Tensor:
 
 def _built_ins(subject: str) -> dict[str, BuiltIn]:
     return {
-        "l2norm": BuiltIn(frozenset(), "1", f"Euclidean norm over the last dimension of {subject}, mean over the rest", l2norm),
-        "rms": BuiltIn(frozenset(), "1", f"root mean square over the last dimension of {subject}, mean over the rest", rms),
+        "l2norm": BuiltIn("1", f"Euclidean norm over the last dimension of {subject}, mean over the rest", l2norm),
+        "rms": BuiltIn("1", f"root mean square over the last dimension of {subject}, mean over the rest", rms),
     }
 
 
@@ -94,7 +94,6 @@ def _normalised(x: Tensor | None, module: nn.LayerNorm) -> Tensor | None:
 
 
 def _without(output: Tensor | None, module: nn.Module) -> Tensor | None:
-    """The output of a linear layer or layer norm without its bias."""
     bias: Any = getattr(module, "bias", None)
     if output is None or not isinstance(bias, Tensor):
         return output
@@ -108,8 +107,6 @@ _COMPILED = "inside torch.compile modules cannot be run once more at the referen
 
 
 class _Frame:
-    """A running call, of the root or of a module."""
-
     def __init__(self, name: str, run: ReplayedForward | None, start: Mapping[str, Tensor]) -> None:
         # run: of the reference or of the module's counterpart on the inputs of this call; None if none was needed
         self.name, self.run, self.start = name, run, start
@@ -221,7 +218,6 @@ class CoordinateCheck:
         self._root, self._parts, self._frames, self._run = None, {}, [], None
 
     def _wanted(self, root: nn.Module) -> dict[str, nn.Module]:
-        """The matched modules, without the root and those that accept no Python hooks."""
         found = {name: reference() for name, reference in self._modules.items() if self.wants(name)}
         return {
             name: module
@@ -363,7 +359,6 @@ class CoordinateCheck:
         self._put(n.RCC_PROPAGATED, name, ".weight/W_0 x_0", weight[2])
 
     def _put(self, source: str, name: str, path: str, tensor: Tensor | None, *minus: Tensor | None) -> None:
-        """Measure ``tensor``, minus another one, under ``name`` and its path."""
         metrics = [metric for metric in self._metrics if metric.source == source and metric.matches(name)]
         if not metrics:
             return

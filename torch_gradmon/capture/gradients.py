@@ -25,8 +25,6 @@ _SQUARES = ALWAYS | {Column.SQUARE_SUM}
 
 
 class LocalGradients:
-    """Measures the gradients of single micro-batches on this rank, before they are accumulated and reduced."""
-
     def __init__(self, measurer: Measurer) -> None:
         self._measurer = measurer
         self._by_batch = False
@@ -225,11 +223,9 @@ class GradientCapture:
         return [position for position in positions if edits.get(position, True)]
 
     def clipped(self, positions: Sequence[int]) -> None:
-        """Mark these gradients as just clipped."""
         self._clipped.update(_seen(self._gradients(positions)))
 
     def are_measured(self, positions: Iterable[int]) -> bool:
-        """Whether all existing gradients were measured before clipping."""
         return all(position in self._seen for position in self._gradients(positions))
 
     def rows_now(self, positions: Sequence[int], columns: frozenset[Column]) -> Tensor | None:
@@ -293,7 +289,6 @@ class GradientCapture:
         self._seen.update(seen)
 
     def release(self, held_for: Hashable) -> None:
-        """Use the values held under this key."""
         if self._buffer is not None and held_for in self._held:
             held, seen, positions = self._held.pop(held_for)
             names = self._plans[GRADIENT_BEFORE_CLIP].names

@@ -133,7 +133,6 @@ class Handles:
                 _replace(hooks, [own, *others])  # torch uses the order of insertion, which move_to_end() does not change
 
     def on_gradient(self, place: Place, hook: Hook) -> None:
-        """Register ``hook`` on the gradient of each backward pass."""
         if (parameter := place()) is not None:
             self._on_tensor(place, parameter, "_backward_hooks", parameter.register_hook, hook)
 
@@ -225,6 +224,5 @@ def _unwrapped(value: Any) -> Any:
 
 
 def _replace(hooks: Any, items: list[tuple[int, Any]]) -> None:
-    """Make ``items`` the whole of ``hooks``, inserted in this order."""
     hooks.clear()
     hooks.update(items)

@@ -32,8 +32,6 @@ from .metric_functions import (
 
 
 class Measurement(NamedTuple):
-    """Tensors of one source to measure."""
-
     buffer: StepBuffer  # gets the results
     plan: SourcePlan  # of the source
     tensors: Mapping[int, Any]  # by their position in the plan
@@ -46,8 +44,6 @@ class Measurement(NamedTuple):
 
 
 class Measurer:
-    """Runs the statistics and the metric functions."""
-
     def __init__(self, built_in: Statistics, complaints: WarningLog, ranks: Ranks | None = None) -> None:
         self.built_in = built_in
         self.ranks = ranks or Ranks()
@@ -73,7 +69,6 @@ class Measurer:
             self.run_functions(wanted)
 
     def _by_device(self, wanted: Measurement, parts: Mapping[int, Tensor]) -> Iterable[tuple[list[int], list[Tensor]]]:
-        """The positions and tensors of each device, without those that cannot be measured."""
         groups: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
         for position, part in parts.items():
             if (reason := refusal(part)) is None:

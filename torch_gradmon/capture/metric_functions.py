@@ -39,7 +39,6 @@ class OfProducts:
         self._reducer, self.value, self.pairs = reducer, value, pairs
 
     def __call__(self, state: State) -> Tensor | None:
-        """0-d, or None where there is no value."""
         pairs = self.pairs(state)
         return self.value(*_products(pairs).unbind()) if pairs else None
 
@@ -50,8 +49,6 @@ class OfProducts:
 
 
 def _norm_of(*names: str) -> OfProducts:
-    """The norm of the first of these state tensors that the optimizer has."""
-
     def pairs(state: State) -> list[_Pair]:
         found = _first_of(state, names)
         return [] if found is None else [(found, found)]
@@ -91,7 +88,6 @@ class OutOfStep:
         return torch.stack([sums, sums.new_full((), moment.numel())])
 
     def __call__(self, state: State) -> Tensor | None:
-        """0-d, or None without a second moment of Adam."""
         sums = self._sums(state)
         return None if sums is None else (sums[0] / sums[1]).sqrt()
 
@@ -171,29 +167,23 @@ def _at(products: Tensor, places: Sequence[int]) -> Tensor:
 #: Built-ins of the optimizer's state after the step, which includes this step's gradient. The cosine is MosaicML Composer's
 #: ``cosine/moment_grad``.
 OPTIMIZER_BUILT_INS = {
-    "exp_avg_norm": BuiltIn(frozenset(), "1", "norm of the first moment or momentum", _norm_of("exp_avg", "momentum_buffer")),
-    "exp_avg_sq_norm": BuiltIn(
-        frozenset(), "1", "norm of the second moment of Adam and its kin", _norm_of("exp_avg_sq", "square_avg")
-    ),
+    "exp_avg_norm": BuiltIn("1", "norm of the first moment or momentum", _norm_of("exp_avg", "momentum_buffer")),
+    "exp_avg_sq_norm": BuiltIn("1", "norm of the second moment of Adam and its kin", _norm_of("exp_avg_sq", "square_avg")),
     "grad_momentum_cosine": BuiltIn(
-        frozenset(), "1", "cosine between the gradient and the momentum", OfProducts("cosine", cosine, _with_momentum)
+        "1", "cosine between the gradient and the momentum", OfProducts("cosine", cosine, _with_momentum)
     ),
-    "second_moment_ratio": BuiltIn(
-        frozenset(), "1", "root mean square of the gradient over the root of Adam's second moment", OutOfStep()
-    ),
+    "second_moment_ratio": BuiltIn("1", "root mean square of the gradient over the root of Adam's second moment", OutOfStep()),
 }
 
 
 #: Built-ins of the change beside the parameter before it.
 UPDATE_BUILT_INS = {
     "angle": BuiltIn(
-        frozenset(),
         "rad",
         "angle between the parameter before and after the step; absent for a zero parameter",
         OfProducts("angle", turn, _with_change),
     ),
     "growth": BuiltIn(
-        frozenset(),
         "1",
         "relative growth of the parameter's norm in the step; absent for a zero parameter",
         OfProducts("growth", growth, _with_change),
@@ -275,7 +265,6 @@ class MetricFunctions:
 
 
 def _why_nothing(metric: Metric, value: Any) -> str:
-    """Why the function of a metric returns None for this value."""
     if metric.built_in and not isinstance(value, Tensor):
         return NO_STATE
     if metric.built_in and metric.source in PARAMETER_SOURCES:
@@ -289,7 +278,6 @@ def unscaled(tensor: Tensor, inverse_scale: Tensor) -> Tensor:
 
 
 def tensors_in(values: Sequence[Any]) -> list[Tensor]:
-    """The tensors among ``values``, and those in mappings among them."""
     return [t for x in values for t in (x.values() if isinstance(x, Mapping) else [x]) if isinstance(t, Tensor)]
 
 
@@ -300,7 +288,6 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 def each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """``value`` with its tensors, or those in a mapping, changed."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Mapping):

@@ -130,8 +130,6 @@ _GRADIENTS = (n.ACTIVATION_GRADIENT, n.INPUT_GRADIENT)
 
 
 class ModuleCalls:
-    """Measures the inputs and outputs of the calls in each step, and their gradients when they arrive."""
-
     def __init__(
         self, measurer: Measurer, fence: Fence, passes: PassTracker, reference: ReferencePass, values: ModuleValues
     ) -> None:
@@ -150,7 +148,6 @@ class ModuleCalls:
 
     @property
     def places(self) -> Set[tuple[str, str]]:
-        """The sources and names of the modules that were called in the last forward."""
         return self._numbers.keys()
 
     def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: ModelIndex) -> None:
@@ -267,7 +264,6 @@ class ModuleCalls:
         self._fence.add_time(time.perf_counter() - start)
 
     def capture(self, name: str, output: Any) -> None:
-        """Measure ``output``, a tensor or a container of tensors, under the name of its module."""
         passes = self._passes
         if self._buffer is None or passes.paused or not passes.in_training or not self._values.wants(n.ACTIVATION, name):
             return
@@ -392,12 +388,10 @@ class ForwardHooks:
         return handles
 
     def collect(self, buffer: StepBuffer, values: ModuleValues) -> None:
-        """See :meth:`CompiledHooks.collect`."""
         if self._asked is not None:
             self.graphs.collect(buffer, values, self._asked[1])
 
     def explain(self, absent: dict[tuple[str, str], str]) -> None:
-        """Add the reasons for modules that have no hooks."""
         if self._unhooked:
             sources, reason = (
                 (*n.MODULE_SOURCES, *n.RCC_SOURCES),
@@ -431,7 +425,6 @@ class ForwardHooks:
 
     @property
     def measures(self) -> bool:
-        """Whether any module, including the root, has hooks on inputs or outputs."""
         return len(self._hooks) > 0
 
     @property
@@ -459,7 +452,6 @@ class ForwardHooks:
 
 
 def _wanted(inventory: ModelIndex, metrics: Sequence[Metric]) -> dict[_Place, nn.Module]:
-    """The modules that need hooks, by kind of hook and name."""
     wanted: dict[_Place, nn.Module] = {}
     for name, reference in inventory.modules.items():
         module = reference()
@@ -494,7 +486,6 @@ def _in_same_graphs(
 
 
 def _left_out(root: nn.Module, inventory: ModelIndex) -> list[str]:
-    """Canonical names of modules that are not in the index."""
     known = (module for reference in inventory.modules.values() if (module := reference()) is not None)
     there = {id(part) for module in known for part in wrapped_by(module)}
     return list(canonical_names(name for name, module in root.named_modules() if id(module) not in there).values())

@@ -168,8 +168,6 @@ _UNKNOWN = object()
 
 @dataclass
 class ReplayedOutputs:
-    """One call of a part."""
-
     # what its arguments hold, with the model's tensors instead of their copies, and how; None if some came from elsewhere
     given: tuple[list[Any], TreeSpec] | None
     first: dict[str, Tensor] = field(default_factory=dict)  # copies of the tensors in its first argument, by path
@@ -242,7 +240,6 @@ class ReplayedForward:
 
     @property
     def all_outputs(self) -> dict[str, deque[Tensor]]:
-        """What the parts returned, by path, in the order of calls."""
         found: dict[str, deque[Tensor]] = {}
         for (name, _), outcome in self._outcomes.items():
             for rest, tensor in (outcome.outputs or {}).items():
@@ -276,7 +273,6 @@ class ReferencePass:
         return self.module is not None
 
     def remove(self) -> None:
-        """Remove the reference and all kept outputs. Idempotent."""
         self.forget()
         #: Without its wrappers.
         self.module: nn.Module | None = None
@@ -298,7 +294,6 @@ class ReferencePass:
         self.parameters = {rename(name): parameter for name, parameter in _named(self.module.named_parameters()).items()}
 
     def parts(self) -> dict[str, nn.Module]:
-        """The reference's modules by canonical and renamed name."""
         found = {} if self.module is None else _named(self.module.named_modules())
         return {self._rename(name): part for name, part in found.items()}
 
@@ -361,7 +356,6 @@ class ReferencePass:
                 self._kept.setdefault(path, deque()).append(tensor.detach().clone())
 
     def adopt(self, outputs: dict[str, deque[Tensor]]) -> None:
-        """Keep ``outputs`` of a run by the loop itself, by path."""
         self._kept, self.reason = outputs, None
 
     def take(self, path: str) -> Tensor | None:
@@ -411,7 +405,6 @@ def _named(found: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _follow(module: nn.Module, watched: nn.Module) -> None:
-    """Give the parts of ``module`` the mode of their counterparts."""
     for attribute, of in (("training", nn.Module.named_modules), ("requires_grad", nn.Module.named_parameters)):
         theirs = _named(of(_unwrapped(watched)))
         for name, thing in _named(of(module)).items():
@@ -436,7 +429,6 @@ class LoopRun:
         self._leads: bool | None = None
 
     def begin(self, reference: nn.Module, parts: Mapping[str, nn.Module]) -> None:
-        """Start a step that compares with ``reference`` and its ``parts`` by name."""
         self.end()
         if is_compiled(reference):  # hooks would cause a recompilation, and not be called
             return

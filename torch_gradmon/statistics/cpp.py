@@ -32,8 +32,6 @@ _Entry = ctypes.c_int64 * 4
 
 
 class Kernel(NamedTuple):
-    """The functions of a shared library."""
-
     # of count, entries, scale or None, limit, threads, and the rows to write; returns how many of them are not finite
     rows: Callable[[int, object, object, float, int, object], int]
     products: Callable[[int, object, int, object], None]  # of count, entries, threads, and the products to write

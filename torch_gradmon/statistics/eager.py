@@ -94,13 +94,10 @@ Columns = dict[Column, Tensor]
 
 
 class Scratch:
-    """CPU buffers that are reused between calls."""
-
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def get(self, use: str, dtype: torch.dtype, size: int) -> Tensor:
-        """The buffer for ``use``, with ``size`` elements or more."""
         buffer = self._buffers.get((use, dtype))
         if buffer is None or buffer.numel() < size:
             with outside_dispatch_modes(), torch.inference_mode(False):  # the buffer is written to outside of these modes
@@ -153,7 +150,6 @@ class PackedStatistics:
         return buffer[:size].view(-1, run)
 
     def _of_rows(self, table: Tensor, chunk: Chunk, request: Request) -> Columns:
-        """Columns of the rows of a packed chunk, each ``[chunk.rows]``."""
         found: Columns = {}
         dtype = table.dtype
         scratch = self._scratch.get("rows", dtype, CAPACITY)[: table.numel()].view(table.shape)

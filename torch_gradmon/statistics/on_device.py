@@ -84,7 +84,6 @@ class _Layout:
         self._pads: dict[tuple[torch.dtype, int], Tensor] = {}
 
     def padding(self, like: Tensor, length: int) -> Tensor:
-        """Zeros to fill a row with."""
         kind = like.dtype, length
         if kind not in self._pads:  # parts of one tensor, since each tensor that is made is a launch
             if length == RUN:

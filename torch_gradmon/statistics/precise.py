@@ -31,7 +31,6 @@ def needs_precise_pass(rows: Tensor, columns: frozenset[Column]) -> tuple[list[i
 
 
 def _doubts(rows: Tensor, columns: frozenset[Column]) -> tuple[Tensor, Tensor]:
-    """Both as booleans ``[n]``."""
     of = rows.unbind(1)
     extremes = Column.MIN in columns or Column.MAX in columns
     witness = rows.sum(dim=1) if extremes else rows[:, :SUMMED].sum(dim=1)

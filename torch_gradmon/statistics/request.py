@@ -102,7 +102,6 @@ def are_alike(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
 
 
 def refusal(tensor: Tensor) -> str | None:
-    """Why ``tensor`` cannot be measured, or None."""
     if type(tensor) in PLAIN and not (tensor.is_nested or tensor.is_meta or is_functorch_wrapped(tensor)):
         return None
     if is_functorch_wrapped(tensor):
@@ -194,8 +193,6 @@ DEFAULT_EPS = 1e-8
 
 @dataclass(frozen=True)
 class Request:
-    """What to compute."""
-
     # needed columns; the others hold their identity, or values that cost nothing extra. COUNT and NONFINITE are always
     # exact.
     columns: frozenset[Column] = ALL_COLUMNS
@@ -238,8 +235,6 @@ class Request:
 
 
 class Backend:
-    """Measures tensors on one device."""
-
     def measure(
         self,
         tensors: Sequence[Tensor],

@@ -43,7 +43,6 @@ _WITNESSES = frozenset({Column.COUNT, Column.SUM, Column.SQUARE_SUM})
 
 
 def _rows_at(places: Sequence[tuple[Tensor, int]]) -> Tensor:
-    """The rows at these places of tables."""
     blocks = {id(block): block for block, _ in places}
     starts = dict(zip(blocks, accumulate(map(len, blocks.values()), initial=0), strict=False))
     rows = [starts[id(block)] + row for block, row in places]
@@ -74,6 +73,9 @@ def _shared(after: StatsTable, before: StatsTable) -> StatsTable:
 # --- Values of one key: what a micro-batch contributes, how contributions merge, and the final number ---
 
 Aggregation = str | Callable[..., Any]
+
+
+_REDUCE: dict[str, Callable[..., Tensor]] = {"mean": torch.sum, "sum": torch.sum, "min": torch.amin, "max": torch.amax}
 
 
 @dataclass
@@ -109,20 +111,13 @@ def part_of(values: Tensor, aggregation: Aggregation, weight: int = 1) -> Tensor
     """
     if aggregation == "mean":
         return torch.stack([values.sum(), torch.full_like(values[0], values.numel())]) * (weight if values.numel() == 1 else 1)
-    if aggregation == "sum":
-        return values.sum().reshape(1)
-    if aggregation == "min":
-        return values.amin().reshape(1)
-    if aggregation == "max":
-        return values.amax().reshape(1)
+    if isinstance(aggregation, str):
+        return _REDUCE[aggregation](values).reshape(1)
     return values.clone()  # it may be a view of its source
 
 
 def merged_parts(parts: list[Tensor], aggregation: str) -> Tensor:
-    stacked = torch.stack(parts)
-    if aggregation in ("mean", "sum"):
-        return stacked.sum(dim=0)
-    return stacked.amin(dim=0) if aggregation == "min" else stacked.amax(dim=0)
+    return _REDUCE[aggregation](torch.stack(parts), 0)
 
 
 def cosine(product: Tensor, first: Tensor, second: Tensor) -> Tensor:
@@ -501,7 +496,6 @@ class StepBuffer:
         return {where: merge(torch.stack(parts)) if len(parts) > 1 else parts[0] for where, parts in found.items()}
 
     def parts_of(self, source: str) -> list[Tensor]:
-        """The rows of :meth:`merge_rows` of all tensors of a source: ``[8]`` each."""
         return [row for (of, _), rows in self._parts.items() if of == source for row in rows]
 
     def contribute(self, key: Key, reducer: str, sums: Tensor) -> None:
@@ -600,7 +594,6 @@ class StepBuffer:
         return frozenset(key for key in self._pending if not key.source)
 
     def clear(self, source: str, names: Iterable[str] | None = None) -> None:
-        """Remove the values of ``source``, or of some of its tensors."""
         gone = None if names is None else frozenset(names)
         if self._dropped is not None:
             self._dropped.update([(source, None)] if gone is None else ((source, name) for name in gone))
@@ -731,7 +724,6 @@ class StepBuffer:
         self.absent.update(((source, ""), reason) for source in (*PARAMETER_SOURCES, *MODULE_SOURCES, *RCC_SOURCES))
 
     def log_sample_losses(self, ids: Identities, losses: Tensor) -> None:
-        """The losses of rows; the largest are kept."""
         if self.are_rows_over:
             for call in range(len(self.rows)):
                 del self.extras[f"rows/{call}"]
@@ -775,7 +767,6 @@ class StepBuffer:
         return PendingReadback(self)
 
     def flush(self) -> tuple[dict[str, StatsTable], dict[Key, float], dict[str, float]]:
-        """:meth:`start_readback`, then wait: see :meth:`PendingReadback.land`."""
         return self.start_readback().land()
 
 
@@ -818,8 +809,6 @@ def _rejoin_rows(late: StepBuffer, earlier: StepBuffer) -> None:
 
 
 class PendingReadback:
-    """The values of a step on their way to the host."""
-
     def __init__(self, buffer: StepBuffer) -> None:
         # extras: what plugins have sent along, once the copy has landed: float64
         self.buffer, self.extras = buffer, dict[str, Tensor]()

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -412,7 +412,6 @@ class RankExchange:
 
     @property
     def has_received(self) -> bool:
-        """Whether the last exchange brought numbers that were not taken yet."""
         return self._received_slot is not EMPTY_SLOT
 
     def take_received(self) -> tuple[float, ...]:
@@ -470,7 +469,6 @@ class RankExchange:
         return self.ranks.count == 1 or (self._agreement(what).is_met and not self._agreement(what).differing)
 
     def is_refused(self, what: str) -> bool:
-        """Whether it is known that not every rank takes part."""
         return what in self._agreements and not (self._agreements[what].is_met and self._has_told[what])
 
     def why_not(self, what: str) -> str:
@@ -508,7 +506,6 @@ class RankExchange:
         return found
 
     def _shared(self, buffer: StepBuffer, watches: Callable[[Key], bool]) -> dict[Entry, Tensor]:
-        """This rank's values that are not in the plan."""
         rows: dict[Entry, Tensor] = {(source, name): row for (source, name), row in buffer.merged_rows_of_calls().items()}
         values = buffer.shared_values(watches)
         if "tensors" in self._agreements and not self.are_equal("tensors"):
@@ -541,27 +538,13 @@ def _take(buffer: StepBuffer, entries: Sequence[Entry], rows: Tensor) -> None:
 # --- Which values of a step ranks exchange, and what all ranks must have in common for that ---
 
 
-class ValueDetectors(Protocol):
-    """The detectors, as far as ranks have to share values for them."""
-
-    accepts_late_values: bool  # detectors also use values that arrive after the ranks have exchanged theirs
-
-    @property
-    def watches_values(self) -> bool: ...  # noqa: D102
-
-    def watches(self, key: Key) -> bool:
-        """Whether a detector uses this value."""
-
-
 class ExchangePolicy:
     """Merges the values of a step over ranks. The plan determines which, not what this rank has seen."""
 
-    def __init__(
-        self, exchange: RankExchange, planner: Planner, summary: Summary, detectors: ValueDetectors, every: int | None = 1
-    ) -> None:
+    def __init__(self, exchange: RankExchange, planner: Planner, summary: Summary, detectors: Any, every: int | None = 1) -> None:
         self.exchange, self._every = exchange, every
         self.reduces = self._is_leaving = False  # a value was logged to be merged over ranks; the run ends here
-        self._planner, self._summary, self._detectors = planner, summary, detectors
+        self._planner, self._summary, self._detectors = planner, summary, detectors  # the last is the DetectorSet of a room above
 
     @contextlib.contextmanager
     def without_others(self) -> Iterator[None]:
@@ -607,19 +590,15 @@ class ExchangePolicy:
 
     def run(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], may_extend: bool) -> None:
         """Exchange the values of a step that ends; ``may_extend``: the list of shared values may grow, and the first rank broadcast."""
-        if self._is_leaving:
-            self._refuse(buffer, plans, "the run ended in the middle of the step")
+        if self.exchange.ranks.count == 1:
             return
-        if self.exchange.ranks.count > 1:
-            wanted = {source: (plan.exchanged, plan.columns) for source, plan in plans.items() if plan.exchanged}
-            if n.UPDATE in wanted:
-                wanted[n.UPDATE_BASE] = wanted[n.UPDATE][0], SQUARES
-            asked = "tensors" if self._is_sharded else ""
-            self.exchange.run(buffer, wanted, self._has_values, self._detectors.watches, may_extend, asked, self.parts)
+        wanted = {source: (plan.exchanged, plan.columns) for source, plan in plans.items() if plan.exchanged}
+        if self._is_leaving:
+            for source in wanted:
+                buffer.refuse_all(source, "the run ended in the middle of the step")
+            return
+        if n.UPDATE in wanted:
+            wanted[n.UPDATE_BASE] = wanted[n.UPDATE][0], SQUARES
+        asked = "tensors" if self._is_sharded else ""
+        self.exchange.run(buffer, wanted, self._has_values, self._detectors.watches, may_extend, asked, self.parts)
         self._detectors.accepts_late_values = not self.exchange.shares_values
-
-    def _refuse(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], why: str) -> None:
-        if self.exchange.ranks.count > 1:
-            for source, plan in plans.items():
-                if plan.exchanged:
-                    buffer.refuse_all(source, why)

@@ -124,8 +124,6 @@ _KEYS, _VALUES = methodcaller("keys"), methodcaller("values")
 
 
 class ModelShape:
-    """The children and parameters of each module, by identity."""
-
     def __init__(self, modules: Sequence[nn.Module], refs: ParameterRefs) -> None:
         self._refs, self._modules = refs, [weakref.ref(module) for module in modules]
         self._known = _identities(modules)
@@ -193,8 +191,6 @@ class PartFacts(NamedTuple):
 
 
 class WholeModel:
-    """The parameters of all parts, from what each rank has."""
-
     def __init__(
         self,
         by_rank: Sequence[Sequence[PartFacts]],
@@ -243,7 +239,6 @@ class WholeModel:
         return [{name for name, fact in self.facts.items() if fact.group == number} for number in range(count)]
 
     def prefix(self, stage: int) -> str:
-        """What names of this stage begin with."""
         return f"stage{stage}." if self.has_prefix else ""
 
     def name_of(self, parts: nn.Module, name: str) -> str:
@@ -373,7 +368,6 @@ class MainGradSource(GradientSource):
 
 
 def checked(source: object) -> GradientSource | None:
-    """The user's source, or None; TypeError for anything else."""
     if source is not None and not isinstance(source, GradientSource):
         raise TypeError(f"gradient_source={display(source)} must be an instance of a subclass of torch_gradmon.GradientSource")
     return source
@@ -452,8 +446,6 @@ class Fsdp1Source(GradientSource):
 
 
 class TrainableNames:
-    """Which parameters are trained."""
-
     def __init__(self, names: Iterable[str]) -> None:
         # doubtful: those that are frozen now, perhaps only for a part of each step
         self.names, self.doubtful = set(names), set[str]()  # names: those that require a gradient, or are doubtful
@@ -532,7 +524,8 @@ class ModelIndex:
             self.references.append(place)
             if len(shape) >= 2:
                 owners = _owners(module, raw_name)
-                self.matrices[name] = _fan_in(owners[-1], shape)
+                # products in the sum of one output, from the shape: reading a sharded one would need a collective; 0 if it is no factor
+                self.matrices[name] = math.prod(shape[1:]) if isinstance(owners[-1], _LINEAR) else 0
                 if len(shape) == 3 and _convolves(owners):
                     self.kernels.add(name)
             self.on_mesh |= is_dtensor(parameter)
@@ -570,7 +563,9 @@ class ModelIndex:
         in_whole: Callable[[str], str],
         is_excluded: Callable[[str], bool],
     ) -> None:
-        short = canonical_names(name for name in modules if not _is_wrapped(name, modules))
+        # a wrapper such as DDP or a compiled module represents the only module that it holds
+        owners = {name: wrapped_in(modules[name.rpartition(".")[0]]) for name in modules}
+        short = canonical_names(name for name, module in modules.items() if not name or owners[name] is not module)
         for raw_name, name in short.items():
             if name == ROOT or not is_excluded(in_whole(name)):
                 self.modules[of_user(in_whole(name))] = weakref.ref(modules[raw_name])
@@ -605,11 +600,9 @@ class ModelIndex:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Facts about the model for the run directory: its parameters and modules in order, with details."""
         return {"parameters": self.parameters, "aliases": self.aliases, "matrices": self.matrices, "kinds": self.kinds}
 
     def is_current(self) -> bool:
-        """False once a parameter or module was added, removed or replaced, or a parameter was frozen or thawed."""
         return self._shape.is_current()
 
     def positions(self, parameters: Iterable[Tensor]) -> list[int]:
@@ -649,17 +642,6 @@ def _convolves(owners: Sequence[nn.Module]) -> bool:
     """Whether the parameter of these modules is the kernel of a convolution, such as a reparametrised one: torch's, or one by its name."""
     owner = next((each for each in reversed(owners) if not isinstance(each, (ParametrizationList, nn.ModuleDict))), owners[0])
     return isinstance(owner, _ConvNd) or _NAMED_CONVOLUTION.search(kind_of(owner)) is not None
-
-
-def _fan_in(owner: nn.Module, shape: Sequence[int]) -> int:
-    """Number of products in the sum of one output; 0 if unknown, and for parameters that are not factors, such as an embedding."""
-    # from its shape: reading a sharded one would need a collective
-    return math.prod(shape[1:]) if isinstance(owner, _LINEAR) else 0
-
-
-def _is_wrapped(name: str, modules: Mapping[str, nn.Module]) -> bool:
-    """Whether a wrapper such as DDP or a compiled module holds only this module, and represents it."""
-    return bool(name) and wrapped_in(modules[name.rpartition(".")[0]]) is modules[name]
 
 
 def kind_of(module: nn.Module) -> str:

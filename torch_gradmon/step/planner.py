@@ -62,7 +62,6 @@ OF_MODULES = frozenset({*n.MODULE_SOURCES, *n.RCC_SOURCES, *n.ATTENTION_SOURCES.
 
 
 def source_for(model: nn.Module, named: object = None) -> GradientSource:
-    """The user's source, else the one that fits the model."""
     if (source := checked(named)) is not None:
         return source
     fsdp1 = sys.modules.get("torch.distributed.fsdp")
@@ -132,16 +131,13 @@ class Planner:
                 self.watch(module)
 
     def matchable(self) -> dict[str, Sequence[str]] | None:
-        """Names that a pattern can match, by source; None while the model is unknown."""
         return None if self.inventory is None else _matchable(self.inventory)
 
     def changed(self) -> None:
-        """Compile again for the next step, because a metric or the model changed."""
         self._cache.clear()
         self.version += 1
 
     def refresh(self) -> None:
-        """Index the model again if parameters or modules were added, removed, thawed, frozen or replaced."""
         module = self.module
         if module is not None and self.inventory is not None and not self.inventory.is_current():
             before, self.inventory = self.inventory, self._index_of(module)
@@ -207,7 +203,6 @@ class Planner:
         return [p for p, name in enumerate(inventory.names) if name not in inventory.spread and is_wanted(name)]
 
     def owned(self, optimizers: Iterable[Optimizer]) -> set[str] | None:
-        """The names of these optimizers' parameters; None without a model."""
         if self.inventory is None:
             return None
         parameters = (p for optimizer in optimizers for p in self.source.tensors_of(optimizer))

@@ -64,7 +64,6 @@ class Ranks:
 
     @property
     def has_parts(self) -> bool:
-        """Whether some ranks do not have all parameters."""
         return self._homes is not None
 
     def is_at_home(self, position: int, tensors: Sequence[Tensor]) -> bool:

@@ -114,8 +114,6 @@ def missing(
 
 
 class _Reasons:
-    """Why requested values are not in ``record``."""
-
     def __init__(
         self,
         record: StepRecord,
@@ -201,8 +199,6 @@ _DEFAULT_REASONS = {
 
 @dataclass
 class PendingStep:
-    """A step that has ended, without its record."""
-
     readback: PendingReadback
     active: ActiveStep  # what was known of it when it closed
     inventory: ModelIndex
@@ -224,7 +220,6 @@ class PendingStep:
         return self.readback.buffer.step
 
     def add(self, late: StepBuffer) -> None:
-        """Values that were logged after the step ended."""
         if self.late is None:
             self.late = self.readback.buffer.scalars()
         self.late.absorb(late)
@@ -273,8 +268,8 @@ class PendingStep:
             if plan.views and source in tables:
                 blocks += plan.evaluate(tables[source], base)
         if layers.choice is not None:
-            names = self.inventory.names
-            blocks += layers.values(whole if layers.takes_sums else tables, base, facts.groups, names)
+            of_several = layers.choice in ("blocks", "top")  # which all have to be measured for that
+            blocks += layers.values(whole if of_several else tables, base, facts.groups, self.inventory.names)
         values = StepValues(Block(tuple(first), tuple(first.values())), *blocks).updated(custom)
         hidden = heads | _hidden(values, registry.hidden) if registry.hidden else heads
         context = {**facts.context, "batch_norms": norms} if norms else facts.context

@@ -10,8 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import repeat
-from operator import attrgetter, le, mul, sub
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -54,11 +53,6 @@ class LayerSelection:
     def needs(self) -> dict[str, frozenset[Column]]:
         """The statistics of all parameters that the values of every step need, by source."""
         return {} if self.choice is None else {n.GRADIENT_BEFORE_CLIP: SQUARES}
-
-    @property
-    def takes_sums(self) -> bool:
-        """Whether values combine several parameters, so that all of these have to be measured."""
-        return self.choice in ("blocks", "top")
 
     def members(self, names: Sequence[str]) -> dict[str, list[str]]:
         """The parameters of each value that is always requested: single parameters, those of a pattern, or blocks."""
@@ -181,8 +175,6 @@ _UNUSED = "it had no gradient: the loss does not depend on it, or its gradient w
 
 @dataclass(frozen=True)
 class ReasonContext:
-    """What is known of a step."""
-
     inventory: ModelIndex
     plans: Mapping[str, SourcePlan]  # the requested measurements of parameters, by source
     due: tuple[Metric, ...]  # the metrics of modules that were due
@@ -210,35 +202,32 @@ class ReasonContext:
         if source == n.GRADIENT_LOCAL and name in self.inventory.spread:
             return "ranks have parts of it or of the model, whose gradients are measured only once they are reduced"
         if source in _OF_OPTIMIZERS and owned is not None:
-            return "its optimizer did not step" if name in owned else self._unowned(name)
-        if self.attached and source == n.GRADIENT_BEFORE_CLIP and _has(record.tables.get(n.GRADIENT), name):
+            frozen = "it is frozen, and " * self.inventory.trainable.is_frozen(name)
+            return "its optimizer did not step" if name in owned else f"{frozen}no attached optimizer has it"
+        if source not in (n.GRADIENT, n.GRADIENT_BEFORE_CLIP):
+            return ""
+        table, is_used = record.tables.get(source), _has(record, n.GRADIENT, name)
+        others = table is not None and len(table.names) > 0
+        if source == n.GRADIENT_BEFORE_CLIP and self.attached and is_used:
             return f"no gradient before clipping was seen: no backward pass ran through the parameter's hook; {SET_BY_HAND}"
-        if source == n.GRADIENT_BEFORE_CLIP and _has_others(record.tables.get(source)):
+        if others and source == n.GRADIENT and _has(record, n.GRADIENT_BEFORE_CLIP, name):
+            when = (
+                "the optimizer stepped, or its optimizer did not step"
+                if self.attached
+                else "monitor.monitor_gradients() was called"
+            )
+            return f"its gradient was gone when {when}"
+        if others:
             return _UNUSED
-        if source == n.GRADIENT and _has_others(record.tables.get(source)):
-            return self._gone(name) if _has(record.tables.get(n.GRADIENT_BEFORE_CLIP), name) else _UNUSED
-        if not self.attached and source == n.GRADIENT:
-            return "no gradient of it was measured: call monitor.monitor_gradients() between backward and the optimizer's step"
-        if not self.attached and source == n.GRADIENT_BEFORE_CLIP:
-            return f"no gradient of it was measured before clipping: {CLIP_SEEN}"
-        return ""
-
-    def _unowned(self, name: str) -> str:
-        frozen = self.inventory.trainable.is_frozen(name)
-        return "it is frozen, and no attached optimizer has it" if frozen else "no attached optimizer has it"
-
-    def _gone(self, name: str) -> str:
         if self.attached:
-            return "its gradient was gone when the optimizer stepped, or its optimizer did not step"
-        return "its gradient was gone when monitor.monitor_gradients() was called"
+            return ""
+        if source == n.GRADIENT:
+            return "no gradient of it was measured: call monitor.monitor_gradients() between backward and the optimizer's step"
+        return f"no gradient of it was measured before clipping: {CLIP_SEEN}"
 
 
-def _has(table: StatsTable | None, name: str) -> bool:
-    return table is not None and name in table.row_of
-
-
-def _has_others(table: StatsTable | None) -> bool:
-    return table is not None and bool(table.names)
+def _has(record: StepRecord, source: str, name: str) -> bool:
+    return source in record.tables and name in record.tables[source].row_of
 
 
 _ANY = re.compile("")
@@ -253,9 +242,9 @@ def of_layers(
         plan = situation.plans.get(source)
         if plan is None or Column.SQUARE_SUM not in plan.columns:  # updates are shown in the steps that measure them
             continue
-        metric, there = Metric(name, source, _ANY, shown=False), record.tables.get(source)
+        metric = Metric(name, source, _ANY, shown=False)
         for label, members in layers.members(situation.inventory.names).items():
-            reasons = [why(metric, member) for member in members if not _has(there, member)]
+            reasons = [why(metric, member) for member in members if not _has(record, source, member)]
             distinct = dict.fromkeys(filter(None, (situation.refused.get(source), *reasons)))
             found[Key(source, label, name)] = (
                 "; ".join(distinct) or "the norm of its parameters was zero or NaN before the update"
@@ -451,8 +440,6 @@ def key(name: str) -> Key:
 
 @dataclass
 class StepFacts:
-    """Facts about a step, without its values."""
-
     step: int
     applied: bool
     edited: bool  # the gradients were written to between backward and the optimizer; if not, their values can show it
@@ -525,7 +512,6 @@ class SummaryChoice:
             self._changed()
 
     def override_keys(self, keys: Iterable[str] | None) -> None:
-        """Override the names of the script's preset with ``keys``; None restores them."""
         self._instead = None if keys is None else tuple(keys)
         self._changed()
 
@@ -626,7 +612,7 @@ class _Step(NamedTuple):
     slack: float = _SAME  # relative error of the factor
 
 
-_EDITED, _FACTOR, _SLACK = attrgetter("edited"), attrgetter("factor"), attrgetter("slack")
+_EDITED, _FACTOR = attrgetter("edited"), attrgetter("factor")
 
 
 class ClipWindow:
@@ -661,11 +647,13 @@ class ClipWindow:
         edited = [step for step in self._steps if step.edited]
         factors = _scalings(edited)
         usual = max(factors, default=1.0)
-        reduced = [step for step in edited if step.factor < usual * (1 - _SAME)]
-        for factor in factors:
-            is_exact = _is_one(factor)
-            # so that a factor of NaN differs from all
-            reduced = [step for step in reduced if not abs(step.factor - factor) <= (_SAME if is_exact else step.slack) * factor]
+        # so that a factor of NaN differs from all
+        reduced = [
+            step
+            for step in edited
+            if step.factor < usual * (1 - _SAME)
+            and not any(abs(step.factor - factor) <= (_SAME if _is_one(factor) else step.slack) * factor for factor in factors)
+        ]
         clipped = len(reduced)
         below = [factor for factor in factors if factor < 1 - _SAME]
         if below and not clipped:
@@ -673,7 +661,6 @@ class ClipWindow:
         return clipped / len(self._steps) if self._steps else 0.0, None
 
     def state(self) -> list[list[float]]:
-        """As plain numbers, for :meth:`load`."""
         return [[int(step.edited), step.norm, step.factor, step.slack] for step in self._steps]
 
     def load(self, state: Iterable[Sequence[float]]) -> None:
@@ -687,18 +674,14 @@ def _is_one(factor: float) -> bool:
 
 def _scalings(steps: Sequence[_Step]) -> list[float]:
     """Constant factors of gradients, whatever their norm. 1 is one of them if a clip does not always act."""
-    ordered, slack = sorted(steps, key=_FACTOR), max(map(_SLACK, steps), default=_SAME)
-    factors = [step.factor for step in ordered]
-    # the factors of an active clip all differ: then no two are of one run, which is found without making any
-    is_any_run = any(map(le, map(sub, factors[1:], factors), map(mul, factors[1:], repeat(slack))))
     runs: list[list[_Step]] = []
-    for step in ordered if is_any_run else ():
+    for step in sorted(steps, key=_FACTOR):
         if runs and step.factor - runs[-1][0].factor <= step.slack * step.factor:
             runs[-1].append(step)
         else:
             runs.append([step])
     fewest = max(2, _OFTEN * len(steps))
-    found = [factor for run in runs if len(run) >= fewest for factor in _scaling(run)]
+    found = [factor for run in runs if len(run) >= fewest and (factor := _scaling(run))]
     reduced = [step.factor for step in steps if step.factor < 1 - _SAME]
     return [max(reduced)] if reduced and not found and all(map(_is_reciprocal, reduced)) else found
 
@@ -709,12 +692,13 @@ def _is_reciprocal(factor: float, slack: float = _EXACT) -> bool:
     return 2 <= number <= _MOST and abs(factor * number - 1) <= slack
 
 
-def _scaling(run: Sequence[_Step]) -> list[float]:
-    factor, slack = run[len(run) // 2].factor, max(map(_SLACK, run))
+def _scaling(run: Sequence[_Step]) -> float:
+    """The factor of steps with the same one; 0 if it may be that of a clip."""
+    factor, slack = run[len(run) // 2].factor, max(step.slack for step in run)
     if not factor > 0 or (slack > _SAME and not _is_reciprocal(factor, slack)):
-        return []
+        return 0.0
     norms, different = [step.norm for step in run], max(_DIFFERENT, _ROUNDINGS * slack)
-    return [factor] if max(norms) > min(norms) * (1 + different) else []
+    return factor if max(norms) > min(norms) * (1 + different) else 0.0
 
 
 _CLIP_KEYS = ("grad_norm_after_clip", "clip_fraction")
@@ -762,8 +746,6 @@ _REMEMBERED = 8
 
 
 class Summary:
-    """Computes the whole-model values of a step."""
-
     def __init__(self, choice: SummaryChoice) -> None:
         self.choice = choice
         # interrupted: the number of those that the loop left by an error
@@ -779,7 +761,6 @@ class Summary:
         self.choice.add_batches()
 
     def of_one_step(self) -> Summary:
-        """An independent summary of gradients for one unmonitored step."""
         found = Summary(SummaryChoice(name for name in MINIMAL if name.startswith("grad_")))
         found._clips.extend(self._clips)
         return found
@@ -876,7 +857,6 @@ class Summary:
         values |= self._clip_values(before, after, facts, absent)
 
     def _add_clip(self, before: StatsTable, after: StatsTable, facts: StepFacts) -> None:
-        """Add a step whose gradients were all used."""
         edited = facts.edited or differ(before, after, facts.rounding if facts.rounds else 0.0)
         # a removed gradient is not clipped
         self._clips.add(edited, norm_of(rows_of(before, set(after.names))), norm_of(after), facts.rounding)
@@ -912,7 +892,6 @@ class Summary:
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters and the clipping window, as plain numbers."""
         batches = {} if self._batches is None else {"batches": self._batches.state_dict()}
         counts = {"not_applied": self.not_applied, "interrupted": self.interrupted, "nonfinite": self.nonfinite}
         return {**counts, "clips": self._clips.state(), **batches}
