@@ -415,9 +415,12 @@ class StepBuffer:
         self._narrow(source, columns)
 
     def _put(self, source: str, names: tuple[str | None, ...], rows: Tensor) -> None:
-        puts = self._rows.setdefault(source, [])
-        place = next((place for place, (known, *_) in enumerate(puts) if known == names), len(puts))
-        puts[place : place + 1] = [(names, rows, next(self._numbers))]
+        puts, put = self._rows.setdefault(source, []), (names, rows, next(self._numbers))
+        for place, (known, *_) in enumerate(puts):
+            if known == names:
+                puts[place] = put
+                return
+        puts.append(put)
 
     def _places(self, source: str) -> dict[str, tuple[Tensor, int]]:
         """The table and the row in it of each tensor of a source, in the order in which they came."""

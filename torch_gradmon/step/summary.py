@@ -612,7 +612,7 @@ class _Step(NamedTuple):
     slack: float = _SAME  # relative error of the factor
 
 
-_EDITED, _FACTOR = attrgetter("edited"), attrgetter("factor")
+_EDITED, _FACTOR, _SLACK = attrgetter("edited"), attrgetter("factor"), attrgetter("slack")
 
 
 class ClipWindow:
@@ -647,13 +647,11 @@ class ClipWindow:
         edited = [step for step in self._steps if step.edited]
         factors = _scalings(edited)
         usual = max(factors, default=1.0)
-        # so that a factor of NaN differs from all
-        reduced = [
-            step
-            for step in edited
-            if step.factor < usual * (1 - _SAME)
-            and not any(abs(step.factor - factor) <= (_SAME if _is_one(factor) else step.slack) * factor for factor in factors)
-        ]
+        reduced = [step for step in edited if step.factor < usual * (1 - _SAME)]
+        for factor in factors:
+            is_exact = _is_one(factor)
+            # so that a factor of NaN differs from all
+            reduced = [step for step in reduced if not abs(step.factor - factor) <= (_SAME if is_exact else step.slack) * factor]
         clipped = len(reduced)
         below = [factor for factor in factors if factor < 1 - _SAME]
         if below and not clipped:
@@ -694,7 +692,7 @@ def _is_reciprocal(factor: float, slack: float = _EXACT) -> bool:
 
 def _scaling(run: Sequence[_Step]) -> float:
     """The factor of steps with the same one; 0 if it may be that of a clip."""
-    factor, slack = run[len(run) // 2].factor, max(step.slack for step in run)
+    factor, slack = run[len(run) // 2].factor, max(map(_SLACK, run))
     if not factor > 0 or (slack > _SAME and not _is_reciprocal(factor, slack)):
         return 0.0
     norms, different = [step.norm for step in run], max(_DIFFERENT, _ROUNDINGS * slack)
