@@ -24,8 +24,7 @@ from ..step.plan import BuiltIn
 from .attention import COMPILER, is_called_by
 from .compiled import is_compiled
 from .hooks import Handles, ModuleHook, takes_hooks
-from .measurer import Measurer
-from .metric_functions import untouched_rng
+from .measurer import Measurer, untouched_rng
 from .module_values import rest_of, tensors_of
 from .pass_tracker import PassTracker
 from .reference import Note, ReferencePass, ReplayedForward, first_of
@@ -368,4 +367,4 @@ class CoordinateCheck:
         if isinstance(value, str):
             self._buffer.absent[source, key] = value
         else:
-            self._measurer.functions.run(self._buffer, source, key, metrics, [value], merging=True)
+            self._measurer.apply(self._buffer, source, key, metrics, [value], merging=True)

@@ -18,8 +18,7 @@ from ..statistics.request import accumulator_dtype, dtype_of
 from ..step.buffer import StepBuffer
 from ..step.model_index import PLAIN_GRADIENTS, GradientSource, Place, there
 from ..step.plan import SourcePlan
-from .measurer import Measurement, Measurer
-from .metric_functions import version_of
+from .measurer import Measurement, Measurer, version_of
 
 _SQUARES = ALWAYS | {Column.SQUARE_SUM}
 

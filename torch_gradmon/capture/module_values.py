@@ -26,8 +26,7 @@ from ..statistics.histogram import PARTICIPATION_RATIO, first_left_vector, parti
 from ..statistics.request import NARROW, accumulator_dtype, is_plain, refusal, threshold
 from ..step.buffer import StepBuffer
 from ..step.plan import BuiltIn, ViewGroup, blocks_of, view_group
-from .measurer import Measurer
-from .metric_functions import unscaled, untouched_rng
+from .measurer import Measurer, unscaled, untouched_rng
 
 # --- The tensors inside inputs and outputs of modules, each with its path ---
 
@@ -739,4 +738,4 @@ class ModuleValues:
             tensor = item.tensor if inverse_scale is None else unscaled(item.tensor, inverse_scale)
             inputs = [tensor] if item.other is None else [tensor, item.other]
             with nullcontext() if all(metric.built_in for metric in functions) else untouched_rng():
-                self._measurer.functions.run(self._buffer, source, item.path, functions, inputs, merging=True)
+                self._measurer.apply(self._buffer, source, item.path, functions, inputs, merging=True)

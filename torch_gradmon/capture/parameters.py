@@ -16,8 +16,7 @@ from ..statistics.on_device import copies
 from ..step.buffer import StepBuffer
 from ..step.model_index import PLAIN_GRADIENTS, GradientSource, Place, there
 from ..step.plan import SourcePlan
-from .measurer import Measurement, Measurer
-from .metric_functions import OfProducts
+from .measurer import Measurement, Measurer, OfProducts
 
 #: Elements of the updates that functions get at once, unless one tensor has more.
 _TOGETHER = 2**22

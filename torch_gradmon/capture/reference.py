@@ -27,7 +27,7 @@ from ..core.torch_modes import SharedContext, autocast_cache_kept, copied_module
 from ..statistics.request import PLAIN, refusal
 from .compiled import is_compiled
 from .hooks import Handles, ModuleHook, takes_hooks
-from .metric_functions import untouched_rng
+from .measurer import untouched_rng
 from .module_values import tensors_of
 from .pass_tracker import PassTracker
 
