@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from operator import attrgetter
 
 import torch
@@ -16,7 +16,7 @@ from ..core.keys import BATCH_GRADIENT, GRADIENT, GRADIENT_BEFORE_CLIP, GRADIENT
 from ..core.moments import ALWAYS, Column, merge
 from ..statistics.request import accumulator_dtype, dtype_of
 from ..step.buffer import StepBuffer
-from ..step.model_index import PLAIN_GRADIENTS, GradientSource, Place, there
+from ..step.model_index import PLAIN_GRADIENTS, GradientSource, ModelIndex, Place, there
 from ..step.plan import SourcePlan
 from .measurer import Measurement, Measurer, version_of
 
@@ -180,36 +180,28 @@ class GradientCapture:
         self._buffer: StepBuffer | None = None
         self._plans: Mapping[str, SourcePlan] = {}
         self._parameters: Sequence[Place] = ()
-        self._source = PLAIN_GRADIENTS
+        self._source: GradientSource = PLAIN_GRADIENTS
         self._seen: _Seen = {}
         self._scaled = False
         self._held: dict[Hashable, tuple[StepBuffer, _Seen, list[int]]] = {}
-        self._doubtful: frozenset[int] = frozenset()
+        self._doubtful: frozenset[int] = (
+            frozenset()
+        )  # frozen since the model was first seen, perhaps only for a part of each step
         self._at_rest: frozenset[int] = frozenset()  # positions that were frozen when the model was seen
         self._clipped: _Seen = {}  # gradients after a clip by the monitor
         self._spent: set[int] = set()  # positions whose gradients an optimizer has used
         self._passed: set[int] = set()  # positions whose gradients were measured when another one did so
         self.local = LocalGradients(measurer)  # the gradients of micro-batches
 
-    def begin(
-        self,
-        buffer: StepBuffer,
-        plans: Mapping[str, SourcePlan],
-        parameters: Sequence[Place],
-        doubtful: Collection[str] = (),
-        by_batch: bool = False,
-        source: GradientSource = PLAIN_GRADIENTS,
-    ) -> None:
-        """Start a step. ``parameters``: those that positions in the plans refer to; ``doubtful``: names of those that were frozen since
-        the model was first seen, perhaps only for a part of each step; ``by_batch``: each micro-batch is measured separately, too.
-        """
+    def begin(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], inventory: ModelIndex, by_batch: bool) -> None:
+        """Start a step; ``by_batch``: each micro-batch is measured separately, too."""
+        parameters, doubtful = inventory.references, inventory.trainable.doubtful
         if parameters is not self._parameters:
             known = there(parameters, range(len(parameters))).items()
             self._at_rest = frozenset(position for position, parameter in known if not parameter.requires_grad)
-        self._buffer, self._plans, self._parameters, self._source = buffer, plans, parameters, source
-        self._doubtful = (
-            frozenset(p for p, name in enumerate(plans[GRADIENT].names) if name in doubtful) if doubtful else frozenset()
-        )
+        self._buffer, self._plans, self._parameters, self._source = buffer, plans, parameters, inventory.source
+        names = plans[GRADIENT].names if doubtful else ()
+        self._doubtful = frozenset(position for position, name in enumerate(names) if name in doubtful)
         self.local.begin(buffer, plans.get(GRADIENT_LOCAL), parameters, by_batch)
         self._seen, self._held, self._clipped, self._scaled, self._spent, self._passed = {}, {}, {}, False, set(), set()
 

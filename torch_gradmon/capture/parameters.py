@@ -14,7 +14,7 @@ from ..core.keys import OPTIMIZER, PARAMETER, PARAMETER_DIFFERENCE, UPDATE, UPDA
 from ..core.moments import SQUARES
 from ..statistics.on_device import copies
 from ..step.buffer import StepBuffer
-from ..step.model_index import PLAIN_GRADIENTS, GradientSource, Place, there
+from ..step.model_index import PLAIN_GRADIENTS, GradientSource, ModelIndex, there
 from ..step.plan import SourcePlan
 from .measurer import Measurement, Measurer, OfProducts
 
@@ -61,7 +61,7 @@ class ParameterCapture:
         self._measured: set[int] = set()  # positions whose copies are what was measured as parameters, in this version
         self._version = 0
         self.reference: Mapping[str, nn.Parameter] = {}  # parameters by name, whose differences are measured
-        self._source = PLAIN_GRADIENTS
+        self._source: GradientSource = PLAIN_GRADIENTS
         self.shared: set[int] = set()  # positions of parameters that several optimizers step
 
     def sample_description(self) -> str | None:
@@ -72,15 +72,8 @@ class ParameterCapture:
             return f"of the parameters that match {self._sample.pattern!r} only"
         return f"of at most {self._sample} rows of each parameter"
 
-    def begin(
-        self,
-        buffer: StepBuffer,
-        plans: Mapping[str, SourcePlan],
-        parameters: Sequence[Place],
-        source: GradientSource = PLAIN_GRADIENTS,
-    ) -> None:
-        """Start a step; ``parameters`` are those that positions in the plans refer to."""
-        self._buffer, self._plans, self._parameters, self._source = buffer, plans, parameters, source
+    def begin(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], inventory: ModelIndex) -> None:
+        self._buffer, self._plans, self._parameters, self._source = buffer, plans, inventory.references, inventory.source
         self._before, self._measured = {}, set()
 
     def end(self) -> None:

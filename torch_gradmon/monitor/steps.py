@@ -116,13 +116,12 @@ class Captures:
         """Begin a step that takes values."""
         assert step.buffer is not None
         assert planner.inventory is not None
-        references, source = planner.inventory.references, planner.inventory.source
         if planner.inventory.homes:
             self.measurer.ranks.count_at(planner.inventory.homes)
         step.buffer.used.update(planner.inventory.foreign)  # their ranks use them
         by_batch = planner.measures_each_batch and step.mode is Mode.MONITORED
-        self.gradients.begin(step.buffer, step.plans, references, planner.inventory.trainable.doubtful, by_batch, source)
-        self.parameters.begin(step.buffer, step.plans, references, source)
+        self.gradients.begin(step.buffer, step.plans, planner.inventory, by_batch)
+        self.parameters.begin(step.buffer, step.plans, planner.inventory)
         self.modules.begin(step.buffer, step.due, planner.inventory, by_hand)
 
     def end(self) -> None:

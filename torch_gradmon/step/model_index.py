@@ -509,7 +509,7 @@ class ModelIndex:
         self.names: list[str] = []
         self.parameters: dict[str, dict[str, Any]] = {}  # shape and dtype by name, for the run directory
         self.references: list[Place] = []
-        self.matrices: dict[str, int] = {}  # of two or more dimensions, with their fan-in
+        self.matrices: dict[str, int] = {}  # of two or more dimensions, with their fan-in, 0 for what is no factor
         self.kernels: set[str] = set()  # of convolutions, with three dimensions, which elsewhere are a stack of matrices
         self.spread: set[str] = set()  # sharded or rank-specific parameters
         self.on_mesh = False  # whether any parameter is a DTensor
@@ -524,7 +524,6 @@ class ModelIndex:
             self.references.append(place)
             if len(shape) >= 2:
                 owners = _owners(module, raw_name)
-                # products in the sum of one output, from the shape: reading a sharded one would need a collective; 0 if it is no factor
                 self.matrices[name] = math.prod(shape[1:]) if isinstance(owners[-1], _LINEAR) else 0
                 if len(shape) == 3 and _convolves(owners):
                     self.kernels.add(name)
@@ -549,10 +548,8 @@ class ModelIndex:
             known, alias = name_of.get(id(parameter)), in_whole(canonical_name(raw_name))
             if raw_name not in raw and known not in (None, alias):
                 self.aliases.setdefault(known, []).append(alias)
-        self.modules: dict[str, Callable[[], nn.Module | None]] = {}
-        self.kinds: dict[str, str] = {}  # the class of each module
         modules = dict(module.named_modules())
-        self._shape = ModelShape(list(modules.values()), refs)
+        self._shape = ModelShape([*modules.values()], refs)
         self._take_modules(modules, whole, of_user, in_whole, is_excluded)
 
     def _take_modules(
@@ -563,6 +560,7 @@ class ModelIndex:
         in_whole: Callable[[str], str],
         is_excluded: Callable[[str], bool],
     ) -> None:
+        self.modules: dict[str, Callable[[], nn.Module | None]] = {}
         # a wrapper such as DDP or a compiled module represents the only module that it holds
         owners = {name: wrapped_in(modules[name.rpartition(".")[0]]) for name in modules}
         short = canonical_names(name for name, module in modules.items() if not name or owners[name] is not module)
@@ -571,7 +569,7 @@ class ModelIndex:
                 self.modules[of_user(in_whole(name))] = weakref.ref(modules[raw_name])
         own = {of_user(in_whole(name)): kind_of(modules[raw]) for raw, name in short.items()}
         others = {} if whole is None else {of_user(name): (kind, is_excluded(name)) for name, kind in whole.kinds.items()}
-        self.kinds = {**{name: kind for name, (kind, _) in others.items()}, **own}
+        self.kinds: dict[str, str] = {**{name: kind for name, (kind, _) in others.items()}, **own}
         self.modules.update((name, _nowhere) for name, (_, is_out) in others.items() if not (is_out or name in own))
 
     def _widen(self, whole: WholeModel, of_user: Callable[[str], str], is_excluded: Callable[[str], bool]) -> None:
@@ -623,7 +621,8 @@ def _nowhere() -> None:
     """The place of a parameter or module that only other ranks have."""
 
 
-#: Modules whose weights have the inputs of one output after the first dimension.
+#: Modules whose weights have the inputs of one output after the first dimension. Reading a sharded weight would need a collective, so its
+#: shape alone is read.
 _LINEAR = (nn.Linear, nn.Bilinear, nn.RNNBase, nn.MultiheadAttention, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 #: The classes of convolutions that are none of torch's, such as ``CausalConv1d`` and ``ShortConvolution``.
