@@ -218,47 +218,13 @@ _NO_CALL = (
 )
 
 
-class _Callers:
-    """Finds the module that calls a function. Does not keep the model alive."""
-
-    def __init__(self) -> None:
-        self._names: dict[int, str] = {}
-        self._inventory: weakref.ref[ModelIndex] | None = None
-
-    def know(self, inventory: ModelIndex) -> None:
-        if self._inventory is None or self._inventory() is not inventory:
-            self._inventory = weakref.ref(inventory)
-            self._names = {
-                id(part): name
-                for name, reference in inventory.modules.items()
-                if (module := reference()) is not None
-                for part in wrapped_by(module)
-            }
-
-    def innermost(self) -> str | None:
-        """The innermost known module whose method is running, or that is the first argument of a running function."""
-        frame: types.FrameType | None = sys._getframe(2)
-        for _ in range(_SOURCE_DEPTH):
-            if frame is None:
-                return None
-            code = frame.f_code
-            if code.co_argcount:
-                values = frame.f_locals
-                first = values.get(code.co_varnames[0])
-                if code.co_flags & inspect.CO_OPTIMIZED and isinstance(values, dict):
-                    values.clear()  # the snapshot would keep all values alive until the frame ends
-                if isinstance(first, nn.Module):
-                    return self._names.get(id(first))
-            frame = frame.f_back
-        return None
-
-
 class AttentionRecorder:
     def __init__(self, complaints: WarningLog, values: ModuleValues, fence: Fence, in_forward: Callable[[], bool]) -> None:
         self._complaints, self._values, self._fence, self._in_forward = complaints, values, fence, in_forward
         self._buffer: StepBuffer | None = None
         self._metrics: Sequence[Metric] = ()
-        self._callers = _Callers()
+        self._names: dict[int, str] = {}  # of known modules, and the parts of those that are wrappers, by id
+        self._inventory: weakref.ref[ModelIndex] | None = None
         self._observer = CallObserver(ATTENTION_PATCH, self._saw)
         weakref.finalize(self, self._observer.leave)  # if a forward was interrupted
         self._reported: set[str] = set()
@@ -272,8 +238,14 @@ class AttentionRecorder:
         self._reported, self._observed = set(), set()
         sources = frozenset(n.ATTENTION_SOURCES.values())
         self._metrics = [metric for metric in metrics if metric.source in sources]
-        if self._metrics:
-            self._callers.know(inventory)
+        if self._metrics and (self._inventory is None or self._inventory() is not inventory):
+            self._inventory = weakref.ref(inventory)
+            self._names = {
+                id(part): name
+                for name, reference in inventory.modules.items()
+                if (module := reference()) is not None
+                for part in wrapped_by(module)
+            }
 
     def end(self, has_graphs: bool = False) -> None:
         """End the step; ``has_graphs``: a compiled graph contains a hook."""
@@ -303,7 +275,7 @@ class AttentionRecorder:
         if self._buffer is None or not self._in_forward():
             return
         start = time.perf_counter()
-        name = self._callers.innermost()
+        name = self._innermost()
         wanted = [metric for metric in self._metrics if name is not None and metric.matches(name)]
         if name is not None and wanted and name not in self._reported:
             call = {**dict(zip(_PARAMETERS, args, strict=False)), **kwargs}
@@ -316,6 +288,23 @@ class AttentionRecorder:
                 self._reason = f"the attention of {name} could not be measured: {error}"
                 self._complaints.add(f"attention:{name}", f"the attention of {name} could not be measured", error)
         self._fence.add_time(time.perf_counter() - start)
+
+    def _innermost(self) -> str | None:
+        """The innermost known module whose method is running, or that is the first argument of a running function."""
+        frame: types.FrameType | None = sys._getframe(2)
+        for _ in range(_SOURCE_DEPTH):
+            if frame is None:
+                return None
+            code = frame.f_code
+            if code.co_argcount:
+                values = frame.f_locals
+                first = values.get(code.co_varnames[0])
+                if code.co_flags & inspect.CO_OPTIMIZED and isinstance(values, dict):
+                    values.clear()  # the snapshot would keep all values alive until the frame ends
+                if isinstance(first, nn.Module):
+                    return self._names.get(id(first))
+            frame = frame.f_back
+        return None
 
     def report(self, name: str, named: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> None:
         """Measure a call that a module reports, per head, unless it was observed already."""

@@ -23,61 +23,6 @@ from .measurer import Measurement, Measurer, version_of
 _SQUARES = ALWAYS | {Column.SQUARE_SUM}
 
 
-class LocalGradients:
-    def __init__(self, measurer: Measurer) -> None:
-        self._measurer = measurer
-        self._by_batch = False
-        self._buffer: StepBuffer | None = None
-        self._plan: SourcePlan | None = None
-        self._parameters: Sequence[Place] = ()
-        self._uncommitted: dict[tuple[int, int], StepBuffer] = {}
-        self._accumulated: dict[int, weakref.ref[Tensor]] = {}
-        self._batches: dict[int, list[Tensor]] = {}  # rows of gradients by backward pass
-
-    def begin(self, buffer: StepBuffer, plan: SourcePlan | None, parameters: Sequence[Place], by_batch: bool) -> None:
-        """``parameters``: those that positions in the plan refer to; ``by_batch``: each micro-batch gets a row of its own."""
-        self._buffer, self._plan, self._parameters, self._by_batch = buffer, plan, parameters, by_batch
-        self._uncommitted, self._accumulated, self._batches = {}, {}, {}
-
-    def end(self) -> None:
-        if self._buffer is not None:
-            for number, rows in enumerate(self._batches.values()):
-                name = f"{self._measurer.ranks.rank}/{number}"
-                self._buffer.merge_rows(BATCH_GRADIENT, [name], merge(torch.stack(rows)).unsqueeze(0), _SQUARES)
-        self._buffer, self._uncommitted, self._accumulated, self._batches = None, {}, {}, {}
-
-    def forget_batches(self) -> None:
-        """The rows of micro-batches so far are of several steps, and of no use."""
-        self._batches = {}
-
-    def measure(self, position: int, gradient: Tensor | None, inverse_scale: Tensor | None) -> None:
-        """Measure one parameter's gradient of one backward pass. It counts once :meth:`commit` is called: ``torch.autograd.grad``, as in
-        gradient penalties, calls this too, but accumulates nothing and never commits.
-        """
-        if self._buffer is None or self._plan is None or gradient is None:
-            return
-        held = StepBuffer(self._buffer.step, self._measurer.complaints)
-        self._measurer.measure(Measurement(held, self._plan, {position: gradient}, inverse_scale, merging=True))
-        self._uncommitted[torch._C._current_graph_task_id(), position] = held
-
-    def commit(self, position: int) -> None:
-        """The gradient of the running backward pass was accumulated into ``.grad``, so it counts."""
-        held = self._uncommitted.pop((torch._C._current_graph_task_id(), position), None)
-        parameter = self._parameters[position]() if self._parameters else None
-        if held is None or self._buffer is None or self._plan is None or parameter is None or parameter.grad is None:
-            return
-        accumulated, task = self._accumulated.get(position), torch._C._current_graph_task_id()
-        # DDP may have replaced the gradient by a view of its bucket, which is the same gradient
-        if accumulated is not None and accumulated() is not parameter.grad and not parameter.grad._is_view():
-            # the gradient accumulated before was discarded, and so are its micro-batches
-            self._buffer.clear(GRADIENT_LOCAL, [self._plan.names[position]])
-            self._batches = {each: rows for each, rows in self._batches.items() if each == task}
-        self._accumulated[position] = weakref.ref(parameter.grad)
-        if self._by_batch and (rows := held.parts_of(GRADIENT_LOCAL)):
-            self._batches.setdefault(task, []).extend(rows)
-        self._buffer.absorb(held)
-
-
 # --- What a GradScaler has done to the gradients, known without synchronising the device ---
 
 
@@ -169,7 +114,7 @@ _Seen = dict[int, tuple["weakref.ref[Tensor]", int]]
 
 
 class GradientCapture:
-    """Measures the gradients of one step: at the end of backward, and again before the optimizer uses them.
+    """Measures the gradients of one step: of each micro-batch, at the end of backward, and again before the optimizer uses them.
 
     Rows of the first are never reused for the second: identity and version counter do not show an edit through ``.data``, no sum shows
     every edit, and comparing all elements costs as much as measuring them.
@@ -191,7 +136,11 @@ class GradientCapture:
         self._clipped: _Seen = {}  # gradients after a clip by the monitor
         self._spent: set[int] = set()  # positions whose gradients an optimizer has used
         self._passed: set[int] = set()  # positions whose gradients were measured when another one did so
-        self.local = LocalGradients(measurer)  # the gradients of micro-batches
+        # of single micro-batches on this rank, before they are accumulated and reduced
+        self._by_batch = False
+        self._uncommitted: dict[tuple[int, int], StepBuffer] = {}
+        self._accumulated: dict[int, weakref.ref[Tensor]] = {}
+        self._batches: dict[int, list[Tensor]] = {}  # rows of gradients by backward pass
 
     def begin(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], inventory: ModelIndex, by_batch: bool) -> None:
         """Start a step; ``by_batch``: each micro-batch is measured separately, too."""
@@ -202,7 +151,7 @@ class GradientCapture:
         self._buffer, self._plans, self._parameters, self._source = buffer, plans, parameters, inventory.source
         names = plans[GRADIENT].names if doubtful else ()
         self._doubtful = frozenset(position for position, name in enumerate(names) if name in doubtful)
-        self.local.begin(buffer, plans.get(GRADIENT_LOCAL), parameters, by_batch)
+        self._by_batch, self._uncommitted, self._accumulated, self._batches = by_batch, {}, {}, {}
         self._seen, self._held, self._clipped, self._scaled, self._spent, self._passed = {}, {}, {}, False, set(), set()
 
     def with_gradient(self, positions: Iterable[int]) -> list[int]:
@@ -232,8 +181,44 @@ class GradientCapture:
         return self._buffer.rows_of(GRADIENT_BEFORE_CLIP, names)
 
     def end(self) -> None:
-        self.local.end()
+        if self._buffer is not None:
+            for number, rows in enumerate(self._batches.values()):
+                name = f"{self._measurer.ranks.rank}/{number}"
+                self._buffer.merge_rows(BATCH_GRADIENT, [name], merge(torch.stack(rows)).unsqueeze(0), _SQUARES)
         self._buffer, self._seen, self._held = None, {}, {}
+        self._uncommitted, self._accumulated, self._batches = {}, {}, {}
+
+    def forget_batches(self) -> None:
+        """The rows of micro-batches so far are of several steps, and of no use."""
+        self._batches = {}
+
+    def measure_local(self, position: int, gradient: Tensor | None, inverse_scale: Tensor | None) -> None:
+        """Measure one parameter's gradient of one backward pass. It counts once it is committed: ``torch.autograd.grad``, as in gradient
+        penalties, calls this too, but accumulates nothing.
+        """
+        plan = self._plans.get(GRADIENT_LOCAL)
+        if self._buffer is None or plan is None or gradient is None:
+            return
+        held = StepBuffer(self._buffer.step, self._measurer.complaints)
+        self._measurer.measure(Measurement(held, plan, {position: gradient}, inverse_scale, merging=True))
+        self._uncommitted[torch._C._current_graph_task_id(), position] = held
+
+    def commit_local(self, position: int) -> None:
+        """The gradient of the running backward pass was accumulated into ``.grad``, so it counts."""
+        held = self._uncommitted.pop((torch._C._current_graph_task_id(), position), None)
+        parameter = self._parameters[position]() if self._parameters else None
+        if held is None or self._buffer is None or parameter is None or parameter.grad is None:
+            return
+        accumulated, task = self._accumulated.get(position), torch._C._current_graph_task_id()
+        # DDP may have replaced the gradient by a view of its bucket, which is the same gradient
+        if accumulated is not None and accumulated() is not parameter.grad and not parameter.grad._is_view():
+            # the gradient accumulated before was discarded, and so are its micro-batches
+            self._buffer.clear(GRADIENT_LOCAL, [self._plans[GRADIENT_LOCAL].names[position]])
+            self._batches = {each: rows for each, rows in self._batches.items() if each == task}
+        self._accumulated[position] = weakref.ref(parameter.grad)
+        if self._by_batch and (rows := held.parts_of(GRADIENT_LOCAL)):
+            self._batches.setdefault(task, []).extend(rows)
+        self._buffer.absorb(held)
 
     def _gradients(self, positions: Iterable[int], are_used: bool = False) -> dict[int, Tensor]:
         """By position: as accumulated, or as the optimizer uses them."""

@@ -179,12 +179,12 @@ class FollowedLoop(LoopDriver):
     def gradient_came(self, position: int, gradient: Tensor | None) -> None:
         """A backward pass brought a gradient for the parameter at ``position``."""
         if self.machine.gradient_arrived():
-            self._lifecycle.captures.gradients.local.measure(position, gradient, self.measurement.inverse_scale())
+            self._lifecycle.captures.gradients.measure_local(position, gradient, self.measurement.inverse_scale())
 
     @fenced
     def gradient_accumulated(self, position: int, parameter: Tensor) -> None:
         """That gradient was accumulated."""
-        self._lifecycle.captures.gradients.local.commit(position)
+        self._lifecycle.captures.gradients.commit_local(position)
 
     # --- events --------------------------------------------------------------------------------------------------------------
 

@@ -899,7 +899,7 @@ class StepLifecycle:
         if active.mode is IDLE:
             self.captures.end()
         else:
-            self.captures.gradients.local.forget_batches()
+            self.captures.gradients.forget_batches()
         self.values.step_opened(active.buffer, active.is_monitored, hides_forward=False, is_tentative=False)
         if active.mode is not IDLE or self.plugins.watch_idle_steps:
             self.plugins.call("on_step_open", active, is_idle=active.mode is IDLE)

@@ -479,6 +479,7 @@ class SummaryChoice:
         self._changed()
 
     def _changed(self) -> None:
+        # of a preset: the script's, or those of an override
         self.keys = keys = self._keys if self._instead is None else self._instead
         batches = BATCH_DOCUMENTATION if self._with_batches else ()
         self.shown = (*keys, *(name for name in self._more if name not in keys), *batches)
@@ -581,8 +582,7 @@ def differ(before: StatsTable, after: StatsTable, rounding: float = 0.0) -> bool
     much, and that of the sums.
     """
     slack = 1e-6 + 2.5 * rounding
-    place = {name: row for row, name in enumerate(before.names)}
-    then, now = before.rows[[place[name] for name in after.names]], after.rows
+    then, now = before.rows[[before.row_of[name] for name in after.names]], after.rows
     for column in (before.columns & after.columns) - {Column.NEAR_ZERO}:
         # a sum may cancel; by Cauchy-Schwarz this bounds the sum of its terms
         scale = (then[:, Column.COUNT] * then[:, Column.SQUARE_SUM]).sqrt() if column is Column.SUM else then[:, column].abs()
