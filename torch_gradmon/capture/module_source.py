@@ -266,15 +266,14 @@ class ForwardHooks:
     """The hooks on a model's modules. Only modules with a metric have one, and the root if needed. Both listeners are held weakly."""
 
     def __init__(self, of_root: ModuleSource, listener: ModuleCalls, eps: float) -> None:
-        # graphs: what the hooks do in compiled graphs
         self._of_root, self._listener, self.graphs = of_root, listener, CompiledHooks(eps)
         self._before_root, self._after_root = Handles(), Handles()
         # with the module, since another one may take its name, and even its address
         self._hooks: dict[_Place, tuple[weakref.ref[nn.Module], Handles]] = {}
         self._version: int | None = None
-        # on_root_inputs: the root's inputs have a hook
-        # has_compiled_parts: whether the model had any when hooks were installed
-        self.on_root = self.on_root_inputs = self.has_compiled_parts = False  # on_root: the root has hooks
+        self.on_root = self.on_root_inputs = self.has_compiled_parts = (
+            False  # has hooks on it; had parts when hooks were installed
+        )
         self._fusible: list[tuple[weakref.ref[nn.Module], list[Handles]]] = []  # encoder layers, and the hooks in each
         self._left_out: list[str] = []  # names of modules that no metric applies to
         self._unhooked: list[str] = []  # names of modules that accept no hooks
@@ -501,13 +500,13 @@ class ModuleSource:
     def __init__(self, measurer: Measurer, fence: Fence) -> None:
         self._handled = id(sys.exc_info()[1])  # the exception that the script handled when it called the root
         self._sign = ModuleSource._last_called = object()
-        self._measurer, self._fence, self.passes = measurer, fence, PassTracker()  # passes: which calls are training
-        self.values, self.reference = ModuleValues(measurer), ReferencePass(measurer.complaints)  # values: what was measured
+        self._measurer, self._fence, self.passes = measurer, fence, PassTracker()
+        self.values, self.reference = ModuleValues(measurer), ReferencePass(measurer.complaints)
         self.attention = AttentionRecorder(measurer.complaints, self.values, fence, self.passes.in_forward)
         self._calls = ModuleCalls(measurer, fence, self.passes, self.reference, self.values)
         self._check = CoordinateCheck(measurer, fence, self.passes, self.reference)
         self._loop_run = LoopRun(self.passes, fence)
-        self.hooks = ForwardHooks(self, self._calls, measurer.built_in.eps)  # those on modules
+        self.hooks = ForwardHooks(self, self._calls, measurer.built_in.eps)
         self._opening: Callable[[nn.Module], object] = lambda _: None
         self.was_trained = False  # the model has had a training forward or a backward pass in this step
         self._step: tuple[StepBuffer, tuple[Metric, ...], ModelIndex, bool] | None = None

@@ -27,15 +27,17 @@ class PassTracker:
 
     def __init__(self) -> None:
         self.root_trains: bool | None = None  # whether the running forward of the root is training; None while none is running
-        # is_paused: nothing is measured; :attr:`paused` knows more
-        # awaits_part: watch parts, because none was seen to be trained before the root so far
-        # missed: parts turned out to have been called for a step before it began
-        self.forward_seen = self.is_paused = self.awaits_part = self.missed = False  # forward_seen: the root was ever called
-        # counts_eval: calls in evaluation mode are training, because such a call began the step or the loop trains so
-        # by_hand: the loop has begun the step explicitly, so training mode alone decides, as in torch-module-monitor
-        self.counts_eval = self.is_tentative = self.by_hand = False  # is_tentative: no backward pass has confirmed that so far
-        # builds_graph: the root was called with gradients
-        self.is_open = self.builds_graph = True  # is_open: values count; False in a step without measurements
+        self.forward_seen = False  # the root was ever called
+        self.is_paused = False  # nothing is measured; :attr:`paused` knows more
+        self.awaits_part = False  # watch parts, because none was seen to be trained before the root so far
+        self.missed = False  # parts turned out to have been called for a step before it began
+        self.counts_eval = (
+            False  # calls in evaluation mode are training, because such a call began the step or the loop trains so
+        )
+        self.is_tentative = False  # no backward pass has confirmed that so far
+        self.by_hand = False  # the loop has begun the step explicitly, so training mode alone decides, as in torch-module-monitor
+        self.is_open = True  # values count; False in a step without measurements
+        self.builds_graph = True  # the root was called with gradients
         self._root_trained = self._parts_lead = False
         self._captures = capture_check()
 

@@ -813,8 +813,8 @@ def _rejoin_rows(late: StepBuffer, earlier: StepBuffer) -> None:
 
 class PendingReadback:
     def __init__(self, buffer: StepBuffer) -> None:
-        # extras: what plugins have sent along, once the copy has landed: float64
-        self.buffer, self.extras = buffer, dict[str, Tensor]()
+        self.buffer = buffer
+        self.extras: dict[str, Tensor] = {}  # what plugins have sent along, once the copy has landed: float64
         # merged on the host, which is cheaper than one launch for each
         kept = {where: parts for where, parts in buffer._parts.items() if parts}
         self._merged = [(where, len(parts)) for where, parts in kept.items()]

@@ -127,8 +127,8 @@ class Agreement:
         self._step: int | None = None  # the last one in which this was asked
         self._is_asked = self._is_over = self._has_ended = False
         self._process = HomeProcess()
-        # is_open: ranks that were absent may still turn out to be late
-        self.is_met, self.is_open = False, True  # is_met: all ranks have come, and do so in each step from now on
+        self.is_met = False  # all ranks have come, and do so in each step from now on
+        self.is_open = True  # ranks that were absent may still turn out to be late
         self.differing: Mapping[str, Sequence[int]] = {}  # by the part of the cards, the ranks whose part is not that of most
         self.why_not = ""  # a reason that names the ranks; empty before they were called, and where all take part
 
@@ -345,8 +345,8 @@ class RankExchange:
         self._has_told: dict[str, bool] = {}  # whether all take part, once it is known
         self._common: list[str] | None = None  # names that all ranks have, where some have others
         self._entries: list[Entry] = []
-        # shares_values: whether ranks have exchanged values of their batches
-        self.takes_place = self.shares_values = False  # takes_place: whether there was any exchange
+        self.takes_place = False  # there was any exchange
+        self.shares_values = False  # ranks have exchanged values of their batches
         self._broadcast_slot = self._received_slot = EMPTY_SLOT
 
     def run(

@@ -447,8 +447,8 @@ class Fsdp1Source(GradientSource):
 
 class TrainableNames:
     def __init__(self, names: Iterable[str]) -> None:
-        # doubtful: those that are frozen now, perhaps only for a part of each step
-        self.names, self.doubtful = set(names), set[str]()  # names: those that require a gradient, or are doubtful
+        self.names = set(names)  # those that require a gradient, or are doubtful
+        self.doubtful: set[str] = set()  # those that are frozen now, perhaps only for a part of each step
 
     def inherit_from(self, before: TrainableNames, known: Collection[str]) -> None:
         """Inherit from the index before; ``known``: all parameters that there are now.

@@ -746,9 +746,9 @@ _REMEMBERED = 8
 class Summary:
     def __init__(self, choice: SummaryChoice) -> None:
         self.choice = choice
-        # interrupted: the number of those that the loop left by an error
-        # nonfinite: the number of steps whose gradients held NaN or Inf
-        self.not_applied = self.interrupted = self.nonfinite = 0  # not_applied: the number of steps that were not applied
+        self.not_applied = 0  # steps
+        self.interrupted = 0  # those of them that the loop left by an error
+        self.nonfinite = 0  # steps whose gradients held NaN or Inf
         self._batches: MicroBatchStats | None = None
         self._clips = ClipWindow()
         self._sets_others = False
