@@ -135,9 +135,7 @@ class FunctionPatch:
 
 
 class CallObserver:
-    """Observes the calls that one thread makes, between :meth:`enter` and :meth:`leave`. A bound method ``saw`` does not keep its object
-    alive.
-    """
+    """Observes the calls that one thread makes, between :meth:`enter` and :meth:`leave`. A bound ``saw`` is held weakly."""
 
     def __init__(self, patch: FunctionPatch, saw: _Saw) -> None:
         self._patch = patch

@@ -228,9 +228,7 @@ class CompiledHooks:
         return self._taps[kind, name].is_traced
 
     def collect(self, buffer: StepBuffer, values: ModuleValues, metrics: Sequence[Metric]) -> None:
-        """Move what the graphs wrote into ``buffer``, as outputs in ``values``, with reasons for the rest of ``metrics``. Does not
-        synchronise.
-        """
+        """Move what the graphs wrote into ``buffer``, as outputs in ``values``, with reasons for the rest. Does not synchronise."""
         for slots in self.slots.values():
             sums, extremes = [slot.sums for slot in slots], [slot.extremes for slot in slots]
             stacked = torch.stack(extremes)

@@ -36,9 +36,7 @@ _Pair = tuple[Tensor, Tensor]
 
 
 class OfProducts:
-    """A ``value`` that follows from inner products of the ``pairs`` of tensors in a state, which add up over ranks; no pairs where there
-    is no value.
-    """
+    """A ``value`` of inner products of the ``pairs`` of tensors in a state, which add up over ranks; no pairs: no value."""
 
     def __init__(self, reducer: str, value: Callable[..., Tensor], pairs: Callable[[State], Sequence[_Pair]]) -> None:
         self._reducer, self.value, self.pairs = reducer, value, pairs
@@ -144,9 +142,7 @@ def by_device(wanted: Sequence[Products], own_part: Callable[[Tensor], Tensor]) 
 
 
 def values_of(wanted: Sequence[Products], inner_products: Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]) -> list[Tensor]:
-    """The values ``[positions]`` of each metric, from one call; all tensors are on one device. A pair that several metrics need is
-    computed once.
-    """
+    """The values ``[positions]`` of each metric, from one call on one device. A pair that several metrics need is computed once."""
     once: dict[tuple[int, int], tuple[int, _Pair]] = {}
     places = [
         [

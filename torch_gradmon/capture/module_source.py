@@ -281,9 +281,7 @@ class ForwardHooks:
         self._asked: tuple[ModelIndex, Sequence[Metric], int, bool] | None = None
 
     def install(self, root: nn.Module, inventory: ModelIndex, metrics: Sequence[Metric], version: int, on_root: bool) -> bool:
-        """Install hooks on modules that any of ``metrics`` matches, and with ``on_root`` on the root, once per ``version`` of the plan.
-        Returns whether it did.
-        """
+        """Install hooks where any of ``metrics`` matches, and ``on_root``, once per ``version`` of the plan. Returns whether it did."""
         if version == self._version:
             return False
         self._version, self._asked = version, (inventory, metrics, version, on_root)
@@ -532,9 +530,7 @@ class ModuleSource:
     # --- steps -----------------------------------------------------------------------------------------------------------------
 
     def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: ModelIndex, by_hand: bool) -> None:
-        """``by_hand``: the loop has begun the step explicitly. Where no metric is due and no module has a hook, nothing else is called in
-        it.
-        """
+        """``by_hand``: the loop has begun the step explicitly. Where nothing is due and no module has a hook, no more is called in it."""
         self._step, self._buffer, self.was_trained = (buffer, metrics, inventory, by_hand), None, False
         passes = self.passes
         passes.by_hand = by_hand

@@ -36,9 +36,7 @@ DEPTH = 4
 
 
 def tensors_of(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor inside ``value`` with its path: ``path[0]`` for sequences and integer keys, ``path.key`` for other keys and
-    dataclasses.
-    """
+    """Each tensor inside ``value`` with its path: ``path[0]`` for sequences and integer keys, ``path.key`` for others and dataclasses."""
     if isinstance(value, Tensor):
         yield path, value
     elif depth < DEPTH:
@@ -569,9 +567,7 @@ class ModuleValues:
         return found
 
     def evaluator(self) -> Callable[[dict[str, StatsTable]], list[Block]]:
-        """Computes the built-in values of this step's tables, even after the next step has begun; drops rows of modules that were not
-        called.
-        """
+        """Computes the built-in values of this step's tables, even in the next step; drops rows of modules that were not called."""
         calls = self._asked, dict(self._owner), dict(self._traced)
 
         def evaluate(tables: dict[str, StatsTable]) -> list[Block]:

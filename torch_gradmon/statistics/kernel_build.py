@@ -45,9 +45,7 @@ def built(capability: str) -> Path | None:
 
 
 def build() -> list[Path]:
-    """Build the kernels for this kind of machine where they are missing; RuntimeError as :func:`compile_to`. Removes those of other
-    versions.
-    """
+    """Build the missing kernels for this kind of machine; RuntimeError as :func:`compile_to`. Removes those of other versions."""
     wanted = {_path(name): flags for name, flags in _VARIANTS.get(platform.machine(), {}).items()}
     DIRECTORY.mkdir(exist_ok=True)
     for path in DIRECTORY.glob("*.so"):

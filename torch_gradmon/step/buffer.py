@@ -85,9 +85,7 @@ class PendingValue:
 
 
 def as_tensor(value: Any, key: Key) -> Tensor:
-    """A number or a tensor as one dimension, in the widest floating dtype of its device; TypeError and ValueError for what has no real
-    numbers.
-    """
+    """A number or a tensor as one dimension, in the widest floating dtype of its device; TypeError or ValueError if neither."""
     if isinstance(value, Tensor):
         if (reason := refusal(value)) is not None:
             raise TypeError(f"the value of {'/'.join(filter(None, key))} cannot be read: {reason}")
@@ -106,9 +104,7 @@ def as_tensor(value: Any, key: Key) -> Tensor:
 
 
 def part_of(values: Tensor, aggregation: Aggregation, weight: int = 1) -> Tensor:
-    """The contribution of one micro-batch, reduced at once, because the tensor may be modified later; a single value counts ``weight``
-    times.
-    """
+    """The contribution of one micro-batch, reduced at once: the tensor may be modified later. A single value counts ``weight`` times."""
     if aggregation == "mean":
         return torch.stack([values.sum(), torch.full_like(values[0], values.numel())]) * (weight if values.numel() == 1 else 1)
     if isinstance(aggregation, str):
@@ -227,9 +223,7 @@ def _stands_for(given: Key, own: Key) -> bool:
 
 
 class DeviceToHostCopy:
-    """An asynchronous copy of tensors to the host as float64, one per device, to pinned memory behind the device's work: only :meth:`land`
-    waits.
-    """
+    """An asynchronous copy of tensors as float64, one per device, to pinned memory behind the device's work: :meth:`land` waits."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._host: list[Tensor] = []  # those of other devices are replaced when they land

@@ -190,9 +190,7 @@ class Planner:
         return self.measures_each_batch or any(metric.source in OF_MODULES for metric in self.registry.own)
 
     def local_positions(self) -> list[int]:
-        """Positions of the parameters whose micro-batch gradients are requested, in any step; without sharded ones, whose gradients exist
-        only reduced.
-        """
+        """Positions of the parameters whose micro-batch gradients are requested in any step; sharded ones exist only reduced."""
         if self.inventory is None:
             return []
         metrics, inventory = self.registry.of(n.GRADIENT_LOCAL), self.inventory
