@@ -15,7 +15,7 @@ from torch_gradmon.statistics import on_device
 from torch_gradmon.statistics.on_device import DeviceStatistics
 from torch_gradmon.statistics.precise import measure_precisely
 from torch_gradmon.statistics.request import Batch, Request
-from torch_gradmon.step.buffer import StepBuffer, StreamJoin
+from torch_gradmon.step.buffer import StepBuffer
 from torch_gradmon.testing.simulated import SimulatedTensor
 
 torch.set_num_threads(1)
@@ -68,7 +68,7 @@ def branches() -> Any:
     """Rows of a branch are read when the current stream has waited for its stream, and keep their memory until then."""
     with DEVICE.lazy():
         found = _activations()
-    with without(StreamJoin, "join", lambda self, values: None):
+    with without(StepBuffer, "join_streams", lambda self: None):
         no_wait = races_of(_activations)
     return {"equal": found == _activations(has_side=False), "without the wait": no_wait}
 

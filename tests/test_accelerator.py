@@ -12,6 +12,7 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from torch_gradmon.core import torch_modes
+from torch_gradmon.core.errors import WarningLog
 from torch_gradmon.step import buffer
 
 
@@ -128,12 +129,12 @@ def test_a_value_on_the_stream_of_number_0_is_awaited_by_others(monkeypatch: pyt
     now = [0]
     monkeypatch.setattr(buffer, "stream_number", lambda device: now[0])
     monkeypatch.setattr(buffer, "current_stream", lambda device: streams[now[0]])
-    join, device = buffer.StreamJoin(), torch.device("cuda", 0)
-    join.note(device)
+    values, device = buffer.StepBuffer(0, WarningLog()), torch.device("cuda", 0)
+    values._note_stream(device)
     now[0] = 5
-    join.join(list)
+    values.join_streams()
     assert awaited == [streams[0]]
-    join.join(list)  # the values are where the current stream has them now
+    values.join_streams()  # the values are where the current stream has them now
     assert awaited == [streams[0]]
 
 
@@ -141,7 +142,7 @@ def test_a_device_whose_stream_is_not_known_is_not_awaited(monkeypatch: pytest.M
     number = [0]
     monkeypatch.setattr(buffer, "stream_number", lambda device: number[0])
     monkeypatch.setattr(buffer, "current_stream", lambda device: None)
-    join = buffer.StreamJoin()
-    join.note(torch.device("cuda", 0))
+    values = buffer.StepBuffer(0, WarningLog())
+    values._note_stream(torch.device("cuda", 0))
     number[0] = 5
-    join.join(list)
+    values.join_streams()

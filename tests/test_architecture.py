@@ -151,7 +151,7 @@ HOST_READS = {
     ("statistics.request", "threshold_of_squares", "float"): "of a number made on the host, once",
     ("capture.parameters", "_rows", "to cpu"): "numbers of rows, made on the host",
     ("capture.module_source", "_needs_reference", "bool"): "whether a reference is set",
-    ("capture.module_source", "accumulates", "bool"): "of a list",
+    ("capture.module_source", "_accumulates", "bool"): "of a list",
     ("capture.module_source", "has_removable_hooks", "bool"): "of a dict",
     ("capture.module_values", "others", "bool"): "of tuples",
     ("capture.module_values", "wants", "bool"): "of a tuple",

@@ -135,11 +135,7 @@ class FunctionPatch:
 
 
 class CallObserver:
-    """Observes the calls that one thread makes, between :meth:`enter` and :meth:`leave`.
-
-    Args:
-        saw: called with the arguments and the result of each call; a bound method does not keep its object alive.
-    """
+    """Observes the calls that one thread makes, between :meth:`enter` and :meth:`leave`. A bound ``saw`` is held weakly."""
 
     def __init__(self, patch: FunctionPatch, saw: _Saw) -> None:
         self._patch = patch
@@ -181,7 +177,6 @@ class _Observed:
 
 
 def _places_of(function: Any) -> list[tuple[dict[str, Any], str]]:
-    """Where ``function`` is, or any replacement."""
     # not in torch's C++ modules, which pass their functions to modes that override functions
     # a copy at once: a collection of garbage, or another thread, may import while a list is made
     modules = [m for name, m in sys.modules.copy().items() if isinstance(m, types.ModuleType) and not name.startswith("torch._C")]
@@ -221,16 +216,27 @@ _NO_CALL = (
 )
 
 
-class _Callers:
-    """Finds the module that calls a function. Does not keep the model alive."""
-
-    def __init__(self) -> None:
-        self._names: dict[int, str] = {}
+class AttentionRecorder:
+    def __init__(self, complaints: WarningLog, values: ModuleValues, fence: Fence, in_forward: Callable[[], bool]) -> None:
+        self._complaints, self._values, self._fence, self._in_forward = complaints, values, fence, in_forward
+        self._buffer: StepBuffer | None = None
+        self._metrics: Sequence[Metric] = ()
+        self._names: dict[int, str] = {}  # of known modules, and the parts of those that are wrappers, by id
         self._inventory: weakref.ref[ModelIndex] | None = None
+        self._observer = CallObserver(ATTENTION_PATCH, self._saw)
+        weakref.finalize(self, self._observer.leave)  # if a forward was interrupted
+        self._reported: set[str] = set()
+        self._observed: set[str] = set()
+        self._reason = _NO_CALL
+        self._unseen: dict[str, str] = {}  # why the last step with metrics of a source had no values of it
+        self.compiled = False  # a part of the model is compiled, so observing would cause a recompilation
 
-    def know(self, inventory: ModelIndex) -> None:
-        """Know the modules of ``inventory``, and the parts of those that are wrappers."""
-        if self._inventory is None or self._inventory() is not inventory:
+    def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: ModelIndex) -> None:
+        self._buffer, self._reason = buffer, _NO_CALL
+        self._reported, self._observed = set(), set()
+        sources = frozenset(n.ATTENTION_SOURCES.values())
+        self._metrics = [metric for metric in metrics if metric.source in sources]
+        if self._metrics and (self._inventory is None or self._inventory() is not inventory):
             self._inventory = weakref.ref(inventory)
             self._names = {
                 id(part): name
@@ -238,52 +244,6 @@ class _Callers:
                 if (module := reference()) is not None
                 for part in wrapped_by(module)
             }
-
-    def innermost(self) -> str | None:
-        """The innermost known module whose method is running, or that is the first argument of a running function."""
-        frame: types.FrameType | None = sys._getframe(2)
-        for _ in range(_SOURCE_DEPTH):
-            if frame is None:
-                return None
-            code = frame.f_code
-            if code.co_argcount:
-                values = frame.f_locals
-                first = values.get(code.co_varnames[0])
-                if code.co_flags & inspect.CO_OPTIMIZED and isinstance(values, dict):
-                    values.clear()  # the snapshot would keep all values alive until the frame ends
-                if isinstance(first, nn.Module):
-                    return self._names.get(id(first))
-            frame = frame.f_back
-        return None
-
-
-class AttentionRecorder:
-    """Measures attention calls, reported by the model or observed.
-
-    Attributes:
-        compiled: a part of the model is compiled, so observing would cause a recompilation.
-    """
-
-    def __init__(self, complaints: WarningLog, values: ModuleValues, fence: Fence, in_forward: Callable[[], bool]) -> None:
-        self._complaints, self._values, self._fence, self._in_forward = complaints, values, fence, in_forward
-        self._buffer: StepBuffer | None = None
-        self._metrics: Sequence[Metric] = ()
-        self._callers = _Callers()
-        self._observer = CallObserver(ATTENTION_PATCH, self._saw)
-        weakref.finalize(self, self._observer.leave)  # if a forward was interrupted
-        self._reported: set[str] = set()
-        self._observed: set[str] = set()
-        self._reason = _NO_CALL
-        self._unseen: dict[str, str] = {}  # why the last step with metrics of a source had no values of it
-        self.compiled = False
-
-    def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: ModelIndex) -> None:
-        self._buffer, self._reason = buffer, _NO_CALL
-        self._reported, self._observed = set(), set()
-        sources = frozenset(n.ATTENTION_SOURCES.values())
-        self._metrics = [metric for metric in metrics if metric.source in sources]
-        if self._metrics:
-            self._callers.know(inventory)
 
     def end(self, has_graphs: bool = False) -> None:
         """End the step; ``has_graphs``: a compiled graph contains a hook."""
@@ -313,7 +273,7 @@ class AttentionRecorder:
         if self._buffer is None or not self._in_forward():
             return
         start = time.perf_counter()
-        name = self._callers.innermost()
+        name = self._innermost()
         wanted = [metric for metric in self._metrics if name is not None and metric.matches(name)]
         if name is not None and wanted and name not in self._reported:
             call = {**dict(zip(_PARAMETERS, args, strict=False)), **kwargs}
@@ -327,6 +287,23 @@ class AttentionRecorder:
                 self._complaints.add(f"attention:{name}", f"the attention of {name} could not be measured", error)
         self._fence.add_time(time.perf_counter() - start)
 
+    def _innermost(self) -> str | None:
+        """The innermost known module whose method is running, or that is the first argument of a running function."""
+        frame: types.FrameType | None = sys._getframe(2)
+        for _ in range(_SOURCE_DEPTH):
+            if frame is None:
+                return None
+            code = frame.f_code
+            if code.co_argcount:
+                values = frame.f_locals
+                first = values.get(code.co_varnames[0])
+                if code.co_flags & inspect.CO_OPTIMIZED and isinstance(values, dict):
+                    values.clear()  # the snapshot would keep all values alive until the frame ends
+                if isinstance(first, nn.Module):
+                    return self._names.get(id(first))
+            frame = frame.f_back
+        return None
+
     def report(self, name: str, named: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> None:
         """Measure a call that a module reports, per head, unless it was observed already."""
         if name not in self._observed and self._record(name, named, arguments, dict.fromkeys(n.ATTENTION_SOURCES.values(), True)):
@@ -336,11 +313,9 @@ class AttentionRecorder:
         """Measure one call. Returns whether it could be read.
 
         Args:
-            name: of the module.
-            named: query, key, value and result, ``[..., heads, length, size]``, by the suffix of their names.
-            arguments: of the call.
-            sources: which statistics, and whether those of single heads are shown. If any are, the tensors of each head are measured too,
-                otherwise those of all heads together.
+            named: query, key, value and result, ``[..., heads, length, size]``, by the suffix of their names. sources: which statistics,
+            and whether those of single heads are shown: then the tensors of each head are measured too, otherwise
+                those of all heads together.
         """
         if self._buffer is None:
             return False

@@ -49,20 +49,11 @@ class _Slot(NamedTuple):
 
 
 class TracedStatistics:
-    """What one module's hook does in a graph.
+    """What one module's hook does in a graph, except in those of evaluation passes.
 
     Blocks of one class that are compiled one by one share a graph if nothing that its guards check differs between them. So what is
     traced reads no name, and tensors from attributes, which become inputs. The attributes of a tap whose module was not traced itself
     are made when the guards of a shared graph look for them (``__getattr__``), which also tells that the hook is part of that graph.
-
-    Args:
-        root: the watched model; graphs of evaluation passes get nothing.
-
-    Attributes:
-        columns: what graphs compute; empty if nothing.
-        module: a weak reference.
-        refused: reasons for tensors that have no slots, by what the path adds to the name.
-        is_late: registered after a graph was traced.
     """
 
     in_graph: bool
@@ -70,12 +61,11 @@ class TracedStatistics:
     def __init__(self, name: str, module: nn.Module, of: CompiledHooks, root: nn.Module) -> None:
         self.name, self._of = name, of
         self.module, self._root = weakref.ref(module), weakref.ref(unwrapped(root))
-        self.eps, self.is_late = of.eps, len(of.traced) > 0
-        self.refused: dict[str, str] = {}
+        self.eps, self.is_late = of.eps, len(of.traced) > 0  # is_late: registered after a graph was traced
+        self.refused: dict[str, str] = {}  # reasons for tensors that have no slots, by what the path adds to the name
         self.request(frozenset())
 
     def request(self, columns: frozenset[Column]) -> None:
-        """Graphs traced from now on compute these."""
         self.columns = columns | ALWAYS if columns else columns
         self.sums = tuple(column in columns for column in _SUMS) if columns else ()
         self.extremes = Column.MIN in columns or Column.MAX in columns
@@ -167,14 +157,6 @@ class TracedStatistics:
 
 
 class CompiledHooks:
-    """What the hooks on modules do in compiled graphs.
-
-    Attributes:
-        traced: the hooks that are part of a graph.
-        slots: what graphs write to, by device.
-        reasons: for values that are missing, by source and path; None until they are asked for.
-    """
-
     def __init__(self, eps: float) -> None:
         self.eps = threshold(eps, torch.float64)
         self._is_open = True
@@ -196,15 +178,15 @@ class CompiledHooks:
 
     def clear(self) -> None:
         self._taps: dict[tuple[str, str], TracedStatistics] = {}  # by kind of hook and name
-        self.traced: list[TracedStatistics] = []
-        self.slots: dict[torch.device, list[_Slot]] = {}
+        self.traced: list[TracedStatistics] = []  # the hooks that are part of a graph
+        self.slots: dict[torch.device, list[_Slot]] = {}  # what graphs write to, by device
         self._columns: frozenset[Column] = frozenset()
         self._inside: Container[tuple[str, str]] = ()
         self._taken: Container[str] = ()
+        # for values that are missing, by source and path; None until they are asked for
         self.reasons: dict[tuple[str, str], str] | None = None
 
     def add(self, kind: str, name: str, module: nn.Module, root: nn.Module) -> TracedStatistics:
-        """What a new hook on ``module`` does there."""
         tap = self._taps[kind, name] = TracedStatistics(name, module, self, root)
         return tap
 
@@ -225,12 +207,8 @@ class CompiledHooks:
         taken: Container[str],
     ) -> None:
         """Graphs compute what the views in ``metrics`` need, of outputs of ``measured`` modules. What a graph computes once it is traced
-        stays, since a change would cause a recompilation.
-
-        Args:
-            metrics: of all sources.
-            measured, inside: kinds of hook and names; ``inside``: those in compiled parts of the model.
-            taken: names of modules, which no path may have.
+        stays, since a change would cause a recompilation. ``inside``: hooks in compiled parts of the model; ``taken``: names that no path
+        may have.
         """
         self._inside, self._taken, self.reasons = inside, taken, None
         if not (self.traced and self._columns):
@@ -241,7 +219,6 @@ class CompiledHooks:
                 tap.request(self._columns if place in measured else frozenset())
 
     def path(self, name: str, rest: str) -> str:
-        """The path of a tensor in the output of module ``name``."""
         return name + rest_of(name + rest, name, self._taken)
 
     def has_hook(self, module: nn.Module) -> bool:
@@ -251,9 +228,7 @@ class CompiledHooks:
         return self._taps[kind, name].is_traced
 
     def collect(self, buffer: StepBuffer, values: ModuleValues, metrics: Sequence[Metric]) -> None:
-        """Move what the graphs wrote into ``buffer``, as outputs in ``values``, with reasons for the rest of ``metrics``, which are those
-        of the last :meth:`request`. Does not synchronise.
-        """
+        """Move what the graphs wrote into ``buffer``, as outputs in ``values``, with reasons for the rest. Does not synchronise."""
         for slots in self.slots.values():
             sums, extremes = [slot.sums for slot in slots], [slot.extremes for slot in slots]
             stacked = torch.stack(extremes)
@@ -270,7 +245,6 @@ class CompiledHooks:
         buffer.absent.update(self.reasons)
 
     def discard(self) -> None:
-        """Forget what the graphs wrote. Does not synchronise."""
         for slots in self.slots.values():
             extremes = [slot.extremes for slot in slots]
             torch._foreach_zero_([slot.sums for slot in slots])

@@ -24,8 +24,7 @@ from ..step.plan import BuiltIn
 from .attention import COMPILER, is_called_by
 from .compiled import is_compiled
 from .hooks import Handles, ModuleHook, takes_hooks
-from .measurer import Measurer
-from .metric_functions import untouched_rng
+from .measurer import Measurer, untouched_rng
 from .module_values import rest_of, tensors_of
 from .pass_tracker import PassTracker
 from .reference import Note, ReferencePass, ReplayedForward, first_of
@@ -47,8 +46,8 @@ def rms(x: Tensor) -> Tensor:
 
 def _built_ins(subject: str) -> dict[str, BuiltIn]:
     return {
-        "l2norm": BuiltIn(frozenset(), "1", f"Euclidean norm over the last dimension of {subject}, mean over the rest", l2norm),
-        "rms": BuiltIn(frozenset(), "1", f"root mean square over the last dimension of {subject}, mean over the rest", rms),
+        "l2norm": BuiltIn("1", f"Euclidean norm over the last dimension of {subject}, mean over the rest", l2norm),
+        "rms": BuiltIn("1", f"root mean square over the last dimension of {subject}, mean over the rest", rms),
     }
 
 
@@ -63,96 +62,27 @@ RCC_BUILT_INS = {
 }
 
 
-class CheckTerms:
-    """Puts the terms of calls into the buffer of one step."""
-
-    def __init__(
-        self,
-        measurer: Measurer,
-        buffer: StepBuffer,
-        metrics: Sequence[Metric],
-        modules: Mapping[str, Callable[[], nn.Module | None]],
-    ) -> None:
-        self._measurer, self._buffer, self._metrics, self._modules = measurer, buffer, metrics, modules
-
-    def wants(self, name: str) -> bool:
-        return any(metric.matches(name) for metric in self._metrics)
-
-    def set_absent(self, name: str, reason: str, sources: tuple[str, ...] = n.RCC_SOURCES) -> None:
-        for source in sources:
-            self._buffer.absent[source, name] = reason
-
-    def of_inputs(self, name: str, module: nn.Module, now: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> None:
-        """Measure the inputs of a call and of the reference, by path: |x_t| and |x_t - x_0|."""
-        if isinstance(module, nn.Embedding):
-            sources = (n.RCC_PROPAGATED, n.RCC_INPUT, n.RCC_INPUT_DIFFERENCE)
-            return self.set_absent(name, "an embedding takes indices, which have no difference", sources)
-        for path, x in now.items():
-            self._put(n.RCC_INPUT, name, path, x)
-            self._put(n.RCC_INPUT_DIFFERENCE, name, path, x, start.get(path))
-        if isinstance(module, nn.LayerNorm):
-            # the weight of a layer norm multiplies the normalised input
-            normalised = [_normalised(each.get(""), module) for each in (now, start)]
-            self._put(n.RCC_UPDATE, name, ".weight/x_t", normalised[0])
-            self._put(n.RCC_PROPAGATED, name, ".weight/x_t-x_0", *normalised)
-        return None
-
-    def of_outputs(
-        self,
-        name: str,
-        module: nn.Module,
-        part: nn.Module,
-        now: Mapping[str, Tensor],
-        moved: Mapping[str, Tensor],
-        start: Mapping[str, Tensor],
-    ) -> None:
-        """Measure the outputs of a call, by path: ``now`` f(x_t; W_t), ``moved`` f(x_t; W_0) and ``start`` f(x_0; W_0) of ``part``."""
-        for path, output in now.items():
-            self._put(n.RCC_UPDATE, name, path, output, moved.get(path))
-            if not isinstance(module, nn.Embedding):
-                self._put(n.RCC_PROPAGATED, name, path, moved.get(path), start.get(path))
-        if not isinstance(module, (nn.Linear, nn.LayerNorm)) or now.keys() != {""}:
-            return
-        weight = [_without(now.get(""), module), _without(moved.get(""), part), _without(start.get(""), part)]
-        self._put(n.RCC_UPDATE, name, ".weight", weight[0], weight[1])
-        self._put(n.RCC_PROPAGATED, name, ".weight", weight[1], weight[2])
-        self._put(n.RCC_UPDATE, name, ".weight/W_t x_t", weight[0])
-        self._put(n.RCC_PROPAGATED, name, ".weight/W_0 x_0", weight[2])
-
-    def _put(self, source: str, name: str, path: str, tensor: Tensor | None, *minus: Tensor | None) -> None:
-        """Measure ``tensor``, minus another one, under ``name`` and its path."""
-        metrics = [metric for metric in self._metrics if metric.source == source and metric.matches(name)]
-        if not metrics:
-            return
-        key = name + (path if path.startswith(".weight") else rest_of(name + path, name, self._modules))
-        value = self._difference(tensor, *minus)
-        if isinstance(value, str):
-            self._buffer.absent[source, key] = value
-        else:
-            self._measurer.functions.run(self._buffer, source, key, metrics, [value], merging=True)
-
-    @staticmethod
-    def _difference(*tensors: Tensor | None) -> Tensor | str:
-        """The first tensor, minus the second if given, in float32 or wider; or the reason why that is not possible."""
-        found: list[Tensor] = []
-        for tensor in tensors:
-            if tensor is None:
-                return "the reference module has no such tensor"
-            reason = refusal(tensor)
-            if reason is None and not (tensor.is_floating_point() or tensor.is_complex()):
-                reason = f"a tensor of dtype {tensor.dtype}, which has no difference"
-            if reason is None and tensor.layout != torch.strided:
-                reason = f"a tensor of layout {tensor.layout}"
-            if reason is None and not tensor.numel():
-                reason = "it has no elements"
-            if reason is not None:
-                return reason
-            found.append(tensor.to(torch.promote_types(tensor.dtype, torch.float32)))
-        if len(found) == 1:
-            return found[0]
-        if found[0].shape != found[1].shape:
-            return f"it has another shape in the reference module, {tuple(found[1].shape)}"
-        return found[0] - found[1].to(found[0].device)
+def _difference(*tensors: Tensor | None) -> Tensor | str:
+    """The first tensor, minus the second if given, in float32 or wider; or the reason why that is not possible."""
+    found: list[Tensor] = []
+    for tensor in tensors:
+        if tensor is None:
+            return "the reference module has no such tensor"
+        reason = refusal(tensor)
+        if reason is None and not (tensor.is_floating_point() or tensor.is_complex()):
+            reason = f"a tensor of dtype {tensor.dtype}, which has no difference"
+        if reason is None and tensor.layout != torch.strided:
+            reason = f"a tensor of layout {tensor.layout}"
+        if reason is None and not tensor.numel():
+            reason = "it has no elements"
+        if reason is not None:
+            return reason
+        found.append(tensor.to(torch.promote_types(tensor.dtype, torch.float32)))
+    if len(found) == 1:
+        return found[0]
+    if found[0].shape != found[1].shape:
+        return f"it has another shape in the reference module, {tuple(found[1].shape)}"
+    return found[0] - found[1].to(found[0].device)
 
 
 def _normalised(x: Tensor | None, module: nn.LayerNorm) -> Tensor | None:
@@ -163,7 +93,6 @@ def _normalised(x: Tensor | None, module: nn.LayerNorm) -> Tensor | None:
 
 
 def _without(output: Tensor | None, module: nn.Module) -> Tensor | None:
-    """The output of a linear layer or layer norm without its bias."""
     bias: Any = getattr(module, "bias", None)
     if output is None or not isinstance(bias, Tensor):
         return output
@@ -173,41 +102,130 @@ def _without(output: Tensor | None, module: nn.Module) -> Tensor | None:
     return output.to(wide) - bias.detach().to(output.device)
 
 
+_COMPILED = "inside torch.compile modules cannot be run once more at the reference's weights"
+
+
 class _Frame:
-    """A running call, of the root or of a module.
-
-    Attributes:
-        run: of the reference or of the module's counterpart on the inputs of this call; None if none was needed.
-        calls: number of calls of each module in it so far.
-        moved: the counterpart's outputs, by path.
-    """
-
     def __init__(self, name: str, run: ReplayedForward | None, start: Mapping[str, Tensor]) -> None:
+        # run: of the reference or of the module's counterpart on the inputs of this call; None if none was needed
         self.name, self.run, self.start = name, run, start
-        self.calls: Counter[str] = Counter()
-        self.moved: Mapping[str, Tensor] = {}
+        self.calls: Counter[str] = Counter()  # number of calls of each module in it so far
+        self.moved: Mapping[str, Tensor] = {}  # the counterpart's outputs, by path
 
 
-class ForwardCheck:
-    """Runs the counterparts of called modules, and measures the terms of each call.
+class CoordinateCheck:
+    """Measures the terms of one training forward after the other.
 
-    Attributes:
-        parts: modules of the reference by name.
+    Each matched module runs at most once more per call, at the moment of the call: with the random numbers, autocast and inputs of the
+    call. A run of a container also runs its parts, on other inputs. Outputs that such a run, or that of the whole reference, computed from
+    the very tensors that a module gets are reused. So the first parts of containers cost nothing, and the total is at most one forward per
+    level of nesting.
+
+    Hooks are installed on the modules and on those of the reference only while such a forward runs.
+
+    Memory: the first inputs and the outputs of the reference's modules, until the forward has ended.
     """
 
-    def __init__(self, root: nn.Module, reference: ReferencePass, terms: CheckTerms, passes: PassTracker) -> None:
-        self._root, self._reference, self._terms, self._passes = root, reference, terms, passes
-        self.parts = reference.parts()
-        self._frames: list[_Frame] = []
-        self._run: ReplayedForward | None = None  # the running one
-        self._thread = threading.get_ident()
+    def __init__(self, measurer: Measurer, fence: Fence, passes: PassTracker, reference: ReferencePass) -> None:
+        self._measurer, self._fence, self._passes, self._reference = measurer, fence, passes, reference
+        self._buffer: StepBuffer | None = None  # of a step in which a check is due
+        self._metrics: Sequence[Metric] = ()
+        self._modules: Mapping[str, Callable[[], nn.Module | None]] = {}
+        self._handles = Handles()
+        self._root: nn.Module | None = None
+        self._parts: Mapping[str, nn.Module] = {}  # modules of the reference by name
+        self._frames: list[_Frame] = []  # the running calls, first that of the root
+        self._run: ReplayedForward | None = None  # the running one of the reference, or of a part of it
+        self._thread = 0
+        self._reason = ""
+        self.seen = False  # a forward was checked in this step
 
-    def start(self, name: str, run: ReplayedForward) -> None:
-        """Check modules from now on; ``run`` is that of the whole reference."""
-        self._frames = [_Frame(name, run, {})]
+    @property
+    def due(self) -> bool:
+        return self._buffer is not None
+
+    def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: ModelIndex) -> None:
+        self._metrics = tuple(metric for metric in metrics if metric.source in n.RCC_SOURCES)
+        self._buffer, self._modules, self.seen = buffer if self._metrics else None, inventory.modules, False
+        needed = 'no reference module is set; call monitor.set_reference_module("init") before training'
+        self._reason = "" if self._reference else needed
+
+    def end(self, compiled: bool) -> None:
+        """End the step; ``compiled``: a part of the model is compiled."""
+        self.leave()
+        reason = self._reason or (_COMPILED if compiled else "")
+        if not self.seen and reason:
+            self._set_absent("", reason)
+        self._buffer, self._metrics = None, ()
+
+    @property
+    def awaits_forward(self) -> bool:
+        """Whether a check is due that could not be done yet, for lack of a forward."""
+        return self.due and not self.seen and not self._reason
+
+    # --- the root --------------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def noting(self, run: ReplayedForward) -> Iterator[None]:
+    def beside(self, root: nn.Module) -> Iterator[Note | None]:
+        """The context for the reference's run; yields what is called with tensors and their copies. From its end on modules are checked."""
+        if not self._begin_forward(root):
+            yield None
+            return
+        run = ReplayedForward(keeps_all=True)
+        with self._noting(run):
+            yield run.note
+        if self._reference.is_off:
+            self._reason = self._reference.reason or ""
+            self._handles.remove()
+            return
+        self._check(root, run)
+
+    def behind(self, root: nn.Module, run: ReplayedForward) -> None:
+        """Check modules against ``run``, a run of the reference by the training loop itself."""
+        if self._begin_forward(root):
+            self._check(root, run)
+
+    def _begin_forward(self, root: nn.Module) -> bool:
+        """Install hooks on the reference. Returns whether modules can be checked."""
+        self.leave()
+        if not self.due or not self._reference:
+            return False
+        if is_compiled(root) or is_called_by(COMPILER):  # the latter: torch.compile(model), assigned to another variable
+            self._reason = _COMPILED
+            return False
+        self._root, self._parts, self._thread = root, self._reference.parts(), threading.get_ident()
+        for name in self._wanted(root).keys() & self._parts.keys():
+            self._register(self._parts[name], name, self._part_called, self._part_returned)
+        return True
+
+    def _check(self, root: nn.Module, run: ReplayedForward) -> None:
+        """Check modules from now on; ``run`` is that of the whole reference."""
+        self.seen, self._frames = True, [_Frame(n.ROOT, run, {})]
+        for name, module in self._wanted(root).items():
+            self._register(module, name, self._module_called, self._module_returned)
+
+    def _register(self, module: nn.Module, name: str, called: Callable[..., None], returned: Callable[..., None]) -> None:
+        self._handles.of_module(module.register_forward_pre_hook(ModuleHook(called, name), prepend=True, with_kwargs=True))
+        self._handles.of_module(module.register_forward_hook(ModuleHook(returned, name)))
+
+    def wants(self, name: str) -> bool:
+        return any(metric.matches(name) for metric in self._metrics)
+
+    def leave(self) -> None:
+        """End the forward: the root has returned or raised."""
+        self._handles.remove()
+        self._root, self._parts, self._frames, self._run = None, {}, [], None
+
+    def _wanted(self, root: nn.Module) -> dict[str, nn.Module]:
+        found = {name: reference() for name, reference in self._modules.items() if self.wants(name)}
+        return {
+            name: module
+            for name, module in found.items()
+            if module is not None and module is not root and takes_hooks(module) and takes_hooks(self._parts.get(name, module))
+        }
+
+    @contextlib.contextmanager
+    def _noting(self, run: ReplayedForward) -> Iterator[None]:
         """Record calls of the reference's parts in ``run``."""
         self._run = run
         try:
@@ -215,22 +233,43 @@ class ForwardCheck:
         finally:
             self._run = None
 
-    @property
-    def is_checking(self) -> bool:
-        """Whether a call now is one of the model. Not in runs of the reference or replicas of DataParallel."""
-        return self._run is None and len(self._frames) > 0 and threading.get_ident() == self._thread
+    # --- hooks -----------------------------------------------------------------------------------------------------------------
 
-    @property
-    def noted(self) -> ReplayedForward | None:
-        """The run in which a part of the reference is called now."""
-        return self._run if threading.get_ident() == self._thread else None
+    def _part_called(self, name: str, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        if self._run is not None and threading.get_ident() == self._thread:
+            self._run.called(name, args, kwargs or {})
 
-    def called(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _part_returned(self, name: str, part: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._run is not None and threading.get_ident() == self._thread:
+            self._run.returned(name, output)
+
+    def _module_called(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        self._fenced(self._called, name, module, args, kwargs or {})
+
+    def _module_returned(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._fenced(self._returned, name, module, output)
+
+    def _fenced(self, work: Callable[..., None], name: str, *given: Any) -> None:
+        # not in runs of the reference or replicas of DataParallel
+        if not self._frames or self._run is not None or threading.get_ident() != self._thread:
+            return
+        if torch._C._current_graph_task_id() != -1:  # a recomputation, in a backward pass inside the forward
+            return
+        start = time.perf_counter()
+        try:
+            with outside_dispatch_modes(), torch.no_grad(), untouched_rng():
+                work(name, *given)
+        except Exception as error:
+            self._set_absent(name, f"it could not be checked: {type(error).__name__}: {error}")
+            self._measurer.complaints.add(f"check:{name}", f"the coordinate check of {name} failed; training continues", error)
+        self._fence.add_time(time.perf_counter() - start)
+
+    def _called(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Runs before the module works in place or draws random numbers."""
         numbers = [frame.calls[name] for frame in self._frames]
         root = self._frames[0].run
         assert root is not None
-        outcome, part = root.outcome(name, numbers[0]), self.parts.get(name)
+        outcome, part = root.outcome(name, numbers[0]), self._parts.get(name)
         frame = _Frame(name, None, {} if outcome is None else outcome.outputs or {})
         around = list(zip(self._frames, numbers, strict=True))
         for each in self._frames:
@@ -239,14 +278,14 @@ class ForwardCheck:
         if self._passes.paused:
             return
         if torch._C._functorch.peek_interpreter_stack() is not None:
-            self._terms.set_absent(name, "inside a torch.func transform")
+            self._set_absent(name, "inside a torch.func transform")
         elif part is None or outcome is None:
-            self._terms.set_absent(name, "the reference module has no such module, or called it less often")
+            self._set_absent(name, "the reference module has no such module, or called it less often")
         else:
             try:  # before metric functions, which may draw random numbers
                 frame.moved = self._moved(frame, around, part, module, args, kwargs)
             finally:
-                self._terms.of_inputs(name, module, dict(first_of(args, kwargs)), outcome.first)
+                self._measure_inputs(name, module, dict(first_of(args, kwargs)), outcome.first)
 
     def _moved(
         self,
@@ -263,163 +302,69 @@ class ForwardCheck:
             if known is not None:
                 return known
         run = frame.run = ReplayedForward()
-        with self._passes.pause(), self.noting(run):  # model and reference may share modules
+        assert self._root is not None
+        with self._passes.pause(), self._noting(run):  # model and reference may share modules
             return self._reference.run_part(part, module, self._root, args, kwargs, run.note)
 
-    def returned(self, name: str, module: nn.Module, output: Any) -> None:
+    def _returned(self, name: str, module: nn.Module, output: Any) -> None:
         while len(self._frames) > 1:  # inner calls that did not return have raised
             frame = self._frames.pop()
             if frame.name == name:
                 if frame.moved and not self._passes.paused:
-                    now = dict(tensors_of(output, ""))
-                    self._terms.of_outputs(name, module, self.parts[name], now, frame.moved, frame.start)
+                    self._measure_outputs(name, module, dict(tensors_of(output, "")), frame.moved, frame.start)
                 return
 
+    # --- the terms of a call ---------------------------------------------------------------------------------------------------
 
-_COMPILED = "inside torch.compile modules cannot be run once more at the reference's weights"
+    def _set_absent(self, name: str, reason: str, sources: tuple[str, ...] = n.RCC_SOURCES) -> None:
+        if self._buffer is not None:
+            self._buffer.absent.update(((source, name), reason) for source in sources)
 
+    def _measure_inputs(self, name: str, module: nn.Module, now: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> None:
+        """Measure the inputs of a call and of the reference, by path: |x_t| and |x_t - x_0|."""
+        if isinstance(module, nn.Embedding):
+            sources = (n.RCC_PROPAGATED, n.RCC_INPUT, n.RCC_INPUT_DIFFERENCE)
+            return self._set_absent(name, "an embedding takes indices, which have no difference", sources)
+        for path, x in now.items():
+            self._put(n.RCC_INPUT, name, path, x)
+            self._put(n.RCC_INPUT_DIFFERENCE, name, path, x, start.get(path))
+        if isinstance(module, nn.LayerNorm):
+            # the weight of a layer norm multiplies the normalised input
+            normalised = [_normalised(each.get(""), module) for each in (now, start)]
+            self._put(n.RCC_UPDATE, name, ".weight/x_t", normalised[0])
+            self._put(n.RCC_PROPAGATED, name, ".weight/x_t-x_0", *normalised)
+        return None
 
-class CoordinateCheck:
-    """Measures the terms of one training forward after the other.
-
-    Each matched module runs at most once more per call, at the moment of the call: with the random numbers, autocast and inputs of the
-    call. A run of a container also runs its parts, on other inputs. Outputs that such a run, or that of the whole reference, computed from
-    the very tensors that a module gets are reused. So the first parts of containers cost nothing, and the total is at most one forward per
-    level of nesting.
-
-    Hooks are installed on the modules and on those of the reference only while such a forward runs.
-
-    Memory: the first inputs and the outputs of the reference's modules, until the forward has ended.
-
-    Attributes:
-        seen: a forward was checked in this step.
-    """
-
-    def __init__(self, measurer: Measurer, fence: Fence, passes: PassTracker, reference: ReferencePass) -> None:
-        self._measurer, self._fence, self._passes, self._reference = measurer, fence, passes, reference
-        self._terms: CheckTerms | None = None  # of a step in which a check is due
-        self._handles = Handles()
-        self._inventory: ModelIndex | None = None
-        self._forward: ForwardCheck | None = None
-        self._reason = ""
-        self.seen = False
-
-    @property
-    def due(self) -> bool:
-        return self._terms is not None
-
-    def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: ModelIndex) -> None:
-        due = tuple(metric for metric in metrics if metric.source in n.RCC_SOURCES)
-        self._terms = CheckTerms(self._measurer, buffer, due, inventory.modules) if due else None
-        self._inventory, self.seen = inventory, False
-        needed = 'no reference module is set; call monitor.set_reference_module("init") before training'
-        self._reason = "" if self._reference else needed
-
-    def end(self, compiled: bool) -> None:
-        """End the step; ``compiled``: a part of the model is compiled."""
-        self.leave()
-        reason = self._reason or (_COMPILED if compiled else "")
-        if self._terms is not None and not self.seen and reason:
-            self._terms.set_absent("", reason)
-        self._terms = None
-
-    @property
-    def awaits_forward(self) -> bool:
-        """Whether a check is due that could not be done yet, for lack of a forward."""
-        return self.due and not self.seen and not self._reason
-
-    # --- the root --------------------------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def beside(self, root: nn.Module) -> Iterator[Note | None]:
-        """The context for the reference's run; yields a function to call with tensors and their copies. From its end on modules are
-        checked.
-        """
-        if (forward := self._begun(root)) is None:
-            yield None
+    def _measure_outputs(
+        self,
+        name: str,
+        module: nn.Module,
+        now: Mapping[str, Tensor],
+        moved: Mapping[str, Tensor],
+        start: Mapping[str, Tensor],
+    ) -> None:
+        """Measure the outputs of a call, by path: ``now`` f(x_t; W_t), ``moved`` f(x_t; W_0) and ``start`` f(x_0; W_0)."""
+        for path, output in now.items():
+            self._put(n.RCC_UPDATE, name, path, output, moved.get(path))
+            if not isinstance(module, nn.Embedding):
+                self._put(n.RCC_PROPAGATED, name, path, moved.get(path), start.get(path))
+        if not isinstance(module, (nn.Linear, nn.LayerNorm)) or now.keys() != {""}:
             return
-        run = ReplayedForward(keeps_all=True)
-        with forward.noting(run):
-            yield run.note
-        if self._reference.is_off:
-            self._reason = self._reference.reason or ""
-            self._handles.remove()
+        part = self._parts[name]
+        weight = [_without(now.get(""), module), _without(moved.get(""), part), _without(start.get(""), part)]
+        self._put(n.RCC_UPDATE, name, ".weight", weight[0], weight[1])
+        self._put(n.RCC_PROPAGATED, name, ".weight", weight[1], weight[2])
+        self._put(n.RCC_UPDATE, name, ".weight/W_t x_t", weight[0])
+        self._put(n.RCC_PROPAGATED, name, ".weight/W_0 x_0", weight[2])
+
+    def _put(self, source: str, name: str, path: str, tensor: Tensor | None, *minus: Tensor | None) -> None:
+        metrics = [metric for metric in self._metrics if metric.source == source and metric.matches(name)]
+        if not metrics:
             return
-        self._check(root, forward, run)
-
-    def behind(self, root: nn.Module, run: ReplayedForward) -> None:
-        """Check modules against ``run``, a run of the reference by the training loop itself."""
-        if (forward := self._begun(root)) is not None:
-            self._check(root, forward, run)
-
-    def _begun(self, root: nn.Module) -> ForwardCheck | None:
-        """The check of this forward, with hooks on the reference installed; None if modules cannot be checked."""
-        self.leave()
-        if self._terms is None or not self._reference:
-            return None
-        if is_compiled(root) or is_called_by(COMPILER):  # the latter: torch.compile(model), assigned to another variable
-            self._reason = _COMPILED
-            return None
-        forward = self._forward = ForwardCheck(root, self._reference, self._terms, self._passes)
-        for name in self._wanted(root, forward).keys() & forward.parts.keys():
-            self._register(forward.parts[name], name, self._part_called, self._part_returned)
-        return forward
-
-    def _check(self, root: nn.Module, forward: ForwardCheck, run: ReplayedForward) -> None:
-        self.seen = True
-        forward.start(n.ROOT, run)
-        for name, module in self._wanted(root, forward).items():
-            self._register(module, name, self._module_called, self._module_returned)
-
-    def _register(self, module: nn.Module, name: str, called: Callable[..., None], returned: Callable[..., None]) -> None:
-        self._handles.of_module(module.register_forward_pre_hook(ModuleHook(called, name), prepend=True, with_kwargs=True))
-        self._handles.of_module(module.register_forward_hook(ModuleHook(returned, name)))
-
-    def wants(self, name: str) -> bool:
-        return self._terms is not None and self._terms.wants(name)
-
-    def leave(self) -> None:
-        """End the forward: the root has returned or raised."""
-        self._handles.remove()
-        self._forward = None
-
-    def _wanted(self, root: nn.Module, forward: ForwardCheck) -> dict[str, nn.Module]:
-        """The matched modules, without the root and those that accept no Python hooks."""
-        assert self._inventory is not None
-        found = {name: reference() for name, reference in self._inventory.modules.items() if self.wants(name)}
-        return {
-            name: module
-            for name, module in found.items()
-            if module is not None and module is not root and takes_hooks(module) and takes_hooks(forward.parts.get(name, module))
-        }
-
-    # --- hooks -----------------------------------------------------------------------------------------------------------------
-
-    def _part_called(self, name: str, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        if self._forward is not None and (run := self._forward.noted) is not None:
-            run.called(name, args, kwargs or {})
-
-    def _part_returned(self, name: str, part: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._forward is not None and (run := self._forward.noted) is not None:
-            run.returned(name, output)
-
-    def _module_called(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
-        self._fenced(name, lambda forward: forward.called(name, module, args, kwargs or {}))
-
-    def _module_returned(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self._fenced(name, lambda forward: forward.returned(name, module, output))
-
-    def _fenced(self, name: str, work: Callable[[ForwardCheck], None]) -> None:
-        terms, forward = self._terms, self._forward
-        if terms is None or forward is None or not forward.is_checking:
-            return
-        if torch._C._current_graph_task_id() != -1:  # a recomputation, in a backward pass inside the forward
-            return
-        start = time.perf_counter()
-        try:
-            with outside_dispatch_modes(), torch.no_grad(), untouched_rng():
-                work(forward)
-        except Exception as error:
-            terms.set_absent(name, f"it could not be checked: {type(error).__name__}: {error}")
-            self._measurer.complaints.add(f"check:{name}", f"the coordinate check of {name} failed; training continues", error)
-        self._fence.add_time(time.perf_counter() - start)
+        assert self._buffer is not None
+        key = name + (path if path.startswith(".weight") else rest_of(name + path, name, self._modules))
+        value = _difference(tensor, *minus)
+        if isinstance(value, str):
+            self._buffer.absent[source, key] = value
+        else:
+            self._measurer.apply(self._buffer, source, key, metrics, [value], merging=True)

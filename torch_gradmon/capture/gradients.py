@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from operator import attrgetter
 
 import torch
@@ -16,72 +16,11 @@ from ..core.keys import BATCH_GRADIENT, GRADIENT, GRADIENT_BEFORE_CLIP, GRADIENT
 from ..core.moments import ALWAYS, Column, merge
 from ..statistics.request import accumulator_dtype, dtype_of
 from ..step.buffer import StepBuffer
-from ..step.model_index import PLAIN_GRADIENTS, GradientSource, Place, there
+from ..step.model_index import PLAIN_GRADIENTS, GradientSource, ModelIndex, Place, there
 from ..step.plan import SourcePlan
-from .measurer import Measurement, Measurer
-from .metric_functions import version_of
+from .measurer import Measurement, Measurer, version_of
 
 _SQUARES = ALWAYS | {Column.SQUARE_SUM}
-
-
-class LocalGradients:
-    """Measures the gradients of single micro-batches on this rank, before they are accumulated and reduced."""
-
-    def __init__(self, measurer: Measurer) -> None:
-        self._measurer = measurer
-        self._by_batch = False
-        self._buffer: StepBuffer | None = None
-        self._plan: SourcePlan | None = None
-        self._parameters: Sequence[Place] = ()
-        self._uncommitted: dict[tuple[int, int], StepBuffer] = {}
-        self._accumulated: dict[int, weakref.ref[Tensor]] = {}
-        self._batches: dict[int, list[Tensor]] = {}  # rows of gradients by backward pass
-
-    def begin(self, buffer: StepBuffer, plan: SourcePlan | None, parameters: Sequence[Place], by_batch: bool) -> None:
-        """Start a step; ``parameters`` are those that positions in the plan refer to. ``by_batch``: each micro-batch gets a row of its
-        own.
-        """
-        self._buffer, self._plan, self._parameters, self._by_batch = buffer, plan, parameters, by_batch
-        self._uncommitted, self._accumulated, self._batches = {}, {}, {}
-
-    def end(self) -> None:
-        if self._buffer is not None:
-            for number, rows in enumerate(self._batches.values()):
-                name = f"{self._measurer.ranks.rank}/{number}"
-                self._buffer.merge_rows(BATCH_GRADIENT, [name], merge(torch.stack(rows)).unsqueeze(0), _SQUARES)
-        self._buffer, self._uncommitted, self._accumulated, self._batches = None, {}, {}, {}
-
-    def forget_batches(self) -> None:
-        """The rows of micro-batches so far are of several steps, and of no use."""
-        self._batches = {}
-
-    def measure(self, position: int, gradient: Tensor | None, inverse_scale: Tensor | None) -> None:
-        """Measure one parameter's gradient of one backward pass. It counts once :meth:`commit` is called.
-
-        ``torch.autograd.grad``, as in gradient penalties, calls this too, but accumulates nothing and never commits.
-        """
-        if self._buffer is None or self._plan is None or gradient is None:
-            return
-        held = StepBuffer(self._buffer.step, self._measurer.complaints)
-        self._measurer.measure(Measurement(held, self._plan, {position: gradient}, inverse_scale, merging=True))
-        self._uncommitted[torch._C._current_graph_task_id(), position] = held
-
-    def commit(self, position: int) -> None:
-        """The gradient of the running backward pass was accumulated into ``.grad``, so it counts."""
-        held = self._uncommitted.pop((torch._C._current_graph_task_id(), position), None)
-        parameter = self._parameters[position]() if self._parameters else None
-        if held is None or self._buffer is None or self._plan is None or parameter is None or parameter.grad is None:
-            return
-        accumulated, task = self._accumulated.get(position), torch._C._current_graph_task_id()
-        # DDP may have replaced the gradient by a view of its bucket, which is the same gradient
-        if accumulated is not None and accumulated() is not parameter.grad and not parameter.grad._is_view():
-            # the gradient accumulated before was discarded, and so are its micro-batches
-            self._buffer.clear(GRADIENT_LOCAL, [self._plan.names[position]])
-            self._batches = {each: rows for each, rows in self._batches.items() if each == task}
-        self._accumulated[position] = weakref.ref(parameter.grad)
-        if self._by_batch and (rows := held.parts_of(GRADIENT_LOCAL)):
-            self._batches.setdefault(task, []).extend(rows)
-        self._buffer.absorb(held)
 
 
 # --- What a GradScaler has done to the gradients, known without synchronising the device ---
@@ -91,11 +30,7 @@ _UNSCALED = 1  # torch.amp.grad_scaler.OptState.UNSCALED; READY is 0, STEPPED is
 
 
 class GradScale:
-    """Which optimizer's gradients are scaled, as far as it can be known before the optimizer steps.
-
-    Args:
-        around: returns further ids that the scaler may use for an optimizer.
-    """
+    """Which optimizer's gradients are scaled, as far as it can be known before it steps; ``around``: returns ids of its wrappers."""
 
     def __init__(self, around: Callable[[Optimizer], Iterable[int]] = lambda _: ()) -> None:
         self.scaler: torch.amp.GradScaler | None = None
@@ -103,9 +38,8 @@ class GradScale:
         self._plain_steps: Counter[int] = Counter()  # consecutive steps without the scaler
 
     def inverse(self, optimizer: Optimizer | None, stepping: bool) -> Tensor | None:
-        """The factor for the gradients, float32 on their device; None if they are unscaled.
-
-        With None as optimizer: for parameters that no optimizer has. They stay scaled, since ``unscale_`` leaves them out.
+        """The factor for the gradients, float32 on their device; None if they are unscaled. Those of parameters that no optimizer has
+        (None) stay scaled, since ``unscale_`` leaves them out.
         """
         scale = getattr(optimizer, "grad_scale", None)  # set while a fused optimizer steps that unscales by itself
         if scale is None:
@@ -156,9 +90,7 @@ def inverse(scale: float | Tensor) -> Tensor:
 
 
 def is_unscaled(scaler: torch.amp.GradScaler | None, optimizer: Optimizer | None, around: Iterable[int] = ()) -> bool:
-    """Whether the scaler has unscaled the gradients of ``optimizer``, or with None of any, in this attempt. ``around``: ids of its
-    wrappers.
-    """
+    """Whether the scaler has unscaled the gradients of ``optimizer``, or with None of any, in this attempt."""
     states = getattr(scaler, "_per_optimizer_states", {})
     wanted = states.keys() if optimizer is None else (id(optimizer), *around)
     return any(states[key]["stage"].value >= _UNSCALED for key in wanted if key in states)
@@ -182,13 +114,10 @@ _Seen = dict[int, tuple["weakref.ref[Tensor]", int]]
 
 
 class GradientCapture:
-    """Measures the gradients of one step: at the end of backward, and again before the optimizer uses them.
+    """Measures the gradients of one step: of each micro-batch, at the end of backward, and again before the optimizer uses them.
 
     Rows of the first are never reused for the second: identity and version counter do not show an edit through ``.data``, no sum shows
     every edit, and comparing all elements costs as much as measuring them.
-
-    Attributes:
-        local: the gradients of micro-batches.
     """
 
     def __init__(self, measurer: Measurer) -> None:
@@ -196,44 +125,33 @@ class GradientCapture:
         self._buffer: StepBuffer | None = None
         self._plans: Mapping[str, SourcePlan] = {}
         self._parameters: Sequence[Place] = ()
-        self._source = PLAIN_GRADIENTS
+        self._source: GradientSource = PLAIN_GRADIENTS
         self._seen: _Seen = {}
         self._scaled = False
         self._held: dict[Hashable, tuple[StepBuffer, _Seen, list[int]]] = {}
-        self._doubtful: frozenset[int] = frozenset()
+        self._doubtful: frozenset[int] = (
+            frozenset()
+        )  # frozen since the model was first seen, perhaps only for a part of each step
         self._at_rest: frozenset[int] = frozenset()  # positions that were frozen when the model was seen
         self._clipped: _Seen = {}  # gradients after a clip by the monitor
         self._spent: set[int] = set()  # positions whose gradients an optimizer has used
         self._passed: set[int] = set()  # positions whose gradients were measured when another one did so
-        self.local = LocalGradients(measurer)
+        # of single micro-batches on this rank, before they are accumulated and reduced
+        self._by_batch = False
+        self._uncommitted: dict[tuple[int, int], StepBuffer] = {}
+        self._accumulated: dict[int, weakref.ref[Tensor]] = {}
+        self._batches: dict[int, list[Tensor]] = {}  # rows of gradients by backward pass
 
-    def begin(
-        self,
-        buffer: StepBuffer,
-        plans: Mapping[str, SourcePlan],
-        parameters: Sequence[Place],
-        doubtful: Collection[str] = (),
-        by_batch: bool = False,
-        source: GradientSource = PLAIN_GRADIENTS,
-    ) -> None:
-        """Start a step.
-
-        Args:
-            buffer: gets the rows.
-            plans: by source.
-            parameters: those that positions in the plans refer to.
-            doubtful: names of parameters that were frozen since the model was first seen, perhaps only for a part of each step.
-            by_batch: each micro-batch is measured separately, too.
-            source: where gradients are.
-        """
+    def begin(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], inventory: ModelIndex, by_batch: bool) -> None:
+        """Start a step; ``by_batch``: each micro-batch is measured separately, too."""
+        parameters, doubtful = inventory.references, inventory.trainable.doubtful
         if parameters is not self._parameters:
             known = there(parameters, range(len(parameters))).items()
             self._at_rest = frozenset(position for position, parameter in known if not parameter.requires_grad)
-        self._buffer, self._plans, self._parameters, self._source = buffer, plans, parameters, source
-        self._doubtful = (
-            frozenset(p for p, name in enumerate(plans[GRADIENT].names) if name in doubtful) if doubtful else frozenset()
-        )
-        self.local.begin(buffer, plans.get(GRADIENT_LOCAL), parameters, by_batch)
+        self._buffer, self._plans, self._parameters, self._source = buffer, plans, parameters, inventory.source
+        names = plans[GRADIENT].names if doubtful else ()
+        self._doubtful = frozenset(position for position, name in enumerate(names) if name in doubtful)
+        self._by_batch, self._uncommitted, self._accumulated, self._batches = by_batch, {}, {}, {}
         self._seen, self._held, self._clipped, self._scaled, self._spent, self._passed = {}, {}, {}, False, set(), set()
 
     def with_gradient(self, positions: Iterable[int]) -> list[int]:
@@ -245,11 +163,9 @@ class GradientCapture:
         return [position for position in positions if edits.get(position, True)]
 
     def clipped(self, positions: Sequence[int]) -> None:
-        """Mark these gradients as just clipped."""
         self._clipped.update(_seen(self._gradients(positions)))
 
     def are_measured(self, positions: Iterable[int]) -> bool:
-        """Whether all existing gradients were measured before clipping."""
         return all(position in self._seen for position in self._gradients(positions))
 
     def rows_now(self, positions: Sequence[int], columns: frozenset[Column]) -> Tensor | None:
@@ -265,8 +181,44 @@ class GradientCapture:
         return self._buffer.rows_of(GRADIENT_BEFORE_CLIP, names)
 
     def end(self) -> None:
-        self.local.end()
+        if self._buffer is not None:
+            for number, rows in enumerate(self._batches.values()):
+                name = f"{self._measurer.ranks.rank}/{number}"
+                self._buffer.merge_rows(BATCH_GRADIENT, [name], merge(torch.stack(rows)).unsqueeze(0), _SQUARES)
         self._buffer, self._seen, self._held = None, {}, {}
+        self._uncommitted, self._accumulated, self._batches = {}, {}, {}
+
+    def forget_batches(self) -> None:
+        """The rows of micro-batches so far are of several steps, and of no use."""
+        self._batches = {}
+
+    def measure_local(self, position: int, gradient: Tensor | None, inverse_scale: Tensor | None) -> None:
+        """Measure one parameter's gradient of one backward pass. It counts once it is committed: ``torch.autograd.grad``, as in gradient
+        penalties, calls this too, but accumulates nothing.
+        """
+        plan = self._plans.get(GRADIENT_LOCAL)
+        if self._buffer is None or plan is None or gradient is None:
+            return
+        held = StepBuffer(self._buffer.step, self._measurer.complaints)
+        self._measurer.measure(Measurement(held, plan, {position: gradient}, inverse_scale, merging=True))
+        self._uncommitted[torch._C._current_graph_task_id(), position] = held
+
+    def commit_local(self, position: int) -> None:
+        """The gradient of the running backward pass was accumulated into ``.grad``, so it counts."""
+        held = self._uncommitted.pop((torch._C._current_graph_task_id(), position), None)
+        parameter = self._parameters[position]() if self._parameters else None
+        if held is None or self._buffer is None or parameter is None or parameter.grad is None:
+            return
+        accumulated, task = self._accumulated.get(position), torch._C._current_graph_task_id()
+        # DDP may have replaced the gradient by a view of its bucket, which is the same gradient
+        if accumulated is not None and accumulated() is not parameter.grad and not parameter.grad._is_view():
+            # the gradient accumulated before was discarded, and so are its micro-batches
+            self._buffer.clear(GRADIENT_LOCAL, [self._plans[GRADIENT_LOCAL].names[position]])
+            self._batches = {each: rows for each, rows in self._batches.items() if each == task}
+        self._accumulated[position] = weakref.ref(parameter.grad)
+        if self._by_batch and (rows := held.parts_of(GRADIENT_LOCAL)):
+            self._batches.setdefault(task, []).extend(rows)
+        self._buffer.absorb(held)
 
     def _gradients(self, positions: Iterable[int], are_used: bool = False) -> dict[int, Tensor]:
         """By position: as accumulated, or as the optimizer uses them."""
@@ -281,10 +233,7 @@ class GradientCapture:
         return {p: gradient for p, parameter in parameters.items() if (gradient := read(parameter)) is not None}
 
     def before_clip(self, positions: Sequence[int], inverse_scale: Tensor | None, held_for: Hashable | None = None) -> None:
-        """Measure the gradients now: accumulated and not yet clipped. Replaces an earlier call's values.
-
-        ``held_for``: keep the values under this key until :meth:`release`.
-        """
+        """Measure the accumulated gradients, not yet clipped, anew; ``held_for``: keep the values under this key until :meth:`release`."""
         if self._buffer is None:
             return
         plan = self._plans[GRADIENT_BEFORE_CLIP]
@@ -316,7 +265,6 @@ class GradientCapture:
         self._seen.update(seen)
 
     def release(self, held_for: Hashable) -> None:
-        """Use the values held under this key."""
         if self._buffer is not None and held_for in self._held:
             held, seen, positions = self._held.pop(held_for)
             names = self._plans[GRADIENT_BEFORE_CLIP].names

@@ -133,7 +133,6 @@ class Handles:
                 _replace(hooks, [own, *others])  # torch uses the order of insertion, which move_to_end() does not change
 
     def on_gradient(self, place: Place, hook: Hook) -> None:
-        """Register ``hook`` on the gradient of each backward pass."""
         if (parameter := place()) is not None:
             self._on_tensor(place, parameter, "_backward_hooks", parameter.register_hook, hook)
 
@@ -173,12 +172,8 @@ class Handles:
 
 
 class WrappedMethod:
-    """Replaces a bound method on one instance; a copied or pickled instance has the method of its class.
-
-    Args:
-        owner: the instance, held weakly.
-        name: of the method.
-        around: called with the original method, then the arguments.
+    """Replaces a bound method on one instance, held weakly, by ``around``, which gets the original method first; a copied or pickled
+    instance has the method of its class.
     """
 
     def __init__(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
@@ -229,6 +224,5 @@ def _unwrapped(value: Any) -> Any:
 
 
 def _replace(hooks: Any, items: list[tuple[int, Any]]) -> None:
-    """Make ``items`` the whole of ``hooks``, inserted in this order."""
     hooks.clear()
     hooks.update(items)

@@ -1,70 +1,278 @@
-"""Measure the tensors of one source according to its plan, and store the results in the step's buffer."""
+"""Measure the tensors of one source according to its plan: statistics, and metric functions. A function that fails is switched off."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..core import torch_modes
 from ..core.errors import WarningLog
-from ..core.keys import Key
+from ..core.keys import PARAMETER_SOURCES, Key
+from ..core.records import Metric
+from ..core.torch_modes import no_autocast
 from ..statistics.dispatch import Statistics
 from ..statistics.histogram import OF_MATRICES
-from ..statistics.request import as_plain, on_accelerator, refusal
-from ..step.buffer import StepBuffer
-from ..step.plan import SourcePlan
+from ..statistics.precise import inner_product, sum_of_squared_ratios
+from ..statistics.request import accumulator_dtype, as_plain, on_accelerator, refusal
+from ..step.buffer import StepBuffer, cosine, growth, turn
+from ..step.plan import BuiltIn, SourcePlan
 from ..step.ranks import Ranks
-from .metric_functions import (
-    NO_STATE,
-    MetricFunctions,
-    Products,
-    by_device,
-    each_tensor,
-    tensors_in,
-    unscaled,
-    untouched_rng,
-    values_of,
-)
+
+# --- Metrics of the optimizer's state, and of updates beside their parameters ---
+
+
+State = Mapping[str, Any]
+#: Two tensors of one shape.
+_Pair = tuple[Tensor, Tensor]
+
+
+class OfProducts:
+    """A ``value`` of inner products of the ``pairs`` of tensors in a state, which add up over ranks; no pairs: no value."""
+
+    def __init__(self, reducer: str, value: Callable[..., Tensor], pairs: Callable[[State], Sequence[_Pair]]) -> None:
+        self._reducer, self.value, self.pairs = reducer, value, pairs
+
+    def __call__(self, state: State) -> Tensor | None:
+        pairs = self.pairs(state)
+        return self.value(*_products(pairs).unbind()) if pairs else None
+
+    def contribution(self, state: State) -> tuple[str, Tensor] | None:
+        """What one rank's part of a tensor contributes, and how contributions merge."""
+        pairs = self.pairs(state)
+        return (self._reducer, _products(pairs)) if pairs else None
+
+
+def _norm_of(*names: str) -> OfProducts:
+    def pairs(state: State) -> list[_Pair]:
+        found = _first_of(state, names)
+        return [] if found is None else [(found, found)]
+
+    return OfProducts("norm", torch.sqrt, pairs)
+
+
+def _with_momentum(state: State) -> list[_Pair]:
+    gradient, momentum = state["grad"], _first_of(state, ("exp_avg", "momentum_buffer"))
+    if gradient is None or momentum is None or momentum.shape != gradient.shape:
+        return []
+    return [(gradient, momentum), (gradient, gradient), (momentum, momentum)]
+
+
+def _with_change(state: State) -> list[_Pair]:
+    before, change = state["param"], state["change"]
+    return [(before, before), (before, change), (change, change)]
+
+
+class OutOfStep:
+    """How far the gradient has left Adam's second moment behind: ``sqrt(mean(g^2 / max(v, eps^2)))``, v with Adam's correction for the
+    first steps. StableAdamW divides its rate by this number where it is above 1; its authors saw that spikes of the loss come one to
+    eight steps after it has risen (Wortsman et al. 2023, arXiv 2304.13013, abstract).
+    """
+
+    def _sums(self, state: State) -> Tensor | None:
+        """The sum over the elements and their number, ``[2]``; None without a second moment of Adam."""
+        gradient, moment, step, group = (state.get(name) for name in ("grad", "exp_avg_sq", "step", "group"))
+        if gradient is None or not isinstance(moment, Tensor) or moment.shape != gradient.shape or gradient.is_complex():
+            return None
+        if not group or step is None or not {"betas", "eps"} <= group.keys():
+            return None
+        if isinstance(step, Tensor):  # on the CPU, unless the optimizer is fused or capturable
+            step = step.to(accumulator_dtype(step.device))
+        corrected = 1 - group["betas"][1] ** step
+        sums = sum_of_squared_ratios(gradient, moment, corrected, group["eps"] ** 2)
+        return torch.stack([sums, sums.new_full((), moment.numel())])
+
+    def __call__(self, state: State) -> Tensor | None:
+        sums = self._sums(state)
+        return None if sums is None else (sums[0] / sums[1]).sqrt()
+
+    def contribution(self, state: State) -> tuple[str, Tensor] | None:
+        sums = self._sums(state)
+        return None if sums is None else ("rms", sums)
+
+
+def _first_of(state: State, names: Iterable[str]) -> Tensor | None:
+    for name in names:
+        if isinstance(found := state.get(name), Tensor):
+            return found
+    return None
+
+
+def _products(pairs: Sequence[_Pair]) -> Tensor:
+    return torch.stack([inner_product(a, b) for a, b in pairs])
+
+
+class Products(NamedTuple):
+    """A metric whose values follow from inner products: the positions of its parameters, and for each as many pairs of tensors."""
+
+    metric: Metric
+    positions: Sequence[int]
+    pairs: Sequence[Sequence[_Pair]]
+
+
+def by_device(wanted: Sequence[Products], own_part: Callable[[Tensor], Tensor]) -> list[list[Products]]:
+    """What can be computed together, of the part of each tensor that this rank has. A parameter is left out if a tensor of its pairs
+    cannot be read, or lies on another device.
+    """
+    tensors = {id(tensor): tensor for _, _, pairs in wanted for of_one in pairs for pair in of_one for tensor in pair}
+    if not tensors or as_plain(together := list(tensors.values())) or on_accelerator(together):
+        return [list(wanted)] if tensors else []
+    parts = {number: own_part(tensor) for number, tensor in tensors.items()}  # of a tensor in several pairs there is one
+    groups: dict[torch.device, list[Products]] = {}
+    for metric, positions, pairs in wanted:
+        readable: dict[torch.device, tuple[list[int], list[Sequence[_Pair]]]] = {}
+        for position, of_one in zip(positions, pairs, strict=True):
+            own = [(parts[id(a)], parts[id(b)]) for a, b in of_one]
+            devices = {tensor.device for pair in own for tensor in pair}
+            if len(devices) == 1 and all(refusal(tensor) is None for pair in own for tensor in pair):
+                found = readable.setdefault(devices.pop(), ([], []))
+                found[0].append(position)
+                found[1].append(own)
+        for device, (here, own_pairs) in readable.items():
+            groups.setdefault(device, []).append(Products(metric, here, own_pairs))
+    return list(groups.values())
+
+
+def values_of(wanted: Sequence[Products], inner_products: Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]) -> list[Tensor]:
+    """The values ``[positions]`` of each metric, from one call on one device. A pair that several metrics need is computed once."""
+    once: dict[tuple[int, int], tuple[int, _Pair]] = {}
+    places = [
+        [
+            [once.setdefault((id(pair[0]), id(pair[1])), (len(once), pair))[0] for pair in column]
+            for column in zip(*pairs, strict=True)
+        ]
+        for _, _, pairs in wanted
+    ]
+    products = inner_products([a for _, (a, _) in once.values()], [b for _, (_, b) in once.values()])
+    return [
+        one.metric.function.value(*[_at(products, column) for column in columns])  # type: ignore[union-attr]
+        for one, columns in zip(wanted, places, strict=True)
+    ]
+
+
+def _at(products: Tensor, places: Sequence[int]) -> Tensor:
+    """The products at these places: slices, since places would be copied to the device, which waits for it."""
+    starts = [i for i, place in enumerate(places) if i == 0 or place != places[i - 1] + 1]
+    runs = [products[places[start] : places[start] + stop - start] for start, stop in pairwise([*starts, len(places)])]
+    return runs[0] if len(runs) == 1 else torch.cat(runs)
+
+
+#: Built-ins of the optimizer's state after the step, which includes this step's gradient. The cosine is MosaicML Composer's
+#: ``cosine/moment_grad``.
+OPTIMIZER_BUILT_INS = {
+    "exp_avg_norm": BuiltIn("1", "norm of the first moment or momentum", _norm_of("exp_avg", "momentum_buffer")),
+    "exp_avg_sq_norm": BuiltIn("1", "norm of the second moment of Adam and its kin", _norm_of("exp_avg_sq", "square_avg")),
+    "grad_momentum_cosine": BuiltIn(
+        "1", "cosine between the gradient and the momentum", OfProducts("cosine", cosine, _with_momentum)
+    ),
+    "second_moment_ratio": BuiltIn("1", "root mean square of the gradient over the root of Adam's second moment", OutOfStep()),
+}
+
+
+#: Built-ins of the change beside the parameter before it.
+UPDATE_BUILT_INS = {
+    "angle": BuiltIn(
+        "rad",
+        "angle between the parameter before and after the step; absent for a zero parameter",
+        OfProducts("angle", turn, _with_change),
+    ),
+    "growth": BuiltIn(
+        "1",
+        "relative growth of the parameter's norm in the step; absent for a zero parameter",
+        OfProducts("growth", growth, _with_change),
+    ),
+}
+
+
+#: The reason for a missing value of an optimizer's state.
+NO_STATE = "the optimizer keeps no such state for it"
+
+
+def _why_nothing(metric: Metric, value: Any) -> str:
+    if metric.built_in and not isinstance(value, Tensor):
+        return NO_STATE
+    if metric.built_in and metric.source in PARAMETER_SOURCES:
+        return metric.why_nothing(f"for a tensor of shape {list(value.shape)}")
+    return metric.why_nothing()
+
+
+def unscaled(tensor: Tensor, inverse_scale: Tensor) -> Tensor:
+    """``tensor`` times ``inverse_scale``, in float32 or wider, since a narrow dtype cannot hold every inverse scale."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32)) * inverse_scale.to(tensor.device)
+
+
+def tensors_in(values: Sequence[Any]) -> list[Tensor]:
+    return [t for x in values for t in (x.values() if isinstance(x, Mapping) else [x]) if isinstance(t, Tensor)]
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    if a.layout != torch.strided or refusal(a) is not None:
+        return True  # only the version counter can show a change
+    return torch.equal(a, b) or (torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num()))
+
+
+def each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {name: change(item) if isinstance(item, Tensor) else item for name, item in value.items()}
+    return value
+
+
+def version_of(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+@contextlib.contextmanager
+def untouched_rng() -> Iterator[None]:
+    """Restore all random generators afterwards, so training draws the same numbers as without."""
+    numpy = getattr(sys.modules.get("numpy"), "random", None)
+    numpy_state = None if numpy is None else numpy.get_state()
+    python_state = random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[]), torch_modes.untouched_generators([torch_modes.in_use()]):
+            yield
+    finally:
+        random.setstate(python_state)
+        if numpy is not None:
+            numpy.set_state(numpy_state)
+
+
+# --- Statistics and functions of the tensors of one source ---
 
 
 class Measurement(NamedTuple):
-    """Tensors of one source to measure.
-
-    Attributes:
-        buffer: gets the results.
-        plan: of the source.
-        tensors: by their position in the plan.
-        inverse_scale: 0-d tensor that multiplies each tensor first, or None.
-        second: tensors by position to subtract from each before statistics, and the second argument of metric functions.
-        merging: merge with earlier results of the step instead of replacing them.
-        are_parts: the tensors are already what this rank counts of them; the plan's functions, which get whole ones, are not run.
-    """
-
-    buffer: StepBuffer
-    plan: SourcePlan
-    tensors: Mapping[int, Any]
-    inverse_scale: Tensor | None = None
+    buffer: StepBuffer  # gets the results
+    plan: SourcePlan  # of the source
+    tensors: Mapping[int, Any]  # by their position in the plan
+    inverse_scale: Tensor | None = None  # 0-d tensor that multiplies each tensor first, or None
+    # tensors by position to subtract from each before statistics, and the second argument of metric functions
     second: Mapping[int, Tensor] | None = None
-    merging: bool = False
+    merging: bool = False  # merge with earlier results of the step instead of replacing them
+    # the tensors are already what this rank counts of them; the plan's functions, which get whole ones, are not run
     are_parts: bool = False
 
 
 class Measurer:
-    """Runs the statistics and the metric functions.
-
-    Args:
-        ranks: those over which rows are merged.
-    """
+    """Runs the statistics and the metric functions. One of these that fails is switched off, and training continues."""
 
     def __init__(self, built_in: Statistics, complaints: WarningLog, ranks: Ranks | None = None) -> None:
         self.built_in = built_in
         self.ranks = ranks or Ranks()
         self.complaints = complaints
-        self.functions = MetricFunctions(complaints)
+        # of metric functions: those that ran on a copy, why others are off, metrics with any value so far, and the first key without one
+        self._proven: set[Key] = set()
+        self._off: dict[Key, str] = {}
+        self._answering: set[str] = set()
+        self._silent: dict[str, Key] = {}
 
     def measure(self, wanted: Measurement) -> None:
         plan, tensors, others = wanted.plan, wanted.tensors, None
@@ -85,7 +293,6 @@ class Measurer:
             self.run_functions(wanted)
 
     def _by_device(self, wanted: Measurement, parts: Mapping[int, Tensor]) -> Iterable[tuple[list[int], list[Tensor]]]:
-        """The positions and tensors of each device, without those that cannot be measured."""
         groups: dict[torch.device, tuple[list[int], list[Tensor]]] = {}
         for position, part in parts.items():
             if (reason := refusal(part)) is None:
@@ -126,7 +333,7 @@ class Measurer:
                 if wanted.inverse_scale is not None:
                     value = unscaled(value, wanted.inverse_scale)
                 inputs = [value] if second is None else [value, second[position]]
-                run = partial(self.functions.run, wanted.buffer, plan.source, plan.names[position], merging=wanted.merging)
+                run = partial(self.apply, wanted.buffer, plan.source, plan.names[position], merging=wanted.merging)
                 if position in plan.kernels and (of_matrices := [m for m in metrics if m.function in OF_MATRICES]):
                     run(of_matrices, [value.flatten(1)])
                     metrics = [metric for metric in metrics if metric not in of_matrices]
@@ -136,10 +343,8 @@ class Measurer:
                         wanted.buffer.share(Key(plan.source, plan.names[position], metric.name), "sum")
 
     def _products(self, wanted: Measurement, due: Set[int]) -> set[tuple[int, str]]:
-        """Store the values of metrics that follow from inner products, all on one device at once.
-
-        Returns:
-            The positions and metrics that were; the caller calls others one by one, such as those of a tensor that cannot be read.
+        """Store the values of metrics that follow from inner products, all on one device at once. Returns their positions and metrics; the
+        caller calls others one by one, such as those of a tensor that cannot be read.
         """
         plan, buffer = wanted.plan, wanted.buffer
         found: list[Products] = []
@@ -189,6 +394,64 @@ class Measurer:
             found = metric.function.contribution(*inputs)  # type: ignore[union-attr]
             if found is not None:
                 buffer.contribute(Key(source, name, metric.name), *found)
-        self.functions.run(buffer, source, name, due, inputs, wanted.merging, weight)
+        self.apply(buffer, source, name, due, inputs, wanted.merging, weight)
         for metric in due:
             buffer.share(Key(source, name, metric.name), str(metric.aggregation))
+
+    def apply(
+        self,
+        buffer: StepBuffer,
+        source: str,
+        name: str,
+        metrics: Sequence[Metric],
+        inputs: Sequence[Any],
+        merging: bool = False,
+        weight: int = 1,
+    ) -> None:
+        """Store the value of each metric function of ``inputs``; ``weight``: of a single value in a mean."""
+        for metric in metrics:
+            key, cause = Key(source, name, metric.name), f"metric:{source}:{metric.name}"
+            if key in self._off:
+                self.complaints.counts[cause] += 1
+                buffer.absent[key.source, f"{name}/{metric.name}"] = self._off[key]
+                continue
+            try:
+                value = self._call(metric, key, inputs)
+                if value is None:
+                    buffer.absent[key.source, f"{name}/{metric.name}"] = _why_nothing(metric, inputs[0])
+                    self._note_nothing(metric, key, cause)
+                else:
+                    self._answering.add(cause)
+                    (buffer.merge_value if merging else buffer.put_value)(key, value, metric.aggregation, weight)
+            except Exception as error:
+                self._off[key] = f"its function raised {type(error).__name__}: {error}"
+                buffer.absent[key.source, f"{name}/{metric.name}"] = self._off[key]
+                message = f"the {metric.source} metric {metric.name!r} failed on {name} and is off for it; training continues"
+                self.complaints.add(cause, message, error)
+
+    def _note_nothing(self, metric: Metric, key: Key, cause: str) -> None:
+        """A function may have no value of some tensors. If the first comes round again before it had one of any, that is a mistake."""
+        if metric.built_in or cause in self._answering:
+            return
+        if cause not in self._silent:
+            self._silent[cause] = key
+        elif self._silent[cause] == key:
+            message = f"the function of the metric {metric.name!r} has returned None each time so far: is its return missing?"
+            self.complaints.add(f"nothing:{metric.name}", message)
+
+    def _call(self, metric: Metric, key: Key, inputs: Sequence[Any]) -> Any:
+        """The value of the metric's function. Rejects in-place functions; the first call on each tensor runs on a copy."""
+        assert callable(metric.function)
+        first = key not in self._proven
+        given = [each_tensor(x, (lambda t: t.detach().clone()) if first else (lambda t: t.detach())) for x in inputs]
+        tensors = tensors_in(given)
+        versions = [version_of(t) for t in tensors]
+        with torch.no_grad(), no_autocast(next((tensor.device.type for tensor in tensors_in(inputs)), "cpu")):
+            value = metric.function(*given)
+        moved = versions != [version_of(t) for t in tensors]
+        # NumPy and the like write without moving a version counter; on the copy the values show it
+        moved = moved or (first and not all(_equal(a, b) for a, b in zip(tensors, tensors_in(inputs), strict=True)))
+        if moved:
+            raise ValueError("it changes its input in place, which would change the training; use abs() instead of abs_()")
+        self._proven.add(key)
+        return value

@@ -37,94 +37,6 @@ from .reference import LoopRun, ReferencePass
 _MARK = "torch_gradmon"
 
 
-class TensorGradientHooks:
-    """Hooks on the inputs and outputs of modules in one step whose gradients are due, and which backward passes count.
-
-    Full backward hooks of modules are not used, since they add a node to the graph.
-
-    Args:
-        came: a method that gets each gradient: source, name and path, number of the call, ``within``, and the gradient. ``within``: the
-            pass that recomputed this ends in parameters, though the inner one need not.
-
-    Attributes:
-        inverse_scale: returns the factor for gradients.
-        is_reentrant: a forward without gradients was seen in training, as in the first pass of a re-entrant checkpoint.
-        awaited: backward passes that have reached one of the tensors, and have not ended: they are running, or were interrupted.
-        has_ended: a backward pass that accumulates gradients has reached one of the tensors in this step, and ended.
-    """
-
-    def __init__(self, came: Callable[[str, str, str, int, bool, Tensor | None], None]) -> None:
-        self._came = came
-        self.inverse_scale: Callable[[], Tensor | None] = lambda: None
-        self.is_reentrant = False
-        self._handles = Handles()
-        self._leaves: dict[tuple[str, str, int, int], weakref.ref[Tensor]] = {}
-        self._round = 0
-        self._probes: Sequence[Any] = ()
-        self._task: tuple[int, bool] = (-1, False)
-        self.awaited: set[int] = set()
-        self.has_ended = False
-
-    def begin(self, inventory: ModelIndex | None) -> None:
-        """Start a step; without ``inventory`` no gradients are due in it."""
-        self._round += 1
-        self.is_reentrant = self.has_ended = False
-        self.awaited.clear()
-        # the graph nodes that accumulate the gradients of the model's parameters
-        parameters = [] if inventory is None else [reference() for reference in inventory.references]
-        trained = [parameter for parameter in parameters if parameter is not None and parameter.requires_grad]
-        self._probes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in trained]
-
-    def end(self) -> None:
-        self._handles.remove()
-        self._leaves, self._probes = {}, ()
-
-    def follow(self, source: str, name: str, value: Any, call: int) -> bool:
-        """Hook the tensors in ``value``. Returns whether any needs a gradient. A negative ``call`` means a recomputation."""
-        recomputed = call < 0
-        within = recomputed and self.accumulates()
-        tensors = list(tensors_of(value, name))
-        for path, tensor in tensors:
-            # once per tensor: it may be used in several forwards, or in one and its recomputation
-            if not tensor.requires_grad or self._follows(source, path, None if recomputed else call, tensor):
-                continue
-            hook = Hook(self._came, source, name, path, call, within)
-            self._handles.add(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
-            if tensor.grad_fn is None:
-                self._leaves[source, path, call, id(tensor)] = weakref.ref(tensor)
-            else:
-                _marks(tensor).add((id(self), self._round, tensor.output_nr, source, path, call))
-        return any(tensor.requires_grad for _, tensor in tensors)
-
-    def _follows(self, source: str, path: str, call: int | None, tensor: Tensor) -> bool:
-        """Whether this tensor already has a hook for this place; None means any call."""
-        if tensor.grad_fn is not None:  # a tensor saved for a recomputation may return as another object
-            node = (id(self), self._round, tensor.output_nr, source, path)
-            return any(mark[:-1] == node and call in (None, mark[-1]) for mark in _marks(tensor))
-        leaf = (source, path, id(tensor))
-        return any(
-            (of, at, number) == leaf and call in (None, when) and reference() is tensor
-            for (of, at, when, number), reference in self._leaves.items()
-        )
-
-    def accumulates(self) -> bool:
-        """Whether the running backward pass accumulates gradients: ``autograd.grad``, as for a gradient penalty, ends in no parameter."""
-        task = torch._C._current_graph_task_id()
-        if self._task[0] != task:
-            found = any(will_run(node) for node in self._probes)
-            # parameters in a re-entrant checkpoint are no leaves of the outer graph, and only backward() passes through one
-            whole = self.is_reentrant and torch.autograd.Variable._execution_engine.is_checkpoint_valid()
-            self._task = task, bool(self._probes) and (found or whole)
-            if self._task[1]:
-                self.awaited.add(task)
-                torch.autograd.Variable._execution_engine.queue_callback(Hook(self._ended, task))
-        return self._task[1]
-
-    def _ended(self, task: int) -> None:
-        self.awaited.discard(task)
-        self.has_ended = True
-
-
 def _marks(tensor: Tensor) -> set[tuple[Any, ...]]:
     """The marks at the graph node that made ``tensor``; they are freed with it."""
     marks: set[tuple[Any, ...]] = notes_of(tensor.grad_fn).setdefault(_MARK, set())  # type: ignore[arg-type]
@@ -135,31 +47,33 @@ _GRADIENTS = (n.ACTIVATION_GRADIENT, n.INPUT_GRADIENT)
 
 
 class ModuleCalls:
-    """Measures the inputs and outputs of the calls in each step, and their gradients when they arrive.
-
-    Attributes:
-        gradients: those of inputs and outputs.
-        on_part: called with a part of the model that runs while no step is open.
-        differences_due: outputs are compared with the reference's in this step.
-        seen: whether a module other than the root was called in this step.
-        misses_root: the hook on the root's inputs came too late for the first call in this step, so no call counts.
-    """
-
     def __init__(
         self, measurer: Measurer, fence: Fence, passes: PassTracker, reference: ReferencePass, values: ModuleValues
     ) -> None:
         self._complaints, self._fence, self._passes = measurer.complaints, fence, passes
         self._reference, self._values = reference, values
-        self.gradients = TensorGradientHooks(self._gradient_came)
+        # called with a part of the model that runs while no step is open
         self.on_part: Callable[[nn.Module], object] = lambda _: None
+        self.inverse_scale: Callable[[], Tensor | None] = lambda: None  # returns the factor for gradients
+        # backward passes that have reached one of the tensors, and have not ended: they are running, or were interrupted
+        self.awaited: set[int] = set()
+        self._handles, self._round = Handles(), 0
+        self._leaves: dict[tuple[str, str, int, int], weakref.ref[Tensor]] = {}
+        self._probes: Sequence[Any] = ()  # the graph nodes that accumulate the gradients of the model's parameters
+        self._task: tuple[int, bool] = (-1, False)
         self._lock = threading.RLock()  # hooks may fire on several threads, and share buffers
         self._buffer: StepBuffer | None = None
         self._numbers: Counter[tuple[str, str]] = Counter()
-        self.seen = self.misses_root = self.differences_due = self._gradients_due = False
+        self.differences_due = self._gradients_due = (
+            False  # outputs are compared with the reference's in this step; gradients are due
+        )
+        # in this step a module other than the root was called; the hook on the root's inputs came too late for the first call, so none
+        # counts; a backward pass that accumulates gradients has reached a tensor, and ended; a forward without gradients was seen in
+        # training, as in the first pass of a re-entrant checkpoint
+        self.seen = self.misses_root = self.has_ended = self._is_reentrant = False
 
     @property
     def places(self) -> Set[tuple[str, str]]:
-        """The sources and names of the modules that were called in the last forward."""
         return self._numbers.keys()
 
     def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: ModelIndex) -> None:
@@ -168,14 +82,20 @@ class ModuleCalls:
         self._values.begin(buffer, metrics, inventory.modules)
         sources = {metric.source for metric in metrics}
         self._gradients_due = not sources.isdisjoint(_GRADIENTS)
-        self.gradients.begin(inventory if self._gradients_due else None)
+        self._round += 1
+        self._is_reentrant = self.has_ended = False
+        self.awaited.clear()
+        parameters = [reference() for reference in inventory.references] if self._gradients_due else []
+        trained = [parameter for parameter in parameters if parameter is not None and parameter.requires_grad]
+        self._probes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in trained]
         self.differences_due = n.ACTIVATION_DIFFERENCE in sources
         if self.differences_due and not self._reference:
             buffer.absent[n.ACTIVATION_DIFFERENCE, ""] = "no reference module is set; see set_reference_module()"
 
     def end(self) -> None:
         """End the step; its values can still be evaluated."""
-        self.gradients.end()
+        self._handles.remove()
+        self._leaves, self._probes = {}, ()
         self._values.end()
         missed, self._passes.missed = self._passes.missed, False
         if missed and self._buffer is not None:
@@ -226,10 +146,10 @@ class ModuleCalls:
                     call = -1 if recomputed else self._numbers[source, name]
                     # no gradients within a pass that has them: the first pass of a re-entrant checkpoint
                     if not grad and not recomputed and passes.builds_graph:
-                        self.gradients.is_reentrant |= any(p.requires_grad for p in module.parameters(recurse=False))
+                        self._is_reentrant |= any(p.requires_grad for p in module.parameters(recurse=False))
                     self._numbers[source, name] += not recomputed
                     wanted = grad and self._gradients_due and self._values.wants(gradient_source, name)
-                    if wanted and not self.gradients.follow(gradient_source, name, value, call):
+                    if wanted and not self._follow(gradient_source, name, value, call):
                         reason = "it needs no gradient: nothing that it is computed from is trained"
                         self._buffer.absent.setdefault((gradient_source, name), reason)
                     if not recomputed:
@@ -265,18 +185,67 @@ class ModuleCalls:
         return self._reference.reason or "the reference module has no such output"
 
     def _gradient_came(self, source: str, name: str, path: str, call: int, within: bool, gradient: Tensor | None) -> None:
-        if self._buffer is None or self._passes.paused or gradient is None or not (within or self.gradients.accumulates()):
+        if self._buffer is None or self._passes.paused or gradient is None or not (within or self._accumulates()):
             return
         start = time.perf_counter()
         try:
             with self._lock, outside_dispatch_modes(), torch.no_grad():
-                self._values.measure(source, name, gradient, call, path, self.gradients.inverse_scale())
+                self._values.measure(source, name, gradient, call, path, self.inverse_scale())
         except Exception as error:
             self._complaints.add(f"{source}:{name}", f"the {source} of {name} could not be measured", error)
         self._fence.add_time(time.perf_counter() - start)
 
+    def _follow(self, source: str, name: str, value: Any, call: int) -> bool:
+        """Hook the tensors in ``value``. Returns whether any needs a gradient. A negative ``call`` means a recomputation.
+
+        Full backward hooks of modules are not used, since they add a node to the graph.
+        """
+        recomputed = call < 0
+        within = (
+            recomputed and self._accumulates()
+        )  # the pass that recomputes this ends in parameters, though the inner one need not
+        tensors = list(tensors_of(value, name))
+        for path, tensor in tensors:
+            # once per tensor: it may be used in several forwards, or in one and its recomputation
+            if not tensor.requires_grad or self._follows(source, path, None if recomputed else call, tensor):
+                continue
+            hook = Hook(self._gradient_came, source, name, path, call, within)
+            self._handles.add(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
+            if tensor.grad_fn is None:
+                self._leaves[source, path, call, id(tensor)] = weakref.ref(tensor)
+            else:
+                _marks(tensor).add((id(self), self._round, tensor.output_nr, source, path, call))
+        return any(tensor.requires_grad for _, tensor in tensors)
+
+    def _follows(self, source: str, path: str, call: int | None, tensor: Tensor) -> bool:
+        """Whether this tensor already has a hook for this place; None means any call."""
+        if tensor.grad_fn is not None:  # a tensor saved for a recomputation may return as another object
+            node = (id(self), self._round, tensor.output_nr, source, path)
+            return any(mark[:-1] == node and call in (None, mark[-1]) for mark in _marks(tensor))
+        leaf = (source, path, id(tensor))
+        return any(
+            (of, at, number) == leaf and call in (None, when) and reference() is tensor
+            for (of, at, when, number), reference in self._leaves.items()
+        )
+
+    def _accumulates(self) -> bool:
+        """Whether the running backward pass accumulates gradients: ``autograd.grad``, as for a gradient penalty, ends in no parameter."""
+        task = torch._C._current_graph_task_id()
+        if self._task[0] != task:
+            found = any(will_run(node) for node in self._probes)
+            # parameters in a re-entrant checkpoint are no leaves of the outer graph, and only backward() passes through one
+            whole = self._is_reentrant and torch.autograd.Variable._execution_engine.is_checkpoint_valid()
+            self._task = task, bool(self._probes) and (found or whole)
+            if self._task[1]:
+                self.awaited.add(task)
+                torch.autograd.Variable._execution_engine.queue_callback(Hook(self._pass_ended, task))
+        return self._task[1]
+
+    def _pass_ended(self, task: int) -> None:
+        self.awaited.discard(task)
+        self.has_ended = True
+
     def capture(self, name: str, output: Any) -> None:
-        """Measure ``output``, a tensor or a container of tensors, under the name of its module."""
         passes = self._passes
         if self._buffer is None or passes.paused or not passes.in_training or not self._values.wants(n.ACTIVATION, name):
             return
@@ -294,18 +263,7 @@ _Place = tuple[str, str]
 
 
 class ForwardHooks:
-    """The hooks on a model's modules. Only modules with a metric have one, and the root if needed.
-
-    Args:
-        of_root: hears of calls of the root; hooks hold both listeners weakly.
-        listener: hears of calls of matched modules, which may include the root.
-
-    Attributes:
-        graphs: what the hooks do in compiled graphs.
-        on_root: the root has hooks.
-        on_root_inputs: the root's inputs have a hook.
-        has_compiled_parts: whether the model had any when hooks were installed.
-    """
+    """The hooks on a model's modules. Only modules with a metric have one, and the root if needed. Both listeners are held weakly."""
 
     def __init__(self, of_root: ModuleSource, listener: ModuleCalls, eps: float) -> None:
         self._of_root, self._listener, self.graphs = of_root, listener, CompiledHooks(eps)
@@ -313,7 +271,9 @@ class ForwardHooks:
         # with the module, since another one may take its name, and even its address
         self._hooks: dict[_Place, tuple[weakref.ref[nn.Module], Handles]] = {}
         self._version: int | None = None
-        self.on_root = self.on_root_inputs = self.has_compiled_parts = False
+        self.on_root = self.on_root_inputs = self.has_compiled_parts = (
+            False  # has hooks on it; had parts when hooks were installed
+        )
         self._fusible: list[tuple[weakref.ref[nn.Module], list[Handles]]] = []  # encoder layers, and the hooks in each
         self._left_out: list[str] = []  # names of modules that no metric applies to
         self._unhooked: list[str] = []  # names of modules that accept no hooks
@@ -321,10 +281,7 @@ class ForwardHooks:
         self._asked: tuple[ModelIndex, Sequence[Metric], int, bool] | None = None
 
     def install(self, root: nn.Module, inventory: ModelIndex, metrics: Sequence[Metric], version: int, on_root: bool) -> bool:
-        """Install hooks on modules that any of ``metrics`` matches, once per ``version`` of the plan. Returns whether it did.
-
-        ``on_root``: also on the root, in any case.
-        """
+        """Install hooks where any of ``metrics`` matches, and ``on_root``, once per ``version`` of the plan. Returns whether it did."""
         if version == self._version:
             return False
         self._version, self._asked = version, (inventory, metrics, version, on_root)
@@ -410,12 +367,10 @@ class ForwardHooks:
         return handles
 
     def collect(self, buffer: StepBuffer, values: ModuleValues) -> None:
-        """See :meth:`CompiledHooks.collect`."""
         if self._asked is not None:
             self.graphs.collect(buffer, values, self._asked[1])
 
     def explain(self, absent: dict[tuple[str, str], str]) -> None:
-        """Add the reasons for modules that have no hooks."""
         if self._unhooked:
             sources, reason = (
                 (*n.MODULE_SOURCES, *n.RCC_SOURCES),
@@ -449,7 +404,6 @@ class ForwardHooks:
 
     @property
     def measures(self) -> bool:
-        """Whether any module, including the root, has hooks on inputs or outputs."""
         return len(self._hooks) > 0
 
     @property
@@ -477,7 +431,6 @@ class ForwardHooks:
 
 
 def _wanted(inventory: ModelIndex, metrics: Sequence[Metric]) -> dict[_Place, nn.Module]:
-    """The modules that need hooks, by kind of hook and name."""
     wanted: dict[_Place, nn.Module] = {}
     for name, reference in inventory.modules.items():
         module = reference()
@@ -512,7 +465,6 @@ def _in_same_graphs(
 
 
 def _left_out(root: nn.Module, inventory: ModelIndex) -> list[str]:
-    """Canonical names of modules that are not in the index."""
     known = (module for reference in inventory.modules.values() if (module := reference()) is not None)
     there = {id(part) for module in known for part in wrapped_by(module)}
     return list(canonical_names(name for name, module in root.named_modules() if id(module) not in there).values())
@@ -539,12 +491,6 @@ class ModuleSource:
 
     Evaluation passes (the root module in eval mode, or without gradients in a step that the loop has not begun explicitly) and
     recomputation in activation checkpointing are not training.
-
-    Attributes:
-        was_trained: the model has had a training forward or a backward pass in this step.
-        passes: which calls are training.
-        values: what was measured.
-        hooks: those on modules.
     """
 
     _last_called: ClassVar[object] = None  # the sign of the source whose root was called last, in any thread
@@ -560,7 +506,7 @@ class ModuleSource:
         self._loop_run = LoopRun(self.passes, fence)
         self.hooks = ForwardHooks(self, self._calls, measurer.built_in.eps)
         self._opening: Callable[[nn.Module], object] = lambda _: None
-        self.was_trained = False
+        self.was_trained = False  # the model has had a training forward or a backward pass in this step
         self._step: tuple[StepBuffer, tuple[Metric, ...], ModelIndex, bool] | None = None
         self._buffer: StepBuffer | None = None  # None also while nothing is asked of modules
         self._due = False
@@ -575,23 +521,16 @@ class ModuleSource:
         part_called: Callable[[nn.Module], object] = lambda _: None,
         awaited: MutableSet[int] | None = None,
     ) -> None:
-        """Connect with the loop.
-
-        Args:
-            inverse_scale: returns the factor for gradients.
-            opening: called with the root when it is called, before anything else.
-            part_called: called with a part of the model that runs while no step is open.
-            awaited: backward passes that have reached a parameter, until they end.
+        """Connect with the loop: what to call with the root before anything else, and with a part that runs while no step is open;
+        ``awaited``: backward passes that have reached a parameter, until they end.
         """
         self._opening, self._awaited = opening, set() if awaited is None else awaited
-        self._calls.gradients.inverse_scale, self._calls.on_part = inverse_scale, part_called
+        self._calls.inverse_scale, self._calls.on_part = inverse_scale, part_called
 
     # --- steps -----------------------------------------------------------------------------------------------------------------
 
     def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: ModelIndex, by_hand: bool) -> None:
-        """Start a step with the metrics due in it; ``by_hand``: the loop has begun it explicitly. Where no metric is due and no module has
-        a hook, nothing else is called in the step.
-        """
+        """``by_hand``: the loop has begun the step explicitly. Where nothing is due and no module has a hook, no more is called in it."""
         self._step, self._buffer, self.was_trained = (buffer, metrics, inventory, by_hand), None, False
         passes = self.passes
         passes.by_hand = by_hand
@@ -627,7 +566,7 @@ class ModuleSource:
         if self._step is None:
             return
         self._step = None
-        if self._awaited or self.passes.root_trains is not None or self._calls.gradients.awaited:
+        if self._awaited or self.passes.root_trains is not None or self._calls.awaited:
             self._drop_interrupted(calls=0)
         self.was_trained, was_trained = False, self.was_trained
         if (buffer := self._buffer) is None:
@@ -715,7 +654,7 @@ class ModuleSource:
         self.was_trained = True
         if torch._C._current_autograd_node() is not None:  # a nested one
             return
-        if self._awaited or self._calls.gradients.awaited:  # an earlier one, through the same forward
+        if self._awaited or self._calls.awaited:  # an earlier one, through the same forward
             self._drop(_OF_PASSES if self._awaited else _GRADIENTS, is_alone=False)
             self._forget_awaited()
         self._has_backward = True
@@ -723,26 +662,25 @@ class ModuleSource:
     # --- passes that were interrupted ------------------------------------------------------------------------------------------
 
     def _drop_interrupted(self, calls: int) -> None:
-        """Passes have begun whose ends were not reported. Drop what those measured that were interrupted, and are not running.
-
-        ``calls``: of the root are known to run.
+        """Passes have begun whose ends were not reported. Drop what those measured that were interrupted, and are not among the ``calls``
+        of the root that are known to run.
         """
-        root, gradients = self.hooks.root, self._calls.gradients
+        root = self.hooks.root
         if (trains := self.passes.root_trains) is not None and (root is None or running_calls(root) <= calls):
             self._leave_root()  # by what is no Exception, so that no hook has seen the end
             if trains:
                 self._drop(_OF_PASSES, is_alone=not self._has_forward)
-        if not (self._awaited or gradients.awaited) or is_in_backward():
+        if not (self._awaited or self._calls.awaited) or is_in_backward():
             return
         if self._awaited:
             self._drop(_OF_PASSES, is_alone=not self._has_backward)
         else:
-            self._drop(_GRADIENTS, is_alone=not gradients.has_ended)
+            self._drop(_GRADIENTS, is_alone=not self._calls.has_ended)
         self._forget_awaited()
 
     def _forget_awaited(self) -> None:
         self._awaited.clear()
-        self._calls.gradients.awaited.clear()
+        self._calls.awaited.clear()
 
     def _drop(self, sources: tuple[str, ...], is_alone: bool) -> None:
         """Drop what an interrupted pass gave of ``sources``; where it is not ``is_alone`` in the step, all of them."""
@@ -768,17 +706,14 @@ class ModuleSource:
         """Say why values of ``source`` are absent, if passes of this step that were interrupted are the reason."""
         if buffer.refused.get(source) is _MIXED:
             buffer.refuse_all(source, _MIXED)
-        elif not self._has_forward or (source in _GRADIENTS and not self._calls.gradients.has_ended):
+        elif not self._has_forward or (source in _GRADIENTS and not self._calls.has_ended):
             reason = "the forward or backward pass of this step was interrupted, as by an exception"
             buffer.absent.setdefault((source, ""), reason)
 
     # --- hooks -----------------------------------------------------------------------------------------------------------------
 
     def install(self, root: nn.Module, inventory: ModelIndex, metrics: Sequence[Metric], version: int, root_too: bool) -> None:
-        """Install hooks on modules that any of ``metrics`` matches, once per ``version`` of the plan.
-
-        ``root_too``: on the root in any case, because modules log values themselves.
-        """
+        """``root_too``: on the root in any case, because modules log values themselves."""
         if self.hooks.install(root, inventory, metrics, version, root_too or _stays(self.reference, metrics)):
             self.attention.compiled = self.hooks.has_compiled_parts
 
@@ -799,7 +734,7 @@ class ModuleSource:
 
     def root_began(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
         """The root is called; ``kwargs`` is None after its hook was removed."""
-        if self._awaited or self.passes.root_trains is not None or self._calls.gradients.awaited:
+        if self._awaited or self.passes.root_trains is not None or self._calls.awaited:
             self._drop_interrupted(calls=1)
         # before the reference runs, since it has copies of the model's own hooks; so the step may have to be opened here
         self._opening(module)

@@ -26,8 +26,7 @@ from ..statistics.histogram import PARTICIPATION_RATIO, first_left_vector, parti
 from ..statistics.request import NARROW, accumulator_dtype, is_plain, refusal, threshold
 from ..step.buffer import StepBuffer
 from ..step.plan import BuiltIn, ViewGroup, blocks_of, view_group
-from .measurer import Measurer
-from .metric_functions import unscaled, untouched_rng
+from .measurer import Measurer, unscaled, untouched_rng
 
 # --- The tensors inside inputs and outputs of modules, each with its path ---
 
@@ -37,9 +36,7 @@ DEPTH = 4
 
 
 def tensors_of(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor inside ``value`` with its path: ``path[0]`` for sequences and integer keys, ``path.key`` for other keys and
-    dataclasses.
-    """
+    """Each tensor inside ``value`` with its path: ``path[0]`` for sequences and integer keys, ``path.key`` for others and dataclasses."""
     if isinstance(value, Tensor):
         yield path, value
     elif depth < DEPTH:
@@ -186,22 +183,13 @@ def _singular_side(module: Any) -> Callable[[Tensor], Tensor | None] | str:
 
 
 class DeadUnits:
-    """Counts, for one module's output, the consecutive monitored steps in which each unit was silent.
-
-    Args:
-        module: see :func:`_unit_dimension`.
-
-    Attributes:
-        is_seen: there was an output in this step.
-
-    Memory: five bytes per unit.
-    """
+    """Counts, for one module's output, the consecutive monitored steps in which each unit was silent. Memory: five bytes per unit."""
 
     def __init__(self, module: Any) -> None:
         self._unit_dimension = _unit_dimension(module)
         self._alive: Tensor | None = None
         self._silent: Tensor | None = None
-        self.steps, self.is_seen = 0, False
+        self.steps, self.is_seen = 0, False  # is_seen: there was an output in this step
 
     def see(self, output: Tensor, eps: float) -> None:
         """Add one output of this step; a unit is alive if ``|x| > eps`` or NaN for any sample. Does not synchronise."""
@@ -246,7 +234,6 @@ DEAD = _ForModule(lambda _: "it is measured for outputs of modules only")
 #: Built-in metrics of inputs, and of outputs too.
 INPUT_BUILT_INS = {
     PARTICIPATION_RATIO: BuiltIn(
-        frozenset(),
         "1",
         "participation ratio: how many directions the rows of units fill; mean of the micro-batches",
         _ForModule(_participation),
@@ -255,22 +242,17 @@ INPUT_BUILT_INS = {
 #: Built-in metrics of outputs, in addition to the views of statistics.
 ACTIVATION_BUILT_INS = {
     "dead": BuiltIn(
-        frozenset(), "share", f"units with |output| <= zero_threshold for every sample of the last {WINDOW} monitored steps", DEAD
+        "share", f"units with |output| <= zero_threshold for every sample of the last {WINDOW} monitored steps", DEAD
     ),
     "saturation": BuiltIn(
-        frozenset(),
-        "share",
-        f"share of the outputs of a sigmoid or tanh that are within {MARGIN} of either bound",
-        _ForModule(_saturation),
+        "share", f"share of the outputs of a sigmoid or tanh that are within {MARGIN} of either bound", _ForModule(_saturation)
     ),
     "dormant": BuiltIn(
-        frozenset(),
         "share",
         f"share of units whose mean |output| is {DORMANT_SHARE} of the mean over units or less; mean of the micro-batches",
         _ForModule(_dormant),
     ),
     "spectral_alignment": BuiltIn(
-        frozenset(),
         "share",
         "share of the inputs of a Linear on one side of the first singular vector of its weight: 0 or 1 if all lie on one side",
         _ForModule(_singular_side),
@@ -281,111 +263,25 @@ ACTIVATION_BUILT_INS = {
 
 @dataclass(frozen=True)
 class RequestedMetrics:
-    """The metrics requested of one module and source.
+    """The metrics requested of one module and source."""
 
-    Attributes:
-        columns: the statistics that the views of the source need, of any module: a record has one set of columns for each source.
-        views: built-ins that are views of them.
-        functions: metrics with a function.
-        dead: the share of dead units is requested.
-        split: each call of a forward has keys of its own.
-        reasons: why a metric does not apply to this module, by name.
-    """
-
+    # the statistics that the views of the source need, of any module: a record has one set of columns for each source
     columns: frozenset[Column]
-    views: tuple[Metric, ...]
-    functions: tuple[Metric, ...]
-    dead: bool
-    split: bool
-    reasons: Mapping[str, str]
+    views: tuple[Metric, ...]  # built-ins that are views of them
+    functions: tuple[Metric, ...]  # metrics with a function
+    dead: bool  # the share of dead units is requested
+    split: bool  # each call of a forward has keys of its own
+    reasons: Mapping[str, str]  # why a metric does not apply to this module, by name
 
     @cached_property
     def others(self) -> bool:
         return bool(self.functions or self.dead or self.reasons)
 
 
-class _Calls(NamedTuple):
-    """What is known of the calls of a step: the metrics requested, and attributes of :class:`MetricLookup`."""
-
-    asked: Mapping[tuple[str, str], tuple[RequestedMetrics, ...]]
-    owner: Mapping[tuple[str, str], tuple[str, bool]]
-    traced: Mapping[tuple[str, str], frozenset[Column]]
-
-
-class MetricLookup:
-    """The metrics of modules that are due in a step.
-
-    Attributes:
-        modules: by name.
-        owner: by source and path of a row, the name of the module, and whether its calls have keys of their own.
-        traced: columns of rows that a compiled graph wrote, by source and path; rows without a count were not called.
-    """
-
-    def __init__(self) -> None:
-        self.modules: Mapping[str, Callable[[], nn.Module | None]] = {}
-        self.owner: dict[tuple[str, str], tuple[str, bool]] = {}
-        self.traced: dict[tuple[str, str], frozenset[Column]] = {}
-        self._metrics: tuple[Metric, ...] = ()
-        self._asked: dict[tuple[str, str], tuple[RequestedMetrics, ...]] = {}
-        self._columns: dict[str, frozenset[Column]] = {}
-        self._last: dict[str, tuple[tuple[str, ...], _Calls, list[ViewGroup]]] = {}
-
-    def begin(self, metrics: tuple[Metric, ...], modules: Mapping[str, Callable[[], nn.Module | None]]) -> None:
-        if metrics != self._metrics or modules is not self.modules:
-            self._metrics, self.modules, self._asked, self._columns = metrics, modules, {}, {}
-            for metric in metrics:
-                if metric.function is None:
-                    self._columns[metric.source] = self._columns.get(metric.source, frozenset()) | metric.columns
-
-    def requested(self, source: str, name: str) -> tuple[RequestedMetrics, ...]:
-        """What is requested of a source of a module: for all its calls together, and for each call."""
-        found = self._asked.get((source, name))
-        if found is None:
-            metrics = [metric for metric in self._metrics if metric.source == source and metric.matches(name)]
-            reference = self.modules.get(name)
-            module = None if reference is None else reference()
-            halves = [(split, [m for m in metrics if m.split_calls == split]) for split in (False, True)]
-            columns = self._columns.get(source, frozenset())
-            found = tuple(_asked(some, module, split, columns) for split, some in halves if some)
-            self._asked[source, name] = found
-        return found
-
-    def evaluator(self) -> Callable[[dict[str, StatsTable]], list[Block]]:
-        """A function that computes the built-in values of this step's tables, even after the next step has begun.
-
-        It drops rows of modules that were not called.
-        """
-        calls = _Calls(self._asked, dict(self.owner), dict(self.traced))
-
-        def evaluate(tables: dict[str, StatsTable]) -> list[Block]:
-            blocks = []
-            for source in n.MODULE_SOURCES:
-                if source in tables:
-                    table = tables[source] = _called(source, tables[source], calls.traced)
-                    blocks += blocks_of(self._groups(source, table.names, calls), table)
-            return blocks
-
-        return evaluate
-
-    def _groups(self, source: str, names: tuple[str, ...], calls: _Calls) -> list[ViewGroup]:
-        """The metrics of a table with rows of these ``names``, as in the last step if the same modules were called and asked for."""
-        last_names, last_calls, groups = self._last.get(source) or ((), None, [])
-        # what is asked may not have been looked up for all modules yet, so an equal one is not enough
-        if last_calls is not None and last_names == names and last_calls.asked is calls.asked and last_calls == calls:
-            return groups
-        places: dict[str, list[int]] = {}
-        for place, path in enumerate(names):
-            # if only other ranks have called the module, its path gives its name
-            name, split = calls.owner.get((source, path)) or (n.owner_of(path, self.modules), "@" in path)
-            columns = calls.traced.get((source, path), ALL_COLUMNS)
-            for each in calls.asked.get((source, name)) or self.requested(source, name):
-                for metric in each.views if each.split == split else ():
-                    if metric.columns <= columns:
-                        places.setdefault(metric.name, []).append(place)
-        found = [(metric, [Key(source, names[place], metric) for place in rows], rows) for metric, rows in places.items()]
-        groups = [view_group(found, len(names), source)] if found else []
-        self._last[source] = names, calls, groups
-        return groups
+_Place = tuple[str, str]
+#: What is known of the calls of a step: what is requested; by source and path of a row the name of the module, and whether its calls have
+#: keys of their own; and the columns of rows that a compiled graph wrote, where rows without a count were not called.
+_Calls = tuple[dict[_Place, tuple[RequestedMetrics, ...]], dict[_Place, tuple[str, bool]], dict[_Place, frozenset[Column]]]
 
 
 def _called(source: str, table: StatsTable, traced: Container[tuple[str, str]]) -> StatsTable:
@@ -606,16 +502,18 @@ class _Item(NamedTuple):
 
 
 class ModuleValues:
-    """Measures what the metrics of modules request, one step after the other, merged over calls and micro-batches. Tensors are not kept;
-    small ones are copied.
-    """
+    """Measures what the metrics of modules request, merged over calls and micro-batches. Tensors are not kept; small ones are copied."""
 
     def __init__(self, measurer: Measurer) -> None:
         self._measurer = measurer
         self._buffer: StepBuffer | None = None
-        self._lookup = MetricLookup()
-        #: Returns a function that computes the built-in values of this step's tables, see :meth:`MetricLookup.evaluator`.
-        self.evaluator = self._lookup.evaluator
+        self._metrics: tuple[Metric, ...] = ()
+        self._modules: Mapping[str, Callable[[], nn.Module | None]] = {}  # by name
+        self._columns: dict[str, frozenset[Column]] = {}  # that the views of a source need
+        self._asked: dict[_Place, tuple[RequestedMetrics, ...]] = {}
+        self._owner: dict[_Place, tuple[str, bool]] = {}
+        self._traced: dict[_Place, frozenset[Column]] = {}
+        self._last: dict[str, tuple[tuple[str, ...], _Calls, list[ViewGroup]]] = {}
         self._units: dict[str, DeadUnits] = {}  # by path
         self._rows = HostRows(measurer.built_in)
         self._device_rows: DeviceRows | None = None
@@ -628,7 +526,11 @@ class ModuleValues:
         self._device_rows = None  # an interrupt at the end of the last step may have left some
         for units in self._units.values():
             units.is_seen = False
-        self._lookup.begin(metrics, modules)
+        if metrics != self._metrics or modules is not self._modules:
+            self._metrics, self._modules, self._asked, self._columns = metrics, modules, {}, {}
+            for metric in metrics:
+                if metric.function is None:
+                    self._columns[metric.source] = self._columns.get(metric.source, frozenset()) | metric.columns
 
     def end(self) -> None:
         """End the step; its values can still be evaluated."""
@@ -651,39 +553,80 @@ class ModuleValues:
         for units in self._units.values():
             units.discard()
 
+    def _requested(self, source: str, name: str) -> tuple[RequestedMetrics, ...]:
+        """What is requested of a source of a module: for all its calls together, and for each call."""
+        found = self._asked.get((source, name))
+        if found is None:
+            metrics = [metric for metric in self._metrics if metric.source == source and metric.matches(name)]
+            reference = self._modules.get(name)
+            module = None if reference is None else reference()
+            halves = [(split, [m for m in metrics if m.split_calls == split]) for split in (False, True)]
+            columns = self._columns.get(source, frozenset())
+            found = tuple(_asked(some, module, split, columns) for split, some in halves if some)
+            self._asked[source, name] = found
+        return found
+
+    def evaluator(self) -> Callable[[dict[str, StatsTable]], list[Block]]:
+        """Computes the built-in values of this step's tables, even in the next step; drops rows of modules that were not called."""
+        calls = self._asked, dict(self._owner), dict(self._traced)
+
+        def evaluate(tables: dict[str, StatsTable]) -> list[Block]:
+            blocks = []
+            for source in n.MODULE_SOURCES:
+                if source in tables:
+                    table = tables[source] = _called(source, tables[source], calls[2])
+                    blocks += blocks_of(self._groups(source, table.names, calls), table)
+            return blocks
+
+        return evaluate
+
+    def _groups(self, source: str, names: tuple[str, ...], calls: _Calls) -> list[ViewGroup]:
+        """The metrics of a table with rows of these ``names``, as in the last step if the same modules were called and asked for."""
+        (asked, owner, traced), last = calls, self._last.get(source)
+        # what is asked may not have been looked up for all modules yet, so an equal one is not enough
+        if last is not None and last[0] == names and last[1][0] is asked and last[1] == calls:
+            return last[2]
+        places: dict[str, list[int]] = {}
+        for place, path in enumerate(names):
+            # if only other ranks have called the module, its path gives its name
+            name, split = owner.get((source, path)) or (n.owner_of(path, self._modules), "@" in path)
+            columns = traced.get((source, path), ALL_COLUMNS)
+            for each in asked.get((source, name)) or self._requested(source, name):
+                for metric in each.views if each.split == split else ():
+                    if metric.columns <= columns:
+                        places.setdefault(metric.name, []).append(place)
+        found = [(metric, [Key(source, names[place], metric) for place in rows], rows) for metric, rows in places.items()]
+        groups = [view_group(found, len(names), source)] if found else []
+        self._last[source] = names, calls, groups
+        return groups
+
     def adopt(self, name: str, path: str, columns: frozenset[Column]) -> None:
         """The row of ``path``, a tensor in the output of module ``name``, was written by a graph, with these columns only."""
-        self._lookup.owner[n.ACTIVATION, path] = name, False
-        self._lookup.traced[n.ACTIVATION, path] = columns
+        self._owner[n.ACTIVATION, path] = name, False
+        self._traced[n.ACTIVATION, path] = columns
 
     def wants_views(self, name: str) -> bool:
         """Whether views of the statistics of this module's output are requested in this step, of all its calls together."""
-        asked = self._lookup.requested(n.ACTIVATION, name) if name in self._lookup.modules else ()
+        asked = self._requested(n.ACTIVATION, name) if name in self._modules else ()
         return any(each.views and not each.split for each in asked)
 
     def wants(self, source: str, name: str) -> bool:
-        return bool(self._lookup.requested(source, name))
+        return bool(self._requested(source, name))
 
     def measure(
         self, source: str, name: str, value: Any, call: int, path: str | None = None, inverse_scale: Tensor | None = None
     ) -> None:
-        """Measure ``value``, a tensor or a container of tensors, that the module took or returned in its ``call``-th call, if anything is
-        requested of it.
-
-        Args:
-            source, name: determine the metrics.
-            value: measured under ``path``, by default the name.
-            call: negative if unknown.
-            inverse_scale: factor to apply first.
+        """Measure ``value``, a tensor or a container of tensors, that the module took or returned in its ``call``-th call (negative if
+        unknown), if anything is requested of it; under ``path``, by default the name.
         """
         assert self._buffer is not None
-        asked = self._lookup.requested(source, name)
+        asked = self._requested(source, name)
         if not asked:
             return
         is_single = path is None and inverse_scale is None and isinstance(value, Tensor) and len(asked) == 1
         if is_single and not (asked[0].split or asked[0].others):
             # the usual case, with few calls: between two large matrix products one costs ten times as much as elsewhere
-            self._lookup.owner[source, name] = name, False
+            self._owner[source, name] = name, False
             if self._rows.measure(source, name, asked[0].columns, value):
                 return
         items = list(self._items(source, name, value, call, path))
@@ -715,13 +658,13 @@ class ModuleValues:
         items: list[_Item] = []
         for name, tensor in tensors.items():
             of = name.rpartition(".")[0]
-            items += self._items(n.ACTIVATION, of + rest_of(name, of, self._lookup.modules), tensor, 0)
+            items += self._items(n.ACTIVATION, of + rest_of(name, of, self._modules), tensor, 0)
         self.measure_items(n.ACTIVATION, items)
 
     def _items(self, source: str, name: str, value: Any, call: int, path: str | None = None) -> Iterator[_Item]:
         """The measurable tensors inside, once per key."""
         assert self._buffer is not None
-        asked = self._lookup.requested(source, name)
+        asked = self._requested(source, name)
         for plain, tensor in tensors_of(value, path or name) if asked else ():
             reason = refusal(tensor)
             if reason is None and not (tensor.is_floating_point() or tensor.is_complex()):
@@ -733,9 +676,9 @@ class ModuleValues:
                 if each.split and call < 0:
                     self._buffer.absent[source, name] = "in a recomputation the number of the call is unknown"
                     continue
-                rest = rest_of(plain, name, self._lookup.modules)
+                rest = rest_of(plain, name, self._modules)
                 place = f"{name}@{call}{rest}" if each.split else name + rest
-                self._lookup.owner[source, place] = name, each.split
+                self._owner[source, place] = name, each.split
                 yield _Item(each, name, plain, place, tensor.detach())
 
     def measure_items(self, source: str, items: Sequence[_Item], inverse_scale: Tensor | None = None) -> None:
@@ -779,7 +722,7 @@ class ModuleValues:
             self._buffer.absent[source, f"{item.path}/{metric}"] = reason
         if item.asked.dead:
             if item.path not in self._units:
-                module = self._lookup.modules.get(item.name)
+                module = self._modules.get(item.name)
                 self._units[item.path] = DeadUnits(None if module is None else module())
             self._units[item.path].see(item.tensor, self._measurer.built_in.eps)
         functions = item.asked.functions
@@ -791,4 +734,4 @@ class ModuleValues:
             tensor = item.tensor if inverse_scale is None else unscaled(item.tensor, inverse_scale)
             inputs = [tensor] if item.other is None else [tensor, item.other]
             with nullcontext() if all(metric.built_in for metric in functions) else untouched_rng():
-                self._measurer.functions.run(self._buffer, source, item.path, functions, inputs, merging=True)
+                self._measurer.apply(self._buffer, source, item.path, functions, inputs, merging=True)

@@ -14,10 +14,9 @@ from ..core.keys import OPTIMIZER, PARAMETER, PARAMETER_DIFFERENCE, UPDATE, UPDA
 from ..core.moments import SQUARES
 from ..statistics.on_device import copies
 from ..step.buffer import StepBuffer
-from ..step.model_index import PLAIN_GRADIENTS, GradientSource, Place, there
+from ..step.model_index import PLAIN_GRADIENTS, GradientSource, ModelIndex, there
 from ..step.plan import SourcePlan
-from .measurer import Measurement, Measurer
-from .metric_functions import OfProducts
+from .measurer import Measurement, Measurer, OfProducts
 
 #: Elements of the updates that functions get at once, unless one tensor has more.
 _TOGETHER = 2**22
@@ -49,15 +48,9 @@ def _settings(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
 class ParameterCapture:
     """Measures parameters before the optimizer's step, and updates: parameters after it minus before it.
 
-    Args:
-        update_sample: limits the copies for updates: None for all, an int for at most that many rows (evenly spaced slices of the first
-            dimension) of each parameter, or a pattern for the names of parameters.
-
-    Attributes:
-        reference: parameters by name, whose differences are measured.
-        shared: positions of parameters that several optimizers step.
-
-    Memory: during one optimizer's step, a copy of its parameters (or of the sample).
+    ``update_sample`` limits the copies for updates: None for all, an int for at most that many rows (evenly spaced slices of the first
+    dimension) of each parameter, or a pattern for their names. Memory: during one optimizer's step, a copy of its parameters or of the
+    sample.
     """
 
     def __init__(self, measurer: Measurer, update_sample: int | re.Pattern[str] | None) -> None:
@@ -67,9 +60,9 @@ class ParameterCapture:
         self._before: dict[int, Tensor] = {}
         self._measured: set[int] = set()  # positions whose copies are what was measured as parameters, in this version
         self._version = 0
-        self.reference: Mapping[str, nn.Parameter] = {}
-        self._source = PLAIN_GRADIENTS
-        self.shared: set[int] = set()
+        self.reference: Mapping[str, nn.Parameter] = {}  # parameters by name, whose differences are measured
+        self._source: GradientSource = PLAIN_GRADIENTS
+        self.shared: set[int] = set()  # positions of parameters that several optimizers step
 
     def sample_description(self) -> str | None:
         """What update values cover, if not all elements of every parameter."""
@@ -79,15 +72,8 @@ class ParameterCapture:
             return f"of the parameters that match {self._sample.pattern!r} only"
         return f"of at most {self._sample} rows of each parameter"
 
-    def begin(
-        self,
-        buffer: StepBuffer,
-        plans: Mapping[str, SourcePlan],
-        parameters: Sequence[Place],
-        source: GradientSource = PLAIN_GRADIENTS,
-    ) -> None:
-        """Start a step; ``parameters`` are those that positions in the plans refer to."""
-        self._buffer, self._plans, self._parameters, self._source = buffer, plans, parameters, source
+    def begin(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], inventory: ModelIndex) -> None:
+        self._buffer, self._plans, self._parameters, self._source = buffer, plans, inventory.references, inventory.source
         self._before, self._measured = {}, set()
 
     def end(self) -> None:

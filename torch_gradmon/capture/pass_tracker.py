@@ -23,25 +23,21 @@ class PassTracker:
     A part that is called without the root, while no step is open, either begins a step or is tried between two; only the backward pass
     shows which. Until the root was trained, each such call begins a step; from then on none does, and each does again once ``backward()``
     has reached the inputs or outputs of such a call.
-
-    Attributes:
-        is_paused: nothing is measured; :attr:`paused` knows more.
-        root_trains: whether the running forward of the root is training; None while none is running.
-        forward_seen: the root was ever called.
-        counts_eval: calls in evaluation mode are training, because such a call began the step or the loop trains so.
-        is_tentative: no backward pass has confirmed that so far.
-        is_open: values count; False in a step without measurements.
-        awaits_part: watch parts, because none was seen to be trained before the root so far.
-        missed: parts turned out to have been called for a step before it began.
-        by_hand: the loop has begun the step explicitly, so training mode alone decides what is training, as in torch-module-monitor.
-        builds_graph: the root was called with gradients.
     """
 
     def __init__(self) -> None:
-        self.root_trains: bool | None = None
-        self.forward_seen = self.is_paused = self.awaits_part = self.missed = False
-        self.counts_eval = self.is_tentative = self.by_hand = False
-        self.is_open = self.builds_graph = True
+        self.root_trains: bool | None = None  # whether the running forward of the root is training; None while none is running
+        self.forward_seen = False  # the root was ever called
+        self.is_paused = False  # nothing is measured; :attr:`paused` knows more
+        self.awaits_part = False  # watch parts, because none was seen to be trained before the root so far
+        self.missed = False  # parts turned out to have been called for a step before it began
+        self.counts_eval = (
+            False  # calls in evaluation mode are training, because such a call began the step or the loop trains so
+        )
+        self.is_tentative = False  # no backward pass has confirmed that so far
+        self.by_hand = False  # the loop has begun the step explicitly, so training mode alone decides, as in torch-module-monitor
+        self.is_open = True  # values count; False in a step without measurements
+        self.builds_graph = True  # the root was called with gradients
         self._root_trained = self._parts_lead = False
         self._captures = capture_check()
 

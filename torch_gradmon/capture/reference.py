@@ -27,7 +27,7 @@ from ..core.torch_modes import SharedContext, autocast_cache_kept, copied_module
 from ..statistics.request import PLAIN, refusal
 from .compiled import is_compiled
 from .hooks import Handles, ModuleHook, takes_hooks
-from .metric_functions import untouched_rng
+from .measurer import untouched_rng
 from .module_values import tensors_of
 from .pass_tracker import PassTracker
 
@@ -168,24 +168,15 @@ _UNKNOWN = object()
 
 @dataclass
 class ReplayedOutputs:
-    """One call of a part.
-
-    Attributes:
-        given: what its arguments hold, with the model's tensors instead of their copies, and how; None if some came from elsewhere.
-        first: copies of the tensors in its first argument, by path.
-        outputs: copies of the returned tensors, by path; None until it has returned.
-    """
-
+    # what its arguments hold, with the model's tensors instead of their copies, and how; None if some came from elsewhere
     given: tuple[list[Any], TreeSpec] | None
-    first: dict[str, Tensor] = field(default_factory=dict)
-    outputs: dict[str, Tensor] | None = None
+    first: dict[str, Tensor] = field(default_factory=dict)  # copies of the tensors in its first argument, by path
+    outputs: dict[str, Tensor] | None = None  # copies of the returned tensors, by path; None until it has returned
 
 
 class ReplayedForward:
-    """Notes the calls of the parts while the reference, or a part of it, runs on copies of the model's tensors.
-
-    Args:
-        keeps_all: keep what every call took and returned; otherwise only what can stand for a call of the model.
+    """Notes the calls of the parts while the reference, or a part of it, runs on copies of the model's tensors. ``keeps_all``: what every
+    call took and returned; otherwise only what can stand for a call of the model.
     """
 
     def __init__(self, keeps_all: bool = False) -> None:
@@ -249,7 +240,6 @@ class ReplayedForward:
 
     @property
     def all_outputs(self) -> dict[str, deque[Tensor]]:
-        """What the parts returned, by path, in the order of calls."""
         found: dict[str, deque[Tensor]] = {}
         for (name, _), outcome in self._outcomes.items():
             for rest, tensor in (outcome.outputs or {}).items():
@@ -272,9 +262,6 @@ class ReferencePass:
 
     Memory: a copy of each wanted output, since later parts may work in place, and not every kernel moves the version counter; while the
     reference runs, also copies of inputs and buffers.
-
-    Args:
-        complaints: gets a failure, after which the reference is off.
     """
 
     def __init__(self, complaints: WarningLog) -> None:
@@ -286,7 +273,6 @@ class ReferencePass:
         return self.module is not None
 
     def remove(self) -> None:
-        """Remove the reference and all kept outputs. Idempotent."""
         self.forget()
         #: Without its wrappers.
         self.module: nn.Module | None = None
@@ -300,20 +286,14 @@ class ReferencePass:
         self.reason: str | None = None
 
     def set(self, module: nn.Module, rename: Callable[[str], str], follows: bool = False) -> None:
-        """Run ``module`` from now on, without its wrappers of DDP and torch.compile.
-
-        Args:
-            module: the reference.
-            rename: maps canonical names to the start of paths.
-            follows: before each pass, give parts the mode of their counterparts in the watched model, as for a copy taken at
-                initialisation, and parameters their requires_grad, which also selects kernels.
+        """Run ``module`` from now on, without its wrappers. ``follows``: before each pass, give parts the mode of their counterparts in
+        the watched model, as for a copy taken at initialisation, and parameters their requires_grad, which also selects kernels.
         """
         self.remove()
         self.module, self._rename, self._follows = _unwrapped(module), rename, follows
         self.parameters = {rename(name): parameter for name, parameter in _named(self.module.named_parameters()).items()}
 
     def parts(self) -> dict[str, nn.Module]:
-        """The reference's modules by canonical and renamed name."""
         found = {} if self.module is None else _named(self.module.named_modules())
         return {self._rename(name): part for name, part in found.items()}
 
@@ -327,12 +307,9 @@ class ReferencePass:
     ) -> None:
         """Run the reference on the inputs of ``root``, and keep the outputs of its modules whose names are ``wanted``.
 
-        With ``note``, called with each input tensor and its copy, it runs even if none is wanted. Earlier outputs are dropped. Inputs on
-        the device of ``root`` are moved to that of the reference, which synchronises the devices; outputs stay there. After a failure,
-        reported as one warning, the reference is off.
-
-        Raises:
-            TrainingStopped, GradmonWarning: from within the reference; or anything, if complaints raise.
+        With ``note``, called with each input tensor and its copy, it runs even if none is wanted. Inputs on the device of ``root`` are
+        moved to that of the reference, which synchronises the devices; outputs stay there. After a failure, reported as one warning, the
+        reference is off.
         """
         self.forget()
         if self.module is None or self.is_off:
@@ -364,9 +341,7 @@ class ReferencePass:
     def run_part(
         self, part: nn.Module, watched: nn.Module, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], note: Note
     ) -> dict[str, Tensor]:
-        """The outputs of ``part`` of the reference on the inputs of its counterpart ``watched``, by path. As :meth:`run`, but failures are
-        raised.
-        """
+        """The outputs of ``part`` on the inputs of its counterpart ``watched``, by path. As :meth:`run`, but failures are raised."""
         assert self.module is not None
         with outside_dispatch_modes(), torch.no_grad():
             args, kwargs = private((args, kwargs), carrier(root, self.module), note)
@@ -381,7 +356,6 @@ class ReferencePass:
                 self._kept.setdefault(path, deque()).append(tensor.detach().clone())
 
     def adopt(self, outputs: dict[str, deque[Tensor]]) -> None:
-        """Keep ``outputs`` of a run by the loop itself, by path."""
         self._kept, self.reason = outputs, None
 
     def take(self, path: str) -> Tensor | None:
@@ -396,10 +370,8 @@ class ReferencePass:
 def frozen_copy(
     module: nn.Module, remedy: str = "use as reference a module that you made in another way, from a checkpoint for instance"
 ) -> nn.Module:
-    """A copy of ``module`` as it is now, without gradients and without wrappers of DDP and torch.compile.
-
-    Raises:
-        ValueError: it cannot be copied (sharded, without values, with tensors of a graph, and so on); the message ends with ``remedy``.
+    """A copy of ``module`` as it is now, without gradients and wrappers. ValueError, which ends with ``remedy``, if it cannot be copied:
+    it is sharded, without values, with tensors of a graph, and so on.
     """
     module = _unwrapped(module)
     try:
@@ -433,7 +405,6 @@ def _named(found: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _follow(module: nn.Module, watched: nn.Module) -> None:
-    """Give the parts of ``module`` the mode of their counterparts."""
     for attribute, of in (("training", nn.Module.named_modules), ("requires_grad", nn.Module.named_parameters)):
         theirs = _named(of(_unwrapped(watched)))
         for name, thing in _named(of(module)).items():
@@ -458,7 +429,6 @@ class LoopRun:
         self._leads: bool | None = None
 
     def begin(self, reference: nn.Module, parts: Mapping[str, nn.Module]) -> None:
-        """Start a step that compares with ``reference`` and its ``parts`` by name."""
         self.end()
         if is_compiled(reference):  # hooks would cause a recompilation, and not be called
             return

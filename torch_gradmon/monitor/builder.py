@@ -14,8 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..capture.coordinate_check import RCC_BUILT_INS
-from ..capture.measurer import Measurer
-from ..capture.metric_functions import OPTIMIZER_BUILT_INS, UPDATE_BUILT_INS
+from ..capture.measurer import OPTIMIZER_BUILT_INS, UPDATE_BUILT_INS, Measurer
 from ..capture.module_values import ACTIVATION_BUILT_INS, INPUT_BUILT_INS
 from ..core import keys as n
 from ..core import validation as check

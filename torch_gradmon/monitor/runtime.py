@@ -483,11 +483,11 @@ class FollowedLoop:
     @fenced
     def gradient_came(self, position: int, gradient: Tensor | None) -> None:
         if self.machine.gradient_arrived():
-            self.lifecycle.captures.gradients.local.measure(position, gradient, self.measurement.inverse_scale())
+            self.lifecycle.captures.gradients.measure_local(position, gradient, self.measurement.inverse_scale())
 
     @fenced
     def gradient_accumulated(self, position: int, parameter: Tensor) -> None:
-        self.lifecycle.captures.gradients.local.commit(position)
+        self.lifecycle.captures.gradients.commit_local(position)
 
     # --- what the lifecycle asks -----------------------------------------------------------------------------------------------
 

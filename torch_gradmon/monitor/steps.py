@@ -191,8 +191,8 @@ class StepPlanning:
             captures.measurer.ranks.count_at(index.homes)
         buffer.used.update(index.foreign)  # their ranks use them
         by_batch = planner.measures_each_batch and is_monitored
-        captures.gradients.begin(buffer, active.plans, index.references, index.trainable.doubtful, by_batch, index.source)
-        captures.parameters.begin(buffer, active.plans, index.references, index.source)
+        captures.gradients.begin(buffer, active.plans, index, by_batch)
+        captures.parameters.begin(buffer, active.plans, index)
         captures.modules.begin(buffer, active.due, index, self.state.is_manual)
         self.install(on_modules=is_monitored)
 
@@ -620,7 +620,7 @@ class StepLifecycle:
         if active.mode is IDLE:
             self.captures.end()
         else:
-            self.captures.gradients.local.forget_batches()
+            self.captures.gradients.forget_batches()
         self.values.step_opened(active.buffer, active.is_monitored, hides_forward=False, is_tentative=False)
         if active.mode is not IDLE or self.plugins.watch_idle_steps:
             self.plugins.call("on_step_open", active, is_idle=active.mode is IDLE)

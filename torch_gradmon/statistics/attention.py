@@ -26,20 +26,14 @@ _NO_WEIGHT = -1000.0
 
 @dataclass(frozen=True)
 class _AttentionCall:
-    """One call, with heads in groups that share a key head. All tensors are views.
+    """One call, with heads in groups that share a key head. All tensors are views."""
 
-    Attributes:
-        query: ``[..., key heads, groups, L, E]``; key: ``[..., key heads, S, E]``.
-        mask: as many dimensions as ``query``, each of the size there or 1 (the last one S or 1), or None.
-        dtype: of the arithmetic: float32, or float64 if an input is.
-    """
-
-    query: Tensor
+    query: Tensor  # ``[..., key heads, groups, L, E]``; key: ``[..., key heads, S, E]``
     key: Tensor
-    mask: Tensor | None
+    mask: Tensor | None  # as many dimensions as ``query``, each of the size there or 1 (the last one S or 1), or None
     is_causal: bool
     scale: float
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the arithmetic: float32, or float64 if an input is
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None) -> _AttentionCall:

@@ -32,15 +32,9 @@ _Entry = ctypes.c_int64 * 4
 
 
 class Kernel(NamedTuple):
-    """The functions of a shared library.
-
-    Attributes:
-        rows: of count, entries, scale or None, limit, threads, and the rows to write; returns how many of them are not finite.
-        products: of count, entries, threads, and the products to write.
-    """
-
+    # of count, entries, scale or None, limit, threads, and the rows to write; returns how many of them are not finite
     rows: Callable[[int, object, object, float, int, object], int]
-    products: Callable[[int, object, int, object], None]
+    products: Callable[[int, object, int, object], None]  # of count, entries, threads, and the products to write
 
 
 class CppStatistics(EagerStatistics):
@@ -159,11 +153,7 @@ def found() -> tuple[Kernel | None, str]:
 
 @lru_cache(maxsize=1)
 def compiled() -> Kernel:
-    """The kernel, compiled for this processor once in a process.
-
-    Raises:
-        RuntimeError: there is no compiler, or it fails; the message has its output.
-    """
+    """The kernel, compiled for this processor once in a process; RuntimeError with the compiler's output."""
     from . import kernel_build
 
     with tempfile.TemporaryDirectory() as place:

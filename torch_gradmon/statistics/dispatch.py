@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,13 +34,8 @@ def kernel_choice() -> bool | None:
 
 
 class Statistics:
-    """Measures tensors on any device.
-
-    Args:
-        complaints: gets one warning if a faster backend is unavailable.
-        eps: an element counts as near zero when ``|x| <= eps``.
-        compiled: whether a kernel measures CPU tensors: None for the one that came with the package, if any; True to compile one now if
-            none came.
+    """Measures tensors on any device. ``compiled``: whether a kernel measures CPU tensors: None for the one that came with the package, if
+    any; True to compile one now if none came.
     """
 
     def __init__(self, complaints: WarningLog, eps: float = DEFAULT_EPS, compiled: bool | None = None) -> None:
@@ -77,16 +73,7 @@ class Statistics:
             return backend.row_of(tensor, columns, self.eps, inverse_scale)
 
     def inner_products(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
-        backend = self._backend(first[0].device)
-        with self._lock:
-            try:
-                return backend.inner_products(first, second)
-            except Exception as error:
-                if backend is self._eager:
-                    raise
-                products = self._eager.inner_products(first, second)
-                self._give_up(first[0].device, error)
-                return products
+        return self._by_backend("inner_products", first, second)
 
     def has_kernel(self, device: torch.device) -> bool:
         """Whether a kernel of its own measures tensors on ``device``, in a few launches however many they are."""
@@ -108,19 +95,21 @@ class Statistics:
         """Rows ``[len(tensors), 8]`` of tensors on one device, on that device. See :meth:`Backend.measure`."""
         if not tensors:
             return identity(0)
+        return self._by_backend("rows", tensors, Request(columns, self.eps, inverse_scale), minus)
+
+    def _by_backend(self, method: str, tensors: Sequence[Tensor], *given: Any) -> Tensor:
         device = tensors[0].device
-        backend, request = self._of.get(device.type) or self._backend(device), Request(columns, self.eps, inverse_scale)
+        backend = self._of.get(device.type) or self._backend(device)
         with self._lock:
             try:
-                return backend.rows(tensors, request, minus)
+                found: Tensor = getattr(backend, method)(tensors, *given)
             except Exception as error:
                 if backend is self._eager:
                     raise
-                rows = self._eager.rows(tensors, request, minus)
-                self._give_up(device, error)
-                return rows
-
-    def _give_up(self, device: torch.device, error: Exception) -> None:
-        """Use stock operations from now on. They have worked where the backend failed: else the tensors are the cause."""
-        name, self._of[device.type] = type(self._of[device.type]).__name__, self._eager
-        self._complaints.add(f"backend:{device.type}", f"{name} failed and is off: statistics are slower now, not wrong", error)
+                found = getattr(self._eager, method)(tensors, *given)
+                # they have worked where the backend failed: else the tensors are the cause
+                name, self._of[device.type] = type(backend).__name__, self._eager
+                self._complaints.add(
+                    f"backend:{device.type}", f"{name} failed and is off: statistics are slower now, not wrong", error
+                )
+            return found

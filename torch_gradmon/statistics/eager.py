@@ -31,17 +31,7 @@ CAPACITY = 1 << 18
 
 
 class Chunk:
-    """Tensors that fit into the buffer together.
-
-    Args:
-        members: their positions in the packed list.
-        shapes: of these tensors.
-        run: length of a row; every tensor starts a new row.
-
-    Attributes:
-        rows: number of rows.
-        padding: positions in the buffer between the end of a tensor and the next row, or None.
-    """
+    """Tensors that fit into the buffer together, in rows of ``run`` elements; every tensor starts a new row."""
 
     def __init__(self, members: range, shapes: Sequence[torch.Size], run: int) -> None:
         self.members = members
@@ -55,6 +45,7 @@ class Chunk:
             if start > end:
                 gaps.append(torch.arange(end, start, device="cpu"))
         self.rows = start // run
+        # positions in the buffer between the end of a tensor and the next row, or None
         self.padding = torch.cat(gaps) if gaps else None
 
     def fill(self, buffer: Tensor, tensors: Sequence[Tensor]) -> None:
@@ -71,14 +62,7 @@ class Chunk:
 
 
 class PackedLayout:
-    """How tensors of these shapes are packed, in rows of ``run`` elements.
-
-    Attributes:
-        chunks: together they hold all tensors.
-        owners: the tensor of each row, int64, or None if every tensor has exactly one row.
-        counts: number of elements of each tensor, float64.
-        padded: number of padding elements of each tensor, float64.
-    """
+    """How tensors of these shapes are packed, in rows of ``run`` elements."""
 
     def __init__(self, shapes: Sequence[torch.Size], run: int) -> None:
         sizes = [shape.numel() for shape in shapes]
@@ -90,15 +74,16 @@ class PackedLayout:
                 filled, chunk = 0, chunk + 1
             filled += count * run
             chunk_of.append(chunk)
-        self.chunks = []
+        self.chunks = []  # together they hold all tensors
         for _, group in groupby(range(len(shapes)), key=chunk_of.__getitem__):
             members = list(group)
             span = range(members[0], members[-1] + 1)
             self.chunks.append(Chunk(span, shapes[span.start : span.stop], run))
         counts = torch.tensor(rows, dtype=torch.int64, device="cpu")
+        # the tensor of each row, int64, or None if every tensor has exactly one row
         self.owners = None if set(rows) == {1} else torch.arange(len(rows), device="cpu").repeat_interleave(counts)
-        self.counts = torch.tensor(sizes, dtype=torch.float64, device="cpu")
-        self.padded = counts * run - self.counts
+        self.counts = torch.tensor(sizes, dtype=torch.float64, device="cpu")  # number of elements of each tensor, float64
+        self.padded = counts * run - self.counts  # number of padding elements of each tensor, float64
 
 
 #: Tensors in all cached packing layouts.
@@ -109,13 +94,10 @@ Columns = dict[Column, Tensor]
 
 
 class Scratch:
-    """CPU buffers that are reused between calls."""
-
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def get(self, use: str, dtype: torch.dtype, size: int) -> Tensor:
-        """The buffer for ``use``, with ``size`` elements or more."""
         buffer = self._buffers.get((use, dtype))
         if buffer is None or buffer.numel() < size:
             with outside_dispatch_modes(), torch.inference_mode(False):  # the buffer is written to outside of these modes
@@ -168,7 +150,6 @@ class PackedStatistics:
         return buffer[:size].view(-1, run)
 
     def _of_rows(self, table: Tensor, chunk: Chunk, request: Request) -> Columns:
-        """Columns of the rows of a packed chunk, each ``[chunk.rows]``."""
         found: Columns = {}
         dtype = table.dtype
         scratch = self._scratch.get("rows", dtype, CAPACITY)[: table.numel()].view(table.shape)
@@ -276,10 +257,8 @@ class EagerStatistics(Backend):
     def row_of(
         self, tensor: Tensor, columns: frozenset[Column], eps: float, inverse_scale: Tensor | None = None
     ) -> list[float] | None:
-        """The row of one large CPU tensor as numbers, with as few calls as possible: for hooks, which get one tensor at a time.
-
-        Returns:
-            Eight numbers, equal to those of :meth:`measure`; None if that must be used.
+        """The row of one large CPU tensor as numbers, equal to that of :meth:`measure`, with as few calls as possible: for hooks, which
+        get one tensor at a time. None if :meth:`measure` must be used.
         """
         if tensor.numel() <= SMALL or tensor.dtype not in NARROW or not is_plain(tensor) or not tensor.is_contiguous():
             return None

@@ -41,11 +41,7 @@ class _Piece(NamedTuple):
 
 
 def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
-    """One for each tensor: int64 ``[len(tensors)]``, on their device. Does not synchronise.
-
-    Args:
-        tensors: dense, on one device, of any dtype. Only the order of the elements matters, not the strides.
-    """
+    """One for each dense tensor on one device: int64. Only the order of the elements matters, not the strides. Does not synchronise."""
     if not tensors:
         return torch.zeros(0, dtype=torch.int64, device="cpu")
     with torch.no_grad(), outside_dispatch_modes():

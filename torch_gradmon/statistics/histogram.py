@@ -228,10 +228,8 @@ NORM_COLUMNS = {
 
 
 def rows_of(gradients: Sequence[Tensor], norm_type: float, statistics: Statistics) -> Tensor:
-    """Rows ``[len(gradients), 8]`` with the ``NORM_COLUMNS`` of this order, on the first gradient's device. Does not synchronise.
-
-    Raises:
-        ValueError: a gradient cannot be measured.
+    """Rows with the ``NORM_COLUMNS`` of this order, on the first gradient's device; ValueError if one cannot be measured. Does not
+    synchronise.
     """
     by_device: dict[torch.device, list[int]] = {}
     for place, gradient in enumerate(gradients):

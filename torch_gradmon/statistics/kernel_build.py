@@ -45,11 +45,7 @@ def built(capability: str) -> Path | None:
 
 
 def build() -> list[Path]:
-    """Build the kernels for this kind of machine where they are missing. Removes those of other versions.
-
-    Raises:
-        RuntimeError: there is no compiler, or it fails; the message has its output.
-    """
+    """Build the missing kernels for this kind of machine; RuntimeError as :func:`compile_to`. Removes those of other versions."""
     wanted = {_path(name): flags for name, flags in _VARIANTS.get(platform.machine(), {}).items()}
     DIRECTORY.mkdir(exist_ok=True)
     for path in DIRECTORY.glob("*.so"):
@@ -64,11 +60,7 @@ def build() -> list[Path]:
 
 
 def compile_to(library: Path, extra: Sequence[Sequence[str]]) -> None:
-    """Compile the kernel, with the first of the ``extra`` options that the compiler takes.
-
-    Raises:
-        RuntimeError: there is no compiler, or it fails; the message has its output.
-    """
+    """Compile the kernel, with the first of the ``extra`` options that the compiler takes; RuntimeError with its output if none."""
     command, output = compiler(), ""
     for options in extra:
         whole = [*command, *_FLAGS, *options, "-o", str(library), str(SOURCE)]
@@ -80,11 +72,7 @@ def compile_to(library: Path, extra: Sequence[Sequence[str]]) -> None:
 
 
 def compiler() -> list[str]:
-    """The command that compiles, with its first arguments.
-
-    Raises:
-        RuntimeError: there is none.
-    """
+    """The command that compiles, with its first arguments; RuntimeError if there is none."""
     if wanted := shlex.split(os.environ.get("CXX", "")):
         if shutil.which(wanted[0]) is None:
             raise RuntimeError(f"the compiler that $CXX names was not found: {' '.join(wanted)}")

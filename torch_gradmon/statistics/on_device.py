@@ -46,25 +46,18 @@ class _Piece:
 
 
 class _Table:
-    """What is measured at once, with its constants on the device.
-
-    Attributes:
-        pieces: what is in it.
-        counts: number of elements of each row.
-        is_full: all rows are.
-        zeros, highest, lowest: columns of rows without elements.
-    """
+    """What is measured at once, with its constants on the device."""
 
     def __init__(self, pieces: Sequence[_Piece], device: torch.device) -> None:
-        self.pieces = pieces
+        self.pieces = pieces  # what is in it
         wide = accumulator_dtype(device)
         counts: list[int] = []
         for piece in pieces:
             length = piece.stop - piece.start
             counts += [RUN] * (length // RUN) + [length % RUN] * (length % RUN > 0)
-        self.counts = copied_to_device(torch.tensor(counts, dtype=wide, device="cpu"), device)
-        self.is_full = all(count == RUN for count in counts)
-        self.zeros = torch.zeros_like(self.counts)
+        self.counts = copied_to_device(torch.tensor(counts, dtype=wide, device="cpu"), device)  # number of elements of each row
+        self.is_full = all(count == RUN for count in counts)  # all rows are
+        self.zeros = torch.zeros_like(self.counts)  # zeros, highest, lowest: columns of rows without elements
         self.highest, self.lowest = self.zeros + torch.inf, self.zeros - torch.inf
 
     @functools.cached_property
@@ -74,21 +67,10 @@ class _Table:
 
 
 class _Layout:
-    """How tensors of these sizes are laid out and merged.
-
-    Args:
-        sizes: numbers of elements.
-        dtypes: theirs; a table has one.
-        device: theirs.
-
-    Attributes:
-        tables: together they have all elements.
-        levels: see :func:`_levels`, on the device; none if each tensor has one row, in order.
-        empty: the row of a tensor without elements.
-    """
+    """How tensors of these sizes are laid out and merged; a table has one dtype."""
 
     def __init__(self, sizes: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> None:
-        self.tables = [_Table(pieces, device) for pieces in _tables(sizes, dtypes)]
+        self.tables = [_Table(pieces, device) for pieces in _tables(sizes, dtypes)]  # together they have all elements
         places: list[list[int]] = [[] for _ in sizes]
         row = 0
         for table in self.tables:
@@ -96,12 +78,12 @@ class _Layout:
                 places[piece.tensor] += range(row, row + piece.rows)
                 row += piece.rows
         in_order = places == [[number] for number in range(row)]
+        # see :func:`_levels`, on the device; none if each tensor has one row, in order
         self.levels = [] if in_order else [copied_to_device(level, device) for level in _levels(places, row)]
-        self.empty = identity(1, device, accumulator_dtype(device))
+        self.empty = identity(1, device, accumulator_dtype(device))  # the row of a tensor without elements
         self._pads: dict[tuple[torch.dtype, int], Tensor] = {}
 
     def padding(self, like: Tensor, length: int) -> Tensor:
-        """Zeros to fill a row with."""
         kind = like.dtype, length
         if kind not in self._pads:  # parts of one tensor, since each tensor that is made is a launch
             if length == RUN:

@@ -19,11 +19,7 @@ _PRODUCT_BLOCK = 1 << 20
 
 
 def needs_precise_pass(rows: Tensor, columns: frozenset[Column]) -> tuple[list[int], list[int]]:
-    """Check the rows ``[n, 8]`` of a first pass, on the CPU.
-
-    Returns:
-        Positions of tensors with NaN or Inf, and of the others for which float32 is too inexact.
-    """
+    """Of the rows of a first pass, on the CPU, which hold NaN or Inf, and for which others float32 is too inexact."""
     if len(rows) == 1:  # as in a hook, where a dozen calls cost more than reading the row
         (row,) = rows.tolist()
         nonfinite, imprecise = row_needs_precise_pass(row, columns)
@@ -35,7 +31,6 @@ def needs_precise_pass(rows: Tensor, columns: frozenset[Column]) -> tuple[list[i
 
 
 def _doubts(rows: Tensor, columns: frozenset[Column]) -> tuple[Tensor, Tensor]:
-    """Both as booleans ``[n]``."""
     of = rows.unbind(1)
     extremes = Column.MIN in columns or Column.MAX in columns
     witness = rows.sum(dim=1) if extremes else rows[:, :SUMMED].sum(dim=1)

@@ -102,7 +102,6 @@ def are_alike(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
 
 
 def refusal(tensor: Tensor) -> str | None:
-    """Why ``tensor`` cannot be measured, or None."""
     if type(tensor) in PLAIN and not (tensor.is_nested or tensor.is_meta or is_functorch_wrapped(tensor)):
         return None
     if is_functorch_wrapped(tensor):
@@ -126,12 +125,8 @@ def _coalesced(tensor: Tensor) -> Tensor:
 
 
 def flat_values(tensor: Tensor) -> tuple[Tensor, int]:
-    """All stored numbers of ``tensor`` as one dimension, and the number of implicit zeros.
-
-    The order is arbitrary, so any dense layout is a view; only gaps and overlaps need a copy.
-
-    Raises:
-        NotMeasurable: the tensor has no readable local values (meta, nested, sharded, inside a functorch transform).
+    """All stored numbers of ``tensor`` as one dimension, and the number of implicit zeros. The order is arbitrary, so any dense layout is
+    a view; only gaps and overlaps need a copy.
     """
     if (reason := refusal(tensor)) is not None:
         raise NotMeasurable(reason)
@@ -154,11 +149,7 @@ def flat_values(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def flat_pair(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The numbers of two tensors of equal shape as one dimension, in the same order whatever their layouts.
-
-    Raises:
-        NotMeasurable: one of them has no readable local values.
-    """
+    """The numbers of two tensors of equal shape as one dimension, in the same order whatever their layouts."""
     for tensor in (a, b):
         if (reason := refusal(tensor)) is not None:
             raise NotMeasurable(reason)
@@ -202,16 +193,11 @@ DEFAULT_EPS = 1e-8
 
 @dataclass(frozen=True)
 class Request:
-    """What to compute.
-
-    Attributes:
-        columns: needed columns; the others hold their identity, or values that cost nothing extra. COUNT and NONFINITE are always exact.
-        eps: an element counts as near zero when ``|x| <= eps``.
-        inverse_scale: 0-d tensor that multiplies every element first, in float32 as ``GradScaler.unscale_`` does, or None.
-    """
-
+    # needed columns; the others hold their identity, or values that cost nothing extra. COUNT and NONFINITE are always
+    # exact.
     columns: frozenset[Column] = ALL_COLUMNS
-    eps: float = DEFAULT_EPS
+    eps: float = DEFAULT_EPS  # an element counts as near zero when ``|x| <= eps``
+    # 0-d tensor that multiplies every element first, in float32 as ``GradScaler.unscale_`` does, or None
     inverse_scale: Tensor | None = None
 
     @cached_property
@@ -249,8 +235,6 @@ class Request:
 
 
 class Backend:
-    """Measures tensors on one device."""
-
     def measure(
         self,
         tensors: Sequence[Tensor],
@@ -281,38 +265,21 @@ class Backend:
         raise NotImplementedError
 
     def inner_products(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
-        """The sum of ``a * b`` of each pair of tensors of one shape, all on one device: ``[n]``, in float64 if the device has it. Does not
-        synchronise.
-
-        Raises:
-            NotMeasurable: one of them has no readable local values.
-        """
+        """The sum of ``a * b`` of each pair of tensors, all on one device: ``[n]``, in float64 if it has it. Does not synchronise."""
         raise NotImplementedError
 
 
 @dataclass
 class Batch:
-    """Tensors to be measured together. A tensor that is not plain is flattened.
-
-    Attributes:
-        values: the tensors.
-        minus: tensors of the same shapes to subtract, or None.
-        wide: for each tensor, whether float32 cannot hold its numbers.
-        zeros: number of implicit zeros of sparse tensors, by position.
-    """
+    """Tensors to be measured together. A tensor that is not plain is flattened."""
 
     values: list[Tensor]
-    minus: list[Tensor] | None
-    wide: list[bool]
-    zeros: dict[int, int]
+    minus: list[Tensor] | None  # tensors of the same shapes to subtract, or None
+    wide: list[bool]  # for each tensor, whether float32 cannot hold its numbers
+    zeros: dict[int, int]  # number of implicit zeros of sparse tensors, by position
 
     @classmethod
     def read(cls, tensors: Sequence[Tensor], minus: Sequence[Tensor] | None) -> Batch:
-        """The batch of ``tensors``.
-
-        Raises:
-            NotMeasurable: a tensor without readable local values.
-        """
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise NotMeasurable("inside a torch.func transform")
         plain = tensors if isinstance(tensors, PlainTensors) else as_plain(tensors)

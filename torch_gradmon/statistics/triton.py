@@ -30,7 +30,7 @@ from torch import Tensor
 from ..core.moments import WIDTH, Column
 from ..core.torch_modes import copied_to_device, stream_number
 from .eager import EagerStatistics
-from .request import PLAIN, Backend, Request, are_alike, are_unchanged_on, dtype_of, is_functorch_wrapped, threshold
+from .request import Backend, Request, are_alike, are_unchanged_on, dtype_of, threshold
 
 # --- The kernels behind :mod:`torch_gradmon.statistics.triton`. Importing this file imports Triton ---
 
@@ -449,15 +449,7 @@ def _fits(tensor: Tensor, minus: Tensor | None) -> bool:
 
 def _readable(tensor: Tensor, device: torch.device) -> bool:
     """Whether what is at the address of a tensor, if it has memory, are its elements, unchanged and on ``device``."""
-    return (
-        type(tensor) in PLAIN
-        and device.type == _KIND_OF_DEVICE
-        and tensor.device == device
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-        and not is_functorch_wrapped(tensor)
-        and not tensor.is_neg()
-    )
+    return device.type == _KIND_OF_DEVICE and are_unchanged_on([tensor], device)
 
 
 def _has_memory(tensor: Tensor) -> bool:

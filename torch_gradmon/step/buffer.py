@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import accumulate, chain, count, islice, repeat
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -42,12 +42,13 @@ from ..statistics.request import accumulator_dtype, refusal
 _WITNESSES = frozenset({Column.COUNT, Column.SUM, Column.SQUARE_SUM})
 
 
-def _rows_at(blocks: Sequence[Tensor], places: Sequence[tuple[int, int]]) -> Tensor:
-    (block, first), count = places[0], len(places)
-    if places[-1] == (block, first + count - 1) and list(places) == [(block, first + row) for row in range(count)]:
-        return blocks[block][first : first + count]  # as for what was merged
-    starts = [0, *accumulate(len(block) for block in blocks)]
-    return torch.cat(list(blocks))[[starts[block] + row for block, row in places]]
+def _rows_at(places: Sequence[tuple[Tensor, int]]) -> Tensor:
+    blocks = {id(block): block for block, _ in places}
+    starts = dict(zip(blocks, accumulate(map(len, blocks.values()), initial=0), strict=False))
+    rows = [starts[id(block)] + row for block, row in places]
+    together = torch.cat(list(blocks.values())) if len(blocks) > 1 else places[0][0]
+    is_run = rows == [*range(rows[0], rows[0] + len(rows))]  # as for what was merged
+    return together[rows[0] : rows[0] + len(rows)] if is_run else together[rows]
 
 
 def _shared(after: StatsTable, before: StatsTable) -> StatsTable:
@@ -74,6 +75,9 @@ def _shared(after: StatsTable, before: StatsTable) -> StatsTable:
 Aggregation = str | Callable[..., Any]
 
 
+_REDUCE: dict[str, Callable[..., Tensor]] = {"mean": torch.sum, "sum": torch.sum, "min": torch.amin, "max": torch.amax}
+
+
 @dataclass
 class PendingValue:
     aggregation: Aggregation
@@ -81,12 +85,7 @@ class PendingValue:
 
 
 def as_tensor(value: Any, key: Key) -> Tensor:
-    """A number or a tensor as one dimension, in the widest floating dtype of its device.
-
-    Raises:
-        TypeError: it is neither, or not real.
-        ValueError: it has no elements.
-    """
+    """A number or a tensor as one dimension, in the widest floating dtype of its device; TypeError or ValueError if neither."""
     if isinstance(value, Tensor):
         if (reason := refusal(value)) is not None:
             raise TypeError(f"the value of {'/'.join(filter(None, key))} cannot be read: {reason}")
@@ -105,25 +104,16 @@ def as_tensor(value: Any, key: Key) -> Tensor:
 
 
 def part_of(values: Tensor, aggregation: Aggregation, weight: int = 1) -> Tensor:
-    """The contribution of one micro-batch, reduced immediately, because the tensor may be modified later. In a mean, a single value counts
-    ``weight`` times.
-    """
+    """The contribution of one micro-batch, reduced at once: the tensor may be modified later. A single value counts ``weight`` times."""
     if aggregation == "mean":
         return torch.stack([values.sum(), torch.full_like(values[0], values.numel())]) * (weight if values.numel() == 1 else 1)
-    if aggregation == "sum":
-        return values.sum().reshape(1)
-    if aggregation == "min":
-        return values.amin().reshape(1)
-    if aggregation == "max":
-        return values.amax().reshape(1)
+    if isinstance(aggregation, str):
+        return _REDUCE[aggregation](values).reshape(1)
     return values.clone()  # it may be a view of its source
 
 
 def merged_parts(parts: list[Tensor], aggregation: str) -> Tensor:
-    stacked = torch.stack(parts)
-    if aggregation in ("mean", "sum"):
-        return stacked.sum(dim=0)
-    return stacked.amin(dim=0) if aggregation == "min" else stacked.amax(dim=0)
+    return _REDUCE[aggregation](torch.stack(parts), 0)
 
 
 def cosine(product: Tensor, first: Tensor, second: Tensor) -> Tensor:
@@ -156,9 +146,7 @@ def row_of_sums(sums: Tensor) -> Tensor:
 
 
 def contribution(key: Key, pending: PendingValue, reducer: str) -> Tensor | None:
-    """This rank's contribution to a value that ranks merge by ``reducer``, as a row of statistics ``[8]``; None if the aggregation function
-    returned several values.
-    """
+    """This rank's contribution to a value that ranks merge by ``reducer``, ``[8]``; None if the aggregation function returned several."""
     if pending.aggregation == reducer == "mean":  # weighted by how many values each rank has
         total, count = merged_parts(pending.parts, "mean").unbind()
     else:
@@ -234,42 +222,8 @@ def _stands_for(given: Key, own: Key) -> bool:
 # --- Streams, and the copy to the host ---
 
 
-class StreamJoin:
-    """The streams on which values were computed, such as those of a model whose branches run side by side.
-
-    The current stream waits for them on the device, never the host.
-    """
-
-    def __init__(self) -> None:
-        self._streams: dict[tuple[torch.device, int], Any] = {}
-
-    def note(self, device: torch.device) -> None:
-        number = stream_number(device)
-        if number is not None and (device, number) not in self._streams and (stream := current_stream(device)) is not None:
-            self._streams[device, number] = stream
-
-    def join(self, values: Callable[[], Iterable[Tensor]]) -> None:
-        """Let the current streams wait for all others, and keep the memory of ``values`` until the current ones have read it."""
-        streams, self._streams = self._streams, {}
-        here = {device: stream_number(device) for device, _ in streams}
-        others = [(device, stream) for (device, number), stream in streams.items() if here[device] != number]
-        for device, stream in others:
-            current_stream(device).wait_stream(stream)
-        elsewhere = {device for device, _ in others}
-        if elsewhere:
-            for value in values():
-                if value.device in elsewhere:
-                    keep_for_current_stream(value)  # else the next tensor of its own stream may get this memory early
-        for device in here:
-            self.note(device)
-
-
 class DeviceToHostCopy:
-    """An asynchronous copy of tensors to the host, as float64, packed into one copy per device.
-
-    The copy goes to pinned memory, queued behind the device's work; only :meth:`land` waits for it. Devices without streams are read in
-    :meth:`land`.
-    """
+    """An asynchronous copy of tensors as float64, one per device, to pinned memory behind the device's work: :meth:`land` waits."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._host: list[Tensor] = []  # those of other devices are replaced when they land
@@ -326,11 +280,9 @@ Identities = Sequence[Any] | Tensor
 
 @torch.no_grad()
 def largest_of(losses: Tensor, identities: Identities) -> Tensor:
-    """Numbers about the losses of rows, ``[n]``, on their device. Does not synchronise.
-
-    Returns:
-        The sum of finite losses, the numbers of others and of negative ones, the :data:`KEPT` largest losses, those that are not finite
-        first, their places, and the parts of their identities where these are a tensor.
+    """Numbers about the losses of rows, ``[n]``, on their device: the sum of finite losses, the numbers of others and of negative ones, the
+    :data:`KEPT` largest losses, those that are not finite first, their places, and the parts of their identities where these are a tensor.
+    Does not synchronise.
     """
     values = losses.detach().to(accumulator_dtype(losses.device))
     is_finite = values.isfinite()
@@ -344,11 +296,8 @@ def largest_of(losses: Tensor, identities: Identities) -> Tensor:
 
 
 def merged(calls: Sequence[tuple[Identities, int, Tensor]]) -> dict[str, Any]:
-    """The worst rows of a step, for its context: ``ids`` and ``losses``, the largest first, their ``sum``, the ``count`` of all rows,
-    and how many losses are ``nonfinite`` and ``negative``. A row of several calls has the sum of its losses.
-
-    Args:
-        calls: identities, number of rows, and the numbers of :func:`largest_of` on the host, for each call in the step.
+    """The worst rows of a step, for its context; a row of several calls has the sum of its losses. ``calls``: identities, number of rows,
+    and the numbers of :func:`largest_of` on the host.
     """
     found: dict[Any, float] = {}
     for identities, _, numbers in calls:
@@ -414,15 +363,14 @@ SKEW = "ranks/skew"
 class StepBuffer:
     """What was measured in one step: rows of statistics by source and name, values by key, and facts.
 
-    Rows are stored, where the last one counts, or merged, over micro-batches and calls. Values merge over micro-batches and ranks by named
-    reducers or functions.
+    Rows are stored, where the last one counts, or merged over micro-batches and calls.
     """
 
     def __init__(self, step: int, complaints: WarningLog) -> None:
         self.step, self._complaints = step, complaints
         self._columns: dict[str, frozenset[Column]] = {}  # that all rows of a source have
         self._exchanged: set[tuple[str, str]] = set()  # tensors whose rows are merged over ranks
-        self._versions: Counter[str] = Counter()
+        self._numbers = count(1)
         self._reducers: dict[Key, str] = {}
         self._stand_ins: set[Key] = set()  # values of a trainer that the script has not logged
         self.unshown: set[tuple[str, str]] = set()  # source and name of rows for the run directory only
@@ -430,10 +378,8 @@ class StepBuffer:
         self._begin()
 
     def _begin(self) -> None:
-        self._blocks: list[Tensor] = []
-        self._whole: dict[str, tuple[tuple[str, ...], int]] = {}  # sources of which one block has all rows: names and block
-        # by source and name the block and the row, where this is asked for
-        self._places: dict[str, dict[str, tuple[int, int]]] = {}
+        # what was put of each source: names (None for a row that was removed), rows, and a number, whose largest counts for a name
+        self._rows: dict[str, list[tuple[tuple[str | None, ...], Tensor, int]]] = {}
         self._parts: dict[tuple[str, str], list[Tensor]] = {}
         self._pending: dict[Key, PendingValue] = {}
         self._contributions: dict[Key, tuple[str, Tensor]] = {}
@@ -451,73 +397,57 @@ class StepBuffer:
         self.absent: dict[tuple[str, str], str] = {}
         self.refused: dict[str, str] = {}
         self.rng: dict[str, Tensor] = {}  # states of the random generators at its beginning
-        self._streams: StreamJoin | None = None
+        self._streams: dict[tuple[torch.device, int], Any] = {}  # those on which values were computed
 
     def put_rows(self, source: str, names: Sequence[str], rows: Tensor, columns: frozenset[Column]) -> None:
         """Store statistics ``[len(names), 8]``, replacing those of the same names."""
         if not rows.is_cpu:
             self._note_stream(rows.device)
-        if len(self._blocks) >= 64:
-            self._drop_replaced()
         if len(names) != len(rows):
             raise ValueError(f"{len(rows)} rows of {source} for {len(names)} names")
-        if source in self._whole or source in self._places:
-            self._change(source, dict(zip(names, zip(repeat(len(self._blocks)), count()), strict=False)))
-        else:
-            self._whole[source] = tuple(names), len(self._blocks)
-        self._blocks.append(rows)
-        self._versions[source] += 1
+        self._put(source, tuple(names), rows)
         self._narrow(source, columns)
 
-    def _at(self, source: str) -> dict[str, tuple[int, int]]:
-        """Block and row of each tensor of a source; not to be changed."""
-        if source in self._whole and source not in self._places:
-            names, block = self._whole[source]
-            self._places[source] = dict(zip(names, zip(repeat(block), count()), strict=False))
-        return self._places.get(source, {})
+    def _put(self, source: str, names: tuple[str | None, ...], rows: Tensor) -> None:
+        puts, put = self._rows.setdefault(source, []), (names, rows, next(self._numbers))
+        for place, (known, *_) in enumerate(puts):
+            if known == names:
+                puts[place] = put
+                return
+        puts.append(put)
 
-    def _change(self, source: str, places: Mapping[str, tuple[int, int]]) -> None:
-        """More places, or others for these names."""
-        self._places[source] = {**self._at(source), **places}
-        self._whole.pop(source, None)
+    def _places(self, source: str) -> dict[str, tuple[Tensor, int]]:
+        """The table and the row in it of each tensor of a source, in the order in which they came."""
+        puts = self._rows.get(source, [])
+        found: dict[Any, Any] = {name: None for names, *_ in puts for name in names}
+        for names, rows, _ in sorted(puts, key=itemgetter(2)):
+            found.update(zip(names, zip(repeat(rows), count()), strict=False))
+        found.pop(None, None)
+        return found
 
     def _narrow(self, source: str, columns: frozenset[Column]) -> None:
         known = self._columns.setdefault(source, columns)
         if known is not columns:
             self._columns[source] = known & columns
 
-    def repeat_rows(self, source: str, names: Sequence[str], of: str, columns: frozenset[Column]) -> None:
+    def repeat_rows(self, source: str, names: Iterable[str], of: str, columns: frozenset[Column]) -> None:
         """Rows of ``source`` are those of the same names of the source ``of``, which must exist."""
-        there = self._whole.get(of)
-        if there is not None and there[0] == tuple(names) and source not in self._whole and source not in self._places:
-            self._whole[source] = there
-        else:
-            known = self._at(of)
-            self._change(source, {name: known[name] for name in names})
+        wanted = set(names)
+        for known, rows, _ in sorted(self._rows[of], key=itemgetter(2)):
+            if some := wanted.intersection(known):
+                self._put(source, known if len(some) == len(known) else tuple(n if n in some else None for n in known), rows)
         self._narrow(source, columns)
 
     def version_of(self, source: str) -> int:
-        return self._versions[source]
+        return max((number for *_, number in self._rows.get(source, ())), default=0)
 
     def names_of(self, source: str) -> set[str]:
-        return set(self._at(source))
+        return set(self._places(source))
 
     def rows_of(self, source: str, names: Iterable[str]) -> Tensor:
         """The stored rows of these names, which must exist: ``[names, 8]``, on the device."""
-        places = self._at(source)
-        return torch.stack([self._blocks[block][row] for block, row in (places[name] for name in names)])
-
-    def _drop_replaced(self) -> None:
-        """Only the blocks are kept that a place refers to."""
-        used = {block for _, block in self._whole.values()}
-        kept = sorted(used.union(block for source in self._places for block, _ in self._at(source).values()))
-        number = {block: index for index, block in enumerate(kept)}
-        self._blocks = [self._blocks[block] for block in kept]
-        self._whole = {source: (names, number[block]) for source, (names, block) in self._whole.items()}
-        self._places = {
-            source: {name: (number[block], row) for name, (block, row) in places.items()}
-            for source, places in self._places.items()
-        }
+        places = self._places(source)
+        return torch.stack([rows[row] for rows, row in (places[name] for name in names)])
 
     def merge_rows(self, source: str, names: Sequence[str], rows: Tensor | Sequence[Tensor], columns: frozenset[Column]) -> None:
         """Merge statistics of one micro-batch or call with those of the same names."""
@@ -539,7 +469,7 @@ class StepBuffer:
 
     def rows_or_none(self, source: str, names: Sequence[str]) -> Tensor:
         """The stored rows of these names, or the identity for missing ones: ``[names, 8]``."""
-        known = self._at(source)
+        known = self._places(source)
         places = [row for row, name in enumerate(names) if name in known]
         if not places:
             return identity(len(names))
@@ -550,16 +480,12 @@ class StepBuffer:
 
     def put_exchanged(self, source: str, names: Sequence[str], rows: Tensor, columns: frozenset[Column]) -> None:
         """Store rows merged over all ranks; those without elements on any rank are dropped on the host."""
-        if self._at(source).keys() <= set(names):
-            self._forget(source)  # in this order on each rank, whatever it has had itself: sums are then the same
+        if self._places(source).keys() <= set(names):
+            self._rows.pop(source, None)  # in this order on each rank, whatever it has had itself: sums are then the same
         self.put_rows(source, names, rows, columns)
         for name in names:
             self._parts.pop((source, name), None)
             self._exchanged.add((source, name))
-
-    def _forget(self, source: str) -> None:
-        self._whole.pop(source, None)
-        self._places.pop(source, None)
 
     def merged_rows_of_calls(self) -> dict[tuple[str, str], Tensor]:
         """The merged rows of :meth:`merge_rows`, without those of micro-batch gradients: ``[8]`` by source and name."""
@@ -567,7 +493,6 @@ class StepBuffer:
         return {where: merge(torch.stack(parts)) if len(parts) > 1 else parts[0] for where, parts in found.items()}
 
     def parts_of(self, source: str) -> list[Tensor]:
-        """The rows of :meth:`merge_rows` of all tensors of a source: ``[8]`` each."""
         return [row for (of, _), rows in self._parts.items() if of == source for row in rows]
 
     def contribute(self, key: Key, reducer: str, sums: Tensor) -> None:
@@ -580,10 +505,9 @@ class StepBuffer:
         self._reducers[key] = reducer
 
     def shared_values(self, watches: Callable[[Key], bool]) -> dict[Key, tuple[str, Tensor]]:
-        """How each value merges over ranks, and this rank's contribution.
-
-        These are values logged to be shared or that a detector ``watches``, and metrics of modules. What has no named reducer is withheld:
-        a function cannot be applied to values of ranks, each of which has applied it to its own.
+        """How each value merges over ranks, and this rank's contribution: values logged to be shared or that a detector ``watches``, and
+        metrics of modules. What has no named reducer is withheld: a function cannot be applied to values of ranks, each of which has
+        applied it already.
         """
         found = dict(self._contributions)
         for key, pending in list(self._pending.items()):
@@ -619,18 +543,12 @@ class StepBuffer:
         self.merge_value(key, value, aggregation, weight)
 
     def merge_value(self, key: Key, value: Any, aggregation: Aggregation = "mean", weight: int = 1) -> None:
-        """Merge a scalar or tensor of one micro-batch with the others of this step by ``aggregation``.
-
-        Raises:
-            TypeError: neither a number nor a real tensor.
-            ValueError: a tensor without elements.
-        """
+        """Merge a scalar or tensor of one micro-batch with the others of this step by ``aggregation``."""
         self._merge(key, [part_of(as_tensor(value, key), aggregation, weight)], aggregation)
 
     def merge_logged(self, key: Key, value: Any, aggregation: Aggregation, stands_in: bool) -> bool:
-        """Merge a logged value, as :meth:`merge_value` does; returns whether it was taken.
-
-        A value of a trainer ``stands_in`` for one that the script may log: whichever comes first, the script's value replaces it.
+        """Merge a logged value; returns whether it was taken. A value of a trainer ``stands_in`` for one that the script may log:
+        whichever comes first, the script's value replaces it.
         """
         if not self._takes(key, stands_in):
             return False
@@ -673,19 +591,19 @@ class StepBuffer:
         return frozenset(key for key in self._pending if not key.source)
 
     def clear(self, source: str, names: Iterable[str] | None = None) -> None:
-        """Remove the values of ``source``, or of some of its tensors."""
         gone = None if names is None else frozenset(names)
         if self._dropped is not None:
             self._dropped.update([(source, None)] if gone is None else ((source, name) for name in gone))
-        known = self._at(source)
-        if not (known or self._parts or self._pending or self._vectors):
-            return
-
-        if gone is None or gone.issuperset(known):
-            self._forget(source)
-        elif not gone.isdisjoint(known):
-            self._whole.pop(source, None)
-            self._places[source] = {name: place for name, place in known.items() if name not in gone}
+        if gone is None:
+            self._rows.pop(source, None)
+        elif source in self._rows:
+            left = [
+                (names if gone.isdisjoint(names) else tuple(None if name in gone else name for name in names), rows, number)
+                for names, rows, number in self._rows[source]
+            ]
+            self._rows[source] = [put for put in left if any(put[0])]
+            if not self._rows[source]:
+                del self._rows[source]
         if self._parts:
             self._parts = {w: p for w, p in self._parts.items() if w[0] != source or (gone is not None and w[1] not in gone)}
         for keys, _ in self._vectors:
@@ -721,7 +639,7 @@ class StepBuffer:
         self.absent.update({where: reason for where, reason in other.absent.items() if where[0] == source})
 
     def _take_rows(self, other: StepBuffer, source: str, names: Iterable[str]) -> None:
-        known = other._at(source)
+        known = other._places(source)
         if found := [name for name in names if name in known]:
             self.put_rows(source, found, other.rows_of(source, found), other._columns[source])
 
@@ -736,10 +654,8 @@ class StepBuffer:
         """A new buffer with the stored rows of ``sources`` and the logged values. This one is unchanged."""
         self.join_streams()
         wanted, found = set(sources), self.scalars()
-        found._reducers, found._blocks = dict(self._reducers), list(self._blocks)
-        found._whole = {source: whole for source, whole in self._whole.items() if source in wanted}
-        found._places = {source: places for source, places in self._places.items() if source in wanted}
-        found._drop_replaced()
+        found._reducers = dict(self._reducers)
+        found._rows = {source: list(puts) for source, puts in self._rows.items() if source in wanted}
         found._columns = {source: columns for source, columns in self._columns.items() if source in wanted}
         found.refused.update({source: reason for source, reason in self.refused.items() if source in wanted})
         return found
@@ -750,7 +666,7 @@ class StepBuffer:
         earlier.are_rows_over = False
         self._begin()
         self._dropped = set()
-        for name in ("_columns", "_exchanged", "_versions", "_reducers", "_stand_ins", "unshown"):
+        for name in ("_columns", "_exchanged", "_reducers", "_stand_ins", "unshown"):
             setattr(self, name, copy(getattr(self, name)))
         return earlier
 
@@ -805,7 +721,6 @@ class StepBuffer:
         self.absent.update(((source, ""), reason) for source in (*PARAMETER_SOURCES, *MODULE_SOURCES, *RCC_SOURCES))
 
     def log_sample_losses(self, ids: Identities, losses: Tensor) -> None:
-        """The losses of rows; the largest are kept."""
         if self.are_rows_over:
             for call in range(len(self.rows)):
                 del self.extras[f"rows/{call}"]
@@ -815,17 +730,26 @@ class StepBuffer:
         self.rows.append((ids if isinstance(ids, Tensor) else list(ids), len(losses)))
 
     def _note_stream(self, device: torch.device) -> None:
-        if self._streams is None:
-            self._streams = StreamJoin()
-        self._streams.note(device)
+        number = stream_number(device)
+        if number is not None and (device, number) not in self._streams and (stream := current_stream(device)) is not None:
+            self._streams[device, number] = stream
 
     def join_streams(self) -> None:
         """Whatever the stream that a value was computed on, the current one may read it from now on. The host does not wait."""
-        if self._streams is not None:
-            self._streams.join(self._on_device)
+        streams, self._streams = self._streams, {}
+        here = {device: stream_number(device) for device, _ in streams}
+        others = [(device, stream) for (device, number), stream in streams.items() if here[device] != number]
+        for device, stream in others:
+            current_stream(device).wait_stream(stream)
+        if elsewhere := {device for device, _ in others}:
+            for value in self._on_device():
+                if value.device in elsewhere:
+                    keep_for_current_stream(value)  # else the next tensor of its own stream may get this memory early
+        for device in here:
+            self._note_stream(device)
 
     def _on_device(self) -> Iterator[Tensor]:
-        yield from self._blocks
+        yield from (rows for puts in self._rows.values() for _, rows, _ in puts)
         yield from chain(*self._parts.values(), *(pending.parts for pending in self._pending.values()))
         yield from (values for _, values in self._vectors)
         yield from self._counts.values()
@@ -835,12 +759,11 @@ class StepBuffer:
 
     def start_readback(self) -> PendingReadback:
         """Start the copy to the host, after which nothing may be stored. Does not synchronise."""
-        if self._streams is not None:
+        if self._streams:
             self.join_streams()
         return PendingReadback(self)
 
     def flush(self) -> tuple[dict[str, StatsTable], dict[Key, float], dict[str, float]]:
-        """:meth:`start_readback`, then wait: see :meth:`PendingReadback.land`."""
         return self.start_readback().land()
 
 
@@ -869,9 +792,9 @@ def _rejoin_values(late: StepBuffer, earlier: StepBuffer) -> None:
 
 
 def _rejoin_rows(late: StepBuffer, earlier: StepBuffer) -> None:
-    for source in dict.fromkeys((*earlier._whole, *earlier._places)):
+    for source in earlier._rows:
         kept = set() if source in _FIRST else late.names_of(source)
-        names = [name for name in earlier._at(source) if name not in kept and not late._is_dropped(source, name)]
+        names = [name for name in earlier._places(source) if name not in kept and not late._is_dropped(source, name)]
         late._take_rows(earlier, source, names)
     parts = {where: list(rows) for where, rows in earlier._parts.items() if not late._is_dropped(*where)}
     for where, rows in late._parts.items():
@@ -883,14 +806,9 @@ def _rejoin_rows(late: StepBuffer, earlier: StepBuffer) -> None:
 
 
 class PendingReadback:
-    """The values of a step on their way to the host.
-
-    Attributes:
-        extras: what plugins have sent along, once the copy has landed: float64.
-    """
-
     def __init__(self, buffer: StepBuffer) -> None:
-        self.buffer, self.extras = buffer, dict[str, Tensor]()
+        self.buffer = buffer
+        self.extras: dict[str, Tensor] = {}  # what plugins have sent along, once the copy has landed: float64
         # merged on the host, which is cheaper than one launch for each
         kept = {where: parts for where, parts in buffer._parts.items() if parts}
         self._merged = [(where, len(parts)) for where, parts in kept.items()]
@@ -898,9 +816,10 @@ class PendingReadback:
         self._keys = list(reduced)
         noted = {name: fact for name, fact in buffer.noted.items() if isinstance(fact, Tensor)}
         self._noted = set(noted)
+        self._blocks = {id(rows): rows for puts in buffer._rows.values() for _, rows, _ in puts}
         self.arrival = DeviceToHostCopy(
             [
-                *buffer._blocks,
+                *self._blocks.values(),
                 *chain(*kept.values()),
                 *reduced.values(),
                 *noted.values(),
@@ -928,14 +847,15 @@ class PendingReadback:
     def land(self) -> tuple[dict[str, StatsTable], dict[Key, float], dict[str, float]]:
         """Tables by source, custom values and facts, on the host. Waits for the copy, once per device."""
         buffer, host = self.buffer, iter(self.arrival.land())
-        blocks = list(islice(host, len(buffer._blocks)))
+        blocks = dict(zip(self._blocks, islice(host, len(self._blocks)), strict=True))
         counts = [count for _, count in self._merged]
-        parts = list(islice(host, sum(counts)))
+        parts, sums = list(islice(host, sum(counts))), dict[tuple[str, str], tuple[Tensor, int]]()
         if parts:
             rows = torch.stack(parts)
             owners = [number for number, count in enumerate(counts) for _ in range(count)]
-            blocks.append(rows if len(parts) == len(counts) else merge_by_group(rows, owners, len(counts)))
-        tables = self._tables(blocks) if blocks else {}
+            table = rows if len(parts) == len(counts) else merge_by_group(rows, owners, len(counts))
+            sums = {where: (table, row) for row, (where, _) in enumerate(self._merged)}
+        tables = self._tables(blocks, sums)
         values = {key: float(next(host)) for key in self._keys}
         facts = {name: float(next(host) if name in self._noted else fact) for name, fact in buffer.noted.items()}
         if facts.pop(SKEW, 0.0):
@@ -948,27 +868,29 @@ class PendingReadback:
         self.extras = dict(zip(buffer.extras, host, strict=True))
         return tables, values, facts
 
-    def _tables(self, blocks: list[Tensor]) -> dict[str, StatsTable]:
-        """The tables by source, from the stored blocks on the host; the last one has the merged rows."""
-        buffer, merged = self.buffer, [where for where, _ in self._merged]
-        edited = {source for source, _ in buffer._exchanged}.union(source for source, _ in merged)
+    def _tables(
+        self, blocks: Mapping[int, Tensor], merged: Mapping[tuple[str, str], tuple[Tensor, int]]
+    ) -> dict[str, StatsTable]:
+        """The tables by source, from what was put, on the host by the id of the device's, and what was ``merged``."""
+        buffer = self.buffer
+        edited = {source for source, _ in (*buffer._exchanged, *merged)}
         tables: dict[str, StatsTable] = {}
-        places: dict[str, dict[str, tuple[int, int]]] = {}
-        for source in dict.fromkeys((*buffer._whole, *buffer._places)):
-            if source in buffer._whole and source not in edited:
-                names, block = buffer._whole[source]
+        places: dict[str, dict[str, tuple[Tensor, int]]] = {}
+        for source, puts in buffer._rows.items():
+            (names, rows, _), *more = puts
+            if source not in edited and not more and None not in names:
                 if names:
-                    tables[source] = StatsTable(names, blocks[block], buffer._columns[source])
+                    tables[source] = StatsTable(names, blocks[id(rows)], buffer._columns[source])  # type: ignore[arg-type]
             else:
-                places[source] = dict(buffer._at(source))
+                places[source] = {name: (blocks[id(block)], row) for name, (block, row) in buffer._places(source).items()}
         for source, name in buffer._exchanged:
             place = places.get(source, {}).get(name)
-            if place is not None and not blocks[place[0]][place[1], Column.COUNT] > 0:  # no rank had any
+            if place is not None and not place[0][place[1], Column.COUNT] > 0:  # no rank had any
                 del places[source][name]
-        for row, (source, name) in enumerate(merged):
-            places.setdefault(source, {})[name] = len(blocks) - 1, row
+        for (source, name), place in merged.items():
+            places.setdefault(source, {})[name] = place
         tables.update(
-            (source, StatsTable(tuple(found), _rows_at(blocks, [*found.values()]), buffer._columns[source]))
+            (source, StatsTable(tuple(found), _rows_at([*found.values()]), buffer._columns[source]))
             for source, found in places.items()
             if found
         )

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,27 +48,17 @@ _LOOKS = "looks"
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer to one call, the same on all ranks.
+    """The answer to one call, the same on all ranks."""
 
-    Attributes:
-        absent: how many ranks had not come.
-        first: of them, by its number among all processes.
-        differing: by the part of the cards, the ranks whose part is not that of most.
-        step: the last of the steps in which ranks look for the answer.
-    """
-
-    absent: int = 0
-    first: int = -1
+    absent: int = 0  # how many ranks had not come
+    first: int = -1  # of them, by its number among all processes
+    # by the part of the cards, the ranks whose part is not that of most
     differing: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    step: int = 0
+    step: int = 0  # the last of the steps in which ranks look for the answer
 
 
 def within(limit: float, request: Callable[[], Any]) -> Any:
-    """What ``request`` returns; on a thread of its own, since most requests to a store wait for ever.
-
-    Raises:
-        TimeoutError: it has not returned after ``limit`` seconds.
-    """
+    """What ``request`` returns, by a thread of its own, since most requests to a store wait for ever. TimeoutError after ``limit``."""
     found: list[Any] = []
     failed: list[Exception] = []
 
@@ -89,15 +79,8 @@ def within(limit: float, request: Callable[[], Any]) -> Any:
 
 
 class BoundedStore:
-    """A key-value store whose requests end in time.
-
-    Args:
-        prefix: of all keys.
-        connected_anew: by a connection of its own: a client serves one request at a time, and another thread may wait for an answer.
-
-    Raises:
-        ImportError, RuntimeError, ValueError: there is no store, or none that can be used beside the training.
-        TimeoutError: the store did not answer in time.
+    """A key-value store whose requests end in time, with a TimeoutError. ``connected_anew``: by a connection of its own: a client serves
+    one request at a time, and another thread may wait for an answer.
     """
 
     def __init__(self, prefix: str, connected_anew: bool = True) -> None:
@@ -105,11 +88,6 @@ class BoundedStore:
         self._is_waiting = False
 
     def call(self, method: str, *args: Any, limit: float | None = None) -> Any:
-        """What the store's method returns; ``limit``: in seconds, by default :data:`STORE_LIMIT`.
-
-        Raises:
-            TimeoutError: no answer has come, or none has yet to the request before.
-        """
         if self._is_waiting:
             raise TimeoutError("the key-value store of torch.distributed has not answered an earlier request")
         return within(STORE_LIMIT if limit is None else limit, lambda: self._asked(method, args))
@@ -137,18 +115,7 @@ class BoundedStore:
 
 
 class Agreement:
-    """Whether all ranks take part in one exchange.
-
-    Args:
-        ranks: those that should.
-        what: names the exchange; ranks count the agreements of one name that each has made.
-
-    Attributes:
-        is_met: all ranks have come, and do so in each step from now on.
-        is_open: ranks that were absent may still turn out to be late.
-        differing: by the part of the cards, the ranks whose part is not that of most.
-        why_not: a reason that names the ranks; empty before they were called, and where all take part.
-    """
+    """Whether all ranks take part in one exchange; ranks count the agreements of one name that each has made."""
 
     def __init__(self, ranks: Ranks, what: str) -> None:
         self._ranks, self._what = ranks, what
@@ -160,9 +127,10 @@ class Agreement:
         self._step: int | None = None  # the last one in which this was asked
         self._is_asked = self._is_over = self._has_ended = False
         self._process = HomeProcess()
-        self.is_met, self.is_open = False, True
-        self.differing: Mapping[str, Sequence[int]] = {}
-        self.why_not = ""
+        self.is_met = False  # all ranks have come, and do so in each step from now on
+        self.is_open = True  # ranks that were absent may still turn out to be late
+        self.differing: Mapping[str, Sequence[int]] = {}  # by the part of the cards, the ranks whose part is not that of most
+        self.why_not = ""  # a reason that names the ranks; empty before they were called, and where all take part
 
     @property
     def is_alone(self) -> bool:
@@ -178,7 +146,7 @@ class Agreement:
 
         Args:
             card: what ranks should have in common, by part: a digest of each.
-            step: the number of the step in flight; without one nothing changes after the first time, when this waits for the others.
+            step: the one in flight; without it nothing changes after the first time, when this waits for the others.
         """
         if self.is_met or self._is_over or (self._is_asked and (step is None or step == self._step)):
             return self.is_met
@@ -330,11 +298,7 @@ def named(ranks: Sequence[int]) -> str:
 
 
 def store_of(prefix: str, connected_anew: bool = False) -> Any:
-    """The key-value store of ``torch.distributed``, below ``prefix``; ``connected_anew``: with a connection of its own.
-
-    Raises:
-        ImportError, RuntimeError, ValueError: a private name is gone, or there is no store, or none that can be connected.
-    """
+    """The key-value store of ``torch.distributed``, by private names; ``connected_anew``: with a connection of its own."""
     from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
     store = _get_default_store()
@@ -372,12 +336,7 @@ _PARTIAL = {"tensors": {NAMES, METRICS}}
 
 
 class RankExchange:
-    """The exchange of a step. Every rank enters it with the same rows, whether or not it has values for them.
-
-    Attributes:
-        takes_place: whether there was any exchange.
-        shares_values: whether ranks have exchanged values of their batches.
-    """
+    """The exchange of a step. Every rank enters it with the same rows, whether or not it has values for them."""
 
     def __init__(self, ranks: Ranks, complaints: WarningLog) -> None:
         self.ranks = ranks
@@ -386,7 +345,8 @@ class RankExchange:
         self._has_told: dict[str, bool] = {}  # whether all take part, once it is known
         self._common: list[str] | None = None  # names that all ranks have, where some have others
         self._entries: list[Entry] = []
-        self.takes_place = self.shares_values = False
+        self.takes_place = False  # there was any exchange
+        self.shares_values = False  # ranks have exchanged values of their batches
         self._broadcast_slot = self._received_slot = EMPTY_SLOT
 
     def run(
@@ -402,7 +362,6 @@ class RankExchange:
         """Merge the values in ``buffer`` with those of the other ranks. A no-op without other ranks or anything to merge.
 
         Args:
-            buffer: of the step that ends.
             tensors: rows that all ranks expect.
             shares_values: whether to merge activations, and values that were logged to be shared.
             watches: whether a logged value is shared in any case, as its mean, because a detector uses it.
@@ -453,7 +412,6 @@ class RankExchange:
 
     @property
     def has_received(self) -> bool:
-        """Whether the last exchange brought numbers that were not taken yet."""
         return self._received_slot is not EMPTY_SLOT
 
     def take_received(self) -> tuple[float, ...]:
@@ -474,14 +432,8 @@ class RankExchange:
         )
 
     def all_take_part(self, what: str, parts: Callable[[], Mapping[str, Any]] = dict, step: int | None = None) -> bool:
-        """Whether every rank exchanges ``"tensors"``, ``"values"`` or ``"decisions"``. Asked the first time, a rank without peers waits.
-
-        Where some ranks have other names or metrics they still do, of what all have in common.
-
-        Args:
-            what: is exchanged.
-            parts: what ranks must have in common, as JSON.
-            step: the number of the step in flight, in which late ranks may join; None where there is no step.
+        """Whether every rank exchanges ``"tensors"``, ``"values"`` or ``"decisions"``; also where some have other names or metrics, what
+        all have in common. Asked the first time, a rank without peers waits; ``step``: the one in flight, in which late ranks may join.
         """
         if self.ranks.count == 1:
             return True
@@ -517,7 +469,6 @@ class RankExchange:
         return self.ranks.count == 1 or (self._agreement(what).is_met and not self._agreement(what).differing)
 
     def is_refused(self, what: str) -> bool:
-        """Whether it is known that not every rank takes part."""
         return what in self._agreements and not (self._agreements[what].is_met and self._has_told[what])
 
     def why_not(self, what: str) -> str:
@@ -555,7 +506,6 @@ class RankExchange:
         return found
 
     def _shared(self, buffer: StepBuffer, watches: Callable[[Key], bool]) -> dict[Entry, Tensor]:
-        """This rank's values that are not in the plan."""
         rows: dict[Entry, Tensor] = {(source, name): row for (source, name), row in buffer.merged_rows_of_calls().items()}
         values = buffer.shared_values(watches)
         if "tensors" in self._agreements and not self.are_equal("tensors"):
@@ -588,36 +538,13 @@ def _take(buffer: StepBuffer, entries: Sequence[Entry], rows: Tensor) -> None:
 # --- Which values of a step ranks exchange, and what all ranks must have in common for that ---
 
 
-class ValueDetectors(Protocol):
-    """The detectors, as far as ranks have to share values for them.
-
-    Attributes:
-        accepts_late_values: detectors also use values that arrive after the ranks have exchanged theirs.
-        watches_values: a detector uses logged values.
-    """
-
-    accepts_late_values: bool
-
-    @property
-    def watches_values(self) -> bool: ...  # noqa: D102
-
-    def watches(self, key: Key) -> bool:
-        """Whether a detector uses this value."""
-
-
 class ExchangePolicy:
-    """Merges the values of a step over ranks. The plan determines which, not what this rank has seen.
+    """Merges the values of a step over ranks. The plan determines which, not what this rank has seen."""
 
-    Args:
-        every: steps from one monitored step to the next; None if a function decides.
-    """
-
-    def __init__(
-        self, exchange: RankExchange, planner: Planner, summary: Summary, detectors: ValueDetectors, every: int | None = 1
-    ) -> None:
+    def __init__(self, exchange: RankExchange, planner: Planner, summary: Summary, detectors: Any, every: int | None = 1) -> None:
         self.exchange, self._every = exchange, every
         self.reduces = self._is_leaving = False  # a value was logged to be merged over ranks; the run ends here
-        self._planner, self._summary, self._detectors = planner, summary, detectors
+        self._planner, self._summary, self._detectors = planner, summary, detectors  # the last is the DetectorSet of a room above
 
     @contextlib.contextmanager
     def without_others(self) -> Iterator[None]:
@@ -629,9 +556,7 @@ class ExchangePolicy:
             self._is_leaving = False
 
     def ranks_take_part(self, step: int | None = None) -> bool:
-        """Whether every rank exchanges rows of tensors, of the same model and metrics. Waits for the others the first time; ``step``: the
-        one in flight, in which late ranks may join.
-        """
+        """Whether every rank exchanges rows of tensors, of the same model and metrics. Waits for the others the first time."""
         return self.exchange.all_take_part("tensors", self.parts, step) and self.exchange.are_equal("tensors")
 
     def parts(self) -> dict[str, object]:
@@ -664,26 +589,16 @@ class ExchangePolicy:
         return self.exchange.ranks.count > 1 and self._has_values and not self.exchange.is_refused(what)
 
     def run(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], may_extend: bool) -> None:
-        """Exchange the values of a step that ends.
-
-        Args:
-            buffer: its values.
-            plans: the requested measurements.
-            may_extend: whether the list of shared values may grow, and the first rank broadcast its slot.
-        """
-        if self._is_leaving:
-            self._refuse(buffer, plans, "the run ended in the middle of the step")
+        """Exchange the values of a step that ends; ``may_extend``: the list of shared values may grow, and the first rank broadcast."""
+        if self.exchange.ranks.count == 1:
             return
-        if self.exchange.ranks.count > 1:
-            wanted = {source: (plan.exchanged, plan.columns) for source, plan in plans.items() if plan.exchanged}
-            if n.UPDATE in wanted:
-                wanted[n.UPDATE_BASE] = wanted[n.UPDATE][0], SQUARES
-            asked = "tensors" if self._is_sharded else ""
-            self.exchange.run(buffer, wanted, self._has_values, self._detectors.watches, may_extend, asked, self.parts)
+        wanted = {source: (plan.exchanged, plan.columns) for source, plan in plans.items() if plan.exchanged}
+        if self._is_leaving:
+            for source in wanted:
+                buffer.refuse_all(source, "the run ended in the middle of the step")
+            return
+        if n.UPDATE in wanted:
+            wanted[n.UPDATE_BASE] = wanted[n.UPDATE][0], SQUARES
+        asked = "tensors" if self._is_sharded else ""
+        self.exchange.run(buffer, wanted, self._has_values, self._detectors.watches, may_extend, asked, self.parts)
         self._detectors.accepts_late_values = not self.exchange.shares_values
-
-    def _refuse(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], why: str) -> None:
-        if self.exchange.ranks.count > 1:
-            for source, plan in plans.items():
-                if plan.exchanged:
-                    buffer.refuse_all(source, why)

@@ -62,9 +62,7 @@ def there(places: Sequence[Place], positions: Iterable[int]) -> dict[int, nn.Par
 
 
 class FsdpParameterRef:
-    """A sharded parameter of ``fully_shard``. During a forward or backward pass another one, whose storage is freed afterwards, is in its
-    place.
-    """
+    """A sharded parameter of ``fully_shard``. During a pass another one, whose storage is freed afterwards, is in its place."""
 
     __slots__ = ("_held",)
 
@@ -85,11 +83,7 @@ def _identity(parameter: nn.Parameter) -> tuple[int, bool]:
 
 
 class ParameterRefs:
-    """The parameters of modules under ``fully_shard``, as the optimizer has them.
-
-    Args:
-        root: the watched model.
-    """
+    """The parameters of modules under ``fully_shard``, as the optimizer has them."""
 
     def __init__(self, root: nn.Module) -> None:
         self._kept: list[tuple[FsdpParameterRef, tuple[int, bool]]] = []
@@ -130,119 +124,73 @@ _KEYS, _VALUES = methodcaller("keys"), methodcaller("values")
 
 
 class ModelShape:
-    """The children and parameters of each module, by identity.
-
-    Args:
-        modules: all modules of the model.
-        refs: its parameters under ``fully_shard``.
-    """
-
     def __init__(self, modules: Sequence[nn.Module], refs: ParameterRefs) -> None:
-        self._refs, places = refs, refs.places.keys()
-        self._modules = [weakref.ref(module) for module in modules]
-        self._slots = [{k: v for k, v in _slots(m) if (id(m), k) not in places} for m in modules]
+        self._refs, self._modules = refs, [weakref.ref(module) for module in modules]
         self._known = _identities(modules)
-        # during a pass, plain parameters replace sharded ones that a parent module keeps elsewhere
-        self._replaced_in_pass = {
-            (id(m), name): parameter.shape
-            for m in modules
-            for name, parameter in m._parameters.items()
-            if parameter is not None and (id(m), name) not in places and is_sharded(parameter)
-        }
-        self._sharded_names = {id(m): {name for owner, name in places if owner == id(m)} for m in modules} if places else {}
+        # what may be in the place of each parameter during a pass: under fully_shard (True) any other one, for a sharded one that a
+        # parent module keeps elsewhere a plain one of this shape
+        self._in_pass = [
+            (id(module), name) in refs.places or (parameter.shape if parameter is not None and is_sharded(parameter) else None)
+            for module in modules
+            for name, parameter in module._parameters.items()
+        ]
 
     def is_current(self) -> bool:
         """False once a parameter or module was added, removed or replaced, or a parameter was frozen or thawed."""
         if not self._refs.is_current():
             return False
-        modules: list[nn.Module] = []
-        for reference in self._modules:
-            if (module := reference()) is None:
-                return False
-            modules.append(module)
-        if self._known == _identities(modules):
+        modules = [module for reference in self._modules if (module := reference()) is not None]
+        now = _identities(modules)
+        if self._known == now:
             return True  # as nearly always, and without a call for each module or parameter
-        for module, slots in zip(modules, self._slots, strict=True):
-            sharded = self._sharded_names.get(id(module), ())
-            if len(module._parameters) + len(module._modules) != len(slots) + len(sharded):
-                return False
-            for name, child in module._modules.items():
-                if slots.get(name) != id(child):
-                    return False
-            for name, parameter in module._parameters.items():
-                if name in sharded or (parameter is not None and not isinstance(parameter, nn.Parameter)):
-                    continue  # torch.func.functional_call puts plain tensors there during a call
-                expected = slots.get(name)
-                actual = None if parameter is None else (id(parameter), parameter.requires_grad)
-                if expected != actual and not self._is_replacement(parameter, id(module), name):
-                    return False
-        return True
-
-    def _is_replacement(self, parameter: Tensor | None, owner: int, name: str) -> bool:
-        shape = self._replaced_in_pass.get((owner, name))
-        return parameter is not None and not is_dtensor(parameter) and parameter.shape == shape
+        if self._known[:2] != now[:2]:
+            return False
+        parameters = chain.from_iterable(module._parameters.values() for module in modules)
+        return all(
+            map(_is_same, zip(self._known[2], self._known[3], strict=True), zip(*now[2:], strict=True), parameters, self._in_pass)
+        )
 
 
-def _identities(modules: Sequence[nn.Module]) -> tuple[list[object], ...]:
-    """Names and identities of the children and parameters of all ``modules``, how many each has, and which parameters are trained."""
-    children, parameters = [*map(_CHILDREN, modules)], [*map(_PARAMETERS, modules)]
-    values = [*chain.from_iterable(map(_VALUES, parameters))]
-    return (
-        [*map(len, children), *map(len, parameters)],
-        [*chain.from_iterable(map(_KEYS, [*children, *parameters]))],
-        [*map(id, chain.from_iterable(map(_VALUES, children))), *map(id, values)],
-        [value is not None and value.requires_grad for value in values],
+def _is_same(known: object, now: object, parameter: Tensor | None, in_pass: object) -> bool:
+    # torch.func.functional_call puts plain tensors in the place of parameters during a call
+    return known == now or (
+        parameter is not None
+        and (
+            in_pass is True
+            or not isinstance(parameter, nn.Parameter)
+            or (not is_dtensor(parameter) and parameter.shape == in_pass)
+        )
     )
 
 
-def _slots(module: nn.Module) -> Iterator[tuple[str, object]]:
-    for name, child in module._modules.items():
-        yield name, id(child)
-    for name, parameter in module._parameters.items():
-        yield name, None if parameter is None else (id(parameter), parameter.requires_grad)
+def _identities(modules: Sequence[nn.Module]) -> tuple[list[object], ...]:
+    """How many children and parameters each module has and their names, the children, the parameters, and which of these are trained."""
+    children, parameters = [*map(_CHILDREN, modules)], [*map(_PARAMETERS, modules)]
+    values = [*chain.from_iterable(map(_VALUES, parameters))]
+    return (
+        [*map(len, children), *map(len, parameters), *chain.from_iterable(map(_KEYS, [*children, *parameters]))],
+        [*map(id, chain.from_iterable(map(_VALUES, children)))],
+        [*map(id, values)],
+        [value is not None and value.requires_grad for value in values],
+    )
 
 
 # --- The whole model, of which this rank has parts ---
 
 
 class PartFacts(NamedTuple):
-    """A parameter of one part, as its rank describes it to the others.
+    """A parameter of one part, as its rank describes it to the others."""
 
-    Attributes:
-        stage: number of the part among all parts of the model.
-        name: of the parameter within the part.
-        shape: of the whole parameter.
-        is_trained: it requires a gradient.
-        fan_in: see ``ModelIndex.matrices``; -1 for what is no matrix.
-        group: number of its group among those of the optimizers of its stage; -1 if none of them has it.
-    """
-
-    stage: int
-    name: str
-    shape: Sequence[int]
+    stage: int  # number of the part among all parts of the model
+    name: str  # of the parameter within the part
+    shape: Sequence[int]  # of the whole parameter
     dtype: str
-    is_trained: bool
-    fan_in: int
-    group: int
+    is_trained: bool  # it requires a gradient
+    fan_in: int  # see ``ModelIndex.matrices``; -1 for what is no matrix
+    group: int  # number of its group among those of the optimizers of its stage; -1 if none of them has it
 
 
 class WholeModel:
-    """The parameters of all parts.
-
-    Args:
-        by_rank: what each rank has, the ranks in ascending order.
-        members: their numbers among all processes.
-        modules: stage, name and class of each module.
-        cards: settings of each group of the optimizers, and stage and name of its parameters.
-
-    Attributes:
-        facts: by name, in the order of the stages.
-        homes: by name, the first rank that has the parameter, among all processes.
-        has_prefix: parts have parameters of equal names, so each name begins with the number of its stage.
-        kinds: the class of each module by name.
-        cards: as given, with names in the whole model, those of copies once.
-    """
-
     def __init__(
         self,
         by_rank: Sequence[Sequence[PartFacts]],
@@ -254,17 +202,19 @@ class WholeModel:
         for facts in by_rank:
             for fact in facts:
                 stages.setdefault(fact.name, set()).add(fact.stage)
+        # parts have parameters of equal names, so each name begins with the number of its stage
         self.has_prefix = any(len(of) > 1 for of in stages.values())
-        self.facts: dict[str, PartFacts] = {}
-        self.homes: dict[str, int] = {}
+        self.facts: dict[str, PartFacts] = {}  # by name, in the order of the stages
+        self.homes: dict[str, int] = {}  # by name, the first rank that has the parameter, among all processes
         ordered = [(fact, rank) for facts, rank in zip(by_rank, members, strict=True) for fact in facts]
         for fact, rank in sorted(ordered, key=lambda each: each[0].stage):  # stable: ranks, then the order in the part
             name = self.prefix(fact.stage) + fact.name
             self.facts.setdefault(name, fact)
             self.homes.setdefault(name, rank)
         ordered_modules = sorted(modules, key=lambda each: each[0])
+        # the class of each module by name
         self.kinds = {self.prefix(at) + name if name != ROOT else f"stage{at}": kind for at, name, kind in ordered_modules}
-        self.cards: list[dict[str, Any]] = []
+        self.cards: list[dict[str, Any]] = []  # as given, with names in the whole model, those of copies once
         for card in cards:
             named = {**card, "parameters": [self.prefix(stage) + name for stage, name in card["parameters"]]}
             if named not in self.cards:
@@ -289,7 +239,6 @@ class WholeModel:
         return [{name for name, fact in self.facts.items() if fact.group == number} for number in range(count)]
 
     def prefix(self, stage: int) -> str:
-        """What names of this stage begin with."""
         return f"stage{stage}." if self.has_prefix else ""
 
     def name_of(self, parts: nn.Module, name: str) -> str:
@@ -419,11 +368,6 @@ class MainGradSource(GradientSource):
 
 
 def checked(source: object) -> GradientSource | None:
-    """The user's source, or None.
-
-    Raises:
-        TypeError: it is something else.
-    """
     if source is not None and not isinstance(source, GradientSource):
         raise TypeError(f"gradient_source={display(source)} must be an instance of a subclass of torch_gradmon.GradientSource")
     return source
@@ -439,11 +383,7 @@ class _FlatPlace:
 
 
 class Fsdp1Source(GradientSource):
-    """Gradients are in ``.grad``, of the part that this rank has; with ``use_orig_params=False`` parameters are the flat ones.
-
-    Args:
-        model: with FSDP1 modules.
-    """
+    """Gradients are in ``.grad``, of the part that this rank has; with ``use_orig_params=False`` parameters are the flat ones."""
 
     def __init__(self, model: nn.Module) -> None:
         from torch.distributed.fsdp import FullyShardedDataParallel  # loaded already, since there is one
@@ -506,15 +446,9 @@ class Fsdp1Source(GradientSource):
 
 
 class TrainableNames:
-    """Which parameters are trained.
-
-    Attributes:
-        names: those that require a gradient, or are doubtful.
-        doubtful: those that are frozen now, perhaps only for a part of each step.
-    """
-
     def __init__(self, names: Iterable[str]) -> None:
-        self.names, self.doubtful = set(names), set[str]()
+        self.names = set(names)  # those that require a gradient, or are doubtful
+        self.doubtful: set[str] = set()  # those that are frozen now, perhaps only for a part of each step
 
     def inherit_from(self, before: TrainableNames, known: Collection[str]) -> None:
         """Inherit from the index before; ``known``: all parameters that there are now.
@@ -575,7 +509,7 @@ class ModelIndex:
         self.names: list[str] = []
         self.parameters: dict[str, dict[str, Any]] = {}  # shape and dtype by name, for the run directory
         self.references: list[Place] = []
-        self.matrices: dict[str, int] = {}  # of two or more dimensions, with their fan-in
+        self.matrices: dict[str, int] = {}  # of two or more dimensions, with their fan-in, 0 for what is no factor
         self.kernels: set[str] = set()  # of convolutions, with three dimensions, which elsewhere are a stack of matrices
         self.spread: set[str] = set()  # sharded or rank-specific parameters
         self.on_mesh = False  # whether any parameter is a DTensor
@@ -590,7 +524,7 @@ class ModelIndex:
             self.references.append(place)
             if len(shape) >= 2:
                 owners = _owners(module, raw_name)
-                self.matrices[name] = _fan_in(owners[-1], shape)
+                self.matrices[name] = math.prod(shape[1:]) if isinstance(owners[-1], _LINEAR) else 0
                 if len(shape) == 3 and _convolves(owners):
                     self.kernels.add(name)
             self.on_mesh |= is_dtensor(parameter)
@@ -614,10 +548,8 @@ class ModelIndex:
             known, alias = name_of.get(id(parameter)), in_whole(canonical_name(raw_name))
             if raw_name not in raw and known not in (None, alias):
                 self.aliases.setdefault(known, []).append(alias)
-        self.modules: dict[str, Callable[[], nn.Module | None]] = {}
-        self.kinds: dict[str, str] = {}  # the class of each module
         modules = dict(module.named_modules())
-        self._shape = ModelShape(list(modules.values()), refs)
+        self._shape = ModelShape([*modules.values()], refs)
         self._take_modules(modules, whole, of_user, in_whole, is_excluded)
 
     def _take_modules(
@@ -628,13 +560,16 @@ class ModelIndex:
         in_whole: Callable[[str], str],
         is_excluded: Callable[[str], bool],
     ) -> None:
-        short = canonical_names(name for name in modules if not _is_wrapped(name, modules))
+        self.modules: dict[str, Callable[[], nn.Module | None]] = {}
+        # a wrapper such as DDP or a compiled module represents the only module that it holds
+        owners = {name: wrapped_in(modules[name.rpartition(".")[0]]) for name in modules}
+        short = canonical_names(name for name, module in modules.items() if not name or owners[name] is not module)
         for raw_name, name in short.items():
             if name == ROOT or not is_excluded(in_whole(name)):
                 self.modules[of_user(in_whole(name))] = weakref.ref(modules[raw_name])
         own = {of_user(in_whole(name)): kind_of(modules[raw]) for raw, name in short.items()}
         others = {} if whole is None else {of_user(name): (kind, is_excluded(name)) for name, kind in whole.kinds.items()}
-        self.kinds = {**{name: kind for name, (kind, _) in others.items()}, **own}
+        self.kinds: dict[str, str] = {**{name: kind for name, (kind, _) in others.items()}, **own}
         self.modules.update((name, _nowhere) for name, (_, is_out) in others.items() if not (is_out or name in own))
 
     def _widen(self, whole: WholeModel, of_user: Callable[[str], str], is_excluded: Callable[[str], bool]) -> None:
@@ -663,11 +598,9 @@ class ModelIndex:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Facts about the model for the run directory: its parameters and modules in order, with details."""
         return {"parameters": self.parameters, "aliases": self.aliases, "matrices": self.matrices, "kinds": self.kinds}
 
     def is_current(self) -> bool:
-        """False once a parameter or module was added, removed or replaced, or a parameter was frozen or thawed."""
         return self._shape.is_current()
 
     def positions(self, parameters: Iterable[Tensor]) -> list[int]:
@@ -688,7 +621,8 @@ def _nowhere() -> None:
     """The place of a parameter or module that only other ranks have."""
 
 
-#: Modules whose weights have the inputs of one output after the first dimension.
+#: Modules whose weights have the inputs of one output after the first dimension. Reading a sharded weight would need a collective, so its
+#: shape alone is read.
 _LINEAR = (nn.Linear, nn.Bilinear, nn.RNNBase, nn.MultiheadAttention, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 #: The classes of convolutions that are none of torch's, such as ``CausalConv1d`` and ``ShortConvolution``.
@@ -707,17 +641,6 @@ def _convolves(owners: Sequence[nn.Module]) -> bool:
     """Whether the parameter of these modules is the kernel of a convolution, such as a reparametrised one: torch's, or one by its name."""
     owner = next((each for each in reversed(owners) if not isinstance(each, (ParametrizationList, nn.ModuleDict))), owners[0])
     return isinstance(owner, _ConvNd) or _NAMED_CONVOLUTION.search(kind_of(owner)) is not None
-
-
-def _fan_in(owner: nn.Module, shape: Sequence[int]) -> int:
-    """Number of products in the sum of one output; 0 if unknown, and for parameters that are not factors, such as an embedding."""
-    # from its shape: reading a sharded one would need a collective
-    return math.prod(shape[1:]) if isinstance(owner, _LINEAR) else 0
-
-
-def _is_wrapped(name: str, modules: Mapping[str, nn.Module]) -> bool:
-    """Whether a wrapper such as DDP or a compiled module holds only this module, and represents it."""
-    return bool(name) and wrapped_in(modules[name.rpartition(".")[0]]) is modules[name]
 
 
 def kind_of(module: nn.Module) -> str:

@@ -26,19 +26,19 @@ from ..statistics import attention, histogram
 class BuiltIn:
     """A built-in metric of a source: a view of its statistics (``function`` is None) or a function."""
 
-    columns: frozenset[Column]
     unit: str
     documentation: str
     function: Callable[..., Any] | ForModule | None = None
     aggregation: Callable[..., Any] | None = None
+    columns: frozenset[Column] = frozenset()
 
 
 def _of_tensors(subject: str) -> dict[str, BuiltIn]:
-    found = {name: BuiltIn(v.columns, v.unit, f"{v.documentation} of the {subject}") for name, v in VIEWS.items()}
+    found = {name: BuiltIn(v.unit, f"{v.documentation} of the {subject}", columns=v.columns) for name, v in VIEWS.items()}
     words = f"number of elements of the {subject} with that floor(log2 |x|), and of zeros; a class without any is absent"
-    found[histogram.HISTOGRAM_NAME] = BuiltIn(frozenset(), "count", words, histogram.log2_counts, histogram.as_metrics)
+    found[histogram.HISTOGRAM_NAME] = BuiltIn("count", words, histogram.log2_counts, histogram.as_metrics)
     words = f"Pearson's kurtosis of the {subject}, 3 for a normal distribution; absent if all elements are equal"
-    found[histogram.KURTOSIS] = BuiltIn(frozenset(), "1", words, histogram.central_sums, histogram.kurtosis)
+    found[histogram.KURTOSIS] = BuiltIn("1", words, histogram.central_sums, histogram.kurtosis)
     return found
 
 
@@ -50,8 +50,8 @@ def _of_parameters(subject: str) -> dict[str, BuiltIn]:
     )
     return {
         **_of_tensors(subject),
-        histogram.SPECTRAL_NORM: BuiltIn(frozenset(), "1", size, histogram.spectral_norm),
-        histogram.STABLE_RANK: BuiltIn(frozenset(), "1", rank, histogram.stable_rank),
+        histogram.SPECTRAL_NORM: BuiltIn("1", size, histogram.spectral_norm),
+        histogram.STABLE_RANK: BuiltIn("1", rank, histogram.stable_rank),
     }
 
 
@@ -61,15 +61,15 @@ def _of_features(subject: str) -> dict[str, BuiltIn]:
     )
     return {
         **_of_tensors(subject),
-        "logsumexp": BuiltIn(frozenset(), "nats", mean, attention.logsumexp),
-        "logsumexp_square": BuiltIn(frozenset(), "nats^2", square, attention.logsumexp_square),
+        "logsumexp": BuiltIn("nats", mean, attention.logsumexp),
+        "logsumexp_square": BuiltIn("nats^2", square, attention.logsumexp_square),
     }
 
 
 RATIO = BuiltIn(
-    frozenset({Column.SQUARE_SUM}),
     "1",
     "norm of the update over the norm of the parameter before it; absent for a zero parameter",
+    columns=frozenset({Column.SQUARE_SUM}),
 )
 _ATTENTION = (
     ("nats", "entropy of the attention weights, mean over queries"),
@@ -91,7 +91,7 @@ VIEW_BUILT_INS: dict[str, dict[str, BuiltIn]] = {
     n.INPUT: _of_features("module's input"),
     n.INPUT_GRADIENT: _of_tensors("gradient of the module's input"),
     **{
-        source: {metric: BuiltIn(frozenset(), unit, words)}
+        source: {metric: BuiltIn(unit, words)}
         for (metric, source), (unit, words) in zip(n.ATTENTION_SOURCES.items(), _ATTENTION, strict=True)
     },
 }
@@ -101,12 +101,6 @@ VIEW_BUILT_INS: dict[str, dict[str, BuiltIn]] = {
 
 
 class Registry:
-    """All requested metrics.
-
-    Args:
-        built_ins: built-in metrics of each source, by name.
-    """
-
     def __init__(self, built_ins: Mapping[str, Mapping[str, BuiltIn]]) -> None:
         self.built_ins = built_ins
         self.metrics: tuple[Metric, ...] = ()
@@ -130,18 +124,16 @@ class Registry:
         per_head: bool = False,
         shardwise: bool = False,
     ) -> Metric:
-        """A checked metric, not yet added.
-
-        Raises:
-            TypeError: a name, pattern, function or aggregation of the wrong type.
-            ValueError: an empty name or one with a slash, an unknown built-in, an invalid pattern, an unknown reducer.
-        """
         _check_name(name, source)
         pattern = compile_pattern(regex)
         if function is not None and not callable(function):
             raise TypeError(
                 f"metric_fn of {name!r} must be callable or None for the built-in of that name, got {display(function)}"
-                f"{_meant_as_pattern(function)}"
+                + (
+                    f"; to choose tensors by name, pass metric_regex={function!r}"
+                    if isinstance(function, (str, re.Pattern))
+                    else ""
+                )
             )
         if shardwise and (function is None or callable(aggregation)):
             raise ValueError(
@@ -152,7 +144,7 @@ class Registry:
         known = self.built_ins.get(source, {})
         if function is not None:
             documentation = (getattr(function, "__doc__", None) or "your function").strip().splitlines()[0]
-            meant = BuiltIn(frozenset(), "1", documentation, function)
+            meant = BuiltIn("1", documentation, function)
         elif name in known:
             meant = known[name]
         else:
@@ -179,11 +171,7 @@ class Registry:
         )
 
     def add(self, new: Sequence[Metric], tensors: Mapping[str, Sequence[str]] | None = None) -> None:
-        """Add all of ``new`` or nothing. ``tensors``: the known names by source, to find duplicates.
-
-        Raises:
-            ValueError: the same metric twice on the same tensor.
-        """
+        """Add all of ``new`` or nothing. ``tensors``: the known names by source, to find the same metric twice on one of them."""
         asked_for = {(metric.source, metric.name) for metric in new}
         # hidden metrics of a preset are replaced by requested ones
         kept = tuple(metric for metric in self._asked if metric.shown or (metric.source, metric.name) not in asked_for)
@@ -233,11 +221,7 @@ class Registry:
         return self._asked + tuple(m for metrics, replaces_hidden in self._overlays.values() if replaces_hidden for m in metrics)
 
     def check(self, tensors: Mapping[str, Sequence[str]]) -> None:
-        """Check all metrics once the names are known.
-
-        Raises:
-            ValueError: two metrics of one name match the same tensor.
-        """
+        """ValueError where two metrics of one name match the same tensor; the names are known now."""
         _refuse_overlaps(self.metrics, self.metrics, tensors)
 
     def of(self, source: str) -> list[Metric]:
@@ -245,12 +229,6 @@ class Registry:
 
 
 def checked_aggregation(aggregation: str | Callable[..., Any] | None, argument: str) -> str | Callable[..., Any]:
-    """``aggregation``, or the mean for None.
-
-    Raises:
-        TypeError: neither a name nor a callable.
-        ValueError: a name that is not in :data:`REDUCERS`.
-    """
     if aggregation is None:
         return "mean"
     if isinstance(aggregation, str) and aggregation not in REDUCERS:
@@ -261,7 +239,6 @@ def checked_aggregation(aggregation: str | Callable[..., Any] | None, argument: 
 
 
 def _unknown(new: Iterable[Metric], known: Iterable[Metric]) -> tuple[Metric, ...]:
-    """Those of ``new`` that are not ``known`` by source and name."""
     names = {(metric.source, metric.name) for metric in known}
     return tuple(metric for metric in new if (metric.source, metric.name) not in names)
 
@@ -271,19 +248,17 @@ def _refuse_overlaps(metrics: Sequence[Metric], new: Iterable[Metric], tensors: 
         for other in metrics[: metrics.index(metric)]:
             if (other.source, other.name, other.split_calls) != (metric.source, metric.name, metric.split_calls):
                 continue
-            both = _first_common(metric, other, None if tensors is None else tensors.get(metric.source, ()))
+            if tensors is None:
+                both = f"the pattern {metric.pattern.pattern!r}" if metric.pattern.pattern == other.pattern.pattern else None
+            else:
+                names = tensors.get(metric.source, ())
+                both = next((repr(name) for name in names if metric.matches(name) and other.matches(name)), None)
             if both is not None:
                 raise ValueError(
                     f"the {metric.source} metric {metric.name!r} is already registered for {both} "
                     f"(patterns {other.pattern.pattern!r} and {metric.pattern.pattern!r}); "
                     "choose another name or patterns that do not overlap"
                 )
-
-
-def _meant_as_pattern(function: object) -> str:
-    """A clause for an error about a function that is a pattern."""
-    is_pattern = isinstance(function, (str, re.Pattern))
-    return f"; to choose tensors by name, pass metric_regex={function!r}" if is_pattern else ""
 
 
 def _check_name(name: object, source: str) -> None:
@@ -296,27 +271,14 @@ def _check_name(name: object, source: str) -> None:
             raise ValueError(f"metric_name={name!r} of {source!r} reads like a metric of {other!r}; choose another name")
 
 
-def _first_common(a: Metric, b: Metric, tensors: Iterable[str] | None) -> str | None:
-    if tensors is None:
-        return f"the pattern {a.pattern.pattern!r}" if a.pattern.pattern == b.pattern.pattern else None
-    return next((repr(name) for name in tensors if a.matches(name) and b.matches(name)), None)
-
-
 # --- Values of built-in metrics, which are views of measured rows of statistics ---
 
 
 class ViewGroup(NamedTuple):
-    """Metrics of a table whose values are one block.
-
-    Attributes:
-        found: each metric with its keys, and the rows of their tensors; None for all rows.
-        keys: all of them; a table with the same tensors has the same tuple.
-        table: the source whose table the values are views of; empty for ratios, which no table has.
-    """
-
+    # each metric with its keys, and the rows of their tensors; None for all rows
     found: Sequence[tuple[str, Sequence[Key], Sequence[int] | None]]
-    keys: tuple[Key, ...]
-    table: str
+    keys: tuple[Key, ...]  # all of them; a table with the same tensors has the same tuple
+    table: str  # the source whose table the values are views of; empty for ratios, which no table has
 
 
 def view_group(found: Iterable[tuple[str, Sequence[Key], Sequence[int]]], rows: int, table: str) -> ViewGroup:
@@ -368,7 +330,6 @@ def _numbers(values: Tensor) -> array[float]:
 
 
 def evaluate_view(view: StatView, rows: Tensor) -> tuple[list[bool], list[float]]:
-    """For each row ``[n, 8]`` whether the value exists, and the value."""
     return view.defined(rows).tolist(), view.compute(rows).tolist()
 
 
@@ -382,14 +343,12 @@ def _ratios(rows: Tensor, base: StatsTable | None, found: list[str]) -> tuple[Te
 
 
 def value_in(table: StatsTable | None, key: Key) -> float | None:
-    """The value of ``key`` if it is a built-in metric of a tensor in ``table``, else None."""
     if table is None or key.name not in table.row_of or not table.has(key.metric):
         return None
     return values_in(key.metric, table, [table.row_of[key.name]])[0]
 
 
 def values_in(metric: str, table: StatsTable, rows: list[int]) -> list[float | None]:
-    """The values of a built-in metric in these rows; None if undefined."""
     there, values = evaluate_view(VIEWS[metric], table.rows[rows])
     return [value if defined else None for defined, value in zip(there, values, strict=True)]
 
@@ -399,27 +358,16 @@ def values_in(metric: str, table: StatsTable, rows: list[int]) -> list[float | N
 
 @dataclass(frozen=True)
 class SourcePlan:
-    """What to compute on the tensors of one source.
-
-    Attributes:
-        names: canonical names of the tensors, in model order.
-        measured: positions in ``names`` that need a row of statistics.
-        views: each built-in with the keys of its values, one for each tensor that it applies to.
-        functions: for each position, the metrics with a function.
-        spread: positions of sharded tensors, whose rows are merged over ranks.
-        is_whole: the squares of all tensors of whole-model values are measured.
-        kernels: positions of kernels of convolutions with three dimensions.
-    """
-
     source: str
-    names: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()  # canonical names of the tensors, in model order
     columns: frozenset[Column] = frozenset()
-    measured: tuple[int, ...] = ()
+    measured: tuple[int, ...] = ()  # positions in ``names`` that need a row of statistics
+    # each built-in with the keys of its values, one for each tensor that it applies to
     views: tuple[tuple[Metric, tuple[Key, ...]], ...] = ()
-    functions: Mapping[int, tuple[Metric, ...]] = field(default_factory=dict)
-    spread: frozenset[int] = frozenset()
-    is_whole: bool = False
-    kernels: frozenset[int] = frozenset()
+    functions: Mapping[int, tuple[Metric, ...]] = field(default_factory=dict)  # for each position, the metrics with a function
+    spread: frozenset[int] = frozenset()  # positions of sharded tensors, whose rows are merged over ranks
+    is_whole: bool = False  # the squares of all tensors of whole-model values are measured
+    kernels: frozenset[int] = frozenset()  # positions of kernels of convolutions with three dimensions
     _last: dict[tuple[str, ...], list[ViewGroup]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
@@ -429,7 +377,6 @@ class SourcePlan:
 
     @cached_property
     def applied(self) -> list[tuple[Metric, list[int]]]:
-        """Each metric with a function, and the positions of the tensors that it applies to."""
         found: dict[Metric, list[int]] = {}
         for position, metrics in self.functions.items():
             for metric in metrics:
@@ -442,7 +389,6 @@ class SourcePlan:
 
     @cached_property
     def positions(self) -> tuple[int, ...]:
-        """Positions of the tensors on which anything is computed."""
         return tuple(sorted({*self.measured, *self.functions}))
 
     def names_at(self, positions: Sequence[int]) -> Sequence[str]:
@@ -450,7 +396,6 @@ class SourcePlan:
         return self.names if len(positions) == len(self.names) else [self.names[position] for position in positions]
 
     def evaluate(self, table: StatsTable, base: StatsTable | None = None) -> list[Block]:
-        """The values of all views for the rows of ``table``; ``base`` holds the denominators of ratios."""
         return blocks_of(self._groups(table.names), table, base)
 
     def _groups(self, names: tuple[str, ...]) -> list[ViewGroup]:

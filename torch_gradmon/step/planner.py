@@ -62,11 +62,6 @@ OF_MODULES = frozenset({*n.MODULE_SOURCES, *n.RCC_SOURCES, *n.ATTENTION_SOURCES.
 
 
 def source_for(model: nn.Module, named: object = None) -> GradientSource:
-    """The user's source, else the one that fits the model.
-
-    Raises:
-        TypeError: ``named`` is something else.
-    """
     if (source := checked(named)) is not None:
         return source
     fsdp1 = sys.modules.get("torch.distributed.fsdp")
@@ -79,14 +74,7 @@ def source_for(model: nn.Module, named: object = None) -> GradientSource:
 
 
 class Planner:
-    """Compiles plans once, and again when a metric is added or parameters appear, thaw, freeze or are replaced.
-
-    Args:
-        source: where gradients are; None for what fits the model.
-
-    Attributes:
-        source: where they are, once a model is watched.
-    """
+    """Compiles plans once, and again when a metric is added or parameters appear, thaw, freeze or are replaced."""
 
     def __init__(
         self,
@@ -101,7 +89,7 @@ class Planner:
         self.inventory: ModelIndex | None = None
         self._module: weakref.ref[nn.Module] | None = None
         self._excluded, self._format_name, self._distinct = excluded, format_name, distinct
-        self._named_source, self.source = source, source or PLAIN_GRADIENTS
+        self._named_source, self.source = source, source or PLAIN_GRADIENTS  # source: where they are, once a model is watched
         self.whole: WholeModel | None = None  # the model that the watched module is a part of
         self._cache: dict[Any, dict[str, SourcePlan]] = {}
         self.version = 0
@@ -125,11 +113,7 @@ class Planner:
         return name if self._format_name is None else self._format_name(name)
 
     def watch(self, module: nn.Module) -> None:
-        """Watch ``module``.
-
-        Raises:
-            ValueError: metrics of one name overlap on it, or a pattern of the options fits nothing in it.
-        """
+        """ValueError if metrics of one name overlap on ``module``, or a pattern of the options fits nothing in it."""
         check.measurable(module)
         check.initialised(module)
         self.source = source_for(module, self._named_source)
@@ -147,16 +131,13 @@ class Planner:
                 self.watch(module)
 
     def matchable(self) -> dict[str, Sequence[str]] | None:
-        """Names that a pattern can match, by source; None while the model is unknown."""
         return None if self.inventory is None else _matchable(self.inventory)
 
     def changed(self) -> None:
-        """Compile again for the next step, because a metric or the model changed."""
         self._cache.clear()
         self.version += 1
 
     def refresh(self) -> None:
-        """Index the model again if parameters or modules were added, removed, thawed, frozen or replaced."""
         module = self.module
         if module is not None and self.inventory is not None and not self.inventory.is_current():
             before, self.inventory = self.inventory, self._index_of(module)
@@ -209,9 +190,7 @@ class Planner:
         return self.measures_each_batch or any(metric.source in OF_MODULES for metric in self.registry.own)
 
     def local_positions(self) -> list[int]:
-        """Positions of the parameters whose micro-batch gradients are requested, in any step; without sharded ones, whose gradients exist
-        only reduced.
-        """
+        """Positions of the parameters whose micro-batch gradients are requested in any step; sharded ones exist only reduced."""
         if self.inventory is None:
             return []
         metrics, inventory = self.registry.of(n.GRADIENT_LOCAL), self.inventory
@@ -222,7 +201,6 @@ class Planner:
         return [p for p, name in enumerate(inventory.names) if name not in inventory.spread and is_wanted(name)]
 
     def owned(self, optimizers: Iterable[Optimizer]) -> set[str] | None:
-        """The names of these optimizers' parameters; None without a model."""
         if self.inventory is None:
             return None
         parameters = (p for optimizer in optimizers for p in self.source.tensors_of(optimizer))

@@ -48,11 +48,7 @@ def digest_of(value: object) -> str:
 
 
 class Ranks:
-    """The processes whose rows are merged.
-
-    Args:
-        group: a process group; None for all processes.
-    """
+    """The processes whose rows are merged; ``group``: a process group, None for all processes."""
 
     def __init__(self, group: Any = None) -> None:
         self.group = group
@@ -68,7 +64,6 @@ class Ranks:
 
     @property
     def has_parts(self) -> bool:
-        """Whether some ranks do not have all parameters."""
         return self._homes is not None
 
     def is_at_home(self, position: int, tensors: Sequence[Tensor]) -> bool:
@@ -109,32 +104,27 @@ class Ranks:
 
     def own_parts(self, tensors: Mapping[int, Tensor], spread: Container[int]) -> Mapping[int, Tensor]:
         """:meth:`own_part` of each, by position; ``spread`` has the positions of those whose rows will be merged."""
-        if self._homes is not None:
-            return {p: self._part_at_home(tensor, p in spread, self._homes[p]) for p, tensor in tensors.items()}
-        if PLAIN.issuperset(map(type, tensors.values())):
+        if self._homes is None and PLAIN.issuperset(map(type, tensors.values())):
             return tensors
-        return {position: self.own_part(tensor, position in spread) for position, tensor in tensors.items()}
+        return {position: self.own_part(tensor, position in spread, self._home(position)) for position, tensor in tensors.items()}
 
     def part_at(self, position: int, tensor: Tensor) -> Tensor:
         """:meth:`own_part` of one tensor whose values will be merged, of the parameter at ``position``."""
-        return self.own_part(tensor, True) if self._homes is None else self._part_at_home(tensor, True, self._homes[position])
+        return self.own_part(tensor, True, self._home(position))
 
-    def _part_at_home(self, tensor: Tensor, spread: bool, home: int) -> Tensor:
-        if spread and not is_dtensor(tensor):
-            return tensor if home == torch.distributed.get_rank() else tensor.new_empty(0)
-        return self.own_part(tensor, spread, home)
+    def _home(self, position: int) -> int | None:
+        return None if self._homes is None else self._homes[position]
 
     def own_part(self, tensor: Tensor, spread: bool, home: int | None = None) -> Tensor:
         """The elements of ``tensor`` that this rank counts, as a plain tensor; a plain tensor is returned unchanged.
 
-        Args:
-            tensor: of any kind. Partial sums are added up first, which is a collective.
-            spread: the rows of all ranks will be merged. Then an element that several ranks have is counted by one of them, and the others
-                get an empty part. Otherwise each rank counts all elements.
-            home: a rank that has the tensor, where not all do.
+        Partial sums are added up first, which is a collective. ``spread``: the rows of all ranks will be merged, so an element that
+        several ranks have is counted by one of them, and the others get an empty part. ``home``: a rank that has the tensor, where not all
+        do.
         """
         if not is_dtensor(tensor):
-            return tensor
+            is_elsewhere = spread and home is not None and home != torch.distributed.get_rank()
+            return tensor.new_empty(0) if is_elsewhere else tensor
         from torch.distributed.tensor import Replicate  # loaded already, since there is a DTensor
 
         sharded: Any = tensor.detach()
@@ -143,9 +133,7 @@ class Ranks:
             if self.is_alone:
                 return tensor  # no other rank would come to the collective; such a tensor is refused later
             sharded = sharded.redistribute(placements=placements)
-        local: Tensor = sharded.to_local()
-        if hasattr(local, "wait"):  # the result of an asynchronous collective
-            local = local.wait()
+        local = local_part(sharded)
         return local if not spread or self._counts(sharded.device_mesh, placements, home) else local.new_empty(0)
 
     def _counts(self, mesh: Any, placements: tuple[Any, ...], home: int | None) -> bool:
@@ -154,11 +142,7 @@ class Ranks:
         """
         known = self._counting.get((mesh, placements, home))
         if known is None:
-            first = (
-                home
-                if home is not None
-                else torch.distributed.get_process_group_ranks(self.group or torch.distributed.group.WORLD)[0]
-            )
+            first = self.members[0] if home is None else home
             coordinate = mesh.get_coordinate()
             known = (
                 coordinate is not None

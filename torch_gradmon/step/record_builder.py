@@ -114,8 +114,6 @@ def missing(
 
 
 class _Reasons:
-    """Why requested values are not in ``record``."""
-
     def __init__(
         self,
         record: StepRecord,
@@ -201,40 +199,27 @@ _DEFAULT_REASONS = {
 
 @dataclass
 class PendingStep:
-    """A step that has ended, without its record.
-
-    Attributes:
-        active: what was known of it when it closed.
-        modules: computes the built-in values of modules from tables; None if none are due.
-        groups: names of the parameters of each of the optimizers' groups.
-        tags: facts for its context.
-        cost: time spent in the monitor, as a share of the time since the last monitored step; None for an unmonitored one.
-        late: merges values that were logged after its end.
-        late_readback: these on their way to the host, once the next step has begun.
-        refusals_after: steps neither monitored nor applied, between this one and the next monitored one.
-        interruptions_after: those of them that the loop left by an error.
-    """
-
     readback: PendingReadback
-    active: ActiveStep
+    active: ActiveStep  # what was known of it when it closed
     inventory: ModelIndex
+    # computes the built-in values of modules from tables; None if none are due
     modules: Callable[[dict[str, StatsTable]], list[Block]] | None
-    groups: list[tuple[str, frozenset[str]]]
-    tags: dict[str, Any]
+    groups: list[tuple[str, frozenset[str]]]  # names of the parameters of each of the optimizers' groups
+    tags: dict[str, Any]  # facts for its context
+    # time spent in the monitor, as a share of the time since the last monitored step; None for an unmonitored one
     cost: float | None
     ranks: int = 1
     attached: bool = False
-    late: StepBuffer | None = None
-    late_readback: PendingReadback | None = None
-    refusals_after: int = 0
-    interruptions_after: int = 0
+    late: StepBuffer | None = None  # merges values that were logged after its end
+    late_readback: PendingReadback | None = None  # these on their way to the host, once the next step has begun
+    refusals_after: int = 0  # steps neither monitored nor applied, between this one and the next monitored one
+    interruptions_after: int = 0  # those of them that the loop left by an error
 
     @property
     def step(self) -> int:
         return self.readback.buffer.step
 
     def add(self, late: StepBuffer) -> None:
-        """Values that were logged after the step ended."""
         if self.late is None:
             self.late = self.readback.buffer.scalars()
         self.late.absorb(late)
@@ -283,8 +268,8 @@ class PendingStep:
             if plan.views and source in tables:
                 blocks += plan.evaluate(tables[source], base)
         if layers.choice is not None:
-            names = self.inventory.names
-            blocks += layers.values(whole if layers.takes_sums else tables, base, facts.groups, names)
+            of_several = layers.choice in ("blocks", "top")  # which all have to be measured for that
+            blocks += layers.values(whole if of_several else tables, base, facts.groups, self.inventory.names)
         values = StepValues(Block(tuple(first), tuple(first.values())), *blocks).updated(custom)
         hidden = heads | _hidden(values, registry.hidden) if registry.hidden else heads
         context = {**facts.context, "batch_norms": norms} if norms else facts.context

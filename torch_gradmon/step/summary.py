@@ -10,8 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import repeat
-from operator import attrgetter, le, mul, sub
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -33,11 +32,9 @@ SHARE = "share"
 class LayerSelection:
     """Chooses which per-layer values a dashboard gets in addition to the metrics requested individually.
 
-    Args:
-        choice: None; ``"all"``; ``"blocks"``: norms over blocks (``h.0``) and optimizer parameter groups; ``"top"``: the ten parameters
-            with the largest share of the squared norm; else a pattern for parameter names.
-
-    The values are the norm before clipping, and the update ratio on steps that measure updates for a preset or a metric.
+    ``choice``: None; ``"all"``; ``"blocks"``: norms over blocks (``h.0``) and optimizer parameter groups; ``"top"``: the ten parameters
+    with the largest share of the squared norm; else a pattern for parameter names. The values are the norm before clipping, and the update
+    ratio on steps that measure updates for a preset or a metric.
     """
 
     def __init__(self, choice: str | re.Pattern[str] | None) -> None:
@@ -56,11 +53,6 @@ class LayerSelection:
     def needs(self) -> dict[str, frozenset[Column]]:
         """The statistics of all parameters that the values of every step need, by source."""
         return {} if self.choice is None else {n.GRADIENT_BEFORE_CLIP: SQUARES}
-
-    @property
-    def takes_sums(self) -> bool:
-        """Whether values combine several parameters, so that all of these have to be measured."""
-        return self.choice in ("blocks", "top")
 
     def members(self, names: Sequence[str]) -> dict[str, list[str]]:
         """The parameters of each value that is always requested: single parameters, those of a pattern, or blocks."""
@@ -183,21 +175,12 @@ _UNUSED = "it had no gradient: the loss does not depend on it, or its gradient w
 
 @dataclass(frozen=True)
 class ReasonContext:
-    """What is known of a step.
-
-    Attributes:
-        plans: the requested measurements of parameters, by source.
-        due: the metrics of modules that were due.
-        shown: the names of the requested whole-model values; a live change may have requested others since.
-        refused: a reason by source if some of its tensors could not be measured.
-    """
-
     inventory: ModelIndex
-    plans: Mapping[str, SourcePlan]
-    due: tuple[Metric, ...]
-    shown: tuple[str, ...]
+    plans: Mapping[str, SourcePlan]  # the requested measurements of parameters, by source
+    due: tuple[Metric, ...]  # the metrics of modules that were due
+    shown: tuple[str, ...]  # the names of the requested whole-model values; a live change may have requested others since
     attached: bool
-    refused: Mapping[str, str]
+    refused: Mapping[str, str]  # a reason by source if some of its tensors could not be measured
 
     def planned(self, metric: Metric) -> bool:
         """Whether ``metric`` existed when the step began."""
@@ -219,35 +202,32 @@ class ReasonContext:
         if source == n.GRADIENT_LOCAL and name in self.inventory.spread:
             return "ranks have parts of it or of the model, whose gradients are measured only once they are reduced"
         if source in _OF_OPTIMIZERS and owned is not None:
-            return "its optimizer did not step" if name in owned else self._unowned(name)
-        if self.attached and source == n.GRADIENT_BEFORE_CLIP and _has(record.tables.get(n.GRADIENT), name):
+            frozen = "it is frozen, and " * self.inventory.trainable.is_frozen(name)
+            return "its optimizer did not step" if name in owned else f"{frozen}no attached optimizer has it"
+        if source not in (n.GRADIENT, n.GRADIENT_BEFORE_CLIP):
+            return ""
+        table, is_used = record.tables.get(source), _has(record, n.GRADIENT, name)
+        others = table is not None and len(table.names) > 0
+        if source == n.GRADIENT_BEFORE_CLIP and self.attached and is_used:
             return f"no gradient before clipping was seen: no backward pass ran through the parameter's hook; {SET_BY_HAND}"
-        if source == n.GRADIENT_BEFORE_CLIP and _has_others(record.tables.get(source)):
+        if others and source == n.GRADIENT and _has(record, n.GRADIENT_BEFORE_CLIP, name):
+            when = (
+                "the optimizer stepped, or its optimizer did not step"
+                if self.attached
+                else "monitor.monitor_gradients() was called"
+            )
+            return f"its gradient was gone when {when}"
+        if others:
             return _UNUSED
-        if source == n.GRADIENT and _has_others(record.tables.get(source)):
-            return self._gone(name) if _has(record.tables.get(n.GRADIENT_BEFORE_CLIP), name) else _UNUSED
-        if not self.attached and source == n.GRADIENT:
-            return "no gradient of it was measured: call monitor.monitor_gradients() between backward and the optimizer's step"
-        if not self.attached and source == n.GRADIENT_BEFORE_CLIP:
-            return f"no gradient of it was measured before clipping: {CLIP_SEEN}"
-        return ""
-
-    def _unowned(self, name: str) -> str:
-        frozen = self.inventory.trainable.is_frozen(name)
-        return "it is frozen, and no attached optimizer has it" if frozen else "no attached optimizer has it"
-
-    def _gone(self, name: str) -> str:
         if self.attached:
-            return "its gradient was gone when the optimizer stepped, or its optimizer did not step"
-        return "its gradient was gone when monitor.monitor_gradients() was called"
+            return ""
+        if source == n.GRADIENT:
+            return "no gradient of it was measured: call monitor.monitor_gradients() between backward and the optimizer's step"
+        return f"no gradient of it was measured before clipping: {CLIP_SEEN}"
 
 
-def _has(table: StatsTable | None, name: str) -> bool:
-    return table is not None and name in table.row_of
-
-
-def _has_others(table: StatsTable | None) -> bool:
-    return table is not None and bool(table.names)
+def _has(record: StepRecord, source: str, name: str) -> bool:
+    return source in record.tables and name in record.tables[source].row_of
 
 
 _ANY = re.compile("")
@@ -262,9 +242,9 @@ def of_layers(
         plan = situation.plans.get(source)
         if plan is None or Column.SQUARE_SUM not in plan.columns:  # updates are shown in the steps that measure them
             continue
-        metric, there = Metric(name, source, _ANY, shown=False), record.tables.get(source)
+        metric = Metric(name, source, _ANY, shown=False)
         for label, members in layers.members(situation.inventory.names).items():
-            reasons = [why(metric, member) for member in members if not _has(there, member)]
+            reasons = [why(metric, member) for member in members if not _has(record, source, member)]
             distinct = dict.fromkeys(filter(None, (situation.refused.get(source), *reasons)))
             found[Key(source, label, name)] = (
                 "; ".join(distinct) or "the norm of its parameters was zero or NaN before the update"
@@ -328,16 +308,13 @@ _NOT_SEEN = (
 
 
 class MicroBatchStats:
-    """Compares the gradients of micro-batches with that of the whole batch.
+    """Compares the gradients of micro-batches, of ``batch_size`` examples of one rank, with that of the whole batch.
 
     From the squared gradient norms of a batch of ``b`` examples, as a mean, and of one of ``B``, unbiased estimates are
     ``G2 = (B norm2(B) - b norm2(b)) / (B - b)`` of the squared norm of the true gradient and
     ``S = (norm2(b) - norm2(B)) / (1 / b - 1 / B)`` of the trace of the covariance of single examples' gradients. Both are averaged over
     steps, and ``S / G2`` is the noise scale (McCandlish and others 2018, An Empirical Model of Large-Batch Training, arXiv 1812.06162,
     appendix A). The small batches are the micro-batches of all ranks, the large one is all of them together.
-
-    Args:
-        batch_size: examples in a micro-batch of one rank.
     """
 
     def __init__(self, batch_size: int) -> None:
@@ -347,14 +324,7 @@ class MicroBatchStats:
     def compute(
         self, norms: Mapping[str, Sequence[float]], whole: float | None, ranks: int, absent: MutableMapping[str, str]
     ) -> dict[str, float]:
-        """The values of one step by name.
-
-        Args:
-            norms: of the gradients of micro-batches, by rank.
-            whole: norm of the gradient of all of them; None if unknown.
-            ranks: number of ranks.
-            absent: gets a reason for each missing value.
-        """
+        """The values of one step by name, from the norms by rank and that of the ``whole`` gradient; ``absent`` gets reasons."""
         every = [norm for each in norms.values() for norm in each]
         if ranks == 1 and not every:
             absent.update(dict.fromkeys(BATCH_DOCUMENTATION, _NOT_SEEN))
@@ -470,58 +440,31 @@ def key(name: str) -> Key:
 
 @dataclass
 class StepFacts:
-    """Facts about a step, without its values.
-
-    Attributes:
-        updates_void: updates of zero were measured, because a fused optimizer found infinite gradients.
-        edited: the gradients were written to between backward and the optimizer; if not, their values can show it.
-        rounding: relative rounding of the gradients that the optimizer uses, if larger than in float32.
-        rounds: they were rounded once more in between, as a GradScaler does when it unscales them.
-        used: names of the parameters whose gradients an optimizer has used, or would have if they had existed.
-        matrices: names of the parameters of two or more dimensions.
-        groups: names of the parameters of each of the optimizers' groups.
-        refused: a reason by source if some of its tensors could not be measured.
-        context: learning rates and the like, for the record.
-        refusal: a GradScaler did not let the optimizer apply it.
-        is_interrupted: the loop left it by an error before it was applied.
-        nonfinite: a gradient holds NaN or Inf, before clipping or as the optimizer uses it.
-        attached: hooks on optimizers took part.
-    """
-
     step: int
     applied: bool
-    edited: bool
-    used: Set[str]
+    edited: bool  # the gradients were written to between backward and the optimizer; if not, their values can show it
+    used: Set[str]  # names of the parameters whose gradients an optimizer has used, or would have if they had existed
     trainable: Set[str]
-    matrices: Set[str]
-    groups: Sequence[tuple[str, frozenset[str]]] = ()
-    updates_void: bool = False
-    refused: Mapping[str, str] = field(default_factory=dict)
-    context: Mapping[str, Any] = field(default_factory=dict)
+    matrices: Set[str]  # names of the parameters of two or more dimensions
+    groups: Sequence[tuple[str, frozenset[str]]] = ()  # names of the parameters of each of the optimizers' groups
+    updates_void: bool = False  # updates of zero were measured, because a fused optimizer found infinite gradients
+    refused: Mapping[str, str] = field(default_factory=dict)  # a reason by source if some of its tensors could not be measured
+    context: Mapping[str, Any] = field(default_factory=dict)  # learning rates and the like, for the record
     ranks: int = 1
-    refusal: bool = False
-    is_interrupted: bool = False
-    nonfinite: bool = False
-    attached: bool = False
-    rounding: float = 0.0
-    rounds: bool = False
+    refusal: bool = False  # a GradScaler did not let the optimizer apply it
+    is_interrupted: bool = False  # the loop left it by an error before it was applied
+    nonfinite: bool = False  # a gradient holds NaN or Inf, before clipping or as the optimizer uses it
+    attached: bool = False  # hooks on optimizers took part
+    rounding: float = 0.0  # relative rounding of the gradients that the optimizer uses, if larger than in float32
+    rounds: bool = False  # they were rounded once more in between, as a GradScaler does when it unscales them
 
 
 # --- Which whole-model values are shown or needed, and which statistics of tensors that takes ---
 
 
 class SummaryChoice:
-    """The whole-model values of one monitor: those of a preset, others that were added, and those that detectors need.
-
-    Args:
-        all_columns: measure every statistic of the gradients, and of the rest on every tenth step, for a run directory.
-        of_layers: the needs of per-layer values, see :attr:`LayerSelection.needs`.
-
-    Attributes:
-        keys: the names of a preset's values: the script's, or those of an override.
-        shown: the names of all requested values.
-        wanted: the names of shown values and those that detectors need.
-        update_every: the interval of steps that measure updates: 1 if a detector needs them.
+    """The whole-model values of one monitor: those of a preset, others that were added, and those that detectors need. ``all_columns``:
+    measure every statistic of the gradients, and of the rest on every tenth step, for a run directory.
     """
 
     def __init__(
@@ -536,6 +479,7 @@ class SummaryChoice:
         self._changed()
 
     def _changed(self) -> None:
+        # of a preset: the script's, or those of an override
         self.keys = keys = self._keys if self._instead is None else self._instead
         batches = BATCH_DOCUMENTATION if self._with_batches else ()
         self.shown = (*keys, *(name for name in self._more if name not in keys), *batches)
@@ -548,11 +492,7 @@ class SummaryChoice:
         self._changed()
 
     def add(self, name: str) -> None:
-        """Show one more value.
-
-        Raises:
-            ValueError: it was added before.
-        """
+        """Show one more value; ValueError if it was added before."""
         if name in self._more:
             raise ValueError(f"the whole-model value {name!r} was added already")
         self._more = (*self._more, name)
@@ -573,7 +513,6 @@ class SummaryChoice:
             self._changed()
 
     def override_keys(self, keys: Iterable[str] | None) -> None:
-        """Override the names of the script's preset with ``keys``; None restores them."""
         self._instead = None if keys is None else tuple(keys)
         self._changed()
 
@@ -643,8 +582,7 @@ def differ(before: StatsTable, after: StatsTable, rounding: float = 0.0) -> bool
     much, and that of the sums.
     """
     slack = 1e-6 + 2.5 * rounding
-    place = {name: row for row, name in enumerate(before.names)}
-    then, now = before.rows[[place[name] for name in after.names]], after.rows
+    then, now = before.rows[[before.row_of[name] for name in after.names]], after.rows
     for column in (before.columns & after.columns) - {Column.NEAR_ZERO}:
         # a sum may cancel; by Cauchy-Schwarz this bounds the sum of its terms
         scale = (then[:, Column.COUNT] * then[:, Column.SQUARE_SUM]).sqrt() if column is Column.SUM else then[:, column].abs()
@@ -690,9 +628,7 @@ class ClipWindow:
         self._steps: deque[_Step] = deque(maxlen=WINDOW)
 
     def add(self, edited: bool, before: float, after: float, rounding: float = 0.0) -> None:
-        """Add a step with these norms before and after clipping; ``edited``: its gradients were written to in between, with this relative
-        ``rounding``.
-        """
+        """Add a step; ``edited``: its gradients were written to between these norms, with this relative ``rounding``."""
         factor = after / before if 0 < before < float("inf") else 1.0
         self._steps.append(_Step(edited, before, factor, _SAME if _is_one(factor) else max(_SAME, rounding)))
 
@@ -723,7 +659,6 @@ class ClipWindow:
         return clipped / len(self._steps) if self._steps else 0.0, None
 
     def state(self) -> list[list[float]]:
-        """As plain numbers, for :meth:`load`."""
         return [[int(step.edited), step.norm, step.factor, step.slack] for step in self._steps]
 
     def load(self, state: Iterable[Sequence[float]]) -> None:
@@ -737,36 +672,31 @@ def _is_one(factor: float) -> bool:
 
 def _scalings(steps: Sequence[_Step]) -> list[float]:
     """Constant factors of gradients, whatever their norm. 1 is one of them if a clip does not always act."""
-    ordered, slack = sorted(steps, key=_FACTOR), max(map(_SLACK, steps), default=_SAME)
-    factors = [step.factor for step in ordered]
-    # the factors of an active clip all differ: then no two are of one run, which is found without making any
-    is_any_run = any(map(le, map(sub, factors[1:], factors), map(mul, factors[1:], repeat(slack))))
     runs: list[list[_Step]] = []
-    for step in ordered if is_any_run else ():
+    for step in sorted(steps, key=_FACTOR):
         if runs and step.factor - runs[-1][0].factor <= step.slack * step.factor:
             runs[-1].append(step)
         else:
             runs.append([step])
     fewest = max(2, _OFTEN * len(steps))
-    found = [factor for run in runs if len(run) >= fewest for factor in _scaling(run)]
+    found = [factor for run in runs if len(run) >= fewest and (factor := _scaling(run))]
     reduced = [step.factor for step in steps if step.factor < 1 - _SAME]
     return [max(reduced)] if reduced and not found and all(map(_is_reciprocal, reduced)) else found
 
 
 def _is_reciprocal(factor: float, slack: float = _EXACT) -> bool:
-    """Whether it is the reciprocal of a whole number, as for a mean over micro-batches or ranks. One clipped step in 10,000 is by
-    chance.
-    """
+    """Of a whole number, as for a mean over micro-batches or ranks. One clipped step in 10,000 is by chance."""
     number = round(1 / factor) if factor > 0 else 0
     return 2 <= number <= _MOST and abs(factor * number - 1) <= slack
 
 
-def _scaling(run: Sequence[_Step]) -> list[float]:
+def _scaling(run: Sequence[_Step]) -> float:
+    """The factor of steps with the same one; 0 if it may be that of a clip."""
     factor, slack = run[len(run) // 2].factor, max(map(_SLACK, run))
     if not factor > 0 or (slack > _SAME and not _is_reciprocal(factor, slack)):
-        return []
+        return 0.0
     norms, different = [step.norm for step in run], max(_DIFFERENT, _ROUNDINGS * slack)
-    return [factor] if max(norms) > min(norms) * (1 + different) else []
+    return factor if max(norms) > min(norms) * (1 + different) else 0.0
 
 
 _CLIP_KEYS = ("grad_norm_after_clip", "clip_fraction")
@@ -785,12 +715,7 @@ _HEAD = re.compile(r"\.head_\d+$")
 
 
 def head_values(tables: dict[str, StatsTable], unshown: Set[tuple[str, str]]) -> tuple[dict[Key, float], frozenset[Key]]:
-    """The values of all attention metrics, and the keys of those for the run directory only.
-
-    Args:
-        tables: by source; those of attention are removed, since no metric is a view of them.
-        unshown: source and name of heads whose own values are not for a dashboard.
-    """
+    """The values of all attention metrics, whose tables are removed, and the keys of heads that are ``unshown`` on a dashboard."""
     values: dict[Key, float] = {}
     layers: dict[tuple[str, str], list[float]] = {}
     for source in n.ATTENTION_SOURCES.values():
@@ -819,17 +744,11 @@ _REMEMBERED = 8
 
 
 class Summary:
-    """Computes the whole-model values of a step.
-
-    Attributes:
-        not_applied: the number of steps that were not applied.
-        interrupted: the number of those that the loop left by an error.
-        nonfinite: the number of steps whose gradients held NaN or Inf.
-    """
-
     def __init__(self, choice: SummaryChoice) -> None:
         self.choice = choice
-        self.not_applied = self.interrupted = self.nonfinite = 0
+        self.not_applied = 0  # steps
+        self.interrupted = 0  # those of them that the loop left by an error
+        self.nonfinite = 0  # steps whose gradients held NaN or Inf
         self._batches: MicroBatchStats | None = None
         self._clips = ClipWindow()
         self._sets_others = False
@@ -840,15 +759,12 @@ class Summary:
         self.choice.add_batches()
 
     def of_one_step(self) -> Summary:
-        """An independent summary of gradients for one unmonitored step."""
         found = Summary(SummaryChoice(name for name in MINIMAL if name.startswith("grad_")))
         found._clips.extend(self._clips)
         return found
 
     def count_rejected(self, steps: int, interrupted: int = 0) -> None:
-        """Count ``steps`` unmeasured steps that were not applied: by a GradScaler, or since the loop left ``interrupted`` of them by an
-        error.
-        """
+        """Count unmeasured steps that were not applied: by a GradScaler, or ``interrupted`` by an error in the loop."""
         self.not_applied += steps
         self.interrupted += interrupted
         self.nonfinite += steps - interrupted
@@ -857,7 +773,6 @@ class Summary:
         """Whether the gradients that the loop has put in the place of those of the backward passes are its own, see :func:`are_others`.
 
         Args:
-            tables: statistics by source.
             rounding: relative rounding of the gradients in between.
             is_assigned: the optimizer used other tensors than the backward passes had left.
             is_dropped: the gradients of an earlier backward pass were dropped, so that those of the last one are perhaps only a part of
@@ -883,14 +798,8 @@ class Summary:
         absent: dict[str, str],
         batch_norms: Mapping[str, Sequence[float]] | None = None,
     ) -> dict[str, float]:
-        """The values of one step by name, including those that are not shown.
-
-        Args:
-            facts: of the step.
-            tables: statistics by source, of all parameters or not at all.
-            base: statistics of the updated parameters before the update.
-            absent: gets a reason for each missing key.
-            batch_norms: of the gradients of micro-batches, by rank.
+        """The values of one step by name, including those that are not shown. ``tables``: of all parameters or not at all; ``base``: the
+        updated parameters before the update; ``absent`` gets reasons; ``batch_norms``: of micro-batches, by rank.
         """
         values: dict[str, float] = {}
         self.not_applied += not facts.applied
@@ -946,7 +855,6 @@ class Summary:
         values |= self._clip_values(before, after, facts, absent)
 
     def _add_clip(self, before: StatsTable, after: StatsTable, facts: StepFacts) -> None:
-        """Add a step whose gradients were all used."""
         edited = facts.edited or differ(before, after, facts.rounding if facts.rounds else 0.0)
         # a removed gradient is not clipped
         self._clips.add(edited, norm_of(rows_of(before, set(after.names))), norm_of(after), facts.rounding)
@@ -982,7 +890,6 @@ class Summary:
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Counters and the clipping window, as plain numbers."""
         batches = {} if self._batches is None else {"batches": self._batches.state_dict()}
         counts = {"not_applied": self.not_applied, "interrupted": self.interrupted, "nonfinite": self.nonfinite}
         return {**counts, "clips": self._clips.state(), **batches}

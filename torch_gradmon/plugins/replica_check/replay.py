@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...capture.compiled import unwrapped
-from ...capture.metric_functions import untouched_rng
+from ...capture.measurer import untouched_rng
 from ...core import torch_modes
 from ...core import validation as check
 from ...core.errors import display
