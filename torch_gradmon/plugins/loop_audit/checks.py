@@ -98,26 +98,16 @@ class Interval:
 
 
 class Probe:
-    """Observes one parameter's gradient.
-
-    Args:
-        name: of the parameter in findings; empty if they need none.
-
-    Attributes:
-        gradient: the gradient at the last observation, held; None without one or if it is not plain.
-        version: its version at that time.
-        interval: what happened to it since the last step of the optimizer.
-        has_fired: whether there was any accumulation so far.
-    """
+    """Observes one parameter's gradient. ``name``: of the parameter in findings; empty if they need none."""
 
     def __init__(self, name: str, place: Place, parameter: Tensor) -> None:
         self.name, self.place, self.identity, self._tensor = name, place, id(parameter), parameter._cdata
         self.is_sharded = type(place) is FsdpParameterRef
-        self.gradient: Tensor | None = None
+        self.gradient: Tensor | None = None  # at the last observation, held; None without one or if it is not plain
         self._last: Tensor | None = None  # of a sharded parameter, plain or not
         self.interval = Interval()
         self.has_fired = False
-        self.version = self._value_version = self._clock = 0
+        self.version = self._value_version = self._clock = 0  # of the gradient, of the parameter, and of all steps, at that time
 
     @property
     def is_offloaded(self) -> bool:
@@ -196,26 +186,25 @@ _SAME = 1e-2
 
 
 class ScalerChecks:
-    """Judges the order of one optimizer's gradients and the calls of its GradScaler.
-
-    Args:
-        is_alone: no other optimizer is attached, for which a loss may be scaled in between.
-
-    Attributes:
-        is_active: the scaler was called in this attempt.
-        is_unscaled: it has unscaled the gradients.
-    """
+    """Judges the order of one optimizer's gradients and the calls of its GradScaler. ``is_alone``: see :class:`ProbedOptimizer`."""
 
     def __init__(self, tallies: Tallies, key: int, is_alone: bool) -> None:
         self._tallies, self._key, self._is_alone = tallies, key, is_alone
-        self._clip = ScaledClip()
-        self.is_active = self.is_unscaled = self._is_scaled_since = self._is_mixed = False
+        self._norms: list[tuple[float, float]] = []  # of scaled gradients, after the loop has written to them
+        self._looks, self._is_clip = 0, False
+        self.end_attempt()
+
+    def end_attempt(self) -> None:
+        self.is_active = False  # the scaler was called in this attempt
+        self.is_unscaled = False  # it has unscaled the gradients
+        self._is_scaled_since = self._is_mixed = (
+            False  # a loss was scaled after that, and its gradient was added to unscaled ones
+        )
 
     def loss_scaled(self) -> None:
         self.is_active = self._is_scaled_since = True
 
     def accumulated_unscaled(self) -> None:
-        """Record an accumulation to unscaled gradients."""
         self._is_mixed |= self._is_scaled_since
 
     def unscaling(self, parameter: Tensor, probe: Probe, optimizer: Optimizer) -> None:
@@ -223,7 +212,7 @@ class ScalerChecks:
         if interval.doubtful or not interval.fired or parameter.grad is not probe.gradient:
             return
         probe.look(parameter)
-        if not interval.touched or self._clip.was_written(optimizer):
+        if not interval.touched or self._was_clipped(optimizer):
             self._tallies.check("clipped-while-scaled", self._key, interval.touched, probe.name)
 
     def unscaled(self) -> None:
@@ -237,20 +226,8 @@ class ScalerChecks:
             self._tallies.check("backward-after-unscale", self._key, is_mixed, probe.name)
         self.end_attempt()
 
-    def end_attempt(self) -> None:
-        self.is_active = self.is_unscaled = self._is_scaled_since = self._is_mixed = False
-
-
-class ScaledClip:
-    """Norms of one optimizer's scaled gradients after the loop has written to them."""
-
-    def __init__(self) -> None:
-        self._norms: list[tuple[float, float]] = []
-        self._looks = 0
-        self._is_clip = False
-
-    def was_written(self, optimizer: Optimizer) -> bool:
-        """Whether the writes are known to be a clip. Synchronises the device a few times in total."""
+    def _was_clipped(self, optimizer: Optimizer) -> bool:
+        """Whether the loop's writes are known to be a clip. Synchronises the device a few times in total."""
         if self._is_clip or self._looks >= _MOST:
             return self._is_clip
         self._looks += 1
@@ -288,19 +265,17 @@ _ELEMENTS, _UNITS, _EXACT = 1 << 14, 4, 1e-3
 
 
 class GradientWrites:
-    """The writes to the gradients of one optimizer.
-
-    Attributes:
-        is_unclear: the loop writes between two accumulations, and the kind of write is not known yet.
-        clears: those writes set gradients to zero; False while the kind is not known.
-        clips: those writes do neither that nor keep the mean of k micro-batches, by the factor (k - 1) / k before each.
-        is_doubtful: gradients seem to be carried over from step to step, which their values have to confirm.
-        stays: the values have confirmed it.
-    """
+    """The writes to the gradients of one optimizer."""
 
     def __init__(self) -> None:
-        self.is_unclear = self.clears = self.clips = self._is_settled = False
-        self.is_doubtful = self.stays = False
+        self.is_unclear = self._is_settled = (
+            False  # the loop writes between two accumulations, and the kind is not known yet, or known
+        )
+        self.clears = False  # those writes set gradients to zero
+        self.clips = False  # they do neither that nor keep the mean of k micro-batches, by the factor (k - 1) / k before each
+        self.is_doubtful = self.stays = (
+            False  # gradients seem to be carried over between steps, and their values have confirmed it
+        )
         self._zeros = self._others = self._late = self._doubts = 0
         self._accumulated: Tensor | None = None  # the first elements after the last accumulation
         self._are_means = True  # so far
@@ -400,18 +375,12 @@ class LossChecks:
     """Looks at the losses of a few backward passes of one optimizer.
 
     A loss that goes backward again is recognised by a mark at its nodes. Equal gradients would prove nothing: those of an absolute error
-    are equal for many targets.
-
-    Args:
-        is_alone: no other optimizer is attached, of whose losses the forwards may be.
-
-    Attributes:
-        is_looking: the losses of the next backward passes are looked at.
-        is_idle: there are none to look at, and none went backward again and again.
+    are equal for many targets. ``is_alone``: no other optimizer is attached, of whose losses the forwards may be.
     """
 
     def __init__(self, tallies: Tallies, key: int, is_alone: bool) -> None:
-        self.is_looking = self.is_idle = False
+        self.is_looking = False  # at the losses of the next backward passes
+        self.is_idle = False  # there are none to look at, and none went backward again and again
         self._tallies, self._key, self._is_alone = tallies, key, is_alone
         self._steps = self._counting = self._looks = self._same = 0
         self._mark, self._visited = f"torch_gradmon loss {id(self)}", f"torch_gradmon step {id(self)}"
@@ -485,126 +454,6 @@ def _is_cast(node: Node) -> bool:
 def _inputs(node: Node) -> list[Node]:
     """Those with a gradient, without parameters."""
     return [each for each in inputs_of(node) if each.next_functions]
-
-
-# --- The findings about each step of an optimizer, from what its probe has observed ---
-
-
-#: Steps of torch's own optimizers that no backward pass preceded, before they count: they change nothing for certain, but a loop may
-#: pretrain another part of the model, or wait for data. Where there was a forward, one counts as several.
-_FUTILE, _WITH_FORWARD = 100, 10
-#: Such steps, from the first one on, of a model that is never called: it is another one that trains.
-_ELSEWHERE = 10
-#: The number of writes of one or two clips by norm or value; more writes have another cause.
-_CLIPS = 4
-
-
-class StepChecks:
-    """Judges the steps of one optimizer."""
-
-    def __init__(self, tallies: Tallies, key: int, is_alone: bool) -> None:
-        self.writes, self.losses = GradientWrites(), LossChecks(tallies, key, is_alone)
-        self._tallies, self._key, self._is_alone = tallies, key, is_alone
-        self._before: Tensor | None = None
-        self._is_repeated = False  # the last step had the gradient of the one before
-        self._futile = 0  # steps in a row without any gradient, though the model was called
-        self._with = 0  # steps with gradients, once there were some without
-        self._is_elsewhere = True  # there was no gradient and no call of the model so far
-        self._attacks = False  # passes that are cleared are for the gradient of an input
-
-    def dropped_after_step(self, probe: Probe) -> None:
-        """Judge the writes to a gradient between its step and its drop."""
-        interval = probe.interval
-        if interval.fired == 1 and (interval.late or not self._tallies.is_empty):
-            dropped = interval.dropped
-            is_clip = dropped is not None and interval.late <= _CLIPS and self.writes.is_late_clip(dropped)
-            self._tallies.check("clip-after-step", self._key, is_clip, probe.name)
-
-    def step_with_gradient(self, probe: Probe, gradient: Tensor, forwards: int) -> None:
-        """Judge the probe, whose parameter has ``gradient``, before the optimizer's step, after this number of training forwards since
-        the last step of any optimizer.
-        """
-        tallies, key, seen = self._tallies, self._key, probe.interval
-        self._is_called()
-        self._futile = 0
-        if not tallies.is_empty and (count := tallies.count("step-without-gradients", key)):
-            self._with += 1
-            if self._with > count:  # the steps before pretrained another part, or waited for data
-                tallies.retract("step-without-gradients", key)
-        if seen.fired and (seen.fired != forwards or not self.losses.is_idle):
-            self.losses.step_began(forwards, seen.fired, probe.name)
-        if tallies.is_empty and seen.fired and not (seen.carried or seen.drops or seen.writes or seen.synced > 1):
-            self._is_repeated = False  # the usual case: no finding so far, and none now
-            return
-        tallies.missed("step-without-gradients", key)
-        if seen.synced > 1 and not seen.drops:
-            tallies.check("sync-every-micro-batch", key, True, probe.name, **{"backward passes": seen.synced})
-        if seen.fired:
-            tallies.missed("dead-hooks", key)
-        elif probe.was_converted() and not seen.is_paused:
-            tallies.check("dead-hooks", key, True, probe.name)
-        if seen.doubtful or gradient is not probe.gradient:
-            return
-        if seen.fired:
-            self._check_accumulations(probe.name, seen)
-        elif seen.after_step and gradient._version == probe.version and not forwards:
-            # writes through .data change no version, so values have to confirm it
-            is_same = self._before is None or torch.equal(self._before, gradient)
-            tallies.check("stepped-twice", key, is_same, probe.name)
-            self._is_repeated = True
-
-    def _check_accumulations(self, name: str, seen: Interval) -> None:
-        tallies, key, writes = self._tallies, self._key, self.writes
-        if not self._is_repeated:
-            tallies.missed("stepped-twice", key)
-        self._is_repeated = False
-        # the last count takes a confirmation by values
-        is_confirmed = writes.stays or tallies.count("missing-zero-grad", key) < MISTAKES["missing-zero-grad"].repeats - 1
-        tallies.check("missing-zero-grad", key, seen.carried and is_confirmed, name)
-        cleared = seen.cleared(writes.clears)
-        # a single drop in each step may be deliberate, to inspect a gradient
-        tallies.check("micro-batch-discarded", key, cleared >= 2 and not self._attacks, name, discarded=cleared)
-        if seen.writes and writes.clips:
-            tallies.check("clip-per-micro-batch", key, True, name, **{"times in a step": seen.writes})
-
-    def accumulated(self, interval: Interval) -> None:
-        """Look for inputs with a gradient behind the running backward pass, if it is uncertain whether passes are cleared by mistake."""
-        tallies, rule, key = self._tallies, "micro-batch-discarded", self._key
-        is_cleared = interval.drops or interval.writes
-        if is_cleared and not self._attacks and tallies.count(rule, key) and not tallies.is_fact(rule, key):
-            self._attacks = reaches_input(losses_going_backward())
-
-    def step_without_gradient(self, probe: Probe, optimizer: Optimizer, forwards: int) -> bool:
-        """Judge a probe without a gradient before the optimizer's step. Returns whether other parameters have one: it may be the turn of
-        another optimizer.
-        """
-        if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
-            self._is_called()
-            self._futile = 0
-            return True
-        if forwards or probe.has_fired:
-            self._is_called()
-        if self._is_alone and type(optimizer).__module__.startswith("torch.optim."):
-            self._futile += _WITH_FORWARD if forwards else 1
-            if self._is_elsewhere and self._futile == _ELSEWHERE:
-                self._tallies.seen("another-model-trained", self._key, evidence={"steps": float(_ELSEWHERE)})
-        if (probe.interval.fired or self._futile >= _FUTILE) and not probe.interval.doubtful:
-            self._tallies.check("step-without-gradients", self._key, True, probe.name)
-        return False
-
-    def _is_called(self) -> None:
-        """The model is part of the training after all."""
-        if self._is_elsewhere:
-            self._is_elsewhere = False
-            self._tallies.retract("another-model-trained", self._key)
-
-    def step_ended(self, gradient: Tensor | None) -> None:
-        """Keep the gradient's values while a second step on the same gradient is suspected but not certain."""
-        self._before = None
-        if gradient is None or self._tallies.is_empty:
-            return
-        if self._tallies.count("stepped-twice", self._key) > 0 and not self._tallies.is_fact("stepped-twice", self._key):
-            self._before = gradient.clone()
 
 
 # --- unattached updates ---
@@ -750,31 +599,40 @@ class UnusedGradients:
 PATIENCE = 3
 #: The number of parameters of an optimizer without steps that are compared, and the largest size of one.
 _PLACES, _LARGEST = 4, 2**20
+#: Steps of torch's own optimizers that no backward pass preceded, before they count: they change nothing for certain, but a loop may
+#: pretrain another part of the model, or wait for data. Where there was a forward, one counts as several.
+_FUTILE, _WITH_FORWARD = 100, 10
+#: Such steps, from the first one on, of a model that is never called: it is another one that trains.
+_ELSEWHERE = 10
+#: The number of writes of one or two clips by norm or value; more writes have another cause.
+_CLIPS = 4
 
 
 class ProbedOptimizer:
-    """The audit's state of one optimizer.
+    """The audit's state of one optimizer, and the findings about each of its steps, from what its probe has observed.
 
     Args:
         is_alone: no other one is attached, so that no parameter has to show which one a finding is about.
-
-    Attributes:
-        owned: the ids of its parameters.
     """
 
     def __init__(self, optimizer: Optimizer, tallies: Tallies, is_alone: bool) -> None:
-        self._is_alone = is_alone
+        self._optimizer, self._tallies, self._is_alone = weakref.ref(optimizer), tallies, is_alone
         self.key = id(optimizer)  # in the tallies
+        self.owned: frozenset[int] = frozenset()  # the ids of its parameters
         self.probe: Probe | None = None
-        self.checks, self.scaler = StepChecks(tallies, self.key, is_alone), ScalerChecks(tallies, self.key, is_alone)
-        self.unattached = UnattachedUpdates()
+        self.writes, self.losses = GradientWrites(), LossChecks(tallies, self.key, is_alone)
+        self.scaler, self.unattached = ScalerChecks(tallies, self.key, is_alone), UnattachedUpdates()
         self.stepped_in = -1  # the backward pass within which it has stepped last
         self.has_stepped = False  # or a scaler has kept it from that
         self.is_unknown = False  # whether it steps with a closure, or outside training
-        self._optimizer = weakref.ref(optimizer)
-        self.owned: frozenset[int] = frozenset()
         self._absent = self.silent = 0  # steps without a gradient, and backward passes without the probe
         self._had_gradients = False
+        self._before: Tensor | None = None  # the gradient of the last step
+        self._is_repeated = False  # the last step had the gradient of the one before
+        self._futile = 0  # steps in a row without any gradient, though the model was called
+        self._with = 0  # steps with gradients, once there were some without
+        self._is_elsewhere = True  # there was no gradient and no call of the model so far
+        self._attacks = False  # passes that are cleared are for the gradient of an input
 
     def choose_probe(self, inventory: ModelIndex | None, with_gradient: bool = False) -> None:
         """Probe the smallest of its parameters; ``with_gradient``: the smallest that has a gradient now."""
@@ -800,9 +658,6 @@ class ProbedOptimizer:
             if (parameter := place()) is not None:
                 self.probe = Probe("" if self._is_alone else inventory.names[number], place, parameter)
 
-    def shares_parameters(self, other: ProbedOptimizer) -> bool:
-        return not self.owned.isdisjoint(other.owned)
-
     def rests(self) -> bool:
         """Whether it has never stepped, though its parameters get gradients."""
         probe = self.probe
@@ -824,7 +679,7 @@ class ProbedOptimizer:
     def step_began(self, optimizer: Optimizer, forwards: int, is_unknown: bool) -> bool:
         """Judge the step. Returns whether the probe has to be replaced.
 
-        ``forwards``: number of training forwards since the last step of any optimizer; ``is_unknown``: gradients show nothing.
+        ``forwards``: of the training since the last step of any optimizer; ``is_unknown``: gradients show nothing.
         """
         self.is_unknown, probe = is_unknown, self.probe
         if probe is None or is_unknown:
@@ -837,16 +692,113 @@ class ProbedOptimizer:
         gradient = probe.look(parameter)
         if gradient is not None:
             self._absent, self._had_gradients = 0, True
-            self.checks.step_with_gradient(probe, gradient, forwards)
+            self._step_with_gradient(probe, gradient, forwards)
             return False
-        if not self.checks.step_without_gradient(probe, optimizer, forwards):
+        if not self._step_without_gradient(probe, optimizer, forwards):
             return False
         self._absent += 1
         return self._absent >= PATIENCE or not self._had_gradients
 
-    def unscaling(self, optimizer: Optimizer) -> None:
-        if self.probe is not None and (parameter := self.probe.place()) is not None:
-            self.scaler.unscaling(parameter, self.probe, optimizer)
+    def accumulated(self, probe: Probe) -> None:
+        """Judge what the running backward pass shows, after the probe has seen its accumulation."""
+        interval, tallies, key = probe.interval, self._tallies, self.key
+        if self.losses.is_looking:
+            self.losses.accumulated(interval, self.owned)
+        rule, is_cleared = "micro-batch-discarded", interval.drops or interval.writes
+        if (
+            not tallies.is_empty
+            and is_cleared
+            and not self._attacks
+            and tallies.count(rule, key)
+            and not tallies.is_fact(rule, key)
+        ):
+            # it is uncertain whether passes are cleared by mistake: look for inputs with a gradient
+            self._attacks = reaches_input(losses_going_backward())
+        if interval.late >= 0 and interval.fired == 1 and (interval.late or not tallies.is_empty):
+            dropped = interval.dropped  # written to between its step and its drop
+            is_clip = dropped is not None and interval.late <= _CLIPS and self.writes.is_late_clip(dropped)
+            tallies.check("clip-after-step", key, is_clip, probe.name)
+        if self.scaler.is_unscaled:
+            self.scaler.accumulated_unscaled()
+
+    def _step_with_gradient(self, probe: Probe, gradient: Tensor, forwards: int) -> None:
+        """Judge the probe, whose parameter has ``gradient``, before the optimizer's step, after this number of training forwards since
+        the last step of any optimizer.
+        """
+        tallies, key, seen = self._tallies, self.key, probe.interval
+        self._is_called()
+        self._futile = 0
+        if not tallies.is_empty and (count := tallies.count("step-without-gradients", key)):
+            self._with += 1
+            if self._with > count:  # the steps before pretrained another part, or waited for data
+                tallies.retract("step-without-gradients", key)
+        if seen.fired and (seen.fired != forwards or not self.losses.is_idle):
+            self.losses.step_began(forwards, seen.fired, probe.name)
+        if tallies.is_empty and seen.fired and not (seen.carried or seen.drops or seen.writes or seen.synced > 1):
+            self._is_repeated = False  # the usual case: no finding so far, and none now
+            return
+        tallies.missed("step-without-gradients", key)
+        if seen.synced > 1 and not seen.drops:
+            tallies.check("sync-every-micro-batch", key, True, probe.name, **{"backward passes": seen.synced})
+        if seen.fired:
+            tallies.missed("dead-hooks", key)
+        elif probe.was_converted() and not seen.is_paused:
+            tallies.check("dead-hooks", key, True, probe.name)
+        if seen.doubtful or gradient is not probe.gradient:
+            return
+        if seen.fired:
+            self._check_accumulations(probe.name, seen)
+        elif seen.after_step and gradient._version == probe.version and not forwards:
+            # writes through .data change no version, so values have to confirm it
+            is_same = self._before is None or torch.equal(self._before, gradient)
+            tallies.check("stepped-twice", key, is_same, probe.name)
+            self._is_repeated = True
+
+    def _check_accumulations(self, name: str, seen: Interval) -> None:
+        tallies, key, writes = self._tallies, self.key, self.writes
+        if not self._is_repeated:
+            tallies.missed("stepped-twice", key)
+        self._is_repeated = False
+        # the last count takes a confirmation by values
+        is_confirmed = writes.stays or tallies.count("missing-zero-grad", key) < MISTAKES["missing-zero-grad"].repeats - 1
+        tallies.check("missing-zero-grad", key, seen.carried and is_confirmed, name)
+        cleared = seen.cleared(writes.clears)
+        # a single drop in each step may be deliberate, to inspect a gradient
+        tallies.check("micro-batch-discarded", key, cleared >= 2 and not self._attacks, name, discarded=cleared)
+        if seen.writes and writes.clips:
+            tallies.check("clip-per-micro-batch", key, True, name, **{"times in a step": seen.writes})
+
+    def _step_without_gradient(self, probe: Probe, optimizer: Optimizer, forwards: int) -> bool:
+        """Judge a probe without a gradient before the optimizer's step. Returns whether other parameters have one: it may be the turn of
+        another optimizer.
+        """
+        if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
+            self._is_called()
+            self._futile = 0
+            return True
+        if forwards or probe.has_fired:
+            self._is_called()
+        if self._is_alone and type(optimizer).__module__.startswith("torch.optim."):
+            self._futile += _WITH_FORWARD if forwards else 1
+            if self._is_elsewhere and self._futile == _ELSEWHERE:
+                self._tallies.seen("another-model-trained", self.key, evidence={"steps": float(_ELSEWHERE)})
+        if (probe.interval.fired or self._futile >= _FUTILE) and not probe.interval.doubtful:
+            self._tallies.check("step-without-gradients", self.key, True, probe.name)
+        return False
+
+    def _is_called(self) -> None:
+        """The model is part of the training after all."""
+        if self._is_elsewhere:
+            self._is_elsewhere = False
+            self._tallies.retract("another-model-trained", self.key)
+
+    def _keep_gradient(self, gradient: Tensor | None) -> None:
+        """Keep its values while a second step on the same gradient is suspected but not certain."""
+        self._before = None
+        if gradient is None or self._tallies.is_empty:
+            return
+        if self._tallies.count("stepped-twice", self.key) > 0 and not self._tallies.is_fact("stepped-twice", self.key):
+            self._before = gradient.clone()
 
     def step_ended(self, has_stepped: bool) -> None:
         """Begin an interval after the step, or with ``has_stepped`` False after the scaler prevented it."""
@@ -858,7 +810,7 @@ class ProbedOptimizer:
             self.scaler.step_ended(probe)
         if probe is not None:
             probe.stepped(None if self.is_unknown else probe.place())
-            self.checks.step_ended(probe.gradient)
+            self._keep_gradient(probe.gradient)
         self.is_unknown = False
 
 
