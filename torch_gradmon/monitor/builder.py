@@ -260,7 +260,7 @@ def _plugins(
     audit = LoopAudit(planner, complaints, directory.annotate)
     setup = SetupCheck(planner, complaints, directory.annotate, options.checked)
     if options.checked.data:
-        data = DataCheck(options.interval or 1, setup.expectations, complaints, directory.annotate)
+        data = DataCheck(options.interval or 1, options.checked.batch_varies, complaints, directory.annotate)
     clips = AdaptiveClips(may_skip=acting is not None)
     return BuiltInPlugins(budget, recorder, acting, detail, post_spike, clips, audit, setup, data, replicas=None)
 

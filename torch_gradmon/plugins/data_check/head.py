@@ -58,34 +58,21 @@ _GOLDEN = 0.618
 
 @dataclass(frozen=True)
 class Head:
-    """One output of a model and the gradient that came back to it.
+    """One output of a model and the gradient that came back to it."""
 
-    Attributes:
-        kind: ``"cross-entropy"``, ``"binary cross-entropy"``, ``"mean square"`` or ``""`` for one that is not recognised.
-        rows: number of examples, tokens or pixels with a gradient.
-        scale: by what the loss, a mean over rows, is multiplied before the backward pass; ``rows`` for a sum over them.
-        temperature: by which the loss divides the output; 1 if it does not.
-        zeros: share of outputs that are exactly 0, if none is negative.
-        labels: number of rows of each class; of the first COUNTED classes.
-        mean: of the targets of a mean square.
-        square: their mean square. Where the loss compares each output with each target, the gradient shows their mean alone, and the
-            rest of the loss gives this.
-        negative: the share of their mean square that those below 0 have.
-        beyond: the share of it that lies below -1, and the share that lies above 1.
-        error: the mean square of the differences between output and targets.
-    """
-
-    kind: str
-    rows: float
-    scale: float
-    temperature: float
-    zeros: float
-    labels: tuple[float, ...]
-    mean: float = math.nan
+    kind: str  # "cross-entropy", "binary cross-entropy", "mean square" or empty for one that is not recognised
+    rows: float  # examples, tokens or pixels with a gradient
+    scale: float  # by what the loss, a mean over rows, is multiplied before the backward pass; `rows` for a sum over them
+    temperature: float  # by which the loss divides the output; 1 if it does not
+    zeros: float  # share of outputs that are exactly 0, if none is negative
+    labels: tuple[float, ...]  # number of rows of each class; of the first COUNTED classes
+    mean: float = math.nan  # of the targets of a mean square
+    # their mean square. Where the loss compares each output with each target, the gradient shows their mean alone, and the rest of the
+    # loss gives this
     square: float = math.nan
-    negative: float = 0.0
-    beyond: tuple[float, float] = (0.0, 0.0)
-    error: float = 0.0
+    negative: float = 0.0  # the share of their mean square that those below 0 have
+    beyond: tuple[float, float] = (0.0, 0.0)  # the share of it that lies below -1, and the share that lies above 1
+    error: float = 0.0  # the mean square of the differences between output and targets
 
     def outside(self, low: float) -> float:
         """The share of the targets' mean square that lies outside of ``low``, 0 or -1, and 1."""
@@ -121,15 +108,10 @@ def is_linear(losses: Sequence[Tensor]) -> bool:
 
 @dataclass(frozen=True)
 class Origin:
-    """What an output was made by.
+    """What an output was made by."""
 
-    Attributes:
-        is_rectified: a ReLU or the like; means of such numbers may be 0 as well.
-        bounds: of a sigmoid, a softmax or a tanh; None if no bounds are known.
-    """
-
-    is_rectified: bool = False
-    bounds: tuple[float, float] | None = None
+    is_rectified: bool = False  # a ReLU or the like; means of such numbers may be 0 as well
+    bounds: tuple[float, float] | None = None  # of a sigmoid, a softmax or a tanh, if any are known
 
 
 def origin_of(output: Tensor) -> Origin:
@@ -167,11 +149,7 @@ def looked_at(rows: Tensor, classes: int | None = None) -> Tensor:
 
 @torch.no_grad()
 def facts_of(sample: Tensor, gradient: Tensor) -> Tensor | None:
-    """Numbers about an output and its gradient, float64 ``[_FACTS + classes]`` on their device. Does not synchronise.
-
-    Args:
-        sample: see :func:`sample_of`.
-    """
+    """Numbers about an output, see :func:`sample_of`, and its gradient: float64 ``[_FACTS + classes]`` on their device, without a wait."""
     z, every = sample.double(), rows_of(gradient)
     g = looked_at(every).double()
     if z.shape != g.shape:
@@ -353,18 +331,10 @@ def tokens_of(module: nn.Module, args: Sequence[object], kwargs: Mapping[str, ob
 def share_of_own(ids: Tensor, gradient: Tensor) -> Tensor | None:
     """The share of targets that are the token in their own place instead of the next one, float64 ``[1]``; NaN where that is not known.
 
-    The gradient of cross-entropy is negative for the target alone.
-
-    Args:
-        ids: ``[N, T]``.
-        gradient: of the output, ``[N, T, classes]``.
+    The gradient of cross-entropy, ``[N, T, classes]``, is negative for the target alone. ``ids``: ``[N, T]``.
     """
-    if (
-        gradient.ndim != 3
-        or gradient.shape[:2] != ids.shape
-        or gradient.device != ids.device
-        or ids.device.type in ("meta", "mps")
-    ):
+    fits = gradient.ndim == 3 and gradient.shape[:2] == ids.shape and gradient.device == ids.device
+    if not fits or ids.device.type in ("meta", "mps"):
         return None
     g, classes = looked_at(rows_of(gradient)), gradient.shape[2]
     own, following = (looked_at(each.reshape(-1, 1), classes)[:, 0] for each in (ids, torch.cat([ids[:, 1:], ids[:, -1:]], 1)))
