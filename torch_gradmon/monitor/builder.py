@@ -243,7 +243,7 @@ def _plugins(
     recorder = FlightRecorder(options.spike_capture.before, planner.registry, summary)
     detectors.fetch_recorded = recorder.fetch_recorded
     post_spike = PostSpikeDetail(planner, options.spike_capture.after)
-    detail = LiveDetail(planner, summary, lambda: post_spike.may_add_hooks, directory, exchange, complaints)
+    detail = LiveDetail(planner, summary, post_spike, exchange, directory.path, directory.reopen)
     budget = acting = data = None
     if options.max_overhead is not None:
         from ..plugins.overhead_budget import OverheadBudget
