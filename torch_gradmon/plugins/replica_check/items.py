@@ -18,8 +18,6 @@ from ...statistics.fingerprint import fingerprints, packed, unpacked
 from ...step.buffer import DeviceToHostCopy
 from ...step.ranks import digest_of, is_dtensor, local_part
 
-# --- What ``DistributedDataParallel`` keeps equal: which parameters, on which ranks, and which buffers ---
-
 
 def is_ddp(module: nn.Module) -> TypeGuard[DistributedDataParallel]:
     return isinstance(module, DistributedDataParallel)
@@ -30,43 +28,6 @@ def ranks_of(module: DistributedDataParallel) -> list[int]:
     from torch.distributed import get_process_group_ranks
 
     return sorted(get_process_group_ranks(module.process_group))
-
-
-class Wrappers:
-    """The DDP modules in a model, at any depth. Does not keep them alive."""
-
-    def __init__(self, model: nn.Module, members: Sequence[int]) -> None:
-        found = [module for module in model.modules() if is_ddp(module)]
-        self._references = [weakref.ref(module) for module in found]
-        self._copies: dict[int, str] = {}
-        self._ignored: set[int] = set()
-        for module in found:  # the innermost one last
-            ranks = ranks_of(module)
-            name = "" if ranks == sorted(members) else digest_of(ranks)
-            self._copies.update((id(parameter), name) for parameter in module.parameters())
-            left_out: Any = module.parameters_to_ignore
-            self._ignored.update(id(p) for name, p in module.module.named_parameters() if name in left_out)
-
-    @property
-    def only(self) -> DistributedDataParallel | None:
-        """The only one of them, if there is one."""
-        return self._references[0]() if len(self._references) == 1 else None
-
-    @property
-    def is_joining(self) -> bool:
-        """Whether ranks may be in different steps, within ``join()``."""
-        return any(module._join_config.enable for reference in self._references if (module := reference()) is not None)
-
-    def copies(self, parameter: Tensor) -> str:
-        """A name of the ranks over which DDP copies the parameter; empty if these are all, or it is below no DDP.
-
-        Other ranks have other parts of the model, as in tensor parallelism by plain tensors.
-        """
-        return self._copies.get(id(parameter), "")
-
-    def ignores(self, parameter: Tensor) -> bool:
-        """Whether DDP leaves the parameter to each rank."""
-        return id(parameter) in self._ignored
 
 
 def is_broadcasting(module: DistributedDataParallel) -> bool:
@@ -90,34 +51,50 @@ _meshes: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
 class Item(NamedTuple):
-    """A tensor that is equal on all ranks with the same ``share``.
-
-    Attributes:
-        kind: such as :data:`GRADIENT`.
-        name: of the parameter or number; for state with its key.
-        share: which part of a sharded tensor this is; empty for a whole tensor.
-        tensor: its values, plain and dense.
-    """
+    """A tensor, plain and dense, that is equal on all ranks with the same ``share``: a part of a sharded tensor, or empty for all of it."""
 
     kind: str
-    name: str
+    name: str  # of the parameter or number; for state with its key
     share: str
     tensor: Tensor
 
 
 class Common:
-    """What ranks have in common.
+    """What ranks have in common: all that DDP copies in ``model``, at any depth, which is not kept alive.
 
     Args:
-        wrappers: DDP in the model; None before it is known.
+        members: the numbers of the ranks.
     """
 
-    def __init__(self, distinct: re.Pattern[str] | None, wrappers: Wrappers | None = None) -> None:
-        self._distinct, self._wrappers = distinct, wrappers
+    def __init__(self, distinct: re.Pattern[str] | None, model: nn.Module | None = None, members: Sequence[int] = ()) -> None:
+        self._distinct = distinct
+        found = [] if model is None else [module for module in model.modules() if is_ddp(module)]
+        self._wrappers = [weakref.ref(module) for module in found]
+        self._copies: dict[int, str] = {}
+        self._ignored: set[int] = set()
+        for module in found:  # the innermost one last
+            ranks = ranks_of(module)
+            name = "" if ranks == sorted(members) else digest_of(ranks)
+            self._copies.update((id(parameter), name) for parameter in module.parameters())
+            left_out: Any = module.parameters_to_ignore
+            self._ignored.update(id(p) for name, p in module.module.named_parameters() if name in left_out)
+
+    @property
+    def wrapper(self) -> DistributedDataParallel | None:
+        """The only DDP module, if there is one alone."""
+        return self._wrappers[0]() if len(self._wrappers) == 1 else None
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether ranks may be in different steps, within ``join()``."""
+        return any(module._join_config.enable for reference in self._wrappers if (module := reference()) is not None)
 
     def copies(self, parameter: Tensor) -> str:
-        """A name of the ranks that have copies of the parameter, where these are not all ranks; else empty."""
-        return "" if self._wrappers is None else self._wrappers.copies(parameter)
+        """A name of the ranks over which DDP copies the parameter; empty if these are all, or it is below no DDP.
+
+        Other ranks have other parts of the model, as in tensor parallelism by plain tensors.
+        """
+        return self._copies.get(id(parameter), "")
 
     def items(self, kind: str, name: str, tensor: Tensor, copies: str) -> Iterator[Item]:
         """One for each set of ranks that have ``tensor``, or this part of it; none if only this rank has it."""
@@ -134,19 +111,15 @@ class Common:
     def includes(self, name: str, tensor: Tensor) -> bool:
         """Whether a parameter, or a buffer, is equal on ranks: no pattern names it, and no library marks it or leaves it out."""
         is_marked = any(getattr(tensor, mark, not is_so) is is_so for mark, is_so in _MARKS)
-        is_ignored = self._wrappers is not None and self._wrappers.ignores(tensor)
-        return not (is_marked or is_ignored) and (self._distinct is None or not self._distinct.search(name))
+        is_distinct = self._distinct is not None and self._distinct.search(name)
+        return not (is_marked or is_distinct or id(tensor) in self._ignored)
 
 
 def items_of(
     optimizer: Optimizer, names: Mapping[int, str], common: Common, is_averaged: bool = False, first: int = 0
 ) -> Iterator[Item]:
-    """Everything that ranks must have in common when the optimizer has stepped.
-
-    Args:
-        names: of parameters, by their ids.
-        is_averaged: only the parameters are equal, since ranks train by themselves and average them now and then.
-        first: number of its first group among those of all optimizers.
+    """Everything that ranks must have in common when the optimizer has stepped; with ``is_averaged`` only parameters, since ranks train by
+    themselves and average them now and then. ``names`` of parameters, by id; ``first``: its first group's number among all optimizers'.
     """
     for number, group in enumerate(optimizer.param_groups, first):
         copies = next(map(common.copies, group["params"]), "")

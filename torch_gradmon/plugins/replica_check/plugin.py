@@ -10,8 +10,6 @@ import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +36,6 @@ from .items import (
     STATE,
     Common,
     Snapshot,
-    Wrappers,
     buffers_of,
     is_broadcasting,
     is_ddp,
@@ -53,11 +50,7 @@ from .items import (
 
 
 class Board:
-    """Messages of each rank, by a name.
-
-    Args:
-        subject: the same on all ranks that share the board.
-        rank: of this process among them.
+    """Messages of each rank, by a name; ``subject`` is the same on all ranks that share the board.
 
     Raises:
         ImportError, RuntimeError, ValueError: there is no store, or none that can be used beside the training.
@@ -118,38 +111,23 @@ Trace = Mapping[int, Sequence[Sequence[str]]]
 
 
 class Suspects(NamedTuple):
-    """Ranks that should be equal and are not.
-
-    Attributes:
-        reference: one of the largest number of equal ranks.
-        usual: their number. Where as many ranks are equal to ``odd``, it may be they that are wrong.
-        odd: a rank that differs from them.
-        alike: number of ranks that are equal to it.
-    """
+    """A rank ``odd`` that differs from a ``reference``, which is one of the largest number of equal ranks."""
 
     reference: int
-    usual: int
+    usual: int  # how many are equal to the reference; where as many are equal to `odd`, it may be they that are wrong
     odd: int
     alike: int
     share: str
 
 
 class Difference(NamedTuple):
-    """What differs between two ranks.
-
-    Attributes:
-        kind: of the item that differed first, as far as is known.
-        name: of the first tensor or number in the order of the model.
-        first: the first step that is known to differ; None if only the check shows it.
-        differing: number of items of this kind that differ now; 0 if they are equal again.
-        of: number of all items of this kind.
-    """
+    """What differs between two ranks: as far as is known, the item that differed first."""
 
     rule: str
     kind: str
-    name: str
-    first: int | None
-    differing: int
+    name: str  # of the first tensor or number in the order of the model
+    first: int | None  # the first step that is known to differ; None if only the check shows it
+    differing: int  # items of this kind that differ now; 0 if they are equal again
     of: int
 
 
@@ -175,11 +153,8 @@ def suspects(digests: Mapping[int, Mapping[str, str]]) -> list[Suspects]:
 
 
 def difference(reference: Found, other: Found, traces: Sequence[Trace] = (), equal_in: int | None = None) -> Difference | None:
-    """What differs between two ranks; None if nothing does that should not.
-
-    Args:
-        traces: statistics of their last steps.
-        equal_in: the last step in which nothing differed.
+    """What differs between two ranks; None if nothing does that should not. ``traces``: statistics of their last steps; ``equal_in``: the
+    last step in which nothing differed.
     """
     kinds = _differing(reference, other)
     if not kinds:
@@ -262,14 +237,6 @@ def parameter_of(kind: str, name: str) -> str:
     return name.rpartition("/")[0] if kind == STATE else name
 
 
-def to_json(found: Found) -> list[list[Any]]:
-    return [[kind, name, value] for (kind, name), value in found.items()]
-
-
-def of_json(items: Sequence[Sequence[Any]]) -> dict[tuple[str, str], int]:
-    return {(kind, name): value for kind, name, value in items}
-
-
 # --- local values ---
 
 
@@ -331,13 +298,7 @@ class Range(NamedTuple):
 
 
 class Streak(NamedTuple):
-    """Checks in a row in which one rank was far from all others.
-
-    Attributes:
-        rank: its number on the board.
-        is_above: its values are larger than those of the others.
-        first: the step of the first of these checks.
-    """
+    """Checks in a row, from that of step ``first`` on, in which the values of one ``rank`` on the board were far from all others."""
 
     rank: int
     is_above: bool
@@ -369,11 +330,8 @@ def local_values(kind: str, records: Sequence[StepRecord], after: int, rank: int
 def ranks_apart(
     step: int, ranges: Mapping[int, Mapping[str, Sequence[float]]], streaks: dict[str, Streak], names: Sequence[int]
 ) -> list[LoopFinding]:
-    """The findings that one rank was far from all others in several checks in a row.
-
-    Args:
-        streaks: by kind; brought up to date.
-        names: numbers of the ranks among all processes.
+    """The findings that one rank was far from all others in several checks in a row: ``streaks`` by kind, which are brought up to date.
+    ``names``: numbers of the ranks among all processes.
     """
     found = []
     for kind in LOCAL:
@@ -384,9 +342,7 @@ def ranks_apart(
         if now is None:
             continue
         goes_on = before is not None and before[:2] == now
-        streaks[kind] = streak = Streak(
-            *now, before.first if goes_on and before else step, before.checks + 1 if goes_on and before else 1
-        )
+        streaks[kind] = streak = Streak(*now, before.first, before.checks + 1) if goes_on and before else Streak(*now, step, 1)
         if streak.checks >= IN_A_ROW:
             others = statistics.median(each.median for rank, each in known.items() if rank != streak.rank)
             evidence = {"rank": float(names[streak.rank]), "median there": known[streak.rank].median, "median elsewhere": others}
@@ -419,217 +375,13 @@ def _differ_by_far(one: float, other: float) -> bool:
     return one * other < 0 or large >= 2 * small
 
 
-# --- The messages of ranks about one check, over a few steps ---
+# --- The check of replicas: when it is due, and what is done with its verdict ---
 
 
 #: The first step is looked for in the statistics of this number of steps and of parameters.
 TRACED_STEPS, TRACED_NAMES = 200, 20
 #: Kinds by source, in the order in which a step measures them.
 _SOURCES = {keys.PARAMETER: PARAMETER, keys.GRADIENT_BEFORE_CLIP: GRADIENT, keys.GRADIENT: GRADIENT}
-
-
-@dataclass
-class Memory:
-    """What one rank knows from checks before.
-
-    Attributes:
-        last_good: the last step in which nothing differed; None before the first.
-        seen: the last step whose values of this kind are in a range, by kind.
-        streaks: by kind, the checks in a row in which one rank was apart.
-    """
-
-    last_good: int | None = None
-    batch: str | None = None
-    seen: dict[str, int] = field(default_factory=dict)
-    streaks: dict[str, Streak] = field(default_factory=dict)
-
-    def next_ranges(self, records: Sequence[StepRecord], rank: int, step: int) -> dict[str, Range]:
-        """The ranges of this rank's own values since the ranges before, where there are enough of them."""
-        found: dict[str, Range] = {}
-        for kind in LOCAL:
-            values = local_values(kind, records, self.seen.get(kind, -1), rank)
-            if (each := range_of(values)) is not None:
-                found[kind] = each
-            if len(values) >= FEWEST:
-                self.seen[kind] = step
-        return found
-
-
-class Conversation:
-    """One check, from the side of one rank.
-
-    Args:
-        recorded: those of steps that were not monitored, which waits for the device.
-        global_ranks: the ranks on the board by their number among all processes.
-        has_traces: the statistics of the last steps are those of equal ranks.
-        compares_losses: each rank has batches of its own, which are of one kind.
-    """
-
-    def __init__(
-        self,
-        board: Board,
-        snapshot: Snapshot,
-        records: Callable[[], Sequence[StepRecord]],
-        recorded: Callable[[], Sequence[StepRecord]],
-        memory: Memory,
-        global_ranks: Sequence[int],
-        has_traces: bool,
-        compares_losses: bool,
-    ) -> None:
-        self._board, self._snapshot, self._memory = board, snapshot, memory
-        self._records, self._recorded = records, recorded
-        self._global_ranks, self._has_traces, self._compares_losses = global_ranks, has_traces, compares_losses
-        self._left: set[str] = set()
-        self._suspects: list[Suspects] = []
-        self._asked: list[int] = []
-        self._answers: Mapping[int, Any] = {}
-
-    def go_on(self) -> list[LoopFinding] | None:
-        """Leave the messages that are due. Returns the verdict once it is known; waits for nothing."""
-        if not self._snapshot.is_ready():
-            return None
-        if self._board.has_changed():
-            self._left.clear()
-        self._leave("digests", lambda: self._own)
-        if self._board.rank == 0:
-            self._judge()
-        question = self._read("question", [0])
-        if question is None:
-            return None
-        facts = [LoopFinding.of_dict(fact) for fact in question[0]["facts"]]
-        if not question[0]["ranks"]:
-            if question[0]["compared"]:
-                self._memory.last_good = self._snapshot.step
-            return facts
-        if self._board.rank in question[0]["ranks"]:
-            self._answer()
-        verdict = self._read("verdict", [0])
-        if verdict is None:
-            return None
-        if not verdict[0]["facts"]:  # what differs does so on purpose
-            self._memory.last_good = self._snapshot.step
-        return [*facts, *map(LoopFinding.of_dict, verdict[0]["facts"])]
-
-    def silent(self) -> tuple[int, int]:
-        """How many ranks have left no digest in this training, and the first of them, by its number among all processes."""
-        count, first = self._board.silent("digests")
-        return count, self._global_ranks[first]
-
-    @cached_property
-    def _own(self) -> dict[str, Any]:
-        """The first message of this rank; the same if it has to be left again."""
-        snapshot = self._snapshot
-        records = self._records() if self._compares_losses else []
-        ranges = self._memory.next_ranges(records, self._board.rank, snapshot.step)
-        rounded = {kind: [float(f"{value:.6g}") for value in each] for kind, each in ranges.items()}
-        before, self._memory.batch = self._memory.batch, snapshot.batch
-        return {
-            "shares": snapshot.digests(),
-            "batch": snapshot.batch,
-            "batch before": before,
-            **({"local": rounded} if rounded else {}),
-        }
-
-    def _answer(self) -> None:
-        self._leave("answer", lambda: {"shares": {share: to_json(found) for share, found in self._snapshot.by_share.items()}})
-        names = self._read("names", [0])
-        if names is not None:
-            self._leave("trace", lambda: self._trace(names[0]["names"]))
-
-    def _judge(self) -> None:
-        """What the first rank does with the messages of the others."""
-        if "question" not in self._left:
-            found = self._read("digests", range(self._board.count))
-            if found is None:
-                return
-            digests = {rank: message["shares"] for rank, message in found.items()}
-            self._suspects = suspects(digests)
-            self._asked = sorted({rank for each in self._suspects for rank in (each.reference, each.odd)})
-            local = {rank: message.get("local", {}) for rank, message in found.items()}
-            facts = [
-                *same_batches(self._snapshot.step, found),
-                *ranks_apart(self._snapshot.step, local, self._memory.streaks, self._global_ranks),
-            ]
-            said = [fact.to_dict() for fact in facts]
-            self._leave("question", lambda: {"ranks": self._asked, "facts": said, "compared": compared(digests)})
-        answers = self._read("answer", self._asked) if self._asked else None
-        if answers is None:
-            return
-        self._answers = answers
-        self._leave("names", lambda: {"names": self._differing()[:TRACED_NAMES]})
-        traces = self._read("trace", self._asked)
-        if traces is not None:
-            self._leave("verdict", lambda: {"facts": [fact.to_dict() for fact in self._verdicts(traces)]})
-
-    def _found(self, rank: int, share: str) -> dict[tuple[str, str], int]:
-        return of_json(self._answers[rank]["shares"].get(share, []))
-
-    def _differing(self) -> list[str]:
-        names: dict[str, None] = {}
-        for each in self._suspects:
-            reference, other = (self._found(rank, each.share) for rank in (each.reference, each.odd))
-            differing = [key for key in dict.fromkeys((*reference, *other)) if reference.get(key) != other.get(key)]
-            names.update(dict.fromkeys(parameter_of(*key) for key in differing))
-        return list(names)
-
-    def _verdicts(self, traces: Mapping[int, Any]) -> list[LoopFinding]:
-        found: dict[str, LoopFinding] = {}
-        for who in self._suspects:
-            pair = who.reference, who.odd
-            steps = [{int(step): of for step, of in traces[rank]["steps"].items()} for rank in pair] if self._has_traces else []
-            reference, other = (self._found(rank, who.share) for rank in pair)
-            what = difference(reference, other, steps, self._memory.last_good)
-            if what is not None:  # one finding for each rule, that of the first share
-                found.setdefault(what.rule, self._fact(who, what, [traces[rank]["norms"] for rank in pair]))
-        return list(found.values())
-
-    def _fact(self, who: Suspects, what: Difference, norms: Sequence[Mapping[str, float]]) -> LoopFinding:
-        step = self._snapshot.step
-        evidence: dict[str, float] = {"rank": self._global_ranks[who.odd], "unlike rank": self._global_ranks[who.reference]}
-        evidence["ranks like it"], evidence["ranks like the other"] = who.alike, who.usual
-        if what.differing:
-            evidence[f"{what.kind}s that differ"], evidence[f"{what.kind}s"] = what.differing, what.of
-        ours, theirs = (each.get(parameter_of(what.kind, what.name)) for each in norms)
-        if ours and theirs:
-            evidence["norm of the parameter there"], evidence["and elsewhere"] = theirs, ours
-        if what.first is None and self._memory.last_good is not None:
-            evidence["equal until step"] = self._memory.last_good
-        first = step if what.first is None else what.first
-        return LoopFinding(what.rule, first, step, 1, (what.name,), {name: float(value) for name, value in evidence.items()})
-
-    def _trace(self, names: Sequence[str]) -> dict[str, Any]:
-        """Hashes of the statistics of these parameters in the last steps, and the last norms."""
-        steps: dict[int, list[tuple[str, str, str]]] = {}
-        norms: dict[str, float] = {}
-        known = {record.step: record for record in (*self._recorded(), *self._records())}
-        for _, record in sorted(known.items())[-TRACED_STEPS:]:
-            rates = record.context.get("lr", [])
-            found = steps[record.step] = [(NUMBER, rate_name(number), repr(rate)) for number, rate in enumerate(rates)]
-            if "amp_scale" in record.context:
-                found.append((NUMBER, SCALE, repr(record.context["amp_scale"])))
-            for source, kind in _SOURCES.items():
-                table = record.tables.get(source)
-                if table is None:
-                    continue
-                place = {name: row for row, name in enumerate(table.names)}
-                there = [name for name in names if name in place]
-                found += [(kind, name, digest_of(table.rows[place[name]].tolist())) for name in there]
-                if kind == PARAMETER:
-                    norms.update((name, float(table.rows[place[name], Column.SQUARE_SUM]) ** 0.5) for name in there)
-        return {"steps": steps, "norms": norms}
-
-    def _leave(self, name: str, message: Callable[[], dict[str, Any]]) -> None:
-        if name not in self._left:
-            self._left.add(name)
-            self._board.put(name, {"step": self._snapshot.step, **message()})
-
-    def _read(self, name: str, ranks: Sequence[int]) -> dict[int, Any] | None:
-        return self._board.read(name, ranks, self._snapshot.step)
-
-
-# --- The check of replicas: when it is due, and what is done with its verdict ---
-
-
 #: Steps that others are waited for, and steps after which an alert has reached all ranks.
 PATIENCE, AFTER_ALERT = 50, 4
 
@@ -641,8 +393,7 @@ class ReplicaCheck(Plugin):
         every: steps between two checks.
         sync_every: ranks average their parameters after each such number of steps, and train by themselves in between.
         distinct: pattern of parameters that differ between ranks.
-        records: the last records of this rank.
-        recorded: those of steps that were not monitored, which waits for the device.
+        records: the last records of this rank; ``recorded``: those of steps that were not monitored, which waits for the device.
     """
 
     name = "replica_check"
@@ -663,17 +414,31 @@ class ReplicaCheck(Plugin):
         self._ranks, self._planner, self._complaints = ranks, planner, complaints
         self._records, self._recorded = records, recorded
         self._board: Board | None = None
-        self._due: int | None = None  # None: in the next step of an optimizer
-        self._snapshot: Snapshot | None = None
-        self._conversation: Conversation | None = None
-        self._taken: set[int] = set()  # ids of the optimizers in the snapshot
-        self._has_others = False  # parameters that no optimizer has were compared
+        self._has_own_batches = self._is_paused = False
         self._brings_buffers = False  # DDP is called, and sends them before it calls the module
-        self._wrappers: Wrappers | None = None
-        self._has_own_batches = self._is_paused = self._has_joined = False
-        self._memory = Memory()
+        self._has_others = False  # parameters that no optimizer has were compared
+        self._has_joined = False
         self._handles = Handles()
         self._facts: dict[str, LoopFinding] = {}
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin with the next step of an optimizer, and know nothing of checks before."""
+        self._end()
+        self._due: int | None = None  # None: in the next step of an optimizer
+        self._last_good: int | None = None  # the last step in which nothing differed
+        self._batch: str | None = None
+        self._seen: dict[str, int] = {}  # the last step whose values of this kind are in a range
+        self._streaks: dict[str, Streak] = {}
+
+    def _end(self) -> None:
+        """The check is over."""
+        self._snapshot: Snapshot | None = None
+        self._is_comparing = self.watches_idle_steps = False  # no more comes to the snapshot, and ranks compare it
+        self._taken: set[int] = set()  # ids of the optimizers in the snapshot
+        self._left: set[str] = set()  # names of the messages that this rank has left
+        self._own: dict[str, Any] | None = None
+        self._suspects: list[Suspects] = []
 
     def facts(self) -> list[LoopFinding]:
         return list(self._facts.values())
@@ -685,20 +450,13 @@ class ReplicaCheck(Plugin):
         self.on_detach()
         inventory = self._planner.inventory
         names = [] if inventory is None else inventory.names
-        subject = (
-            self._every,
-            self._sync_every,
-            "" if self._distinct is None else self._distinct.pattern,
-            self._ranks.members,
-            names,
-        )
-        with contextlib.suppress(
-            ImportError, RuntimeError, ValueError, TimeoutError
-        ):  # no store, or one that cannot be connected to again
+        distinct = "" if self._distinct is None else self._distinct.pattern
+        subject = (self._every, self._sync_every, distinct, self._ranks.members, names)
+        # no store, or one that cannot be connected to again
+        with contextlib.suppress(ImportError, RuntimeError, ValueError, TimeoutError):
             self._board = Board(digest_of(subject), self._ranks.rank, self._ranks.count)
-        self._wrappers = Wrappers(module, self._ranks.members)
-        self._common = Common(self._distinct, self._wrappers)
-        called = self._wrappers.only or module
+        self._common = Common(self._distinct, module, self._ranks.members)
+        called = self._common.wrapper or module
         self._has_own_batches = has_own_batches(called, self._ranks.members)
         if self._board is not None and (self._has_own_batches or is_ddp(called)):
             self._handles.of_module(called.register_forward_pre_hook(ModuleHook(self._called), with_kwargs=True))
@@ -712,9 +470,9 @@ class ReplicaCheck(Plugin):
     def on_detach(self) -> None:
         """Take the hook on the model away, and forget a check that is not over."""
         self._handles.remove()
-        self._end()
-        self._board, self._memory, self._due, self._has_others = None, Memory(), None, False
-        self._wrappers, self._has_joined = None, False
+        self._forget()
+        self._board, self._common = None, Common(self._distinct)
+        self._has_others = self._has_joined = False
 
     def may_miss(self) -> int:
         if self._board is None:
@@ -728,12 +486,11 @@ class ReplicaCheck(Plugin):
             self._due = step + AFTER_ALERT
 
     def on_rewind(self, step: int) -> None:
-        self._end()
-        self._due, self._memory = None, Memory()
+        self._forget()
 
     def _is_due(self, step: int) -> bool:
         """Whether ``step`` is that of a check, or the first one after it in which ranks have just averaged their parameters."""
-        return (self._due is None or step >= self._due) and step % self._sync_every == 0 and self._conversation is None
+        return (self._due is None or step >= self._due) and step % self._sync_every == 0 and not self._is_comparing
 
     # --- a check -------------------------------------------------------------------------------------------------------------
 
@@ -752,7 +509,7 @@ class ReplicaCheck(Plugin):
         if self._board is None or step is None or id(optimizer) in self._taken or not self._is_due(step):
             return
         # once ranks have had steps that others had not, the same number is no longer the same moment
-        self._has_joined = self._has_joined or (self._wrappers is not None and self._wrappers.is_joining)
+        self._has_joined = self._has_joined or self._common.is_joining
         if self._has_joined:
             self._end()
             return
@@ -789,17 +546,13 @@ class ReplicaCheck(Plugin):
         self._begin(step).add_batch(batch_in(args, kwargs))
 
     def _take_buffers(self, step: int) -> None:
-        if self._wrappers is not None and (module := self._wrappers.only) is not None:
+        if (module := self._common.wrapper) is not None:
             self._begin(step).add_buffers(list(buffers_of(module, self._common)))
 
     def _begin(self, step: int) -> Snapshot:
         if self._snapshot is None:
             self._snapshot, self.watches_idle_steps = Snapshot(step), True
         return self._snapshot
-
-    def _end(self) -> None:
-        self._snapshot, self._conversation, self.watches_idle_steps = None, None, False
-        self._taken = set()
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         inventory = self._planner.inventory
@@ -812,29 +565,21 @@ class ReplicaCheck(Plugin):
         return {id(self._planner.source.stepped(parameter)): name for name, parameter in self._parameters()}
 
     def on_step_closed(self, step: ActiveStep) -> None:
-        snapshot, now = self._snapshot, self.context.step or 0
-        if self._board is None or snapshot is None or not self._taken:
+        """Go on with the check, whose messages take a few steps."""
+        snapshot, board, now = self._snapshot, self._board, self.context.step or 0
+        if board is None or snapshot is None or not self._taken:
             return
-        if self._conversation is None:
+        if not self._is_comparing:
             if now < snapshot.step:
                 return
             snapshot.start_copy()
-            self._conversation = Conversation(
-                self._board,
-                snapshot,
-                self._records,
-                self._recorded,
-                self._memory,
-                self._ranks.members,
-                has_traces=self._sync_every == 1,
-                compares_losses=self._sync_every == 1 and self._has_own_batches,
-            )
+            self._is_comparing = True
         try:
-            verdict = self._conversation.go_on()
+            verdict = self._go_on(snapshot, board)
             if verdict is None and now <= snapshot.step + PATIENCE:
                 return
             if verdict is None:
-                verdict = self._not_compared(self._conversation, snapshot.step)
+                verdict = self._not_compared(snapshot.step, board)
         except TimeoutError:  # the store stands still; the next check asks again
             verdict = []
         except torch.distributed.DistNetworkError:  # the process that has the store has ended, as at the end of a training
@@ -846,19 +591,15 @@ class ReplicaCheck(Plugin):
         self._end()
         self._due = (now // self._every + 1) * self._every
 
-    def _not_compared(self, conversation: Conversation, step: int) -> list[LoopFinding]:
+    def _not_compared(self, step: int, board: Board) -> list[LoopFinding]:
         """The finding, where nothing was ever compared because some ranks give no answer. The first rank alone asks which."""
-        if self._memory.last_good is not None or not self._ranks.is_first:
+        if self._last_good is not None or not self._ranks.is_first:
             return []
-        count, first = conversation.silent()
+        count, first = board.silent("digests")
         if not count:
             return []
-        evidence = {
-            "ranks without an answer": float(count),
-            "the first of them": float(first),
-            "ranks": float(self._ranks.count),
-        }
-        return [LoopFinding("ranks-not-compared", step, step, 1, (), evidence)]
+        silent = {"ranks without an answer": float(count), "the first of them": float(self._ranks.members[first])}
+        return [LoopFinding("ranks-not-compared", step, step, 1, (), {**silent, "ranks": float(self._ranks.count)})]
 
     def _take(self, fact: LoopFinding) -> None:
         known = self._facts.get(fact.rule)
@@ -869,6 +610,152 @@ class ReplicaCheck(Plugin):
         mistake = RANK_FAULTS[fact.rule]
         if self._ranks.is_first and mistake.warns:
             self._complaints.add(f"replicas:{fact.rule}", f"{mistake.cause} ({_in_words(fact)}). {mistake.advice}")
+
+    # --- the messages of ranks about one check, over a few steps -----------------------------------------------------------------
+
+    def _go_on(self, snapshot: Snapshot, board: Board) -> list[LoopFinding] | None:
+        """Leave the messages that are due. Returns the verdict once it is known; waits for nothing."""
+        if not snapshot.is_ready():
+            return None
+        if board.has_changed():
+            self._left.clear()
+        if self._own is None:  # the same if it has to be left again
+            self._own = self._first_message(snapshot)
+        self._leave("digests", self._own)
+        if board.rank == 0:
+            self._judge(snapshot, board)
+        question = self._read("question", [0])
+        if question is None:
+            return None
+        facts = [LoopFinding.of_dict(fact) for fact in question[0]["facts"]]
+        if not question[0]["ranks"]:
+            if question[0]["compared"]:
+                self._last_good = snapshot.step
+            return facts
+        if board.rank in question[0]["ranks"]:
+            self._answer(snapshot)
+        verdict = self._read("verdict", [0])
+        if verdict is None:
+            return None
+        if not verdict[0]["facts"]:  # what differs does so on purpose
+            self._last_good = snapshot.step
+        return [*facts, *map(LoopFinding.of_dict, verdict[0]["facts"])]
+
+    def _first_message(self, snapshot: Snapshot) -> dict[str, Any]:
+        local = self._next_ranges(snapshot.step) if self._sync_every == 1 and self._has_own_batches else {}
+        before, self._batch = self._batch, snapshot.batch
+        message = {"shares": snapshot.digests(), "batch": snapshot.batch, "batch before": before}
+        return {**message, "local": local} if local else message
+
+    def _next_ranges(self, step: int) -> dict[str, list[float]]:
+        """The ranges of this rank's own values since the ranges before, where there are enough of them."""
+        records, found = self._records(), dict[str, list[float]]()
+        for kind in LOCAL:
+            values = local_values(kind, records, self._seen.get(kind, -1), self._ranks.rank)
+            if (each := range_of(values)) is not None:
+                found[kind] = [float(f"{value:.6g}") for value in each]
+            if len(values) >= FEWEST:
+                self._seen[kind] = step
+        return found
+
+    def _answer(self, snapshot: Snapshot) -> None:
+        found = snapshot.by_share.items()
+        shares = {share: [[kind, name, value] for (kind, name), value in of.items()] for share, of in found}
+        self._leave("answer", {"shares": shares})
+        if "trace" not in self._left and (names := self._read("names", [0])) is not None:
+            self._leave("trace", self._trace(names[0]["names"]))
+
+    def _judge(self, snapshot: Snapshot, board: Board) -> None:
+        """What the first rank does with the messages of the others."""
+        if "question" not in self._left:
+            if (found := self._read("digests", range(board.count))) is None:
+                return
+            digests = {rank: message["shares"] for rank, message in found.items()}
+            self._suspects = suspects(digests)
+            local = {rank: message.get("local", {}) for rank, message in found.items()}
+            facts = [
+                *same_batches(snapshot.step, found),
+                *ranks_apart(snapshot.step, local, self._streaks, self._ranks.members),
+            ]
+            said = [fact.to_dict() for fact in facts]
+            self._leave("question", {"ranks": self._asked, "facts": said, "compared": compared(digests)})
+        asked = self._asked
+        answers = self._read("answer", asked) if asked else None
+        if answers is None:
+            return
+        found_in = {
+            (rank, share): {(kind, name): value for kind, name, value in of}
+            for rank, message in answers.items()
+            for share, of in message["shares"].items()
+        }
+        pairs = [[found_in.get((rank, who.share), {}) for rank in (who.reference, who.odd)] for who in self._suspects]
+        names: dict[str, None] = {}
+        for reference, other in pairs:
+            differing = [key for key in dict.fromkeys((*reference, *other)) if reference.get(key) != other.get(key)]
+            names.update(dict.fromkeys(parameter_of(*key) for key in differing))
+        self._leave("names", {"names": [*names][:TRACED_NAMES]})
+        if "verdict" not in self._left and (traces := self._read("trace", asked)) is not None:
+            self._leave("verdict", {"facts": [fact.to_dict() for fact in self._verdicts(snapshot.step, pairs, traces)]})
+
+    @property
+    def _asked(self) -> list[int]:
+        return sorted({rank for who in self._suspects for rank in (who.reference, who.odd)})
+
+    def _verdicts(self, step: int, pairs: Sequence[Sequence[Found]], traces: Mapping[int, Any]) -> list[LoopFinding]:
+        found: dict[str, LoopFinding] = {}
+        for who, (reference, other) in zip(self._suspects, pairs, strict=True):
+            of_pair = [traces[rank] for rank in (who.reference, who.odd)]
+            # where ranks average parameters, the statistics of steps are not those of equal ranks
+            steps = [{int(at): of for at, of in each["steps"].items()} for each in of_pair] if self._sync_every == 1 else []
+            what = difference(reference, other, steps, self._last_good)
+            if what is not None:  # one finding for each rule, that of the first share
+                found.setdefault(what.rule, self._fact(step, who, what, [each["norms"] for each in of_pair]))
+        return list(found.values())
+
+    def _fact(self, step: int, who: Suspects, what: Difference, norms: Sequence[Mapping[str, float]]) -> LoopFinding:
+        evidence: dict[str, float] = {"rank": self._ranks.members[who.odd], "unlike rank": self._ranks.members[who.reference]}
+        evidence["ranks like it"], evidence["ranks like the other"] = who.alike, who.usual
+        if what.differing:
+            evidence[f"{what.kind}s that differ"], evidence[f"{what.kind}s"] = what.differing, what.of
+        ours, theirs = (each.get(parameter_of(what.kind, what.name)) for each in norms)
+        if ours and theirs:
+            evidence["norm of the parameter there"], evidence["and elsewhere"] = theirs, ours
+        if what.first is None and self._last_good is not None:
+            evidence["equal until step"] = self._last_good
+        first = step if what.first is None else what.first
+        return LoopFinding(what.rule, first, step, 1, (what.name,), {name: float(value) for name, value in evidence.items()})
+
+    def _trace(self, names: Sequence[str]) -> dict[str, Any]:
+        """Hashes of the statistics of these parameters in the last steps, and the last norms."""
+        steps: dict[int, list[tuple[str, str, str]]] = {}
+        norms: dict[str, float] = {}
+        known = {record.step: record for record in (*self._recorded(), *self._records())}
+        for _, record in sorted(known.items())[-TRACED_STEPS:]:
+            rates = record.context.get("lr", [])
+            found = steps[record.step] = [(NUMBER, rate_name(number), repr(rate)) for number, rate in enumerate(rates)]
+            if "amp_scale" in record.context:
+                found.append((NUMBER, SCALE, repr(record.context["amp_scale"])))
+            for source, kind in _SOURCES.items():
+                table = record.tables.get(source)
+                if table is None:
+                    continue
+                place = {name: row for row, name in enumerate(table.names)}
+                there = [name for name in names if name in place]
+                found += [(kind, name, digest_of(table.rows[place[name]].tolist())) for name in there]
+                if kind == PARAMETER:
+                    norms.update((name, float(table.rows[place[name], Column.SQUARE_SUM]) ** 0.5) for name in there)
+        return {"steps": steps, "norms": norms}
+
+    def _leave(self, name: str, message: Mapping[str, Any]) -> None:
+        if name not in self._left and self._board is not None and self._snapshot is not None:
+            self._left.add(name)
+            self._board.put(name, {"step": self._snapshot.step, **message})
+
+    def _read(self, name: str, ranks: Sequence[int]) -> dict[int, Any] | None:
+        """The messages of these ranks about this check; None while one is missing."""
+        if self._board is None or self._snapshot is None:
+            return None
+        return self._board.read(name, ranks, self._snapshot.step)
 
 
 def _in_words(fact: LoopFinding) -> str:
