@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..core.errors import WarningLog
@@ -13,42 +14,20 @@ from ..step.plugin import Plugin
 _WRITTEN = frozenset(factor * 10**power for power in range(9) for factor in (1, 3))
 
 
+@dataclass(slots=True)
 class Tally:
     """One mistake of one optimizer. It becomes a fact when it repeats without interruption."""
 
-    __slots__ = ("count", "evidence", "first", "is_fact", "last", "repeats", "where")
-
-    def __init__(self, repeats: int) -> None:
-        self.repeats = repeats
-        self.first = self.last = self.count = 0
-        self.is_fact = False
-        self.where: tuple[str, ...] = ()
-        self.evidence: Mapping[str, float] = {}
-
-    def seen(self, step: int, where: tuple[str, ...], evidence: Mapping[str, float]) -> bool:
-        """Count an occurrence in ``step``. Returns whether it makes the mistake a fact."""
-        if not self.count:
-            self.first = step
-        self.count += 1
-        self.last, self.where, self.evidence = step, where, evidence
-        became = not self.is_fact and self.count >= self.repeats
-        self.is_fact |= became
-        return became
-
-    def missed(self) -> None:
-        if not self.is_fact:
-            self.count = 0
+    first: int
+    last: int = 0
+    count: int = 0
+    is_fact: bool = False
+    where: tuple[str, ...] = ()
+    evidence: Mapping[str, float] = field(default_factory=dict)
 
 
 class Tallies:
-    """All mistakes of one training.
-
-    Args:
-        part: the name of the facts in the run directory.
-
-    Attributes:
-        is_empty: no mistake was ever seen, or those that were are retracted.
-    """
+    """All mistakes of one training. ``part``: the name of the facts in the run directory."""
 
     def __init__(
         self,
@@ -62,7 +41,7 @@ class Tallies:
         self._mistakes, self._part = mistakes, part
         self._tallies: dict[tuple[str, object], Tally] = {}
         self._written: list[dict[str, Any]] = []
-        self.is_empty = True
+        self.is_empty = True  # no mistake was ever seen, or those that were are retracted
 
     def seen(
         self,
@@ -73,18 +52,19 @@ class Tallies:
         warns: bool = True,
         step: int | None = None,
     ) -> None:
-        """Count the mistake ``rule``, for an optimizer or other ``key``, in ``step``, by default the current one.
-
-        ``warns``: False if the caller warns itself.
-        """
-        tally = self._tallies.get((rule, key))
-        if tally is None:
-            tally = self._tallies[rule, key] = Tally(self._mistakes[rule].repeats)
-            self.is_empty = False
-        became = tally.seen(self._step() if step is None else step, where, evidence or {})
+        """Count the mistake ``rule``, for an optimizer or other ``key``. ``warns``: False if the caller warns itself."""
+        step, mistake = self._step() if step is None else step, self._mistakes[rule]
+        tally = self._tallies.setdefault((rule, key), Tally(step))
+        self.is_empty = False
+        if not tally.count:
+            tally.first = step
+        tally.count += 1
+        tally.last, tally.where, tally.evidence = step, where, evidence or {}
+        became = not tally.is_fact and tally.count >= mistake.repeats
+        tally.is_fact |= became
         if became or (tally.is_fact and tally.count in _WRITTEN):
             self.write_facts()
-        if became and warns and self._mistakes[rule].warns:
+        if became and warns and mistake.warns:
             self._warn(rule, key, tally)
 
     def check(self, rule: str, key: object, is_so: bool, where: str, **evidence: float) -> None:
@@ -97,8 +77,8 @@ class Tallies:
     def missed(self, rule: str, key: object = None) -> None:
         """Record that the mistake could have occurred, but did not."""
         tally = self._tallies.get((rule, key))
-        if tally is not None:
-            tally.missed()
+        if tally is not None and not tally.is_fact:
+            tally.count = 0
 
     def retract(self, rule: str, key: object = None) -> None:
         """Drop the mistake, of one optimizer or of all: it has turned out to be none."""
@@ -109,6 +89,11 @@ class Tallies:
     def is_fact(self, rule: str, key: object = None) -> bool:
         tally = self._tallies.get((rule, key))
         return tally is not None and tally.is_fact
+
+    def is_suspected(self, rule: str, key: object = None) -> bool:
+        """Whether it was seen the last time, and is no fact yet."""
+        tally = self._tallies.get((rule, key))
+        return tally is not None and tally.count > 0 and not tally.is_fact
 
     def count(self, rule: str, key: object = None) -> int:
         """The number of consecutive occurrences; all of them once it is a fact."""

@@ -17,12 +17,9 @@ from ...core.errors import WarningLog
 from ...core.loop_mistakes import MISTAKES, SETUP_MISTAKES
 from ...step.model_index import PLAIN_GRADIENTS, ModelIndex, Place
 from ...step.planner import Planner
-from ...step.ranks import is_dtensor
+from ...step.ranks import is_dtensor, local_part
 from ..tallies import Check, Tallies
-from .checks import LARGEST, PATIENCE, Probe, ProbedOptimizer, UnusedGradients, local_values
-
-# --- ownership ---
-
+from .checks import LARGEST, PATIENCE, Probe, ProbedOptimizer, UnusedGradients
 
 #: The steps of the first checks.
 _EARLY = (2, 8, 16)
@@ -39,12 +36,7 @@ Found = Mapping[str, tuple[Tensor, Place]]
 
 
 class OwnershipChecks:
-    """Checks all parameters of the model: which ones an optimizer has, which are frozen, and what has become of those at the beginning.
-
-    Attributes:
-        next_step: the number of the next step that has to be reported, unless the model changes.
-        is_comparing: the end of the step has to be reported, too.
-    """
+    """Checks all parameters of the model: which ones an optimizer has, which are frozen, and what has become of those at the beginning."""
 
     def __init__(self, planner: Planner, tallies: Tallies, optimizers: Sequence[Optimizer]) -> None:
         assert planner.inventory is not None
@@ -58,9 +50,11 @@ class OwnershipChecks:
         self._frozen: Sample | None = None  # some steps compare it before and after
         self._compared = 0  # of these steps
         self._cleared: tuple[ModelIndex | None, list[int]] = (None, [])
-        self.next_step = self._next = 0
+        self.next_step = self._next = (
+            0  # the next one that has to be reported, unless the model changes, and the next that is checked
+        )
         self.version = planner.version  # of the model, at the last check
-        self.is_comparing = False
+        self.is_comparing = False  # the end of the step has to be reported, too
         self._note_hooks()
 
     def step_began(self, step: int) -> bool:
@@ -209,7 +203,8 @@ class Sample:
         return before is None or now is None or now.shape != before.shape or not torch.equal(now, before)
 
     def _now(self) -> Tensor | None:
-        return None if self._place is None else local_values(self._place())
+        parameter = None if self._place is None else self._place()
+        return None if parameter is None else local_part(parameter).detach()
 
 
 def _has_hooks(parameter: Tensor) -> bool:
@@ -295,10 +290,8 @@ class LoopAudit(Check):
         return len(probes) > 1 and len({probe.interval.fired for probe in probes if probe is not None}) > 1
 
     def is_stale(self, in_step: bool) -> bool:
-        """Whether the model has been trained since the last step of an attached optimizer, whose values would look current.
-
-        Args:
-            in_step: whether a step is open in which no optimizer has stepped.
+        """Whether the model has been trained since the last step of an attached optimizer, whose values would look current. ``in_step``: a
+        step is open in which no optimizer has stepped.
         """
         return any(probed.is_stale(in_step) for probed in self._probed)
 
