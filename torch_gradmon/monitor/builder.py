@@ -257,10 +257,10 @@ def _plugins(
         acting = SpikePolicy(policy, detectors, decisions, complaints, exchange.parts_of_tensors)
         # the decision needs these two, whether they are shown or have a detector or not
         summary.choice.require("grad_norm", "grad_nonfinite_count")
-    audit = LoopAudit(planner, complaints, directory.annotate)
-    setup = SetupCheck(planner, complaints, directory.annotate, options.checked)
+    audit = LoopAudit(planner)
+    setup = SetupCheck(planner, options.checked)
     if options.checked.data:
-        data = DataCheck(options.interval or 1, options.checked.batch_varies, complaints, directory.annotate)
+        data = DataCheck(options.interval or 1, options.checked.batch_varies)
     clips = AdaptiveClips(may_skip=acting is not None)
     return BuiltInPlugins(budget, recorder, acting, detail, post_spike, clips, audit, setup, data, replicas=None)
 
@@ -277,7 +277,7 @@ def _check_replicas(
     from ..plugins.replica_check.plugin import ReplicaCheck  # not needed by a single process
 
     distinct, records, look = compiled("distinct", of.distinct), history.sample.records, alive.built_in.recorder.look
-    plugin = ReplicaCheck(every, of.sync_every, distinct, ranks, planner, alive.fence.complaints, records, look)
+    plugin = ReplicaCheck(every, of.sync_every, distinct, ranks, planner, records, look)
     alive.lifecycle.plugins.use(alive.built_in._replace(replicas=plugin))
     plugin.attach(MonitorContext(alive.lifecycle, plugin))
 

@@ -236,9 +236,6 @@ class ZClip(AdaptiveClip):
         self._state = torch.tensor(values, dtype=torch.float64, device="cpu")
 
 
-# --- named ---
-
-
 #: The names that ``max_norm`` accepts.
 _BY_NAME: dict[str, type[AdaptiveClip]] = {"zclip": ZClip, "adagc": AdaGC}
 

@@ -83,15 +83,8 @@ _COMPILED = (
 
 
 class LiveDetail(Plugin):
-    """Temporarily replaces the cadence and preset of the script. Of several ranks the first one decides.
-
-    Args:
-        path: the run directory, if there is one.
-        reopen: marks the run in the directory as active again.
-
-    Attributes:
-        in_force: the change that applies to the open step.
-        left: the number of steps for which it applies, including this one; None for no end.
+    """Temporarily replaces the cadence and preset of the script. Of several ranks the first one decides. ``reopen``: marks the run in the
+    directory as active again.
     """
 
     name = "live_detail"
@@ -112,8 +105,8 @@ class LiveDetail(Plugin):
         self._from_code: deque[DetailRequest] = deque(maxlen=1)  # the last request of the program itself, without a number yet
         self._asked: DetailRequest | None = None  # the ranks have not agreed on it yet
         self._agreed: DetailRequest | None = None  # waits for its first step
-        self.in_force: DetailRequest | None = None
-        self.left: int | None = None
+        self.in_force: DetailRequest | None = None  # applies to the open step
+        self.left: int | None = None  # the number of steps for which it applies, including this one; None for no end
         self._since: int | None = None  # its first step; None before that began
         self._number = 0  # of the last request
         self._raised: GradmonWarning | None = None

@@ -16,12 +16,9 @@ _METRICS = {n.ACTIVATION: ("std", "max", "nonfinite_count"), n.ACTIVATION_GRADIE
 
 
 class PostSpikeDetail(Plugin):
-    """Monitors every step for a while after a spike, and measures more of each.
+    """Monitors every one of ``steps`` steps after a spike, and measures more of each.
 
     Ranks that exchange values start together: in the step after the next one, when all of them know of the spike.
-
-    Args:
-        steps: the number of such steps; 0 for none.
     """
 
     name = "post_spike_detail"

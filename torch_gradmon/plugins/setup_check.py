@@ -7,7 +7,7 @@ import re
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -22,16 +22,15 @@ from torch.utils.hooks import RemovableHandle
 from ..capture.hooks import Handles, Hook, ModuleHook
 from ..capture.module_values import tensors_of
 from ..core import validation as check
-from ..core.errors import WarningLog, display
+from ..core.errors import display
 from ..core.keys import GRADIENT, Pattern, compile_pattern
-from ..core.loop_mistakes import EXPECTATION, SETUP_MISTAKES, LoopFinding
+from ..core.loop_mistakes import EXPECTATION, LoopFinding
 from ..core.records import StatsTable, StepRecord, TrainedPart, trained_parts
 from ..core.torch_modes import SharedContext
 from ..step.model_index import PLAIN_GRADIENTS, ModelIndex
 from ..step.planner import Planner
+from ..step.plugin import PluginContext
 from .tallies import Check, Tallies
-
-# --- expectations ---
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,11 +84,7 @@ class Checks:
             compiled(name, pattern)
 
     def fit(self, index: ModelIndex) -> None:
-        """Refuse patterns that fit nothing in the model.
-
-        Raises:
-            ValueError: one does.
-        """
+        """Raise ValueError where a pattern fits nothing in the model."""
         for name, value in (("frozen", self.frozen), ("trained", self.trained)):
             pattern = compiled(name, value)
             if pattern is not None and not any(map(pattern.search, index.names)):
@@ -100,15 +95,8 @@ class Checks:
 
 
 def compiled(name: str, pattern: Pattern | None) -> re.Pattern[str] | None:
-    """The pattern of option ``name``, compiled.
-
-    Raises:
-        TypeError, ValueError: it is no pattern, or does not compile.
-    """
+    """The pattern of option ``name``, compiled. Raises TypeError or ValueError where it is none, or does not compile."""
     return None if pattern is None else compile_pattern(pattern, name)
-
-
-# --- hidden parameters ---
 
 
 #: Containers within containers that are looked into.
@@ -248,9 +236,6 @@ class MadeInForward:
         return float(made) if self._in_turn >= _IN_TURN else 0.0
 
 
-# --- modules ---
-
-
 #: A dropout of this share is taken for the share that is kept; the largest in use is about 0.8.
 _DROPPED = 0.9
 #: A batch norm whose running statistics take less than this share of each batch does not reach them within a thousand steps.
@@ -319,11 +304,6 @@ class Followed:
 
 _followed: weakref.WeakSet[Followed] = weakref.WeakSet()
 _lock = threading.RLock()
-
-
-def owned_anywhere() -> set[int]:
-    """The ids of the parameters that followed optimizers have now."""
-    return {key for optimizer in Followed.by_any() for key in _parameters(optimizer)}
 
 
 def _parameters(optimizer: Optimizer) -> set[int]:
@@ -435,18 +415,16 @@ _PATIENCE = 8
 class SetupCheck(Check):
     """Looks at modules and optimizers when they are attached, and at few things in monitored steps; it measures nothing."""
 
-    name = "setup_check"
+    name, part = "setup_check", "setup"
 
-    def __init__(self, planner: Planner, complaints: WarningLog, note: Callable[..., None], checks: Checks) -> None:
-        self._planner, self._note = planner, note
-        super().__init__(complaints, note, SETUP_MISTAKES, "setup")
+    def __init__(self, planner: Planner, checks: Checks) -> None:
+        self._planner = planner
         self._frozen_pattern, self._trained = compiled("frozen", checks.frozen), compiled("trained", checks.trained)
         self._dtypes = {compile_pattern(key, "dtype"): dtype for key, dtype in (checks.dtype or {}).items()}
         self._handles = Handles()
         self._versions: dict[str, int] = {}  # of the parameters that are declared frozen, at the last look
         self._reached: set[str] = set()
         self._looks = 0  # at the parameters, for what is declared of them
-        self._shared = SharedParameters(self.tallies)
         self._module: weakref.ref[nn.Module] | None = None
         self._hidden: HiddenParameters | None = None
         self._followed: Followed | None = None
@@ -454,6 +432,10 @@ class SetupCheck(Check):
         self._steps = 0  # monitored ones
         self.groups: list[dict[str, Any]] = []
         self.frozen: list[str] = []
+
+    def attach(self, context: PluginContext) -> None:
+        super().attach(context)
+        self._shared = SharedParameters(self.tallies)
 
     def facts(self) -> list[LoopFinding]:
         if self._shared.exist:
@@ -463,7 +445,7 @@ class SetupCheck(Check):
     def on_attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._module, self._steps = weakref.ref(module), 0
         self.groups, self.frozen = self._cards(optimizers), self._frozen()
-        self._note(optimizers=self.groups, frozen=self.frozen)
+        self.context.annotate_run(optimizers=self.groups, frozen=self.frozen)
         self._has_modes = has_modes(module)
         self._hidden = HiddenParameters(module) if self._planner.source is PLAIN_GRADIENTS else None
         self._leave()
@@ -528,7 +510,7 @@ class SetupCheck(Check):
         module = None if self._module is None else self._module()
         if self._hidden is None or module is None:
             return
-        owned = self._owned() | owned_anywhere()
+        owned = self._owned().union(*map(_parameters, Followed.by_any()))
         if places := [*self._hidden.with_gradients(owned), *self._hidden.results(module)]:
             self.tallies.seen("unregistered-parameters", where=tuple(places), evidence={"tensors": float(len(places))})
 

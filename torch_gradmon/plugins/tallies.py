@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
-from ..core.errors import WarningLog
-from ..core.loop_mistakes import MISTAKES, LoopFinding, Mistake
-from ..step.plugin import Plugin
+from ..core.loop_mistakes import SETUP_MISTAKES, LoopFinding, Mistake
+from ..step.plugin import Plugin, PluginContext
 
 #: Counts at which a fact is written to the run directory again.
 _WRITTEN = frozenset(factor * 10**power for power in range(9) for factor in (1, 3))
@@ -29,16 +28,8 @@ class Tally:
 class Tallies:
     """All mistakes of one training. ``part``: the name of the facts in the run directory."""
 
-    def __init__(
-        self,
-        complaints: WarningLog,
-        step: Callable[[], int],
-        note: Callable[..., None],
-        mistakes: Mapping[str, Mistake] = MISTAKES,
-        part: str = "audit",
-    ) -> None:
-        self._complaints, self._step, self._note = complaints, step, note
-        self._mistakes, self._part = mistakes, part
+    def __init__(self, context: PluginContext, mistakes: Mapping[str, Mistake], part: str) -> None:
+        self._context, self._mistakes, self._part = context, mistakes, part
         self._tallies: dict[tuple[str, object], Tally] = {}
         self._written: list[dict[str, Any]] = []
         self.is_empty = True  # no mistake was ever seen, or those that were are retracted
@@ -53,7 +44,7 @@ class Tallies:
         step: int | None = None,
     ) -> None:
         """Count the mistake ``rule``, for an optimizer or other ``key``. ``warns``: False if the caller warns itself."""
-        step, mistake = self._step() if step is None else step, self._mistakes[rule]
+        step, mistake = (self._context.step or 0) if step is None else step, self._mistakes[rule]
         tally = self._tallies.setdefault((rule, key), Tally(step))
         self.is_empty = False
         if not tally.count:
@@ -67,10 +58,18 @@ class Tallies:
         if became and warns and mistake.warns:
             self._warn(rule, key, tally)
 
-    def check(self, rule: str, key: object, is_so: bool, where: str, **evidence: float) -> None:
+    def check(
+        self,
+        rule: str,
+        is_so: bool,
+        key: object = None,
+        where: str | tuple[str, ...] = (),
+        evidence: Mapping[str, float] | None = None,
+    ) -> None:
         """Count the mistake if ``is_so``, and otherwise record that it did not occur."""
         if is_so:
-            self.seen(rule, key, (where,) if where else (), {name: float(value) for name, value in evidence.items()})
+            places = (where,) if where and isinstance(where, str) else tuple(where)
+            self.seen(rule, key, places, {name: float(value) for name, value in (evidence or {}).items()})
         else:
             self.missed(rule, key)
 
@@ -114,7 +113,7 @@ class Tallies:
         facts = [fact.to_dict() for fact in self.facts()]
         if facts != self._written or begins:
             self._written = facts
-            self._note(**{self._part: facts})
+            self._context.annotate_run(**{self._part: facts})
 
     def _warn(self, rule: str, key: object, tally: Tally) -> None:
         mistake = self._mistakes[rule]
@@ -122,7 +121,7 @@ class Tallies:
         if mistake.warns_for_each:
             of += "".join(f", {name} {value:g}" for name, value in tally.evidence.items())
         seen = f"seen {tally.count} times by step {tally.last}{of}" if tally.count > 1 else f"seen in step {tally.last}{of}"
-        self._complaints.add(
+        self._context.warn(
             f"{self._part}:{rule}:{key}" if mistake.warns_for_each else f"{self._part}:{rule}",
             f"{mistake.cause} ({seen}). {mistake.advice}",
         )
@@ -136,12 +135,16 @@ def _merged(one: LoopFinding, other: LoopFinding) -> LoopFinding:
 
 
 class Check(Plugin):
-    """A plugin that finds mistakes, and writes those that are facts to the run directory."""
+    """A plugin that finds mistakes, and writes those that are facts to the run directory, under the name ``part``."""
 
     stops_on_failure = True
+    mistakes: ClassVar[Mapping[str, Mistake]] = SETUP_MISTAKES
+    part: str
+    tallies: Tallies
 
-    def __init__(self, complaints: WarningLog, note: Callable[..., None], mistakes: Mapping[str, Mistake], part: str) -> None:
-        self.tallies = Tallies(complaints, lambda: self.context.step or 0, note, mistakes, part)
+    def attach(self, context: PluginContext) -> None:
+        super().attach(context)
+        self.tallies = Tallies(context, self.mistakes, self.part)
 
     def facts(self) -> list[LoopFinding]:
         return self.tallies.facts()

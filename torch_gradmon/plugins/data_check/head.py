@@ -19,9 +19,6 @@ from torch import Tensor, nn
 from ...capture.loss_graph import OUTPUT, is_made_by, is_move, nodes_of, notes_of, operation_of
 from ..tallies import Tallies
 
-# --- head ---
-
-
 #: Rows and classes that are looked at; of more rows, some are, and outputs of more classes altogether.
 ROWS, CLASSES = 512, 4096
 #: Elements that are looked at, in 32 rows at least.
@@ -270,9 +267,6 @@ def recognised(facts: list[float], loss: float | None) -> Head | None:
     return None
 
 
-# --- arguments ---
-
-
 #: The label without a loss.
 _IGNORED = -100
 #: The fewest labels that show a shift.
@@ -348,7 +342,7 @@ def judge(shares: list[float], tallies: Tallies) -> None:
     rules = (_OF_OUTPUT,) if len(shares) == 1 else _RULES
     for (rule, fault, words), share in zip(rules, shares, strict=True):
         if not math.isnan(share):
-            tallies.check(rule, None, share == fault, "", **{words: share})
+            tallies.check(rule, share == fault, evidence={words: share})
 
 
 def _from_transformers(module: nn.Module) -> Iterator[nn.Module]:
@@ -376,9 +370,6 @@ def _share_of_next(ids: Tensor, labels: Tensor, counts: Tensor) -> Tensor:
     return _share(following, counts).where(tells, math.nan)
 
 
-# --- targets ---
-
-
 #: Rows of a batch, and heads, before labels are judged.
 _ROWS, _FEWEST_HEADS = 8, 5
 #: Rows that may have a property by chance.
@@ -403,45 +394,37 @@ _PER_CLASS = 4
 
 
 class Targets:
-    """Collects heads.
-
-    Attributes:
-        chance: the loss of the best constant answer by ``"loss"``, and from how many ``"examples"`` it is known; of a mean square also
-            that of the answer 0, by ``"of zero"``; empty without.
-    """
+    """Collects heads."""
 
     def __init__(self, tallies: Tallies) -> None:
         self._tallies = tallies
         self._heads: list[Head] = []
         self._labels: list[float] = []
         self._of_one_label = 0
+        # the loss of the best constant answer, and from how many "examples" it is known; of a mean square also that of the answer 0
         self.chance: dict[str, float] = {}
 
     def add(self, head: Head, forwards: int, micro_batches: int, is_scaled: bool, output: Origin) -> None:
-        """One more head.
+        """One more head, from the first of the ``forwards`` of a step, those of turns of optimizers that rest in it included.
 
-        Args:
-            head: from the first of several ``forwards`` of a step.
-            forwards: of the step, and of the turns of optimizers that rest in it.
-            micro_batches: backward passes of the step whose gradients are in one sum.
-            is_scaled: gradients are multiplied by a loss scale.
-            output: what the output was made by.
+        ``micro_batches``: backward passes with one sum of gradients; ``is_scaled``: these are multiplied by a loss scale.
         """
         self._heads.append(head)
-        self._count("relu-before-loss", output.is_rectified and head.zeros > _ZEROS and (head.is_log or head.negative > _BELOW))
+        self._tallies.check(
+            "relu-before-loss", output.is_rectified and head.zeros > _ZEROS and (head.is_log or head.negative > _BELOW)
+        )
         if head.kind == "mean square":
             outside = head.outside(output.bounds[0]) if output.bounds else 0.0
-            self._count("targets-out-of-range", outside > _BELOW, **{"share of their mean square outside": outside})
+            self._tallies.check(
+                "targets-out-of-range", outside > _BELOW, evidence={"share of their mean square outside": outside}
+            )
             size = {"mean": head.mean, "root mean square": math.sqrt(max(head.square, 0.0))}
-            self._count("targets-not-normalised", size["root mean square"] > _LARGE, **size)
+            self._tallies.check("targets-not-normalised", size["root mean square"] > _LARGE, evidence=size)
         if head.is_log:
             self._add_labels(head, forwards)
         self._learn_chance(head)
         if head.is_log and not is_scaled:
             self._judge_scale(head, micro_batches)
-
-    def _count(self, rule: str, is_so: bool, **evidence: float) -> None:
-        self._tallies.check(rule, None, is_so, "", **evidence)
 
     def _add_labels(self, head: Head, forwards: int) -> None:
         if not head.labels or sum(head.labels) < 2:
@@ -485,10 +468,7 @@ class Targets:
             evidence = {"times the gradient of the mean": head.scale}
         elif is_undivided:
             evidence = {"micro-batches that each count as a whole": float(micro_batches)}
-        if evidence:
-            self._tallies.seen("loss-scale", evidence=evidence)
-        else:
-            self._tallies.missed("loss-scale")
+        self._tallies.check("loss-scale", bool(evidence), evidence=evidence)
 
 
 def _has_one_label(head: Head) -> bool:

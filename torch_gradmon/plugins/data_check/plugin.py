@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import weakref
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +15,13 @@ from torch.optim import Optimizer
 from ...capture.hooks import Handles, Hook, ModuleHook, takes_hooks
 from ...capture.loss_graph import OUTPUT, losses_going_backward, nodes_of, notes_of
 from ...capture.module_values import tensors_of
-from ...core.errors import WarningLog
 from ...core.keys import SUMMARY, Key
-from ...core.loop_mistakes import EXPECTATION, NON_FINITE_INPUT, SETUP_MISTAKES
+from ...core.loop_mistakes import EXPECTATION, NON_FINITE_INPUT
 from ...core.records import StepRecord, loss_in
 from ...core.torch_modes import outside_dispatch_modes, will_run
 from ...statistics.fingerprint import fingerprints, packed, unpacked
 from ...step.active_step import ActiveStep
+from ...step.plugin import PluginContext
 from ..setup_check import MadeInForward, has_modes
 from ..tallies import Check, Tallies
 from .head import (
@@ -42,9 +41,6 @@ from .head import (
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
-
-
-# --- acting ---
 
 
 #: Elements of a row that are compared, and rows that are kept.
@@ -81,8 +77,8 @@ class Acting:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def called(self, tensors: Sequence[Tensor]) -> None:
-        data = _rows(tensors)
+    def called(self, args: Sequence[object], kwargs: dict[str, object]) -> None:
+        data = _rows(batch_tensors(args, kwargs))
         if data is None or 2 * len(data) >= max(self._batch, 2) or (self._kept is not None and self._kept.device != data.device):
             return
         rows = _identities(data)
@@ -169,9 +165,6 @@ def _identities(rows: Tensor) -> Tensor:
     bits = rows[:_KEPT, :_COMPARED].float().contiguous().view(torch.int32).long()
     odd = torch.arange(1, bits.shape[1] + 1, device=bits.device) * 2654435761 % 2**31 * 2 + 1  # Knuth's multiplier
     return (bits * odd).sum(1)  # whole numbers: the same in any order and shape
-
-
-# --- players ---
 
 
 RULE = "players-agree"
@@ -289,8 +282,8 @@ def _have_one_goal(answers: Sequence[float], makes: Sequence[float]) -> bool:
 # --- The backward passes whose gradients are in the sum that an optimizer uses ---
 
 
-class Passes:
-    """Counts backward passes through the outputs of one module, in one step.
+class _Calls:
+    """Counts the calls of one module in one step, and the backward passes through its outputs.
 
     A sum ends where its gradients are dropped or written to, as a clear does; no value is read. One ends as well where the parameters
     move: by an optimizer that has used it, or by sharpness-aware minimisation.
@@ -298,9 +291,10 @@ class Passes:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
+        self.forwards, self.in_training = 0, False  # calls, and whether one was in training mode
         self._task = -1
         self._count = self._used = 0
-        self._calls = 0  # of the module before the last pass
+        self._forwards_before = 0  # the last pass
         # a parameter, its version, its gradient's id and version
         self._sum: tuple[weakref.ref[Tensor], int, int, int] | None = None
 
@@ -329,7 +323,7 @@ class Passes:
         self._count, self._sum = 0, None
         return not is_used
 
-    def began(self, calls: int) -> bool:
+    def began(self) -> bool:
         """Count the running pass once, unless there was no forward since the last one: several may follow a single forward. Returns
         whether the pass is new, so that its end has to be seen.
         """
@@ -337,8 +331,8 @@ class Passes:
         if task == self._task:
             return False
         self._task = task
-        self._count += calls > self._calls
-        self._calls = calls
+        self._count += self.forwards > self._forwards_before
+        self._forwards_before = self.forwards
         return True
 
     def ended(self) -> None:
@@ -411,20 +405,8 @@ def look_of(tensors: Sequence[Tensor]) -> Tensor | None:
     return torch.stack([rows.mean(), rows.square().mean().sqrt(), apart])
 
 
-@torch.no_grad()
-def sums_of(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The sum of each input of floating point, which is finite if all its elements are: float64 ``[inputs]``; None without any."""
-    floats = [each for each in tensors if torch.is_floating_point(each) and each.device.type != "mps"]
-    return torch.stack([each.detach().sum(dtype=torch.float64) for each in floats]) if floats else None
-
-
 class _Part:
-    """A module that the loop calls, and its batches: the model, or in a container without a forward one of those in it.
-
-    Args:
-        name: of the part; empty for all of the model.
-        owned: ids of the parameters that optimizers have.
-    """
+    """A module that the loop calls, and its batches: the model, without a name, or in a container without a forward one of those in it."""
 
     def __init__(self, name: str, module: nn.Module, tallies: Tallies, owned: Collection[int]) -> None:
         self.name, self._tallies = name, tallies
@@ -437,8 +419,8 @@ class _Part:
         """Whether all batches so far, and enough of them, were the same."""
         return len(self._seen) >= FEWEST and len(set(self._seen)) == 1
 
-    def check(self, rule: str, is_so: bool, **evidence: float) -> None:
-        self._tallies.check(rule, self.name or None, is_so, self.name, **evidence)
+    def check(self, rule: str, is_so: bool, evidence: Mapping[str, float] | None = None) -> None:
+        self._tallies.check(rule, is_so, self.name or None, self.name, evidence)
 
     def judge(self, found: Mapping[str, Tensor | None], record: StepRecord, varies: bool | None) -> None:
         """Report what is odd in the batch of a step; ``varies``: what the user has declared."""
@@ -453,11 +435,11 @@ class _Part:
                 self._judge_repeats(bool(varies))
         if look is not None:
             mean, rms, apart = look.tolist()
-            self.check("constant-input", apart == 0, **{"largest difference between rows": 0.0})
+            self.check("constant-input", apart == 0, evidence={"largest difference between rows": 0.0})
             deviation = math.sqrt(max(rms**2 - mean**2, 0.0))
             off = abs(mean) / deviation if deviation else 0.0
             is_far = rms > _LARGE or 0 < rms < _TINY or off > (_OFF if rms > _SMALL else _FAR_OFF)
-            self.check("inputs-not-normalised", is_far, **{"mean": mean, "standard deviation": deviation})
+            self.check("inputs-not-normalised", is_far, evidence={"mean": mean, "standard deviation": deviation})
 
     def _judge_repeats(self, varies: bool) -> None:
         seen, different = self._seen, len(set(self._seen))
@@ -465,7 +447,7 @@ class _Part:
         # of workers that draw the same numbers, a batch comes again soon, though there are more different ones
         if not self.is_repeated and (different <= BACK or again < _COPIES * len(seen)):
             return
-        self.check("repeated-batch", True, **{"batches": float(len(seen)), "different ones": float(different)})
+        self.check("repeated-batch", True, evidence={"batches": float(len(seen)), "different ones": float(different)})
         if varies:
             self._tallies.seen(EXPECTATION, "batch", ("batches that vary",), {"different ones": float(different)})
 
@@ -485,86 +467,67 @@ class _Look:
 
     def __init__(self, step: int, has_head: bool) -> None:
         self.step, self.has_head = step, has_head
-        self.calls: Counter[int] = Counter()  # number of forwards by the module's identity
-        self.in_training: set[int] = set()  # the identities of those that were called in training mode
-        self.passes: dict[int, Passes] = {}  # backward passes by the same
+        self.calls: dict[int, _Calls] = {}  # by the module's identity
         self.tokens: Tensor | None = None  # that the first forward of a language model got
-        # what the output was made by, and the module, from which the first gradient came back that is in the sum of the step
-        self.output, self._module = Origin(), 0
+        # the calls and what the output was made by, from which the first gradient came back that is in the sum of the step
+        self.source: _Calls | None = None
+        self.output = Origin()
         self._is_summed = False  # the gradient that was looked at is in the sum
         self._waiting = 0  # samples whose gradient has not come
         self.found: dict[str, Tensor] = {}  # numbers on their device
 
-    @property
-    def forwards(self) -> int:
-        """Those of the module that made the output."""
-        return self.calls[self._module]
+    def of(self, module: nn.Module) -> _Calls:
+        return self.calls.setdefault(id(module), _Calls(module))
 
-    @property
-    def micro_batches(self) -> int:
-        """The backward passes of that module that are in one sum."""
-        passes = self.passes.get(self._module)
-        return 1 if passes is None else passes.micro_batches
-
-    def take_batch(self, tensors: Sequence[Tensor], inputs: Sequence[Tensor], part: str) -> None:
-        """Look at the arguments of a first forward, and at those that are ``inputs``; ``part``: of the model, or empty for all of it."""
+    def take_batch(self, tensors: Sequence[Tensor], args: Sequence[object], kwargs: dict[str, object], part: str) -> None:
+        """Look at the arguments of a first forward; ``part``: of the model, or empty for all of it."""
         if not tensors or len({tensor.device for tensor in tensors}) > 1:
             return
-        if (sums := sums_of(tensors)) is not None:
-            self.found[f"sums{part}"] = sums
+        if floats := [each.detach() for each in tensors if torch.is_floating_point(each) and each.device.type != "mps"]:
+            # each is finite if all its elements are
+            self.found[f"sums{part}"] = torch.stack([each.sum(dtype=torch.float64) for each in floats])
         self.found[f"fingerprint{part}"] = packed(fingerprints(list(map(sampled, tensors))))
-        if self.has_head and (look := look_of(inputs)) is not None:
+        if self.has_head and (look := look_of(batch_tensors(args, kwargs, inputs_alone=True))) is not None:
             self.found[f"look{part}"] = look
 
-    def takes_sample(self, module: int) -> bool:
-        """Whether the gradient of an output that ``module`` has just made will be looked at."""
-        self._check_cleared(module)
+    def takes_sample(self, calls: _Calls) -> bool:
+        """Whether the gradient of an output that was just made will be looked at."""
+        self.check_cleared(calls)
         takes = self._waiting < _WAITING and not self._is_summed
         self._waiting += takes
         return takes
 
-    def take_head(self, module: int, output: Origin, sample: Tensor, gradient: Tensor, is_summed: bool) -> None:
-        """Look at the first gradient that comes back to an output, of the ``module`` with this identity; or at a later one that
-        ``is_summed`` if that was not.
-        """
+    def take_head(self, calls: _Calls, output: Origin, sample: Tensor, gradient: Tensor, is_summed: bool) -> None:
+        """Look at the first gradient that comes back to an output; or at a later one that ``is_summed`` if that was not."""
         self._waiting = max(self._waiting - 1, 0)  # several passes may come back to one output
         if type(gradient) is not Tensor or self._is_summed or ("head" in self.found and not is_summed):
             return
         losses = losses_going_backward()
         if not is_linear(losses) and (facts := facts_of(sample, gradient)) is not None:
-            self.found["head"], self.output, self._module = facts, output, module
+            self.found["head"], self.output, self.source = facts, output, calls
             self._is_summed = is_summed
             self.found.pop("loss", None)
             if len(losses) == 1 and losses[0].device == gradient.device:
                 self.found["loss"] = losses[0].detach().double().reshape(1)
 
-    def count_pass(self, module: int) -> bool:
-        """Count the running backward pass. Returns whether its end has to be seen."""
-        self._check_cleared(module)
-        return self.passes[module].began(self.calls[module])
-
-    def _check_cleared(self, module: int) -> None:
-        if self.passes[module].was_cleared() and module == self._module:
+    def check_cleared(self, calls: _Calls) -> None:
+        if calls.was_cleared() and calls is self.source:
             self._is_summed = False
 
 
 class DataCheck(Check):
     """Looks at the first batches of a training, in STEPS monitored steps of the first SPAN, and then takes its hooks away.
 
-    Args:
-        every: steps from one monitored step to the next.
-        varies: whether batches should differ; None if that was not declared.
+    ``every``: steps from one monitored step to the next; ``varies``: whether batches should differ, if that was declared.
     """
 
-    name = "data_check"
+    name, part = "data_check", "data"
 
-    def __init__(self, every: int, varies: bool | None, complaints: WarningLog, note: Callable[..., None]) -> None:
-        self._every, self._varies, self._note = every, varies, note
-        super().__init__(complaints, note, SETUP_MISTAKES, "data")
-        self._targets = Targets(self.tallies)
+    def __init__(self, every: int, varies: bool | None) -> None:
+        self._every, self._varies = every, varies
         self._parts: dict[int, _Part] = {}  # by the module's identity
         self._root: weakref.ref[nn.Module] | None = None
-        self._acting, self._new_layers, self._players = Acting(note), MadeInForward(), Players(self.tallies)
+        self._new_layers = MadeInForward()
         self._pushes: dict[Role, Tensor] = {}  # since the last step
         self._handles = Handles()
         self._first_loss: dict[str, float] = {}
@@ -573,6 +536,11 @@ class DataCheck(Check):
         self._look: _Look | None = None
         self._open: dict[int, _Look] = {}  # of steps whose record is still to come
         self._is_paused, self._has_root = False, True
+
+    def attach(self, context: PluginContext) -> None:
+        super().attach(context)
+        self._targets, self._acting = Targets(self.tallies), Acting(context.annotate_run)
+        self._players = Players(self.tallies)
 
     @property
     def acts(self) -> bool:
@@ -627,7 +595,7 @@ class DataCheck(Check):
             self._remove_hooks()
         elif not torch.is_grad_enabled():
             if module.training and self._has_root:  # one part of several may be a teacher
-                self.context.call(self._acted, args, kwargs or {})
+                self.context.call(self._acting.called, args, kwargs or {})
         elif step % self._every == 0:
             self._train(module, step, args, kwargs or {})
 
@@ -635,11 +603,11 @@ class DataCheck(Check):
         if self._look is None or self._look.step != step:
             self.context.call(self._began, module, step, args, kwargs)
         if (look := self._look) is not None:
-            if not self._has_root and module.training:
-                look.in_training.add(id(module))
+            calls = look.of(module)
+            calls.in_training |= module.training
             if not self._has_root and f"fingerprint{(name := self._parts[id(module)].name)}" not in look.found:
                 self.context.call(self._part_called, look, module, name, args, kwargs)
-            look.calls[id(module)] += 1
+            calls.forwards += 1
 
     def _began(self, module: nn.Module, step: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._look = _Look(step, self._looked in _HEADS)
@@ -649,7 +617,7 @@ class DataCheck(Check):
         if tensors and tensors[0].grad_fn is not None and self._acting.pass_through(tensors[0]):
             self._look = None
             return
-        self._look.take_batch(tensors, batch_tensors(args, kwargs, inputs_alone=True), "")
+        self._look.take_batch(tensors, args, kwargs, "")
         if (rows := self._acting.trained(tensors)) is not None:
             self._look.found["rows"] = rows
         if self._look.has_head:
@@ -662,12 +630,9 @@ class DataCheck(Check):
         """What goes into one part of several is a batch unless another part or a parameter gave it."""
         tensors = batch_tensors(args, kwargs)
         if not any(each.requires_grad or each.untyped_storage() in _makers for each in tensors):
-            look.take_batch(tensors, batch_tensors(args, kwargs, inputs_alone=True), name)
+            look.take_batch(tensors, args, kwargs, name)
             if look.has_head:
                 self._new_layers.begin(module)
-
-    def _acted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._acting.called(batch_tensors(args, kwargs))
 
     def _returned(self, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         if made := self._new_layers.end():
@@ -694,24 +659,25 @@ class DataCheck(Check):
         self._acting.made(output)
         if not look.has_head:
             return
-        look.passes.setdefault(id(module), Passes(module))
-        sample = sample_of(output) if look.takes_sample(id(module)) else None
+        calls = look.of(module)
+        sample = sample_of(output) if look.takes_sample(calls) else None
         origin = Origin() if sample is None else origin_of(output)
         tokens, look.tokens = look.tokens, None
-        output.register_hook(Hook(self.context.call, self._output_gradient, look, id(module), origin, sample, tokens))  # type: ignore[no-untyped-call]
+        output.register_hook(Hook(self.context.call, self._output_gradient, look, calls, origin, sample, tokens))  # type: ignore[no-untyped-call]
 
     def _output_gradient(
-        self, look: _Look, module: int, output: Origin, sample: Tensor | None, tokens: Tensor | None, gradient: Tensor
+        self, look: _Look, calls: _Calls, output: Origin, sample: Tensor | None, tokens: Tensor | None, gradient: Tensor
     ) -> None:
         if tokens is not None and type(gradient) is Tensor and (share := share_of_own(tokens, gradient)) is not None:
             look.found["own"] = share
-        is_summed = look.passes[module].accumulates()
-        if is_summed and look.count_pass(module):
-            engine, ended = torch.autograd.Variable._execution_engine, look.passes[module].ended
-            # DDP copies the reduced gradients back in a callback of its own; one queued from within a callback comes after it
-            engine.queue_callback(lambda: engine.queue_callback(lambda: self.context.call(ended)))
+        if is_summed := calls.accumulates():
+            look.check_cleared(calls)
+            if calls.began():
+                engine = torch.autograd.Variable._execution_engine
+                # DDP copies the reduced gradients back in a callback of its own; one queued from within a callback comes after it
+                engine.queue_callback(lambda: engine.queue_callback(lambda: self.context.call(calls.ended)))
         if sample is not None:
-            look.take_head(module, output, sample, gradient, is_summed)
+            look.take_head(calls, output, sample, gradient, is_summed)
 
     # --- steps ---------------------------------------------------------------------------------------------------------------
 
@@ -748,9 +714,10 @@ class DataCheck(Check):
         for module, part in self._parts.items():
             each = {name: record.extras.get(f"{self.name}/{name}{part.name}") for name in ("fingerprint", "look", "sums")}
             part.judge(each, record, self._varies)
-            if part.has_modes and not self._has_root and seen.calls[module]:  # the setup check has that of the whole model
+            calls = seen.calls.get(module)  # the setup check has the mode of the whole model
+            if part.has_modes and not self._has_root and calls is not None and calls.forwards:
                 root = None if self._root is None else self._root()
-                part.check("eval-mode", module not in seen.in_training and root is not None and root.training)
+                part.check("eval-mode", not calls.in_training and root is not None and root.training)
         if rows is not None:
             self._acting.add(rows.tolist())
         if facts is not None:
@@ -758,11 +725,11 @@ class DataCheck(Check):
             head = recognised(facts.tolist(), loss_in(record.values) if loss is None else loss.item())
             if loss is not None and not self._first_loss:
                 self._first_loss = {"step": float(record.step), "went backward": loss.item()}
-            if head is not None:
-                forwards = seen.forwards + int(record.context.get("rests", 0))  # a turn that others take has labels of its own
-                self._targets.add(head, forwards, seen.micro_batches, self.context.scaler is not None, seen.output)
+            if head is not None and (calls := seen.source) is not None:
+                forwards = calls.forwards + int(record.context.get("rests", 0))  # a turn that others take has labels of its own
+                self._targets.add(head, forwards, calls.micro_batches, self.context.scaler is not None, seen.output)
             if self.chance != known:
-                self._note(chance=self.chance)
+                self.context.annotate_run(chance=self.chance)
         if not self.tallies.is_empty and any(part.is_repeated for part in self._parts.values()):
             self.tallies.retract("labels-constant")  # one example, or one goal for all of them, is all there is
 

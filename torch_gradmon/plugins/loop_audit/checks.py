@@ -188,7 +188,7 @@ class ScalerChecks:
             return
         probe.look(parameter)
         if not interval.touched or self._was_clipped(optimizer):
-            self._tallies.check("clipped-while-scaled", self._key, interval.touched, probe.name)
+            self._tallies.check("clipped-while-scaled", interval.touched, self._key, probe.name)
 
     def unscaled(self) -> None:
         self.is_active = self.is_unscaled = True
@@ -198,7 +198,7 @@ class ScalerChecks:
         """Judge the attempt after the optimizer's step, or after the scaler prevented it."""
         if probe is not None and self.is_unscaled:
             is_mixed = self.is_mixed or (self._is_alone and self.is_scaled_since)
-            self._tallies.check("backward-after-unscale", self._key, is_mixed, probe.name)
+            self._tallies.check("backward-after-unscale", is_mixed, self._key, probe.name)
         self.end_attempt()
 
     def _was_clipped(self, optimizer: Optimizer) -> bool:
@@ -358,7 +358,7 @@ class LossChecks:
         if self._counting == _STEPS:
             self._looks = 0  # whatever earlier passes were
         is_certain = self._is_alone and self._same >= _OLD_LOSSES
-        self._tallies.check("backward-twice", self._key, is_certain, name)
+        self._tallies.check("backward-twice", is_certain, self._key, name)
         self.is_looking = self._steps >= _STEPS and self._looks < _LOSSES and not is_certain
         self.is_idle = self._looks >= _LOSSES and not is_certain
 
@@ -383,10 +383,10 @@ class LossChecks:
             notes_of(node)[self._visited] = self._steps
         if losses:
             is_squashed = any(is_made_by(each, _SQUASHES) for each in _taken_by(_TAKE_LOGITS, losses))
-            self._tallies.check("softmax-before-loss", self._key, is_squashed, "")
+            self._tallies.check("softmax-before-loss", is_squashed, self._key)
             is_raw = not all(is_made_by(each, _GIVE_LOGARITHMS) for each in _taken_by(_TAKE_LOGARITHMS, losses))
             is_below = is_raw and any(bool(loss < 0) for loss in losses)
-            self._tallies.check("log-softmax-missing", self._key, is_below, "")
+            self._tallies.check("log-softmax-missing", is_below, self._key)
 
 
 def _taken_by(operations: Container[str], losses: Sequence[Tensor]) -> Iterator[Node | None]:
@@ -656,7 +656,7 @@ class ProbedOptimizer:
         if interval.late >= 0 and interval.fired == 1 and (interval.late or not tallies.is_empty):
             dropped = interval.dropped  # written to between its step and its drop
             is_clip = dropped is not None and interval.late <= _CLIPS and self.writes.is_late_clip(dropped)
-            tallies.check("clip-after-step", key, is_clip, probe.name)
+            tallies.check("clip-after-step", is_clip, key, probe.name)
         if self.scaler.is_unscaled:
             self.scaler.is_mixed |= self.scaler.is_scaled_since
 
@@ -675,11 +675,11 @@ class ProbedOptimizer:
             return
         tallies.missed("step-without-gradients", key)
         if seen.synced > 1 and not seen.drops:
-            tallies.check("sync-every-micro-batch", key, True, probe.name, **{"backward passes": seen.synced})
+            tallies.check("sync-every-micro-batch", True, key, probe.name, {"backward passes": seen.synced})
         if seen.fired:
             tallies.missed("dead-hooks", key)
         elif not seen.is_paused and (parameter := probe.place()) is not None and parameter._cdata != probe.tensor:
-            tallies.check("dead-hooks", key, True, probe.name)  # another tensor was put into it, whose hooks never fire
+            tallies.check("dead-hooks", True, key, probe.name)  # another tensor was put into it, whose hooks never fire
         if seen.doubtful or gradient is not probe.gradient:
             return
         if seen.fired:
@@ -687,7 +687,7 @@ class ProbedOptimizer:
         elif seen.after_step and gradient._version == probe.version and not forwards:
             # writes through .data change no version, so values have to confirm it
             is_same = self._before is None or torch.equal(self._before, gradient)
-            tallies.check("stepped-twice", key, is_same, probe.name)
+            tallies.check("stepped-twice", is_same, key, probe.name)
             self._is_repeated = True
 
     def _check_accumulations(self, name: str, seen: Interval) -> None:
@@ -697,12 +697,12 @@ class ProbedOptimizer:
         self._is_repeated = False
         # the last count takes a confirmation by values
         is_confirmed = writes.stays or tallies.count("missing-zero-grad", key) < MISTAKES["missing-zero-grad"].repeats - 1
-        tallies.check("missing-zero-grad", key, seen.carried and is_confirmed, name)
+        tallies.check("missing-zero-grad", seen.carried and is_confirmed, key, name)
         cleared = seen.cleared(writes.clears)
         # a single drop in each step may be deliberate, to inspect a gradient
-        tallies.check("micro-batch-discarded", key, cleared >= 2 and not self._attacks, name, discarded=cleared)
+        tallies.check("micro-batch-discarded", cleared >= 2 and not self._attacks, key, name, {"discarded": cleared})
         if seen.writes and writes.clips:
-            tallies.check("clip-per-micro-batch", key, True, name, **{"times in a step": seen.writes})
+            tallies.check("clip-per-micro-batch", True, key, name, {"times in a step": seen.writes})
 
     def _step_without_gradient(self, probe: Probe, optimizer: Optimizer, forwards: int) -> bool:
         """Judge a probe without a gradient. Returns whether other parameters have one: it may be the turn of another optimizer."""
@@ -717,7 +717,7 @@ class ProbedOptimizer:
             if self._is_elsewhere and self._futile == _ELSEWHERE:
                 self._tallies.seen("another-model-trained", self.key, evidence={"steps": float(_ELSEWHERE)})
         if (probe.interval.fired or self._futile >= _FUTILE) and not probe.interval.doubtful:
-            self._tallies.check("step-without-gradients", self.key, True, probe.name)
+            self._tallies.check("step-without-gradients", True, self.key, probe.name)
         return False
 
     def _is_called(self) -> None:

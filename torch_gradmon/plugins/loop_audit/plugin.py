@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,6 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 
 from ...capture.hooks import Handles, Hook
-from ...core.errors import WarningLog
 from ...core.loop_mistakes import MISTAKES, SETUP_MISTAKES
 from ...step.model_index import PLAIN_GRADIENTS, ModelIndex, Place
 from ...step.planner import Planner
@@ -78,10 +78,7 @@ class OwnershipChecks:
         """Judge the frozen sample after the step."""
         if (sample := self._frozen) is None or sample.value is None:
             return
-        if sample.moved():
-            self._tallies.seen("frozen-but-moving", where=sample.names)
-        else:
-            self._tallies.missed("frozen-but-moving")
+        self._tallies.check("frozen-but-moving", sample.moved(), where=sample.names)
         self._compared += 1
         if sample.looks >= _COMPARED:
             self._frozen = None
@@ -120,10 +117,7 @@ class OwnershipChecks:
         """Whether parameters that were one are two now."""
         names = set(self._inventory.names)
         apart = [(other, name) for name, others in self._aliases.items() for other in others if {name, other} <= names]
-        if apart:
-            self._tallies.seen("weights-untied", where=apart[0], evidence={"pairs": float(len(apart))})
-        elif self._aliases:
-            self._tallies.missed("weights-untied")
+        self._tallies.check("weights-untied", bool(apart), where=apart[0] if apart else (), evidence={"pairs": len(apart)})
         return bool(apart)
 
     def _are_replaced(self, found: Found, owned: Mapping[int, Tensor]) -> bool:
@@ -139,10 +133,7 @@ class OwnershipChecks:
             name for name in replaced if id(found[name][0]) in owned and name in self._hooked and not _has_hooks(found[name][0])
         ]
         is_so = bool(lost) and len(replaced) > _NEARLY_ALL * len(found)
-        if is_so:
-            self._tallies.seen("dead-hooks", where=tuple(lost), evidence={"parameters": float(len(lost))})
-        else:
-            self._tallies.missed("dead-hooks")
+        self._tallies.check("dead-hooks", is_so, where=tuple(lost), evidence={"parameters": len(lost)})
         return is_so
 
     def _are_unowned(self, found: Found, owned: Mapping[int, Tensor]) -> bool:
@@ -274,10 +265,10 @@ _MANY = 100
 class LoopAudit(Check):
     """Observes a loop; it measures nothing and changes nothing."""
 
-    name = "loop_audit"
+    name, part = "loop_audit", "audit"
+    mistakes: ClassVar = {**MISTAKES, **SETUP_MISTAKES}
 
-    def __init__(self, planner: Planner, complaints: WarningLog, note: Callable[..., None]) -> None:
-        super().__init__(complaints, note, {**MISTAKES, **SETUP_MISTAKES}, "audit")
+    def __init__(self, planner: Planner) -> None:
         self._planner, self._handles = planner, Handles()
         self._is_paused = False  # events are no part of training at the moment
         self._steps = 0  # since the audit began, without those that a scaler has prevented

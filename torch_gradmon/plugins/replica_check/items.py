@@ -60,11 +60,7 @@ class Item(NamedTuple):
 
 
 class Common:
-    """What ranks have in common: all that DDP copies in ``model``, at any depth, which is not kept alive.
-
-    Args:
-        members: the numbers of the ranks.
-    """
+    """What the ranks ``members`` have in common: all that DDP copies in ``model``, at any depth, which is not kept alive."""
 
     def __init__(self, distinct: re.Pattern[str] | None, model: nn.Module | None = None, members: Sequence[int] = ()) -> None:
         self._distinct = distinct
@@ -190,9 +186,6 @@ def _replica(sharded: Any) -> tuple[str, Tensor] | None:
         _meshes[mesh] = digest_of(mesh.mesh.tolist())
     where = ["*" if is_so else str(place) for is_so, place in zip(replicates, coordinate, strict=True)]
     return f"{_meshes[mesh]}:{','.join(where)}", local_part(sharded)
-
-
-# --- snapshot ---
 
 
 #: Fingerprints by kind and name.

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 
 from ...capture.hooks import Handles, ModuleHook
 from ...core import keys
-from ...core.errors import WarningLog
 from ...core.loop_mistakes import RANK_FAULTS, LoopFinding
 from ...core.moments import Column
 from ...core.records import StepRecord, loss_among
@@ -120,17 +119,6 @@ class Suspects(NamedTuple):
     share: str
 
 
-class Difference(NamedTuple):
-    """What differs between two ranks: as far as is known, the item that differed first."""
-
-    rule: str
-    kind: str
-    name: str  # of the first tensor or number in the order of the model
-    first: int | None  # the first step that is known to differ; None if only the check shows it
-    differing: int  # items of this kind that differ now; 0 if they are equal again
-    of: int
-
-
 def compared(digests: Mapping[int, Mapping[str, str]]) -> bool:
     """Whether every rank has something in common with another one. ``digests`` by rank and share."""
     counts = Counter(share for of in digests.values() for share in of)
@@ -152,28 +140,7 @@ def suspects(digests: Mapping[int, Mapping[str, str]]) -> list[Suspects]:
     return found[: ASKED // 2]
 
 
-def difference(reference: Found, other: Found, traces: Sequence[Trace] = (), equal_in: int | None = None) -> Difference | None:
-    """What differs between two ranks; None if nothing does that should not. ``traces``: statistics of their last steps; ``equal_in``: the
-    last step in which nothing differed.
-    """
-    kinds = _differing(reference, other)
-    if not kinds:
-        return None
-    kind = next(kind for kind in (NUMBER, BUFFER, GRADIENT, STATE, PARAMETER) if kind in kinds)
-    name, first = kinds[kind][0], None
-    # before the first check it is unknown whether gradients are equal when they are measured
-    kinds_of_use = {NUMBER, PARAMETER, *([GRADIENT] if equal_in is not None or GRADIENT in kinds else [])}
-    since = _since(traces[0], traces[1], equal_in, kinds_of_use) if len(traces) == 2 else None
-    if since is not None:
-        first, earlier, name_then = since
-        if earlier != PARAMETER or kind == PARAMETER:  # state is in no statistics, so it may have been earlier
-            kind, name = earlier, name_then
-    rule = "ranks-not-synchronised" if kind == GRADIENT else "ranks-diverged"
-    of = sum(each == kind for each, _ in {*reference, *other})
-    return Difference(rule, kind, name, first, len(kinds.get(kind, ())), of)
-
-
-def _differing(one: Found, other: Found) -> dict[str, list[str]]:
+def differing(one: Found, other: Found) -> dict[str, list[str]]:
     """Names by kind.
 
     Where all parameters are equal after the step, most gradients, or most of the state under one key, differ on purpose: the optimizer
@@ -235,9 +202,6 @@ def _apart(one: Sequence[Sequence[str]], other: Sequence[Sequence[str]]) -> list
 def parameter_of(kind: str, name: str) -> str:
     """The parameter that an item belongs to: state has a key behind its name."""
     return name.rpartition("/")[0] if kind == STATE else name
-
-
-# --- local values ---
 
 
 #: Types of arguments that are no batch.
@@ -361,18 +325,13 @@ def apart(ranges: Mapping[int, Range]) -> tuple[int, bool] | None:
         if max(each.low for each in others) > min(each.high for each in others):
             continue
         widest = max(each.high - each.low for each in others)
-        if len(ranges) == 2 and not _differ_by_far(own.median, others[0].median):
+        small, large = sorted((own.median, others[0].median), key=abs)
+        if len(ranges) == 2 and small * large >= 0 and abs(large) < 2 * abs(small):
             continue  # where each has the same few rows again and again, ranges are narrow
         above, below = own.low - max(each.high for each in others), min(each.low for each in others) - own.high
         if max(above, below) >= widest and max(above, below) > 0:
             return rank, above > 0
     return None
-
-
-def _differ_by_far(one: float, other: float) -> bool:
-    """Whether one is at least twice the other, or has the other sign."""
-    small, large = sorted((abs(one), abs(other)))
-    return one * other < 0 or large >= 2 * small
 
 
 # --- The check of replicas: when it is due, and what is done with its verdict ---
@@ -389,11 +348,9 @@ PATIENCE, AFTER_ALERT = 50, 4
 class ReplicaCheck(Plugin):
     """Compares fingerprints of everything that must be equal on all ranks. Each rank leaves its own; the first one compares them.
 
-    Args:
-        every: steps between two checks.
-        sync_every: ranks average their parameters after each such number of steps, and train by themselves in between.
-        distinct: pattern of parameters that differ between ranks.
-        records: the last records of this rank; ``recorded``: those of steps that were not monitored, which waits for the device.
+    ``every``: steps between two checks; ``sync_every``: ranks average their parameters after each such number of steps, and train by
+    themselves in between; ``distinct``: parameters that differ between ranks; ``records``: the last ones of this rank; ``recorded``: those
+    of steps that were not monitored, which waits for the device.
     """
 
     name = "replica_check"
@@ -406,12 +363,11 @@ class ReplicaCheck(Plugin):
         distinct: re.Pattern[str] | None,
         ranks: Ranks,
         planner: Planner,
-        complaints: WarningLog,
         records: Callable[[], Sequence[StepRecord]],
         recorded: Callable[[], Sequence[StepRecord]],
     ) -> None:
         self._every, self._sync_every, self._distinct, self._common = every, sync_every, distinct, Common(distinct)
-        self._ranks, self._planner, self._complaints = ranks, planner, complaints
+        self._ranks, self._planner = ranks, planner
         self._records, self._recorded = records, recorded
         self._board: Board | None = None
         self._has_own_batches = self._is_paused = False
@@ -609,7 +565,7 @@ class ReplicaCheck(Plugin):
         self._facts[fact.rule] = fact
         mistake = RANK_FAULTS[fact.rule]
         if self._ranks.is_first and mistake.warns:
-            self._complaints.add(f"replicas:{fact.rule}", f"{mistake.cause} ({_in_words(fact)}). {mistake.advice}")
+            self.context.warn(f"replicas:{fact.rule}", f"{mistake.cause} ({_in_words(fact)}). {mistake.advice}")
 
     # --- the messages of ranks about one check, over a few steps -----------------------------------------------------------------
 
@@ -704,26 +660,38 @@ class ReplicaCheck(Plugin):
     def _verdicts(self, step: int, pairs: Sequence[Sequence[Found]], traces: Mapping[int, Any]) -> list[LoopFinding]:
         found: dict[str, LoopFinding] = {}
         for who, (reference, other) in zip(self._suspects, pairs, strict=True):
-            of_pair = [traces[rank] for rank in (who.reference, who.odd)]
-            # where ranks average parameters, the statistics of steps are not those of equal ranks
-            steps = [{int(at): of for at, of in each["steps"].items()} for each in of_pair] if self._sync_every == 1 else []
-            what = difference(reference, other, steps, self._last_good)
-            if what is not None:  # one finding for each rule, that of the first share
-                found.setdefault(what.rule, self._fact(step, who, what, [each["norms"] for each in of_pair]))
+            if kinds := differing(reference, other):
+                sizes = Counter(kind for kind, _ in {*reference, *other})
+                fact = self._fact(step, who, kinds, sizes, [traces[rank] for rank in (who.reference, who.odd)])
+                found.setdefault(fact.rule, fact)  # one finding for each rule, that of the first share
         return list(found.values())
 
-    def _fact(self, step: int, who: Suspects, what: Difference, norms: Sequence[Mapping[str, float]]) -> LoopFinding:
+    def _fact(
+        self, step: int, who: Suspects, kinds: Mapping[str, Sequence[str]], sizes: Mapping[str, int], traces: Sequence[Any]
+    ) -> LoopFinding:
+        """What differs between two ranks now by kind, of how many, and as far as their ``traces`` tell, what differed first."""
+        kind = next(kind for kind in (NUMBER, BUFFER, GRADIENT, STATE, PARAMETER) if kind in kinds)
+        name, first, equal_in = kinds[kind][0], None, self._last_good
+        if self._sync_every == 1:  # else the statistics of steps are not those of equal ranks
+            # before the first check it is unknown whether gradients are equal when they are measured
+            of_use = {NUMBER, PARAMETER, *([GRADIENT] if equal_in is not None or GRADIENT in kinds else [])}
+            one, other = ({int(at): of for at, of in each["steps"].items()} for each in traces)
+            if (since := _since(one, other, equal_in, of_use)) is not None:
+                first, earlier, name_then = since
+                if earlier != PARAMETER or kind == PARAMETER:  # state is in no statistics, so it may have been earlier
+                    kind, name = earlier, name_then
         evidence: dict[str, float] = {"rank": self._ranks.members[who.odd], "unlike rank": self._ranks.members[who.reference]}
         evidence["ranks like it"], evidence["ranks like the other"] = who.alike, who.usual
-        if what.differing:
-            evidence[f"{what.kind}s that differ"], evidence[f"{what.kind}s"] = what.differing, what.of
-        ours, theirs = (each.get(parameter_of(what.kind, what.name)) for each in norms)
+        if kind in kinds:  # else they are equal again
+            evidence[f"{kind}s that differ"], evidence[f"{kind}s"] = len(kinds[kind]), sizes[kind]
+        ours, theirs = (each["norms"].get(parameter_of(kind, name)) for each in traces)
         if ours and theirs:
             evidence["norm of the parameter there"], evidence["and elsewhere"] = theirs, ours
-        if what.first is None and self._last_good is not None:
-            evidence["equal until step"] = self._last_good
-        first = step if what.first is None else what.first
-        return LoopFinding(what.rule, first, step, 1, (what.name,), {name: float(value) for name, value in evidence.items()})
+        if first is None and equal_in is not None:
+            evidence["equal until step"] = equal_in
+        rule = "ranks-not-synchronised" if kind == GRADIENT else "ranks-diverged"
+        numbers = {key: float(value) for key, value in evidence.items()}
+        return LoopFinding(rule, step if first is None else first, step, 1, (name,), numbers)
 
     def _trace(self, names: Sequence[str]) -> dict[str, Any]:
         """Hashes of the statistics of these parameters in the last steps, and the last norms."""

@@ -86,7 +86,9 @@ class Buffers:
                 self._seen.append(seen)
                 if buffer is None or is_fixed(buffer):
                     continue
-                if self._moves(seen.place, counter) or _normalises(module):
+                # kernels of normalisation layers write without a count; so may any TorchScript module
+                is_statistics = isinstance(module, (_NormBase, torch.jit.ScriptModule)) and getattr(module, "training", False)
+                if self._moves(seen.place, counter) or is_statistics:
                     seen.copy = buffer.detach().clone()
                     left -= buffer.nbytes
                 else:
@@ -125,19 +127,11 @@ class Buffers:
         self._seen = []
 
 
-def _normalises(module: nn.Module | None) -> bool:
-    """Whether ``module`` may write to its buffers by a normalisation kernel; any TorchScript module may."""
-    return isinstance(module, (_NormBase, torch.jit.ScriptModule)) and getattr(module, "training", False)
-
-
 def is_fixed(buffer: Tensor) -> bool:
     """Whether in-place writes to it are impossible."""
     return buffer.is_inference() or any(
         stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)
     )
-
-
-# --- snapshots ---
 
 
 class _Kept(NamedTuple):
@@ -206,7 +200,14 @@ class Snapshots:
         leaves, shape = tree_flatten(taken)
         with replacing(file) as target:  # a killed run leaves no half of one
             leaves = [_written(leaf, target) for leaf in leaves]
-        return lambda: tree_unflatten(_read_back(leaves, file), shape), file
+
+        def load() -> Mapping[str, Any]:
+            with file.open("rb") as source:
+                found = [_tensor_in(source, leaf) if isinstance(leaf, _OnDisk) else leaf for leaf in leaves]
+            kept: Mapping[str, Any] = tree_unflatten(found, shape)
+            return kept
+
+        return load, file
 
     def _check_directory(self) -> None:
         """Raises OSError where others have put something in the place of the directory."""
@@ -260,11 +261,8 @@ class Snapshots:
         return list(filter(None, self._ranks.gathered(failure)))
 
     def load(self, to: int, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Load the snapshot of step ``to`` for :meth:`restore`. Drops later snapshots.
-
-        Raises:
-            ValueError: the model or its optimizers have other tensors now; nothing is changed.
-            OSError: the file no longer exists, or was changed.
+        """Load the snapshot of step ``to`` for :meth:`restore`. Drops later ones. Raises where other tensors are there now, or its file is
+        gone or was changed; then nothing is changed.
         """
         while self._kept[-1].step > to:
             self._drop(-1)
@@ -277,11 +275,7 @@ class Snapshots:
         self._loaded = saved
 
     def restore(self, step: int, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Restore the loaded snapshot after a spike in ``step``.
-
-        Raises:
-            Exception: any error of a ``load_state_dict`` in ``extra_state``, after everything else is restored.
-        """
+        """Restore the loaded snapshot after a spike in ``step``. An error of ``extra_state`` comes after everything else is restored."""
         saved, self._loaded = self._loaded, {}
         self._since = step  # the usual number of steps remains until the next snapshot
         self._used = self._kept[-1].step
@@ -340,11 +334,6 @@ def _written(leaf: Any, file: IO[bytes]) -> Any:
     data: Any = memoryview(leaf.resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]
     file.write(data)
     return _OnDisk(leaf.dtype, leaf.shape, data.nbytes, zlib.crc32(data))
-
-
-def _read_back(leaves: Sequence[Any], file: Path) -> list[Any]:
-    with file.open("rb") as source:
-        return [_tensor_in(source, leaf) if isinstance(leaf, _OnDisk) else leaf for leaf in leaves]
 
 
 def _tensor_in(file: IO[bytes], leaf: _OnDisk) -> Tensor:
@@ -419,9 +408,6 @@ def _restored(now: Any, saved: Any, parameter: Tensor | None, written: set[int])
     return saved.clone() if parameter is None or saved.dim() == 0 else saved.to(parameter.device, copy=True)
 
 
-# --- plugin ---
-
-
 _STEPS_SKIPPED = Key(SUMMARY, "", "steps_skipped")
 #: The sources that have values before the optimizer steps.
 _SOURCES = (n.GRADIENT_BEFORE_CLIP, n.GRADIENT)
@@ -439,17 +425,9 @@ class Act(NamedTuple):
 
 
 class SpikePolicy(Plugin):
-    """Handles the spikes of one run.
+    """Handles the spikes of one run. The detectors predict them, and learn nothing here, only later from the step's record.
 
-    Args:
-        detectors: predict spikes. They learn nothing here, only later from the step's record.
-        parts: what ranks must have in common to exchange tensors, see :meth:`ExchangePolicy.parts`.
-
-    Attributes:
-        act: the action on the current step, or on the last one that ended; None if it is no spike.
-        rolled_back: the rollback of that step, if there was one.
-        skipped, rollbacks: their numbers so far.
-        overrules_scaler: ranks' scalers disagreed about the step: it is skipped, and must leave the scale as it was.
+    ``parts``: what ranks must have in common to exchange tensors.
     """
 
     name = "spike_policy"
@@ -468,9 +446,11 @@ class SpikePolicy(Plugin):
         self._model_buffers = Buffers()
         self._snapshots = Snapshots(policy, exchange.ranks, complaints) if isinstance(policy, Rollback) else None
         self._known: tuple[StepRecord, dict[str, float]] | None = None  # the values at the decision
-        self.act: Act | None = None
-        self.rolled_back: RollbackResult | None = None
-        self.overrules_scaler = False
+        self.act: Act | None = None  # on the current step, or on the last one that ended
+        self.rolled_back: RollbackResult | None = None  # of that step
+        self.overrules_scaler = (
+            False  # ranks' scalers disagreed about the step: it is skipped, and must leave the scale as it was
+        )
         self.skipped = self.rollbacks = self._in_a_row = 0
 
     @property
@@ -503,9 +483,7 @@ class SpikePolicy(Plugin):
     # --- the step ------------------------------------------------------------------------------------------------------------
 
     def on_step_open(self, step: ActiveStep) -> None:
-        """A step begins, and with it the loop has done all that belongs to the one before: the time for a snapshot of it, which waits
-        for the device.
-        """
+        """The loop has done all that belongs to the step before: the time for a snapshot of it, which waits for the device."""
         self.act = self.rolled_back = None
         self._known, self.overrules_scaler = None, False
         if self._snapshots is not None and self._snapshots.take_due(self.context.module, self.context.optimizers):
@@ -517,11 +495,7 @@ class SpikePolicy(Plugin):
         return self.act is not None and self.act.skipped
 
     def before_optimizer_step(self, step: ActiveStep, optimizer: OptimizerContext) -> None:
-        """Decide whether the optimizer that is about to step must change nothing. Synchronises; one or two collectives.
-
-        Raises:
-            SpikeError: the policy stops the run.
-        """
+        """Decide whether the optimizer must change nothing; SpikeError stops the run. Synchronises; one or two collectives."""
         assert step.buffer is not None
         try:
             if not self.is_skipped:  # else all ranks know
@@ -590,7 +564,9 @@ class SpikePolicy(Plugin):
         count, refused = 0, optimizer.is_overflowed
         try:
             record, whole = self._known = _looked_at(part)
-            count = _nonfinite(record)
+            # of the gradients that the optimizer will use, or, if unknown, before clipping
+            table = record.tables.get(n.GRADIENT, record.tables.get(n.GRADIENT_BEFORE_CLIP))
+            count = 0 if table is None else int(table.rows[:, Column.NONFINITE].sum())
             refused |= bool(count) and optimizer.has_scaler
             if not refused:  # the scaler handles infinite gradients itself
                 events = self._detectors.predict(record, whole)
@@ -681,9 +657,3 @@ def _looked_at(part: StepBuffer) -> tuple[StepRecord, dict[str, float]]:
     before = tables.get(n.GRADIENT_BEFORE_CLIP)
     whole = {} if before is None or n.GRADIENT_BEFORE_CLIP in refused else gradient_values(before)
     return StepRecord(part.step, 0.0, True, values, tables), whole
-
-
-def _nonfinite(record: StepRecord) -> int:
-    """The number of NaN or infinite elements in the gradients that the optimizer will use, or, if unknown, before clipping."""
-    table = record.tables.get(n.GRADIENT, record.tables.get(n.GRADIENT_BEFORE_CLIP))
-    return 0 if table is None else int(table.rows[:, Column.NONFINITE].sum())
