@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from ..core.loop_mistakes import SETUP_MISTAKES, LoopFinding, Mistake
@@ -11,6 +12,10 @@ from ..step.plugin import Plugin, PluginContext
 
 #: Counts at which a fact is written to the run directory again.
 _WRITTEN = frozenset(factor * 10**power for power in range(9) for factor in (1, 3))
+
+#: Numbers by what they are.
+Evidence = Mapping[str, float]
+_NOTHING: Evidence = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -22,7 +27,7 @@ class Tally:
     count: int = 0
     is_fact: bool = False
     where: tuple[str, ...] = ()
-    evidence: Mapping[str, float] = field(default_factory=dict)
+    evidence: Evidence = _NOTHING
 
 
 class Tallies:
@@ -39,7 +44,7 @@ class Tallies:
         rule: str,
         key: object = None,
         where: tuple[str, ...] = (),
-        evidence: Mapping[str, float] | None = None,
+        evidence: Evidence = _NOTHING,
         warns: bool = True,
         step: int | None = None,
     ) -> None:
@@ -50,7 +55,7 @@ class Tallies:
         if not tally.count:
             tally.first = step
         tally.count += 1
-        tally.last, tally.where, tally.evidence = step, where, evidence or {}
+        tally.last, tally.where, tally.evidence = step, where, evidence
         became = not tally.is_fact and tally.count >= mistake.repeats
         tally.is_fact |= became
         if became or (tally.is_fact and tally.count in _WRITTEN):
@@ -59,17 +64,12 @@ class Tallies:
             self._warn(rule, key, tally)
 
     def check(
-        self,
-        rule: str,
-        is_so: bool,
-        key: object = None,
-        where: str | tuple[str, ...] = (),
-        evidence: Mapping[str, float] | None = None,
+        self, rule: str, is_so: bool, key: object = None, where: str | tuple[str, ...] = (), evidence: Evidence = _NOTHING
     ) -> None:
         """Count the mistake if ``is_so``, and otherwise record that it did not occur."""
         if is_so:
             places = (where,) if where and isinstance(where, str) else tuple(where)
-            self.seen(rule, key, places, {name: float(value) for name, value in (evidence or {}).items()})
+            self.seen(rule, key, places, {name: float(value) for name, value in evidence.items()})
         else:
             self.missed(rule, key)
 

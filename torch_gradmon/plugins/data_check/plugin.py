@@ -420,7 +420,7 @@ class _Part:
         return len(self._seen) >= FEWEST and len(set(self._seen)) == 1
 
     def check(self, rule: str, is_so: bool, evidence: Mapping[str, float] | None = None) -> None:
-        self._tallies.check(rule, is_so, self.name or None, self.name, evidence)
+        self._tallies.check(rule, is_so, self.name or None, self.name, evidence or {})
 
     def judge(self, found: Mapping[str, Tensor | None], record: StepRecord, varies: bool | None) -> None:
         """Report what is odd in the batch of a step; ``varies``: what the user has declared."""

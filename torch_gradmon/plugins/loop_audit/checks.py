@@ -240,9 +240,7 @@ class GradientWrites:
     """The writes to the gradients of one optimizer."""
 
     def __init__(self) -> None:
-        self.is_unclear = self._is_settled = (
-            False  # there are some between accumulations, of a kind that is not known yet, or known
-        )
+        self.is_unclear = self._is_settled = False  # there are some between accumulations, whose kind is not known yet, or known
         self.clears = False  # those writes set gradients to zero
         self.clips = False  # they do neither that nor keep the mean of k micro-batches, by the factor (k - 1) / k before each
         self.is_doubtful = self.stays = False  # gradients seem to be carried over between steps; their values have confirmed it

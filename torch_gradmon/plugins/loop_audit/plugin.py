@@ -50,9 +50,7 @@ class OwnershipChecks:
         self._frozen: Sample | None = None  # some steps compare it before and after
         self._compared = 0  # of these steps
         self._cleared: tuple[ModelIndex | None, list[int]] = (None, [])
-        self.next_step = self._next = (
-            0  # the next one that has to be reported, unless the model changes, and the next that is checked
-        )
+        self.next_step = self._next = 0  # the next one to report, unless the model changes, and the next one that is checked
         self.version = planner.version  # of the model, at the last check
         self.is_comparing = False  # the end of the step has to be reported, too
         self._note_hooks()

@@ -343,6 +343,7 @@ TRACED_STEPS, TRACED_NAMES = 200, 20
 _SOURCES = {keys.PARAMETER: PARAMETER, keys.GRADIENT_BEFORE_CLIP: GRADIENT, keys.GRADIENT: GRADIENT}
 #: Steps that others are waited for, and steps after which an alert has reached all ranks.
 PATIENCE, AFTER_ALERT = 50, 4
+Records = Callable[[], Sequence[StepRecord]]
 
 
 class ReplicaCheck(Plugin):
@@ -363,8 +364,8 @@ class ReplicaCheck(Plugin):
         distinct: re.Pattern[str] | None,
         ranks: Ranks,
         planner: Planner,
-        records: Callable[[], Sequence[StepRecord]],
-        recorded: Callable[[], Sequence[StepRecord]],
+        records: Records,
+        recorded: Records,
     ) -> None:
         self._every, self._sync_every, self._distinct, self._common = every, sync_every, distinct, Common(distinct)
         self._ranks, self._planner = ranks, planner

@@ -88,7 +88,10 @@ class Buffers:
                     continue
                 # kernels of normalisation layers write without a count; so may any TorchScript module
                 is_statistics = isinstance(module, (_NormBase, torch.jit.ScriptModule)) and getattr(module, "training", False)
-                if self._moves(seen.place, counter) or is_statistics:
+                if self._counters.setdefault(seen.place, counter) != counter:
+                    self._moving.add(seen.place)
+                self._counters[seen.place] = counter
+                if is_statistics or seen.place in self._moving:
                     seen.copy = buffer.detach().clone()
                     left -= buffer.nbytes
                 else:
@@ -97,12 +100,6 @@ class Buffers:
             if (left := left - size) < 0:
                 break
             seen.copy = buffer.detach().clone()
-
-    def _moves(self, place: tuple[int, str], counter: int) -> bool:
-        if self._counters.setdefault(place, counter) != counter:
-            self._moving.add(place)
-        self._counters[place] = counter
-        return place in self._moving
 
     def put_back(self) -> list[str]:
         """Restore the buffers after a skipped step; may be called repeatedly. Returns the names of those that could not be."""
@@ -448,9 +445,7 @@ class SpikePolicy(Plugin):
         self._known: tuple[StepRecord, dict[str, float]] | None = None  # the values at the decision
         self.act: Act | None = None  # on the current step, or on the last one that ended
         self.rolled_back: RollbackResult | None = None  # of that step
-        self.overrules_scaler = (
-            False  # ranks' scalers disagreed about the step: it is skipped, and must leave the scale as it was
-        )
+        self.overrules_scaler = False  # ranks' scalers disagreed about the step: it is skipped, and leaves the scale as it was
         self.skipped = self.rollbacks = self._in_a_row = 0
 
     @property
