@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -27,7 +27,7 @@ class Tally:
     count: int = 0
     is_fact: bool = False
     where: tuple[str, ...] = ()
-    evidence: Evidence = _NOTHING
+    evidence: Evidence = field(default_factory=dict)
 
 
 class Tallies:
