@@ -105,7 +105,7 @@ class Loop:
             dist.barrier()
         plugin = self.monitor._runtime.built_in.replicas
         found = [fact.rule for fact in plugin.facts()]
-        if self.has_copies and plugin._memory.last_good is None:
+        if self.has_copies and plugin._last_good is None:
             found.append(f"no check was finished: {self.monitor.warning_counts()}")
         self.monitor.detach()
         return found

@@ -41,7 +41,13 @@ class Noted:
         self.step = 0
         self.notes: list[list[dict[str, Any]]] = []
         self.complaints = WarningLog()
-        self.tallies = Tallies(self.complaints, lambda: self.step, lambda audit: self.notes.append(audit))
+        self.tallies = Tallies(self, MISTAKES, "audit")
+
+    def warn(self, key: str, message: str, error: Exception | None = None) -> None:
+        self.complaints.add(key, message, error)
+
+    def annotate_run(self, audit: list[dict[str, Any]]) -> None:
+        self.notes.append(audit)
 
     def see(self, times: int, rule: str = "clip-per-micro-batch", key: object = None, **evidence: float) -> None:
         for _ in range(times):

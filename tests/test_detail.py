@@ -684,7 +684,7 @@ def test_the_file_is_looked_at_once_a_second_and_read_when_it_is_another(tmp_pat
 
     monkeypatch.setattr(os, "stat", counted)
     monkeypatch.setattr(change, "read", lambda path, last: reads.append(path) or read(path, last))
-    box = RequestFile(tmp_path, "me", WarningLog(), clock=lambda: now)
+    box = RequestFile(tmp_path, "me", WarningLog().add, clock=lambda: now)
     found = []
     for tick in range(5000):
         now = tick / 1000

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor, Rollback, SpikeDetector, SpikeError
+from torch_gradmon.core.errors import WarningLog
 from torch_gradmon.plugins.spike_policy.plugin import Snapshots
 from torch_gradmon.plugins.spike_policy.policy import RollbackResult
 from torch_gradmon.spikes import Threshold
+from torch_gradmon.step.ranks import Ranks
 
 from .test_skip import CLASSES, Task
 
@@ -226,12 +228,12 @@ def test_what_was_one_tensor_and_is_two_is_put_back_as_two() -> None:
     optimizer = Shares(model.parameters(), lr=0.1)
     parameter = model[0].weight
     optimizer.state[parameter] = {"a": torch.ones(3), "b": torch.full((3,), 2.0)}
-    snapshots = Snapshots(Rollback(every=1), 0)
-    snapshots.take(0, 0, model, [optimizer])
+    snapshots = Snapshots(Rollback(every=1), Ranks(), WarningLog())
+    snapshots.take(0, model, [optimizer])
     one = torch.zeros(3)
     optimizer.state[parameter] = {"a": one, "b": one}
     snapshots.load(0, model, [optimizer])
-    snapshots.go_back(1, model, [optimizer])
+    snapshots.restore(1, model, [optimizer])
     assert {name: value.tolist() for name, value in optimizer.state[parameter].items()} == {"a": [1.0] * 3, "b": [2.0] * 3}
 
 
@@ -262,21 +264,21 @@ def test_a_snapshot_can_be_gone_back_to_twice() -> None:
 
 def test_snapshots_share_no_memory_with_the_run() -> None:
     task = Task("LBFGS", "plain", "closure")
-    snapshots = Snapshots(Rollback(keep=2, every=1), 0)
+    snapshots = Snapshots(Rollback(keep=2, every=1), Ranks(), WarningLog())
     contents = []
     for step in range(2):
         for _ in range(2):
             task.train()
-        snapshots.take(step, step, task.model, [task.optimizer])
+        snapshots.take(step, task.model, [task.optimizer])
         contents.append(task.content())
     for _ in range(3):
         task.train()
     snapshots.load(1, task.model, [task.optimizer])
-    snapshots.go_back(5, task.model, [task.optimizer])
+    snapshots.restore(5, task.model, [task.optimizer])
     assert task.content() == contents[1]
     task.train()
     snapshots.load(0, task.model, [task.optimizer])
-    snapshots.go_back(6, task.model, [task.optimizer])
+    snapshots.restore(6, task.model, [task.optimizer])
     assert task.content() == contents[0]
 
 

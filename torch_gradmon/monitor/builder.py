@@ -24,9 +24,8 @@ from ..core.records import KeyFormatter, Metric, SpikeEvent, StepRecord
 from ..plugins.clipping import AdaptiveClips
 from ..plugins.data_check.plugin import DataCheck
 from ..plugins.flight_recorder import FlightRecorder
-from ..plugins.live_detail import LiveDetail
+from ..plugins.live_detail import LiveDetail, PostSpikeDetail
 from ..plugins.loop_audit.plugin import LoopAudit
-from ..plugins.post_spike_detail import PostSpikeDetail
 from ..plugins.setup_check import SetupCheck, compiled
 from ..plugins.spike_policy.policy import Policy, Rollback, policy_of
 from ..spikes.detector_set import DetectorSet
@@ -215,7 +214,7 @@ def _plugins(
     recorder = FlightRecorder(options.spike_capture.before, planner.registry, summary)
     detectors.fetch_recorded = recorder.fetch_recorded
     post_spike = PostSpikeDetail(planner, options.spike_capture.after)
-    detail = LiveDetail(planner, summary, lambda: post_spike.may_add_hooks, directory, exchange, complaints)
+    detail = LiveDetail(planner, summary, post_spike, exchange, directory.path, directory.reopen)
     budget = acting = data = None
     if options.max_overhead is not None:
         from ..plugins.overhead_budget import OverheadBudget
@@ -229,10 +228,10 @@ def _plugins(
         acting = SpikePolicy(policy, detectors, decisions, complaints, exchange.parts_of_tensors)
         # the decision needs these two, whether they are shown or have a detector or not
         summary.choice.require("grad_norm", "grad_nonfinite_count")
-    audit = LoopAudit(planner, complaints, directory.annotate)
-    setup = SetupCheck(planner, complaints, directory.annotate, options.checked)
+    audit = LoopAudit(planner)
+    setup = SetupCheck(planner, options.checked)
     if options.checked.data:
-        data = DataCheck(options.interval or 1, setup.expectations, complaints, directory.annotate)
+        data = DataCheck(options.interval or 1, options.checked.batch_varies)
     clips = AdaptiveClips(may_skip=acting is not None)
     return BuiltInPlugins(budget, recorder, acting, detail, post_spike, clips, audit, setup, data, replicas=None)
 
@@ -249,7 +248,7 @@ def _check_replicas(
     from ..plugins.replica_check.plugin import ReplicaCheck  # not needed by a single process
 
     distinct, records, look = compiled("distinct", of.distinct), history.sample.records, alive.built_in.recorder.look
-    plugin = ReplicaCheck(every, of.sync_every, distinct, ranks, planner, alive.fence.complaints, records, look)
+    plugin = ReplicaCheck(every, of.sync_every, distinct, ranks, planner, records, look)
     alive.lifecycle.plugins.use(alive.built_in._replace(replicas=plugin))
     plugin.attach(MonitorContext(alive.lifecycle, plugin))
 

@@ -9,9 +9,8 @@ from ..core.errors import GradmonWarning, TrainingStopped, WarningLog
 from ..plugins.clipping import AdaptiveClips
 from ..plugins.data_check.plugin import DataCheck
 from ..plugins.flight_recorder import FlightRecorder
-from ..plugins.live_detail import LiveDetail
+from ..plugins.live_detail import LiveDetail, PostSpikeDetail
 from ..plugins.loop_audit.plugin import LoopAudit
-from ..plugins.post_spike_detail import PostSpikeDetail
 from ..plugins.setup_check import SetupCheck
 from ..step.plugin import Plugin
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..core.errors import display
 from ..core.moments import Column
-from ..core.torch_modes import capture_check
 from ..core.validation import one_of, positive, positive_int, share
-from ..statistics.histogram import NORM_COLUMNS, norm_of_rows
 from ..step.active_step import ActiveStep
 from ..step.plugin import Plugin
-from ..step.ranks import is_dtensor, local_part
 
 # --- Clips whose limit adapts to the gradients ---
 
@@ -51,11 +48,11 @@ class AdaptiveClip:
 
     def kept(self) -> Any:
         """The state so far, for :meth:`put_back`. Does not synchronise."""
-        raise NotImplementedError
+        return dict(vars(self))  # what is in it is replaced, never written to
 
     def put_back(self, kept: Any) -> None:
         """Restore the state ``kept`` after a skipped step."""
-        raise NotImplementedError
+        vars(self).update(kept)
 
     def state_dict(self) -> dict[str, Any]:
         """The state as plain numbers. Synchronises with the device."""
@@ -122,17 +119,14 @@ class AdaGC(AdaptiveClip):
         clipped = norms * factors
         level = torch.where(judges, self.beta * level + (1 - self.beta) * clipped, torch.minimum(level, clipped))
         state = torch.where(learns.unsqueeze(1), torch.stack([level, count + 1], dim=1), state)
-        if places is None:
-            self._state = state
-        else:
-            self._state[places] = state
+        self._state = state if places is None else self._state.index_put((places,), state)
         return factors, [DeviceValue("clipped_parameters", (factors < 1).sum())]
 
     def _places(self, names: Sequence[str], like: Tensor) -> Tensor | None:
         """The rows of these parameters in the state; None for all rows in order. Adds rows for new parameters."""
         new = [name for name in names if name not in self._row]
-        for name in new:
-            self._row[name] = len(self._row)
+        if new:
+            self._row = {**self._row, **{name: len(self._row) + place for place, name in enumerate(new)}}
         self._state = torch.cat([self._state.to(like), _unlearned(len(new)).to(like)]) if new else self._state.to(like)
         asked = tuple(names)
         if self._asked is None or self._asked[0] != asked or new:
@@ -144,14 +138,6 @@ class AdaGC(AdaptiveClip):
             places = places.to(like.device, non_blocking=True)
             self._asked = asked, places
         return places
-
-    def kept(self) -> tuple[dict[str, int], Tensor]:
-        """See :meth:`AdaptiveClip.kept`."""
-        return dict(self._row), self._state.clone()
-
-    def put_back(self, kept: tuple[dict[str, int], Tensor]) -> None:
-        """See :meth:`AdaptiveClip.put_back`."""
-        self._row, self._state, self._asked = *kept, None
 
     def state_dict(self) -> dict[str, Any]:
         """The average of each parameter and the number of norms in it. Synchronises with the device."""
@@ -237,14 +223,6 @@ class ZClip(AdaptiveClip):
         self._state = torch.where(learns, torch.stack([count + 1, mean, variance]), state)
         return torch.where(learns & (allowed < norm), allowed / norm, 1.0), [DeviceValue("clip_limit", limit, there)]
 
-    def kept(self) -> Tensor:
-        """See :meth:`AdaptiveClip.kept`."""
-        return self._state  # it is replaced, never written to
-
-    def put_back(self, kept: Tensor) -> None:
-        """See :meth:`AdaptiveClip.put_back`."""
-        self._state = kept
-
     def state_dict(self) -> dict[str, Any]:
         """How many norms were learned, their mean and variance. Synchronises with the device."""
         count, mean, variance = self._state.tolist()
@@ -258,19 +236,12 @@ class ZClip(AdaptiveClip):
         self._state = torch.tensor(values, dtype=torch.float64, device="cpu")
 
 
-# --- named ---
-
-
 #: The names that ``max_norm`` accepts.
 _BY_NAME: dict[str, type[AdaptiveClip]] = {"zclip": ZClip, "adagc": AdaGC}
 
 
 class AdaptiveClips(Plugin):
-    """Keeps clips by name for as long as a monitor lives.
-
-    Args:
-        may_skip: steps may be skipped, and what was learned in them has to be forgotten.
-    """
+    """Keeps clips by name for as long as a monitor lives. ``may_skip``: what was learned in a step that is skipped has to be forgotten."""
 
     name = "clipping"
 
@@ -305,7 +276,7 @@ class AdaptiveClips(Plugin):
         self._before = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """What those by name have learned, as plain numbers. Synchronises with the device."""
+        """What those by name have learned. Synchronises with the device."""
         return {name: clip.state_dict() for name, clip in self._named.items()}
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
@@ -323,153 +294,3 @@ class AdaptiveClips(Plugin):
 def _new(name: str) -> AdaptiveClip:
     one_of("max_norm", name, tuple(_BY_NAME))
     return _BY_NAME[name]()
-
-
-# --- Gradient clipping that measures on the way ---
-
-
-_NARROW = frozenset({torch.bfloat16, torch.float16})
-
-
-class GradientRows(Protocol):
-    """What measures for a clip, and what it knows of the parameters."""
-
-    @property
-    def clips(self) -> AdaptiveClips:
-        """Adaptive clips by name."""
-
-    def measure_before_clip(self, parameters: Iterable[Tensor]) -> None:
-        """Measure these parameters' gradients before they are clipped."""
-
-    def was_clipped(self, parameters: Iterable[Tensor]) -> None:
-        """These parameters' gradients have just been clipped."""
-
-    def measure_after_clip(self) -> None:
-        """Measure the clipped gradients if no optimizer has a hook."""
-
-    def names_of(self, parameters: Sequence[Tensor]) -> list[str]:
-        """The canonical name of each."""
-
-    def spread_among(self, parameters: Sequence[Tensor]) -> list[int]:
-        """Indices of the parameters that differ between ranks."""
-
-    def rows(self, parameters: Sequence[Tensor], norm_type: float, spread: Sequence[int]) -> Tensor:
-        """Rows ``[len(parameters), 8]`` of the gradients."""
-
-    def put(self, values: Sequence[DeviceValue]) -> None:
-        """Add whole-model values to the current step."""
-
-
-def clip(
-    measures: GradientRows,
-    parameters: Sequence[Tensor],
-    max_norm: float | str | AdaptiveClip,
-    norm_type: float,
-    error_if_nonfinite: bool,
-    exact: bool | None,
-) -> Tensor:
-    """Measure the gradients of ``parameters`` before and after clipping them, as torch does or adaptively; see ``ModuleMonitor``."""
-    norm_type = float(norm_type)
-    if (exact or isinstance(max_norm, (str, AdaptiveClip))) and (check := capture_check()) is not None and check():
-        how = "exact=True" if exact else "an adaptive clip"
-        raise ValueError(
-            f"{how} cannot be captured into a graph; use a number for max_norm and exact=False, or clip outside of it"
-        )
-    if isinstance(max_norm, str):
-        max_norm = measures.clips.named(max_norm)
-    if isinstance(max_norm, AdaptiveClip):
-        if norm_type != 2.0 or exact is False:
-            given = "exact=False" if exact is False else f"norm_type={norm_type}"
-            raise ValueError(f"an adaptive clip goes by the exact norm of order 2, got {given}; leave it out")
-        total = _clip_adaptively(measures, list(dict.fromkeys(parameters)), max_norm, error_if_nonfinite)
-    else:
-        limit = _number(max_norm)
-        total = (_clip_exactly if exact else _clip_as_torch)(measures, parameters, limit, norm_type, error_if_nonfinite)
-    measures.was_clipped(parameters)
-    measures.measure_after_clip()
-    return total
-
-
-def _number(max_norm: object) -> float:
-    try:
-        return float(max_norm)  # type: ignore[arg-type]  # a tensor with one element is one, too
-    except (TypeError, ValueError, RuntimeError):
-        raise TypeError(
-            f'max_norm is a number, "zclip", "adagc", a ZClip or an AdaGC, got {display(max_norm)}; parameters are given by name: '
-            "clip_grad_norm_(1.0, parameters=model.parameters())"
-        ) from None
-
-
-def _clip_as_torch(
-    measures: GradientRows, parameters: Sequence[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
-) -> Tensor:
-    measures.measure_before_clip(parameters)
-    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
-
-
-def _clip_exactly(
-    measures: GradientRows, parameters: Sequence[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
-) -> Tensor:
-    if norm_type not in NORM_COLUMNS:
-        raise ValueError(f"exact=True knows the norms 1, 2 and inf, got norm_type={norm_type}; use exact=False for others")
-    if norm_type != 2.0 and any(p.is_complex() for p in parameters):
-        raise ValueError(
-            f"exact=True knows the norm of order {norm_type} of real gradients only; use exact=False for complex ones"
-        )
-    _, total = _measured(measures, parameters, norm_type, error_if_nonfinite)
-    if not any(map(is_dtensor, parameters)):
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
-    else:  # torch multiplies a DTensor by nothing but a DTensor
-        _scale(parameters, torch.clamp(max_norm / (total + 1e-6), max=1.0))
-    return total
-
-
-def _clip_adaptively(
-    measures: GradientRows, parameters: Sequence[Tensor], adaptive: AdaptiveClip, error_if_nonfinite: bool
-) -> Tensor:
-    rows, total = _measured(measures, parameters, 2.0, error_if_nonfinite)
-    if len(rows):
-        measures.clips.learns(adaptive)
-        factors, values = adaptive.factors(rows, measures.names_of(parameters))
-        _scale(parameters, factors)
-        measures.put(values)
-    return total
-
-
-def _measured(
-    measures: GradientRows, parameters: Sequence[Tensor], norm_type: float, error_if_nonfinite: bool
-) -> tuple[Tensor, Tensor]:
-    """A row for each parameter's gradient, none where no gradient is anywhere, and the total norm."""
-    spread = measures.spread_among(parameters)
-    measures.measure_before_clip(parameters)
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if not gradients and not spread:
-        return torch.empty(0, 8, device="cpu"), torch.tensor(0.0, device="cpu")
-    rows = measures.rows(parameters, norm_type, spread)
-    total = norm_of_rows(rows, norm_type, any(g.dtype in (torch.float64, torch.complex128) for g in gradients))
-    if error_if_nonfinite and not bool(torch.isfinite(total)):
-        raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {float(total)}, so it cannot clip them")
-    return rows, total
-
-
-@torch.no_grad()
-def _scale(parameters: Sequence[Tensor], factors: Tensor) -> None:
-    """Multiply the gradients in place by ``factors``, 0-d for all of them or one for each; of DTensors what is on this rank."""
-    groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[int]]] = {}
-    for place, parameter in enumerate(parameters):
-        if parameter.grad is not None:
-            part = local_part(parameter.grad)
-            parts, places = groups.setdefault((part.device, part.dtype), ([], []))
-            parts.append(part)
-            places.append(place)
-    for (device, dtype), (parts, places) in groups.items():
-        here = factors.to(device, torch.promote_types(dtype.to_real(), torch.float32))
-        each = [here] * len(parts) if here.dim() == 0 else [here[place] for place in places]
-        if dtype in _NARROW:  # on a GPU the factor would be rounded to so few bits first
-            for part, factor in zip(parts, each, strict=True):
-                part.copy_(part.float() * factor)
-        elif any(part.layout != torch.strided for part in parts):
-            for part, factor in zip(parts, each, strict=True):
-                part.mul_(factor)
-        else:
-            torch._foreach_mul_(parts, here if here.dim() == 0 else each)

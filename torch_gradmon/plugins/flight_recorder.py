@@ -19,12 +19,8 @@ from ..step.summary import LayerSelection, Summary
 
 
 class FlightRecorder(Plugin):
-    """Keeps the last unmonitored steps, and provides the records of those around a spike.
-
-    The steps before the spike are available at once, as many after it later.
-
-    Args:
-        size: the number of steps; 0 records none.
+    """Keeps the last ``size`` unmonitored steps, and provides the records of those around a spike: those before it at once, as many after
+    it later.
     """
 
     name = "flight_recorder"
@@ -44,10 +40,7 @@ class FlightRecorder(Plugin):
         return 0 if self.size else sys.maxsize
 
     def on_unmonitored_step(self, recorded: RecordedStep) -> None:
-        """Keep the step; its values stay on the device.
-
-        Backfills the steps after a spike once there are enough of them, which waits for the device.
-        """
+        """Keep the step, on the device. Backfills the steps after a spike once there are enough of them, which waits for the device."""
         if recorded.buffer is None:
             return
         self._due -= self._due > 0
@@ -107,9 +100,8 @@ class FlightRecorder(Plugin):
         return self._records(kept)
 
     def _records(self, kept: Sequence[tuple[RecordedStep, StepBuffer, float]]) -> list[StepRecord]:
-        pending = [
-            _pending(recorded, buffer) for recorded, buffer, _ in kept
-        ]  # all copies start before the first one is waited for
+        # all copies start before the first one is waited for
+        pending = [_pending(recorded, buffer) for recorded, buffer, _ in kept]
         records = [each.record(self._summary.of_one_step(), LayerSelection(None), self._registry)[0] for each in pending]
         return [
             replace(record, time=ended, context={**record.context, "monitored": False})

@@ -1,4 +1,4 @@
-"""Changes to the cadence and preset, requested during a run."""
+"""More detail for a while: after a spike, or as requested during a run."""
 
 from __future__ import annotations
 
@@ -10,20 +10,106 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from ..core.errors import GradmonWarning, WarningLog
+from ..capture.compiled import is_compiled
+from ..capture.hooks import compiled_graphs
+from ..core import keys as n
+from ..core.errors import GradmonWarning
 from ..core.records import Metric
 from ..runs import detail_request as change
 from ..runs.detail_request import DetailRequest
 from ..step.active_step import ActiveStep
 from ..step.exchange import EMPTY_SLOT, ExchangePolicy
 from ..step.planner import OF_MODULES, PRESETS, Planner
-from ..step.plugin import Plugin
-from ..step.ranks import Ranks
+from ..step.plugin import Plugin, PluginContext
 from ..step.summary import Summary
 
-# --- Requests from other processes: a small file in the run directory ---
+#: The added metrics: one-pass statistics, so the run directory stores them all.
+_METRICS = {n.ACTIVATION: ("std", "max", "nonfinite_count"), n.ACTIVATION_GRADIENT: ("norm", "nonfinite_count")}
+
+
+class PostSpikeDetail(Plugin):
+    """Monitors every one of ``steps`` steps after a spike, and measures more of each.
+
+    Ranks that exchange values start together: in the step after the next one, when all of them know of the spike.
+    """
+
+    name = "post_spike_detail"
+
+    def __init__(self, planner: Planner, steps: int) -> None:
+        self._planner, self._steps = planner, steps
+        self._left = 0
+        self._has_overlay = self._ends = False
+        self._spiked_in: int | None = None
+        self._graphs = compiled_graphs()
+
+    def wants(self, step: int, asked: bool) -> bool:
+        return asked or self._left > 0
+
+    def foretells(self, step: int, asked: bool, ahead: int | None) -> bool:
+        return asked or (ahead is not None and ahead < self._left)
+
+    def may_miss(self) -> int:
+        return 0 if self._left else sys.maxsize
+
+    @property
+    def may_add_hooks(self) -> bool:
+        """Whether modules may get hooks in the middle of a run.
+
+        They may not if anything was compiled since the monitor exists. It may be the model, whose graph would not call the hooks
+        or would be compiled again.
+        """
+        module = self._planner.module
+        return module is not None and compiled_graphs() <= self._graphs and not is_compiled(module)
+
+    def on_alert(self, step: int) -> None:
+        self._spiked_in, self.watches_idle_steps = step, True
+
+    def on_sealed(self, step: int) -> None:
+        """Start with the step that opens, if the last record had a spike."""
+        self._turn(ends=False, opens=True)
+
+    def on_step_closing(self, step: ActiveStep) -> None:
+        """Count a monitored step before its values are known."""
+        if not step.is_monitored:
+            return
+        self._ends = self._left == 1 and self._has_overlay
+        if self._left:
+            self._left -= 1
+            self.context.ask_cadence_again()
+        if self._ends:
+            self._has_overlay = False
+            self.context.set_overlay(self.name, None)
+
+    def on_step_closed(self, step: ActiveStep) -> None:
+        ends, self._ends = self._ends, False
+        self._turn(ends)
+
+    def _turn(self, ends: bool, opens: bool = False) -> None:
+        spiked, last = self._spiked_in, self.context.last_step
+        if spiked is None and not ends:
+            return
+        if self.context.ranks_synchronised and spiked is not None and not (opens and last is not None and spiked < last):
+            spiked = None
+        if spiked is not None:
+            self._spiked_in, self.watches_idle_steps = None, False
+            self.context.ask_cadence_again(script_too=True)
+        if (spiked is not None and self._begin()) or ends:
+            self.context.request_replan()
+
+    def _begin(self) -> bool:
+        """Monitor the next steps. Returns whether this needs hooks; False if modules may not get any."""
+        self._left = self._steps
+        if not self._steps or self._has_overlay or not self.may_add_hooks:
+            return False
+        metrics = [self.context.make_metric(source, name) for source, names in _METRICS.items() for name in names]
+        self.context.set_overlay(self.name, metrics)
+        self._has_overlay = True
+        return True
+
+
+# --- requests ---
 
 
 #: Seconds between two looks at the file.
@@ -33,23 +119,20 @@ PERIOD = 1.0
 class RequestFile:
     """Checks ``tune.json`` at most once a second, and reads it only if it has changed.
 
-    A check reads the clock, and once a second calls ``os.stat``. An invalid file does not stop training.
-
-    Args:
-        session: the identifier of this monitor; requests for an earlier one are ignored.
-        clock: a monotonic clock, in seconds.
+    A check reads the clock, and once a second calls ``os.stat``. An invalid file does not stop training. Requests for an earlier monitor
+    have another ``session``, and are ignored.
     """
 
     def __init__(
         self,
         directory: Path,
         session: str,
-        complaints: WarningLog,
+        warn: Callable[[str, str], None],
         is_ours: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._path, self._session = directory / change.FILE_NAME, session
-        self._complaints, self._is_ours, self._clock = complaints, is_ours, clock
+        self._warn, self._is_ours, self._clock = warn, is_ours, clock
         self._due = clock()
         self._seen: tuple[int, ...] | None = None
         self._last = DetailRequest()
@@ -74,125 +157,12 @@ class RequestFile:
             return None
         except (OSError, ValueError) as error:
             # only the error's text: strict monitors re-raise an error, but training is not responsible for this file
-            self._complaints.add("tune:file", f"{self._path} is ignored, and training continues unchanged: {error}")
+            self._warn("tune:file", f"{self._path} is ignored, and training continues unchanged: {error}")
             return None
         if session != self._session or found.number < self._last.number or found == self._last:
             return None
         self._last = found
         return found
-
-
-# --- requests ---
-
-
-class RunNotes(Protocol):
-    """Where facts about the run are noted."""
-
-    @property
-    def path(self) -> Path | None:
-        """The run directory, if there is one."""
-
-    def annotate(self, **facts: Any) -> None:
-        """Add facts about the run."""
-
-    def reopen(self) -> None:
-        """Mark the run in the directory as active again."""
-
-
-class Requests:
-    """The requests for one monitor.
-
-    Args:
-        ranks: the first one decides for all.
-
-    Attributes:
-        from_code: the last request from the program itself, without a number yet.
-        asked: the request that the ranks have not agreed on yet.
-    """
-
-    def __init__(self, notes: RunNotes, ranks: Ranks, complaints: WarningLog) -> None:
-        self._notes, self._ranks, self._complaints = notes, ranks, complaints
-        self.from_code: deque[DetailRequest] = deque(maxlen=1)
-        self.asked: DetailRequest | None = None
-        self._number = 0
-        self._has_left = False
-        self._facts: dict[str, Any] = {"session": secrets.token_hex(8), "listens": False}
-        self._file: RequestFile | None = None
-        if notes.path is not None:
-            self._file = RequestFile(notes.path, self._facts["session"], complaints, lambda: ranks.is_first)
-            self._facts["listens"] = ranks.is_first
-            notes.annotate(tune=self._facts)
-
-    def look(self) -> bool:
-        """Check the file for a new request. Returns whether there is one."""
-        change = None if self._file is None else self._file.look()
-        if change is not None:
-            self._take(change)
-        return change is not None
-
-    def receive(self) -> None:
-        if self.from_code:
-            self._take(replace(self.from_code.pop(), number=self._number + 1))
-
-    def _take(self, change: DetailRequest) -> None:
-        self.asked, self._number = change, max(self._number, change.number)
-        self.note(number=self._number, waits=change.facts(), why="")
-
-    def take(self) -> DetailRequest | None:
-        asked, self.asked = self.asked, None
-        return asked
-
-    def clear(self) -> None:
-        self.from_code.clear()
-        self.asked = None
-
-    def broadcast(self) -> tuple[float, ...]:
-        """The request as numbers for the other ranks; zeros without one, and on all other ranks."""
-        return self.asked.numbers() if self.asked is not None and self._ranks.is_first else EMPTY_SLOT
-
-    def wait_for_exchange(self) -> None:
-        """Keep the request for the next exchange on the first rank; drop it on all others."""
-        if self._ranks.is_first:
-            self.note(why="the first rank sends it to the others in the next monitored step")
-        else:
-            self.asked = None
-
-    def refuse(self, why: str) -> None:
-        self._complaints.add("tune:ranks", f"a change of detail is refused: {why}")
-        number, self.asked = self._number, None
-        self.note(waits=None, why=f"number {number} was refused: {why}")
-
-    def agreed(self, number: int) -> None:
-        self._number = max(self._number, number)
-        if self.asked is not None and (not self._ranks.is_first or self.asked.number <= number):
-            self.asked = None
-
-    # --- the run directory -----------------------------------------------------------------------------------------------------
-
-    def note_in_force(self, change: DetailRequest, since: int, until: int | None, why: str) -> None:
-        facts = {**change.facts(), "since": since, "until": until}
-        self.note(in_force=facts, waits=None if self.asked is None else self.asked.facts(), why=why)
-
-    def leave(self) -> None:
-        self._has_left = True
-        self.note(listens=False, ended=True, waits=None)
-
-    def reopen(self) -> None:
-        """Record at the start of a step that the run continues, if the monitor had left it."""
-        if self._has_left:
-            self._has_left = False
-            self._notes.reopen()
-            self.note(listens=self._ranks.is_first, ended=None)
-
-    def note(self, **facts: Any) -> None:
-        known = {name: value for name, value in {**self._facts, **facts}.items() if value not in (None, "")}
-        if known != self._facts:
-            self._facts = known
-            if self._file is not None:
-                self._notes.annotate(tune=known)
-
-
-# --- Live changes of detail in the training process: requests, when they take effect, and how they end ---
 
 
 _COMPILED = (
@@ -202,11 +172,8 @@ _COMPILED = (
 
 
 class LiveDetail(Plugin):
-    """Temporarily replaces the cadence and preset of the script.
-
-    Attributes:
-        in_force: the change that applies to the open step.
-        left: the number of steps for which it applies, including this one; None for no end.
+    """Temporarily replaces the cadence and preset of the script. Of several ranks the first one decides. ``reopen``: marks the run in the
+    directory as active again.
     """
 
     name = "live_detail"
@@ -215,52 +182,95 @@ class LiveDetail(Plugin):
         self,
         planner: Planner,
         summary: Summary,
-        may_add_hooks: Callable[[], bool],
-        notes: RunNotes,
+        post_spike: PostSpikeDetail,
         exchange: ExchangePolicy,
-        complaints: WarningLog,
+        path: Path | None,
+        reopen: Callable[[], None],
     ) -> None:
-        self._planner, self._summary, self._may_add_hooks = planner, summary, may_add_hooks
-        self._exchange = exchange
+        self._planner, self._summary, self._post_spike, self._exchange = planner, summary, post_spike, exchange
+        self._path, self._reopen = path, reopen
+        self._ranks = exchange.exchange.ranks
         self._why_missing = ""  # why a part of the preset is not measured
-        self._requests = Requests(notes, exchange.exchange.ranks, complaints)
+        self._from_code: deque[DetailRequest] = deque(maxlen=1)  # the last request of the program itself, without a number yet
+        self._asked: DetailRequest | None = None  # the ranks have not agreed on it yet
         self._agreed: DetailRequest | None = None  # waits for its first step
-        self.in_force: DetailRequest | None = None
-        self.left: int | None = None
+        self.in_force: DetailRequest | None = None  # applies to the open step
+        self.left: int | None = None  # the number of steps for which it applies, including this one; None for no end
         self._since: int | None = None  # its first step; None before that began
+        self._number = 0  # of the last request
         self._raised: GradmonWarning | None = None
+        self._has_left = False
+        self._facts: dict[str, Any] = {"session": secrets.token_hex(8), "listens": False}
+        self._file: RequestFile | None = None
+
+    def attach(self, context: PluginContext) -> None:
+        super().attach(context)
+        ranks = self._ranks
+        if self._path is not None:
+            self._file = RequestFile(self._path, self._facts["session"], context.warn, lambda: ranks.is_first)
+            self._facts["listens"] = ranks.is_first
+            context.annotate_run(tune=self._facts)
 
     # --- requests --------------------------------------------------------------------------------------------------------------
 
     def request(self, change: DetailRequest) -> None:
         """Request a change from within the program, from any thread, or in a signal handler."""
-        self._requests.from_code.append(change)
+        self._from_code.append(change)
         self.watches_idle_steps = True  # after the request, see _update_pending
 
     def _update_pending(self) -> None:
         """Clear ``watches_idle_steps`` when no request is active; a request that comes at this very moment sets it again."""
-        self.watches_idle_steps = (self.in_force or self._requests.asked or self._agreed) is not None
-        if self._requests.from_code:
+        self.watches_idle_steps = (self.in_force or self._asked or self._agreed) is not None
+        if self._from_code:
             self.watches_idle_steps = True
+
+    def _look(self) -> None:
+        """Check the file for a new request."""
+        if self._file is not None and (change := self._file.look()) is not None:
+            self._ask(change)
+            self.watches_idle_steps = True
+
+    def _receive(self) -> None:
+        if self._from_code:
+            self._ask(replace(self._from_code.pop(), number=self._number + 1))
+
+    def _ask(self, change: DetailRequest) -> None:
+        self._asked, self._number = change, max(self._number, change.number)
+        self._note(number=self._number, waits=change.facts(), why="")
 
     def _accept(self) -> None:
         """Agree to the request at once in a single process; have it broadcast, or refuse it, where there are other ranks."""
-        requests = self._requests
-        requests.receive()
-        if requests.asked is None:
+        self._receive()
+        if self._asked is None:
             return
         if self._exchange.exchanges_values:
-            requests.wait_for_exchange()
-        elif self._exchange.exchange.ranks.count > 1:
-            requests.refuse("the ranks exchange nothing, so that the other ones cannot follow")
+            if self._ranks.is_first:
+                self._note(why="the first rank sends it to the others in the next monitored step")
+            else:
+                self._asked = None
+        elif self._ranks.count > 1:
+            why = "the ranks exchange nothing, so that the other ones cannot follow"
+            self.context.warn("tune:ranks", f"a change of detail is refused: {why}")
+            self._asked = None
+            self._note(waits=None, why=f"number {self._number} was refused: {why}")
         else:
-            self._agreed = requests.take()
+            self._agreed, self._asked = self._asked, None
 
     def _take_broadcast(self) -> None:
         received = self._exchange.exchange.take_received()
         if received[0]:
-            self._agreed = DetailRequest.of_numbers(received)
-            self._requests.agreed(self._agreed.number)
+            self._agreed = agreed = DetailRequest.of_numbers(received)
+            self._number = max(self._number, agreed.number)
+            if self._asked is not None and (not self._ranks.is_first or self._asked.number <= agreed.number):
+                self._asked = None
+
+    def _note(self, **facts: Any) -> None:
+        """Note facts in the run directory; None and an empty text remove one."""
+        known = {name: value for name, value in {**self._facts, **facts}.items() if value not in (None, "")}
+        if known != self._facts:
+            self._facts = known
+            if self._file is not None:
+                self.context.annotate_run(tune=known)
 
     # --- steps -----------------------------------------------------------------------------------------------------------------
 
@@ -271,23 +281,28 @@ class LiveDetail(Plugin):
 
     def on_step_open(self, step: ActiveStep) -> None:
         """The first step under a change is the one that is noted."""
-        self._requests.reopen()
-        step.sets_cadence = self.in_force is not None and self.in_force.every is not None
-        if self.in_force is not None and self._since is None:
+        if self._has_left:  # the run continues
+            self._has_left = False
+            self._reopen()
+            self._note(listens=self._ranks.is_first, ended=None)
+        change = self.in_force
+        step.sets_cadence = change is not None and change.every is not None
+        if change is not None and self._since is None:
             self._since = step.number
             until = None if self.left is None else step.number + (self.left - 1) * step.stride
-            self._requests.note_in_force(self.in_force, step.number, until, self._why_missing)
+            facts = {**change.facts(), "since": step.number, "until": until}
+            self._note(in_force=facts, waits=None if self._asked is None else self._asked.facts(), why=self._why_missing)
 
     def on_step_closing(self, step: ActiveStep) -> None:
         """The ranks are about to exchange: broadcast what is requested."""
         raised, self._raised = self._raised, None
         if raised is not None:
             raise raised
-        if self._requests.look():
-            self.watches_idle_steps = True
+        self._look()
         if self._watches_idle_steps:  # without the call of a property in each step
-            self._requests.receive()
-            self._exchange.exchange.broadcast(self._requests.broadcast())
+            self._receive()
+            asked = self._asked if self._ranks.is_first else None
+            self._exchange.exchange.broadcast(EMPTY_SLOT if asked is None else asked.numbers())
 
     def annotate(self, step: ActiveStep) -> None:
         if self.in_force is not None:
@@ -313,8 +328,7 @@ class LiveDetail(Plugin):
 
     def wants(self, step: int, asked: bool) -> bool:
         try:
-            if self._requests.look():
-                self.watches_idle_steps = True
+            self._look()
         except GradmonWarning as error:  # where warnings are errors; raised where it costs no step
             self._raised, self.watches_idle_steps = error, True
         every = None if self.in_force is None else self.in_force.every
@@ -341,7 +355,7 @@ class LiveDetail(Plugin):
                 new, self._agreed = self._agreed, None
             self._end_change("its steps are over" if new is None else "another one took its place")
             if new is not None and new.is_reset:
-                self._requests.note(waits=None, last={**new.facts(), "since": step}, why="")
+                self._note(waits=None, last={**new.facts(), "since": step}, why="")
                 new = None
             self.in_force, self.left = new, None if new is None else new.steps
             self._use(None if new is None else new.preset)
@@ -360,7 +374,7 @@ class LiveDetail(Plugin):
     def _metrics(self, preset: str) -> list[Metric]:
         """What a preset measures out of sight; in a compiled model the script's own metrics of modules stay as they are."""
         made = [self.context.make_metric(source, name, every) for source, name, every in PRESETS[preset].layer_metrics]
-        if self._may_add_hooks():
+        if self._post_spike.may_add_hooks:
             return made
         if any(metric.source in OF_MODULES for metric in made):
             self._why_missing = _COMPILED
@@ -374,13 +388,14 @@ class LiveDetail(Plugin):
         if self.in_force is not None:
             ended = {**self.in_force.facts(), "since": self._since, "until": self.context.last_step, "ended": why}
             self.in_force = self.left = self._since = None
-            self._requests.note(in_force=None, last=ended)
+            self._note(in_force=None, last=ended)
 
     def on_leave(self, last: int | None) -> None:
-        self._requests.clear()
-        self._agreed = None
+        self._from_code.clear()
+        self._asked = self._agreed = None
         if self.in_force is not None:
             self._end_change("the run has ended, or its monitor was detached")
             self._use(None)
         self.watches_idle_steps = True  # until a step opens all the same: by hand, or after attach()
-        self._requests.leave()
+        self._has_left = True
+        self._note(listens=False, ended=True, waits=None)

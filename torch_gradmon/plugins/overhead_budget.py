@@ -18,11 +18,7 @@ _WIDEST = 1024
 class OverheadBudget(Plugin):
     """Lengthens the interval by powers of two while monitoring takes more than a share of the time, and shortens it again.
 
-    Args:
-        share: the largest share of the wall-clock time of training for the monitor's own time on the host, such as 0.01.
-
-    Attributes:
-        interval: every n-th of the steps that the cadence requests is monitored.
+    ``share``: the largest one of the wall-clock time of training for the monitor's own time on the host, such as 0.01.
     """
 
     name = "overhead_budget"
@@ -30,7 +26,7 @@ class OverheadBudget(Plugin):
 
     def __init__(self, share: float) -> None:
         self.share = share
-        self.interval = 1
+        self.interval = 1  # every n-th of the steps that the cadence requests is monitored
         self._warm = False
         self._before = 1  # the interval when something else was measured last
         self._left_out = _WIDEST  # of the steps that were asked for since the last monitored one
@@ -54,12 +50,7 @@ class OverheadBudget(Plugin):
         self.context.warn("budget:off", f"max_overhead has no effect: {reason}")
 
     def count(self, step: int, monitored: bool, spent: float, now: float) -> None:
-        """Decide about the next steps after the end of a step.
-
-        Args:
-            spent: the monitor's own time since it began, in seconds.
-            now: the time in seconds, of the same clock.
-        """
+        """Decide about the next steps at the end of a step; ``spent``: the monitor's own time, by the clock of ``now``, in seconds."""
         if monitored:
             self._left_out = 0
         elif self._asked == (step, True):

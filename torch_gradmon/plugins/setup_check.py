@@ -7,7 +7,7 @@ import re
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -22,16 +22,15 @@ from torch.utils.hooks import RemovableHandle
 from ..capture.hooks import Handles, Hook, ModuleHook
 from ..capture.module_values import tensors_of
 from ..core import validation as check
-from ..core.errors import WarningLog, display
+from ..core.errors import display
 from ..core.keys import GRADIENT, Pattern, compile_pattern
-from ..core.loop_mistakes import EXPECTATION, SETUP_MISTAKES, LoopFinding
+from ..core.loop_mistakes import EXPECTATION, LoopFinding
 from ..core.records import StatsTable, StepRecord, TrainedPart, trained_parts
 from ..core.torch_modes import SharedContext
 from ..step.model_index import PLAIN_GRADIENTS, ModelIndex
 from ..step.planner import Planner
+from ..step.plugin import PluginContext
 from .tallies import Check, Tallies
-
-# --- expectations ---
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,11 +84,7 @@ class Checks:
             compiled(name, pattern)
 
     def fit(self, index: ModelIndex) -> None:
-        """Refuse patterns that fit nothing in the model.
-
-        Raises:
-            ValueError: one does.
-        """
+        """Raise ValueError where a pattern fits nothing in the model."""
         for name, value in (("frozen", self.frozen), ("trained", self.trained)):
             pattern = compiled(name, value)
             if pattern is not None and not any(map(pattern.search, index.names)):
@@ -100,89 +95,8 @@ class Checks:
 
 
 def compiled(name: str, pattern: Pattern | None) -> re.Pattern[str] | None:
-    """The pattern of option ``name``, compiled.
-
-    Raises:
-        TypeError, ValueError: it is no pattern, or does not compile.
-    """
+    """The pattern of option ``name``, compiled. Raises TypeError or ValueError where it is none, or does not compile."""
     return None if pattern is None else compile_pattern(pattern, name)
-
-
-#: Monitored steps after which a parameter that should train must have had a gradient.
-_PATIENCE = 8
-
-
-class Expectations:
-    """Declared once, and checked in monitored steps.
-
-    Attributes:
-        batch_varies: whether batches should differ; None if that was not declared.
-        is_declared: anything was declared about parameters.
-    """
-
-    def __init__(self, tallies: Tallies, checks: Checks) -> None:
-        self._tallies = tallies
-        self._frozen, self._trained = compiled("frozen", checks.frozen), compiled("trained", checks.trained)
-        self._dtypes = {compile_pattern(key, "dtype"): dtype for key, dtype in (checks.dtype or {}).items()}
-        self.batch_varies = checks.batch_varies
-        self.is_declared = self._frozen is not None or self._trained is not None
-        self._planner: Planner | None = None
-        self._handles = Handles()
-        self._versions: dict[str, int] = {}  # of frozen parameters, at the last look
-        self._reached: set[str] = set()
-        self._steps = 0
-
-    def begin(self, planner: Planner) -> None:
-        self._planner = planner
-        self._handles.remove()
-        inventory = planner.inventory
-        for name, reference in () if inventory is None else inventory.modules.items():
-            wanted = next((dtype for pattern, dtype in self._dtypes.items() if pattern.search(name)), None)
-            if wanted is not None and (each := reference()) is not None:
-                self._handles.of_module(each.register_forward_hook(ModuleHook(self._called, name, wanted)))
-
-    def end(self) -> None:
-        self._handles.remove()
-        self._planner = None
-
-    def _called(self, name: str, wanted: torch.dtype, module: nn.Module, args: object, output: Any) -> None:
-        for _, tensor in tensors_of(output, name):
-            if module.training and torch.is_floating_point(tensor) and tensor.dtype != wanted:
-                self._tallies.seen(EXPECTATION, ("dtype", name), (f"{name} gives {tensor.dtype}, expected {wanted}",))
-                return
-
-    def look(self, owned: Callable[[], set[int]], gradients: StatsTable | None) -> None:
-        """Look at the parameters after a monitored step."""
-        inventory = None if self._planner is None else self._planner.inventory
-        if inventory is None or self._planner is None:
-            return
-        self._steps += 1
-        optimized = owned()
-        self._reached.update(() if gradients is None else gradients.names)
-        moving, unowned = [], []
-        for name, place in zip(inventory.names, inventory.references, strict=True):
-            if (parameter := place()) is None:
-                continue
-            stepped = self._planner.source.stepped(parameter)
-            is_owned = id(stepped) in optimized
-            if self._frozen is not None and self._frozen.search(name):
-                before = self._versions.get(name)
-                self._versions[name] = parameter._version
-                if before is not None and before != parameter._version:
-                    moving.append(name)
-            is_late = not is_owned or (self._steps == _PATIENCE and name not in self._reached)
-            if is_late and self._trained is not None and self._trained.search(name):
-                unowned.append(name)
-        if moving:
-            self._tallies.seen(
-                EXPECTATION, "frozen", tuple(moving), {"parameters that change, declared frozen": float(len(moving))}
-            )
-        if unowned and self._steps in (1, _PATIENCE):
-            evidence = {"parameters without optimizer or gradient, declared to train": float(len(unowned))}
-            self._tallies.seen(EXPECTATION, "trained", tuple(unowned), evidence)
-
-
-# --- hidden parameters ---
 
 
 #: Containers within containers that are looked into.
@@ -197,9 +111,7 @@ class HiddenParameters:
     """Those of one model, held weakly."""
 
     def __init__(self, module: nn.Module) -> None:
-        registered = {id(tensor) for tensor in (*module.parameters(), *module.buffers())} | {
-            id(each) for each in module.modules()
-        }
+        registered = {id(each) for each in (*module.parameters(), *module.buffers(), *module.modules())}
         self._found: dict[str, tuple[weakref.ref[Tensor], int]] = {}  # and how often each was written to
         self._results: dict[str, weakref.ref[Tensor]] = {}  # of operations, before the training begins
         for name, each in module.named_modules():
@@ -213,8 +125,8 @@ class HiddenParameters:
                             self._results.setdefault(place, weakref.ref(tensor))
 
     def with_gradients(self, owned: Collection[int]) -> list[str]:
-        """Places of those that have a gradient now, and that nothing trains, as the critic that a list keeps out of a generator has an
-        optimizer of its own. ``owned``: ids of the tensors that optimizers have, which do not count.
+        """Places of those that have a gradient now, and that nothing trains: the critic that a list keeps out of a generator has an
+        optimizer of its own. ``owned``: ids of the tensors that optimizers have.
         """
         tensors = ((place, reference(), writes) for place, (reference, writes) in self._found.items())
         return [
@@ -324,9 +236,6 @@ class MadeInForward:
         return float(made) if self._in_turn >= _IN_TURN else 0.0
 
 
-# --- modules ---
-
-
 #: A dropout of this share is taken for the share that is kept; the largest in use is about 0.8.
 _DROPPED = 0.9
 #: A batch norm whose running statistics take less than this share of each batch does not reach them within a thousand steps.
@@ -397,21 +306,12 @@ _followed: weakref.WeakSet[Followed] = weakref.WeakSet()
 _lock = threading.RLock()
 
 
-def owned_anywhere() -> set[int]:
-    """The ids of the parameters that followed optimizers have now."""
-    return {key for optimizer in Followed.by_any() for key in _parameters(optimizer)}
-
-
 def _parameters(optimizer: Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def card(optimizers: Sequence[Optimizer], names: Mapping[int, Any]) -> list[dict[str, Any]]:
-    """One entry for each group: class and number of the optimizer, settings, and names of the parameters that the model has.
-
-    Args:
-        names: of the model's parameters, by id.
-    """
+    """One entry for each group: class and number of the optimizer, settings, and the ``names``, by id, of parameters of the model."""
     groups = []
     for number, optimizer in enumerate(optimizers):
         for group in optimizer.param_groups:
@@ -442,16 +342,12 @@ def check_optimizers(optimizers: Sequence[Optimizer], tallies: Tallies) -> None:
 
 
 class SharedParameters:
-    """Parameters of the model that several optimizers have now, of whatever monitor, unless these are seen to train one after the other.
-
-    Attributes:
-        exist: two optimizers had a parameter in common at the last look.
-    """
+    """Parameters of the model that several optimizers have now, of whatever monitor, unless these are seen to train one after the other."""
 
     def __init__(self, tallies: Tallies) -> None:
         self._tallies = tallies
         self._turns: dict[frozenset[int], _Turns] = {}
-        self.exist = False
+        self.exist = False  # at the last look
 
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
         """Follow in which order these step, as far as they have parameters in common. None of them is stepping."""
@@ -483,23 +379,19 @@ class SharedParameters:
 
     def end(self) -> None:
         for turns in self._turns.values():
-            turns.end()
+            turns.handles.remove()
         self._turns, self.exist = {}, False
 
 
 class _Turns:
-    """The order in which two optimizers step.
-
-    Attributes:
-        are_phases: one of them has taken many steps in a row, and since then they have not taken turns of few steps.
-    """
+    """The order in which two optimizers step."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self.are_phases = False
+        self.are_phases = False  # one has taken many steps in a row, and since then they have not taken turns of few steps
         self._latest = self._run = self._turns = 0
-        self._handles = Handles()
+        self.handles = Handles()
         for optimizer in optimizers:
-            self._handles.of_optimizer(optimizer.register_step_post_hook(Hook(self._stepped)))
+            self.handles.of_optimizer(optimizer.register_step_post_hook(Hook(self._stepped)))
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
         if id(optimizer) != self._latest:
@@ -507,9 +399,6 @@ class _Turns:
             self._latest, self._run = id(optimizer), 0
         self._run += 1
         self.are_phases = (self.are_phases or self._run > _PHASE) and self._turns < _TURNS
-
-    def end(self) -> None:
-        self._handles.remove()
 
 
 # --- The check of the setup: what model, optimizers and data are, apart from what they do ---
@@ -519,18 +408,23 @@ class _Turns:
 _EARLY = (2, 8, 32)
 #: Monitored steps between two looks at optimizers that have parameters in common.
 _AGAIN = 16
+#: Monitored steps after which a parameter that should train must have had a gradient.
+_PATIENCE = 8
 
 
 class SetupCheck(Check):
     """Looks at modules and optimizers when they are attached, and at few things in monitored steps; it measures nothing."""
 
-    name = "setup_check"
+    name, part = "setup_check", "setup"
 
-    def __init__(self, planner: Planner, complaints: WarningLog, note: Callable[..., None], checks: Checks) -> None:
-        self._planner, self._note = planner, note
-        super().__init__(complaints, note, SETUP_MISTAKES, "setup")
-        self.expectations = Expectations(self.tallies, checks)
-        self._shared = SharedParameters(self.tallies)
+    def __init__(self, planner: Planner, checks: Checks) -> None:
+        self._planner = planner
+        self._frozen_pattern, self._trained = compiled("frozen", checks.frozen), compiled("trained", checks.trained)
+        self._dtypes = {compile_pattern(key, "dtype"): dtype for key, dtype in (checks.dtype or {}).items()}
+        self._handles = Handles()
+        self._versions: dict[str, int] = {}  # of the parameters that are declared frozen, at the last look
+        self._reached: set[str] = set()
+        self._looks = 0  # at the parameters, for what is declared of them
         self._module: weakref.ref[nn.Module] | None = None
         self._hidden: HiddenParameters | None = None
         self._followed: Followed | None = None
@@ -538,6 +432,10 @@ class SetupCheck(Check):
         self._steps = 0  # monitored ones
         self.groups: list[dict[str, Any]] = []
         self.frozen: list[str] = []
+
+    def attach(self, context: PluginContext) -> None:
+        super().attach(context)
+        self._shared = SharedParameters(self.tallies)
 
     def facts(self) -> list[LoopFinding]:
         if self._shared.exist:
@@ -547,7 +445,7 @@ class SetupCheck(Check):
     def on_attach(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._module, self._steps = weakref.ref(module), 0
         self.groups, self.frozen = self._cards(optimizers), self._frozen()
-        self._note(optimizers=self.groups, frozen=self.frozen)
+        self.context.annotate_run(optimizers=self.groups, frozen=self.frozen)
         self._has_modes = has_modes(module)
         self._hidden = HiddenParameters(module) if self._planner.source is PLAIN_GRADIENTS else None
         self._leave()
@@ -557,11 +455,16 @@ class SetupCheck(Check):
         self._shared.begin(optimizers)
         self._shared.look(optimizers, self._names())
         self.tallies.write_facts(begins=True)
-        self.expectations.begin(self._planner)
+        inventory = self._planner.inventory
+        for name, reference in () if inventory is None else inventory.modules.items():
+            wanted = next((dtype for pattern, dtype in self._dtypes.items() if pattern.search(name)), None)
+            if wanted is not None and (each := reference()) is not None:
+                self._handles.of_module(each.register_forward_hook(ModuleHook(self._called, name, wanted)))
 
     def _leave(self) -> None:
         self._followed = None
         self._shared.end()
+        self._handles.remove()
 
     def _cards(self, optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
         inventory = self._planner.inventory
@@ -597,8 +500,8 @@ class SetupCheck(Check):
             self._check_hidden()
         if self._steps in _EARLY or (self._shared.exist and self._steps % _AGAIN == 0):
             self._shared.look(self.context.optimizers, self._names())
-        if self.expectations.is_declared:
-            self.expectations.look(self._owned, record.tables.get(GRADIENT))
+        if self._frozen_pattern is not None or self._trained is not None:
+            self._check_declared(record.tables.get(GRADIENT))
 
     def _owned(self) -> set[int]:
         return {id(tensor) for optimizer in self.context.optimizers for tensor in self._planner.source.tensors_of(optimizer)}
@@ -607,7 +510,7 @@ class SetupCheck(Check):
         module = None if self._module is None else self._module()
         if self._hidden is None or module is None:
             return
-        owned = self._owned() | owned_anywhere()
+        owned = self._owned().union(*map(_parameters, Followed.by_any()))
         if places := [*self._hidden.with_gradients(owned), *self._hidden.results(module)]:
             self.tallies.seen("unregistered-parameters", where=tuple(places), evidence={"tensors": float(len(places))})
 
@@ -617,4 +520,37 @@ class SetupCheck(Check):
             self._shared.look(self.context.optimizers, self._names())
         self._leave()
         self._hidden = self._module = None
-        self.expectations.end()
+
+    # --- what is declared ----------------------------------------------------------------------------------------------------
+
+    def _called(self, name: str, wanted: torch.dtype, module: nn.Module, args: object, output: Any) -> None:
+        for _, tensor in tensors_of(output, name):
+            if module.training and torch.is_floating_point(tensor) and tensor.dtype != wanted:
+                self.tallies.seen(EXPECTATION, ("dtype", name), (f"{name} gives {tensor.dtype}, expected {wanted}",))
+                return
+
+    def _check_declared(self, gradients: StatsTable | None) -> None:
+        """Look at the parameters after a monitored step."""
+        if (inventory := self._planner.inventory) is None:
+            return
+        self._looks += 1
+        owned = self._owned()
+        self._reached.update(() if gradients is None else gradients.names)
+        moving, unowned = [], []
+        for name, place in zip(inventory.names, inventory.references, strict=True):
+            if (parameter := place()) is None:
+                continue
+            if self._frozen_pattern is not None and self._frozen_pattern.search(name):
+                if self._versions.setdefault(name, parameter._version) != parameter._version:
+                    moving.append(name)
+                self._versions[name] = parameter._version
+            is_owned = id(self._planner.source.stepped(parameter)) in owned
+            is_late = not is_owned or (self._looks == _PATIENCE and name not in self._reached)
+            if is_late and self._trained is not None and self._trained.search(name):
+                unowned.append(name)
+        if moving:
+            evidence = {"parameters that change, declared frozen": float(len(moving))}
+            self.tallies.seen(EXPECTATION, "frozen", tuple(moving), evidence)
+        if unowned and self._looks in (1, _PATIENCE):
+            evidence = {"parameters without optimizer or gradient, declared to train": float(len(unowned))}
+            self.tallies.seen(EXPECTATION, "trained", tuple(unowned), evidence)

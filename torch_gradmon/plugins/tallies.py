@@ -2,103 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, ClassVar
 
-from ..core.errors import WarningLog
-from ..core.loop_mistakes import MISTAKES, LoopFinding, Mistake
-from ..step.plugin import Plugin
+from ..core.loop_mistakes import SETUP_MISTAKES, LoopFinding, Mistake
+from ..step.plugin import Plugin, PluginContext
 
 #: Counts at which a fact is written to the run directory again.
 _WRITTEN = frozenset(factor * 10**power for power in range(9) for factor in (1, 3))
 
+#: Numbers by what they are.
+Evidence = Mapping[str, float]
+_NOTHING: Evidence = MappingProxyType({})
 
+
+@dataclass(slots=True)
 class Tally:
     """One mistake of one optimizer. It becomes a fact when it repeats without interruption."""
 
-    __slots__ = ("count", "evidence", "first", "is_fact", "last", "repeats", "where")
-
-    def __init__(self, repeats: int) -> None:
-        self.repeats = repeats
-        self.first = self.last = self.count = 0
-        self.is_fact = False
-        self.where: tuple[str, ...] = ()
-        self.evidence: Mapping[str, float] = {}
-
-    def seen(self, step: int, where: tuple[str, ...], evidence: Mapping[str, float]) -> bool:
-        """Count an occurrence in ``step``. Returns whether it makes the mistake a fact."""
-        if not self.count:
-            self.first = step
-        self.count += 1
-        self.last, self.where, self.evidence = step, where, evidence
-        became = not self.is_fact and self.count >= self.repeats
-        self.is_fact |= became
-        return became
-
-    def missed(self) -> None:
-        if not self.is_fact:
-            self.count = 0
+    first: int
+    last: int = 0
+    count: int = 0
+    is_fact: bool = False
+    where: tuple[str, ...] = ()
+    evidence: Evidence = field(default_factory=dict)
 
 
 class Tallies:
-    """All mistakes of one training.
+    """All mistakes of one training. ``part``: the name of the facts in the run directory."""
 
-    Args:
-        part: the name of the facts in the run directory.
-
-    Attributes:
-        is_empty: no mistake was ever seen, or those that were are retracted.
-    """
-
-    def __init__(
-        self,
-        complaints: WarningLog,
-        step: Callable[[], int],
-        note: Callable[..., None],
-        mistakes: Mapping[str, Mistake] = MISTAKES,
-        part: str = "audit",
-    ) -> None:
-        self._complaints, self._step, self._note = complaints, step, note
-        self._mistakes, self._part = mistakes, part
+    def __init__(self, context: PluginContext, mistakes: Mapping[str, Mistake], part: str) -> None:
+        self._context, self._mistakes, self._part = context, mistakes, part
         self._tallies: dict[tuple[str, object], Tally] = {}
         self._written: list[dict[str, Any]] = []
-        self.is_empty = True
+        self.is_empty = True  # no mistake was ever seen, or those that were are retracted
 
     def seen(
         self,
         rule: str,
         key: object = None,
         where: tuple[str, ...] = (),
-        evidence: Mapping[str, float] | None = None,
+        evidence: Evidence = _NOTHING,
         warns: bool = True,
         step: int | None = None,
     ) -> None:
-        """Count the mistake ``rule``, for an optimizer or other ``key``, in ``step``, by default the current one.
-
-        ``warns``: False if the caller warns itself.
-        """
-        tally = self._tallies.get((rule, key))
-        if tally is None:
-            tally = self._tallies[rule, key] = Tally(self._mistakes[rule].repeats)
-            self.is_empty = False
-        became = tally.seen(self._step() if step is None else step, where, evidence or {})
+        """Count the mistake ``rule``, for an optimizer or other ``key``. ``warns``: False if the caller warns itself."""
+        step, mistake = (self._context.step or 0) if step is None else step, self._mistakes[rule]
+        tally = self._tallies.setdefault((rule, key), Tally(step))
+        self.is_empty = False
+        if not tally.count:
+            tally.first = step
+        tally.count += 1
+        tally.last, tally.where, tally.evidence = step, where, evidence
+        became = not tally.is_fact and tally.count >= mistake.repeats
+        tally.is_fact |= became
         if became or (tally.is_fact and tally.count in _WRITTEN):
             self.write_facts()
-        if became and warns and self._mistakes[rule].warns:
+        if became and warns and mistake.warns:
             self._warn(rule, key, tally)
 
-    def check(self, rule: str, key: object, is_so: bool, where: str, **evidence: float) -> None:
+    def check(
+        self, rule: str, is_so: bool, key: object = None, where: str | tuple[str, ...] = (), evidence: Evidence = _NOTHING
+    ) -> None:
         """Count the mistake if ``is_so``, and otherwise record that it did not occur."""
         if is_so:
-            self.seen(rule, key, (where,) if where else (), {name: float(value) for name, value in evidence.items()})
+            places = (where,) if where and isinstance(where, str) else tuple(where)
+            self.seen(rule, key, places, {name: float(value) for name, value in evidence.items()})
         else:
             self.missed(rule, key)
 
     def missed(self, rule: str, key: object = None) -> None:
         """Record that the mistake could have occurred, but did not."""
         tally = self._tallies.get((rule, key))
-        if tally is not None:
-            tally.missed()
+        if tally is not None and not tally.is_fact:
+            tally.count = 0
 
     def retract(self, rule: str, key: object = None) -> None:
         """Drop the mistake, of one optimizer or of all: it has turned out to be none."""
@@ -109,6 +88,11 @@ class Tallies:
     def is_fact(self, rule: str, key: object = None) -> bool:
         tally = self._tallies.get((rule, key))
         return tally is not None and tally.is_fact
+
+    def is_suspected(self, rule: str, key: object = None) -> bool:
+        """Whether it was seen the last time, and is no fact yet."""
+        tally = self._tallies.get((rule, key))
+        return tally is not None and tally.count > 0 and not tally.is_fact
 
     def count(self, rule: str, key: object = None) -> int:
         """The number of consecutive occurrences; all of them once it is a fact."""
@@ -129,7 +113,7 @@ class Tallies:
         facts = [fact.to_dict() for fact in self.facts()]
         if facts != self._written or begins:
             self._written = facts
-            self._note(**{self._part: facts})
+            self._context.annotate_run(**{self._part: facts})
 
     def _warn(self, rule: str, key: object, tally: Tally) -> None:
         mistake = self._mistakes[rule]
@@ -137,7 +121,7 @@ class Tallies:
         if mistake.warns_for_each:
             of += "".join(f", {name} {value:g}" for name, value in tally.evidence.items())
         seen = f"seen {tally.count} times by step {tally.last}{of}" if tally.count > 1 else f"seen in step {tally.last}{of}"
-        self._complaints.add(
+        self._context.warn(
             f"{self._part}:{rule}:{key}" if mistake.warns_for_each else f"{self._part}:{rule}",
             f"{mistake.cause} ({seen}). {mistake.advice}",
         )
@@ -151,12 +135,16 @@ def _merged(one: LoopFinding, other: LoopFinding) -> LoopFinding:
 
 
 class Check(Plugin):
-    """A plugin that finds mistakes, and writes those that are facts to the run directory."""
+    """A plugin that finds mistakes, and writes those that are facts to the run directory, under the name ``part``."""
 
     stops_on_failure = True
+    mistakes: ClassVar[Mapping[str, Mistake]] = SETUP_MISTAKES
+    part: str
+    tallies: Tallies
 
-    def __init__(self, complaints: WarningLog, note: Callable[..., None], mistakes: Mapping[str, Mistake], part: str) -> None:
-        self.tallies = Tallies(complaints, lambda: self.context.step or 0, note, mistakes, part)
+    def attach(self, context: PluginContext) -> None:
+        super().attach(context)
+        self.tallies = Tallies(context, self.mistakes, self.part)
 
     def facts(self) -> list[LoopFinding]:
         return self.tallies.facts()

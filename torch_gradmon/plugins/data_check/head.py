@@ -19,9 +19,6 @@ from torch import Tensor, nn
 from ...capture.loss_graph import OUTPUT, is_made_by, is_move, nodes_of, notes_of, operation_of
 from ..tallies import Tallies
 
-# --- head ---
-
-
 #: Rows and classes that are looked at; of more rows, some are, and outputs of more classes altogether.
 ROWS, CLASSES = 512, 4096
 #: Elements that are looked at, in 32 rows at least.
@@ -58,34 +55,21 @@ _GOLDEN = 0.618
 
 @dataclass(frozen=True)
 class Head:
-    """One output of a model and the gradient that came back to it.
+    """One output of a model and the gradient that came back to it."""
 
-    Attributes:
-        kind: ``"cross-entropy"``, ``"binary cross-entropy"``, ``"mean square"`` or ``""`` for one that is not recognised.
-        rows: number of examples, tokens or pixels with a gradient.
-        scale: by what the loss, a mean over rows, is multiplied before the backward pass; ``rows`` for a sum over them.
-        temperature: by which the loss divides the output; 1 if it does not.
-        zeros: share of outputs that are exactly 0, if none is negative.
-        labels: number of rows of each class; of the first COUNTED classes.
-        mean: of the targets of a mean square.
-        square: their mean square. Where the loss compares each output with each target, the gradient shows their mean alone, and the
-            rest of the loss gives this.
-        negative: the share of their mean square that those below 0 have.
-        beyond: the share of it that lies below -1, and the share that lies above 1.
-        error: the mean square of the differences between output and targets.
-    """
-
-    kind: str
-    rows: float
-    scale: float
-    temperature: float
-    zeros: float
-    labels: tuple[float, ...]
-    mean: float = math.nan
+    kind: str  # "cross-entropy", "binary cross-entropy", "mean square" or empty for one that is not recognised
+    rows: float  # examples, tokens or pixels with a gradient
+    scale: float  # by what the loss, a mean over rows, is multiplied before the backward pass; `rows` for a sum over them
+    temperature: float  # by which the loss divides the output; 1 if it does not
+    zeros: float  # share of outputs that are exactly 0, if none is negative
+    labels: tuple[float, ...]  # number of rows of each class; of the first COUNTED classes
+    mean: float = math.nan  # of the targets of a mean square
+    # their mean square. Where the loss compares each output with each target, the gradient shows their mean alone, and the rest of the
+    # loss gives this
     square: float = math.nan
-    negative: float = 0.0
-    beyond: tuple[float, float] = (0.0, 0.0)
-    error: float = 0.0
+    negative: float = 0.0  # the share of their mean square that those below 0 have
+    beyond: tuple[float, float] = (0.0, 0.0)  # the share of it that lies below -1, and the share that lies above 1
+    error: float = 0.0  # the mean square of the differences between output and targets
 
     def outside(self, low: float) -> float:
         """The share of the targets' mean square that lies outside of ``low``, 0 or -1, and 1."""
@@ -121,15 +105,10 @@ def is_linear(losses: Sequence[Tensor]) -> bool:
 
 @dataclass(frozen=True)
 class Origin:
-    """What an output was made by.
+    """What an output was made by."""
 
-    Attributes:
-        is_rectified: a ReLU or the like; means of such numbers may be 0 as well.
-        bounds: of a sigmoid, a softmax or a tanh; None if no bounds are known.
-    """
-
-    is_rectified: bool = False
-    bounds: tuple[float, float] | None = None
+    is_rectified: bool = False  # a ReLU or the like; means of such numbers may be 0 as well
+    bounds: tuple[float, float] | None = None  # of a sigmoid, a softmax or a tanh, if any are known
 
 
 def origin_of(output: Tensor) -> Origin:
@@ -167,11 +146,7 @@ def looked_at(rows: Tensor, classes: int | None = None) -> Tensor:
 
 @torch.no_grad()
 def facts_of(sample: Tensor, gradient: Tensor) -> Tensor | None:
-    """Numbers about an output and its gradient, float64 ``[_FACTS + classes]`` on their device. Does not synchronise.
-
-    Args:
-        sample: see :func:`sample_of`.
-    """
+    """Numbers about an output, see :func:`sample_of`, and its gradient: float64 ``[_FACTS + classes]`` on their device, without a wait."""
     z, every = sample.double(), rows_of(gradient)
     g = looked_at(every).double()
     if z.shape != g.shape:
@@ -292,9 +267,6 @@ def recognised(facts: list[float], loss: float | None) -> Head | None:
     return None
 
 
-# --- arguments ---
-
-
 #: The label without a loss.
 _IGNORED = -100
 #: The fewest labels that show a shift.
@@ -353,18 +325,10 @@ def tokens_of(module: nn.Module, args: Sequence[object], kwargs: Mapping[str, ob
 def share_of_own(ids: Tensor, gradient: Tensor) -> Tensor | None:
     """The share of targets that are the token in their own place instead of the next one, float64 ``[1]``; NaN where that is not known.
 
-    The gradient of cross-entropy is negative for the target alone.
-
-    Args:
-        ids: ``[N, T]``.
-        gradient: of the output, ``[N, T, classes]``.
+    The gradient of cross-entropy, ``[N, T, classes]``, is negative for the target alone. ``ids``: ``[N, T]``.
     """
-    if (
-        gradient.ndim != 3
-        or gradient.shape[:2] != ids.shape
-        or gradient.device != ids.device
-        or ids.device.type in ("meta", "mps")
-    ):
+    fits = gradient.ndim == 3 and gradient.shape[:2] == ids.shape and gradient.device == ids.device
+    if not fits or ids.device.type in ("meta", "mps"):
         return None
     g, classes = looked_at(rows_of(gradient)), gradient.shape[2]
     own, following = (looked_at(each.reshape(-1, 1), classes)[:, 0] for each in (ids, torch.cat([ids[:, 1:], ids[:, -1:]], 1)))
@@ -378,7 +342,7 @@ def judge(shares: list[float], tallies: Tallies) -> None:
     rules = (_OF_OUTPUT,) if len(shares) == 1 else _RULES
     for (rule, fault, words), share in zip(rules, shares, strict=True):
         if not math.isnan(share):
-            tallies.check(rule, None, share == fault, "", **{words: share})
+            tallies.check(rule, share == fault, evidence={words: share})
 
 
 def _from_transformers(module: nn.Module) -> Iterator[nn.Module]:
@@ -406,9 +370,6 @@ def _share_of_next(ids: Tensor, labels: Tensor, counts: Tensor) -> Tensor:
     return _share(following, counts).where(tells, math.nan)
 
 
-# --- targets ---
-
-
 #: Rows of a batch, and heads, before labels are judged.
 _ROWS, _FEWEST_HEADS = 8, 5
 #: Rows that may have a property by chance.
@@ -433,45 +394,37 @@ _PER_CLASS = 4
 
 
 class Targets:
-    """Collects heads.
-
-    Attributes:
-        chance: the loss of the best constant answer by ``"loss"``, and from how many ``"examples"`` it is known; of a mean square also
-            that of the answer 0, by ``"of zero"``; empty without.
-    """
+    """Collects heads."""
 
     def __init__(self, tallies: Tallies) -> None:
         self._tallies = tallies
         self._heads: list[Head] = []
         self._labels: list[float] = []
         self._of_one_label = 0
+        # the loss of the best constant answer, and from how many "examples" it is known; of a mean square also that of the answer 0
         self.chance: dict[str, float] = {}
 
     def add(self, head: Head, forwards: int, micro_batches: int, is_scaled: bool, output: Origin) -> None:
-        """One more head.
+        """One more head, from the first of the ``forwards`` of a step, those of turns of optimizers that rest in it included.
 
-        Args:
-            head: from the first of several ``forwards`` of a step.
-            forwards: of the step, and of the turns of optimizers that rest in it.
-            micro_batches: backward passes of the step whose gradients are in one sum.
-            is_scaled: gradients are multiplied by a loss scale.
-            output: what the output was made by.
+        ``micro_batches``: backward passes with one sum of gradients; ``is_scaled``: these are multiplied by a loss scale.
         """
         self._heads.append(head)
-        self._count("relu-before-loss", output.is_rectified and head.zeros > _ZEROS and (head.is_log or head.negative > _BELOW))
+        self._tallies.check(
+            "relu-before-loss", output.is_rectified and head.zeros > _ZEROS and (head.is_log or head.negative > _BELOW)
+        )
         if head.kind == "mean square":
             outside = head.outside(output.bounds[0]) if output.bounds else 0.0
-            self._count("targets-out-of-range", outside > _BELOW, **{"share of their mean square outside": outside})
+            self._tallies.check(
+                "targets-out-of-range", outside > _BELOW, evidence={"share of their mean square outside": outside}
+            )
             size = {"mean": head.mean, "root mean square": math.sqrt(max(head.square, 0.0))}
-            self._count("targets-not-normalised", size["root mean square"] > _LARGE, **size)
+            self._tallies.check("targets-not-normalised", size["root mean square"] > _LARGE, evidence=size)
         if head.is_log:
             self._add_labels(head, forwards)
         self._learn_chance(head)
         if head.is_log and not is_scaled:
             self._judge_scale(head, micro_batches)
-
-    def _count(self, rule: str, is_so: bool, **evidence: float) -> None:
-        self._tallies.check(rule, None, is_so, "", **evidence)
 
     def _add_labels(self, head: Head, forwards: int) -> None:
         if not head.labels or sum(head.labels) < 2:
@@ -515,10 +468,7 @@ class Targets:
             evidence = {"times the gradient of the mean": head.scale}
         elif is_undivided:
             evidence = {"micro-batches that each count as a whole": float(micro_batches)}
-        if evidence:
-            self._tallies.seen("loss-scale", evidence=evidence)
-        else:
-            self._tallies.missed("loss-scale")
+        self._tallies.check("loss-scale", bool(evidence), evidence=evidence)
 
 
 def _has_one_label(head: Head) -> bool:

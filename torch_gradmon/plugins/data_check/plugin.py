@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 import weakref
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,14 +15,14 @@ from torch.optim import Optimizer
 from ...capture.hooks import Handles, Hook, ModuleHook, takes_hooks
 from ...capture.loss_graph import OUTPUT, losses_going_backward, nodes_of, notes_of
 from ...capture.module_values import tensors_of
-from ...core.errors import WarningLog
 from ...core.keys import SUMMARY, Key
-from ...core.loop_mistakes import EXPECTATION, NON_FINITE_INPUT, SETUP_MISTAKES
+from ...core.loop_mistakes import EXPECTATION, NON_FINITE_INPUT
 from ...core.records import StepRecord, loss_in
 from ...core.torch_modes import outside_dispatch_modes, will_run
 from ...statistics.fingerprint import fingerprints, packed, unpacked
 from ...step.active_step import ActiveStep
-from ..setup_check import Expectations, MadeInForward, has_modes
+from ...step.plugin import PluginContext
+from ..setup_check import MadeInForward, has_modes
 from ..tallies import Check, Tallies
 from .head import (
     Origin,
@@ -43,9 +41,6 @@ from .head import (
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
-
-
-# --- acting ---
 
 
 #: Elements of a row that are compared, and rows that are kept.
@@ -68,14 +63,11 @@ class Acting:
 
     It also looks for an opponent: another model that trains through this one, between the steps of this one. If that is watched, too, it
     gets a note.
-
-    Attributes:
-        is_so: the data depend on the model, as far as is known.
     """
 
     def __init__(self, note: Callable[..., None]) -> None:
         self._note = note
-        self.is_so = False
+        self.is_so = False  # the data depend on the model, as far as is known
         self._batch = 0  # the most rows of a step
         self._kept: Tensor | None = None  # identities of rows that it was called on, [_KEPT]
         self._again: Tensor | None = None  # how many of the rows since the last step had a call before
@@ -85,8 +77,8 @@ class Acting:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def called(self, tensors: Sequence[Tensor]) -> None:
-        data = _rows(tensors)
+    def called(self, args: Sequence[object], kwargs: dict[str, object]) -> None:
+        data = _rows(batch_tensors(args, kwargs))
         if data is None or 2 * len(data) >= max(self._batch, 2) or (self._kept is not None and self._kept.device != data.device):
             return
         rows = _identities(data)
@@ -99,11 +91,8 @@ class Acting:
 
     @torch.no_grad()
     def trained(self, tensors: Sequence[Tensor]) -> Tensor | None:
-        """A step of the training begins, with these inputs.
-
-        Returns:
-            Numbers of rows, int64 ``[5]``: in this step, of these acted on before the last one and since then, in calls since the last
-            step, and of these called on before. None without any calls.
+        """A step of the training begins, with these inputs. Returns numbers of rows, int64 ``[5]``: in this step, of these acted on before
+        the last one and since then, in calls since the last step, and of these called on before. None without any calls.
         """
         data = _rows(tensors)
         if data is None:
@@ -178,9 +167,6 @@ def _identities(rows: Tensor) -> Tensor:
     return (bits * odd).sum(1)  # whole numbers: the same in any order and shape
 
 
-# --- players ---
-
-
 RULE = "players-agree"
 #: Whether a pass trains the network that answers, on data without a graph, or the one that made them, through it.
 ANSWERS, MAKES = "answers", "makes"
@@ -201,29 +187,14 @@ _SAME_GOAL = 0.25
 _makers: weakref.WeakKeyDictionary[torch.UntypedStorage, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 
 
-class Network:
-    """One whose calls a monitor follows, as long as this object lives. The two of a game may have a monitor each."""
-
-    def __init__(self) -> None:
-        _networks.add(self)
-
-
-_networks: weakref.WeakSet[Network] = weakref.WeakSet()
-
-
-def are_several() -> bool:
-    """Whether there are two networks, of any monitors; else nothing has to be noted."""
-    return len(_networks) > 1
+#: The modules whose calls monitors follow, as long as they have hooks: the two of a game may have a monitor each.
+_networks: weakref.WeakSet[_Part] = weakref.WeakSet()
 
 
 def made(maker: nn.Module, result: object) -> None:
     """``maker`` has made this output, with or without a graph."""
     if type(result) is Tensor and torch.is_floating_point(result) and result.layout is torch.strided:
         _makers[result.untyped_storage()] = weakref.ref(maker)
-
-
-def is_made(data: Tensor) -> bool:
-    return data.untyped_storage() in _makers
 
 
 def role_of(called: nn.Module, tensors: Sequence[Tensor], answers: Tensor) -> Role | None:
@@ -240,33 +211,26 @@ def _nobody() -> None:
     """The maker of what no followed network has made."""
 
 
-class Answers:
-    """The answers of one call, which wait for their gradient.
+@torch.no_grad()
+def push_of(answers: Tensor, gradient: Tensor) -> Tensor | None:
+    """What :meth:`Players.add` takes of a pass: ``gradient`` came back, of a loss, to these ``answers``. Nothing is synchronised."""
+    if type(gradient) is not Tensor or gradient.numel() != answers.numel():
+        return None
+    answers, order = answers.double().sort()
+    pushes = gradient.detach().flatten().double()[order]
+    steps, rounding = pushes.diff(), max(_ROUNDING, 2 * torch.finfo(gradient.dtype).eps) * pushes.abs().amax()
+    disorder = torch.minimum((steps > rounding).sum(), (steps < -rounding).sum())
+    centred = answers - answers.mean()
+    slope = (centred * pushes).sum() / centred.square().sum()
+    bent = (pushes - pushes.mean() - slope * centred).abs().amax() > rounding
+    goal = torch.where((slope > 0) & ~bent, answers.mean() - pushes.mean() / slope, torch.nan)
+    return torch.stack([(pushes > 0).sum().double(), (pushes < 0).sum().double(), disorder.double(), answers.mean(), goal])
 
-    Args:
-        answers: is copied, since the loop may write to it.
-        keep: gets what :meth:`Players.add` takes, of the first pass that comes back.
-    """
 
-    def __init__(self, answers: Tensor, keep: Callable[[Tensor], object]) -> None:
-        self._answers, self._keep = answers.detach().flatten().double(), keep
-
-    @torch.no_grad()
-    def came_back(self, gradient: Tensor) -> None:
-        """A gradient came back, of a loss. Nothing is synchronised."""
-        if type(gradient) is not Tensor or gradient.numel() != self._answers.numel():
-            return
-        answers, order = self._answers.sort()
-        pushes = gradient.detach().flatten().double()[order]
-        steps, rounding = pushes.diff(), max(_ROUNDING, 2 * torch.finfo(gradient.dtype).eps) * pushes.abs().amax()
-        disorder = torch.minimum((steps > rounding).sum(), (steps < -rounding).sum())
-        centred = answers - answers.mean()
-        slope = (centred * pushes).sum() / centred.square().sum()
-        bent = (pushes - pushes.mean() - slope * centred).abs().amax() > rounding
-        goal = torch.where((slope > 0) & ~bent, answers.mean() - pushes.mean() / slope, torch.nan)
-        self._keep(
-            torch.stack([(pushes > 0).sum().double(), (pushes < 0).sum().double(), disorder.double(), answers.mean(), goal])
-        )
+def came_back(pushes: dict[Role, Tensor], role: Role, answers: Tensor, gradient: Tensor) -> None:
+    """Keep the first pass: of a loss, not of a penalty, whose gradient has a graph."""
+    if not torch.is_grad_enabled() and (push := push_of(answers, gradient)) is not None:
+        pushes.setdefault(role, push)
 
 
 def of_one_pair(pushes: dict[Role, Tensor]) -> dict[str, Tensor]:
@@ -318,8 +282,8 @@ def _have_one_goal(answers: Sequence[float], makes: Sequence[float]) -> bool:
 # --- The backward passes whose gradients are in the sum that an optimizer uses ---
 
 
-class Passes:
-    """Counts backward passes through the outputs of one module, in one step.
+class _Calls:
+    """Counts the calls of one module in one step, and the backward passes through its outputs.
 
     A sum ends where its gradients are dropped or written to, as a clear does; no value is read. One ends as well where the parameters
     move: by an optimizer that has used it, or by sharpness-aware minimisation.
@@ -327,9 +291,10 @@ class Passes:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
+        self.forwards, self.in_training = 0, False  # calls, and whether one was in training mode
         self._task = -1
         self._count = self._used = 0
-        self._calls = 0  # of the module before the last pass
+        self._forwards_before = 0  # the last pass
         # a parameter, its version, its gradient's id and version
         self._sum: tuple[weakref.ref[Tensor], int, int, int] | None = None
 
@@ -358,18 +323,16 @@ class Passes:
         self._count, self._sum = 0, None
         return not is_used
 
-    def began(self, calls: int) -> bool:
-        """Count the running pass once, unless there was no forward since the last one: several may follow a single forward.
-
-        Returns:
-            Whether the pass is new, so that its end has to be seen.
+    def began(self) -> bool:
+        """Count the running pass once, unless there was no forward since the last one: several may follow a single forward. Returns
+        whether the pass is new, so that its end has to be seen.
         """
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return False
         self._task = task
-        self._count += calls > self._calls
-        self._calls = calls
+        self._count += self.forwards > self._forwards_before
+        self._forwards_before = self.forwards
         return True
 
     def ended(self) -> None:
@@ -442,61 +405,51 @@ def look_of(tensors: Sequence[Tensor]) -> Tensor | None:
     return torch.stack([rows.mean(), rows.square().mean().sqrt(), apart])
 
 
-@torch.no_grad()
-def sums_of(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The sum of each input of floating point, which is finite if all its elements are: float64 ``[inputs]``; None without any."""
-    floats = [each for each in tensors if torch.is_floating_point(each) and each.device.type != "mps"]
-    return torch.stack([each.detach().sum(dtype=torch.float64) for each in floats]) if floats else None
+class _Part:
+    """A module that the loop calls, and its batches: the model, without a name, or in a container without a forward one of those in it."""
 
-
-class Batches:
-    """The fingerprints of the last batches, and what follows from them.
-
-    Args:
-        part: the name of the part of the model that gets them; empty for all of it.
-    """
-
-    def __init__(self, tallies: Tallies, part: str = "") -> None:
-        self._tallies, self._part = tallies, part
-        self._seen: list[int] = []
-
-    def add(self, fingerprint: int) -> None:
-        self._seen.append(fingerprint)
+    def __init__(self, name: str, module: nn.Module, tallies: Tallies, owned: Collection[int]) -> None:
+        self.name, self._tallies = name, tallies
+        #: it is trained, and behaves otherwise in evaluation mode
+        self.has_modes = any(id(parameter) in owned for parameter in module.parameters()) and has_modes(module)
+        self._seen: list[int] = []  # fingerprints
 
     @property
     def is_repeated(self) -> bool:
         """Whether all batches so far, and enough of them, were the same."""
         return len(self._seen) >= FEWEST and len(set(self._seen)) == 1
 
-    @property
-    def copies(self) -> float:
-        """The share of batches that one of the last ones was too, where there are more different ones than these."""
-        again = sum(each in self._seen[max(place - BACK + 1, 0) : place] for place, each in enumerate(self._seen))
-        return again / len(self._seen) if len(set(self._seen)) > BACK else 0.0
+    def check(self, rule: str, is_so: bool, evidence: Mapping[str, float] | None = None) -> None:
+        self._tallies.check(rule, is_so, self.name or None, self.name, evidence or {})
 
-    def judge(self, varies: bool | None) -> None:
-        """Report what is odd; ``varies``: what the user has declared."""
-        if len(self._seen) < FEWEST or varies is False:
+    def judge(self, found: Mapping[str, Tensor | None], record: StepRecord, varies: bool | None) -> None:
+        """Report what is odd in the batch of a step; ``varies``: what the user has declared."""
+        fingerprint, look, sums = found["fingerprint"], found["look"], found["sums"]
+        # a NaN may stand for a value that is missing, and a mask may be infinite: what the model makes of it decides
+        norm = record.values.get(Key(SUMMARY, "", "grad_norm"), 0.0)
+        if sums is not None and not bool(sums.isfinite().all()) and not math.isfinite(norm):
+            self._tallies.seen(NON_FINITE_INPUT, self.name or None, (self.name,) if self.name else (), step=record.step)
+        if fingerprint is not None:
+            self._seen.append(hash(tuple(unpacked(fingerprint).tolist())))
+            if len(self._seen) >= FEWEST and varies is not False:
+                self._judge_repeats(bool(varies))
+        if look is not None:
+            mean, rms, apart = look.tolist()
+            self.check("constant-input", apart == 0, evidence={"largest difference between rows": 0.0})
+            deviation = math.sqrt(max(rms**2 - mean**2, 0.0))
+            off = abs(mean) / deviation if deviation else 0.0
+            is_far = rms > _LARGE or 0 < rms < _TINY or off > (_OFF if rms > _SMALL else _FAR_OFF)
+            self.check("inputs-not-normalised", is_far, evidence={"mean": mean, "standard deviation": deviation})
+
+    def _judge_repeats(self, varies: bool) -> None:
+        seen, different = self._seen, len(set(self._seen))
+        again = sum(each in seen[max(place - BACK + 1, 0) : place] for place, each in enumerate(seen))
+        # of workers that draw the same numbers, a batch comes again soon, though there are more different ones
+        if not self.is_repeated and (different <= BACK or again < _COPIES * len(seen)):
             return
-        if not self.is_repeated and self.copies < _COPIES:
-            return
-        evidence = {"batches": float(len(self._seen)), "different ones": float(len(set(self._seen)))}
-        self._count("repeated-batch", True, **evidence)
+        self.check("repeated-batch", True, evidence={"batches": float(len(seen)), "different ones": float(different)})
         if varies:
-            self._tallies.seen(EXPECTATION, "batch", ("batches that vary",), {"different ones": float(len(set(self._seen)))})
-
-    def looked(self, mean: float, rms: float, apart: float) -> None:
-        self._count("constant-input", apart == 0, **{"largest difference between rows": 0.0})
-        deviation = math.sqrt(max(rms**2 - mean**2, 0.0))
-        off = abs(mean) / deviation if deviation else 0.0
-        is_far = rms > _LARGE or 0 < rms < _TINY or off > (_OFF if rms > _SMALL else _FAR_OFF)
-        self._count("inputs-not-normalised", is_far, **{"mean": mean, "standard deviation": deviation})
-
-    def spoiled(self, step: int) -> None:
-        self._tallies.seen(NON_FINITE_INPUT, self._part or None, (self._part,) if self._part else (), step=step)
-
-    def _count(self, rule: str, is_so: bool, **evidence: float) -> None:
-        self._tallies.check(rule, self._part or None, is_so, self._part, **evidence)
+            self._tallies.seen(EXPECTATION, "batch", ("batches that vary",), {"different ones": float(different)})
 
 
 # --- The check of the data: looks at the first batches, and at what comes back to the model's output ---
@@ -510,121 +463,84 @@ _HEADS = frozenset((0, 1, 2, 3, 5, 8, 11, 14, 18, 22, 26, 31, 36, 41, 46))
 
 
 class _Look:
-    """What is known of one step.
-
-    Args:
-        has_head: the output is looked at, too.
-
-    Attributes:
-        calls: number of forwards of the step by the module's identity.
-        in_training: the identities of those that were called in training mode.
-        passes: backward passes by the same.
-        tokens: that the first forward of a language model got, see :func:`tokens_of`.
-        output: what the output was made by, from which the first gradient came back that is in the sum of the step.
-        found: numbers on their device.
-    """
+    """What is known of one step. ``has_head``: the output is looked at, too."""
 
     def __init__(self, step: int, has_head: bool) -> None:
         self.step, self.has_head = step, has_head
-        self.calls: Counter[int] = Counter()
-        self.in_training: set[int] = set()
-        self.passes: dict[int, Passes] = {}
-        self.tokens: Tensor | None = None
-        self.output, self._module = Origin(), 0
+        self.calls: dict[int, _Calls] = {}  # by the module's identity
+        self.tokens: Tensor | None = None  # that the first forward of a language model got
+        # the calls and what the output was made by, from which the first gradient came back that is in the sum of the step
+        self.source: _Calls | None = None
+        self.output = Origin()
         self._is_summed = False  # the gradient that was looked at is in the sum
         self._waiting = 0  # samples whose gradient has not come
-        self.found: dict[str, Tensor] = {}
+        self.found: dict[str, Tensor] = {}  # numbers on their device
 
-    @property
-    def forwards(self) -> int:
-        """Those of the module that made the output."""
-        return self.calls[self._module]
+    def of(self, module: nn.Module) -> _Calls:
+        return self.calls.setdefault(id(module), _Calls(module))
 
-    @property
-    def micro_batches(self) -> int:
-        """The backward passes of that module that are in one sum."""
-        passes = self.passes.get(self._module)
-        return 1 if passes is None else passes.micro_batches
-
-    def take_batch(self, tensors: Sequence[Tensor], inputs: Sequence[Tensor], part: str) -> None:
-        """Look at the arguments of a first forward, and at those that are ``inputs``; ``part``: of the model, or empty for all of it."""
+    def take_batch(self, tensors: Sequence[Tensor], args: Sequence[object], kwargs: dict[str, object], part: str) -> None:
+        """Look at the arguments of a first forward; ``part``: of the model, or empty for all of it."""
         if not tensors or len({tensor.device for tensor in tensors}) > 1:
             return
-        if (sums := sums_of(tensors)) is not None:
-            self.found[f"sums{part}"] = sums
+        if floats := [each.detach() for each in tensors if torch.is_floating_point(each) and each.device.type != "mps"]:
+            # each is finite if all its elements are
+            self.found[f"sums{part}"] = torch.stack([each.sum(dtype=torch.float64) for each in floats])
         self.found[f"fingerprint{part}"] = packed(fingerprints(list(map(sampled, tensors))))
-        if self.has_head and (look := look_of(inputs)) is not None:
+        if self.has_head and (look := look_of(batch_tensors(args, kwargs, inputs_alone=True))) is not None:
             self.found[f"look{part}"] = look
 
-    def takes_sample(self, module: int) -> bool:
-        """Whether the gradient of an output that ``module`` has just made will be looked at."""
-        self._check_cleared(module)
+    def takes_sample(self, calls: _Calls) -> bool:
+        """Whether the gradient of an output that was just made will be looked at."""
+        self.check_cleared(calls)
         takes = self._waiting < _WAITING and not self._is_summed
         self._waiting += takes
         return takes
 
-    def take_head(self, module: int, output: Origin, sample: Tensor, gradient: Tensor, is_summed: bool) -> None:
-        """Look at the first gradient that comes back to an output, of the ``module`` with this identity; or at a later one that
-        ``is_summed`` if that was not.
-        """
+    def take_head(self, calls: _Calls, output: Origin, sample: Tensor, gradient: Tensor, is_summed: bool) -> None:
+        """Look at the first gradient that comes back to an output; or at a later one that ``is_summed`` if that was not."""
         self._waiting = max(self._waiting - 1, 0)  # several passes may come back to one output
         if type(gradient) is not Tensor or self._is_summed or ("head" in self.found and not is_summed):
             return
         losses = losses_going_backward()
         if not is_linear(losses) and (facts := facts_of(sample, gradient)) is not None:
-            self.found["head"], self.output, self._module = facts, output, module
+            self.found["head"], self.output, self.source = facts, output, calls
             self._is_summed = is_summed
             self.found.pop("loss", None)
             if len(losses) == 1 and losses[0].device == gradient.device:
                 self.found["loss"] = losses[0].detach().double().reshape(1)
 
-    def count_pass(self, module: int) -> bool:
-        """Count the running backward pass. Returns whether its end has to be seen."""
-        self._check_cleared(module)
-        return self.passes[module].began(self.calls[module])
-
-    def _check_cleared(self, module: int) -> None:
-        if self.passes[module].was_cleared() and module == self._module:
+    def check_cleared(self, calls: _Calls) -> None:
+        if calls.was_cleared() and calls is self.source:
             self._is_summed = False
-
-
-class _Part:
-    """A module that the loop calls: the model, or in a container without a forward one of those in it.
-
-    Attributes:
-        has_modes: it is trained, and behaves otherwise in evaluation mode.
-    """
-
-    def __init__(self, name: str, module: nn.Module, tallies: Tallies, owned: Collection[int]) -> None:
-        self.name, self.batches = name, Batches(tallies, name)
-        self.has_modes = any(id(parameter) in owned for parameter in module.parameters()) and has_modes(module)
 
 
 class DataCheck(Check):
     """Looks at the first batches of a training, in STEPS monitored steps of the first SPAN, and then takes its hooks away.
 
-    Args:
-        every: steps from one monitored step to the next.
+    ``every``: steps from one monitored step to the next; ``varies``: whether batches should differ, if that was declared.
     """
 
-    name = "data_check"
+    name, part = "data_check", "data"
 
-    def __init__(self, every: int, expectations: Expectations, complaints: WarningLog, note: Callable[..., None]) -> None:
-        self._every, self._expectations, self._note = every, expectations, note
-        super().__init__(complaints, note, SETUP_MISTAKES, "data")
-        self._targets = Targets(self.tallies)
+    def __init__(self, every: int, varies: bool | None) -> None:
+        self._every, self._varies = every, varies
         self._parts: dict[int, _Part] = {}  # by the module's identity
         self._root: weakref.ref[nn.Module] | None = None
-        self._acting, self._new_layers, self._players = Acting(note), MadeInForward(), Players(self.tallies)
+        self._new_layers = MadeInForward()
         self._pushes: dict[Role, Tensor] = {}  # since the last step
         self._handles = Handles()
-        self._networks: list[Network] = []  # that have hooks
         self._first_loss: dict[str, float] = {}
         self._looked = 0
         self._last: int | None = None  # the last step that is looked at
         self._look: _Look | None = None
         self._open: dict[int, _Look] = {}  # of steps whose record is still to come
         self._is_paused, self._has_root = False, True
+
+    def attach(self, context: PluginContext) -> None:
+        super().attach(context)
+        self._targets, self._acting = Targets(self.tallies), Acting(context.annotate_run)
+        self._players = Players(self.tallies)
 
     @property
     def acts(self) -> bool:
@@ -646,12 +562,12 @@ class DataCheck(Check):
         for name, called in _called_modules(module):
             if id(called) in self._parts:
                 continue
-            self._parts[id(called)] = _Part(name, called, self.tallies, owned)
+            self._parts[id(called)] = part = _Part(name, called, self.tallies, owned)
             is_compiled = hasattr(called, "_orig_mod") or getattr(called, "_compiled_call_impl", None) is not None
             if takes_hooks(called) and not is_compiled:
                 self._handles.of_module(called.register_forward_pre_hook(ModuleHook(self._called), with_kwargs=True))
                 self._handles.of_module(called.register_forward_hook(ModuleHook(self._returned)))
-                self._networks.append(Network())
+                _networks.add(part)
 
     def on_pause(self, is_paused: bool) -> None:
         """What the model gets meanwhile is no batch of the training."""
@@ -665,7 +581,7 @@ class DataCheck(Check):
 
     def _remove_hooks(self) -> None:
         self._handles.remove()
-        self._networks.clear()
+        _networks.difference_update(self._parts.values())
         self._pushes = {}
 
     # --- hooks ---------------------------------------------------------------------------------------------------------------
@@ -679,7 +595,7 @@ class DataCheck(Check):
             self._remove_hooks()
         elif not torch.is_grad_enabled():
             if module.training and self._has_root:  # one part of several may be a teacher
-                self.context.call(self._acted, args, kwargs or {})
+                self.context.call(self._acting.called, args, kwargs or {})
         elif step % self._every == 0:
             self._train(module, step, args, kwargs or {})
 
@@ -687,11 +603,11 @@ class DataCheck(Check):
         if self._look is None or self._look.step != step:
             self.context.call(self._began, module, step, args, kwargs)
         if (look := self._look) is not None:
-            if not self._has_root and module.training:
-                look.in_training.add(id(module))
+            calls = look.of(module)
+            calls.in_training |= module.training
             if not self._has_root and f"fingerprint{(name := self._parts[id(module)].name)}" not in look.found:
                 self.context.call(self._part_called, look, module, name, args, kwargs)
-            look.calls[id(module)] += 1
+            calls.forwards += 1
 
     def _began(self, module: nn.Module, step: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._look = _Look(step, self._looked in _HEADS)
@@ -701,7 +617,7 @@ class DataCheck(Check):
         if tensors and tensors[0].grad_fn is not None and self._acting.pass_through(tensors[0]):
             self._look = None
             return
-        self._look.take_batch(tensors, batch_tensors(args, kwargs, inputs_alone=True), "")
+        self._look.take_batch(tensors, args, kwargs, "")
         if (rows := self._acting.trained(tensors)) is not None:
             self._look.found["rows"] = rows
         if self._look.has_head:
@@ -713,13 +629,10 @@ class DataCheck(Check):
     def _part_called(self, look: _Look, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What goes into one part of several is a batch unless another part or a parameter gave it."""
         tensors = batch_tensors(args, kwargs)
-        if not any(each.requires_grad or is_made(each) for each in tensors):
-            look.take_batch(tensors, batch_tensors(args, kwargs, inputs_alone=True), name)
+        if not any(each.requires_grad or each.untyped_storage() in _makers for each in tensors):
+            look.take_batch(tensors, args, kwargs, name)
             if look.has_head:
                 self._new_layers.begin(module)
-
-    def _acted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._acting.called(batch_tensors(args, kwargs))
 
     def _returned(self, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
         if made := self._new_layers.end():
@@ -727,7 +640,7 @@ class DataCheck(Check):
         look = self._look
         if self._is_paused or torch._C._functorch.peek_interpreter_stack() is not None:  # a transformation within the step
             return
-        if are_several():
+        if len(_networks) > 1:  # of any monitors; else nothing has to be noted
             self.context.call(self._play, module, args, result)
         if look is not None and torch.is_grad_enabled():
             self.context.call(self._follow, look, module, result)
@@ -737,8 +650,8 @@ class DataCheck(Check):
         if (answers := output_of(result)) is None or (role := role_of(module, batch_tensors(args, {}), answers)) is None:
             return
         if role not in self._pushes:  # the first of a step is enough
-            waiting = Answers(answers, functools.partial(self._pushes.setdefault, role))
-            answers.register_hook(Hook(self.context.call, _came_back, waiting))  # type: ignore[no-untyped-call]
+            copied = answers.detach().flatten().double()  # since the loop may write to them
+            answers.register_hook(Hook(self.context.call, came_back, self._pushes, role, copied))  # type: ignore[no-untyped-call]
 
     def _follow(self, look: _Look, module: nn.Module, result: Any) -> None:
         if (output := output_of(result)) is None:
@@ -746,24 +659,25 @@ class DataCheck(Check):
         self._acting.made(output)
         if not look.has_head:
             return
-        look.passes.setdefault(id(module), Passes(module))
-        sample = sample_of(output) if look.takes_sample(id(module)) else None
+        calls = look.of(module)
+        sample = sample_of(output) if look.takes_sample(calls) else None
         origin = Origin() if sample is None else origin_of(output)
         tokens, look.tokens = look.tokens, None
-        output.register_hook(Hook(self.context.call, self.came_back, look, id(module), origin, sample, tokens))  # type: ignore[no-untyped-call]
+        output.register_hook(Hook(self.context.call, self._output_gradient, look, calls, origin, sample, tokens))  # type: ignore[no-untyped-call]
 
-    def came_back(
-        self, look: _Look, module: int, output: Origin, sample: Tensor | None, tokens: Tensor | None, gradient: Tensor
+    def _output_gradient(
+        self, look: _Look, calls: _Calls, output: Origin, sample: Tensor | None, tokens: Tensor | None, gradient: Tensor
     ) -> None:
         if tokens is not None and type(gradient) is Tensor and (share := share_of_own(tokens, gradient)) is not None:
             look.found["own"] = share
-        is_summed = look.passes[module].accumulates()
-        if is_summed and look.count_pass(module):
-            engine, ended = torch.autograd.Variable._execution_engine, look.passes[module].ended
-            # DDP copies the reduced gradients back in a callback of its own; one queued from within a callback comes after it
-            engine.queue_callback(lambda: engine.queue_callback(lambda: self.context.call(ended)))
+        if is_summed := calls.accumulates():
+            look.check_cleared(calls)
+            if calls.began():
+                engine = torch.autograd.Variable._execution_engine
+                # DDP copies the reduced gradients back in a callback of its own; one queued from within a callback comes after it
+                engine.queue_callback(lambda: engine.queue_callback(lambda: self.context.call(calls.ended)))
         if sample is not None:
-            look.take_head(module, output, sample, gradient, is_summed)
+            look.take_head(calls, output, sample, gradient, is_summed)
 
     # --- steps ---------------------------------------------------------------------------------------------------------------
 
@@ -783,22 +697,27 @@ class DataCheck(Check):
 
     def on_record(self, record: StepRecord) -> None:
         """Judge a step once its values are on the host."""
-        one, other = (record.extras.get(f"{self.name}/{role}") for role in ROLES)
+
+        def found(*names: str) -> dict[str, Tensor | None]:
+            return {name: record.extras.get(f"{self.name}/{name}") for name in names}
+
+        one, other = found(*ROLES).values()
         if one is not None and other is not None:
             self._players.add(one.tolist(), other.tolist(), record.step)
         seen = self._open.pop(record.step, None)
         if seen is None:
             return
-        rows, facts, loss, arguments, own = (
-            record.extras.get(f"{self.name}/{name}") for name in ("rows", "head", "loss", "arguments", "own")
-        )
+        rows, facts, loss, arguments, own = found("rows", "head", "loss", "arguments", "own").values()
         for shares in (arguments, own):
             if shares is not None:
                 judge(shares.tolist(), self.tallies)
         for module, part in self._parts.items():
-            self._judge_batch(part, record)
-            if part.has_modes and not self._has_root and seen.calls[module]:
-                self._judge_mode(part.name, module in seen.in_training)
+            each = {name: record.extras.get(f"{self.name}/{name}{part.name}") for name in ("fingerprint", "look", "sums")}
+            part.judge(each, record, self._varies)
+            calls = seen.calls.get(module)  # the setup check has the mode of the whole model
+            if part.has_modes and not self._has_root and calls is not None and calls.forwards:
+                root = None if self._root is None else self._root()
+                part.check("eval-mode", not calls.in_training and root is not None and root.training)
         if rows is not None:
             self._acting.add(rows.tolist())
         if facts is not None:
@@ -806,36 +725,13 @@ class DataCheck(Check):
             head = recognised(facts.tolist(), loss_in(record.values) if loss is None else loss.item())
             if loss is not None and not self._first_loss:
                 self._first_loss = {"step": float(record.step), "went backward": loss.item()}
-            if head is not None:
-                forwards = seen.forwards + int(record.context.get("rests", 0))  # a turn that others take has labels of its own
-                self._targets.add(head, forwards, seen.micro_batches, self.context.scaler is not None, seen.output)
+            if head is not None and (calls := seen.source) is not None:
+                forwards = calls.forwards + int(record.context.get("rests", 0))  # a turn that others take has labels of its own
+                self._targets.add(head, forwards, calls.micro_batches, self.context.scaler is not None, seen.output)
             if self.chance != known:
-                self._note(chance=self.chance)
-        if not self.tallies.is_empty and any(part.batches.is_repeated for part in self._parts.values()):
+                self.context.annotate_run(chance=self.chance)
+        if not self.tallies.is_empty and any(part.is_repeated for part in self._parts.values()):
             self.tallies.retract("labels-constant")  # one example, or one goal for all of them, is all there is
-
-    def _judge_batch(self, part: _Part, record: StepRecord) -> None:
-        fingerprint, look, sums = (
-            record.extras.get(f"{self.name}/{name}{part.name}") for name in ("fingerprint", "look", "sums")
-        )
-        # a NaN may stand for a value that is missing, and a mask may be infinite: what the model makes of it decides
-        if sums is not None and not bool(sums.isfinite().all()) and _is_spoiled(record):
-            part.batches.spoiled(record.step)
-        if fingerprint is not None:
-            part.batches.add(hash(tuple(unpacked(fingerprint).tolist())))
-            part.batches.judge(self._expectations.batch_varies)
-        if look is not None:
-            part.batches.looked(*look.tolist())
-
-    def _judge_mode(self, name: str, in_training: bool) -> None:
-        """That of one part of several; the setup check has that of the whole model."""
-        root = None if self._root is None else self._root()
-        self.tallies.check("eval-mode", name, not in_training and root is not None and root.training, name)
-
-
-def _is_spoiled(record: StepRecord) -> bool:
-    norm = record.values.get(Key(SUMMARY, "", "grad_norm"))
-    return norm is not None and not math.isfinite(norm)
 
 
 def _has_forward(module: nn.Module) -> bool:
@@ -850,9 +746,3 @@ def _called_modules(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn
     else:
         for own, part in module.named_children():
             yield from _called_modules(part, f"{name}.{own}" if name else own)
-
-
-def _came_back(waiting: Answers, gradient: Tensor) -> None:
-    """Of a loss, not of a penalty, whose gradient has a graph."""
-    if not torch.is_grad_enabled():
-        waiting.came_back(gradient)

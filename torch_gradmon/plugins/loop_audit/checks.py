@@ -34,9 +34,6 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
 
-# --- probe ---
-
-
 #: The most elements of a gradient that is held between two observations, so that the memory is negligible.
 LARGEST = 2**20
 
@@ -72,52 +69,22 @@ class Interval:
     doubtful: bool = False  # nothing follows from this interval
     is_paused: bool = False  # there were backward passes outside training
 
-    def accumulated(self, before: Tensor | None, is_same: bool, writes: int, is_alone: bool) -> None:
-        """Count an accumulation, which was added to the gradient ``before`` if ``is_same``, after a number of other ``writes`` to it.
-
-        ``is_alone``: since then no optimizer stepped and nothing else moved the parameter.
-        """
-        self.fired += 1
-        if before is None or self.doubtful:
-            return
-        if self.fired == 1 and self.after_step:
-            self.carried = is_same and not writes
-            if not is_same and not self.was_touched:
-                self.late, self.dropped = writes, before if writes else None
-        elif not is_same:
-            self.carried = False
-            # a loop that moves the parameter or steps in between, as sharpness-aware minimisation does, clears it on purpose
-            self.drops += is_alone
-        elif writes:
-            self.carried = False
-            self.writes += is_alone
-
     def cleared(self, clears: bool) -> int:
         """The number of sums of gradients that were cleared. ``clears``: writes set them to zero."""
         return self.drops + (self.writes if clears else 0)
 
 
 class Probe:
-    """Observes one parameter's gradient.
-
-    Args:
-        name: of the parameter in findings; empty if they need none.
-
-    Attributes:
-        gradient: the gradient at the last observation, held; None without one or if it is not plain.
-        version: its version at that time.
-        interval: what happened to it since the last step of the optimizer.
-        has_fired: whether there was any accumulation so far.
-    """
+    """Observes one parameter's gradient. ``name``: of the parameter in findings; empty if they need none."""
 
     def __init__(self, name: str, place: Place, parameter: Tensor) -> None:
-        self.name, self.place, self.identity, self._tensor = name, place, id(parameter), parameter._cdata
+        self.name, self.place, self.identity, self.tensor = name, place, id(parameter), parameter._cdata
         self.is_sharded = type(place) is FsdpParameterRef
-        self.gradient: Tensor | None = None
+        self.gradient: Tensor | None = None  # at the last observation, held; None without one or if it is not plain
         self._last: Tensor | None = None  # of a sharded parameter, plain or not
         self.interval = Interval()
         self.has_fired = False
-        self.version = self._value_version = self._clock = 0
+        self.version = self._value_version = self._clock = 0  # of the gradient, of the parameter, and of all steps, at that time
 
     @property
     def is_offloaded(self) -> bool:
@@ -130,32 +97,38 @@ class Probe:
 
     def accumulated(self, parameter: Tensor, clock: int) -> None:
         """Observe the gradient after a backward pass added to it. ``clock`` counts the steps of all optimizers."""
-        gradient, before = parameter.grad, self.gradient
+        gradient, before, interval = parameter.grad, self.gradient, self.interval
         self.has_fired = True
         if self.is_sharded:
-            if gradient is not self._last and self.interval.fired:
-                self.interval.synced = 0  # the loop has dropped the sum; the next one starts from zero
+            if gradient is not self._last and interval.fired:
+                interval.synced = 0  # the loop has dropped the sum; the next one starts from zero
             self._last = _held(gradient)
         if gradient is None or not is_plain(gradient):
-            self.interval.fired += 1
-            self.interval.doubtful = True
+            interval.fired += 1
+            interval.doubtful = True
             self.gradient = None
             return
-        is_same, value_version = gradient is before, parameter._version
-        writes = 0 if before is None else before._version - self.version - is_same
-        self.interval.accumulated(before, is_same, writes, clock == self._clock and value_version == self._value_version)
+        interval.fired += 1
+        if before is not None and not interval.doubtful:
+            is_same = gradient is before  # what came was added to it
+            writes = before._version - self.version - is_same  # others
+            # a loop that moves the parameter or steps in between, as sharpness-aware minimisation does, clears it on purpose
+            is_alone = clock == self._clock and parameter._version == self._value_version
+            if interval.fired == 1 and interval.after_step:
+                interval.carried = is_same and not writes
+                if not is_same and not interval.was_touched:
+                    interval.late, interval.dropped = writes, before if writes else None
+            elif not is_same or writes:
+                interval.carried = False
+                interval.drops += is_alone and not is_same
+                interval.writes += is_alone and is_same
         self.gradient, self.version = gradient, gradient._version
-        self._clock, self._value_version = clock, value_version
+        self._clock, self._value_version = clock, parameter._version
 
     def was_written(self) -> bool:
         """Whether its parameter was written to since the last accumulation, according to its version."""
         parameter = self.place()
         return self.interval.fired > 0 and parameter is not None and parameter._version != self._value_version
-
-    def was_converted(self) -> bool:
-        """Whether the parameter holds another tensor now, whose hooks never fire."""
-        parameter = self.place()
-        return parameter is not None and parameter._cdata != self._tensor
 
     def settled(self) -> None:
         """Note the version after a backward pass: writes by DDP are not writes by the loop."""
@@ -186,9 +159,6 @@ def _held(gradient: Tensor | None) -> Tensor | None:
     return gradient if gradient is not None and gradient.numel() <= LARGEST and not gradient.requires_grad else None
 
 
-# --- scaler checks ---
-
-
 #: The number of norms that are compared, and the largest number that is read.
 _COMPARED, _MOST = 3, 9
 #: The tolerance for equal norms: a clip is exact up to rounding and torch's 1e-6 in the denominator.
@@ -196,61 +166,43 @@ _SAME = 1e-2
 
 
 class ScalerChecks:
-    """Judges the order of one optimizer's gradients and the calls of its GradScaler.
-
-    Args:
-        is_alone: no other optimizer is attached, for which a loss may be scaled in between.
-
-    Attributes:
-        is_active: the scaler was called in this attempt.
-        is_unscaled: it has unscaled the gradients.
-    """
+    """Judges the order of one optimizer's gradients and the calls of its GradScaler. ``is_alone``: see :class:`ProbedOptimizer`."""
 
     def __init__(self, tallies: Tallies, key: int, is_alone: bool) -> None:
         self._tallies, self._key, self._is_alone = tallies, key, is_alone
-        self._clip = ScaledClip()
-        self.is_active = self.is_unscaled = self._is_scaled_since = self._is_mixed = False
+        self._norms: list[tuple[float, float]] = []  # of scaled gradients, after the loop has written to them
+        self._looks, self._is_clip = 0, False
+        self.end_attempt()
+
+    def end_attempt(self) -> None:
+        self.is_active = False  # the scaler was called in this attempt
+        self.is_unscaled = False  # it has unscaled the gradients
+        self.is_scaled_since = self.is_mixed = False  # a loss was scaled after that, and its gradient was added to unscaled ones
 
     def loss_scaled(self) -> None:
-        self.is_active = self._is_scaled_since = True
-
-    def accumulated_unscaled(self) -> None:
-        """Record an accumulation to unscaled gradients."""
-        self._is_mixed |= self._is_scaled_since
+        self.is_active = self.is_scaled_since = True
 
     def unscaling(self, parameter: Tensor, probe: Probe, optimizer: Optimizer) -> None:
         interval = probe.interval
         if interval.doubtful or not interval.fired or parameter.grad is not probe.gradient:
             return
         probe.look(parameter)
-        if not interval.touched or self._clip.was_written(optimizer):
-            self._tallies.check("clipped-while-scaled", self._key, interval.touched, probe.name)
+        if not interval.touched or self._was_clipped(optimizer):
+            self._tallies.check("clipped-while-scaled", interval.touched, self._key, probe.name)
 
     def unscaled(self) -> None:
         self.is_active = self.is_unscaled = True
-        self._is_scaled_since = False
+        self.is_scaled_since = False
 
     def step_ended(self, probe: Probe | None) -> None:
         """Judge the attempt after the optimizer's step, or after the scaler prevented it."""
         if probe is not None and self.is_unscaled:
-            is_mixed = self._is_mixed or (self._is_alone and self._is_scaled_since)
-            self._tallies.check("backward-after-unscale", self._key, is_mixed, probe.name)
+            is_mixed = self.is_mixed or (self._is_alone and self.is_scaled_since)
+            self._tallies.check("backward-after-unscale", is_mixed, self._key, probe.name)
         self.end_attempt()
 
-    def end_attempt(self) -> None:
-        self.is_active = self.is_unscaled = self._is_scaled_since = self._is_mixed = False
-
-
-class ScaledClip:
-    """Norms of one optimizer's scaled gradients after the loop has written to them."""
-
-    def __init__(self) -> None:
-        self._norms: list[tuple[float, float]] = []
-        self._looks = 0
-        self._is_clip = False
-
-    def was_written(self, optimizer: Optimizer) -> bool:
-        """Whether the writes are known to be a clip. Synchronises the device a few times in total."""
+    def _was_clipped(self, optimizer: Optimizer) -> bool:
+        """Whether the loop's writes are known to be a clip. Synchronises the device a few times in total."""
         if self._is_clip or self._looks >= _MOST:
             return self._is_clip
         self._looks += 1
@@ -275,9 +227,6 @@ def _norm_and_largest(optimizer: Optimizer) -> tuple[float, float]:
     return float(torch.stack([x.to(norms[0].device, torch.float64) for x in norms]).norm()), max(map(float, largest))
 
 
-# --- gradient writes ---
-
-
 #: The number of times that its values are read.
 _LOOKS = 3
 #: The number of times that its values have to be zero to be proof of clearing: a gradient may be zero by itself.
@@ -288,19 +237,13 @@ _ELEMENTS, _UNITS, _EXACT = 1 << 14, 4, 1e-3
 
 
 class GradientWrites:
-    """The writes to the gradients of one optimizer.
-
-    Attributes:
-        is_unclear: the loop writes between two accumulations, and the kind of write is not known yet.
-        clears: those writes set gradients to zero; False while the kind is not known.
-        clips: those writes do neither that nor keep the mean of k micro-batches, by the factor (k - 1) / k before each.
-        is_doubtful: gradients seem to be carried over from step to step, which their values have to confirm.
-        stays: the values have confirmed it.
-    """
+    """The writes to the gradients of one optimizer."""
 
     def __init__(self) -> None:
-        self.is_unclear = self.clears = self.clips = self._is_settled = False
-        self.is_doubtful = self.stays = False
+        self.is_unclear = self._is_settled = False  # there are some between accumulations, whose kind is not known yet, or known
+        self.clears = False  # those writes set gradients to zero
+        self.clips = False  # they do neither that nor keep the mean of k micro-batches, by the factor (k - 1) / k before each
+        self.is_doubtful = self.stays = False  # gradients seem to be carried over between steps; their values have confirmed it
         self._zeros = self._others = self._late = self._doubts = 0
         self._accumulated: Tensor | None = None  # the first elements after the last accumulation
         self._are_means = True  # so far
@@ -322,11 +265,10 @@ class GradientWrites:
     def read_written(self, probe: Probe, parameter: Tensor, incoming: Tensor | None) -> None:
         """Read the gradient just before another one is added to it. Synchronises only if the loop has written to it."""
         gradient = parameter.grad
-        if not self.is_unclear or gradient is None or gradient is not probe.gradient:
+        if not self.is_unclear or not probe.interval.fired or gradient is None or gradient is not probe.gradient:
             return
-        if not probe.interval.fired or gradient._version == probe.version or incoming is None:
-            return
-        if not bool(incoming.any()):  # where all is zero anyway, nothing follows from it
+        # where all is zero anyway, nothing follows from it
+        if gradient._version == probe.version or incoming is None or not bool(incoming.any()):
             return
         if bool(gradient.any()):
             self._others += 1
@@ -376,9 +318,6 @@ def _factor(before: Tensor | None, after: Tensor, exact: float) -> float:
     return factor.item() if bool((now - factor * old).norm() < exact * now.norm()) else math.nan
 
 
-# --- losses ---
-
-
 #: Steps before losses are looked at, in a row where they have more accumulations than forwards; the number of backward passes in which
 #: these are, and how many have to be from an old loss.
 _STEPS, _LOSSES, _OLD_LOSSES = 5, 8, 3
@@ -399,19 +338,13 @@ _REDUCTIONS = frozenset(("Mean", "Sum"))
 class LossChecks:
     """Looks at the losses of a few backward passes of one optimizer.
 
-    A loss that goes backward again is recognised by a mark at its nodes. Equal gradients would prove nothing: those of an absolute error
-    are equal for many targets.
-
-    Args:
-        is_alone: no other optimizer is attached, of whose losses the forwards may be.
-
-    Attributes:
-        is_looking: the losses of the next backward passes are looked at.
-        is_idle: there are none to look at, and none went backward again and again.
+    A loss that goes backward again is recognised by a mark at its nodes: equal gradients would prove nothing, those of an absolute error
+    are equal for many targets. ``is_alone``: no other optimizer is attached, of whose losses the forwards may be.
     """
 
     def __init__(self, tallies: Tallies, key: int, is_alone: bool) -> None:
-        self.is_looking = self.is_idle = False
+        self.is_looking = False  # at the losses of the next backward passes
+        self.is_idle = False  # there are none to look at, and none went backward again and again
         self._tallies, self._key, self._is_alone = tallies, key, is_alone
         self._steps = self._counting = self._looks = self._same = 0
         self._mark, self._visited = f"torch_gradmon loss {id(self)}", f"torch_gradmon step {id(self)}"
@@ -423,14 +356,13 @@ class LossChecks:
         if self._counting == _STEPS:
             self._looks = 0  # whatever earlier passes were
         is_certain = self._is_alone and self._same >= _OLD_LOSSES
-        self._tallies.check("backward-twice", self._key, is_certain, name)
+        self._tallies.check("backward-twice", is_certain, self._key, name)
         self.is_looking = self._steps >= _STEPS and self._looks < _LOSSES and not is_certain
         self.is_idle = self._looks >= _LOSSES and not is_certain
 
     def accumulated(self, interval: Interval, parameters: Container[int]) -> None:
-        """Look at the loss of the running backward pass. Synchronises only for one that gets what it cannot take.
-
-        ``parameters``: the optimizer's, by id; what another network made may have a loss of its own.
+        """Look at the loss of the running backward pass. Synchronises only for one that gets what it cannot take. ``parameters``: the
+        optimizer's, by id; what another network made may have a loss of its own.
         """
         self._looks += 1
         self.is_looking = self._looks < _LOSSES and self._same < _OLD_LOSSES
@@ -439,7 +371,9 @@ class LossChecks:
         nodes = nodes_to(losses, parameters)
         # a loop that clears the gradient in between may well look at it and begin again
         is_again = any(self._mark in notes_of(node) for node in terms) and not (interval.drops or interval.writes)
-        is_old = any(notes_of(node).get(self._visited, self._steps) < self._steps for node in nodes if not _is_cast(node))
+        # autocast casts a parameter once for all calls within it
+        made = [node for node in nodes if not is_move(node) or _inputs(node)]
+        is_old = any(notes_of(node).get(self._visited, self._steps) < self._steps for node in made)
         self._same += is_again or is_old
         for node in terms:
             notes_of(node)[self._mark] = True
@@ -447,10 +381,10 @@ class LossChecks:
             notes_of(node)[self._visited] = self._steps
         if losses:
             is_squashed = any(is_made_by(each, _SQUASHES) for each in _taken_by(_TAKE_LOGITS, losses))
-            self._tallies.check("softmax-before-loss", self._key, is_squashed, "")
+            self._tallies.check("softmax-before-loss", is_squashed, self._key)
             is_raw = not all(is_made_by(each, _GIVE_LOGARITHMS) for each in _taken_by(_TAKE_LOGARITHMS, losses))
             is_below = is_raw and any(bool(loss < 0) for loss in losses)
-            self._tallies.check("log-softmax-missing", self._key, is_below, "")
+            self._tallies.check("log-softmax-missing", is_below, self._key)
 
 
 def _taken_by(operations: Container[str], losses: Sequence[Tensor]) -> Iterator[Node | None]:
@@ -477,137 +411,9 @@ def _terms(loss: Tensor) -> list[Node]:
     return found
 
 
-def _is_cast(node: Node) -> bool:
-    """Whether it casts or moves a parameter, which autocast does once for all calls within it."""
-    return is_move(node) and not _inputs(node)
-
-
 def _inputs(node: Node) -> list[Node]:
     """Those with a gradient, without parameters."""
     return [each for each in inputs_of(node) if each.next_functions]
-
-
-# --- The findings about each step of an optimizer, from what its probe has observed ---
-
-
-#: Steps of torch's own optimizers that no backward pass preceded, before they count: they change nothing for certain, but a loop may
-#: pretrain another part of the model, or wait for data. Where there was a forward, one counts as several.
-_FUTILE, _WITH_FORWARD = 100, 10
-#: Such steps, from the first one on, of a model that is never called: it is another one that trains.
-_ELSEWHERE = 10
-#: The number of writes of one or two clips by norm or value; more writes have another cause.
-_CLIPS = 4
-
-
-class StepChecks:
-    """Judges the steps of one optimizer."""
-
-    def __init__(self, tallies: Tallies, key: int, is_alone: bool) -> None:
-        self.writes, self.losses = GradientWrites(), LossChecks(tallies, key, is_alone)
-        self._tallies, self._key, self._is_alone = tallies, key, is_alone
-        self._before: Tensor | None = None
-        self._is_repeated = False  # the last step had the gradient of the one before
-        self._futile = 0  # steps in a row without any gradient, though the model was called
-        self._with = 0  # steps with gradients, once there were some without
-        self._is_elsewhere = True  # there was no gradient and no call of the model so far
-        self._attacks = False  # passes that are cleared are for the gradient of an input
-
-    def dropped_after_step(self, probe: Probe) -> None:
-        """Judge the writes to a gradient between its step and its drop."""
-        interval = probe.interval
-        if interval.fired == 1 and (interval.late or not self._tallies.is_empty):
-            dropped = interval.dropped
-            is_clip = dropped is not None and interval.late <= _CLIPS and self.writes.is_late_clip(dropped)
-            self._tallies.check("clip-after-step", self._key, is_clip, probe.name)
-
-    def step_with_gradient(self, probe: Probe, gradient: Tensor, forwards: int) -> None:
-        """Judge the probe, whose parameter has ``gradient``, before the optimizer's step, after this number of training forwards since
-        the last step of any optimizer.
-        """
-        tallies, key, seen = self._tallies, self._key, probe.interval
-        self._is_called()
-        self._futile = 0
-        if not tallies.is_empty and (count := tallies.count("step-without-gradients", key)):
-            self._with += 1
-            if self._with > count:  # the steps before pretrained another part, or waited for data
-                tallies.retract("step-without-gradients", key)
-        if seen.fired and (seen.fired != forwards or not self.losses.is_idle):
-            self.losses.step_began(forwards, seen.fired, probe.name)
-        if tallies.is_empty and seen.fired and not (seen.carried or seen.drops or seen.writes or seen.synced > 1):
-            self._is_repeated = False  # the usual case: no finding so far, and none now
-            return
-        tallies.missed("step-without-gradients", key)
-        if seen.synced > 1 and not seen.drops:
-            tallies.check("sync-every-micro-batch", key, True, probe.name, **{"backward passes": seen.synced})
-        if seen.fired:
-            tallies.missed("dead-hooks", key)
-        elif probe.was_converted() and not seen.is_paused:
-            tallies.check("dead-hooks", key, True, probe.name)
-        if seen.doubtful or gradient is not probe.gradient:
-            return
-        if seen.fired:
-            self._check_accumulations(probe.name, seen)
-        elif seen.after_step and gradient._version == probe.version and not forwards:
-            # writes through .data change no version, so values have to confirm it
-            is_same = self._before is None or torch.equal(self._before, gradient)
-            tallies.check("stepped-twice", key, is_same, probe.name)
-            self._is_repeated = True
-
-    def _check_accumulations(self, name: str, seen: Interval) -> None:
-        tallies, key, writes = self._tallies, self._key, self.writes
-        if not self._is_repeated:
-            tallies.missed("stepped-twice", key)
-        self._is_repeated = False
-        # the last count takes a confirmation by values
-        is_confirmed = writes.stays or tallies.count("missing-zero-grad", key) < MISTAKES["missing-zero-grad"].repeats - 1
-        tallies.check("missing-zero-grad", key, seen.carried and is_confirmed, name)
-        cleared = seen.cleared(writes.clears)
-        # a single drop in each step may be deliberate, to inspect a gradient
-        tallies.check("micro-batch-discarded", key, cleared >= 2 and not self._attacks, name, discarded=cleared)
-        if seen.writes and writes.clips:
-            tallies.check("clip-per-micro-batch", key, True, name, **{"times in a step": seen.writes})
-
-    def accumulated(self, interval: Interval) -> None:
-        """Look for inputs with a gradient behind the running backward pass, if it is uncertain whether passes are cleared by mistake."""
-        tallies, rule, key = self._tallies, "micro-batch-discarded", self._key
-        is_cleared = interval.drops or interval.writes
-        if is_cleared and not self._attacks and tallies.count(rule, key) and not tallies.is_fact(rule, key):
-            self._attacks = reaches_input(losses_going_backward())
-
-    def step_without_gradient(self, probe: Probe, optimizer: Optimizer, forwards: int) -> bool:
-        """Judge a probe without a gradient before the optimizer's step. Returns whether other parameters have one: it may be the turn of
-        another optimizer.
-        """
-        if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
-            self._is_called()
-            self._futile = 0
-            return True
-        if forwards or probe.has_fired:
-            self._is_called()
-        if self._is_alone and type(optimizer).__module__.startswith("torch.optim."):
-            self._futile += _WITH_FORWARD if forwards else 1
-            if self._is_elsewhere and self._futile == _ELSEWHERE:
-                self._tallies.seen("another-model-trained", self._key, evidence={"steps": float(_ELSEWHERE)})
-        if (probe.interval.fired or self._futile >= _FUTILE) and not probe.interval.doubtful:
-            self._tallies.check("step-without-gradients", self._key, True, probe.name)
-        return False
-
-    def _is_called(self) -> None:
-        """The model is part of the training after all."""
-        if self._is_elsewhere:
-            self._is_elsewhere = False
-            self._tallies.retract("another-model-trained", self._key)
-
-    def step_ended(self, gradient: Tensor | None) -> None:
-        """Keep the gradient's values while a second step on the same gradient is suspected but not certain."""
-        self._before = None
-        if gradient is None or self._tallies.is_empty:
-            return
-        if self._tallies.count("stepped-twice", self._key) > 0 and not self._tallies.is_fact("stepped-twice", self._key):
-            self._before = gradient.clone()
-
-
-# --- unattached updates ---
 
 
 #: The parameters have to change between this many backward passes in a row, beyond the usual number between two steps. Methods that
@@ -657,15 +463,9 @@ class UnattachedUpdates:
             self._moves = max(self._moves, beyond) if self._is_certain else 0
         return self._is_certain
 
-    @property
-    def has_moved(self) -> bool:
-        """Whether a change of the parameters since then is known."""
-        return self._moves > 0
-
-    @property
-    def has_changed(self) -> bool:
-        """Whether they differ from their first samples. Synchronises."""
-        return any(sample.has_changed() for sample in self._samples)
+    def has_changed(self, in_step: bool) -> bool:
+        """Whether a change of the parameters since then is known; ``in_step``: compare them now, too, which synchronises."""
+        return self._moves > 0 or (in_step and any(sample.has_changed() for sample in self._samples))
 
     def step_ended(self) -> None:
         """Start again after a step of the optimizer, or of another attached one with the same parameters."""
@@ -688,8 +488,9 @@ class _Sample:
         return -1 if parameter is None or parameter.is_inference() else parameter._version
 
     def _now(self) -> Tensor | None:
-        if (part := local_values(self._place())) is None:
+        if (parameter := self._place()) is None:
             return None
+        part = local_part(parameter).detach()
         while part.numel() > _SAMPLED and part.dim():
             part = part[: _SAMPLED * len(part) // part.numel()] if part.numel() < _SAMPLED * len(part) else part[0]
         return part.clone()
@@ -706,11 +507,6 @@ class _Sample:
     def has_changed(self) -> bool:
         """Whether it has changed since the beginning. Synchronises."""
         return _differ(self._now(), self._first)
-
-
-def local_values(parameter: Tensor | None) -> Tensor | None:
-    """The values of a parameter on this rank, detached."""
-    return None if parameter is None else local_part(parameter).detach()
 
 
 def _differ(one: Tensor | None, other: Tensor | None) -> bool:
@@ -750,31 +546,38 @@ class UnusedGradients:
 PATIENCE = 3
 #: The number of parameters of an optimizer without steps that are compared, and the largest size of one.
 _PLACES, _LARGEST = 4, 2**20
+#: Steps of torch's own optimizers that no backward pass preceded, before they count: they change nothing for certain, but a loop may
+#: pretrain another part of the model, or wait for data. Where there was a forward, one counts as several.
+_FUTILE, _WITH_FORWARD = 100, 10
+#: Such steps, from the first one on, of a model that is never called: it is another one that trains.
+_ELSEWHERE = 10
+#: The number of writes of one or two clips by norm or value; more writes have another cause.
+_CLIPS = 4
 
 
 class ProbedOptimizer:
-    """The audit's state of one optimizer.
-
-    Args:
-        is_alone: no other one is attached, so that no parameter has to show which one a finding is about.
-
-    Attributes:
-        owned: the ids of its parameters.
+    """The audit's state of one optimizer, and the findings about each of its steps, from what its probe has observed. ``is_alone``: no
+    other one is attached, so that no parameter has to show which one a finding is about.
     """
 
     def __init__(self, optimizer: Optimizer, tallies: Tallies, is_alone: bool) -> None:
-        self._is_alone = is_alone
+        self._optimizer, self._tallies, self._is_alone = weakref.ref(optimizer), tallies, is_alone
         self.key = id(optimizer)  # in the tallies
+        self.owned: frozenset[int] = frozenset()  # the ids of its parameters
         self.probe: Probe | None = None
-        self.checks, self.scaler = StepChecks(tallies, self.key, is_alone), ScalerChecks(tallies, self.key, is_alone)
-        self.unattached = UnattachedUpdates()
+        self.writes, self.losses = GradientWrites(), LossChecks(tallies, self.key, is_alone)
+        self.scaler, self.unattached = ScalerChecks(tallies, self.key, is_alone), UnattachedUpdates()
         self.stepped_in = -1  # the backward pass within which it has stepped last
         self.has_stepped = False  # or a scaler has kept it from that
         self.is_unknown = False  # whether it steps with a closure, or outside training
-        self._optimizer = weakref.ref(optimizer)
-        self.owned: frozenset[int] = frozenset()
         self._absent = self.silent = 0  # steps without a gradient, and backward passes without the probe
         self._had_gradients = False
+        self._before: Tensor | None = None  # the gradient of the last step
+        self._is_repeated = False  # the last step had the gradient of the one before
+        self._futile = 0  # steps in a row without any gradient, though the model was called
+        self._with = 0  # steps with gradients, once there were some without
+        self._is_elsewhere = True  # there was no gradient and no call of the model so far
+        self._attacks = False  # passes that are cleared are for the gradient of an input
 
     def choose_probe(self, inventory: ModelIndex | None, with_gradient: bool = False) -> None:
         """Probe the smallest of its parameters; ``with_gradient``: the smallest that has a gradient now."""
@@ -800,9 +603,6 @@ class ProbedOptimizer:
             if (parameter := place()) is not None:
                 self.probe = Probe("" if self._is_alone else inventory.names[number], place, parameter)
 
-    def shares_parameters(self, other: ProbedOptimizer) -> bool:
-        return not self.owned.isdisjoint(other.owned)
-
     def rests(self) -> bool:
         """Whether it has never stepped, though its parameters get gradients."""
         probe = self.probe
@@ -819,12 +619,11 @@ class ProbedOptimizer:
         """Whether the parameters have changed since its last step; ``in_step``: this may synchronise."""
         if self.probe is None or not self.unattached.passes:
             return False
-        return self.unattached.has_moved or (in_step and (self.probe.was_written() or self.unattached.has_changed))
+        return (in_step and self.probe.was_written()) or self.unattached.has_changed(in_step)
 
     def step_began(self, optimizer: Optimizer, forwards: int, is_unknown: bool) -> bool:
-        """Judge the step. Returns whether the probe has to be replaced.
-
-        ``forwards``: number of training forwards since the last step of any optimizer; ``is_unknown``: gradients show nothing.
+        """Judge the step, after ``forwards`` of the training since the last step of any optimizer; ``is_unknown``: gradients show nothing.
+        Returns whether the probe has to be replaced.
         """
         self.is_unknown, probe = is_unknown, self.probe
         if probe is None or is_unknown:
@@ -837,16 +636,93 @@ class ProbedOptimizer:
         gradient = probe.look(parameter)
         if gradient is not None:
             self._absent, self._had_gradients = 0, True
-            self.checks.step_with_gradient(probe, gradient, forwards)
+            self._step_with_gradient(probe, gradient, forwards)
             return False
-        if not self.checks.step_without_gradient(probe, optimizer, forwards):
+        if not self._step_without_gradient(probe, optimizer, forwards):
             return False
         self._absent += 1
         return self._absent >= PATIENCE or not self._had_gradients
 
-    def unscaling(self, optimizer: Optimizer) -> None:
-        if self.probe is not None and (parameter := self.probe.place()) is not None:
-            self.scaler.unscaling(parameter, self.probe, optimizer)
+    def accumulated(self, probe: Probe) -> None:
+        """Judge what the running backward pass shows, after the probe has seen its accumulation."""
+        interval, tallies, key = probe.interval, self._tallies, self.key
+        if self.losses.is_looking:
+            self.losses.accumulated(interval, self.owned)
+        if (interval.drops or interval.writes) and not self._attacks and tallies.is_suspected("micro-batch-discarded", key):
+            # passes may be cleared by mistake: look for inputs with a gradient
+            self._attacks = reaches_input(losses_going_backward())
+        if interval.late >= 0 and interval.fired == 1 and (interval.late or not tallies.is_empty):
+            dropped = interval.dropped  # written to between its step and its drop
+            is_clip = dropped is not None and interval.late <= _CLIPS and self.writes.is_late_clip(dropped)
+            tallies.check("clip-after-step", is_clip, key, probe.name)
+        if self.scaler.is_unscaled:
+            self.scaler.is_mixed |= self.scaler.is_scaled_since
+
+    def _step_with_gradient(self, probe: Probe, gradient: Tensor, forwards: int) -> None:
+        tallies, key, seen = self._tallies, self.key, probe.interval
+        self._is_called()
+        self._futile = 0
+        if not tallies.is_empty and (count := tallies.count("step-without-gradients", key)):
+            self._with += 1
+            if self._with > count:  # the steps before pretrained another part, or waited for data
+                tallies.retract("step-without-gradients", key)
+        if seen.fired and (seen.fired != forwards or not self.losses.is_idle):
+            self.losses.step_began(forwards, seen.fired, probe.name)
+        if tallies.is_empty and seen.fired and not (seen.carried or seen.drops or seen.writes or seen.synced > 1):
+            self._is_repeated = False  # the usual case: no finding so far, and none now
+            return
+        tallies.missed("step-without-gradients", key)
+        if seen.synced > 1 and not seen.drops:
+            tallies.check("sync-every-micro-batch", True, key, probe.name, {"backward passes": seen.synced})
+        if seen.fired:
+            tallies.missed("dead-hooks", key)
+        elif not seen.is_paused and (parameter := probe.place()) is not None and parameter._cdata != probe.tensor:
+            tallies.check("dead-hooks", True, key, probe.name)  # another tensor was put into it, whose hooks never fire
+        if seen.doubtful or gradient is not probe.gradient:
+            return
+        if seen.fired:
+            self._check_accumulations(probe.name, seen)
+        elif seen.after_step and gradient._version == probe.version and not forwards:
+            # writes through .data change no version, so values have to confirm it
+            is_same = self._before is None or torch.equal(self._before, gradient)
+            tallies.check("stepped-twice", is_same, key, probe.name)
+            self._is_repeated = True
+
+    def _check_accumulations(self, name: str, seen: Interval) -> None:
+        tallies, key, writes = self._tallies, self.key, self.writes
+        if not self._is_repeated:
+            tallies.missed("stepped-twice", key)
+        self._is_repeated = False
+        # the last count takes a confirmation by values
+        is_confirmed = writes.stays or tallies.count("missing-zero-grad", key) < MISTAKES["missing-zero-grad"].repeats - 1
+        tallies.check("missing-zero-grad", seen.carried and is_confirmed, key, name)
+        cleared = seen.cleared(writes.clears)
+        # a single drop in each step may be deliberate, to inspect a gradient
+        tallies.check("micro-batch-discarded", cleared >= 2 and not self._attacks, key, name, {"discarded": cleared})
+        if seen.writes and writes.clips:
+            tallies.check("clip-per-micro-batch", True, key, name, {"times in a step": seen.writes})
+
+    def _step_without_gradient(self, probe: Probe, optimizer: Optimizer, forwards: int) -> bool:
+        """Judge a probe without a gradient. Returns whether other parameters have one: it may be the turn of another optimizer."""
+        if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
+            self._is_called()
+            self._futile = 0
+            return True
+        if forwards or probe.has_fired:
+            self._is_called()
+        if self._is_alone and type(optimizer).__module__.startswith("torch.optim."):
+            self._futile += _WITH_FORWARD if forwards else 1
+            if self._is_elsewhere and self._futile == _ELSEWHERE:
+                self._tallies.seen("another-model-trained", self.key, evidence={"steps": float(_ELSEWHERE)})
+        if (probe.interval.fired or self._futile >= _FUTILE) and not probe.interval.doubtful:
+            self._tallies.check("step-without-gradients", True, self.key, probe.name)
+        return False
+
+    def _is_called(self) -> None:
+        """The model is part of the training after all."""
+        if self._is_elsewhere:
+            self._is_elsewhere = False
+            self._tallies.retract("another-model-trained", self.key)
 
     def step_ended(self, has_stepped: bool) -> None:
         """Begin an interval after the step, or with ``has_stepped`` False after the scaler prevented it."""
@@ -858,7 +734,8 @@ class ProbedOptimizer:
             self.scaler.step_ended(probe)
         if probe is not None:
             probe.stepped(None if self.is_unknown else probe.place())
-            self.checks.step_ended(probe.gradient)
+            is_suspected = probe.gradient is not None and self._tallies.is_suspected("stepped-twice", self.key)
+            self._before = probe.gradient.clone() if is_suspected and probe.gradient is not None else None
         self.is_unknown = False
 
 

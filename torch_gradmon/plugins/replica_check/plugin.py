@@ -1,4 +1,4 @@
-"""The check of replicas: when it is due, and what is done with its verdict."""
+"""The check of replicas: what must be equal on several ranks, who finds out whether it is, and when."""
 
 from __future__ import annotations
 
@@ -8,56 +8,275 @@ import math
 import re
 import statistics
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ...capture.gradients import scale_of
 from ...capture.hooks import Handles, ModuleHook
 from ...core import keys
-from ...core.errors import WarningLog
 from ...core.loop_mistakes import RANK_FAULTS, LoopFinding
 from ...core.moments import Column
 from ...core.records import StepRecord, loss_among
+from ...statistics.fingerprint import fingerprints, packed, unpacked
 from ...step.active_step import ActiveStep
+from ...step.buffer import DeviceToHostCopy
 from ...step.exchange import BoundedStore
 from ...step.planner import Planner
 from ...step.plugin import Plugin
-from ...step.ranks import Ranks, digest_of, is_dtensor
-from .items import (
-    BUFFER,
-    GRADIENT,
-    NUMBER,
-    PARAMETER,
-    SCALE,
-    STATE,
-    Common,
-    Snapshot,
-    Wrappers,
-    buffers_of,
-    is_broadcasting,
-    is_ddp,
-    items_of,
-    others_of,
-    ranks_of,
-    rate_name,
-    scale_items,
-)
+from ...step.ranks import Ranks, digest_of, is_dtensor, local_part
+
+
+def is_ddp(module: nn.Module) -> TypeGuard[DistributedDataParallel]:
+    return isinstance(module, DistributedDataParallel)
+
+
+def ranks_of(module: DistributedDataParallel) -> list[int]:
+    """The ranks over which it copies its module, among all processes, ascending."""
+    from torch.distributed import get_process_group_ranks
+
+    return sorted(get_process_group_ranks(module.process_group))
+
+
+def is_broadcasting(module: DistributedDataParallel) -> bool:
+    """Whether DDP, when it is called now, sends the buffers of its first rank to all before it calls the module."""
+    # after a hook of the user, buffers are as that has left them
+    sends: bool = module.will_sync_module_buffers()  # type: ignore[no-untyped-call]
+    return sends and not hasattr(module, "buffer_hook")
+
+
+# --- What must be equal on several ranks: which tensors, and on which ranks ---
+
+
+#: Kinds of items, each a possible cause of differences in the next ones.
+NUMBER, BUFFER, GRADIENT, STATE, PARAMETER = "number", "buffer", "gradient", "state", "parameter"
+#: The name of a GradScaler's scale.
+SCALE = "scale of the GradScaler"
+#: Attributes with which Megatron-LM and DeepSpeed mark parameters that only some ranks have.
+_MARKS = (("tensor_model_parallel", True), ("allreduce", False))
+#: What identifies the ranks of a mesh, which takes long to describe.
+_meshes: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
+
+class Item(NamedTuple):
+    """A tensor, plain and dense, that is equal on all ranks with the same ``share``: a part of a sharded tensor, or empty for all of it."""
+
+    kind: str
+    name: str  # of the parameter or number; for state with its key
+    share: str
+    tensor: Tensor
+
+
+class Common:
+    """What the ranks ``members`` have in common: all that DDP copies in ``model``, at any depth, which is not kept alive."""
+
+    def __init__(self, distinct: re.Pattern[str] | None, model: nn.Module | None = None, members: Sequence[int] = ()) -> None:
+        self._distinct = distinct
+        found = [] if model is None else [module for module in model.modules() if is_ddp(module)]
+        self._wrappers = [weakref.ref(module) for module in found]
+        self._copies: dict[int, str] = {}
+        self._ignored: set[int] = set()
+        for module in found:  # the innermost one last
+            ranks = ranks_of(module)
+            name = "" if ranks == sorted(members) else digest_of(ranks)
+            self._copies.update((id(parameter), name) for parameter in module.parameters())
+            left_out: Any = module.parameters_to_ignore
+            self._ignored.update(id(p) for name, p in module.module.named_parameters() if name in left_out)
+
+    @property
+    def wrapper(self) -> DistributedDataParallel | None:
+        """The only DDP module, if there is one alone."""
+        return self._wrappers[0]() if len(self._wrappers) == 1 else None
+
+    @property
+    def is_joining(self) -> bool:
+        """Whether ranks may be in different steps, within ``join()``."""
+        return any(module._join_config.enable for reference in self._wrappers if (module := reference()) is not None)
+
+    def copies(self, parameter: Tensor) -> str:
+        """A name of the ranks over which DDP copies the parameter; empty if these are all, or it is below no DDP.
+
+        Other ranks have other parts of the model, as in tensor parallelism by plain tensors.
+        """
+        return self._copies.get(id(parameter), "")
+
+    def items(self, kind: str, name: str, tensor: Tensor, copies: str) -> Iterator[Item]:
+        """One for each set of ranks that have ``tensor``, or this part of it; none if only this rank has it."""
+        tensor = tensor.detach()
+        if is_dtensor(tensor):
+            if (part := _replica(tensor)) is not None and _is_dense(part[1]):
+                yield Item(kind, name, *part)
+            if not copies or any(placement.is_partial() for placement in tensor.placements):  # type: ignore[attr-defined]
+                return
+            tensor = local_part(tensor)
+        if _is_dense(tensor):
+            yield Item(kind, name, copies, tensor)
+
+    def includes(self, name: str, tensor: Tensor) -> bool:
+        """Whether a parameter, or a buffer, is equal on ranks: no pattern names it, and no library marks it or leaves it out."""
+        is_marked = any(getattr(tensor, mark, not is_so) is is_so for mark, is_so in _MARKS)
+        is_distinct = self._distinct is not None and self._distinct.search(name)
+        return not (is_marked or is_distinct or id(tensor) in self._ignored)
+
+
+def items_of(
+    optimizer: Optimizer, names: Mapping[int, str], common: Common, is_averaged: bool = False, first: int = 0
+) -> Iterator[Item]:
+    """Everything that ranks must have in common when the optimizer has stepped; with ``is_averaged`` only parameters, since ranks train by
+    themselves and average them now and then. ``names`` of parameters, by id; ``first``: its first group's number among all optimizers'.
+    """
+    for number, group in enumerate(optimizer.param_groups, first):
+        copies = next(map(common.copies, group["params"]), "")
+        rate = group.get("lr")
+        if isinstance(rate, (int, float)):
+            rate = torch.tensor(float(rate), dtype=torch.float64, device="cpu")
+        if isinstance(rate, Tensor):
+            yield from common.items(NUMBER, rate_name(number), rate, copies)
+        for parameter in group["params"]:
+            name = names.get(id(parameter))
+            if name is None or not common.includes(name, parameter):
+                continue
+            copies = common.copies(parameter)
+            yield from common.items(PARAMETER, name, parameter, copies)
+            if is_averaged:
+                continue
+            if parameter.grad is not None:
+                yield from common.items(GRADIENT, name, parameter.grad, copies)
+            state = optimizer.state.get(parameter, {})
+            for key in sorted(key for key, value in state.items() if isinstance(value, Tensor)):
+                yield from common.items(STATE, f"{name}/{key}", state[key], copies)
+
+
+def others_of(parameters: Mapping[str, Tensor], common: Common) -> Iterator[Item]:
+    """Parameters that no optimizer has, by name."""
+    for name, parameter in parameters.items():
+        if common.includes(name, parameter):
+            yield from common.items(PARAMETER, name, parameter, common.copies(parameter))
+
+
+def buffers_of(module: DistributedDataParallel, common: Common) -> Iterator[Item]:
+    """Those that it has just sent."""
+    copies = next(map(common.copies, module.parameters()), "")
+    ignored: Any = module.parameters_to_ignore
+    for name, buffer in module.module.named_buffers():
+        if name not in ignored and common.includes(name, buffer):
+            yield from common.items(BUFFER, name, buffer, copies)
+
+
+def scale_items(scaler: torch.amp.GradScaler | None, optimizer: Optimizer, common: Common) -> Iterator[Item]:
+    """The scale of a GradScaler, and its count of steps since that grew."""
+    copies = next((common.copies(parameter) for group in optimizer.param_groups for parameter in group["params"]), "")
+    scale, count = scale_of(scaler), getattr(scaler, "_growth_tracker", None)
+    if isinstance(scale, Tensor):
+        yield from common.items(NUMBER, SCALE, scale, copies)
+    if isinstance(count, Tensor):
+        yield from common.items(NUMBER, "steps since the GradScaler's scale grew", count, copies)
+
+
+def rate_name(group: int) -> str:
+    """The name of the learning rate of a parameter group, counted over all optimizers."""
+    return f"learning rate of group {group}"
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested and tensor.device.type != "meta"
+
+
+def _replica(sharded: Any) -> tuple[str, Tensor] | None:
+    """Which part of a DTensor this rank has, and that part; None if no other rank of its mesh has the same."""
+    mesh, coordinate = sharded.device_mesh, sharded.device_mesh.get_coordinate()
+    replicates = [placement.is_replicate() for placement in sharded.placements]
+    is_partial = any(placement.is_partial() for placement in sharded.placements)
+    has_copies = any(is_so and mesh.size(dim) > 1 for dim, is_so in enumerate(replicates))
+    if is_partial or coordinate is None or not has_copies:
+        return None
+    if mesh not in _meshes:
+        _meshes[mesh] = digest_of(mesh.mesh.tolist())
+    where = ["*" if is_so else str(place) for is_so, place in zip(replicates, coordinate, strict=True)]
+    return f"{_meshes[mesh]}:{','.join(where)}", local_part(sharded)
+
+
+#: Fingerprints by kind and name.
+Found = Mapping[tuple[str, str], int]
+
+
+class Snapshot:
+    """The fingerprints of all that ranks have in common in one step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self._labels: list[tuple[str, str, str]] = []
+        self._layout: list[tuple[str, str, tuple[int, ...], str]] = []
+        self._parts: list[Tensor] = []
+        self._batch, self._has_buffers = 0, False
+        self._copy: DeviceToHostCopy | None = None
+
+    def add_batch(self, tensors: Sequence[Tensor]) -> None:
+        """Take the fingerprints of this rank's first batch of the step."""
+        if not self._batch and tensors and not self._parts and len({tensor.device for tensor in tensors}) == 1:
+            self._batch = len(tensors)
+            self._parts.append(packed(fingerprints(tensors)))
+
+    def add_buffers(self, items: Sequence[Item]) -> None:
+        """Take the fingerprints of buffers as they are in the first pass of the step."""
+        if not self._has_buffers:
+            self._has_buffers = True
+            self.add(items)
+
+    def add(self, items: Sequence[Item]) -> None:
+        by_device: dict[torch.device, list[Item]] = {}
+        for item in items:
+            by_device.setdefault(item.tensor.device, []).append(item)
+        for each in by_device.values():
+            self._labels += [(item.share, item.kind, item.name) for item in each]
+            self._parts.append(packed(fingerprints([item.tensor for item in each])))
+        parameters = [item for item in items if item.kind == PARAMETER]
+        self._layout += [(item.share, item.name, tuple(item.tensor.shape), str(item.tensor.dtype)) for item in parameters]
+
+    def start_copy(self) -> None:
+        self._copy = DeviceToHostCopy(self._parts)
+
+    def is_ready(self) -> bool:
+        return self._copy is not None and self._copy.is_ready()
+
+    @cached_property
+    def _values(self) -> list[int]:
+        assert self._copy is not None
+        parts = [unpacked(part) for part in self._copy.land()]
+        found: list[int] = torch.cat(parts).tolist() if parts else []
+        return found
+
+    @property
+    def batch(self) -> str | None:
+        """A digest of the batch; None if it is not known."""
+        return digest_of(self._values[: self._batch]) if self._batch else None
+
+    @cached_property
+    def by_share(self) -> Mapping[str, Found]:
+        """Fingerprints by what ranks should have in common. Ranks with other parameters have other keys. Waits for the copy."""
+        layout = digest_of(sorted(self._layout))
+        found: dict[str, dict[tuple[str, str], int]] = {}
+        for (share, kind, name), value in zip(self._labels, self._values[self._batch :], strict=True):
+            found.setdefault(f"{layout}|{share}", {})[kind, name] = value
+        return found
+
+    def digests(self) -> dict[str, str]:
+        """One digest for each share: equal if all fingerprints are."""
+        return {share: digest_of(sorted(found.items())) for share, found in self.by_share.items()}
+
 
 # --- Where ranks leave their messages: the key-value store of ``torch.distributed`` ---
 
 
 class Board:
-    """Messages of each rank, by a name.
-
-    Args:
-        subject: the same on all ranks that share the board.
-        rank: of this process among them.
+    """Messages of each rank, by a name; ``subject`` is the same on all ranks that share the board.
 
     Raises:
         ImportError, RuntimeError, ValueError: there is no store, or none that can be used beside the training.
@@ -111,46 +330,18 @@ class Board:
 
 #: The largest number of ranks, of those that differ, that are asked for details in one check.
 ASKED = 6
-#: Fingerprints by kind and name.
-Found = Mapping[tuple[str, str], int]
 #: By step, in the order in which things were measured: kind, name, and a hash of the statistics.
 Trace = Mapping[int, Sequence[Sequence[str]]]
 
 
 class Suspects(NamedTuple):
-    """Ranks that should be equal and are not.
-
-    Attributes:
-        reference: one of the largest number of equal ranks.
-        usual: their number. Where as many ranks are equal to ``odd``, it may be they that are wrong.
-        odd: a rank that differs from them.
-        alike: number of ranks that are equal to it.
-    """
+    """A rank ``odd`` that differs from a ``reference``, which is one of the largest number of equal ranks."""
 
     reference: int
-    usual: int
+    usual: int  # how many are equal to the reference; where as many are equal to `odd`, it may be they that are wrong
     odd: int
     alike: int
     share: str
-
-
-class Difference(NamedTuple):
-    """What differs between two ranks.
-
-    Attributes:
-        kind: of the item that differed first, as far as is known.
-        name: of the first tensor or number in the order of the model.
-        first: the first step that is known to differ; None if only the check shows it.
-        differing: number of items of this kind that differ now; 0 if they are equal again.
-        of: number of all items of this kind.
-    """
-
-    rule: str
-    kind: str
-    name: str
-    first: int | None
-    differing: int
-    of: int
 
 
 def compared(digests: Mapping[int, Mapping[str, str]]) -> bool:
@@ -174,31 +365,7 @@ def suspects(digests: Mapping[int, Mapping[str, str]]) -> list[Suspects]:
     return found[: ASKED // 2]
 
 
-def difference(reference: Found, other: Found, traces: Sequence[Trace] = (), equal_in: int | None = None) -> Difference | None:
-    """What differs between two ranks; None if nothing does that should not.
-
-    Args:
-        traces: statistics of their last steps.
-        equal_in: the last step in which nothing differed.
-    """
-    kinds = _differing(reference, other)
-    if not kinds:
-        return None
-    kind = next(kind for kind in (NUMBER, BUFFER, GRADIENT, STATE, PARAMETER) if kind in kinds)
-    name, first = kinds[kind][0], None
-    # before the first check it is unknown whether gradients are equal when they are measured
-    kinds_of_use = {NUMBER, PARAMETER, *([GRADIENT] if equal_in is not None or GRADIENT in kinds else [])}
-    since = _since(traces[0], traces[1], equal_in, kinds_of_use) if len(traces) == 2 else None
-    if since is not None:
-        first, earlier, name_then = since
-        if earlier != PARAMETER or kind == PARAMETER:  # state is in no statistics, so it may have been earlier
-            kind, name = earlier, name_then
-    rule = "ranks-not-synchronised" if kind == GRADIENT else "ranks-diverged"
-    of = sum(each == kind for each, _ in {*reference, *other})
-    return Difference(rule, kind, name, first, len(kinds.get(kind, ())), of)
-
-
-def _differing(one: Found, other: Found) -> dict[str, list[str]]:
+def differing(one: Found, other: Found) -> dict[str, list[str]]:
     """Names by kind.
 
     Where all parameters are equal after the step, most gradients, or most of the state under one key, differ on purpose: the optimizer
@@ -262,17 +429,6 @@ def parameter_of(kind: str, name: str) -> str:
     return name.rpartition("/")[0] if kind == STATE else name
 
 
-def to_json(found: Found) -> list[list[Any]]:
-    return [[kind, name, value] for (kind, name), value in found.items()]
-
-
-def of_json(items: Sequence[Sequence[Any]]) -> dict[tuple[str, str], int]:
-    return {(kind, name): value for kind, name, value in items}
-
-
-# --- local values ---
-
-
 #: Types of arguments that are no batch.
 _SETTINGS = (type(None), bool, int, float, str)
 #: The share of values at either end that a range leaves out, the fewest values that have one, and the number of checks in a row in which
@@ -331,13 +487,7 @@ class Range(NamedTuple):
 
 
 class Streak(NamedTuple):
-    """Checks in a row in which one rank was far from all others.
-
-    Attributes:
-        rank: its number on the board.
-        is_above: its values are larger than those of the others.
-        first: the step of the first of these checks.
-    """
+    """Checks in a row, from that of step ``first`` on, in which the values of one ``rank`` on the board were far from all others."""
 
     rank: int
     is_above: bool
@@ -369,11 +519,8 @@ def local_values(kind: str, records: Sequence[StepRecord], after: int, rank: int
 def ranks_apart(
     step: int, ranges: Mapping[int, Mapping[str, Sequence[float]]], streaks: dict[str, Streak], names: Sequence[int]
 ) -> list[LoopFinding]:
-    """The findings that one rank was far from all others in several checks in a row.
-
-    Args:
-        streaks: by kind; brought up to date.
-        names: numbers of the ranks among all processes.
+    """The findings that one rank was far from all others in several checks in a row: ``streaks`` by kind, which are brought up to date.
+    ``names``: numbers of the ranks among all processes.
     """
     found = []
     for kind in LOCAL:
@@ -384,9 +531,7 @@ def ranks_apart(
         if now is None:
             continue
         goes_on = before is not None and before[:2] == now
-        streaks[kind] = streak = Streak(
-            *now, before.first if goes_on and before else step, before.checks + 1 if goes_on and before else 1
-        )
+        streaks[kind] = streak = Streak(*now, before.first, before.checks + 1) if goes_on and before else Streak(*now, step, 1)
         if streak.checks >= IN_A_ROW:
             others = statistics.median(each.median for rank, each in known.items() if rank != streak.rank)
             evidence = {"rank": float(names[streak.rank]), "median there": known[streak.rank].median, "median elsewhere": others}
@@ -405,7 +550,8 @@ def apart(ranges: Mapping[int, Range]) -> tuple[int, bool] | None:
         if max(each.low for each in others) > min(each.high for each in others):
             continue
         widest = max(each.high - each.low for each in others)
-        if len(ranges) == 2 and not _differ_by_far(own.median, others[0].median):
+        small, large = sorted((own.median, others[0].median), key=abs)
+        if len(ranges) == 2 and small * large >= 0 and abs(large) < 2 * abs(small):
             continue  # where each has the same few rows again and again, ranges are narrow
         above, below = own.low - max(each.high for each in others), min(each.low for each in others) - own.high
         if max(above, below) >= widest and max(above, below) > 0:
@@ -413,236 +559,24 @@ def apart(ranges: Mapping[int, Range]) -> tuple[int, bool] | None:
     return None
 
 
-def _differ_by_far(one: float, other: float) -> bool:
-    """Whether one is at least twice the other, or has the other sign."""
-    small, large = sorted((abs(one), abs(other)))
-    return one * other < 0 or large >= 2 * small
-
-
-# --- The messages of ranks about one check, over a few steps ---
+# --- The check of replicas: when it is due, and what is done with its verdict ---
 
 
 #: The first step is looked for in the statistics of this number of steps and of parameters.
 TRACED_STEPS, TRACED_NAMES = 200, 20
 #: Kinds by source, in the order in which a step measures them.
 _SOURCES = {keys.PARAMETER: PARAMETER, keys.GRADIENT_BEFORE_CLIP: GRADIENT, keys.GRADIENT: GRADIENT}
-
-
-@dataclass
-class Memory:
-    """What one rank knows from checks before.
-
-    Attributes:
-        last_good: the last step in which nothing differed; None before the first.
-        seen: the last step whose values of this kind are in a range, by kind.
-        streaks: by kind, the checks in a row in which one rank was apart.
-    """
-
-    last_good: int | None = None
-    batch: str | None = None
-    seen: dict[str, int] = field(default_factory=dict)
-    streaks: dict[str, Streak] = field(default_factory=dict)
-
-    def next_ranges(self, records: Sequence[StepRecord], rank: int, step: int) -> dict[str, Range]:
-        """The ranges of this rank's own values since the ranges before, where there are enough of them."""
-        found: dict[str, Range] = {}
-        for kind in LOCAL:
-            values = local_values(kind, records, self.seen.get(kind, -1), rank)
-            if (each := range_of(values)) is not None:
-                found[kind] = each
-            if len(values) >= FEWEST:
-                self.seen[kind] = step
-        return found
-
-
-class Conversation:
-    """One check, from the side of one rank.
-
-    Args:
-        recorded: those of steps that were not monitored, which waits for the device.
-        global_ranks: the ranks on the board by their number among all processes.
-        has_traces: the statistics of the last steps are those of equal ranks.
-        compares_losses: each rank has batches of its own, which are of one kind.
-    """
-
-    def __init__(
-        self,
-        board: Board,
-        snapshot: Snapshot,
-        records: Callable[[], Sequence[StepRecord]],
-        recorded: Callable[[], Sequence[StepRecord]],
-        memory: Memory,
-        global_ranks: Sequence[int],
-        has_traces: bool,
-        compares_losses: bool,
-    ) -> None:
-        self._board, self._snapshot, self._memory = board, snapshot, memory
-        self._records, self._recorded = records, recorded
-        self._global_ranks, self._has_traces, self._compares_losses = global_ranks, has_traces, compares_losses
-        self._left: set[str] = set()
-        self._suspects: list[Suspects] = []
-        self._asked: list[int] = []
-        self._answers: Mapping[int, Any] = {}
-
-    def go_on(self) -> list[LoopFinding] | None:
-        """Leave the messages that are due. Returns the verdict once it is known; waits for nothing."""
-        if not self._snapshot.is_ready():
-            return None
-        if self._board.has_changed():
-            self._left.clear()
-        self._leave("digests", lambda: self._own)
-        if self._board.rank == 0:
-            self._judge()
-        question = self._read("question", [0])
-        if question is None:
-            return None
-        facts = [LoopFinding.of_dict(fact) for fact in question[0]["facts"]]
-        if not question[0]["ranks"]:
-            if question[0]["compared"]:
-                self._memory.last_good = self._snapshot.step
-            return facts
-        if self._board.rank in question[0]["ranks"]:
-            self._answer()
-        verdict = self._read("verdict", [0])
-        if verdict is None:
-            return None
-        if not verdict[0]["facts"]:  # what differs does so on purpose
-            self._memory.last_good = self._snapshot.step
-        return [*facts, *map(LoopFinding.of_dict, verdict[0]["facts"])]
-
-    def silent(self) -> tuple[int, int]:
-        """How many ranks have left no digest in this training, and the first of them, by its number among all processes."""
-        count, first = self._board.silent("digests")
-        return count, self._global_ranks[first]
-
-    @cached_property
-    def _own(self) -> dict[str, Any]:
-        """The first message of this rank; the same if it has to be left again."""
-        snapshot = self._snapshot
-        records = self._records() if self._compares_losses else []
-        ranges = self._memory.next_ranges(records, self._board.rank, snapshot.step)
-        rounded = {kind: [float(f"{value:.6g}") for value in each] for kind, each in ranges.items()}
-        before, self._memory.batch = self._memory.batch, snapshot.batch
-        return {
-            "shares": snapshot.digests(),
-            "batch": snapshot.batch,
-            "batch before": before,
-            **({"local": rounded} if rounded else {}),
-        }
-
-    def _answer(self) -> None:
-        self._leave("answer", lambda: {"shares": {share: to_json(found) for share, found in self._snapshot.by_share.items()}})
-        names = self._read("names", [0])
-        if names is not None:
-            self._leave("trace", lambda: self._trace(names[0]["names"]))
-
-    def _judge(self) -> None:
-        """What the first rank does with the messages of the others."""
-        if "question" not in self._left:
-            found = self._read("digests", range(self._board.count))
-            if found is None:
-                return
-            digests = {rank: message["shares"] for rank, message in found.items()}
-            self._suspects = suspects(digests)
-            self._asked = sorted({rank for each in self._suspects for rank in (each.reference, each.odd)})
-            local = {rank: message.get("local", {}) for rank, message in found.items()}
-            facts = [
-                *same_batches(self._snapshot.step, found),
-                *ranks_apart(self._snapshot.step, local, self._memory.streaks, self._global_ranks),
-            ]
-            said = [fact.to_dict() for fact in facts]
-            self._leave("question", lambda: {"ranks": self._asked, "facts": said, "compared": compared(digests)})
-        answers = self._read("answer", self._asked) if self._asked else None
-        if answers is None:
-            return
-        self._answers = answers
-        self._leave("names", lambda: {"names": self._differing()[:TRACED_NAMES]})
-        traces = self._read("trace", self._asked)
-        if traces is not None:
-            self._leave("verdict", lambda: {"facts": [fact.to_dict() for fact in self._verdicts(traces)]})
-
-    def _found(self, rank: int, share: str) -> dict[tuple[str, str], int]:
-        return of_json(self._answers[rank]["shares"].get(share, []))
-
-    def _differing(self) -> list[str]:
-        names: dict[str, None] = {}
-        for each in self._suspects:
-            reference, other = (self._found(rank, each.share) for rank in (each.reference, each.odd))
-            differing = [key for key in dict.fromkeys((*reference, *other)) if reference.get(key) != other.get(key)]
-            names.update(dict.fromkeys(parameter_of(*key) for key in differing))
-        return list(names)
-
-    def _verdicts(self, traces: Mapping[int, Any]) -> list[LoopFinding]:
-        found: dict[str, LoopFinding] = {}
-        for who in self._suspects:
-            pair = who.reference, who.odd
-            steps = [{int(step): of for step, of in traces[rank]["steps"].items()} for rank in pair] if self._has_traces else []
-            reference, other = (self._found(rank, who.share) for rank in pair)
-            what = difference(reference, other, steps, self._memory.last_good)
-            if what is not None:  # one finding for each rule, that of the first share
-                found.setdefault(what.rule, self._fact(who, what, [traces[rank]["norms"] for rank in pair]))
-        return list(found.values())
-
-    def _fact(self, who: Suspects, what: Difference, norms: Sequence[Mapping[str, float]]) -> LoopFinding:
-        step = self._snapshot.step
-        evidence: dict[str, float] = {"rank": self._global_ranks[who.odd], "unlike rank": self._global_ranks[who.reference]}
-        evidence["ranks like it"], evidence["ranks like the other"] = who.alike, who.usual
-        if what.differing:
-            evidence[f"{what.kind}s that differ"], evidence[f"{what.kind}s"] = what.differing, what.of
-        ours, theirs = (each.get(parameter_of(what.kind, what.name)) for each in norms)
-        if ours and theirs:
-            evidence["norm of the parameter there"], evidence["and elsewhere"] = theirs, ours
-        if what.first is None and self._memory.last_good is not None:
-            evidence["equal until step"] = self._memory.last_good
-        first = step if what.first is None else what.first
-        return LoopFinding(what.rule, first, step, 1, (what.name,), {name: float(value) for name, value in evidence.items()})
-
-    def _trace(self, names: Sequence[str]) -> dict[str, Any]:
-        """Hashes of the statistics of these parameters in the last steps, and the last norms."""
-        steps: dict[int, list[tuple[str, str, str]]] = {}
-        norms: dict[str, float] = {}
-        known = {record.step: record for record in (*self._recorded(), *self._records())}
-        for _, record in sorted(known.items())[-TRACED_STEPS:]:
-            rates = record.context.get("lr", [])
-            found = steps[record.step] = [(NUMBER, rate_name(number), repr(rate)) for number, rate in enumerate(rates)]
-            if "amp_scale" in record.context:
-                found.append((NUMBER, SCALE, repr(record.context["amp_scale"])))
-            for source, kind in _SOURCES.items():
-                table = record.tables.get(source)
-                if table is None:
-                    continue
-                place = {name: row for row, name in enumerate(table.names)}
-                there = [name for name in names if name in place]
-                found += [(kind, name, digest_of(table.rows[place[name]].tolist())) for name in there]
-                if kind == PARAMETER:
-                    norms.update((name, float(table.rows[place[name], Column.SQUARE_SUM]) ** 0.5) for name in there)
-        return {"steps": steps, "norms": norms}
-
-    def _leave(self, name: str, message: Callable[[], dict[str, Any]]) -> None:
-        if name not in self._left:
-            self._left.add(name)
-            self._board.put(name, {"step": self._snapshot.step, **message()})
-
-    def _read(self, name: str, ranks: Sequence[int]) -> dict[int, Any] | None:
-        return self._board.read(name, ranks, self._snapshot.step)
-
-
-# --- The check of replicas: when it is due, and what is done with its verdict ---
-
-
 #: Steps that others are waited for, and steps after which an alert has reached all ranks.
 PATIENCE, AFTER_ALERT = 50, 4
+Records = Callable[[], Sequence[StepRecord]]
 
 
 class ReplicaCheck(Plugin):
     """Compares fingerprints of everything that must be equal on all ranks. Each rank leaves its own; the first one compares them.
 
-    Args:
-        every: steps between two checks.
-        sync_every: ranks average their parameters after each such number of steps, and train by themselves in between.
-        distinct: pattern of parameters that differ between ranks.
-        records: the last records of this rank.
-        recorded: those of steps that were not monitored, which waits for the device.
+    ``every``: steps between two checks; ``sync_every``: ranks average their parameters after each such number of steps, and train by
+    themselves in between; ``distinct``: parameters that differ between ranks; ``records``: the last ones of this rank; ``recorded``: those
+    of steps that were not monitored, which waits for the device.
     """
 
     name = "replica_check"
@@ -655,25 +589,38 @@ class ReplicaCheck(Plugin):
         distinct: re.Pattern[str] | None,
         ranks: Ranks,
         planner: Planner,
-        complaints: WarningLog,
-        records: Callable[[], Sequence[StepRecord]],
-        recorded: Callable[[], Sequence[StepRecord]],
+        records: Records,
+        recorded: Records,
     ) -> None:
         self._every, self._sync_every, self._distinct, self._common = every, sync_every, distinct, Common(distinct)
-        self._ranks, self._planner, self._complaints = ranks, planner, complaints
+        self._ranks, self._planner = ranks, planner
         self._records, self._recorded = records, recorded
         self._board: Board | None = None
-        self._due: int | None = None  # None: in the next step of an optimizer
-        self._snapshot: Snapshot | None = None
-        self._conversation: Conversation | None = None
-        self._taken: set[int] = set()  # ids of the optimizers in the snapshot
-        self._has_others = False  # parameters that no optimizer has were compared
+        self._has_own_batches = self._is_paused = False
         self._brings_buffers = False  # DDP is called, and sends them before it calls the module
-        self._wrappers: Wrappers | None = None
-        self._has_own_batches = self._is_paused = self._has_joined = False
-        self._memory = Memory()
+        self._has_others = False  # parameters that no optimizer has were compared
+        self._has_joined = False
         self._handles = Handles()
         self._facts: dict[str, LoopFinding] = {}
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin with the next step of an optimizer, and know nothing of checks before."""
+        self._end()
+        self._due: int | None = None  # None: in the next step of an optimizer
+        self._last_good: int | None = None  # the last step in which nothing differed
+        self._batch: str | None = None
+        self._seen: dict[str, int] = {}  # the last step whose values of this kind are in a range
+        self._streaks: dict[str, Streak] = {}
+
+    def _end(self) -> None:
+        """The check is over."""
+        self._snapshot: Snapshot | None = None
+        self._is_comparing = self.watches_idle_steps = False  # no more comes to the snapshot, and ranks compare it
+        self._taken: set[int] = set()  # ids of the optimizers in the snapshot
+        self._left: set[str] = set()  # names of the messages that this rank has left
+        self._own: dict[str, Any] | None = None
+        self._suspects: list[Suspects] = []
 
     def facts(self) -> list[LoopFinding]:
         return list(self._facts.values())
@@ -685,20 +632,13 @@ class ReplicaCheck(Plugin):
         self.on_detach()
         inventory = self._planner.inventory
         names = [] if inventory is None else inventory.names
-        subject = (
-            self._every,
-            self._sync_every,
-            "" if self._distinct is None else self._distinct.pattern,
-            self._ranks.members,
-            names,
-        )
-        with contextlib.suppress(
-            ImportError, RuntimeError, ValueError, TimeoutError
-        ):  # no store, or one that cannot be connected to again
+        distinct = "" if self._distinct is None else self._distinct.pattern
+        subject = (self._every, self._sync_every, distinct, self._ranks.members, names)
+        # no store, or one that cannot be connected to again
+        with contextlib.suppress(ImportError, RuntimeError, ValueError, TimeoutError):
             self._board = Board(digest_of(subject), self._ranks.rank, self._ranks.count)
-        self._wrappers = Wrappers(module, self._ranks.members)
-        self._common = Common(self._distinct, self._wrappers)
-        called = self._wrappers.only or module
+        self._common = Common(self._distinct, module, self._ranks.members)
+        called = self._common.wrapper or module
         self._has_own_batches = has_own_batches(called, self._ranks.members)
         if self._board is not None and (self._has_own_batches or is_ddp(called)):
             self._handles.of_module(called.register_forward_pre_hook(ModuleHook(self._called), with_kwargs=True))
@@ -712,9 +652,9 @@ class ReplicaCheck(Plugin):
     def on_detach(self) -> None:
         """Take the hook on the model away, and forget a check that is not over."""
         self._handles.remove()
-        self._end()
-        self._board, self._memory, self._due, self._has_others = None, Memory(), None, False
-        self._wrappers, self._has_joined = None, False
+        self._forget()
+        self._board, self._common = None, Common(self._distinct)
+        self._has_others = self._has_joined = False
 
     def may_miss(self) -> int:
         if self._board is None:
@@ -728,12 +668,11 @@ class ReplicaCheck(Plugin):
             self._due = step + AFTER_ALERT
 
     def on_rewind(self, step: int) -> None:
-        self._end()
-        self._due, self._memory = None, Memory()
+        self._forget()
 
     def _is_due(self, step: int) -> bool:
         """Whether ``step`` is that of a check, or the first one after it in which ranks have just averaged their parameters."""
-        return (self._due is None or step >= self._due) and step % self._sync_every == 0 and self._conversation is None
+        return (self._due is None or step >= self._due) and step % self._sync_every == 0 and not self._is_comparing
 
     # --- a check -------------------------------------------------------------------------------------------------------------
 
@@ -752,7 +691,7 @@ class ReplicaCheck(Plugin):
         if self._board is None or step is None or id(optimizer) in self._taken or not self._is_due(step):
             return
         # once ranks have had steps that others had not, the same number is no longer the same moment
-        self._has_joined = self._has_joined or (self._wrappers is not None and self._wrappers.is_joining)
+        self._has_joined = self._has_joined or self._common.is_joining
         if self._has_joined:
             self._end()
             return
@@ -789,17 +728,13 @@ class ReplicaCheck(Plugin):
         self._begin(step).add_batch(batch_in(args, kwargs))
 
     def _take_buffers(self, step: int) -> None:
-        if self._wrappers is not None and (module := self._wrappers.only) is not None:
+        if (module := self._common.wrapper) is not None:
             self._begin(step).add_buffers(list(buffers_of(module, self._common)))
 
     def _begin(self, step: int) -> Snapshot:
         if self._snapshot is None:
             self._snapshot, self.watches_idle_steps = Snapshot(step), True
         return self._snapshot
-
-    def _end(self) -> None:
-        self._snapshot, self._conversation, self.watches_idle_steps = None, None, False
-        self._taken = set()
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         inventory = self._planner.inventory
@@ -812,29 +747,21 @@ class ReplicaCheck(Plugin):
         return {id(self._planner.source.stepped(parameter)): name for name, parameter in self._parameters()}
 
     def on_step_closed(self, step: ActiveStep) -> None:
-        snapshot, now = self._snapshot, self.context.step or 0
-        if self._board is None or snapshot is None or not self._taken:
+        """Go on with the check, whose messages take a few steps."""
+        snapshot, board, now = self._snapshot, self._board, self.context.step or 0
+        if board is None or snapshot is None or not self._taken:
             return
-        if self._conversation is None:
+        if not self._is_comparing:
             if now < snapshot.step:
                 return
             snapshot.start_copy()
-            self._conversation = Conversation(
-                self._board,
-                snapshot,
-                self._records,
-                self._recorded,
-                self._memory,
-                self._ranks.members,
-                has_traces=self._sync_every == 1,
-                compares_losses=self._sync_every == 1 and self._has_own_batches,
-            )
+            self._is_comparing = True
         try:
-            verdict = self._conversation.go_on()
+            verdict = self._go_on(snapshot, board)
             if verdict is None and now <= snapshot.step + PATIENCE:
                 return
             if verdict is None:
-                verdict = self._not_compared(self._conversation, snapshot.step)
+                verdict = self._not_compared(snapshot.step, board)
         except TimeoutError:  # the store stands still; the next check asks again
             verdict = []
         except torch.distributed.DistNetworkError:  # the process that has the store has ended, as at the end of a training
@@ -846,19 +773,15 @@ class ReplicaCheck(Plugin):
         self._end()
         self._due = (now // self._every + 1) * self._every
 
-    def _not_compared(self, conversation: Conversation, step: int) -> list[LoopFinding]:
+    def _not_compared(self, step: int, board: Board) -> list[LoopFinding]:
         """The finding, where nothing was ever compared because some ranks give no answer. The first rank alone asks which."""
-        if self._memory.last_good is not None or not self._ranks.is_first:
+        if self._last_good is not None or not self._ranks.is_first:
             return []
-        count, first = conversation.silent()
+        count, first = board.silent("digests")
         if not count:
             return []
-        evidence = {
-            "ranks without an answer": float(count),
-            "the first of them": float(first),
-            "ranks": float(self._ranks.count),
-        }
-        return [LoopFinding("ranks-not-compared", step, step, 1, (), evidence)]
+        silent = {"ranks without an answer": float(count), "the first of them": float(self._ranks.members[first])}
+        return [LoopFinding("ranks-not-compared", step, step, 1, (), {**silent, "ranks": float(self._ranks.count)})]
 
     def _take(self, fact: LoopFinding) -> None:
         known = self._facts.get(fact.rule)
@@ -868,7 +791,165 @@ class ReplicaCheck(Plugin):
         self._facts[fact.rule] = fact
         mistake = RANK_FAULTS[fact.rule]
         if self._ranks.is_first and mistake.warns:
-            self._complaints.add(f"replicas:{fact.rule}", f"{mistake.cause} ({_in_words(fact)}). {mistake.advice}")
+            self.context.warn(f"replicas:{fact.rule}", f"{mistake.cause} ({_in_words(fact)}). {mistake.advice}")
+
+    # --- the messages of ranks about one check, over a few steps -----------------------------------------------------------------
+
+    def _go_on(self, snapshot: Snapshot, board: Board) -> list[LoopFinding] | None:
+        """Leave the messages that are due. Returns the verdict once it is known; waits for nothing."""
+        if not snapshot.is_ready():
+            return None
+        if board.has_changed():
+            self._left.clear()
+        if self._own is None:  # the same if it has to be left again
+            self._own = self._first_message(snapshot)
+        self._leave("digests", self._own)
+        if board.rank == 0:
+            self._judge(snapshot, board)
+        question = self._read("question", [0])
+        if question is None:
+            return None
+        facts = [LoopFinding.of_dict(fact) for fact in question[0]["facts"]]
+        if not question[0]["ranks"]:
+            if question[0]["compared"]:
+                self._last_good = snapshot.step
+            return facts
+        if board.rank in question[0]["ranks"]:
+            self._answer(snapshot)
+        verdict = self._read("verdict", [0])
+        if verdict is None:
+            return None
+        if not verdict[0]["facts"]:  # what differs does so on purpose
+            self._last_good = snapshot.step
+        return [*facts, *map(LoopFinding.of_dict, verdict[0]["facts"])]
+
+    def _first_message(self, snapshot: Snapshot) -> dict[str, Any]:
+        local = self._next_ranges(snapshot.step) if self._sync_every == 1 and self._has_own_batches else {}
+        before, self._batch = self._batch, snapshot.batch
+        message = {"shares": snapshot.digests(), "batch": snapshot.batch, "batch before": before}
+        return {**message, "local": local} if local else message
+
+    def _next_ranges(self, step: int) -> dict[str, list[float]]:
+        """The ranges of this rank's own values since the ranges before, where there are enough of them."""
+        records, found = self._records(), dict[str, list[float]]()
+        for kind in LOCAL:
+            values = local_values(kind, records, self._seen.get(kind, -1), self._ranks.rank)
+            if (each := range_of(values)) is not None:
+                found[kind] = [float(f"{value:.6g}") for value in each]
+            if len(values) >= FEWEST:
+                self._seen[kind] = step
+        return found
+
+    def _answer(self, snapshot: Snapshot) -> None:
+        found = snapshot.by_share.items()
+        shares = {share: [[kind, name, value] for (kind, name), value in of.items()] for share, of in found}
+        self._leave("answer", {"shares": shares})
+        if "trace" not in self._left and (names := self._read("names", [0])) is not None:
+            self._leave("trace", self._trace(names[0]["names"]))
+
+    def _judge(self, snapshot: Snapshot, board: Board) -> None:
+        """What the first rank does with the messages of the others."""
+        if "question" not in self._left:
+            if (found := self._read("digests", range(board.count))) is None:
+                return
+            digests = {rank: message["shares"] for rank, message in found.items()}
+            self._suspects = suspects(digests)
+            local = {rank: message.get("local", {}) for rank, message in found.items()}
+            facts = [
+                *same_batches(snapshot.step, found),
+                *ranks_apart(snapshot.step, local, self._streaks, self._ranks.members),
+            ]
+            said = [fact.to_dict() for fact in facts]
+            self._leave("question", {"ranks": self._asked, "facts": said, "compared": compared(digests)})
+        asked = self._asked
+        answers = self._read("answer", asked) if asked else None
+        if answers is None:
+            return
+        found_in = {
+            (rank, share): {(kind, name): value for kind, name, value in of}
+            for rank, message in answers.items()
+            for share, of in message["shares"].items()
+        }
+        pairs = [[found_in.get((rank, who.share), {}) for rank in (who.reference, who.odd)] for who in self._suspects]
+        names: dict[str, None] = {}
+        for reference, other in pairs:
+            differing = [key for key in dict.fromkeys((*reference, *other)) if reference.get(key) != other.get(key)]
+            names.update(dict.fromkeys(parameter_of(*key) for key in differing))
+        self._leave("names", {"names": [*names][:TRACED_NAMES]})
+        if "verdict" not in self._left and (traces := self._read("trace", asked)) is not None:
+            self._leave("verdict", {"facts": [fact.to_dict() for fact in self._verdicts(snapshot.step, pairs, traces)]})
+
+    @property
+    def _asked(self) -> list[int]:
+        return sorted({rank for who in self._suspects for rank in (who.reference, who.odd)})
+
+    def _verdicts(self, step: int, pairs: Sequence[Sequence[Found]], traces: Mapping[int, Any]) -> list[LoopFinding]:
+        found: dict[str, LoopFinding] = {}
+        for who, (reference, other) in zip(self._suspects, pairs, strict=True):
+            if kinds := differing(reference, other):
+                sizes = Counter(kind for kind, _ in {*reference, *other})
+                fact = self._fact(step, who, kinds, sizes, [traces[rank] for rank in (who.reference, who.odd)])
+                found.setdefault(fact.rule, fact)  # one finding for each rule, that of the first share
+        return list(found.values())
+
+    def _fact(
+        self, step: int, who: Suspects, kinds: Mapping[str, Sequence[str]], sizes: Mapping[str, int], traces: Sequence[Any]
+    ) -> LoopFinding:
+        """What differs between two ranks now by kind, of how many, and as far as their ``traces`` tell, what differed first."""
+        kind = next(kind for kind in (NUMBER, BUFFER, GRADIENT, STATE, PARAMETER) if kind in kinds)
+        name, first, equal_in = kinds[kind][0], None, self._last_good
+        if self._sync_every == 1:  # else the statistics of steps are not those of equal ranks
+            # before the first check it is unknown whether gradients are equal when they are measured
+            of_use = {NUMBER, PARAMETER, *([GRADIENT] if equal_in is not None or GRADIENT in kinds else [])}
+            one, other = ({int(at): of for at, of in each["steps"].items()} for each in traces)
+            if (since := _since(one, other, equal_in, of_use)) is not None:
+                first, earlier, name_then = since
+                if earlier != PARAMETER or kind == PARAMETER:  # state is in no statistics, so it may have been earlier
+                    kind, name = earlier, name_then
+        evidence: dict[str, float] = {"rank": self._ranks.members[who.odd], "unlike rank": self._ranks.members[who.reference]}
+        evidence["ranks like it"], evidence["ranks like the other"] = who.alike, who.usual
+        if kind in kinds:  # else they are equal again
+            evidence[f"{kind}s that differ"], evidence[f"{kind}s"] = len(kinds[kind]), sizes[kind]
+        ours, theirs = (each["norms"].get(parameter_of(kind, name)) for each in traces)
+        if ours and theirs:
+            evidence["norm of the parameter there"], evidence["and elsewhere"] = theirs, ours
+        if first is None and equal_in is not None:
+            evidence["equal until step"] = equal_in
+        rule = "ranks-not-synchronised" if kind == GRADIENT else "ranks-diverged"
+        numbers = {key: float(value) for key, value in evidence.items()}
+        return LoopFinding(rule, step if first is None else first, step, 1, (name,), numbers)
+
+    def _trace(self, names: Sequence[str]) -> dict[str, Any]:
+        """Hashes of the statistics of these parameters in the last steps, and the last norms."""
+        steps: dict[int, list[tuple[str, str, str]]] = {}
+        norms: dict[str, float] = {}
+        known = {record.step: record for record in (*self._recorded(), *self._records())}
+        for _, record in sorted(known.items())[-TRACED_STEPS:]:
+            rates = record.context.get("lr", [])
+            found = steps[record.step] = [(NUMBER, rate_name(number), repr(rate)) for number, rate in enumerate(rates)]
+            if "amp_scale" in record.context:
+                found.append((NUMBER, SCALE, repr(record.context["amp_scale"])))
+            for source, kind in _SOURCES.items():
+                table = record.tables.get(source)
+                if table is None:
+                    continue
+                place = {name: row for row, name in enumerate(table.names)}
+                there = [name for name in names if name in place]
+                found += [(kind, name, digest_of(table.rows[place[name]].tolist())) for name in there]
+                if kind == PARAMETER:
+                    norms.update((name, float(table.rows[place[name], Column.SQUARE_SUM]) ** 0.5) for name in there)
+        return {"steps": steps, "norms": norms}
+
+    def _leave(self, name: str, message: Mapping[str, Any]) -> None:
+        if name not in self._left and self._board is not None and self._snapshot is not None:
+            self._left.add(name)
+            self._board.put(name, {"step": self._snapshot.step, **message})
+
+    def _read(self, name: str, ranks: Sequence[int]) -> dict[int, Any] | None:
+        """The messages of these ranks about this check; None while one is missing."""
+        if self._board is None or self._snapshot is None:
+            return None
+        return self._board.read(name, ranks, self._snapshot.step)
 
 
 def _in_words(fact: LoopFinding) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ...capture.compiled import unwrapped
 from ...capture.measurer import untouched_rng
@@ -20,7 +21,6 @@ from ...core.errors import display
 from ...core.formatting import ShownAsText
 from ...statistics.fingerprint import fingerprints
 from ...step.ranks import local_part
-from .items import is_ddp
 
 LOSS = "loss"
 #: The fingerprints of one pass by name, the loss first.
@@ -120,7 +120,7 @@ def _check(inner: nn.Module) -> None:
             "needs all ranks for a pass: replay it on a model that is not sharded, with the same parameters"
         )
     for module in inner.modules():
-        if is_ddp(module):
+        if isinstance(module, DistributedDataParallel):
             raise TypeError(
                 "check_determinism() runs a pass on one rank by itself, and DistributedDataParallel inside of the model would exchange "
                 "with "

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import weakref
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -35,110 +35,7 @@ from ...step.plan import SourcePlan
 from ...step.plugin import OptimizerContext, Plugin
 from ...step.ranks import Ranks, local_part
 from ...step.summary import gradient_values
-from .policy import Act, Policy, Rollback, RollbackResult
-
-# --- decision ---
-
-
-#: The sources that have values before the optimizer steps.
-_SOURCES = (n.GRADIENT_BEFORE_CLIP, n.GRADIENT)
-#: A rank's vote: no spike, a spike, or NaN or Inf that the optimizer would use.
-CALM, SPIKE, NONFINITE = 0.0, 1.0, 2.0
-
-
-class Votes:
-    """Combines the predictions of the detectors, which learn nothing here, over all ranks.
-
-    Args:
-        parts: what must be the same on all ranks, see :meth:`ExchangePolicy.parts`.
-
-    Attributes:
-        known: the values of the step at the decision, as a record and whole-model values.
-        split: whether the scalers of the ranks disagreed about the step, which is therefore skipped.
-    """
-
-    def __init__(
-        self, judges: DetectorSet, exchange: RankExchange, complaints: WarningLog, parts: Callable[[], Mapping[str, Any]]
-    ) -> None:
-        self.known: tuple[StepRecord, dict[str, float]] | None = None
-        self.split = False
-        self._judges, self._exchange, self._complaints, self._parts = judges, exchange, complaints, parts
-
-    def begin(self) -> None:
-        self.known, self.split = None, False
-
-    def end(self) -> None:
-        self._exchange.end()
-
-    def are_common(self, step: int) -> bool:
-        """Whether all ranks vote, in the same way, in the step in flight."""
-        return self._exchange.all_take_part("decisions", lambda: {**self._parts(), "detectors": self._judges.signals}, step)
-
-    def cast(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], optimizer: OptimizerContext) -> tuple[float, str]:
-        """The severity of the step according to all ranks, and the reason. Synchronises; one or two collectives.
-
-        This rank votes even after a failure, since the others wait for it.
-        """
-        part = buffer.part(_SOURCES)
-        for source in _SOURCES if optimizer.ignored else ():
-            part.clear(source, optimizer.ignored)
-        spread = {source: (plans[source].exchanged, plans[source].columns) for source in _SOURCES if plans[source].exchanged}
-        self._exchange.run(part, spread, self._judges.watches_values, self._judges.watches, asked="decisions")
-        events: list[SpikeEvent] = []
-        count, refused = 0, optimizer.is_overflowed
-        try:
-            record, whole = self.known = _looked_at(part)
-            count = _nonfinite(record)
-            refused |= bool(count) and optimizer.has_scaler
-            if not refused:  # the scaler handles infinite gradients itself
-                events = self._judges.predict(record, whole)
-        except Exception as error:
-            self._complaints.add("internal:vote", f"whether step {buffer.step} is a spike could not be determined", error)
-        reasons = [event.reason for event in events]
-        if count and not refused and all(math.isfinite(event.value) for event in events):
-            reasons.append(f"{count:,} elements of the gradients are NaN or infinite")
-        if optimizer.is_stale:
-            reasons.append("the gradients are those of a step that was skipped, and were not zeroed since")
-        severity = CALM if not reasons else NONFINITE if count and not refused else SPIKE
-        vote = self._together(severity, "; ".join(reasons), refused)
-        self._judges.warn_of_failures(self._complaints)
-        return vote
-
-    def _together(self, severity: float, reason: str, refused: bool) -> tuple[float, str]:
-        ranks = self._exchange.ranks
-        if ranks.count == 1:
-            return severity, reason
-        row = identity(2, ranks.device)
-        row[0, Column.MAX] = severity
-        row[1, [Column.MIN, Column.MAX]] = float(refused)
-        votes, refusals = ranks.merged(row, frozenset({Column.MIN, Column.MAX})).tolist()
-        worst, split = votes[Column.MAX], bool(refusals[Column.MAX] and not refusals[Column.MIN])
-        self.split |= split
-        if worst == CALM and not split:
-            return CALM, ""
-        if refused and split:
-            reason = "the scaler did not let the optimizer step"
-        told = {rank: words for rank, words in enumerate(ranks.gathered(reason)) if words}
-        if len(told) == ranks.count and len(set(told.values())) == 1:
-            return worst, next(iter(told.values()))
-        words = "; ".join(f"rank {rank}: {words}" for rank, words in list(told.items())[:3])
-        return NONFINITE if split else worst, words + (f"; and {len(told) - 3} more ranks" if len(told) > 3 else "")
-
-
-def _looked_at(part: StepBuffer) -> tuple[StepRecord, dict[str, float]]:
-    """The values in ``part`` as a record, and the whole-model values that follow from them. Waits for the device."""
-    tables, values, _ = part.flush()
-    refused = {*part.refused, *(source for (source, name) in part.absent if not name)}
-    before = tables.get(n.GRADIENT_BEFORE_CLIP)
-    whole = {} if before is None or n.GRADIENT_BEFORE_CLIP in refused else gradient_values(before)
-    return StepRecord(part.step, 0.0, True, values, tables), whole
-
-
-def _nonfinite(record: StepRecord) -> int:
-    """The number of NaN or infinite elements in the gradients that the optimizer will use, or, if unknown, before clipping."""
-    table = record.tables.get(n.GRADIENT, record.tables.get(n.GRADIENT_BEFORE_CLIP))
-    return 0 if table is None else int(table.rows[:, Column.NONFINITE].sum())
-
+from .policy import Policy, Rollback, RollbackResult
 
 # --- The model's buffers before a batch: a skipped batch must not change running statistics ---
 
@@ -149,7 +46,7 @@ COPIED = 32 << 20
 
 @dataclass
 class _Seen:
-    """One buffer at the start of the step; its tensor is None if the name had none yet."""
+    """One buffer at the start of the step; None if the name had none yet."""
 
     module: weakref.ref[nn.Module]
     name: str
@@ -166,14 +63,13 @@ class Buffers:
     :data:`COPIED` bytes. The counter alone is not sufficient: kernels of normalisation layers and writes to ``.data`` bypass it.
     """
 
-    def __init__(self, complaints: WarningLog) -> None:
-        self._complaints = complaints
+    def __init__(self) -> None:
         self._modules: list[weakref.ref[nn.Module]] = []
         self._version: int | None = None
         self._seen: list[_Seen] = []
         self._moving: set[tuple[int, str]] = set()
         self._counters: dict[tuple[int, str], int] = {}
-        self._is_known = False  # remembered since the last attempt
+        self.is_known = False  # remembered since the last attempt
 
     def remember(self, model: nn.Module, version: int) -> None:
         """Remember the buffers at the start of a step. ``version`` changes with the model's modules. Does not synchronise."""
@@ -190,7 +86,12 @@ class Buffers:
                 self._seen.append(seen)
                 if buffer is None or is_fixed(buffer):
                     continue
-                if self._moves(seen.place, counter) or _normalises(module):
+                # kernels of normalisation layers write without a count; so may any TorchScript module
+                is_statistics = isinstance(module, (_NormBase, torch.jit.ScriptModule)) and getattr(module, "training", False)
+                if self._counters.setdefault(seen.place, counter) != counter:
+                    self._moving.add(seen.place)
+                self._counters[seen.place] = counter
+                if is_statistics or seen.place in self._moving:
                     seen.copy = buffer.detach().clone()
                     left -= buffer.nbytes
                 else:
@@ -200,29 +101,8 @@ class Buffers:
                 break
             seen.copy = buffer.detach().clone()
 
-    def _moves(self, place: tuple[int, str], counter: int) -> bool:
-        if self._counters.setdefault(place, counter) != counter:
-            self._moving.add(place)
-        self._counters[place] = counter
-        return place in self._moving
-
-    def remember_once(self, module: nn.Module, version: int) -> None:
-        """Remember them at the first call since the last attempt."""
-        if not self._is_known:
-            self.remember(module, version)
-            self._is_known = True
-
-    def step_dropped(self) -> None:
-        self._is_known = False
-
-    def attempt_ended(self, module: nn.Module, version: int) -> None:
-        """Prepare for a new batch. Remembers them now if no call of the model was seen, as when only its parts are called."""
-        if not self._is_known:
-            self.remember(module, version)
-        self._is_known = False
-
-    def put_back(self) -> None:
-        """Restore the buffers after a skipped step; may be called repeatedly."""
+    def put_back(self) -> list[str]:
+        """Restore the buffers after a skipped step; may be called repeatedly. Returns the names of those that could not be."""
         failed = []
         with torch.no_grad():
             for seen in self._seen:
@@ -238,18 +118,10 @@ class Buffers:
                         failed.append(seen.name)  # it is large, and changed for the first time
                 except RuntimeError:
                     failed.append(seen.name)
-        if failed:
-            names = ", ".join(failed[:3])
-            message = f"buffers of the model ({names}) could not be made what they were before a step that was skipped"
-            self._complaints.add("buffers", message)
+        return failed
 
     def forget(self) -> None:
         self._seen = []
-
-
-def _normalises(module: nn.Module | None) -> bool:
-    """Whether ``module`` may write to its buffers by a normalisation kernel; any TorchScript module may."""
-    return isinstance(module, (_NormBase, torch.jit.ScriptModule)) and getattr(module, "training", False)
 
 
 def is_fixed(buffer: Tensor) -> bool:
@@ -259,48 +131,48 @@ def is_fixed(buffer: Tensor) -> bool:
     )
 
 
-# --- snapshots ---
-
-
-Load = Callable[[], Mapping[str, Any]]
-
-
 class _Kept(NamedTuple):
     """A snapshot: after which step and how many batches it was taken, its content, and its file."""
 
     step: int
     batches: int
-    load: Load
+    load: Callable[[], Mapping[str, Any]]
     file: Path | None
 
 
 class Snapshots:
-    """The last snapshots of a model and its optimizers, of this rank's part of each tensor.
+    """The last snapshots of a model and its optimizers, of this rank's part of each tensor."""
 
-    Args:
-        policy: how many, where, and what else belongs to them.
-        rank: names the files.
-    """
-
-    def __init__(self, policy: Rollback, rank: int) -> None:
-        self._keep, self._every, self._age, self._rank = policy.keep, policy.every, policy.age, rank
+    def __init__(self, policy: Rollback, ranks: Ranks, complaints: WarningLog) -> None:
+        self._policy, self._ranks, self._complaints = policy.without_others(), ranks, complaints
         self._extra_state = [_weakly(each) for each in policy.extra_state]
-        self._parent, self._directory, self._place = policy.directory, "", (0, 0)
+        self._directory, self._place = "", (0, 0)
         self._kept: list[_Kept] = []  # oldest first
         self._loaded: Mapping[str, Any] = {}
+        self._batches = 0  # that came, or were passed over
+        self.due: int | None = None  # the step before, if a snapshot is due after it
         self._since: int | None = None  # the step after which the last one was taken, or at which it was gone back to one
         self._used: int | None = None  # the one gone back to last, if none was taken since
 
-    @property
-    def steps(self) -> list[int]:
-        """The steps of the kept snapshots, ascending."""
-        return [kept.step for kept in self._kept]
+    def attempt_ended(self, step: int, is_sound: bool) -> None:
+        """Count the batch of ``step``; ``is_sound``: the step was applied, and is no spike."""
+        self._batches += 1
+        if is_sound and (self._since is None or step - self._since >= self._policy.every):
+            self.due = step
 
-    def is_due(self, step: int) -> bool:
-        return self._since is None or step - self._since >= self._every
+    def take_due(self, model: nn.Module | None, optimizers: Sequence[Optimizer]) -> bool:
+        """Take the snapshot that is due, which waits for the device. Returns whether one was due and the model is there."""
+        last, self.due = self.due, None
+        if last is None or model is None:
+            return False
+        try:
+            self.take(last, model, optimizers)
+        except Exception as error:  # a full disk, or what cannot be copied
+            self._complaints.add("snapshot", f"no snapshot could be taken after step {last}", error)
+        return True
 
-    def take(self, step: int, batches: int, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Copy everything to the host after ``step`` and this number of batches. Waits for the device."""
+    def take(self, step: int, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Copy everything to the host after ``step``. Waits for the device."""
         self._since, self._used = step, None  # even if it fails, so that it is not tried again in every step
         taken = {
             "tensors": [_on_host(tensor) for tensor in _tensors(model, optimizers)],
@@ -308,16 +180,16 @@ class Snapshots:
             "options": [[{k: _copied(v) for k, v in g.items() if k != "params"} for g in o.param_groups] for o in optimizers],
             "also": [_copied(each.state_dict()) for each in self._others()],
         }
-        self._kept.append(_Kept(step, batches, *self._stored(step, taken)))
-        while len(self._kept) > self._keep:
+        self._kept.append(_Kept(step, self._batches, *self._stored(step, taken)))
+        while len(self._kept) > self._policy.keep:
             self._drop(0)
 
-    def _stored(self, step: int, taken: Mapping[str, Any]) -> tuple[Load, Path | None]:
-        if self._parent is None:
+    def _stored(self, step: int, taken: Mapping[str, Any]) -> tuple[Callable[[], Mapping[str, Any]], Path | None]:
+        if (parent := self._policy.directory) is None:
             return lambda: taken, None
         if not self._directory:  # one of its own: another run may be given the same path
-            Path(self._parent).mkdir(parents=True, exist_ok=True)
-            self._directory = tempfile.mkdtemp(prefix=f"rank{self._rank}-", dir=self._parent)
+            Path(parent).mkdir(parents=True, exist_ok=True)
+            self._directory = tempfile.mkdtemp(prefix=f"rank{self._ranks.rank}-", dir=parent)
             self._place = _identity(self._directory)
             self._remove = weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
         self._check_directory()
@@ -325,7 +197,14 @@ class Snapshots:
         leaves, shape = tree_flatten(taken)
         with replacing(file) as target:  # a killed run leaves no half of one
             leaves = [_written(leaf, target) for leaf in leaves]
-        return lambda: tree_unflatten(_read_back(leaves, file), shape), file
+
+        def load() -> Mapping[str, Any]:
+            with file.open("rb") as source:
+                found = [_tensor_in(source, leaf) if isinstance(leaf, _OnDisk) else leaf for leaf in leaves]
+            kept: Mapping[str, Any] = tree_unflatten(found, shape)
+            return kept
+
+        return load, file
 
     def _check_directory(self) -> None:
         """Raises OSError where others have put something in the place of the directory."""
@@ -339,27 +218,48 @@ class Snapshots:
                 self._check_directory()
                 dropped.file.unlink()
 
-    def choose(self, step: int, known: Collection[int]) -> int | None:
-        """The step of the snapshot among ``known`` to restore after a spike in ``step``; None without any.
+    def go_back(self, step: int, model: nn.Module, optimizers: Sequence[Optimizer]) -> RollbackResult | None:
+        """Go back after a spike in ``step``; None without a snapshot that all ranks have and can restore."""
+        steps = [kept.step for kept in self._kept]
+        to = self._choose(step, sorted(set(steps).intersection(*self._ranks.gathered(steps))))
+        if to is None:
+            return None
+        if failures := self._on_all(lambda: self.load(to, model, optimizers)):  # all go back, or none
+            self.forget()
+            message = f"step {step} is skipped, but the model could not go back to step {to}: {failures[0]}"
+            self._complaints.add("rollback", message)
+            return None
+        before, skipped = self._kept[-1].batches, self._policy.skip_batches
+        if failures := self._on_all(lambda: self.restore(step, model, optimizers)):
+            message = f"not all of the model went back to step {to}, and what it is now is of no use: {failures[0]}"
+            self._complaints.add("rollback:partly", message)
+        seen = self._batches - before
+        self._batches += skipped
+        return RollbackResult(step, to, seen, skipped)
+
+    def _choose(self, step: int, steps: list[int]) -> int | None:
+        """The step of the snapshot among ``steps``, ascending, to restore after a spike in ``step``; None without any.
 
         It is the newest one that is old enough, else the oldest. If one was restored since the last snapshot was taken, only older
         ones qualify, or the oldest if there are none.
         """
-        steps = sorted(known)
         if self._used is not None:
             steps = [taken for taken in steps if taken < self._used] or steps[:1]
-        old = [taken for taken in steps if step - taken >= self._age]
+        old = [taken for taken in steps if step - taken >= self._policy.age]
         return max(old) if old else min(steps, default=None)
 
-    def batches_of(self, step: int) -> int:
-        return next(kept.batches for kept in self._kept if kept.step == step)
+    def _on_all(self, action: Callable[[], object]) -> list[str]:
+        """Do it on each rank; what went wrong, on any of them."""
+        failure = ""
+        try:
+            action()
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}"
+        return list(filter(None, self._ranks.gathered(failure)))
 
     def load(self, to: int, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Load the snapshot of step ``to`` for :meth:`go_back`. Drops later snapshots.
-
-        Raises:
-            ValueError: the model or its optimizers have other tensors now; nothing is changed.
-            OSError: the file no longer exists, or was changed.
+        """Load the snapshot of step ``to`` for :meth:`restore`. Drops later ones. Raises where other tensors are there now, or its file is
+        gone or was changed; then nothing is changed.
         """
         while self._kept[-1].step > to:
             self._drop(-1)
@@ -371,16 +271,12 @@ class Snapshots:
             raise ValueError("parameters or buffers have come, gone or changed their shape since")
         self._loaded = saved
 
-    def go_back(self, step: int, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Restore the loaded snapshot after a spike in ``step``.
-
-        Raises:
-            Exception: any error of a ``load_state_dict`` in ``extra_state``, after everything else is restored.
-        """
+    def restore(self, step: int, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Restore the loaded snapshot after a spike in ``step``. An error of ``extra_state`` comes after everything else is restored."""
         saved, self._loaded = self._loaded, {}
         self._since = step  # the usual number of steps remains until the next snapshot
         self._used = self._kept[-1].step
-        restore = _Restore()
+        written: set[int] = set()
         with torch.no_grad():
             for tensor, value in zip(_tensors(model, optimizers), saved["tensors"], strict=True):
                 local_part(tensor).detach().copy_(value)
@@ -389,12 +285,12 @@ class Snapshots:
                     if state is None:
                         optimizer.state.pop(parameter, None)
                     else:
-                        optimizer.state[parameter] = restore(optimizer.state.get(parameter), state, parameter)
+                        optimizer.state[parameter] = _restored(optimizer.state.get(parameter), state, parameter, written)
         if self._extra_state:
             for optimizer, groups in zip(optimizers, saved["options"], strict=True):
                 for group, options in zip(optimizer.param_groups, groups, strict=True):
                     for name, value in options.items():
-                        group[name] = restore(group.get(name), value, None)
+                        group[name] = _restored(group.get(name), value, None, written)
             for each, state in zip(self._others(), saved["also"], strict=True):
                 each.load_state_dict(_copied(state))
 
@@ -405,12 +301,13 @@ class Snapshots:
         return found
 
     def forget(self) -> None:
+        """Drop all snapshots, and take none after the step before."""
         while self._kept:
             self._drop(0)
         if self._directory:
             self._directory = ""
             self._remove()
-        self._used = self._since = None
+        self.due = self._used = self._since = None
 
 
 def _identity(directory: str) -> tuple[int, int]:
@@ -434,11 +331,6 @@ def _written(leaf: Any, file: IO[bytes]) -> Any:
     data: Any = memoryview(leaf.resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).numpy())  # type: ignore[arg-type]
     file.write(data)
     return _OnDisk(leaf.dtype, leaf.shape, data.nbytes, zlib.crc32(data))
-
-
-def _read_back(leaves: Sequence[Any], file: Path) -> list[Any]:
-    with file.open("rb") as source:
-        return [_tensor_in(source, leaf) if isinstance(leaf, _OnDisk) else leaf for leaf in leaves]
 
 
 def _tensor_in(file: IO[bytes], leaf: _OnDisk) -> Tensor:
@@ -485,128 +377,54 @@ def _copied(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-class _Restore:
-    """Puts saved values in the place of others: into the same tensors where there are such."""
+def _restored(now: Any, saved: Any, parameter: Tensor | None, written: set[int]) -> Any:
+    """What has the saved value in the place of ``now``: the same tensors and dicts where there are such.
 
-    def __init__(self) -> None:
-        self._written: set[int] = (
-            set()
-        )  # what stood for two values that were one when the snapshot was taken, or two, is not written twice
-
-    def __call__(self, now: Any, saved: Any, parameter: Tensor | None) -> Any:
-        if isinstance(saved, Tensor):
-            return self._tensor(now, saved, parameter)
-        if isinstance(saved, dict):
-            there = now if isinstance(now, dict) else {}
-            found = {name: self(there.get(name), each, parameter) for name, each in saved.items()}
-            if not isinstance(now, dict):
-                return found
-            now.clear()
-            now.update(found)
-            return now
-        if type(saved) in (list, tuple):
-            old = now if isinstance(now, (list, tuple)) and len(now) == len(saved) else [None] * len(saved)
-            return type(saved)(self(before, each, parameter) for before, each in zip(old, saved, strict=True))
-        return copy.deepcopy(saved)
-
-    def _tensor(self, now: Any, saved: Tensor, parameter: Tensor | None) -> Tensor:
-        if isinstance(now, Tensor) and id(now) not in self._written:
-            local = local_part(now).detach()
-            if local.shape == saved.shape and local.dtype == saved.dtype:
-                local.copy_(saved)
-                self._written.add(id(now))
-                return now
-        # of a state that has changed its shape since, such as the history of L-BFGS
-        return saved.clone() if parameter is None or saved.dim() == 0 else saved.to(parameter.device, copy=True)
-
-
-# --- rollbacks ---
-
-
-class Rollbacks:
-    """Takes the snapshots of one run, and restores them.
-
-    Attributes:
-        due: the step before, if a snapshot is due after it.
+    Those in ``written`` get no second value: they stood for two that were one when the snapshot was taken, or two.
     """
-
-    def __init__(self, policy: Rollback, ranks: Ranks, complaints: WarningLog) -> None:
-        self._snapshots = Snapshots(policy, ranks.rank)
-        self._skip_batches, self._ranks, self._complaints = policy.skip_batches, ranks, complaints
-        self._batches = 0  # that came, or were passed over
-        self.due: int | None = None
-
-    def take_due(self, model: nn.Module | None, optimizers: Sequence[Optimizer]) -> bool:
-        """Take the snapshot that is due, which waits for the device. Returns whether one was due and the model is there."""
-        last, self.due = self.due, None
-        if last is None or model is None:
-            return False
-        try:
-            self._snapshots.take(last, self._batches, model, optimizers)
-        except Exception as error:  # a full disk, or what cannot be copied
-            self._complaints.add("snapshot", f"no snapshot could be taken after step {last}", error)
-        return True
-
-    def attempt_ended(self, step: int, is_sound: bool) -> None:
-        """Count the batch of ``step``; ``is_sound``: the step was applied, and is no spike."""
-        self._batches += 1
-        if is_sound and self._snapshots.is_due(step):
-            self.due = step
-
-    def go_back(self, step: int, model: nn.Module, optimizers: Sequence[Optimizer]) -> RollbackResult | None:
-        """Go back after a spike in ``step``; None without a snapshot that all ranks have and can restore."""
-        snapshots = self._snapshots
-        to = snapshots.choose(step, set(snapshots.steps).intersection(*self._ranks.gathered(snapshots.steps)))
-        if to is None:
-            return None
-        if failures := self._on_all(lambda: snapshots.load(to, model, optimizers)):  # all go back, or none
-            snapshots.forget()
-            message = f"step {step} is skipped, but the model could not go back to step {to}: {failures[0]}"
-            self._complaints.add("rollback", message)
-            return None
-        before = snapshots.batches_of(to)
-        if failures := self._on_all(lambda: snapshots.go_back(step, model, optimizers)):
-            message = f"not all of the model went back to step {to}, and what it is now is of no use: {failures[0]}"
-            self._complaints.add("rollback:partly", message)
-        seen = self._batches - before
-        self._batches += self._skip_batches
-        return RollbackResult(step, to, seen, self._skip_batches)
-
-    def _on_all(self, action: Callable[[], object]) -> list[str]:
-        """Do it on each rank; what went wrong, on any of them."""
-        failure = ""
-        try:
-            action()
-        except Exception as error:
-            failure = f"{type(error).__name__}: {error}"
-        return list(filter(None, self._ranks.gathered(failure)))
-
-    def rewind(self) -> None:
-        """Drop all snapshots, and take none after the step before: they are of another branch."""
-        self.due = None
-        self.forget()
-
-    def forget(self) -> None:
-        self._snapshots.forget()
-
-
-# --- plugin ---
+    if isinstance(saved, dict):
+        there = now if isinstance(now, dict) else {}
+        found = {name: _restored(there.get(name), each, parameter, written) for name, each in saved.items()}
+        if not isinstance(now, dict):
+            return found
+        now.clear()
+        now.update(found)
+        return now
+    if type(saved) in (list, tuple):
+        old = now if isinstance(now, (list, tuple)) and len(now) == len(saved) else [None] * len(saved)
+        return type(saved)(_restored(before, each, parameter, written) for before, each in zip(old, saved, strict=True))
+    if not isinstance(saved, Tensor):
+        return copy.deepcopy(saved)
+    if isinstance(now, Tensor) and id(now) not in written:
+        local = local_part(now).detach()
+        if local.shape == saved.shape and local.dtype == saved.dtype:
+            local.copy_(saved)
+            written.add(id(now))
+            return now
+    # of a state that has changed its shape since, such as the history of L-BFGS
+    return saved.clone() if parameter is None or saved.dim() == 0 else saved.to(parameter.device, copy=True)
 
 
 _STEPS_SKIPPED = Key(SUMMARY, "", "steps_skipped")
+#: The sources that have values before the optimizer steps.
+_SOURCES = (n.GRADIENT_BEFORE_CLIP, n.GRADIENT)
+#: A rank's vote: no spike, a spike, or NaN or Inf that the optimizer would use.
+CALM, SPIKE, NONFINITE = 0.0, 1.0, 2.0
+
+
+class Act(NamedTuple):
+    """The action on a step that is a spike: which one, whether the step was not applied, and how many spikes in a row these are."""
+
+    reason: str
+    words: str
+    skipped: bool
+    in_a_row: int
 
 
 class SpikePolicy(Plugin):
-    """Handles the spikes of one run.
+    """Handles the spikes of one run. The detectors predict them, and learn nothing here, only later from the step's record.
 
-    Args:
-        detectors: predict spikes. They learn nothing here, only later from the step's record.
-        parts: what ranks must have in common to exchange tensors.
-
-    Attributes:
-        act: the action on the current step, or on the last one that ended; None if it is no spike.
-        rolled_back: the rollback of that step, if there was one.
-        skipped, rollbacks: their numbers so far.
+    ``parts``: what ranks must have in common to exchange tensors.
     """
 
     name = "spike_policy"
@@ -620,21 +438,22 @@ class SpikePolicy(Plugin):
         parts: Callable[[], Mapping[str, Any]],
     ) -> None:
         self.policy = policy.without_others() if isinstance(policy, Rollback) else policy
-        self._model_buffers = Buffers(complaints)
-        self.act: Act | None = None
-        self.rolled_back: RollbackResult | None = None
-        self.skipped = self.rollbacks = 0
-        settings = policy.settings  # not the policy, which may hold the model
-        self._votes = Votes(detectors, exchange, complaints, lambda: {**parts(), "on_spike=": settings})
-        self._rollbacks = Rollbacks(policy, exchange.ranks, complaints) if isinstance(policy, Rollback) else None
-        self._in_a_row = 0
+        self._settings = policy.settings  # with the number of the others
+        self._detectors, self._exchange, self._complaints, self._parts = detectors, exchange, complaints, parts
+        self._model_buffers = Buffers()
+        self._snapshots = Snapshots(policy, exchange.ranks, complaints) if isinstance(policy, Rollback) else None
+        self._known: tuple[StepRecord, dict[str, float]] | None = None  # the values at the decision
+        self.act: Act | None = None  # on the current step, or on the last one that ended
+        self.rolled_back: RollbackResult | None = None  # of that step
+        self.overrules_scaler = False  # ranks' scalers disagreed about the step: it is skipped, and leaves the scale as it was
+        self.skipped = self.rollbacks = self._in_a_row = 0
 
     @property
     def requires_gradients(self) -> bool:
         return self.context.is_attached
 
     def on_detach(self) -> None:
-        self._votes.end()
+        self._exchange.end()
 
     # --- the model's buffers -------------------------------------------------------------------------------------------------
 
@@ -642,23 +461,27 @@ class SpikePolicy(Plugin):
         self._model_buffers.remember(module, self.context.plan_version)
 
     def before_forward(self, module: nn.Module) -> None:
-        self._model_buffers.remember_once(module, self.context.plan_version)
+        """Remember them at the first call since the last attempt."""
+        if not self._model_buffers.is_known:
+            self._model_buffers.remember(module, self.context.plan_version)
+            self._model_buffers.is_known = True
 
     def on_drop(self) -> None:
-        self._model_buffers.step_dropped()
+        self._model_buffers.is_known = False
+
+    def _put_buffers_back(self) -> None:
+        if failed := self._model_buffers.put_back():
+            names = ", ".join(failed[:3])
+            message = f"buffers of the model ({names}) could not be made what they were before a step that was skipped"
+            self._complaints.add("buffers", message)
 
     # --- the step ------------------------------------------------------------------------------------------------------------
 
     def on_step_open(self, step: ActiveStep) -> None:
-        """A step begins, and with it the loop has done all that belongs to the one before: the time for a snapshot of it, which waits
-        for the device.
-        """
+        """The loop has done all that belongs to the step before: the time for a snapshot of it, which waits for the device."""
         self.act = self.rolled_back = None
-        self._votes.begin()
-        rollbacks = self._rollbacks
-        if rollbacks is None or rollbacks.due is None:
-            return
-        if rollbacks.take_due(self.context.module, self.context.optimizers):
+        self._known, self.overrules_scaler = None, False
+        if self._snapshots is not None and self._snapshots.take_due(self.context.module, self.context.optimizers):
             self._in_a_row = 0
 
     @property
@@ -666,26 +489,17 @@ class SpikePolicy(Plugin):
         """Whether the step in flight, or the one that ended last, is skipped."""
         return self.act is not None and self.act.skipped
 
-    @property
-    def overrules_scaler(self) -> bool:
-        """Whether ranks' scalers disagreed about the step: it is skipped, and must leave the scale as it was."""
-        return self._votes.split
-
     def before_optimizer_step(self, step: ActiveStep, optimizer: OptimizerContext) -> None:
-        """Decide whether the optimizer that is about to step must change nothing. Synchronises; one or two collectives.
-
-        Raises:
-            SpikeError: the policy stops the run.
-        """
+        """Decide whether the optimizer must change nothing; SpikeError stops the run. Synchronises; one or two collectives."""
         assert step.buffer is not None
         try:
             if not self.is_skipped:  # else all ranks know
-                if not self._votes.are_common(step.number):
+                if not self._exchange.all_take_part("decisions", self._common, step.number):
                     return
-                severity, reason = self._votes.cast(step.buffer, step.plans, optimizer)
+                severity, reason = self._vote(step.buffer, step.plans, optimizer)
                 if severity == CALM or not self._answer(step.number, severity, reason, optimizer.stepped):
                     return
-            self._model_buffers.put_back()
+            self._put_buffers_back()
         finally:
             if self.act is not None:
                 step.mode = Mode.MONITORED  # what is done about a step is recorded, whatever the cadence
@@ -693,13 +507,15 @@ class SpikePolicy(Plugin):
 
     def annotate(self, step: ActiveStep) -> None:
         if self.act is not None:
-            step.annotations.update(self.act.context())
+            step.annotations.update(action=self.act.words, in_a_row=self.act.in_a_row)
+            if self.act.skipped:
+                step.annotations["skipped"] = self.act.reason
         step.values[_STEPS_SKIPPED] = float(self.skipped)
 
     def on_unmonitored_step(self, recorded: RecordedStep) -> None:
         """Let the detectors learn from the values that were known at the decision."""
-        if self._votes.known is not None and not recorded.step.is_overflowed:
-            self.context.learn(*self._votes.known)
+        if self._known is not None and not recorded.step.is_overflowed:
+            self.context.learn(*self._known)
 
     def _answer(self, step: int, severity: float, reason: str, stepped: str) -> bool:
         policy = self.policy
@@ -711,7 +527,7 @@ class SpikePolicy(Plugin):
             if policy.on_limit == "stop":
                 self.act = Act(reason, f"stopped, since it is {row}", True, self._in_a_row)
                 self.skipped += 1
-                self._model_buffers.put_back()
+                self._put_buffers_back()
                 raise SpikeError(f"step {step}: {reason}; this is {row}, and {policy!r} stops the run")
             if severity < NONFINITE:
                 self.act = Act(reason, f"accepted, since it is {row}", False, self._in_a_row)
@@ -725,6 +541,62 @@ class SpikePolicy(Plugin):
         self.skipped += 1
         return True
 
+    def _common(self) -> dict[str, Any]:
+        """What has to be the same on all ranks that vote."""
+        return {**self._parts(), "on_spike=": self._settings, "detectors": self._detectors.signals}
+
+    def _vote(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], optimizer: OptimizerContext) -> tuple[float, str]:
+        """The severity of the step according to all ranks, and the reason. Synchronises; one or two collectives.
+
+        This rank votes even after a failure, since the others wait for it.
+        """
+        part = buffer.part(_SOURCES)
+        for source in _SOURCES if optimizer.ignored else ():
+            part.clear(source, optimizer.ignored)
+        spread = {source: (plans[source].exchanged, plans[source].columns) for source in _SOURCES if plans[source].exchanged}
+        self._exchange.run(part, spread, self._detectors.watches_values, self._detectors.watches, asked="decisions")
+        events: list[SpikeEvent] = []
+        count, refused = 0, optimizer.is_overflowed
+        try:
+            record, whole = self._known = _looked_at(part)
+            # of the gradients that the optimizer will use, or, if unknown, before clipping
+            table = record.tables.get(n.GRADIENT, record.tables.get(n.GRADIENT_BEFORE_CLIP))
+            count = 0 if table is None else int(table.rows[:, Column.NONFINITE].sum())
+            refused |= bool(count) and optimizer.has_scaler
+            if not refused:  # the scaler handles infinite gradients itself
+                events = self._detectors.predict(record, whole)
+        except Exception as error:
+            self._complaints.add("internal:vote", f"whether step {buffer.step} is a spike could not be determined", error)
+        reasons = [event.reason for event in events]
+        if count and not refused and all(math.isfinite(event.value) for event in events):
+            reasons.append(f"{count:,} elements of the gradients are NaN or infinite")
+        if optimizer.is_stale:
+            reasons.append("the gradients are those of a step that was skipped, and were not zeroed since")
+        severity = CALM if not reasons else NONFINITE if count and not refused else SPIKE
+        vote = self._together(severity, "; ".join(reasons), refused)
+        self._detectors.warn_of_failures(self._complaints)
+        return vote
+
+    def _together(self, severity: float, reason: str, refused: bool) -> tuple[float, str]:
+        ranks = self._exchange.ranks
+        if ranks.count == 1:
+            return severity, reason
+        row = identity(2, ranks.device)
+        row[0, Column.MAX] = severity
+        row[1, [Column.MIN, Column.MAX]] = float(refused)
+        votes, refusals = ranks.merged(row, frozenset({Column.MIN, Column.MAX})).tolist()
+        worst, split = votes[Column.MAX], bool(refusals[Column.MAX] and not refusals[Column.MIN])
+        self.overrules_scaler |= split
+        if worst == CALM and not split:
+            return CALM, ""
+        if refused and split:
+            reason = "the scaler did not let the optimizer step"
+        told = {rank: words for rank, words in enumerate(ranks.gathered(reason)) if words}
+        if len(told) == ranks.count and len(set(told.values())) == 1:
+            return worst, next(iter(told.values()))
+        words = "; ".join(f"rank {rank}: {words}" for rank, words in list(told.items())[:3])
+        return NONFINITE if split else worst, words + (f"; and {len(told) - 3} more ranks" if len(told) > 3 else "")
+
     # --- after the step --------------------------------------------------------------------------------------------------------
 
     def after_attempt(self, step: ActiveStep, applied: bool) -> None:
@@ -733,28 +605,29 @@ class SpikePolicy(Plugin):
         if model is None:
             return
         if self.is_skipped:
-            self._model_buffers.put_back()  # a forward may have followed the decision
-        rollbacks, act = self._rollbacks, self.act
-        if rollbacks is not None:
-            rollbacks.attempt_ended(step.number, is_sound=applied and act is None)
-        if applied and (rollbacks is None or act is not None):
+            self._put_buffers_back()  # a forward may have followed the decision
+        snapshots, act = self._snapshots, self.act
+        if snapshots is not None:
+            snapshots.attempt_ended(step.number, is_sound=applied and act is None)
+        if applied and (snapshots is None or act is not None):
             self._in_a_row = 0  # with rollbacks, a step that is no spike leaves this to the next snapshot
-        elif not applied and rollbacks is not None and act is not None and act.skipped:
-            done = rollbacks.go_back(step.number, model, self.context.optimizers)
+        elif not applied and snapshots is not None and act is not None and act.skipped:
+            done = snapshots.go_back(step.number, model, self.context.optimizers)
             if done is not None:
                 self.rollbacks, self.rolled_back = self.rollbacks + 1, done
                 self.act = Act(act.reason, f"went back to the state after step {done.to_step}", True, act.in_a_row)
-        self._model_buffers.attempt_ended(model, self.context.plan_version)
+        self.before_forward(model)  # now if no call of the model was seen, as when only its parts are called
+        self._model_buffers.is_known = False
 
     def on_rewind(self, step: int) -> None:
         """The loop has gone back by itself: snapshots are of another branch."""
-        if self._rollbacks is not None:
-            self._rollbacks.rewind()
+        if self._snapshots is not None:
+            self._snapshots.forget()
 
     def close(self) -> None:
         self._model_buffers.forget()
-        if self._rollbacks is not None:
-            self._rollbacks.forget()
+        if self._snapshots is not None:
+            self._snapshots.forget()
 
     # --- resume ----------------------------------------------------------------------------------------------------------------
 
@@ -770,3 +643,12 @@ class SpikePolicy(Plugin):
 def _ordinal(number: int) -> str:
     kind = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{kind}"
+
+
+def _looked_at(part: StepBuffer) -> tuple[StepRecord, dict[str, float]]:
+    """The values in ``part`` as a record, and the whole-model values that follow from them. Waits for the device."""
+    tables, values, _ = part.flush()
+    refused = {*part.refused, *(source for (source, name) in part.absent if not name)}
+    before = tables.get(n.GRADIENT_BEFORE_CLIP)
+    whole = {} if before is None or n.GRADIENT_BEFORE_CLIP in refused else gradient_values(before)
+    return StepRecord(part.step, 0.0, True, values, tables), whole

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -159,27 +158,6 @@ class StepCounts:
     nonfinite: int
     rolled_back: int
     interrupted: int = 0
-
-
-@dataclass(frozen=True)
-class Act:
-    """The action on a step that is a spike.
-
-    Attributes:
-        reason: a description of the spike.
-        words: a description of the action.
-        skipped: whether the step was not applied.
-        in_a_row: the number of consecutive spikes up to this one.
-    """
-
-    reason: str
-    words: str
-    skipped: bool
-    in_a_row: int
-
-    def context(self) -> Mapping[str, str | int]:
-        """Facts for the record of the step."""
-        return {"action": self.words, "in_a_row": self.in_a_row, **({"skipped": self.reason} if self.skipped else {})}
 
 
 def policy_of(on_spike: object) -> Policy | None:
