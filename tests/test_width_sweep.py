@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from benchmarks import width_models as models
 from torch_gradmon.analysis.width_sweep import WidthSweep, result, width_sweep
-from torch_gradmon.analysis.width_sweep import verdicts as judging
-from torch_gradmon.analysis.width_sweep.recipe import usual_loss
+from torch_gradmon.analysis.width_sweep.sweep import usual_loss
 from torch_gradmon.cli.main import main
 
 pytestmark = pytest.mark.thorough
@@ -484,7 +483,7 @@ def test_a_layer_that_is_not_measured_in_all_runs_is_undecided() -> None:
     assert set(sweep.layers) == {"head"}
     assert set(sweep.unmeasured) == {"expert.weight", "expert.bias"}
     few = {0: [(8, 1.0), (16, 1.0)]}
-    found = judging._verdict("expert", "hidden", "update", few, 0.0, 0.25, 0.95)
+    found = result._verdict("expert", "hidden", "update", few, 0.0, 0.25, 0.95)
     assert (found.state, found.as_expected, found.judged) == ("undecided", None, True)
     assert "measured in only 2 runs" in found.reason
 
