@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torch_gradmon as gradmon
-from torch_gradmon.analysis.width_sweep import result as judging
 from torch_gradmon.analysis.width_sweep.result import (
     Expected,
     Layer,
@@ -23,8 +22,8 @@ from torch_gradmon.analysis.width_sweep.result import (
     Slope,
     SweepRun,
     TermLine,
+    WidthSweep,
     fit_slope,
-    judge,
     kind_of,
     outcome,
     standard,
@@ -483,7 +482,7 @@ def runs(update: Callable[[int, int], float], propagated: Callable[[int, int], f
 
 
 def verdicts(found: list[SweepRun], aim: float | None = 0.0, kind: Any = "hidden") -> tuple[LayerVerdict, LayerVerdict]:
-    one, two = judge(found, {"a": Layer(kind, 0.0)}, {"a": Expected(aim, 0.0)}, 1, 0.25, 0.95)
+    one, two = WidthSweep(found, {"a": Layer(kind, 0.0)}, {"a": Expected(aim, 0.0)}, 0.25, 0.95, {}).verdicts
     return one, two
 
 
@@ -510,10 +509,9 @@ def test_a_verdict_says_what_was_shown(update: Any, aim: float | None, state: st
 
 
 def test_a_term_that_is_zero_in_some_runs_says_where() -> None:
-    points = {0: [(8, 1.0), (16, 0.0), (32, 1.0), (64, 1.0)], 1: [(8, 1.0), (16, 1.0), (32, 1.0), (64, 1.0)]}
-    found = judging._verdict("0", "hidden", "update", points, 0.0, 0.25, 0.95)
+    found, _ = verdicts(runs(lambda w, s: 0.0 if (w, s) == (128, 0) else 1.0))
     assert (found.state, found.slope, found.as_expected, found.judged) == ("undecided", None, None, True)
-    assert found.reason == "zero at width 16 with seed 0"
+    assert found.reason == "zero at width 128 with seed 0"
 
 
 def test_all_pass_only_if_each_is_shown_to() -> None:
@@ -521,7 +519,8 @@ def test_all_pass_only_if_each_is_shown_to() -> None:
         verdicts(runs(f))[0] for f in (lambda w, s: 1.0, lambda w, s: float(w), lambda w, s: 2 ** (w % 300 / 100))
     )
     zero, free = verdicts(runs(lambda w, s: 0.0))[0], verdicts(runs(lambda w, s: float(w)), None)[0]
-    idle, _ = judge(runs(lambda w, s: 0.0), {"a": Layer("hidden", None)}, {"a": Expected(0.0, 0.0)}, 1, 0.25, 0.95)
+    unowned = WidthSweep(runs(lambda w, s: 0.0), {"a": Layer("hidden", None)}, {"a": Expected(0.0, 0.0)}, 0.25, 0.95, {})
+    idle = unowned.verdicts[0]
     assert outcome([stable, idle, free]) == "passes", "what no optimizer has need not move"
     assert outcome([stable, zero]) == "undecided", "what one has and does not move passes nobody"
     assert outcome([stable, zero, grows]) == "fails"

@@ -482,8 +482,9 @@ def test_a_layer_that_is_not_measured_in_all_runs_is_undecided() -> None:
     sweep = quick(factory, (INPUTS, CLASSES))
     assert set(sweep.layers) == {"head"}
     assert set(sweep.unmeasured) == {"expert.weight", "expert.bias"}
-    few = {0: [(8, 1.0), (16, 1.0)]}
-    found = result._verdict("expert", "hidden", "update", few, 0.0, 0.25, 0.95)
+    few = [result.SweepRun(width, 0, [1.0], [{"expert": result.LayerTerms(1.0, 1.0, 1.0, 1.0)}]) for width in (8, 16)]
+    layers, aims = {"expert": result.Layer("hidden", 0.0)}, {"expert": result.Expected()}
+    found = WidthSweep(few, layers, aims, 0.25, 0.95, {}).verdicts[0]
     assert (found.state, found.as_expected, found.judged) == ("undecided", None, True)
     assert "measured in only 2 runs" in found.reason
 

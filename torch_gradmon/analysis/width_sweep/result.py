@@ -281,33 +281,6 @@ class LayerVerdict:
         return self.expected is not None and (self.state != "zero" or self.term == "update")
 
 
-def judge(
-    runs: Sequence[SweepRun],
-    layers: Mapping[str, Layer],
-    expected: Mapping[str, Expected],
-    step: int,
-    tolerance: float,
-    confidence: float,
-) -> list[LayerVerdict]:
-    """Verdicts on both terms of every layer, in execution order, after ``step`` steps.
-
-    The tolerance covers the bend of lines at small widths, where an exponent differs from that of the limit. Theoretical exponents are
-    multiples of one half, which a tolerance of a quarter distinguishes. A layer has to be *shown* to be within it: an interval that is too
-    wide passes nothing (a test of equivalence: Schuirmann 1987, J. Pharmacokinet. Biopharm. 15, 657-680, with an interval of ``confidence``
-    on both sides).
-    """
-    found = []
-    for name, layer in layers.items():
-        for term in TERMS:
-            points = series(runs, name, term, step)
-            if points:
-                aim = getattr(expected[name], term)
-                verdict = _verdict(name, layer.kind, term, points, aim, tolerance, confidence)
-                is_idle = verdict.state == "zero" and layer.lr_exponent is None  # it is not meant to move
-                found.append(replace(verdict, expected=None) if is_idle else verdict)
-    return found
-
-
 def series(runs: Sequence[SweepRun], module: str, term: str, step: int) -> dict[int, list[tuple[int, float]]]:
     """By seed, the widths and the values there after ``step`` steps; ``term`` is an attribute of :class:`LayerTerms`."""
     points: dict[int, list[tuple[int, float]]] = {}
@@ -325,36 +298,6 @@ def outcome(verdicts: Sequence[LayerVerdict]) -> Literal["passes", "fails", "und
     if False in judged:
         return "fails"
     return "passes" if judged and all(judged) else "undecided"
-
-
-def _verdict(
-    name: str,
-    kind: Kind,
-    term: Term,
-    points: dict[int, list[tuple[int, float]]],
-    aim: float | None,
-    tolerance: float,
-    confidence: float,
-) -> LayerVerdict:
-    verdict = functools.partial(LayerVerdict, name, kind, term)
-    nonfinite = [(width, seed) for seed, pairs in points.items() for width, value in pairs if not math.isfinite(value)]
-    if nonfinite:
-        reason = f"not finite at width {nonfinite[0][0]} with seed {nonfinite[0][1]}"
-        return verdict("not finite", None, aim, None if aim is None else False, reason)
-    zeros = [(width, seed) for seed, pairs in points.items() for width, value in pairs if value == 0.0]
-    if len(zeros) == sum(map(len, points.values())):
-        reason = "its parameters do not move" if term == "update" else "its input does not change"
-        return verdict("zero", None, aim, None, reason)
-    if zeros:
-        return verdict("undecided", None, aim, None, f"zero at width {zeros[0][0]} with seed {zeros[0][1]}")
-    try:
-        slope = fit_slope(points, confidence)
-    except ValueError:  # such as an expert that gets other tokens than at first, and is not measured then
-        reason = f"measured in only {sum(map(len, points.values()))} runs, in which it ran as at first"
-        return verdict("undecided", None, aim, None, reason)
-    about = {True: "stable", False: "grows" if slope.exponent > 0 else "vanishes", None: "undecided"}
-    state: State = about[within(slope, 0.0, tolerance)]  # type: ignore[assignment]
-    return verdict(state, slope, aim, None if aim is None else within(slope, aim, tolerance))
 
 
 def within(slope: Slope, aim: float, tolerance: float) -> bool | None:
@@ -597,7 +540,33 @@ class WidthSweep:
         """
         if not 1 <= step <= self.steps:
             raise ValueError(f"step={step!r} is not one of 1 to {self.steps}")
-        return judge(self.runs, self.layers, self.expected, step, self.tolerance, self.confidence)
+        measured = ((name, term, series(self.runs, name, term, step)) for name in self.layers for term in TERMS)
+        return [self._verdict(name, term, points) for name, term, points in measured if points]
+
+    def _verdict(self, name: str, term: Term, points: dict[int, list[tuple[int, float]]]) -> LayerVerdict:
+        # The tolerance covers the bend of lines at small widths, where an exponent differs from that of the limit. Theoretical exponents
+        # are multiples of one half, which a tolerance of a quarter distinguishes. A layer has to be shown to be within it: an interval that
+        # is too wide passes nothing (a test of equivalence: Schuirmann 1987, J. Pharmacokinet. Biopharm. 15, 657-680).
+        layer, aim = self.layers[name], getattr(self.expected[name], term)
+        verdict = functools.partial(LayerVerdict, name, layer.kind, term)
+        values = [(width, seed, value) for seed, pairs in points.items() for width, value in pairs]
+        nonfinite = [f"width {width} with seed {seed}" for width, seed, value in values if not math.isfinite(value)]
+        zeros = [f"width {width} with seed {seed}" for width, seed, value in values if value == 0.0]
+        if nonfinite:
+            return verdict("not finite", None, aim, None if aim is None else False, f"not finite at {nonfinite[0]}")
+        if len(zeros) == len(values):
+            reason = "its parameters do not move" if term == "update" else "its input does not change"
+            # what no optimizer has is not meant to move
+            return verdict("zero", None, None if layer.lr_exponent is None else aim, None, reason)
+        if zeros:
+            return verdict("undecided", None, aim, None, f"zero at {zeros[0]}")
+        try:
+            slope = fit_slope(points, self.confidence)
+        except ValueError:  # such as an expert that gets other tokens than at first, and is not measured then
+            return verdict("undecided", None, aim, None, f"measured in only {len(values)} runs, in which it ran as at first")
+        about = {True: "stable", False: "grows" if slope.exponent > 0 else "vanishes", None: "undecided"}
+        state: State = about[within(slope, 0.0, self.tolerance)]  # type: ignore[assignment]
+        return verdict(state, slope, aim, None if aim is None else within(slope, aim, self.tolerance))
 
     @property
     def outcome(self) -> str:

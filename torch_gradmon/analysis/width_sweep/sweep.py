@@ -249,12 +249,7 @@ def placed(batch: Any, model: nn.Module, dtype: torch.dtype | None = None) -> An
 
 @dataclass
 class Recipe:
-    """Makes and trains the model of a width and a seed; see :func:`width_sweep` for the arguments.
-
-    Attributes:
-        widths: ascending.
-        made: by id, the parameters of earlier models that still exist.
-    """
+    """Makes and trains the model of a width and a seed; see :func:`width_sweep` for the arguments."""
 
     factory: Callable[[int], Any]
     data: Any
@@ -262,9 +257,10 @@ class Recipe:
     lr: float
     lr_exponent: float
     loss: Callable[[nn.Module, Any], Tensor]
-    widths: Sequence[int]
+    widths: Sequence[int]  # ascending
     steps: int
     dtype: torch.dtype
+    # by id, the parameters of earlier models that still exist
     made: WeakValueDictionary[int, nn.Parameter] = field(default_factory=WeakValueDictionary)
 
     def check(self, expected: Any) -> None:
@@ -536,14 +532,10 @@ def whole_numbers(name: str, values: Any) -> list[Any]:
         items = list(values)
     except TypeError:
         raise TypeError(f"{name}={values!r} must be a list of whole numbers, got {display(values)}") from None
-    return [_as_int(item) for item in items]
-
-
-def _as_int(value: Any) -> Any:
-    try:
-        return value if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        return value
+    for place, item in enumerate(items):
+        with contextlib.suppress(TypeError):
+            items[place] = item if isinstance(item, bool) else operator.index(item)
+    return items
 
 
 def check_arguments(widths: Sequence[int], seeds: Sequence[int], steps: int, tolerance: float, confidence: float) -> None:
