@@ -166,9 +166,8 @@ class Run(RunReader):
     def plot(self, kind: Chart = "heatmap", *, engine: Engine = "plotly", **options: Any) -> Any:
         """A figure of the run; see :meth:`ModuleMonitor.plot <torch_gradmon.ModuleMonitor.plot>`."""
         from .plots.charts import plot
-        from .plots.sources import ValueSource
 
-        return plot(ValueSource.of_run(self), kind, engine, options)
+        return plot(self, kind, engine, options)
 
     def export(
         self,

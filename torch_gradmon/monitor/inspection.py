@@ -178,13 +178,12 @@ def diagnose(runtime: Runtime) -> Diagnosis:
 
 def plot(runtime: Runtime, kind: str, engine: str, options: Mapping[str, Any]) -> Any:
     """A figure of the steps that are remembered."""
-    from ..analysis.plots.charts import plot
-    from ..analysis.plots.sources import ValueSource
+    from ..analysis.plots.charts import ValueSource, plot
 
     runtime.settle_now()
     inventory, sample = runtime.planner.inventory, runtime.pipeline.history.sample
     order = None if inventory is None else ModelOrder(inventory.names, inventory.kinds)
-    return plot(ValueSource.of_records(sample.records(), order, sample.is_whole), kind, engine, dict(options))
+    return plot(ValueSource(sample.records(), order, sample.is_whole), kind, engine, dict(options))
 
 
 def why(runtime: Runtime, step: int | None) -> str:
