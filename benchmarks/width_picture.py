@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from torch_gradmon.analysis.width_sweep import WidthSweep
-from torch_gradmon.analysis.width_sweep.verdicts import series
+from torch_gradmon.analysis.width_sweep.result import series
 
 #: Okabe & Ito's colours, which colour-blind people can distinguish.
 _COLOURS = {"input": "#0072b2", "vector": "#8b949e", "hidden": "#e69f00", "output": "#d55e00"}

@@ -32,9 +32,8 @@ from torch_gradmon.analysis.many_runs import has_stalled, run_card
 from torch_gradmon.analysis.run import load_run
 from torch_gradmon.core.loop_mistakes import LoopFinding
 from torch_gradmon.core.records import SpikeEvent
-from torch_gradmon.server import alarms as alarms_module
-from torch_gradmon.server.alarms import Alarms, RunAlarms
-from torch_gradmon.server.board import RunBoard
+from torch_gradmon.server import board as board_module
+from torch_gradmon.server.board import Alarms, RunAlarms, RunBoard
 from torch_gradmon.sinks import alerts
 from torch_gradmon.sinks.alerts import Alert, AlertSink, Messenger, post
 
@@ -334,7 +333,7 @@ def test_what_was_there_before_is_no_alert(run: Path) -> None:
 
 def test_a_new_spike_is_named_itself_and_calls_once_a_minute(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
-    monkeypatch.setattr(alarms_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(board_module.time, "monotonic", lambda: now[0])
     card = run_card(run)
     alarms = RunAlarms(card)
     later = replace(card, spikes=2, last_spike="step 58: small", last_spike_step=58, last_spike_where="2.weight")

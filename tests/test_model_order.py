@@ -11,7 +11,7 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from torch_gradmon.analysis.plots import charts
-from torch_gradmon.analysis.plots.sources import PanelSet, ValueSource
+from torch_gradmon.analysis.plots.charts import PanelSet
 from torch_gradmon.core.keys import parse_key
 from torch_gradmon.core.records import ModelOrder, merged
 
@@ -82,8 +82,8 @@ def test_rows_of_a_run_stand_in_the_order_of_the_model(tmp_path: Path, how: str)
     run = gradmon.load_run(tmp_path)
     assert run.tensors("activation") == MODULES
     assert run.tensors("gradient") == parameters(model)
-    assert charts.heatmap(PanelSet(ValueSource.of_run(run)), "activation").rows == tuple(MODULES)
-    assert charts.depth(PanelSet(ValueSource.of_run(run))).rows == tuple(parameters(model))
+    assert charts.heatmap(PanelSet(run), "activation").rows == tuple(MODULES)
+    assert charts.depth(PanelSet(run)).rows == tuple(parameters(model))
     keys = list(map(parse_key, run.keys()))
     assert in_order([key.name for key in keys if key.source == "activation"], MODULES)
     assert in_order([key.name for key in keys if key.source == "gradient"], parameters(model))
@@ -152,7 +152,7 @@ def test_two_runs_over_each_other_are_in_order(tmp_path: Path) -> None:
     train(Net(), tmp_path / "a").detach()
     model = Net(late=True)
     train(model, tmp_path / "b").detach()
-    pair = RunPair(*(PanelSet(ValueSource.of_run(gradmon.load_run(tmp_path / name)), name) for name in "ab"))
+    pair = RunPair(*(PanelSet(gradmon.load_run(tmp_path / name), name) for name in "ab"))
     for view, wanted in (("gradient", parameters(model)), ("activation", MODULES)):
         panels = pair.panels(view)
         assert panels is not None

@@ -129,7 +129,7 @@ def test_all_outlets_give_one_number_and_one_first_layer(steps: int, spoiled: li
 @pytest.mark.parametrize("spoiled", [[60], [30, 31, 32, 60]])
 def test_the_report_gives_the_same_number(spoiled: list[int], tmp_path: Path) -> None:
     pytest.importorskip("plotly")
-    from torch_gradmon.analysis.report.content import content
+    from torch_gradmon.analysis.report.page import content
 
     _train(tmp_path, 70, spoiled).detach()
     with closing(load_run(tmp_path)) as run:

@@ -18,7 +18,7 @@ from torch import nn
 import torch_gradmon as gradmon
 from torch_gradmon.analysis.diagnosis.series import Series, clip_bound
 from torch_gradmon.analysis.plots import charts, elements
-from torch_gradmon.analysis.plots.charts import blocks, by_block
+from torch_gradmon.analysis.plots.charts import PanelSet, ValueSource, blocks, by_block
 from torch_gradmon.analysis.plots.elements import (
     LAYER_VIEWS,
     Heatmap,
@@ -30,7 +30,6 @@ from torch_gradmon.analysis.plots.elements import (
     merged_marks,
     points,
 )
-from torch_gradmon.analysis.plots.sources import PanelSet, ValueSource
 from torch_gradmon.core.keys import Key
 from torch_gradmon.core.records import StepRecord
 
@@ -77,8 +76,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[gradmon.ModuleMon
 def _panel_sets(trained: tuple[gradmon.ModuleMonitor, Path]) -> list[PanelSet]:
     monitor, path = trained
     return [
-        PanelSet(ValueSource.of_run(gradmon.load_run(path))),
-        PanelSet(ValueSource.of_records(monitor._runtime.pipeline.history.sample.records())),
+        PanelSet(gradmon.load_run(path)),
+        PanelSet(ValueSource(monitor._runtime.pipeline.history.sample.records())),
     ]
 
 
@@ -107,7 +106,7 @@ def test_lines_are_those_of_the_run(trained: Any) -> None:
         line = panel_set.line("grad_norm")
         assert dict(zip(line.steps, line.values, strict=True)) == pytest.approx(run.series("gradmon/grad_norm"), nan_ok=True)
         assert len(panel_set.loss()) == STEPS
-        assert panel_set.rates().values == (1e-2,) * STEPS
+        assert panel_set.rates.values == (1e-2,) * STEPS
         assert panel_set.steps == list(range(STEPS))
 
 
@@ -305,7 +304,7 @@ def test_the_edges_of_the_band_are_those_of_all_steps() -> None:
 
 def test_what_was_not_measured_has_no_strip_of_its_own() -> None:
     records = [StepRecord(step, 0.0, True, {Key("", "loss", ""): 1.0}) for step in range(3)]
-    assert [subplot.title for subplot in charts.norm(PanelSet(ValueSource.of_records(records))).subplots] == ["loss"]
+    assert [subplot.title for subplot in charts.norm(PanelSet(ValueSource(records))).subplots] == ["loss"]
 
 
 def test_gradients_that_were_seen_only_at_the_step_are_not_called_unclipped() -> None:
@@ -318,7 +317,7 @@ def test_gradients_that_were_seen_only_at_the_step_are_not_called_unclipped() ->
         nn.utils.clip_grad_norm_(model.parameters(), 0.01)
         monitor.monitor_gradients()
         monitor.end_step()
-    panel_set = PanelSet(ValueSource.of_records(monitor._runtime.pipeline.history.sample.records()))
+    panel_set = PanelSet(ValueSource(monitor._runtime.pipeline.history.sample.records()))
     assert charts.heatmap(panel_set).title == "gradient norm at the step"
     assert "clipped" not in dict(panel_set.panels())
 
@@ -337,7 +336,7 @@ def test_a_layer_that_was_frozen_at_first_comes_in_where_it_belongs(tmp_path: Pa
     monitor.detach()
     run = gradmon.load_run(tmp_path)
     assert run.tensors("gradient") == ["0.weight", "0.bias", "1.weight", "1.bias"]
-    assert charts.heatmap(PanelSet(ValueSource.of_run(run))).rows == ("0.weight", "0.bias", "1.weight", "1.bias")
+    assert charts.heatmap(PanelSet(run)).rows == ("0.weight", "0.bias", "1.weight", "1.bias")
 
 
 @pytest.mark.extra

@@ -22,8 +22,14 @@ pytestmark = pytest.mark.extra
 for package in ("plotly", "jinja2"):
     pytest.importorskip(package)
 
-from torch_gradmon.analysis.report.content import LOG_SCALE, NONE, NONFINITE, ZERO, packed  # noqa: E402
-from torch_gradmon.analysis.report.page import write  # noqa: E402
+from torch_gradmon.analysis.report.page import (  # noqa: E402
+    LOG_SCALE,
+    NONE,
+    NONFINITE,
+    ZERO,
+    packed,
+    write,
+)
 
 in_browser = pytest.mark.skipif(not available(), reason="there is no Chromium")
 HOSTILE = "</script><img src=x onerror=alert(1)>"

@@ -23,7 +23,7 @@ from torch import nn
 import torch_gradmon as gradmon
 from torch_gradmon import load_run
 from torch_gradmon.analysis.many_runs import run_card
-from torch_gradmon.analysis.plots.sources import PanelSet, ValueSource
+from torch_gradmon.analysis.plots.charts import PanelSet
 from torch_gradmon.analysis.run import Run
 from torch_gradmon.core.keys import TENSOR_SOURCES, Key
 from torch_gradmon.core.moments import ALL_COLUMNS, Column
@@ -438,7 +438,7 @@ def test_what_is_not_asked_for_is_not_read(tmp_path: Path) -> None:
             assert list(run.stacks("update")) == []
             assert count[ROWS] < 20_000  # what the rows are, and none of them
             count.clear()
-            assert [name for name, _ in PanelSet(ValueSource.of_run(run)).panels()] == ["gradient", "sparsity"]
+            assert [name for name, _ in PanelSet(run).panels()] == ["gradient", "sparsity"]
         assert count[ROWS] < 1.1 * (tmp_path / ROWS).stat().st_size
 
 

@@ -13,6 +13,7 @@ from torch import nn
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor, load_run
 from torch_gradmon.analysis.plots import charts, elements
+from torch_gradmon.analysis.plots.charts import PanelSet
 from torch_gradmon.analysis.plots.elements import (
     LAYER_VIEWS,
     Heatmap,
@@ -24,7 +25,6 @@ from torch_gradmon.analysis.plots.elements import (
     scale_labels,
     scale_limit,
 )
-from torch_gradmon.analysis.plots.sources import PanelSet, ValueSource
 from torch_gradmon.core.records import StepRecord
 from torch_gradmon.runs.writer import RunWriter
 
@@ -117,7 +117,7 @@ def test_one_spike_does_not_widen_the_scale() -> None:
 
 
 def test_the_map_is_relative_where_that_makes_sense(run: Path) -> None:
-    panel_set = PanelSet(ValueSource.of_run(load_run(run)))
+    panel_set = PanelSet(load_run(run))
     heat, plain = charts.heatmap(panel_set), charts.heatmap(panel_set, relative=False)
     assert heat.rows == ("large.weight", "small.weight", "dead.weight", "spoiled.weight", "seldom.weight")
     assert str(heat.values) == str(plain.values)  # what is told of a cell is its value, either way
@@ -141,14 +141,14 @@ def test_a_view_of_few_steps_shows_values(tmp_path: Path) -> None:
         assert found is not None
         store.log(StepRecord(step, 0.0, True, {}, {"gradient": found}))
     store.close()
-    assert charts.heatmap(PanelSet(ValueSource.of_run(load_run(tmp_path)))).medians is None
+    assert charts.heatmap(PanelSet(load_run(tmp_path))).medians is None
 
 
 def test_blocks_have_medians_of_their_own(run: Path) -> None:
-    heat = charts.heatmap(PanelSet(ValueSource.of_run(load_run(run))), rows=4, columns=7)
+    heat = charts.heatmap(PanelSet(load_run(run)), rows=4, columns=7)
     assert len(heat.rows) == 5
     assert len(heat.first) == 7
-    whole = charts.heatmap(PanelSet(ValueSource.of_run(load_run(run))))
+    whole = charts.heatmap(PanelSet(load_run(run)))
     assert heat.medians == pytest.approx(whole.medians, nan_ok=True)  # of all steps, however few columns there are
 
 
@@ -200,8 +200,8 @@ def test_special_cells_name_zero_and_missing_gradients_apart() -> None:
     odd, bare = heat.special_cells(None)
     assert odd == ("NaN or infinite", elements.NONFINITE, [[None] * 3, [None] * 3, [None, 1.0, None]])
     assert bare == ("no gradient or exactly 0", elements.ZERO, [[None, None, 1.0], [1.0, 1.0, 1.0], [None] * 3])
-    assert heat.texts[1] == ["no gradient"] * 3
-    assert heat.texts[2][0] == "not measured"
+    assert heat.texts(heat.medians)[1] == ["no gradient"] * 3
+    assert heat.texts(heat.medians)[2][0] == "not measured"
     shown = heat.shades.isfinite().tolist()
     assert shown == [[True, True, False], [False] * 3, [False, False, True]]
 
@@ -227,9 +227,9 @@ def test_rows_without_any_gradient_are_in_the_map(tmp_path: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
     monitor.get_step_metrics()
-    heat = charts.heatmap(PanelSet(ValueSource.of_run(load_run(tmp_path))))
+    heat = charts.heatmap(PanelSet(load_run(tmp_path)))
     assert heat.rows == ("used.weight", "used.bias", "unused.weight", "unused.bias")
-    assert heat.texts[2] == ["no gradient"] * 3
+    assert heat.texts(heat.medians)[2] == ["no gradient"] * 3
     pytest.importorskip("plotly")
     assert "no gradient" in [trace.name for trace in monitor.plot().data]
     monitor.detach()
@@ -246,7 +246,7 @@ def test_layers_without_a_measurement_are_not_said_to_lack_gradients(tmp_path: P
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
     monitor.detach()
-    assert charts.heatmap(PanelSet(ValueSource.of_run(load_run(tmp_path)))).rows == ("0.weight",)
+    assert charts.heatmap(PanelSet(load_run(tmp_path))).rows == ("0.weight",)
 
 
 def test_recent_ratios_follow_a_trend_and_keep_a_spike() -> None:

@@ -9,8 +9,7 @@ import torch
 
 from torch_gradmon import load_run
 from torch_gradmon.analysis.diagnosis.series import Matrix
-from torch_gradmon.analysis.plots.charts import RunPair
-from torch_gradmon.analysis.plots.sources import PanelSet, ValueSource
+from torch_gradmon.analysis.plots.charts import PanelSet, RunPair
 from torch_gradmon.cli.terminal.layer_table import summarize
 from torch_gradmon.cli.terminal.live import LiveRun
 from torch_gradmon.core.keys import GRADIENT
@@ -47,7 +46,7 @@ def few_cells(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _panels(path: Path) -> PanelSet:
-    return PanelSet(ValueSource.of_run(load_run(path)))
+    return PanelSet(load_run(path))
 
 
 def test_all_names_fit_unless_nearly_all_cells_are_empty(few_cells: None) -> None:

@@ -14,23 +14,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torch_gradmon as gradmon
-from torch_gradmon.analysis.width_sweep import verdicts as judging
-from torch_gradmon.analysis.width_sweep.recipe import LayerTerms, SweepRun, TermProbe, terms
-from torch_gradmon.analysis.width_sweep.result import TermLine, table, words
-from torch_gradmon.analysis.width_sweep.verdicts import (
+from torch_gradmon.analysis.width_sweep.result import (
     Expected,
     Layer,
+    LayerTerms,
     LayerVerdict,
     Slope,
+    SweepRun,
+    TermLine,
+    WidthSweep,
     fit_slope,
-    judge,
     kind_of,
     outcome,
     standard,
     student_quantile,
+    table,
     user_expectations,
     within,
+    words,
 )
+from torch_gradmon.analysis.width_sweep.sweep import TermProbe, terms
 
 # --- the quantile of Student's distribution -------------------------------------------------------------------------------------
 
@@ -58,14 +61,13 @@ def test_the_quantile_is_that_of_closed_forms_and_printed_tables() -> None:
         assert student_quantile(p, 1) == pytest.approx(math.tan(math.pi * (p - 0.5)), rel=1e-12)
         assert student_quantile(p, 2) == pytest.approx((2 * p - 1) / math.sqrt(2 * p * (1 - p)), rel=1e-12)
     assert [round(student_quantile(0.975, n), 3) for n in (3, 10, 30, 120)] == [3.182, 2.228, 2.042, 1.980]
-    assert student_quantile(0.025, 7) == -student_quantile(0.975, 7)
     assert student_quantile(0.5, 7) == pytest.approx(0.0, abs=1e-12)
 
 
-@pytest.mark.parametrize(("probability", "freedom"), [(0.0, 3), (1.0, 3), (-1.0, 3), (0.9, 0), (0.9, -2), (0.9, 2.5)])
-def test_a_quantile_that_there_is_not_is_refused(probability: float, freedom: Any) -> None:
+@pytest.mark.parametrize("confidence", [1.0, -0.5, 1.5, -3.0])
+def test_a_confidence_that_is_no_share_is_refused(confidence: float) -> None:
     with pytest.raises(ValueError, match="must"):
-        student_quantile(probability, freedom)
+        fit_slope(lines(1.0, {0: 0.0}), confidence)
 
 
 # --- the exponent -----------------------------------------------------------------------------------------------------------------
@@ -480,7 +482,7 @@ def runs(update: Callable[[int, int], float], propagated: Callable[[int, int], f
 
 
 def verdicts(found: list[SweepRun], aim: float | None = 0.0, kind: Any = "hidden") -> tuple[LayerVerdict, LayerVerdict]:
-    one, two = judge(found, {"a": Layer(kind, 0.0)}, {"a": Expected(aim, 0.0)}, 1, 0.25, 0.95)
+    one, two = WidthSweep(found, {"a": Layer(kind, 0.0)}, {"a": Expected(aim, 0.0)}, 0.25, 0.95, {}).verdicts
     return one, two
 
 
@@ -507,10 +509,9 @@ def test_a_verdict_says_what_was_shown(update: Any, aim: float | None, state: st
 
 
 def test_a_term_that_is_zero_in_some_runs_says_where() -> None:
-    points = {0: [(8, 1.0), (16, 0.0), (32, 1.0), (64, 1.0)], 1: [(8, 1.0), (16, 1.0), (32, 1.0), (64, 1.0)]}
-    found = judging._verdict("0", "hidden", "update", points, 0.0, 0.25, 0.95)
+    found, _ = verdicts(runs(lambda w, s: 0.0 if (w, s) == (128, 0) else 1.0))
     assert (found.state, found.slope, found.as_expected, found.judged) == ("undecided", None, None, True)
-    assert found.reason == "zero at width 16 with seed 0"
+    assert found.reason == "zero at width 128 with seed 0"
 
 
 def test_all_pass_only_if_each_is_shown_to() -> None:
@@ -518,7 +519,8 @@ def test_all_pass_only_if_each_is_shown_to() -> None:
         verdicts(runs(f))[0] for f in (lambda w, s: 1.0, lambda w, s: float(w), lambda w, s: 2 ** (w % 300 / 100))
     )
     zero, free = verdicts(runs(lambda w, s: 0.0))[0], verdicts(runs(lambda w, s: float(w)), None)[0]
-    idle, _ = judge(runs(lambda w, s: 0.0), {"a": Layer("hidden", None)}, {"a": Expected(0.0, 0.0)}, 1, 0.25, 0.95)
+    unowned = WidthSweep(runs(lambda w, s: 0.0), {"a": Layer("hidden", None)}, {"a": Expected(0.0, 0.0)}, 0.25, 0.95, {})
+    idle = unowned.verdicts[0]
     assert outcome([stable, idle, free]) == "passes", "what no optimizer has need not move"
     assert outcome([stable, zero]) == "undecided", "what one has and does not move passes nobody"
     assert outcome([stable, zero, grows]) == "fails"

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from benchmarks import width_models as models
 from torch_gradmon.analysis.width_sweep import WidthSweep, result, width_sweep
-from torch_gradmon.analysis.width_sweep import verdicts as judging
-from torch_gradmon.analysis.width_sweep.recipe import usual_loss
+from torch_gradmon.analysis.width_sweep.sweep import usual_loss
 from torch_gradmon.cli.main import main
 
 pytestmark = pytest.mark.thorough
@@ -483,8 +482,9 @@ def test_a_layer_that_is_not_measured_in_all_runs_is_undecided() -> None:
     sweep = quick(factory, (INPUTS, CLASSES))
     assert set(sweep.layers) == {"head"}
     assert set(sweep.unmeasured) == {"expert.weight", "expert.bias"}
-    few = {0: [(8, 1.0), (16, 1.0)]}
-    found = judging._verdict("expert", "hidden", "update", few, 0.0, 0.25, 0.95)
+    few = [result.SweepRun(width, 0, [1.0], [{"expert": result.LayerTerms(1.0, 1.0, 1.0, 1.0)}]) for width in (8, 16)]
+    layers, aims = {"expert": result.Layer("hidden", 0.0)}, {"expert": result.Expected()}
+    found = WidthSweep(few, layers, aims, 0.25, 0.95, {}).verdicts[0]
     assert (found.state, found.as_expected, found.judged) == ("undecided", None, True)
     assert "measured in only 2 runs" in found.reason
 

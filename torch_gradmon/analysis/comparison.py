@@ -129,28 +129,23 @@ Patterns = str | re.Pattern[str] | Sequence[str | re.Pattern[str]]
 
 @dataclass(frozen=True)
 class Rules:
-    """``tolerances`` are relative, by pattern: the first one found in a key decides. Without ``keys``, all keys except those of clocks
-    are compared; ``rename`` replaces patterns in the names of the first run's tensors. ``with_memory``: whether to compare values
-    that follow from earlier steps, which differ if the runs have other earlier steps.
-    """
-
     rtol: float = 1e-5
     atol: float = 0.0
-    tolerances: tuple[tuple[re.Pattern[str], float], ...] = ()
-    keys: tuple[re.Pattern[str], ...] = ()
+    tolerances: tuple[tuple[re.Pattern[str], float], ...] = ()  # relative; the first pattern found in a key decides
+    keys: tuple[re.Pattern[str], ...] = ()  # without any, all keys except those of clocks are compared
     ignore: tuple[re.Pattern[str], ...] = ()
-    rename: tuple[tuple[re.Pattern[str], str], ...] = ()
-    with_memory: bool = True
+    rename: tuple[tuple[re.Pattern[str], str], ...] = ()  # of patterns in the names of the first run's tensors
+    with_memory: bool = True  # also values that follow from earlier steps, which differ if the runs have other earlier steps
 
     @classmethod
     def of(
         cls,
-        rtol: float,
-        atol: float,
-        tolerances: Mapping[str, float] | None,
-        keys: Patterns | None,
-        ignore: Patterns | None,
-        rename: Mapping[str, str] | None,
+        rtol: float = 0.0,
+        atol: float = 0.0,
+        tolerances: Mapping[str, float] | None = None,
+        keys: Patterns | None = None,
+        ignore: Patterns | None = None,
+        rename: Mapping[str, str] | None = None,
     ) -> Rules:
         """Raises TypeError or ValueError for a wrong argument."""
         own = _mapping("tolerances", tolerances, "{'update/': 1e-3}")
@@ -181,7 +176,8 @@ class Rules:
 
     def leaves_out(self, key: Key) -> bool:
         """Whether a value is compared only if ``keys`` ask for it."""
-        return is_clock(key) or (has_memory(key) and not self.with_memory)
+        has_memory = key.source == n.SPIKE_SCORE or key.metric in _WITH_MEMORY
+        return is_clock(key) or (has_memory and not self.with_memory)
 
     def check_use(self, keys: Iterable[str], names: Iterable[str]) -> None:
         """Refuse a pattern that is in none of ``keys`` of both runs, or ``names`` of tensors of the first: after a typo, a comparison
@@ -202,13 +198,8 @@ class Rules:
 
 def renamer(rename: Mapping[str, str] | None) -> Callable[[str], str]:
     """The function from the name of a tensor or module in the first run to that in the second; raises as :meth:`Rules.of`."""
-    rules = Rules.of(0.0, 0.0, None, None, None, rename)
+    rules = Rules.of(rename=rename)
     return lambda name: rules.renamed(Key(n.PARAMETER, name, "")).name
-
-
-def has_memory(key: Key) -> bool:
-    """Whether a value follows from earlier monitored steps as well."""
-    return key.source == n.SPIKE_SCORE or key.metric in _WITH_MEMORY
 
 
 def is_clock(key: Key) -> bool:
@@ -272,10 +263,11 @@ _SOURCES_OF_UNIT_ONE = frozenset({*n.ATTENTION_SOURCES.values(), n.SPIKE_SCORE})
 _OF_ELEMENTS, _STRAY = ("sparsity", "zero_count"), 2.0
 
 
+_Keys = tuple[Key, ...]
+
+
 class _Scales(NamedTuple):
-    """Columns that are compared relative to more than their own size: to ``share`` of the columns ``left`` and ``right``, at least
-    ``unit``.
-    """
+    """Columns that are compared relative to more than their own size: to ``share`` of ``left`` and ``right``, at least ``unit``."""
 
     columns: Tensor
     left: Tensor
@@ -289,92 +281,95 @@ class _Scales(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Pairing:
-    """Which columns of two sheets are compared, by their keys and numbers in each, and how: ``floors`` are the scales of those that may
-    be close to zero, ``elements`` those that count single elements, with the number of all elements.
-    """
-
-    keys: tuple[Key, ...]
-    others: tuple[Key, ...]
-    left: tuple[int, ...]
-    right: tuple[int, ...]
-    rtol: Tensor
-    floors: _Scales
-    elements: _Scales
-
-    @classmethod
-    def of(cls, left: Sequence[Key], right: Sequence[Key], rules: Rules) -> Pairing:
-        """All columns that both sheets have and ``rules`` compare."""
-        places = {key: column for column, key in enumerate(left)}, {key: column for column, key in enumerate(right)}
-        found = [
-            (key, other, rtol)
-            for key in left
-            if (other := rules.renamed(key)) in places[1] and (rtol := rules.tolerance(key, other)) is not None
-        ]
-        keys, others = tuple(key for key, _, _ in found), tuple(other for _, other, _ in found)
-
-        def measured(wanted: Mapping[int, tuple[str, float, float]]) -> _Scales:
-            rows = []
-            for row, (metric, share, unit) in wanted.items():
-                at = [place.get(key._replace(metric=metric)) for place, key in zip(places, (keys[row], others[row]), strict=True)]
-                rows.append((row, at[0] or 0, at[1] or 0, 0.0 if None in at else share, unit))
-            columns = list(zip(*rows, strict=True)) if rows else [()] * 5
-            return _Scales(*map(_whole, columns[:3]), *map(_real, columns[3:]))
-
-        return cls(
-            keys,
-            others,
-            tuple(places[0][key] for key in keys),
-            tuple(places[1][other] for other in others),
-            _real([rtol for _, _, rtol in found]),
-            measured({row: floor for row, key in enumerate(keys) if any((floor := _floor(key))[1:])}),
-            measured({row: (COUNT, 1.0, 0.0) for row, key in enumerate(keys) if key.metric in _OF_ELEMENTS}),
-        )
-
-    def stray(self, left: ValueMatrix, right: ValueMatrix) -> Tensor:
-        """The difference that rounding allows in metrics of single elements; 0 if equal bits are required."""
-        columns = self.elements.columns
-        whole = _whole([self.keys[column].metric == "zero_count" for column in columns.tolist()])
-        per_element = torch.where(whole > 0, 1.0, 1.0 / self.elements.of(left, right).clamp(min=1.0))
-        return torch.where(self.rtol[columns] > 0, _STRAY * per_element, 0.0)
-
-
-@dataclass(frozen=True)
 class SheetComparison:
-    """Two sheets compared; all tensors are ``[steps, pairs of columns]``. ``relative`` is infinite where one value is not finite;
-    ``diverges`` where ``differs`` exceeds the tolerance.
-    """
+    """Two sheets compared; all tensors are ``[steps, pairs of columns]``."""
 
     pairing: Pairing
     left: Tensor
     right: Tensor
     has_left: Tensor
     has_right: Tensor
-    relative: Tensor
+    relative: Tensor  # infinite where one value is not finite
     differs: Tensor
-    diverges: Tensor
+    diverges: Tensor  # differs by more than the tolerance
+
+    def share(self, column: int) -> float | None:
+        """A value of the first step over the largest one of its source and metric; None if it is no value of a tensor."""
+        own = self.pairing.keys[column]
+        if not is_of_layer(own):
+            return None
+        alike = [place for place, key in enumerate(self.pairing.keys) if key.metric == own.metric]
+        sizes = torch.maximum(self.left[0].abs(), self.right[0].abs()).nan_to_num(0.0)
+        return float(sizes[column] / sizes[alike].max())
+
+    def divergence(self, column: int, step: int, metrics: int = 1) -> Divergence:
+        """A value of the first step, whose number is ``step``, as a divergence."""
+        key = self.pairing.keys[column]
+        a, b, relative = (float(of[0, column]) for of in (self.left, self.right, self.relative))
+        other, rtol = format_key(self.pairing.others[column]), float(self.pairing.rtol[column])
+        return Divergence(step, format_key(key), other, stage_of(key), a, b, relative, rtol, metrics)
 
 
-def compare(left: ValueMatrix, right: ValueMatrix, pairing: Pairing, atol: float) -> SheetComparison:
-    """Compare two sheets of the same steps. NaN equals NaN, and an infinite value equals itself."""
-    left_part, right_part = left.columns(pairing.left), right.columns(pairing.right)
-    a, b, has_a, has_b = left_part.values, right_part.values, left_part.there, right_part.there
-    gap = (a - b).abs_()  # NaN where either is NaN, and between infinities of one sign
-    scale = torch.maximum(a.abs(), b.abs())
-    scale[:, pairing.floors.columns] = torch.maximum(scale[:, pairing.floors.columns], pairing.floors.of(left, right))
-    allowed = scale * pairing.rtol + atol
-    allowed[:, pairing.elements.columns] += pairing.stray(left, right)
-    both = has_a & has_b
-    differs = both & (gap != 0)
-    diverges = differs & ~(gap <= allowed)
-    relative = torch.where(differs, gap.div_(scale), 0.0)
-    if not bool(torch.where(both, scale, 0.0).isfinite().all()):
-        equal = (a == b) | (a.isnan() & b.isnan())
-        is_number = a.isfinite() & b.isfinite()
-        differs = both & ~equal
-        diverges = differs & (diverges | ~is_number)
-        relative = torch.where(differs, torch.where(is_number, relative, torch.inf), 0.0)
-    return SheetComparison(pairing, a, b, has_a, has_b, relative, differs, diverges)
+class Pairing:
+    """Which columns of two sheets with these keys are compared, and how: all that both runs have, if only in other steps, and that
+    ``rules`` compare. ``keys`` and ``others`` are those of each pair in either run.
+    """
+
+    def __init__(self, sheets: tuple[_Keys, _Keys], absent: tuple[_Keys, _Keys], rules: Rules) -> None:
+        self.sheets, self._absent, self._atol = sheets, absent, rules.atol
+        self._places = [
+            {key: column for column, key in enumerate((*own, *more))} for own, more in zip(sheets, absent, strict=True)
+        ]
+        found = [
+            (key, other, rtol)
+            for key in self._places[0]
+            if (other := rules.renamed(key)) in self._places[1] and (rtol := rules.tolerance(key, other)) is not None
+        ]
+        self.keys, self.others = tuple(key for key, _, _ in found), tuple(other for _, other, _ in found)
+        self._columns = [[place[key] for key in keys] for place, keys in zip(self._places, (self.keys, self.others), strict=True)]
+        self.rtol = _real([rtol for _, _, rtol in found])
+        floors = {row: _floor(key) for row, key in enumerate(self.keys)}
+        self._floors = self._scales({row: floor for row, floor in floors.items() if any(floor[1:])})
+        # with the number of all elements
+        self._elements = self._scales({row: (COUNT, 1.0, 0.0) for row, key in enumerate(self.keys) if key.metric in _OF_ELEMENTS})
+
+    def _scales(self, wanted: Mapping[int, tuple[str, float, float]]) -> _Scales:
+        rows = []
+        for row, (metric, share, unit) in wanted.items():
+            pair = self.keys[row], self.others[row]
+            at = [place.get(key._replace(metric=metric)) for place, key in zip(self._places, pair, strict=True)]
+            rows.append((row, at[0] or 0, at[1] or 0, 0.0 if None in at else share, unit))
+        columns = list(zip(*rows, strict=True)) if rows else [()] * 5
+        return _Scales(*map(_whole, columns[:3]), *map(_real, columns[3:]))
+
+    def compare(self, *sheets: ValueMatrix) -> SheetComparison:
+        """Compare two sheets of the same steps. NaN equals NaN, and an infinite value equals itself."""
+        left, right = (sheet.with_absent(keys) for sheet, keys in zip(sheets, self._absent, strict=True))
+        left_part, right_part = left.columns(self._columns[0]), right.columns(self._columns[1])
+        a, b, has_a, has_b = left_part.values, right_part.values, left_part.there, right_part.there
+        both = has_a & has_b
+        gap = (a - b).abs_()  # NaN where either is NaN, and between infinities of one sign
+        scale = torch.maximum(a.abs(), b.abs())
+        scale[:, self._floors.columns] = torch.maximum(scale[:, self._floors.columns], self._floors.of(left, right))
+        allowed = scale * self.rtol + self._atol
+        allowed[:, self._elements.columns] += self._stray(left, right)
+        differs = both & (gap != 0)
+        diverges = differs & ~(gap <= allowed)
+        relative = torch.where(differs, gap.div_(scale), 0.0)
+        if not bool(torch.where(both, scale, 0.0).isfinite().all()):
+            equal = (a == b) | (a.isnan() & b.isnan())
+            is_number = a.isfinite() & b.isfinite()
+            differs = both & ~equal
+            diverges = differs & (diverges | ~is_number)
+            relative = torch.where(differs, torch.where(is_number, relative, torch.inf), 0.0)
+        return SheetComparison(self, a, b, has_a, has_b, relative, differs, diverges)
+
+    def _stray(self, left: ValueMatrix, right: ValueMatrix) -> Tensor:
+        """The difference that rounding allows in metrics of single elements; 0 if equal bits are required."""
+        columns = self._elements.columns
+        whole = _whole([self.keys[column].metric == "zero_count" for column in columns.tolist()])
+        per_element = torch.where(whole > 0, 1.0, 1.0 / self._elements.of(left, right).clamp(min=1.0))
+        return torch.where(self.rtol[columns] > 0, _STRAY * per_element, 0.0)
 
 
 def _floor(key: Key) -> tuple[str, float, float]:
@@ -455,45 +450,7 @@ class Unmatched:
         return bool(self.steps or self.keys or self.gaps)
 
 
-# --- Single values of a step ---
-
-
-class Cell(NamedTuple):
-    sheet: SheetComparison
-    column: int
-
-    @property
-    def key(self) -> Key:
-        return self.sheet.pairing.keys[self.column]
-
-    @property
-    def item(self) -> Key:
-        """The tensor of the value, or its key if it is no value of a tensor."""
-        return item_key(self.key)
-
-    @property
-    def share(self) -> float | None:
-        """The value over the largest one of its source and metric; None if it is no value of a tensor."""
-        if not is_of_layer(self.key):
-            return None
-        alike = [column for column, key in enumerate(self.sheet.pairing.keys) if key.metric == self.key.metric]
-        sizes = torch.maximum(self.sheet.left[0].abs(), self.sheet.right[0].abs()).nan_to_num(0.0)
-        return float(sizes[self.column] / sizes[alike].max())
-
-    def divergence(self, step: int, metrics: int = 1) -> Divergence:
-        """The value as a divergence in ``step``; ``metrics`` of its tensor diverge."""
-        sheet, column, pairing = self.sheet, self.column, self.sheet.pairing
-        return Divergence(
-            step,
-            format_key(self.key),
-            format_key(pairing.others[column]),
-            stage_of(self.key),
-            float(sheet.left[0, column]),
-            float(sheet.right[0, column]),
-            float(sheet.relative[0, column]),
-            float(pairing.rtol[column]),
-            metrics,
-        )
+# --- The facts of a step ---
 
 
 def item_key(key: Key) -> Key:
@@ -529,14 +486,12 @@ _OF_OPTIMIZER = "the optimizer's settings, its state (a checkpoint without it, f
 
 
 class Onset(NamedTuple):
-    """The first value that differs; ``before`` is the step that was compared before it, ``compared`` are the stages that were compared
-    in its step, and ``settings`` those of optimizers that differ.
-    """
+    """The first value that differs."""
 
     found: Divergence
-    before: int | None
-    compared: Container[str]
-    settings: Sequence[str] = ()
+    before: int | None  # the step that was compared before it
+    compared: Container[str]  # the stages that were compared in its step
+    settings: Sequence[str] = ()  # those of optimizers that differ
 
     def same(self, *stages: str) -> str:
         """Which of ``stages`` are the same, and which were not recorded in both runs."""
@@ -630,44 +585,6 @@ _SHORT = {"gradients for the optimizer": "gradients"}
 Gaps = dict[Key, tuple[int, int]]
 
 
-def check_use(left: Run, right: Run, rules: Rules) -> None:
-    """Raises ValueError where a pattern matches nothing, two names become one, or nothing in common is compared."""
-    rules.check_use(
-        (*left.keys(), *right.keys(), *map(format_key, FACTS)),
-        dict.fromkeys(key.name for key in compared_items(left) if key.source and key.name),
-    )
-    own, others = list(compared_items(left)), set(compared_items(right))
-    taken: dict[Key, Key] = {}
-    for key in own:
-        first = taken.setdefault(rules.renamed(key), key)
-        if first.name != key.name:
-            new = rules.renamed(key).name
-            raise ValueError(f"rename: {first.name!r} and {key.name!r} would both be called {new!r}; give a narrower pattern")
-    common = {other: key for other, key in taken.items() if other in others}
-    if not common:
-        hint = "" if rules.rename else "; rename= (--rename) maps the names that differ"
-        raise ValueError(f"the runs have no tensor and no value in common{hint}")
-    if not any(_is_compared(key, other, rules) for other, key in (*common.items(), *((fact, fact) for fact in FACTS))):
-        raise ValueError("keys= and ignore= leave out all that the runs have in common")
-
-
-def find_unmatched(
-    left: Run, right: Run, rules: Rules, steps: tuple[Sequence[int], Sequence[int]], gaps: tuple[Gaps, Gaps]
-) -> tuple[Unmatched, Unmatched]:
-    items = {rules.renamed(key): key for key in compared_items(left)}, {key: key for key in compared_items(right)}
-
-    def of_one(run: Run, at: int) -> Unmatched:
-        own, others, present = items[at], items[1 - at], run.present(steps[at])
-        lacking = (key for key in own.items() if key[0] not in others and key[1] in present)
-        return Unmatched(
-            tuple(sorted(set(steps[at]).difference(steps[1 - at]))),
-            tuple(format_key(key) for other, key in lacking if _is_compared(key, other, rules)),
-            {format_key(key): value for key, value in gaps[at].items()},
-        )
-
-    return of_one(left, 0), of_one(right, 1)
-
-
 def compared_items(run: Run) -> Iterator[Key]:
     """Tensors, without a metric, and the keys of all other values."""
     for source in run.sources:
@@ -703,37 +620,57 @@ _OTHERS = ""
 
 @dataclass
 class ScanResult:
-    """The compared steps; the first that diverges and the one with a difference of any size; the largest relative difference within the
-    tolerance, and its step; for each run, by key (of a tensor without a metric), in how many steps only this run has it, and the
-    first of these.
-    """
-
-    steps: list[int] = field(default_factory=list)
-    first: int | None = None
-    onset: int | None = None
-    largest: tuple[float, int] = (0.0, -1)
-    gaps: tuple[Gaps, Gaps] = field(default_factory=lambda: ({}, {}))
-
-
-class _PairedKeys(NamedTuple):
-    """The keys of two sheets, the keys that each lacks in these steps, and the pairing of all."""
-
-    left: tuple[Key, ...]
-    right: tuple[Key, ...]
-    more_left: tuple[Key, ...]
-    more_right: tuple[Key, ...]
-    pairing: Pairing
+    steps: list[int] = field(default_factory=list)  # the compared ones
+    first: int | None = None  # that diverges
+    onset: int | None = None  # the first with a difference of any size
+    largest: tuple[float, int] = (0.0, -1)  # the largest relative difference within the tolerance, and its step
+    gaps: tuple[Gaps, Gaps] = field(default_factory=lambda: ({}, {}))  # what only one run has
 
 
 class Comparison:
+    """Compares two runs; raises ValueError where a pattern matches nothing, two names become one, or nothing in common is compared."""
+
     def __init__(self, left: Run, right: Run, rules: Rules) -> None:
-        self._runs, self._rules = (left, right), rules
+        self._runs, self.rules = (left, right), rules
         tensors = {source: left.tensors_as_measured(source) for source in left.sources}
         self._order = Order(tensors)
         self._width = sum(map(len, tensors.values())) * (len(VIEWS) + 1) + len(left.scalars)
-        self._known = {rules.renamed(key): key for key in compared_items(left)}
-        self._known_right = frozenset(compared_items(right))
-        self._pairings: dict[str, _PairedKeys] = {}
+        # what each run has, by its key in the second
+        self._items: tuple[dict[Key, Key], dict[Key, Key]] = {}, {key: key for key in compared_items(right)}
+        self._pairings: dict[str, Pairing] = {}
+        self._check()
+
+    def _check(self) -> None:
+        own, rules, (left, right) = list(compared_items(self._runs[0])), self.rules, self._runs
+        names = dict.fromkeys(key.name for key in own if key.source and key.name)
+        rules.check_use((*left.keys(), *right.keys(), *map(format_key, FACTS)), names)
+        for key in own:
+            renamed = rules.renamed(key)
+            first = self._items[0].setdefault(renamed, key)
+            if first.name != key.name:
+                raise ValueError(
+                    f"rename: {first.name!r} and {key.name!r} would both be called {renamed.name!r}; give a narrower pattern"
+                )
+        common = [(key, other) for other, key in self._items[0].items() if other in self._items[1]]
+        if not common:
+            hint = "" if rules.rename else "; rename= (--rename) maps the names that differ"
+            raise ValueError(f"the runs have no tensor and no value in common{hint}")
+        if not any(_is_compared(key, other, rules) for key, other in (*common, *zip(FACTS, FACTS, strict=True))):
+            raise ValueError("keys= and ignore= leave out all that the runs have in common")
+
+    def unmatched(self, steps: tuple[Sequence[int], Sequence[int]], gaps: tuple[Gaps, Gaps]) -> tuple[Unmatched, Unmatched]:
+        """What only one of the runs has, of the selected steps of each."""
+
+        def of_one(at: int) -> Unmatched:
+            others, present = self._items[1 - at], self._runs[at].present(steps[at])
+            lacking = ((key, other) for other, key in self._items[at].items() if other not in others and key in present)
+            return Unmatched(
+                tuple(sorted(set(steps[at]).difference(steps[1 - at]))),
+                tuple(format_key(key) for key, other in lacking if _is_compared(key, other, self.rules)),
+                {format_key(key): value for key, value in gaps[at].items()},
+            )
+
+        return of_one(0), of_one(1)
 
     def scan(self, steps: Sequence[int], advance: Callable[[int], None]) -> ScanResult:
         """Compare common ``steps`` up to the first that diverges; calls ``advance`` with the number of steps done."""
@@ -755,29 +692,27 @@ class Comparison:
         """All sheets of ``steps``; unless ``thorough``, without those whose stored statistics are byte for byte equal."""
         left, right = (run.window(steps) for run in self._runs)
         sources = list(dict.fromkeys((*left.sources, *right.sources)))
-        if not thorough and not self._rules.rename:
+        if not thorough and not self.rules.rename:
             sources = [source for source in sources if not left.is_like(right, source)]
         pairs = [(source, left.sheet(source), right.sheet(source)) for source in sources]
         pairs += [(_OTHERS, left.others, right.others), (CONTEXT, facts_of(left), facts_of(right))]
         return [self._compare(source, a, b) for source, a, b in pairs]
 
     def _compare(self, source: str, left: ValueMatrix, right: ValueMatrix) -> SheetComparison:
-        known = self._pairings.get(source)
-        if known is None or (known.left, known.right) != (left.keys, right.keys):
-            known = self._pairings[source] = self._paired(left.keys, right.keys)
-        return compare(left.with_absent(known.more_left), right.with_absent(known.more_right), known.pairing, self._rules.atol)
+        pairing = self._pairings.get(source)
+        if pairing is None or pairing.sheets != (left.keys, right.keys):
+            absent = self._absent(left.keys, right.keys)
+            pairing = self._pairings[source] = Pairing((left.keys, right.keys), absent, self.rules)
+        return pairing.compare(left, right)
 
-    def _paired(self, left: tuple[Key, ...], right: tuple[Key, ...]) -> _PairedKeys:
-        """Corresponding keys; also those that one run lacks in these steps but has in others."""
-        renamed = {self._rules.renamed(key) for key in left}
-        there = set(right)
-        more_right = tuple(key for key in renamed if key not in there and item_of(key) in self._known_right)
-        lacking = [(key, item_of(key)) for key in right if key not in renamed]
+    def _absent(self, left: _Keys, right: _Keys) -> tuple[_Keys, _Keys]:
+        """The keys that one run lacks in these steps but has in others."""
+        renamed, there = {self.rules.renamed(key) for key in left}, set(right)
+        items = ((key, item_of(key)) for key in right if key not in renamed)
         more_left = tuple(
-            key._replace(name=self._known[item].name) for key, item in lacking if item is not None and item in self._known
+            key._replace(name=self._items[0][item].name) for key, item in items if item is not None and item in self._items[0]
         )
-        pairing = Pairing.of((*left, *more_left), (*right, *more_right), self._rules)
-        return _PairedKeys(left, right, more_left, more_right, pairing)
+        return more_left, tuple(key for key in renamed if key not in there and item_of(key) in self._items[1])
 
     def _record(self, found: ScanResult, steps: Sequence[int], sheets: Sequence[SheetComparison]) -> None:
         divergence = _first_row([sheet.diverges for sheet in sheets])
@@ -795,27 +730,27 @@ class Comparison:
 
     def divergences(self, step: int) -> tuple[list[Divergence], str]:
         """The divergent values of a step, one for each tensor, in the order of computation; and a remark on the first."""
-        by_item: dict[Key, list[Cell]] = {}
-        for cell in self._cells(step, lambda sheet: sheet.diverges):
-            by_item.setdefault(cell.item, []).append(cell)
-        found = [cells[0].divergence(step, len(cells)) for cells in by_item.values()]
-        share = next(iter(by_item.values()))[0].share
-        return found, interpret_noise(found[0].stage, found[0].key, share)
+        by_item: dict[Key, list[tuple[SheetComparison, int]]] = {}
+        for sheet, column in self._cells(step, lambda sheet: sheet.diverges):
+            by_item.setdefault(item_key(sheet.pairing.keys[column]), []).append((sheet, column))
+        found = [sheet.divergence(column, step, len(cells)) for cells in by_item.values() for sheet, column in cells[:1]]
+        sheet, column = next(iter(by_item.values()))[0]
+        return found, interpret_noise(found[0].stage, found[0].key, sheet.share(column))
 
     def onset(self, step: int, steps: Sequence[int], settings: Sequence[str]) -> tuple[Divergence, str]:
         """The value that differs first in the first step with a difference, and what that points to; ``settings``: those of optimizers
         that differ.
         """
-        cell = self._cells(step, lambda sheet: sheet.differs)[0]
-        found, row = cell.divergence(step), bisect_left(steps, step)
+        sheet, column = self._cells(step, lambda sheet: sheet.differs)[0]
+        found, row = sheet.divergence(column, step), bisect_left(steps, step)
         before = steps[row - 1] if row else None
         return found, interpret(Onset(found, before, self.stages(step), settings))
 
-    def _cells(self, step: int, chosen: Callable[[SheetComparison], Tensor]) -> list[Cell]:
-        """The chosen values of a step, in the order of computation."""
+    def _cells(self, step: int, chosen: Callable[[SheetComparison], Tensor]) -> list[tuple[SheetComparison, int]]:
+        """The chosen values of a step, as sheets and columns, in the order of computation."""
         sheets = self._compared([step], thorough=True)
-        cells = [Cell(sheet, column) for sheet in sheets for column in torch.nonzero(chosen(sheet)[0]).flatten().tolist()]
-        return sorted(cells, key=lambda cell: self._order.rank(cell.key))
+        cells = [(sheet, column) for sheet in sheets for column in torch.nonzero(chosen(sheet)[0]).flatten().tolist()]
+        return sorted(cells, key=lambda cell: self._order.rank(cell[0].pairing.keys[cell[1]]))
 
     def missing(self, onset: Divergence, gaps: tuple[Gaps, Gaps]) -> tuple[str, bool]:
         """A sentence on what a run first lacks in the step of ``onset``, and whether that is computed no later than its stage."""
@@ -834,8 +769,8 @@ class Comparison:
     def largest(self, step: int) -> Divergence | None:
         """The largest relative difference within the tolerance in a step."""
         cells = self._cells(step, lambda sheet: sheet.differs & ~sheet.diverges)
-        best = max(cells, key=lambda cell: float(cell.sheet.relative[0, cell.column]), default=None)
-        return None if best is None else best.divergence(step)
+        best = max(cells, key=lambda cell: float(cell[0].relative[0, cell[1]]), default=None)
+        return None if best is None else best[0].divergence(best[1], step)
 
     def growth(self, steps: Sequence[int]) -> dict[str, dict[int, float]]:
         """The relative difference of the loss and of whole-model norms in these steps, by key; infinite if one is not finite."""

@@ -7,7 +7,7 @@ import json
 import os
 import textwrap
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from ..core import validation as check
 from ..core.formatting import ProgressBar, ShownAsText, cut_start, listed, part_of, strict
 from ..core.keys import SUMMARY, format_key
 from ..runs.reader import between, single_threaded
-from .comparison import Comparison, Divergence, Patterns, Rules, StageCounts, Unmatched, check_use, find_unmatched
+from .comparison import Comparison, Divergence, Patterns, Rules, StageCounts, Unmatched
 from .run import Run, load_run, optimizer_settings, settings_that_differ
 
 
@@ -56,7 +56,9 @@ class RunDiff(ShownAsText):
     strict: bool = False
 
     def __str__(self) -> str:
-        return to_text(self)
+        tables = [*([] if self.first is None else [_divergences(self)]), _stages(self), _growth(self)]
+        parts = [_wrapped(opening(self)), *tables, _wrapped(unmatched(self))]
+        return "\n\n".join("\n".join(lines) for lines in map(list, parts) if lines)
 
     @property
     def diverges(self) -> bool:
@@ -102,15 +104,6 @@ class RunDiff(ShownAsText):
 _WIDTH, _KEY, _NUMBER = 100, 58, 13
 #: Divergences that are listed, and names of unmatched values.
 _DIVERGENCES, _NAMES = 6, 3
-
-
-def to_text(result: RunDiff) -> str:
-    """The comparison as text."""
-    parts = [_wrapped(opening(result))]
-    if result.first is not None:
-        parts.append(_divergences(result))
-    parts += [_stages(result), _growth(result), _wrapped(unmatched(result))]
-    return "\n\n".join("\n".join(lines) for lines in map(list, parts) if lines)
 
 
 def opening(result: RunDiff) -> Iterator[str]:
@@ -177,13 +170,19 @@ def both(divergence: Divergence) -> tuple[str, str]:
     return repr(divergence.a), repr(divergence.b)
 
 
+def _table(
+    head: str, titles: Sequence[str], rows: Iterable[Sequence[str]], label: int = _KEY, width: int = _NUMBER
+) -> Iterator[str]:
+    yield f"{head:<{label}}" + "".join(f"{title:>{width}}" for title in titles)
+    for name, *cells in rows:
+        yield f"  {cut_start(name, label - 3):<{label - 2}}" + "".join(f"{cell:>{width}}" for cell in cells)
+
+
 def _divergences(result: RunDiff) -> Iterator[str]:
     """The divergent values of the last step, in the order of computation."""
-    titles = "".join(f"{title:>{_NUMBER}}" for title in ("first run", "second run", "relative"))
-    yield f"{f'diverges in step {result.steps[-1]}, in the order of the step':<{_KEY}}{titles}"
-    for divergence in result.divergences[:_DIVERGENCES]:
-        cells = "".join(f"{text:>{_NUMBER}}" for text in (*both(divergence), number(divergence.relative)))
-        yield f"  {cut_start(divergence.key, _KEY - 3):<{_KEY - 2}}{cells}"
+    head = f"diverges in step {result.steps[-1]}, in the order of the step"
+    shown = ((each.key, *both(each), number(each.relative)) for each in result.divergences[:_DIVERGENCES])
+    yield from _table(head, ("first run", "second run", "relative"), shown)
     more = len(result.divergences) - _DIVERGENCES
     if more > 0:
         yield f"  and {more} more"
@@ -191,10 +190,7 @@ def _divergences(result: RunDiff) -> Iterator[str]:
 
 def _stages(result: RunDiff) -> Iterator[str]:
     """What was compared in the last step."""
-    titles = "".join(f"{title:>{_NUMBER}}" for title in ("tensors", "values", "largest"))
-    yield f"{f'compared in step {result.steps[-1]}':<{_KEY}}{titles}"
-    for row in stage_rows(result):
-        yield f"  {row[0]:<{_KEY - 2}}" + "".join(f"{cell:>{_NUMBER}}" for cell in row[1:])
+    return _table(f"compared in step {result.steps[-1]}", ("tensors", "values", "largest"), stage_rows(result))
 
 
 def stage_rows(result: RunDiff) -> list[list[str]]:
@@ -211,11 +207,11 @@ def _growth(result: RunDiff) -> Iterator[str]:
     if len(steps) < 2:
         return
     width = max(9, len(str(steps[-1])) + 2)
-    label = _WIDTH - 8 * width
-    yield f"{'relative difference in step':<{label}}" + "".join(f"{step:>{width}}" for step in steps)
-    for key, values in result.growth.items():
-        cells = "".join(f"{number(values[step]) if step in values else '-':>{width}}" for step in steps)
-        yield f"  {cut_start(key.removeprefix(f'{SUMMARY}/'), label - 3):<{label - 2}}{cells}"
+    rows = (
+        (key.removeprefix(f"{SUMMARY}/"), *(number(values[step]) if step in values else "-" for step in steps))
+        for key, values in result.growth.items()
+    )
+    yield from _table("relative difference in step", list(map(str, steps)), rows, _WIDTH - 8 * width, width)
 
 
 def unmatched(result: RunDiff) -> Iterator[str]:
@@ -312,14 +308,13 @@ def _diff(
     strict: bool,
     progress: bool | None,
 ) -> RunDiff:
-    check_use(left, right, rules)
+    comparison = Comparison(left, right, rules)
     steps = between(left.steps, *bounds), between(right.steps, *bounds)
     common = sorted(set(steps[0]) & set(steps[1]))
     if not common:
         raise ValueError(f"the runs have no step in common: the first has {_span(steps[0])}, the second {_span(steps[1])}")
     before = [between(run.steps, None, common[-1]) for run in (left, right)]
-    rules = replace(rules, with_memory=before[0] == before[1])
-    comparison = Comparison(left, right, rules)
+    comparison.rules = rules = replace(rules, with_memory=before[0] == before[1])
     settings = settings_that_differ(left.meta, right.meta)
     of_optimizers = [name for name in settings if name in optimizer_settings(left.meta) | optimizer_settings(right.meta)]
     with ProgressBar(len(common), "diff", "step", progress) as bar:
@@ -341,7 +336,7 @@ def _diff(
         interpretation=" ".join(filter(None, (meaning, remark))),
         largest=comparison.largest(scan.largest[1]) if scan.largest[0] else None,
         growth={} if began is None else comparison.growth(_growth_steps(common, began, last)),
-        unmatched=find_unmatched(left, right, rules, steps, scan.gaps),
+        unmatched=comparison.unmatched(steps, scan.gaps),
         not_compared=() if rules.keys else tuple(format_key(key) for key in left.scalars if rules.leaves_out(key)),
         settings=settings,
         tags={} if began is None else _tags(left, right, began),
@@ -372,10 +367,8 @@ def _growth_steps(common: Sequence[int], onset: int, last: int) -> list[int]:
     return sorted(chosen.union(later[number * len(later) // len(evenly)] for number in evenly))
 
 
-def _is_same(a: Any, b: Any) -> bool:
-    return bool(a == b) or (a != a and b != b)  # NaN is NaN
-
-
 def _tags(left: Run, right: Run, step: int) -> dict[str, tuple[Any, Any]]:
     own, others = (run.context(step).get("tags", {}) for run in (left, right))
-    return {name: (own[name], others[name]) for name in own if name in others and not _is_same(own[name], others[name])}
+    shared = [name for name in own if name in others]
+    is_nan = {name for name in shared if own[name] != own[name] and others[name] != others[name]}
+    return {name: (own[name], others[name]) for name in shared if own[name] != others[name] and name not in is_nan}

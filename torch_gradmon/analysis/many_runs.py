@@ -37,57 +37,42 @@ _SIZES = re.compile(r" \(|, ")
 
 @dataclass(frozen=True)
 class RunCard:
-    """A run in one row.
-
-    Attributes:
-        state: ``running``, or ``silent`` if its process is gone, or its last step is older than five usual intervals and a minute;
-            ``ended`` if its monitor was detached; ``empty`` without a step; ``unknown`` if there is only one, which shows no interval.
-        status: the same as a sentence.
-        unwritten: number of steps that could not be written to the run directory, as on a full disk; of a run that has not ended 1 or
-            more if the last steps are lost.
-        age: seconds since the last step.
-        usual: usual seconds between two steps; None if unknown.
-        pause: the second-longest time between two, see :class:`.liveness.RunStatus`.
-        began: when the first step ended, in seconds since the epoch.
-        loss: the median of the last twentieth; None if none was logged, NaN or infinite if the last one is.
-        losses: step and loss, thinned out, for a small chart.
-        spike_where: the layer that moved most, or what the layers did together; empty if it is unknown.
-        headroom: learning rate over the critical one, the last that was measured.
-        cost: median share of the time that monitoring took lately.
-        findings: severity, rule and place, ranked, if the run was diagnosed; else what was found while it trained, without a severity.
-        metrics: the last value of each of the metrics that were asked for, if the run has it.
-    """
+    """A run in one row."""
 
     name: str
+    # silent if its process is gone, or its last step is older than five usual intervals and a minute; ended if its monitor was detached;
+    # empty without a step; unknown if there is only one, which shows no interval
     state: State
-    status: str
+    status: str  # the same as a sentence
     raised: str
+    # steps that could not be written, as on a full disk; of a run that has not ended 1 or more if the last steps are lost
     unwritten: int
     step: int | None
     steps: int
-    age: float
-    usual: float | None
-    pause: float
-    began: float | None
+    age: float  # seconds since the last step
+    usual: float | None  # usual seconds between two steps; None if unknown
+    pause: float  # the second-longest time between two, see RunStatus
+    began: float | None  # when the first step ended, in seconds since the epoch
     seconds: float
-    loss: float | None
+    loss: float | None  # the median of the last twentieth; None if none was logged, NaN or infinite if the last one is
     first_loss: float | None
     loss_key: str
-    losses: Sequence[tuple[int, float]]
+    losses: Sequence[tuple[int, float]]  # step and loss, thinned out, for a small chart
     spikes: int
     worst_spike: str
     spike_step: int | None
-    spike_where: str
+    spike_where: str  # the layer that moved most, or what the layers did together; empty if it is unknown
     last_spike: str
     last_spike_step: int | None
     last_spike_where: str
     not_applied: int
-    headroom: float | None
-    cost: float | None
+    headroom: float | None  # the learning rate over the critical one, the last that was measured
+    cost: float | None  # the median share of the time that monitoring took lately
+    # severity, rule and place, ranked, if the run was diagnosed; else what was found while it trained, without a severity
     findings: Sequence[tuple[str, str, str]]
     is_diagnosed: bool
     settings: Mapping[str, str]
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, float]  # the last value of each of the metrics that were asked for, if the run has it
     logged: Sequence[str]
 
     @property
@@ -120,6 +105,7 @@ def run_card(
         loss_key = loss_among(scalars)
         loss = _series(run, loss_key)
         times = [float(run.context(step)["time"]) for step in (steps[:1] + steps[-1:])]
+        overhead = _series(run, _whole("overhead_fraction")).finite.part(0.5, 1).values
         spikes = episodes(run.events, steps)
         worst, last = next(iter(largest(spikes, 1)), None), spikes[-1] if spikes else None
         if diagnosis is None:
@@ -148,7 +134,7 @@ def run_card(
             **_described(last, "last_spike", "last_spike"),
             not_applied=int(max(_series(run, _whole("steps_not_applied")).values, default=0.0)),
             headroom=next(reversed(_series(run, _whole("lr_over_critical")).values), None),
-            cost=_cost(_series(run, _whole("overhead_fraction"))),
+            cost=lower_median(overhead) if overhead else None,
             findings=findings,
             is_diagnosed=diagnosis is not None,
             settings=dict(islice(settings_of(run.meta).items(), _SETTINGS)),
@@ -206,11 +192,6 @@ def _now(loss: Series) -> float | None:
     return loss.finite.part(1 - _NOW, 1).median if math.isfinite(loss.values[-1]) else loss.values[-1]
 
 
-def _cost(overhead: Series) -> float | None:
-    values = overhead.finite.part(0.5, 1).values
-    return lower_median(values) if values else None
-
-
 def _thinned(series: Series, points: int) -> list[tuple[int, float]]:
     """Evenly chosen values with both ends; NaN and infinities are kept where they are."""
     every = max(1, math.ceil(len(series) / points))
@@ -230,18 +211,10 @@ _WIDTH, _INDENT, _MOST = 100, 10, 3
 
 
 def has_stalled(card: RunCard) -> bool:
-    """Whether no step has come for ten times the usual, a minute and twice the pauses that the run makes, or for ten minutes after the only
-    one, of a run that has not ended.
-    """
+    """Whether no step has come for long, of a run that has not ended."""
     if card.state in ("ended", "empty"):
         return False
     return card.age > (_LONELY if card.usual is None else max(_TIMES * card.usual, _LEAST, PAUSES * card.pause))
-
-
-def _is_fine(card: RunCard) -> bool:
-    """Whether nothing is wrong with the process and with what it records."""
-    is_recorded = card.state == "ended" or not card.unwritten
-    return card.state in _FINE and is_recorded and not card.raised and not has_stalled(card)
 
 
 def next_action(card: RunCard, diagnosis: Diagnosis) -> str:
@@ -267,6 +240,9 @@ def next_action(card: RunCard, diagnosis: Diagnosis) -> str:
 def status_dict(card: RunCard, diagnosis: Diagnosis) -> dict[str, Any]:
     """For JSON; ``next`` has the action, and the finding that it is for, if any, with the command that shows more of it."""
     first, rest = next(iter(diagnosis.findings), None), card.to_dict()
+    is_recorded = card.state == "ended" or not card.unwritten
+    is_fine = card.state in _FINE and is_recorded and not card.raised and not has_stalled(card)
+    command = f"diagnose {card.name}" if card.spike_step is None else f"why {card.name} --step {card.spike_step}"
     worst = {"step": card.spike_step, "where": card.spike_where, "text": card.worst_spike}
     return {
         "run": card.name,
@@ -274,7 +250,7 @@ def status_dict(card: RunCard, diagnosis: Diagnosis) -> dict[str, Any]:
         "status": card.status,
         "raised": card.raised,
         "unwritten": card.unwritten,
-        "healthy": _is_fine(card) and diagnosis.healthy,
+        "healthy": is_fine and diagnosis.healthy,
         **{name: rest[name] for name in _NUMBERS},
         "loss_key": card.loss_key,
         "worst_spike": worst if card.spikes else None,
@@ -283,9 +259,7 @@ def status_dict(card: RunCard, diagnosis: Diagnosis) -> dict[str, Any]:
             "action": next_action(card, diagnosis),
             "rule": None if first is None else first.rule,
             "where": None if first is None else first.where,
-            "command": f"gradmon diagnose {card.name}"
-            if card.spike_step is None
-            else f"gradmon why {card.name} --step {card.spike_step}",
+            "command": f"gradmon {command}",
         },
         "settings": dict(card.settings),
     }

@@ -18,6 +18,7 @@ from ..runs.format import is_run
 from ..runs.reader import RunReader, single_threaded
 from ..spikes.attribution import ParameterAttribution
 from ..step.summary import top_shares
+from .spike_report import explain, suspects
 
 if TYPE_CHECKING:
     from .diagnosis import Diagnosis
@@ -100,10 +101,8 @@ class Run(RunReader):
         Raises:
             KeyError: the step is not in the run.
         """
-        from .diagnosis.history import suspects
-
         self._check_step(step)
-        return suspects(self, step)
+        return [*suspects(self, step)]
 
     @property
     def model_text(self) -> str:
@@ -156,8 +155,6 @@ class Run(RunReader):
         Raises:
             ValueError: the step is unknown.
         """
-        from .spike_report import explain
-
         return explain(self, step)
 
     def __enter__(self) -> Run:
@@ -169,9 +166,8 @@ class Run(RunReader):
     def plot(self, kind: Chart = "heatmap", *, engine: Engine = "plotly", **options: Any) -> Any:
         """A figure of the run; see :meth:`ModuleMonitor.plot <torch_gradmon.ModuleMonitor.plot>`."""
         from .plots.charts import plot
-        from .plots.sources import ValueSource
 
-        return plot(ValueSource.of_run(self), kind, engine, options)
+        return plot(self, kind, engine, options)
 
     def export(
         self,

@@ -6,54 +6,31 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, Union
 
 from ..core import keys as n
 from ..core.formatting import ShownText, cut_start, factor_text, is_multiple, significant, strict, times
 from ..core.keys import SUMMARY, Key, format_key, parse_key
 from ..core.records import SpikeEvent, StepRecord, loss_in
 from ..runs.detail_request import request_text
-from ..spikes.attribution import GradientNormHistory, ParameterAttribution, SpikeCause, spike_cause
+from ..spikes.attribution import REMEMBERED, GradientNormHistory, ParameterAttribution, SpikeCause, spike_cause
 from ..spikes.detector_set import AFTER, recovery_text
 from ..spikes.signals import Episode, episodes, largest, value_of
 from ..step.plan import value_in
 
+if TYPE_CHECKING:
+    from ..runs.reader import RunReader
+
 # --- Where the values of a spike report come from ---
-
-
-class StepSource(Protocol):
-    """The steps of a run: a :class:`torch_gradmon.analysis.run.Run`, or a monitor's :class:`RecentSteps`."""
-
-    @property
-    def steps(self) -> list[int]:
-        """The known steps, ascending."""
-
-    @property
-    def events(self) -> list[SpikeEvent]:
-        """The spikes, in order."""
-
-    def context(self, step: int) -> Mapping[str, Any]:
-        """The facts of a step."""
-
-    def metrics(self, step: int) -> Mapping[str, float]:
-        """The values of a step by key."""
-
-    def value(self, signal: str, step: int) -> float | None:
-        """The value of a key, or of a whole-model value by its name, in a step; None if it is unknown."""
-
-    def suspects(self, step: int) -> Sequence[ParameterAttribution]:
-        """The parameters of a step, ranked by suspicion; empty if its gradients are unknown."""
 
 
 @dataclass(frozen=True)
 class RecentSteps:
-    """The last steps in a monitor's memory: their records, statistics of the gradients of some, and the ranked parameters at the time of
-    each spike.
-    """
+    """The last steps in a monitor's memory."""
 
     records: Mapping[int, StepRecord]
-    gradients: GradientNormHistory
-    ranked: Mapping[int, Sequence[ParameterAttribution]]
+    gradients: GradientNormHistory  # of some of the steps
+    ranked: Mapping[int, Sequence[ParameterAttribution]]  # the parameters at the time of each spike
 
     @property
     def steps(self) -> list[int]:
@@ -80,6 +57,21 @@ class RecentSteps:
         return self.ranked.get(step) or self.gradients.suspects(step)
 
 
+#: Where the values of a spike report come from: a run on disk, or a monitor's last steps.
+StepSource: TypeAlias = Union["RunReader", RecentSteps]
+
+
+def suspects(source: StepSource, step: int) -> Sequence[ParameterAttribution]:
+    """The parameters of a step, ranked by suspicion; empty if its gradients are unknown."""
+    if isinstance(source, RecentSteps):
+        return source.suspects(step)
+    gradients = GradientNormHistory()
+    for number in [number for number in source.steps if number <= step][-REMEMBERED:]:
+        tables = {name: source.table(name, number) for name in (n.GRADIENT_BEFORE_CLIP, n.GRADIENT)}
+        gradients.add(number, {name: table for name, table in tables.items() if table is not None})
+    return gradients.suspects(step)
+
+
 # --- The content of a spike report, as data ---
 
 #: Steps shown before and after the step of the report.
@@ -94,27 +86,18 @@ _CHANGING = ("lr", "amp_scale")
 
 @dataclass(frozen=True)
 class SpikeReport:
-    """What is known of one step and its spike, if it has one.
-
-    Attributes:
-        episode: the spike of successive steps that it belongs to.
-        context: its facts.
-        around: the steps near it, for :attr:`facts` and :attr:`signals`.
-        facts: names and values of the facts that change in these steps; of several parameter groups the first.
-        signals: names and values of the whole model, and of the signals that spiked, in these steps; None if unknown.
-        suspects: its parameters, ranked by suspicion; empty if its gradients are unknown.
-        recovery: for each signal that spiked, a sentence on the steps after the spike.
-    """
+    """What is known of one step and its spike, if it has one."""
 
     step: int
     events: Sequence[SpikeEvent]
-    episode: Episode | None
-    context: Mapping[str, Any]
-    around: Sequence[int]
-    facts: Sequence[tuple[str, Sequence[Any]]]
+    episode: Episode | None  # the spike of successive steps that it belongs to
+    context: Mapping[str, Any]  # its facts
+    around: Sequence[int]  # the steps near it, for facts and signals
+    facts: Sequence[tuple[str, Sequence[Any]]]  # names and values of those that change there; of several groups the first
+    # names and values of the whole model, and of the signals that spiked, in these steps; None if unknown
     signals: Sequence[tuple[str, Sequence[float | None]]]
-    suspects: Sequence[ParameterAttribution]
-    recovery: Sequence[str]
+    suspects: Sequence[ParameterAttribution]  # its parameters, ranked by suspicion; empty if its gradients are unknown
+    recovery: Sequence[str]  # for each signal that spiked, a sentence on the steps after the spike
     others: Sequence[Episode]
     loss: float | None = None
     is_loss_logged: bool = False
@@ -134,15 +117,17 @@ class SpikeReport:
         spike = next((each for each in spikes if step in each.steps), None)
         events = [] if spike is None else [event for event in spike.events if event.step == step]
         around = known[max(0, known.index(step) - _BEFORE) : known.index(step) + _AFTER + 1]
+        contexts = [source.context(number) for number in around]
+        facts = {name: [_first(context.get(name)) for context in contexts] for name in _CHANGING}
         return cls(
             step,
             events,
             spike,
             source.context(step),
             around,
-            list(_changing_facts(source, around)),
+            [(name, values) for name, values in facts.items() if any(value != values[0] for value in values)],
             list(_signals(source, around, [event.signal for event in events])),
-            source.suspects(step),
+            suspects(source, step),
             [] if spike is None else list(_recovery(source, known, spike)),
             [other for other in spikes if other is not spike],
             _loss(source, step),
@@ -191,12 +176,8 @@ def _loss(source: StepSource, step: int) -> float | None:
     return loss_in({parse_key(key): value for key, value in source.metrics(step).items()})
 
 
-def _changing_facts(source: StepSource, around: Sequence[int]) -> Iterator[tuple[str, list[Any]]]:
-    for name in _CHANGING:
-        facts = [source.context(number).get(name) for number in around]
-        facts = [fact[0] if isinstance(fact, list) and fact else fact for fact in facts]
-        if any(fact != facts[0] for fact in facts):
-            yield name, facts
+def _first(fact: Any) -> Any:
+    return fact[0] if isinstance(fact, list) and fact else fact
 
 
 def _signals(source: StepSource, around: Sequence[int], spiked: Sequence[str]) -> Iterator[tuple[str, list[float | None]]]:
@@ -223,21 +204,19 @@ def _recovery(source: StepSource, known: Sequence[int], spike: Episode) -> Itera
 
 
 class SpikeSummary(NamedTuple):
-    """A spike on one line: its worst, first and last step, which signals spiked and how far, the parameter that moved first or most
-    (empty if no single one did, or the gradients are unknown), and what it did, or what all parameters did together.
-    """
+    """A spike on one line."""
 
-    step: int
+    step: int  # the worst
     first: int
     last: int
-    words: str
-    layer: str
-    moved: str
+    words: str  # which signals spiked and how far
+    layer: str  # the parameter that moved first or most; empty if no single one did, or the gradients are unknown
+    moved: str  # what it did, or what all parameters did together
 
     @classmethod
     def of(cls, source: StepSource, spike: Episode) -> SpikeSummary:
         step = spike.worst.step
-        found = spike_cause(source.suspects(step), step, _loss(source, step))
+        found = spike_cause(suspects(source, step), step, _loss(source, step))
         return cls(step, spike.first, spike.last, ", ".join(map(_signal_text, spike.of_worst)), found.layer, found.did)
 
 

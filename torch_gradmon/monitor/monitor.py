@@ -919,13 +919,12 @@ class ModuleMonitor:
             TypeError: this kind has no such option.
             ImportError: the engine is not installed.
         """
-        from ..analysis.plots.charts import plot
-        from ..analysis.plots.sources import ValueSource
+        from ..analysis.plots.charts import ValueSource, plot
 
         self._runtime.settle_now()
         inventory, sample = self._runtime.planner.inventory, self._runtime.pipeline.history.sample
         order = None if inventory is None else ModelOrder(inventory.names, inventory.kinds)
-        return plot(ValueSource.of_records(sample.records(), order, sample.is_whole), kind, engine, options)
+        return plot(ValueSource(sample.records(), order, sample.is_whole), kind, engine, options)
 
     # --- outputs -------------------------------------------------------------------------------------------------------------
 

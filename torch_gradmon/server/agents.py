@@ -40,18 +40,8 @@ def agent_server(root: str | os.PathLike[str]) -> MCPServer:
     tools = RunTools(root)
     server = MCPServer("gradmon", instructions=_INSTRUCTIONS, log_level="ERROR")
     only_reads = ToolAnnotations.model_validate({"readOnlyHint": True, "openWorldHint": False})
-    functions: tuple[Callable[..., Any], ...] = (
-        tools.list_runs,
-        tools.status,
-        tools.diagnose,
-        tools.advice,
-        tools.why,
-        tools.keys,
-        tools.series,
-        tools.diff,
-    )
-    for function in functions:
-        server.tool(annotations=only_reads)(_explained(function))
+    for name in ("list_runs", "status", "diagnose", "advice", "why", "keys", "series", "diff"):
+        server.tool(annotations=only_reads)(_explained(getattr(tools, name)))
     return server
 
 
@@ -71,11 +61,7 @@ def _explained(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class RunTools:
-    """The tools. Runs go by their names in :meth:`list_runs`; no argument is used as a path.
-
-    Args:
-        root: the directory.
-    """
+    """The tools. Runs go by their names in :meth:`list_runs`; no argument is used as a path."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self._root = root

@@ -26,8 +26,7 @@ from urllib.parse import parse_qs, quote, urlsplit
 from ..analysis.comparison import renamer
 from ..analysis.diff import diff_runs
 from ..analysis.many_runs import RunCard
-from ..analysis.report.content import comparison_content, content
-from ..analysis.report.page import LivePage, as_json, html, template
+from ..analysis.report.page import LivePage, as_json, comparison_content, content, html, template
 from ..analysis.run import load_run
 from ..runs.format import version
 from . import PORT
@@ -50,10 +49,7 @@ def is_local(host: str) -> bool:
 
 class Access:
     """Decides about requests. Without a ``token`` a new one is made; an empty one is none, which only an address of this machine may
-    have.
-
-    Raises:
-        ValueError: the token has signs that an address cannot have, or other machines could read without one.
+    have. Raises ValueError for one that is not allowed.
     """
 
     def __init__(self, host: str, token: str | None = None) -> None:
@@ -64,23 +60,22 @@ class Access:
             raise ValueError(f"everybody could read at {host} without a token; leave it out at an address of this machine only")
         self.token = secrets.token_urlsafe(24) if token is None else token or None
 
-    def names_this_machine(self, host: str) -> bool:
-        """Whether the ``Host`` of a request is allowed: on this machine only its own names, so that no page of another site that
-        has its name resolved to this machine can read.
-        """
-        name = host.rpartition(":")[0] if host.count(":") == 1 or "]:" in host else host
-        return not self._is_local or is_local(name)
-
-    @staticmethod
-    def is_of_another_site(headers: Message, query: Mapping[str, list[str]]) -> bool:
-        """Whether a page of another site has made the request; a link with the token, which that site cannot know, is none of its."""
+    def refusal(self, headers: Message, query: Mapping[str, list[str]]) -> tuple[HTTPStatus, str] | None:
+        """The answer to a request that may not read; None if it may."""
+        # a link with the token, which another site cannot know, is none of its
         is_link = headers.get("Sec-Fetch-Mode") == "navigate" and "token" in query
-        return headers.get("Sec-Fetch-Site") == "cross-site" and not is_link
-
-    def has_token(self, query: Mapping[str, list[str]]) -> bool:
-        """Whether the token is in the address. No cookie has it: browsers send cookies of one port to all ports of a machine."""
+        if headers.get("Sec-Fetch-Site") == "cross-site" and not is_link:
+            return HTTPStatus.FORBIDDEN, "pages of other sites cannot read here"
+        # only the names of this machine, so that no page of another site that has its name resolved to it can read
+        host = headers.get("Host", "")
+        name = host.rpartition(":")[0] if host.count(":") == 1 or "]:" in host else host
+        if self._is_local and not is_local(name):
+            return HTTPStatus.FORBIDDEN, "this server is called localhost or 127.0.0.1"
+        # no cookie has the token: browsers send cookies of one port to all ports of a machine
         given = query.get("token", [""])[0]
-        return self.token is None or hmac.compare_digest(given.encode(), self.token.encode())
+        if self.token is not None and not hmac.compare_digest(given.encode(), self.token.encode()):
+            return HTTPStatus.UNAUTHORIZED, "open the address that gradmon serve has printed: it holds the token"
+        return None
 
 
 # --- The pages of the server ---
@@ -96,10 +91,6 @@ def _script(name: str) -> str:
 
 def _style() -> str:
     return files("torch_gradmon.analysis.report").joinpath("page.css").read_text(encoding="utf-8") + _text("runs.css")
-
-
-def all_runs(root: str | os.PathLike[str]) -> str:
-    return template("server", "runs.html.j2").render(root=os.fspath(root), style=_style(), script=_script("runs.js"))
 
 
 def content_of(path: Path, name: str) -> dict[str, Any] | None:
@@ -178,10 +169,10 @@ def _state(card: RunCard) -> Any:
     return card.step, card.steps, card.state, card.began, card.spikes, card.is_diagnosed, tuple(card.findings), card.loss
 
 
-def written(events: Iterator[Event], as_json: Callable[[Any], str]) -> Iterator[bytes]:
+def written(events: Iterator[Event]) -> Iterator[bytes]:
     """The events as a browser reads them."""
     for kind, data in events:
-        yield b": alive\n\n" if data is None else f"event: {kind}\ndata: {as_json(data)}\n\n".encode()
+        yield b": alive\n\n" if data is None else f"event: {kind}\ndata: {json.dumps(data, allow_nan=False)}\n\n".encode()
 
 
 # --- The server ---
@@ -260,18 +251,13 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         asked = urlsplit(self.path)
         self._query = parse_qs(asked.query)
-        access = self._gradmon.access
         if self.headers.get("Transfer-Encoding") or self.headers.get("Content-Length", "0").strip() != "0":
             self.close_connection = True  # or what follows would be taken for the next request
             raise _Refused(HTTPStatus.BAD_REQUEST, "a request has no body here")
-        if access.is_of_another_site(self.headers, self._query):
-            raise _Refused(HTTPStatus.FORBIDDEN, "pages of other sites cannot read here")
-        if not access.names_this_machine(self.headers.get("Host", "")):
-            raise _Refused(HTTPStatus.FORBIDDEN, "this server is called localhost or 127.0.0.1")
-        if not access.has_token(self._query):
-            raise _Refused(HTTPStatus.UNAUTHORIZED, "open the address that gradmon serve has printed: it holds the token")
+        if refusal := self._gradmon.access.refusal(self.headers, self._query):
+            raise _Refused(*refusal)
         routes: dict[str, Callable[[], tuple[str, str]]] = {
-            "/": lambda: (all_runs(self._gradmon.root), _HTML),
+            "/": self._all,
             "/run": lambda: (one_run(*self._run("name")), _HTML),
             "/both": self._both,
             "/content.json": self._content,
@@ -293,6 +279,10 @@ class _Handler(BaseHTTPRequestHandler):
             raise _Refused(HTTPStatus.NOT_FOUND, "there is no such run")
         return path, name
 
+    def _all(self) -> tuple[str, str]:
+        root = os.fspath(self._gradmon.root)
+        return template("server", "runs.html.j2").render(root=root, style=_style(), script=_script("runs.js")), _HTML
+
     def _both(self) -> tuple[str, str]:
         (first, one), (second, other) = self._run("first"), self._run("second")
         if one == other:
@@ -310,11 +300,7 @@ class _Handler(BaseHTTPRequestHandler):
         events = of_run(board, self._run("run")[1]) if "run" in self._query else of_all(board)
         self.send_response(HTTPStatus.OK)
         self._send_headers("text/event-stream", None)
-        if self.command != "HEAD":
-            self._stream(written(events, lambda data: json.dumps(data, allow_nan=False)))
-
-    def _stream(self, lines: Iterator[bytes]) -> None:
-        for line in lines:
+        for line in written(events if self.command != "HEAD" else iter(())):
             if self._gradmon.is_closing:
                 return
             self.wfile.write(line)
@@ -352,17 +338,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class Server(ThreadingHTTPServer):
-    """Serves the runs below a directory, or one run.
-
-    Args:
-        port: 0 for any free one.
-        token: that requests need; by default a new one, and none if it is empty.
-
-    Attributes:
-        is_closing: whether streams have to end.
-        making: is held by threads that make pages; no more than there are processors at once.
-        deadlines: when the requests must have been read that are not yet, by connection.
-    """
+    """Serves the runs below a directory, or one run, at ``port``, 0 for any free one; ``token`` as for :class:`Access`."""
 
     daemon_threads = True
     allow_reuse_address = True
@@ -371,9 +347,10 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, root: str | os.PathLike[str], host: str = "127.0.0.1", port: int = PORT, token: str | None = None) -> None:
         self.access = Access(host, token)
-        self.root, self.board, self.is_closing = root, RunBoard(root), False
-        self.making = threading.BoundedSemaphore(_PAGES)
-        self.deadlines: dict[Any, float] = {}
+        self.root, self.board = root, RunBoard(root)
+        self.is_closing = False  # whether streams have to end
+        self.making = threading.BoundedSemaphore(_PAGES)  # held by threads that make pages
+        self.deadlines: dict[Any, float] = {}  # when the requests must have been read that are not yet, by connection
         self._free = threading.BoundedSemaphore(_CONNECTIONS)
         if ":" in host:
             self.address_family = socket.AF_INET6

@@ -198,21 +198,16 @@ class Diagnosis(ShownAsText):
         if lines:
             counts = Counter(finding.severity for finding in self.findings)
             head = ", ".join(f"{counts[each]} {_plural(each, counts[each])}" for each in SEVERITIES if counts[each])
-            lines = [f"{head} in {span}{self._causes()}", "", *lines]
+            causes = sum(1 for _ in self.grouped())
+            rest = len(self.findings) - causes  # consequences, which are only named below a cause
+            told = f": {causes} {_plural('cause', causes)}, {rest} {_plural('consequence', rest)}" if rest else ""
+            lines = [f"{head} in {span}{told}", "", *lines]
         else:
             lines = [f"Nothing found in {span}." if self.steps else "Nothing to diagnose: no monitored step yet."]
         if self.unseen:
             reasons = "; ".join(f"{rule} ({why})" for rule, why in self.unseen.items())
             lines += ["", textwrap.fill(f"Not judged: {reasons}", width, subsequent_indent=" " * 8)]
         return "\n".join(lines)
-
-    def _causes(self) -> str:
-        """How many findings are causes, and how many are only named below one; empty if all are causes."""
-        causes = sum(1 for _ in self.grouped())
-        consequences = len(self.findings) - causes
-        if not consequences:
-            return ""
-        return f": {causes} {_plural('cause', causes)}, {consequences} {_plural('consequence', consequences)}"
 
     def _findings(self, width: int) -> list[str]:
         lines: list[str] = []

@@ -17,12 +17,13 @@ from ...core import keys as n
 from ...core.keys import Key
 from ...core.loop_mistakes import LoopFinding
 from ...core.moments import Column
-from ...core.records import Severity, SpikeEvent, StatsTable, StepRecord, is_loss_of_network, is_whole_loss, loss_among
+from ...core.records import Severity, SpikeEvent, StepRecord, is_loss_of_network, is_whole_loss, loss_among
 from ...core.trainers import advice_for
 from ...core.validation import subsample_steps
 from ...runs.reader import RunReader, Window
-from ...spikes.attribution import REMEMBERED, GradientNormHistory, ParameterAttribution
+from ...spikes.attribution import GradientNormHistory, ParameterAttribution
 from ...spikes.signals import Episode, by_size, episodes
+from ..spike_report import suspects
 from .findings import Finding
 from .series import GradientEdit, Matrix, Series, lower_median
 
@@ -68,27 +69,20 @@ _PROBABLY = 2.33
 
 @dataclass(frozen=True)
 class Learning:
-    """The trend of the loss.
+    """The trend of the loss."""
 
-    Attributes:
-        state: ``unknown`` without enough losses.
-        first: median loss at the beginning; NaN if unknown.
-        last: median of the last fifth.
-        has_fallen: whether it fell by a third at least, also from its first value if that is below the first few, or is negative, or ends
-            far below chance; a third below it is far if it began there.
-        is_stuck: whether it neither has fallen nor still falls. False if that is unknown, and for a resumed run whose loss was flat all the
-            time: there may be nothing left to learn.
-        is_at_chance: whether it ends where the loss of the best constant answer lies, and does not fall in the second half of a short run.
-        is_worse: whether it ends above that, however far it has fallen, and does not fall any more, or has had long enough.
-    """
-
-    state: State
-    first: float = math.nan
-    last: float = math.nan
+    state: State  # unknown without enough losses
+    first: float = math.nan  # the median loss at the beginning; NaN if unknown
+    last: float = math.nan  # the median of the last fifth
+    # it fell by a third at least, also from its first value if that is below the first few, or is negative, or ends far below chance; a
+    # third below it is far if it began there
     has_fallen: bool = False
+    # it neither has fallen nor still falls; False if that is unknown, and for a resumed run whose loss was flat all the time: there may be
+    # nothing left to learn
     is_stuck: bool = False
+    # it ends where the loss of the best constant answer lies, and does not fall in the second half of a short run
     is_at_chance: bool = False
-    is_worse: bool = False
+    is_worse: bool = False  # it ends above that, however far it has fallen, and does not fall any more, or has had long enough
 
 
 def learning(loss: Series, is_resumed: bool = False, chance: float = 0.0) -> Learning:
@@ -207,45 +201,35 @@ _OWN_LOSS = (f"{n.ROOT}.loss", n.ROOT, f"{n.ROOT}[0]")
 
 @dataclass(eq=False)
 class History:
-    """The records of a run, ascending by step, and what is known of its model, optimizers and loop.
-
-    Attributes:
-        matrices: parameters of two or more dimensions, with their fan in, or 0 if it is unknown.
-        place: path of the run as in a command line; empty for a run without a directory.
-        recorded: all recorded steps, ascending; None for those of ``records``.
-        suspects_of: ranks the parameters of a step by suspicion; None if that is done from the gradients in ``records``.
-        known_chance: the loss of the best constant answer, see ``Targets.chance``; empty if it is unknown.
-        frozen: names of parameters that did not require a gradient when the optimizers were attached.
-        acts: the data depend on the model, as those of a policy or of a GAN do.
-        parameters: all parameters of the model with their ``"shape"`` and ``"dtype"``.
-        is_cut: the rest, whose parameters are NaN or infinite, was left out.
-        clip_bound: the norm to which the trainer clips gradients, 0 if it does not; None if that is unknown.
-        raised: the exception that ended the training, as text; empty without.
-    """
+    """The records of a run, ascending by step, and what is known of its model, optimizers and loop."""
 
     records: Sequence[StepRecord]
     events: Sequence[SpikeEvent] = ()
     facts: Sequence[LoopFinding] = ()
-    matrices: Mapping[str, int] = field(default_factory=dict)
+    matrices: Mapping[str, int] = field(
+        default_factory=dict
+    )  # parameters of two or more dimensions; their fan in, 0 if it is unknown
     kinds: Mapping[str, str] = field(default_factory=dict)
-    place: str = ""
-    recorded: Sequence[int] | None = None
+    place: str = ""  # path of the run as in a command line; empty for a run without a directory
+    recorded: Sequence[int] | None = None  # all recorded steps, ascending; None for those of the records
+    # ranks the parameters of a step by suspicion; None if that is done from the gradients in the records
     suspects_of: Callable[[int], Sequence[ParameterAttribution]] | None = None
-    known_chance: Mapping[str, float] = field(default_factory=dict)
+    known_chance: Mapping[str, float] = field(default_factory=dict)  # the loss of the best constant answer, see Targets.chance
     groups: Sequence[Mapping[str, Any]] = ()
-    frozen: frozenset[str] = frozenset()
-    acts: bool = False
-    parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    frozen: frozenset[str] = frozenset()  # parameters that did not require a gradient when the optimizers were attached
+    acts: bool = False  # the data depend on the model, as those of a policy or of a GAN do
+    parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # all of the model, with their "shape" and "dtype"
     trainer: object = ""
-    is_cut: bool = False
-    clip_bound: float | None = None
-    raised: str = ""
+    is_cut: bool = False  # the rest, whose parameters are NaN or infinite, was left out
+    clip_bound: float | None = None  # the norm to which the trainer clips gradients, 0 if it does not; None if that is unknown
+    raised: str = ""  # the exception that ended the training, as text; empty without
 
     def __post_init__(self) -> None:
         self.records = sorted(self.records, key=lambda record: record.step)
         self.events = self.events or [event for record in self.records for event in record.events]
         # a gain in the shape of a matrix, such as [channels, 1, 1], is none
-        self.matrices = {name: fan_in for name, fan_in in self.matrices.items() if fan_in or not self._is_vector(name)}
+        vectors = {name for name, about in self.parameters.items() if sum(size > 1 for size in about["shape"]) < 2}
+        self.matrices = {name: fan_in for name, fan_in in self.matrices.items() if fan_in or name not in vectors}
         self.advice = advice_for(self.trainer)
         self._matrices: dict[tuple[str, str], Matrix] = {}
 
@@ -273,7 +257,10 @@ class History:
     def before_nonfinite(self) -> History:
         """The part before parameters become NaN or infinite and stay so; itself if they never do."""
         last = len(self.records)
-        while last and _is_nonfinite(self.records[last - 1].tables.get(n.PARAMETER)):
+        for record in reversed(self.records):
+            table = record.tables.get(n.PARAMETER)
+            if table is None or not bool(table.rows[:, Column.NONFINITE].any()):
+                break
             last -= 1
         return self if last == len(self.records) else replace(self, records=self.records[:last], is_cut=True)
 
@@ -282,9 +269,6 @@ class History:
         """Whether NaN or Inf ended it: what can be known of it, its few steps have to show."""
         ends = (series.values[-1] for series in (self.loss, self.series("grad_norm")) if len(series))
         return self.is_cut or not all(map(math.isfinite, ends))
-
-    def _is_vector(self, name: str) -> bool:
-        return name in self.parameters and sum(size > 1 for size in self.parameters[name]["shape"]) < 2
 
     @property
     def steps(self) -> list[int]:
@@ -344,17 +328,21 @@ class History:
     @cached_property
     def chance(self) -> Mapping[str, float]:
         """As given, unless another loss is logged than the one that goes backward, such as a sum for a mean."""
-        known, step = self.known_chance.get("went backward"), self.known_chance.get("step")
-        logged = next((value for at, value in self.loss.pairs() if at == step), known)
-        is_other = known is not None and logged is not None and abs(logged - known) > _AGREES * abs(known)
-        return {} if is_other else self.known_chance
+        known, logged = self._went_backward
+        return {} if abs(logged - known) > _AGREES * abs(known) else self.known_chance
 
     @property
     def backward_over_logged(self) -> float:
         """By what the loss that goes backward is larger than the logged one, as a sum is than a mean; 1 if that is unknown."""
-        known, step = self.known_chance.get("went backward", 0.0), self.known_chance.get("step")
-        logged = next((value for at, value in self.loss.pairs() if at == step), 0.0)
+        known, logged = self._went_backward
         return known / logged if known > (1 + _AGREES) * logged > 0 else 1.0
+
+    @cached_property
+    def _went_backward(self) -> tuple[float, float]:
+        """The loss that went backward in a step, and the one that was logged; the same where one of them is unknown."""
+        known, step = self.known_chance.get("went backward", 0.0), self.known_chance.get("step")
+        logged = next((value for at, value in self.loss.pairs() if at == step), known)
+        return (known, logged) if "went backward" in self.known_chance else (logged, logged)
 
     @cached_property
     def learning(self) -> Learning:
@@ -393,11 +381,6 @@ class History:
         """Whether optimizers take turns, as in a GAN, whose losses work against each other and rest when it is sound."""
         is_of_one = self._loss_key is not None and is_loss_of_network(self._loss_key)
         return is_of_one or sum("by_turns" in record.context for record in self.records) > len(self.records) / 2
-
-    @cached_property
-    def partial_steps(self) -> frozenset[int]:
-        """Steps without one of the optimizers, in which gradients of its parameters are not known."""
-        return frozenset(record.step for record in self.records if "rests" in record.context)
 
     @property
     def concern(self) -> Severity:
@@ -618,15 +601,6 @@ class History:
         return found
 
 
-def suspects(run: RunReader, step: int) -> list[ParameterAttribution]:
-    """The parameters of a step that the run has, ranked by suspicion."""
-    gradients = GradientNormHistory()
-    for number in [number for number in run.steps if number <= step][-REMEMBERED:]:
-        tables = {source: run.table(source, number) for source in (n.GRADIENT_BEFORE_CLIP, n.GRADIENT)}
-        gradients.add(number, {source: table for source, table in tables.items() if table is not None})
-    return gradients.suspects(step)
-
-
 def loop_findings(meta: Mapping[str, Any]) -> list[LoopFinding]:
     return [LoopFinding.of_dict(fact) for source in _FINDINGS for fact in meta.get(source, [])]
 
@@ -639,10 +613,6 @@ def _branch(name: str, names: Sequence[str]) -> list[int]:
         if found := [place for place, other in enumerate(names) if other != name and other.startswith(inside)]:
             return found
     return []
-
-
-def _is_nonfinite(parameters: StatsTable | None) -> bool:
-    return parameters is not None and bool(parameters.rows[:, Column.NONFINITE].any())
 
 
 def _record(window: Window, step: int) -> StepRecord:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -98,14 +98,10 @@ def clip_bound(before: Series, after: Series) -> float | None:
 
 @dataclass(frozen=True)
 class GradientEdit:
-    """What the loop does to the norm of the whole gradient between backward and the optimizer's step: a clip, a scaling, or both.
+    """What the loop does to the norm of the whole gradient between backward and the optimizer's step: a clip, a scaling, or both."""
 
-    Attributes:
-        bound: the norm that a clip leaves at most; None without one.
-        scales: by step, the factor that is no clip, such as one over the number of tokens of a summed loss; 1 in steps that it lacks.
-    """
-
-    bound: float | None = None
+    bound: float | None = None  # the norm that a clip leaves at most; None without one
+    # by step, the factor that is no clip, such as one over the number of tokens of a summed loss; 1 in steps that it lacks
     scales: Mapping[int, float] = field(default_factory=dict)
 
     @classmethod
@@ -183,22 +179,24 @@ def assembled(
         for name in own:
             known[name] += count
     kept = fitting(known, counts.total())
-    place = {name: column for column, name in enumerate(kept)}
     values = torch.full((counts.total(), len(kept)), math.nan, dtype=torch.float64, device="cpu")
     columns: dict[tuple[str, ...], tuple[Tensor, Tensor]] = {}
     first = 0
     for own, rows in parts:
         if own not in columns:
-            there = [at for at, name in enumerate(own) if name in place]
-            columns[own] = _places(there), _places([place[own[at]] for at in there])
+            columns[own] = _shared(own, kept)
         at, column = columns[own]
         values[first : first + len(rows), column] = rows if len(at) == len(own) else rows[:, at]
         first += len(rows)
     return tuple(kept), values
 
 
-def _places(found: list[int]) -> Tensor:
-    return torch.tensor(found, dtype=torch.int64, device="cpu")
+def _shared(some: Sequence[Any], others: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    """The places of what both have, in either."""
+    place = {each: at for at, each in enumerate(others)}
+    pairs = [(at, place[each]) for at, each in enumerate(some) if each in place]
+    there = torch.tensor(pairs, dtype=torch.int64, device="cpu").reshape(-1, 2)
+    return there[:, 0], there[:, 1]
 
 
 @dataclass(frozen=True)
@@ -241,12 +239,12 @@ class Matrix:
         return Series.of((step, value) for step, value in zip(self.steps, values, strict=True) if not math.isnan(value))
 
     def of(self, steps: Iterable[int], names: Iterable[str]) -> Self:
-        """The part with these steps and tensors; it must have them all."""
-        row = {step: number for number, step in enumerate(self.steps)}
-        column = {name: number for number, name in enumerate(self.names)}
-        steps, names = tuple(steps), tuple(names)
-        values = self.values[[row[step] for step in steps]][:, [column[name] for name in names]]
-        return replace(self, steps=steps, names=names, values=values)
+        """The part with these steps and tensors; NaN where it lacks one of them."""
+        wanted = tuple(steps), tuple(names)
+        values = torch.full(tuple(map(len, wanted)), math.nan, dtype=torch.float64, device="cpu")
+        (rows, own_rows), (columns, own_columns) = map(_shared, wanted, (self.steps, self.names))
+        values[rows[:, None], columns] = self.values[own_rows][:, own_columns]
+        return replace(self, steps=wanted[0], names=wanted[1], values=values)
 
     def part(self, first: float, last: float) -> Matrix:
         rows = Series(self.steps, tuple(range(len(self.steps)))).part(first, last)

@@ -1,35 +1,40 @@
-"""The charts of one run, independent of the drawing library."""
+"""The charts of a run, or of two, and where their values come from; independent of the drawing library."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...core import keys as n
 from ...core import validation as check
 from ...core.errors import display, nearest
-from ...core.keys import blocks_of
-from ...core.records import merged
-from ...runs.reader import fitting
-from ..diagnosis.series import Series, clip_bound
+from ...core.keys import Key, blocks_of
+from ...core.moments import Column
+from ...core.records import ModelOrder, StepRecord, loss_among, merged
+from ...runs.reader import RunReader, StatsSeries, fitting
+from ..diagnosis.series import Series, assembled, clip_bound
 from . import elements
 from .elements import (
     LAYER_VIEWS,
     POINTS,
     Chart,
     DepthProfile,
+    Gap,
     Heatmap,
     Line,
     LineChart,
     Panel,
     PlotView,
+    RecordedSteps,
     Subplot,
     downsampled,
     intersection,
@@ -37,7 +42,132 @@ from .elements import (
     medians,
     steps_after,
 )
-from .sources import PanelSet, ValueSource
+
+# --- Where drawn values come from: a run directory, or the records in a monitor's memory ---
+
+
+class ValueSource:
+    """Records in memory, read as a run on disk; ``order`` is that of the model's tensors, and ``is_whole`` false if steps between them are
+    forgotten.
+    """
+
+    def __init__(self, records: Iterable[StepRecord], order: ModelOrder | None = None, is_whole: bool = True) -> None:
+        self._records = {record.step: record for record in records}
+        self.steps, self.is_whole = list(self._records), is_whole
+        self.events = [event for record in self._records.values() for event in record.events]
+        self.scalars = {key for record in self._records.values() for key in record.values}
+        self.in_model_order = (order or ModelOrder()).sorted
+
+    def context(self, step: int) -> Mapping[str, Any]:
+        return {**self._records[step].context, "applied": self._records[step].applied}
+
+    def stored(self, key: Key) -> Mapping[int, float]:
+        return {step: record.values[key] for step, record in self._records.items() if key in record.values}
+
+    def tensors(self, source: str) -> list[str]:
+        tables = (record.tables[source] for record in self._records.values() if source in record.tables)
+        return list(dict.fromkeys(name for table in tables for name in table.names))
+
+    def stacks(self, source: str) -> Iterator[StatsSeries]:
+        found = [(step, record.tables[source]) for step, record in self._records.items() if source in record.tables]
+        for (names, columns), some in groupby(found, key=lambda pair: (pair[1].names, pair[1].columns)):
+            steps, tables = zip(*some, strict=True)
+            yield StatsSeries(steps, names, torch.stack([table.rows for table in tables]), columns)
+
+
+# --- The drawn values of one run, computed on first use ---
+
+#: Steps, tensors, and by metric values ``[steps, tensors]``.
+_Part = tuple[tuple[int, ...], tuple[str, ...], dict[str, torch.Tensor]]
+
+
+class PanelSet:
+    """The values of a run, each computed on first use."""
+
+    def __init__(self, source: RunReader | ValueSource, title: str = "") -> None:
+        self._source, self.title = source, title
+        contexts = {step: source.context(step) for step in source.steps}
+        self.steps, self.events = list(contexts), source.events
+        self.not_applied = [step for step, context in contexts.items() if not context["applied"]]
+        #: The largest learning rate of each step.
+        self.rates = Series.of((step, max(rates)) for step, context in contexts.items() if (rates := context.get("lr")))
+        self._recorded = RecordedSteps(tuple(self.steps), not isinstance(source, ValueSource) or source.is_whole)
+        self._panels: dict[str, Panel | None] = {}
+        self._known: dict[str, list[_Part]] = {}
+
+    def gaps(self, steps: Sequence[int]) -> tuple[Gap, ...]:
+        """Where a value that is known in ``steps``, ascending, is missing; empty for a value without steps."""
+        return self._recorded.gaps(steps) if steps else ()
+
+    def line(self, name: str) -> Series:
+        """A whole-model value such as ``grad_norm``, or a logged value; empty if it is unknown."""
+        return Series.of((self._source.stored(Key(n.SUMMARY, "", name)) or self._source.stored(Key("", name, ""))).items())
+
+    def loss(self) -> Series:
+        """The logged loss; empty without one."""
+        key = loss_among(key for key in self._source.scalars if not key.source)
+        return Series() if key is None else Series.of(self._source.stored(key).items())
+
+    def panel(self, name: str) -> Panel | None:
+        """The panel of one of :data:`LAYER_VIEWS`; None if it was not measured."""
+        if name not in self._panels:
+            self._panels[name] = self._panel(LAYER_VIEWS[name])
+        return self._panels[name]
+
+    def panels(self) -> Iterator[tuple[str, Panel]]:
+        """All measured panels by name, without those that repeat an earlier one because they fell back to its source."""
+        seen = set()
+        for name, view in LAYER_VIEWS.items():
+            if (panel := self.panel(name)) is not None and (panel.source, view.metric, view.base) not in seen:
+                seen.add((panel.source, view.metric, view.base))
+                yield name, panel
+
+    def _panel(self, view: PlotView) -> Panel | None:
+        for source in view.sources:
+            is_fallback = source != view.sources[0] and bool(view.fallback_title)
+            panel = self._of(replace(view, title=view.fallback_title) if is_fallback else view, source)
+            if panel is not None and view.base:
+                if (base := self._of(view, view.base)) is None or not (found := panel.over(base)):
+                    return None
+                values = torch.where(base.of(found.steps, found.names).values.isinf(), math.inf, found.values)
+                return replace(found, values=values)
+            if panel is not None:
+                return panel
+        return None
+
+    def _of(self, view: PlotView, source: str) -> Panel | None:
+        parts = [(steps, names, values[view.metric]) for steps, names, values in self._parts(source) if view.metric in values]
+        if not parts:
+            return None
+        # where the norm of all gradients is known, each gradient that there was is measured
+        is_of_all = source == n.GRADIENT_BEFORE_CLIP and len(self.line("grad_norm")) > 0
+        due = tuple(self._source.tensors(n.PARAMETER)) if is_of_all else ()
+        counts = Counter[tuple[str, ...]]()
+        for some, measured, _ in parts:
+            counts[measured] += len(some)
+        steps = tuple(step for some, _, _ in parts for step in some)
+        all_names = self._source.in_model_order(source, {**dict.fromkeys(counts), due: None})
+        names, values = assembled(((measured, found) for _, measured, found in parts), counts, all_names)
+        if len(names) < len(all_names):
+            view = replace(view, title=f"{view.title}, of the {len(names):,} of {len(all_names):,} layers that have it most")
+        run = self.steps
+        return Panel(steps, names, values, view, source, self.gaps(steps), (run[0], run[-1]), frozenset(due))
+
+    def _parts(self, source: str) -> list[_Part]:
+        """All that is drawn of a source, read once; all of its rows would be several times as large."""
+        if source not in self._known:
+            metrics = {view.metric for view in LAYER_VIEWS.values() if source in (*view.sources, view.base)}
+            self._known[source] = [
+                (stack.steps, stack.names, {metric: _values(stack, metric) for metric in metrics if stack.has(metric)})
+                for stack in self._source.stacks(source)
+                if stack.names
+            ]
+        return self._known[source]
+
+
+def _values(stack: StatsSeries, metric: str) -> torch.Tensor:
+    return torch.where(stack.rows[..., Column.NONFINITE] > 0, math.inf, stack.values(metric))
+
 
 # --- Layers grouped by block: a thousand rows are unreadable, a few dozen blocks are not ---
 
@@ -48,10 +178,8 @@ _SCROLLED = 4
 
 
 def blocks(names: Sequence[str], most: int = ROWS) -> dict[str, list[int]]:
-    """The places of ``names`` by block, in order. Each name is a block of its own if there are at most ``most``.
-
-    Blocks are those of :func:`~torch_gradmon.core.keys.blocks_of`. Too many are merged with their neighbours
-    (``blocks.0 to blocks.3``).
+    """The places of ``names`` by block, in order. Each name is a block of its own if there are at most ``most``; too many blocks are merged
+    with their neighbours (``blocks.0 to blocks.3``).
     """
     if len(names) <= most:
         return {name: [place] for place, name in enumerate(names)}
@@ -66,10 +194,8 @@ def blocks(names: Sequence[str], most: int = ROWS) -> dict[str, list[int]]:
         found = {}
         for place, rest in enumerate(rests):
             found.setdefault(f"{prefix}.{block_of[rest]}" if rest else names[place], []).append(place)
-    return found if len(found) <= _SCROLLED * most else _neighbours(found, most)
-
-
-def _neighbours(found: Mapping[str, list[int]], most: int) -> dict[str, list[int]]:
+    if len(found) <= _SCROLLED * most:
+        return found
     names, size = list(found), -(-len(found) // most)
     runs = [names[at : at + size] for at in range(0, len(names), size)]
     return {
@@ -109,10 +235,8 @@ _MOST_LAYERS, _BEGINNING = 12, 0.05
 def heatmap(
     panels: PanelSet, view: str = "gradient", rows: int = ROWS, columns: int = COLUMNS, relative: bool | None = None
 ) -> Heatmap:
-    """A view of all layers over the steps, by blocks if there are more than ``rows`` layers.
-
-    ``relative`` colours show each value relative to the median of its row; None for the default of the view, see
-    :func:`torch_gradmon.analysis.plots.elements.is_relative_by_default`.
+    """A view of all layers over the steps, by blocks if there are more than ``rows`` layers. ``relative`` colours show each value relative
+    to the median of its row; None for the default of the view.
     """
     panel = _panel(panels, view)
     cells, groups = downsampled(panel, columns), blocks(panel.names, rows)
@@ -210,9 +334,8 @@ def layers(panels: PanelSet, view: str = "gradient", names: Sequence[str] = ()) 
 
 
 def most_deviating(panel: Panel, most: int = _MOST_LAYERS) -> list[str]:
-    """The layers whose largest value is farthest above their median; layers with values that are not finite come first.
-
-    The first steps of a training are no part of it, since the gradients of many layers are largest in the first of all.
+    """The layers whose largest value is farthest above their median; layers with values that are not finite come first. The first steps of
+    a training are no part of it, since the gradients of many layers are largest in the first of all.
     """
     begun = panel.values[int(_BEGINNING * len(panel.steps)) :]
     finite = begun.where(begun.isfinite() & (begun > 0), math.nan)
@@ -270,13 +393,8 @@ def _marks(panels: PanelSet) -> tuple[int, ...]:
 # --- Two runs on the same steps and layers, and their differences ---
 
 
-@dataclass(frozen=True)
-class PanelPair:
-    """One view of both runs, on the steps and layers of either.
-
-    ``difference`` is relative to the larger value: 0 where the values are equal or neither is finite; infinity where one of them is not
-    finite; NaN where one is missing.
-    """
+class PanelPair(NamedTuple):
+    """One view of both runs, on the steps and layers of either, and their :func:`relative` difference."""
 
     first: Panel
     second: Panel
@@ -310,13 +428,15 @@ class RunPair:
         names = fitting({name: sum(each.get(name, 0) for each in known) for name in both}, len(steps))
         span = min(own.axis[0], second.axis[0]), max(own.axis[1], second.axis[1])
         gaps = intersection(own.gaps, second.gaps)
-        a, b = (_aligned(replace(each, gaps=gaps, span=span, due=frozenset()), steps, names) for each in (own, second))
+        a, b = (replace(each.of(steps, names), gaps=gaps, span=span, due=frozenset()) for each in (own, second))
         view = PlotView(f"{first.view.title}, relative difference", first.view.sources, first.view.metric, is_difference=True)
         return PanelPair(a, b, replace(a, view=view, values=relative(a.values, b.values)))
 
 
 def relative(a: Tensor, b: Tensor) -> Tensor:
-    """The relative difference of two panels' values, float64 as they are; see :class:`PanelPair`."""
+    """The difference of two panels' values relative to the larger one: 0 where they are equal or neither is finite; infinity where one of
+    them is not finite; NaN where one is missing.
+    """
     larger = torch.maximum(a.abs(), b.abs())
     found = torch.where(larger > 0, (a - b).abs() / larger, 0.0)
     found = torch.where(a.isinf() != b.isinf(), math.inf, found)
@@ -324,29 +444,17 @@ def relative(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(a.isnan() | b.isnan(), math.nan, found)
 
 
-def _aligned(panel: Panel, steps: Sequence[int], names: Sequence[str]) -> Panel:
-    """``panel`` with these steps and names; it may lack some of them, and have more names."""
-    row, column = ({key: place for place, key in enumerate(keys)} for keys in (steps, names))
-    values = torch.full((len(steps), len(names)), math.nan, dtype=torch.float64, device="cpu")
-    rows = torch.tensor([row[step] for step in panel.steps], dtype=torch.int64, device="cpu")
-    kept = [place for place, name in enumerate(panel.names) if name in column]
-    columns = torch.tensor([column[panel.names[place]] for place in kept], dtype=torch.int64, device="cpu")
-    values[rows[:, None], columns] = panel.values if len(kept) == len(panel.names) else panel.values[:, kept]
-    return replace(panel, steps=tuple(steps), names=tuple(names), values=values)
-
-
 # --- Charts of two runs ---
 
 
 def pair_norm(pair: RunPair, marks: Sequence[int] = ()) -> LineChart:
-    wide = any(is_wide(panels.loss()) for panels in pair.panel_sets)
+    losses = [panels.loss() for panels in pair.panel_sets]
+    loss = _lines(pair, losses, POINTS)
     subplots = (
-        *_subplot(pair, "loss", PanelSet.loss, is_log=wide),
-        *_subplot(pair, "gradient norm", lambda panels: panels.line("grad_norm"), height=1.5),
-        *_subplot(pair, "after clipping", lambda panels: panels.line("grad_norm_after_clip")),
-        *_subplot(
-            pair, "clipped share", lambda panels: panels.line("clip_fraction"), is_log=False, limits=(0.0, 1.05), height=0.7
-        ),
+        *([Subplot("loss", loss, any(map(is_wide, losses)))] if loss else ()),
+        *_subplot(pair, "gradient norm", "grad_norm", height=1.5),
+        *_subplot(pair, "after clipping", "grad_norm_after_clip"),
+        *_subplot(pair, "clipped share", "clip_fraction", is_log=False, limits=(0.0, 1.05), height=0.7),
     )
     if not subplots:
         raise ValueError(NO_NORM)
@@ -354,27 +462,25 @@ def pair_norm(pair: RunPair, marks: Sequence[int] = ()) -> LineChart:
 
 
 def pair_update(pair: RunPair, marks: Sequence[int] = ()) -> LineChart:
-    subplots = _subplot(pair, "update / parameter", lambda panels: panels.line("update_ratio"), bands=USUAL_UPDATES)
+    subplots = _subplot(pair, "update / parameter", "update_ratio", bands=USUAL_UPDATES)
     if not subplots:
         raise ValueError(NO_UPDATE)
     return LineChart("update over parameter", subplots, tuple(marks))
 
 
-def pair_layers(pair: RunPair, names: Sequence[str], marks: Sequence[int] = (), view: str = "gradient") -> LineChart:
-    """Layers side by side, by their names in the second run."""
-    panels = pair.panels(view)
+def pair_layers(pair: RunPair, names: Sequence[str], marks: Sequence[int] = ()) -> LineChart:
+    """The gradients of layers side by side, by their names in the second run."""
+    panels = pair.panels("gradient")
     if panels is None or not names:
-        raise ValueError(f"there is no {view} of any layer that both runs have")
-    both, view_of_both = (panels.first, panels.second), panels.first.view
-    subplots = [
-        Subplot(name, _lines(pair, [panel.column(name) for panel in both], POINTS // 4), view_of_both.is_log) for name in names
-    ]
-    return LineChart(view_of_both.title, tuple(subplots), tuple(marks), columns=3)
+        raise ValueError("there is no gradient of any layer that both runs have")
+    series = ([panel.column(name) for panel in panels[:2]] for name in names)
+    subplots = (Subplot(name, _lines(pair, both, POINTS // 4)) for name, both in zip(names, series, strict=True))
+    return LineChart(panels.first.view.title, tuple(subplots), tuple(marks), columns=3)
 
 
-def _subplot(pair: RunPair, title: str, of: Callable[[PanelSet], Series], **options: Any) -> tuple[Subplot, ...]:
-    """A subplot of one value of both runs; empty if neither run has it."""
-    lines = _lines(pair, [of(panels) for panels in pair.panel_sets], POINTS)
+def _subplot(pair: RunPair, title: str, name: str, **options: Any) -> tuple[Subplot, ...]:
+    """A subplot of a value of both runs; empty if neither run has it."""
+    lines = _lines(pair, [panels.line(name) for panels in pair.panel_sets], POINTS)
     return (Subplot(title, lines, **options),) if lines else ()
 
 
@@ -393,7 +499,7 @@ def _lines(pair: RunPair, series: Sequence[Series], most: int) -> tuple[Line, ..
 _ENGINES = {"plotly": "report", "matplotlib": "plot"}
 
 
-def plot(source: ValueSource, kind: str, engine: str, options: dict[str, Any]) -> Any:
+def plot(source: RunReader | ValueSource, kind: str, engine: str, options: dict[str, Any]) -> Any:
     """A figure of the engine. Raises ValueError for an unknown kind or engine and a value that was not measured, TypeError for an option
     that the chart lacks or of the wrong type, ImportError if the engine is not installed.
     """

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,17 +59,11 @@ def is_relative_by_default(steps: Sequence[int], is_log: bool) -> bool:
 
 
 def recent_ratios(values: Tensor, begins: Sequence[int], ends: Sequence[int]) -> Tensor:
-    """Values relative to what was usual just before: the ratio to the median of the :data:`RECENT` measured steps before its column.
+    """Values ``[steps, layers]`` relative to what was usual just before: to the median of the :data:`RECENT` measured steps before a
+    column, and of the first ten for the first columns. ``begins`` and ``ends``: the places of the first and the last step of each column.
 
-    The first columns, with fewer than ten steps before them, are compared with the first ten.
-
-    Args:
-        values: of layers in ``[steps, layers]``.
-        begins, ends: the first and the last place of the steps of each column.
-
-    Returns:
-        float64 ``[columns, layers]``: the ratio farthest from one in the column; infinity for values that are not finite, 0 for those that
-        are exactly 0, NaN where there is no value, or none before it.
+    Returns float64 ``[columns, layers]``: the ratio farthest from one in the column; infinity for values that are not finite, 0 for those
+    that are exactly 0, NaN where there is no value, or none before it.
     """
     finite = values.where(values.isfinite(), math.nan)
     found = []
@@ -81,12 +75,6 @@ def recent_ratios(values: Tensor, begins: Sequence[int], ends: Sequence[int]) ->
         farthest = ratios.log10().abs().nan_to_num(nan=-1.0, posinf=math.inf).argmax(0, keepdim=True)
         found.append(ratios.gather(0, farthest))
     return torch.cat(found)
-
-
-def shades(values: Tensor, is_log: bool) -> Tensor:
-    """The places of values on the colour scale; NaN for those that are missing, not finite, or without a logarithm."""
-    found = values.log10() if is_log else values
-    return found.where(found.isfinite(), math.nan)
 
 
 def deviations(values: Tensor, usual: Tensor, is_log: bool) -> Tensor:
@@ -139,7 +127,12 @@ class RecordedSteps:
 
     @cached_property
     def stride(self) -> int:
-        return _commonest(self.steps) if self.is_whole else 1
+        """The distance of more than half of the neighbours, or else their lower median."""
+        distances = Counter(after - before for before, after in pairwise(self.steps))
+        if not distances or not self.is_whole:
+            return 1
+        distance, count = max(distances.items(), key=lambda pair: (pair[1], -pair[0]))
+        return distance if 2 * count > distances.total() else int(lower_median(distances.elements()))
 
     def gaps(self, measured: Sequence[int]) -> tuple[Gap, ...]:
         """Where a value was due but is missing, or nothing was recorded, ascending. A step reaches half-way to the next one.
@@ -183,15 +176,6 @@ class RecordedSteps:
         return tuple(after for before, after in pairwise(self.steps) if after - before > longest)
 
 
-def _commonest(steps: Sequence[int]) -> int:
-    """The distance of more than half of the neighbours, or else their lower median."""
-    distances = Counter(after - before for before, after in pairwise(steps))
-    if not distances:
-        return 1
-    distance, count = max(distances.items(), key=lambda pair: (pair[1], -pair[0]))
-    return distance if 2 * count > distances.total() else int(lower_median(distances.elements()))
-
-
 def _joined(gaps: Sequence[Gap]) -> tuple[Gap, ...]:
     found: list[Gap] = []
     for low, high in gaps:
@@ -229,11 +213,8 @@ def steps_after(gaps: Sequence[Gap], steps: Sequence[int], most: int) -> tuple[i
     return tuple(after for after, gap in found if gap is not None and gap[1] - gap[0] > narrow)
 
 
-@dataclass(frozen=True)
-class Grid:
-    """The ascending edges of the columns of a heat map, one more than there are columns, and the number of the cells in each; None for a
-    gap.
-    """
+class Grid(NamedTuple):
+    """The ascending edges of the columns of a heat map, and the number of the cells in each column; None for a gap."""
 
     edges: tuple[float, ...]
     places: tuple[int | None, ...]
@@ -271,24 +252,16 @@ def grid(first: Sequence[int], last: Sequence[int], gaps: Sequence[Gap], span: t
 
 @dataclass(frozen=True)
 class PlotView:
-    """A value of each layer that can be drawn.
-
-    Attributes:
-        sources: of the value; the first one that was measured is drawn.
-        base: source by which the value is divided; empty for none.
-        adds_up: whether a block has the root of the sum of the squares of its layers; otherwise it has the largest value.
-        fallback_title: the title if the value is not from the first source; empty for ``title``.
-        is_difference: whether it is the difference between two runs; only the largest difference matters.
-    """
+    """A value of each layer that can be drawn."""
 
     title: str
-    sources: tuple[str, ...]
+    sources: tuple[str, ...]  # of the value; the first one that was measured is drawn
     metric: str
-    base: str = ""
+    base: str = ""  # the source by which the value is divided; empty for none
     is_log: bool = True
-    adds_up: bool = False
-    fallback_title: str = ""
-    is_difference: bool = False
+    adds_up: bool = False  # a block has the root of the sum of the squares of its layers; otherwise the largest value
+    fallback_title: str = ""  # if the value is not from the first source; empty for the title
+    is_difference: bool = False  # between two runs; only the largest matters
 
 
 #: By name, in the order in which they are offered.
@@ -310,20 +283,15 @@ LAYER_VIEWS: Mapping[str, PlotView] = {
 
 @dataclass(frozen=True)
 class Panel(Matrix):
-    """A view of all layers over the steps.
-
-    Attributes:
-        values: NaN where a layer has no value, infinity where it has NaN or infinite elements.
-        gaps: where the value was not measured.
-        span: first and last step of the run, if the run has more steps than the panel.
-        due: the layers of which a missing value means that they had no gradient, not that nobody looked.
-    """
+    """A view of all layers over the steps: NaN where a layer has no value, infinity where it has NaN or infinite elements."""
 
     view: PlotView
     source: str = ""
-    gaps: tuple[Gap, ...] = ()
-    span: tuple[int, int] | None = None
-    due: frozenset[str] = frozenset()
+    gaps: tuple[Gap, ...] = ()  # where the value was not measured
+    span: tuple[int, int] | None = None  # first and last step of the run, if the run has more steps than the panel
+    due: frozenset[str] = (
+        frozenset()
+    )  # the layers of which a missing value means that they had no gradient, not that nobody looked
 
     @property
     def axis(self) -> tuple[int, int]:
@@ -333,8 +301,7 @@ class Panel(Matrix):
 # --- Fewer columns and points than steps, with every spike and dip kept ---
 
 
-@dataclass(frozen=True)
-class Downsampled:
+class Downsampled(NamedTuple):
     """A panel with fewer columns: the first and the last measured step of each, and values float64 ``[columns, layers]``."""
 
     first: tuple[int, ...]
@@ -343,10 +310,8 @@ class Downsampled:
 
 
 def downsampled(panel: Panel, columns: int) -> Downsampled:
-    """At most ``columns`` columns, each of the same number of steps; columns without a measured step are left out.
-
-    Each cell has the value farthest from the layer's median, on a logarithmic scale if the view has one. NaN and infinities come
-    first. Of the difference between two runs, each cell has the largest.
+    """At most ``columns`` columns of equally many steps, those without a measured step left out. Each cell has the value farthest from the
+    layer's median, on a logarithmic scale if the view has one, or the largest difference of two runs; NaN and infinities come first.
     """
     steps, values = panel.steps, panel.values
     if len(steps) <= columns:
@@ -377,10 +342,8 @@ def _distance(values: Tensor, is_log: bool) -> Tensor:
 
 
 def points(series: Series, most: int, after_gaps: Collection[int] = ()) -> Series:
-    """At most ``most`` points of a line: the smallest and the largest value of equally many steps each.
-
-    It also keeps up to ``most`` values that are not finite, and the points on both sides of each gap; ``after_gaps`` are the steps
-    that follow one.
+    """At most ``most`` points of a line: the smallest and the largest value of equally many steps each. Up to ``most`` values that are not
+    finite stay too, and the points on both sides of each gap; ``after_gaps`` are the steps that follow one.
     """
     if len(series) <= most:
         return series
@@ -409,23 +372,16 @@ NOT_FINITE, EXACTLY_0, NO_GRADIENT = "NaN or infinite", "exactly 0", "no gradien
 
 @dataclass(frozen=True)
 class Line:
-    """Values over steps; some may not be finite.
-
-    Attributes:
-        low, high: the edges, if it is a band.
-        is_thin: whether other lines are more important.
-        is_dashed: so that a line below it stays visible.
-        after_gaps: the steps that follow a gap; nothing is drawn over a gap.
-    """
+    """Values over steps; some may not be finite."""
 
     name: str
     series: Series
     colour: str
-    low: Series | None = None
+    low: Series | None = None  # the edges, if it is a band
     high: Series | None = None
-    is_thin: bool = False
-    is_dashed: bool = False
-    after_gaps: tuple[int, ...] = ()
+    is_thin: bool = False  # other lines are more important
+    is_dashed: bool = False  # so that a line below it stays visible
+    after_gaps: tuple[int, ...] = ()  # the steps that follow a gap; nothing is drawn over a gap
 
     @classmethod
     def of(cls, name: str, series: Series, colour: str, gaps: Sequence[Gap], most: int = 0, **options: Any) -> Line:
@@ -436,7 +392,7 @@ class Line:
 
     def pieces(self, series: Series) -> list[Series]:
         """The parts of ``series``, one of its own, between gaps."""
-        parts = groupby(zip(series.steps, series.values, strict=True), key=lambda pair: bisect_right(self.after_gaps, pair[0]))
+        parts = groupby(series.pairs(), key=lambda pair: bisect_right(self.after_gaps, pair[0]))
         return [Series(*zip(*part, strict=True)) for _, part in parts]
 
     def chained(self, series: Series, is_log: bool, gap: Any = math.nan) -> tuple[list[Any], list[Any]]:
@@ -447,16 +403,12 @@ class Line:
     @property
     def lone_points(self) -> Series:
         """The pieces of one point each, which a line would not show."""
-        alone = [piece for piece in self.pieces(self.series) if len(piece) == 1]
-        return Series(tuple(piece.steps[0] for piece in alone), tuple(piece.values[0] for piece in alone))
+        return Series.of(pair for piece in self.pieces(self.series) if len(piece) == 1 for pair in piece.pairs())
 
-    @property
-    def nonfinite_steps(self) -> list[int]:
-        return [step for step, value in zip(self.series.steps, self.series.values, strict=True) if not math.isfinite(value)]
-
-    def nonfinite_level(self, is_log: bool) -> float:
-        """Where the marks of :attr:`nonfinite_steps` are drawn: at the largest finite value."""
-        return max((value for value in self.series.finite.values if value > 0 or not is_log), default=1.0)
+    def nonfinite(self, is_log: bool) -> tuple[list[int], list[float]]:
+        """The steps whose value is not finite, and where they are marked: at the largest finite value."""
+        odd = [step for step, value in self.series.pairs() if not math.isfinite(value)]
+        return odd, [max((value for value in self.series.finite.values if value > 0 or not is_log), default=1.0)] * len(odd)
 
 
 def chain(pieces: Sequence[tuple[Sequence[Any], Sequence[Any]]], gap: Any) -> tuple[list[Any], list[Any]]:
@@ -485,6 +437,16 @@ class Subplot:
     limits: tuple[float, float] | None = None
     height: float = 1.0
 
+    @property
+    def guide_texts(self) -> dict[str, float]:
+        """The guides by what is written at them."""
+        return {f"{name} {value:.3g}": value for name, value in self.guides.items()}
+
+    @property
+    def band_texts(self) -> dict[str, tuple[float, float]]:
+        """The bands by what is written at them."""
+        return {f"{name}: {low:.3g} to {high:.3g}": (low, high) for name, (low, high) in self.bands.items()}
+
 
 @dataclass(frozen=True)
 class LineChart:
@@ -503,28 +465,19 @@ class LineChart:
 
 @dataclass(frozen=True)
 class Heatmap:
-    """Layers over steps.
-
-    Attributes:
-        first, last: the first and the last measured step of each column.
-        values: by row, then by column; NaN for no value, infinity for NaN or infinite elements.
-        marks: steps with a spike.
-        medians: of the rows over all steps, if colours are relative to them.
-        span: first and last step of the axis; None for those of the columns.
-        due: whether a missing value of a row means that it had no gradient; none of them by default.
-    """
+    """Layers over steps."""
 
     title: str
     rows: tuple[str, ...]
-    first: tuple[int, ...]
+    first: tuple[int, ...]  # the first and the last measured step of each column
     last: tuple[int, ...]
-    values: tuple[tuple[float, ...], ...]
+    values: tuple[tuple[float, ...], ...]  # by row, then by column; NaN for no value, infinity for NaN or infinite elements
     is_log: bool
-    marks: tuple[int, ...] = ()
-    medians: tuple[float, ...] | None = None
+    marks: tuple[int, ...] = ()  # steps with a spike
+    medians: tuple[float, ...] | None = None  # of the rows over all steps, if colours are relative to them
     gaps: tuple[Gap, ...] = ()
-    span: tuple[int, int] | None = None
-    due: tuple[bool, ...] = ()
+    span: tuple[int, int] | None = None  # first and last step of the axis; None for those of the columns
+    due: tuple[bool, ...] = ()  # whether a missing value of a row means that it had no gradient; none of them by default
 
     @cached_property
     def grid(self) -> Grid:
@@ -535,7 +488,8 @@ class Heatmap:
         """Where each value lies on the colour scale, by row, then by column; NaN for none."""
         values = torch.tensor(self.values, dtype=torch.float64, device="cpu")
         if self.medians is None:
-            return shades(values, self.is_log)
+            found = values.log10() if self.is_log else values
+            return found.where(found.isfinite(), math.nan)
         return deviations(values, torch.tensor(self.medians, dtype=torch.float64, device="cpu").unsqueeze(1), self.is_log)
 
     def on_grid(self, cells: Sequence[Sequence[Any]], gap: Any) -> list[list[Any]]:
@@ -544,24 +498,16 @@ class Heatmap:
 
     def special_cells(self, absent: Any) -> Iterator[tuple[str, str, list[list[Any]]]]:
         """What the scale has no colour for: its name, its colour, and the grid with 1 in its cells and ``absent`` elsewhere."""
-        texts = [[cell_text(value, due=due) for value in row] for row, due in zip(self.values, self._due, strict=True)]
+        texts = self.texts()
         for colour, names in ((NONFINITE, (NOT_FINITE,)), (ZERO, (NO_GRADIENT, *[EXACTLY_0] * self.is_log))):
             if there := [name for name in names if any(name in row for row in texts)]:
                 cells = [[1.0 if text in there else absent for text in row] for row in texts]
                 yield " or ".join(there), colour, self.on_grid(cells, absent)
 
-    @property
-    def texts(self) -> list[list[str]]:
-        """What there is to say of each value, by row, then by column."""
-        usual = self.medians or [math.nan] * len(self.rows)
-        return [
-            [cell_text(value, median, due) for value in row]
-            for row, median, due in zip(self.values, usual, self._due, strict=True)
-        ]
-
-    @property
-    def _due(self) -> Sequence[bool]:
-        return self.due or [False] * len(self.rows)
+    def texts(self, medians: Sequence[float] | None = None) -> list[list[str]]:
+        """What there is to say of each value, and of it beside ``medians``, by row, then by column."""
+        rows = zip(self.values, medians or [math.nan] * len(self.rows), self.due or [False] * len(self.rows), strict=True)
+        return [[cell_text(value, median, due) for value in row] for row, median, due in rows]
 
 
 @dataclass(frozen=True)
@@ -576,13 +522,10 @@ class DepthProfile:
     is_log: bool
 
     @property
-    def nonfinite_rows(self) -> list[int]:
-        return [row for row, value in enumerate(self.values) if math.isinf(value)]
-
-    @property
-    def nonfinite_level(self) -> float:
-        """Where the marks of :attr:`nonfinite_rows` are drawn: at the largest finite value."""
-        return max((value for value in self.high if math.isfinite(value)), default=1.0)
+    def nonfinite(self) -> tuple[list[float], list[int]]:
+        """The rows whose value is not finite, behind where they are marked: at the largest finite value."""
+        odd = [row for row, value in enumerate(self.values) if math.isinf(value)]
+        return [max((value for value in self.high if math.isfinite(value)), default=1.0)] * len(odd), odd
 
 
 Chart = Heatmap | LineChart | DepthProfile
@@ -601,14 +544,6 @@ def cell_text(value: float, median: float = math.nan, due: bool = False) -> str:
         if median > 0
         else f"{value:.4g}, with a median of {median:.3g}"
     )
-
-
-def guide_text(name: str, value: float) -> str:
-    return f"{name} {value:.3g}"
-
-
-def band_text(name: str, low: float, high: float) -> str:
-    return f"{name}: {low:.3g} to {high:.3g}"
 
 
 def merged_marks(marks: Sequence[int], most: int) -> list[tuple[int, int]]:

@@ -17,9 +17,7 @@ from .elements import (
     Line,
     LineChart,
     Subplot,
-    band_text,
     drawable,
-    guide_text,
     merged_marks,
     scale_labels,
     scale_limit,
@@ -92,8 +90,9 @@ def _profile(profile: DepthProfile) -> Figure:
     values = drawable(profile.values, profile.is_log)
     axes.hlines(rows, profile.low, profile.high, color=elements.SKY, linewidth=5, alpha=0.45, label="all steps")
     axes.plot(values, rows, "o-", color=elements.BLUE, linewidth=1, markersize=4, label="this step")
-    if odd := profile.nonfinite_rows:
-        axes.plot([profile.nonfinite_level] * len(odd), odd, "x", color=elements.NONFINITE, label="NaN or infinite")
+    level, odd = profile.nonfinite
+    if odd:
+        axes.plot(level, odd, "x", color=elements.NONFINITE, label=elements.NOT_FINITE)
     if profile.is_log:
         axes.set_xscale("log")
     axes.set_ylim(len(rows) - 0.5, -0.5)
@@ -128,10 +127,10 @@ def _lines(chart: LineChart) -> Figure:
 def _draw_subplot(axes: Any, subplot: Subplot, small: bool) -> None:
     for line in subplot.lines:
         _draw_line(axes, line, subplot.is_log)
-    for name, value in subplot.guides.items():
-        axes.axhline(value, color=elements.GREEN, linewidth=0.9, linestyle="--", label=guide_text(name, value))
-    for name, (low, high) in subplot.bands.items():
-        axes.axhspan(low, high, color=elements.GREEN, alpha=0.12, linewidth=0, label=band_text(name, low, high))
+    for text, value in subplot.guide_texts.items():
+        axes.axhline(value, color=elements.GREEN, linewidth=0.9, linestyle="--", label=text)
+    for text, (low, high) in subplot.band_texts.items():
+        axes.axhspan(low, high, color=elements.GREEN, alpha=0.12, linewidth=0, label=text)
     if subplot.is_log:
         axes.set_yscale("log")
     if subplot.limits is not None:
@@ -157,6 +156,6 @@ def _draw_line(axes: Any, line: Line, is_log: bool) -> None:
     axes.plot(*line.chained(line.series, is_log), **style)
     if len(alone := line.lone_points):
         axes.plot(alone.steps, drawable(alone.values, is_log), ".", color=line.colour, markersize=3)
-    if odd := line.nonfinite_steps:
-        level = [line.nonfinite_level(is_log)] * len(odd)
-        axes.plot(odd, level, "x", color=elements.NONFINITE, markersize=5, label="NaN or infinite")
+    odd, level = line.nonfinite(is_log)
+    if odd:
+        axes.plot(odd, level, "x", color=elements.NONFINITE, markersize=5, label=elements.NOT_FINITE)

@@ -18,10 +18,8 @@ from .elements import (
     Line,
     LineChart,
     Subplot,
-    band_text,
     chain,
     drawable,
-    guide_text,
     merged_marks,
     scale_labels,
     scale_limit,
@@ -75,30 +73,43 @@ def framed(figure: go.Figure, title: str, height: int) -> go.Figure:
 def heatmap_figure(heat: Heatmap) -> go.Figure:
     """The map as a figure; gaps are empty columns."""
     rows = list(range(len(heat.rows)))  # numbers, because two layers may have the same short name
+    steps = [f"step {a}" if a == b else f"steps {a} to {b}" for a, b in zip(heat.first, heat.last, strict=True)]
+    texts = [
+        [f"{escaped(name)}<br>{when}: {text}" for when, text in zip(steps, row, strict=True)]
+        for name, row in zip(heat.rows, heat.texts(heat.medians), strict=True)
+    ]
+    digits = 4 if heat.is_log else 5
+    shades = [[None if math.isnan(shade) else round(shade, digits) for shade in row] for row in heat.shades.tolist()]
     common = {
         "x": list(heat.grid.edges),
         "y": rows,
-        "text": heat.on_grid(_hover_texts(heat), "nothing was measured here"),
+        "text": heat.on_grid(texts, "nothing was measured here"),
         "hovertemplate": "%{text}<extra></extra>",
     }
     figure = go.Figure()
-    figure.add_heatmap(**common, z=heat.on_grid(_shades(heat), None), name="value", **_scale(heat))
+    figure.add_heatmap(**common, z=heat.on_grid(shades, None), name="value", **_scale(heat))
     for name, colour, cells in heat.special_cells(None):
         figure.add_heatmap(**common, z=cells, colorscale=[[0, colour], [1, colour]], showscale=False, name=name)
         # a map has no entry in the legend
         square = {"symbol": "square", "size": 10, "color": colour}
         figure.add_scatter(x=[None], y=[None], mode="markers", marker=square, name=name, showlegend=True, hoverinfo="skip")
-    _add_marks(figure, heat.marks, heat.first)
+    if heat.marks and heat.first:
+        figure.add_scatter(
+            x=list(heat.marks),
+            y=[1.0] * len(heat.marks),
+            yaxis="y2",
+            mode="markers",
+            marker={"symbol": "triangle-down", "size": 9, "color": elements.VERMILION},
+            hovertemplate="spike in step %{x}<extra></extra>",
+            name="spike",
+            showlegend=False,
+            cliponaxis=False,
+        )
+        figure.update_layout(yaxis2={"overlaying": "y", "range": [0, 1.0], "visible": False, "fixedrange": True})
     bare = {"showgrid": False, "zeroline": False}
     figure.update_layout(yaxis={**row_axis(heat.rows), **bare})
     figure.update_xaxes(title_text="step", **bare)
     return framed(figure, heat.title, max(LEAST, ROW * len(rows) + 110))
-
-
-def _shades(heat: Heatmap) -> list[list[float | None]]:
-    """The shades for JSON: few digits, None instead of NaN."""
-    digits = 4 if heat.is_log else 5
-    return [[None if math.isnan(shade) else round(shade, digits) for shade in row] for row in heat.shades.tolist()]
 
 
 def _scale(heat: Heatmap) -> dict[str, Any]:
@@ -109,41 +120,11 @@ def _scale(heat: Heatmap) -> dict[str, Any]:
         bar |= {"tickvals": list(labels), "ticktext": list(labels.values())}
         return {"colorscale": [list(stop) for stop in elements.DIVERGING], "zmin": -most, "zmax": most, "colorbar": bar}
     if heat.is_log:
-        bar |= _ticks(heat.shades[heat.shades.isfinite()].tolist())
+        known = heat.shades[heat.shades.isfinite()].tolist()
+        low, high = (math.floor(min(known)), math.ceil(max(known))) if known else (0, -1)
+        marks = list(range(low, high + 1, max((high - low) // 6, 1)))
+        bar |= {"tickvals": marks, "ticktext": [f"1e{mark}" for mark in marks]} if marks else {}
     return {"colorscale": elements.SCALE, "colorbar": bar}
-
-
-def _ticks(values: Sequence[float]) -> dict[str, Any]:
-    if not values:
-        return {}
-    low, high = math.floor(min(values)), math.ceil(max(values))
-    marks = list(range(low, high + 1, max((high - low) // 6, 1)))
-    return {"tickvals": marks, "ticktext": [f"1e{mark}" for mark in marks]}
-
-
-def _hover_texts(heat: Heatmap) -> list[list[str]]:
-    steps = [f"step {a}" if a == b else f"steps {a} to {b}" for a, b in zip(heat.first, heat.last, strict=True)]
-    return [
-        [f"{escaped(name)}<br>{when}: {text}" for when, text in zip(steps, row, strict=True)]
-        for name, row in zip(heat.rows, heat.texts, strict=True)
-    ]
-
-
-def _add_marks(figure: go.Figure, marks: Sequence[int], steps: Sequence[int], top: float = 1.0) -> None:
-    if not marks or not steps:
-        return
-    figure.add_scatter(
-        x=list(marks),
-        y=[top] * len(marks),
-        yaxis="y2",
-        mode="markers",
-        marker={"symbol": "triangle-down", "size": 9, "color": elements.VERMILION},
-        hovertemplate="spike in step %{x}<extra></extra>",
-        name="spike",
-        showlegend=False,
-        cliponaxis=False,
-    )
-    figure.update_layout(yaxis2={"overlaying": "y", "range": [0, top], "visible": False, "fixedrange": True})
 
 
 # --- Lines and profiles ---
@@ -190,9 +171,10 @@ def _profile(profile: DepthProfile) -> go.Figure:
         text=[escaped(name) for name in profile.rows],
         hovertemplate="%{text}: %{x:.4g}<extra></extra>",
     )
-    if odd := profile.nonfinite_rows:
+    level, odd = profile.nonfinite
+    if odd:
         marker = {"symbol": "x", "size": 9, "color": elements.NONFINITE}
-        drawn.add_scatter(x=[profile.nonfinite_level] * len(odd), y=odd, mode="markers", marker=marker, name="NaN or infinite")
+        drawn.add_scatter(x=level, y=odd, mode="markers", marker=marker, name=elements.NOT_FINITE)
     drawn.update_layout(yaxis=row_axis(profile.rows))
     ticks = _log_ticks([value for value in (*profile.low, *profile.high) if value > 0]) if profile.is_log else {}
     drawn.update_xaxes(type="log" if profile.is_log else "linear", exponentformat="e", **ticks)
@@ -245,12 +227,12 @@ def _add_subplot(drawn: go.Figure, subplot: Subplot, row: int, column: int, smal
             if trace.showlegend:
                 named.add(trace.name)
             drawn.add_trace(trace, row=row, col=column)
-    for name, value in subplot.guides.items():
+    for text, value in subplot.guide_texts.items():
         drawn.add_hline(y=value, line={"color": elements.GREEN, "width": 1, "dash": "dash"}, row=row, col=column)
-        _label(drawn, guide_text(name, value), value, subplot.is_log, row, column)
-    for name, (low, high) in subplot.bands.items():
+        _label(drawn, text, value, subplot.is_log, row, column)
+    for text, (low, high) in subplot.band_texts.items():
         drawn.add_hrect(y0=low, y1=high, fillcolor=elements.GREEN, opacity=0.12, line_width=0, layer="below", row=row, col=column)
-        _label(drawn, band_text(name, low, high), low, subplot.is_log, row, column)
+        _label(drawn, text, low, subplot.is_log, row, column)
     axis: dict[str, Any] = {"type": "log" if subplot.is_log else "linear", "exponentformat": "e", "automargin": True}
     if subplot.limits is not None:
         axis["range"] = list(subplot.limits)
@@ -306,11 +288,12 @@ def _traces(line: Line, is_log: bool, named: bool) -> list[go.Scatter]:
             hovertemplate="step %{x}: %{y:.4g}<extra></extra>" if not named else None,
         )
     ]
-    if odd := line.nonfinite_steps:
+    odd, level = line.nonfinite(is_log)
+    if odd:
         found.append(
             go.Scatter(
                 x=odd,
-                y=[line.nonfinite_level(is_log)] * len(odd),
+                y=level,
                 mode="markers",
                 marker={"symbol": "x", "size": 8, "color": elements.NONFINITE},
                 name=f"{escaped(line.name)}: NaN or infinite",

@@ -3,9 +3,7 @@
 The entry point is :func:`width_sweep`, which returns a :class:`WidthSweep`.
 """
 
-from .recipe import LayerTerms, terms
-from .result import WidthSweep
-from .sweep import width_sweep
-from .verdicts import Expected, Layer, LayerVerdict, Slope, fit_slope
+from .result import Expected, Layer, LayerTerms, LayerVerdict, Slope, WidthSweep, fit_slope
+from .sweep import terms, width_sweep
 
 __all__ = ["Expected", "Layer", "LayerTerms", "LayerVerdict", "Slope", "WidthSweep", "fit_slope", "terms", "width_sweep"]

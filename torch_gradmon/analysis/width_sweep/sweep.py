@@ -2,88 +2,451 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice, pairwise
 from numbers import Real
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
+from ...capture.reference import call_isolated, frozen_copy
+from ...core import validation as check
 from ...core.errors import display, nearest
 from ...core.formatting import ProgressBar
-from ...core.torch_modes import all_in_use, untouched_generators
-from .recipe import OPTIMIZERS, LayerTerms, Recipe, TermProbe, failing_at_width, own_parameters, placed, run_all, usual_loss
-from .result import WidthSweep
-from .verdicts import KEYWORDS, Expected, Family, Layer, kind_of, standard, user_expectations
+from ...core.torch_modes import all_in_use, rng_states, set_rng_states, untouched_generators
+from .result import KEYWORDS, Expected, Family, Layer, LayerTerms, SweepRun, WidthSweep, kind_of, standard, user_expectations
 
-# --- A trial of the models; errors name the width and the remedy ---
+# --- The two terms of the refined coordinate check, and the plain check, in float64 ---
+
+_PARAMETRIZATIONS = "parametrizations"  # what torch.nn.utils.parametrize calls them
+_COPYABLE = (
+    "the terms are measured on copies, so no tensor of the model may be computed from others "
+    "(torch.nn.utils.parametrizations.weight_norm can be copied, torch.nn.utils.weight_norm and pruning cannot)"
+)
 
 
-def run_preflight(
-    recipe: Recipe, widths: Sequence[int], seed: int, dtype: torch.dtype
-) -> tuple[dict[str, Layer], Any, list[str]]:
-    """Build the model at every width, run it once and compare; at the smallest width one whole step is made and measured.
+@dataclass(frozen=True)
+class _RecordedCall:
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Tensor
+    generators: dict[str, Tensor]  # the states of the random generators at its start
 
-    Returns the layers in execution order, the optimizer of the smallest width, and the names of trained parameters that are in no layer.
 
-    Raises ValueError or TypeError where a width cannot be built or run, or its model differs; with the remedy.
+class TermProbe:
+    """Compares a model with its state at the creation of the probe, on copies of ``dtype``: the model itself is never run or changed.
+
+    In float32 the difference of two outputs is noise below a relative 1e-7, and noise has its own exponent: at large widths and small
+    learning rates it would hide a vanishing term.
     """
-    batch = recipe.batches(seed, 1)[0]
-    first: tuple[nn.Module, Any, dict[str, LayerTerms]] | None = None
-    shapes: dict[int, dict[str, tuple[int, ...]]] = {}
-    rates: dict[int, dict[str, float]] = {}
-    for width in widths:
-        model, given = recipe.model(width, seed)
-        shapes[width] = {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
-        _same_names(shapes, widths[0], width)
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype = torch.float64) -> None:
+        self._reference, self._twin = (_of_dtype(frozen_copy(model, _COPYABLE), dtype) for _ in range(2))
+
+    def measure(self, model: nn.Module, run: Callable[[nn.Module], object]) -> dict[str, LayerTerms]:
+        """The terms of ``model`` as it is now; ``run`` runs a model on the batch, in the probe's dtype."""
+        states = (chain(each.parameters(), each.buffers()) for each in (self._twin, model))
+        with torch.no_grad():
+            for kept, live in zip(*states, strict=True):
+                kept.copy_(live)
+        for part, twin, reference in zip(model.modules(), self._twin.modules(), self._reference.modules(), strict=True):
+            twin.training = reference.training = part.training
+        return terms(self._twin, self._reference, run)
+
+
+def terms(model: nn.Module, reference: nn.Module, run: Callable[[nn.Module], object]) -> dict[str, LayerTerms]:
+    """The terms of all modules that return one tensor, by name, in the order of their first calls.
+
+    A module that returns a tuple is measured by the first item. One that is called several times has the root mean square over all calls.
+    Both models see the same random numbers, and are left as they were, with their buffers. Gradients can be taken with respect to values
+    that ``run`` creates, as in the loss of a differential equation, but not with respect to parameters.
+
+    Args:
+        model: W_t.
+        reference: W_0, of the same class.
+        run: runs a model on the batch; its result is not used.
+    """
+    with torch.no_grad():
+        now, before = _record_calls(model, run), _record_calls(reference, run)
+        parts = dict(reference.named_modules())
+        found = {}
+        for name, calls in now.items():
+            update = propagated = None
+            shapes = [[call.output.shape for call in each] for each in (calls, before.get(name, []))]
+            # the whole model has terms only if it is one layer; a parametrization is none, since its output is a weight
+            is_whole = name == "" and not parts[name]._modules.keys() <= {_PARAMETRIZATIONS}
+            is_layer = bool(own_parameters(parts[name])) and not is_whole and _PARAMETRIZATIONS not in name.split(".")
+            if is_layer and shapes[0] == shapes[1]:  # an expert may get other tokens than at first
+                mixed = [_moved_output(parts[name], call) for call in calls]
+                update = _rms(call.output - output for call, output in zip(calls, mixed, strict=True))
+                propagated = _rms(output - call.output for output, call in zip(mixed, before[name], strict=True))
+            inputs = [tensor for call in calls if (tensor := _first(call.args)) is not None]
+            entered = _rms(inputs) if inputs else None
+            found[name] = LayerTerms(update, propagated, entered, _mean((call.output for call in calls), torch.abs))
+    return found
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a module but not of its submodules, by name; also those behind its parametrizations."""
+    found = {name: value for name, value in module._parameters.items() if value is not None}
+    inner = module._modules.get(_PARAMETRIZATIONS)
+    if inner is not None:
+        found |= {f"{_PARAMETRIZATIONS}.{name}": value for name, value in inner.named_parameters()}
+    return found
+
+
+def _moved_output(module: nn.Module, call: _RecordedCall) -> Tensor:
+    """The module's output for the inputs of a call, with the random numbers of the call."""
+    with call_isolated(module):
+        set_rng_states(call.generators)
+        output = _first(module(*mapped(call.args, torch.clone), **mapped(call.kwargs, torch.clone)))
+    assert output is not None, "gave a tensor before"
+    return output
+
+
+def _record_calls(model: nn.Module, run: Callable[[nn.Module], object]) -> dict[str, list[_RecordedCall]]:
+    """The arguments and the output of every module call: copies, because later code may write in place."""
+    recorded: dict[str, list[_RecordedCall]] = {}
+    # of the running modules, the innermost last: copied arguments and generator states
+    running: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any], dict[str, Tensor]]] = []
+
+    def listener(name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
+        def keep(module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
+            while running[-1][0] is not module:
+                running.pop()  # it raised, and the module around it continued
+            args, kwargs, generators = running.pop()[1:]
+            tensor = _first(output)
+            if tensor is not None:
+                recorded.setdefault(name, []).append(_RecordedCall(args, kwargs, _copy(tensor), generators))
+
+        return keep
+
+    def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        running.append((module, mapped(args, _copy), mapped(kwargs, _copy), rng_states()))
+
+    with contextlib.ExitStack() as stack:
+        for name, module in model.named_modules():
+            stack.callback(module.register_forward_pre_hook(begin, prepend=True, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(listener(name)).remove)
+        stack.enter_context(call_isolated(model))
+        torch.manual_seed(0)  # so that dropout selects the same elements
+        with torch.enable_grad():
+            run(model)
+    return recorded
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """``value`` with ``change`` applied to every tensor in its tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(mapped(item, change) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)([mapped(item, change) for item in value])
+    if isinstance(value, dict):
+        return {key: mapped(item, change) for key, item in value.items()}
+    return value
+
+
+def _first(value: Any) -> Tensor | None:
+    """The first floating-point tensor, possibly nested in tuples, as in a packed sequence."""
+    while isinstance(value, (tuple, list)) and value:
+        value = value[0]
+    return value if isinstance(value, Tensor) and value.is_floating_point() and value.numel() else None
+
+
+def _mean(tensors: Iterable[Tensor], of: Callable[[Tensor], Tensor]) -> float:
+    total, count = 0.0, 0
+    for tensor in tensors:
+        total += of(tensor.to(torch.float64)).sum().item()
+        count += tensor.numel()
+    return total / count
+
+
+def _rms(tensors: Iterable[Tensor]) -> float:
+    return math.sqrt(_mean(tensors, torch.square))  # NaN stays NaN
+
+
+def _of_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """``model`` in ``dtype``. Complex tensors such as rotary embeddings stay complex; nn.Module.to would drop the imaginary part."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        if tensor.is_complex():
+            return tensor.to(torch.promote_types(dtype, tensor.dtype))
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return model._apply(cast)  # type: ignore[no-any-return, no-untyped-call]
+
+
+#: The optimizers that have a name.
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+#: A line through fewer widths has hardly any scatter.
+FEWEST = 3
+
+
+def usual_loss(model: nn.Module, batch: Any) -> Tensor:
+    """The loss of common models: their own if they return one, else cross-entropy for integer targets and squared error for others.
+
+    ``model`` is called with the inputs of a pair, all items of a dict by name, or the batch itself.
+    """
+    inputs, targets = batch if isinstance(batch, (tuple, list)) and len(batch) == 2 else (batch, None)
+    output = model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
+    if isinstance(output, Mapping) and "loss" in output:
+        output = output["loss"]
+    if targets is None:
+        if isinstance(output, Tensor) and output.numel() == 1:
+            return output
+        raise TypeError(
+            f"there are no targets, and the model returns no loss but {display(output)}; give batches of a pair (inputs, targets), or loss="
+        )
+    if not isinstance(output, Tensor):
+        raise TypeError(f"the model must return a tensor to compare with the targets, got {display(output)}; give loss=")
+    if targets.is_floating_point():
+        return F.mse_loss(output, targets)
+    return F.cross_entropy(output.flatten(0, -2), targets.flatten())
+
+
+@contextlib.contextmanager
+def failing_at(place: str, what: str, remedy: str) -> Iterator[None]:
+    """Add the width or seed to an error of the user's code; our own errors have it already."""
+    try:
+        yield
+    except Exception as error:
+        if place in str(error):
+            raise
+        raise ValueError(f"{what}: {type(error).__name__}: {error}; {remedy}") from error
+
+
+def failing_at_width(width: int, what: str, remedy: str) -> contextlib.AbstractContextManager[None]:
+    return failing_at(f"width {width}", f"at width {width} {what}", remedy)
+
+
+def placed(batch: Any, model: nn.Module, dtype: torch.dtype | None = None) -> Any:
+    """A copy of a batch on the device of ``model``; with ``dtype``, its floating-point tensors have that dtype."""
+    device = next((parameter.device for parameter in model.parameters()), None)
+
+    def place(tensor: Tensor) -> Tensor:
+        return tensor.to(device, dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype, copy=True)
+
+    return mapped(dict(batch) if isinstance(batch, Mapping) else batch, place)
+
+
+# --- The runs of a sweep: how the model of a width, its optimizer, its data and its loss are made, and a few steps of training ---
+
+
+@dataclass
+class Recipe:
+    """Makes and trains the model of a width and a seed; see :func:`width_sweep` for the arguments."""
+
+    factory: Callable[[int], Any]
+    data: Any
+    optimizer: str | Callable[[nn.Module, int], Any]
+    lr: float
+    lr_exponent: float
+    loss: Callable[[nn.Module, Any], Tensor]
+    widths: Sequence[int]  # ascending
+    steps: int
+    dtype: torch.dtype
+    # by id, the parameters of earlier models that still exist
+    made: WeakValueDictionary[int, nn.Parameter] = field(default_factory=WeakValueDictionary)
+
+    def check(self, expected: Any) -> None:
+        """Refuse wrong arguments before anything is built."""
+        for name, value in (("factory", self.factory), ("loss", self.loss)):
+            if not callable(value) or isinstance(value, nn.Module):
+                raise TypeError(f"{name} must be a function{' of the width' if name == 'factory' else ''}, got {display(value)}")
+        if isinstance(self.optimizer, str):
+            if self.optimizer not in OPTIMIZERS:
+                raise ValueError(
+                    f"optimizer={self.optimizer!r} is not known{nearest(self.optimizer, OPTIMIZERS)}; or give a function"
+                )
+            _check_real(lr=self.lr, lr_exponent=self.lr_exponent)
+            if not 0 < self.lr < math.inf or not math.isfinite(self.lr_exponent):
+                raise ValueError(f"lr={self.lr!r} must be positive, and lr_exponent={self.lr_exponent!r} a number")
+        elif not callable(self.optimizer):
+            raise TypeError(f"optimizer must be a name or a function of the model and the width, got {display(self.optimizer)}")
+        if isinstance(expected, str) and expected not in KEYWORDS:
+            raise ValueError(
+                f"expected={expected!r} is not known{nearest(expected, KEYWORDS)}; or give a dict of patterns and exponents"
+            )
+        if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
+            raise TypeError(f"probe_dtype must be torch.float64 or another floating-point dtype, got {display(self.dtype)}")
+
+    def build(self, width: int, seed: int) -> tuple[nn.Module, Any]:
+        """A new model and its optimizer; each width and seed has its own start of the torch generators.
+
+        A model given to torch.compile is trained uncompiled: a few steps are not worth the compilation.
+        """
+        torch.manual_seed(1_000_003 * seed + width)
+        try:
+            made = self.factory(width)
+        except Exception as error:
+            raise ValueError(
+                f"the factory cannot make a model of width {width}: {type(error).__name__}: {error}; leave that width out, or choose "
+                "widths that it can make, such as multiples of the number of heads"
+            ) from error
+        model, optimizer = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"the factory must return a torch.nn.Module, or a pair of one and its optimizer, but at width {width} it returned "
+                f"{display(made)}"
+            )
+        model = model._modules.get("_orig_mod") or model
+        self._check_new(model, width)
         with failing_at_width(
             width, "the optimizer cannot be made", "the function given as optimizer is called with the model and the width"
         ):
-            optimizer = recipe.optimizer_of(model, width, given)
-        rates[width] = _rates(model, optimizer, width)
-        if first is None:
-            first = model, optimizer, _try_step(recipe, model, optimizer, batch, width, dtype)
-        else:
-            with failing_at_width(width, "the model does not run on the batch", "the batch must fit all widths"):
-                _checked_loss(recipe.loss(model, placed(batch, model)), width)
-    assert first is not None, "there are widths"
-    _growing(shapes, widths)
-    layers = _layers(first[0], first[2], shapes, rates, widths)
-    return layers, first[1], _unmeasured(first[0], layers, rates[widths[0]])
+            if optimizer is None and isinstance(self.optimizer, str):
+                lr = self.lr * (width / self.widths[0]) ** self.lr_exponent
+                optimizer = OPTIMIZERS[self.optimizer](model.parameters(), lr=lr)
+            elif optimizer is None:
+                optimizer = self.optimizer(model, width)  # type: ignore[operator]
+        return model, optimizer
+
+    def _check_new(self, model: nn.Module, width: int) -> None:
+        for name, parameter in model.named_parameters():
+            if is_lazy(parameter):
+                raise ValueError(
+                    f"at width {width} {name} is not initialised before the first forward; let the factory run the model once"
+                )
+            if parameter.requires_grad and self.made.get(id(parameter)) is parameter:
+                raise ValueError(
+                    f"at width {width} the factory returned {name} of an earlier model, which may be trained already; make a new model in "
+                    "every call, and freeze parameters that all models share"
+                )
+            self.made[id(parameter)] = parameter
+
+    def batches(self, seed: int, steps: int) -> list[Any]:
+        """At most ``steps`` batches of a seed, the same for all widths."""
+        torch.manual_seed(seed)
+        remedy = "give a batch, a list of them, or a function of the seed that returns either"
+        with failing_at(f"seed {seed}", f"the data of seed {seed} cannot be loaded", remedy):
+            made = self.data(seed) if callable(self.data) else self.data
+            pair = isinstance(made, list) and len(made) == 2 and all(isinstance(item, Tensor) for item in made)
+            if pair or isinstance(made, (Tensor, Mapping, tuple)) or not isinstance(made, Iterable):
+                return [made]
+            if made is self.data and isinstance(made, Iterator):
+                raise ValueError(
+                    f"data is an iterator, which is empty after the first seed {seed}; give a list, or a function of the seed"
+                )
+            if found := list(islice(made, steps)):
+                return found
+            raise ValueError(f"the data of seed {seed} has no batch")
+
+    def try_out(self, seed: int) -> tuple[dict[str, Layer], Any, list[str]]:
+        """Build the model at every width, run it once and compare; at the smallest width one whole step is made and measured.
+
+        Returns the layers in execution order, the optimizer of the smallest width, and the names of trained parameters that are in no
+        layer. Errors name the width and the remedy.
+        """
+        batch = self.batches(seed, 1)[0]
+        shapes: dict[int, Shapes] = {}
+        rates: dict[int, dict[str, float]] = {}
+        for width in self.widths:
+            model, optimizer = self.build(width, seed)
+            shapes[width] = {name: tuple(each.shape) for name, each in model.named_parameters(remove_duplicate=False)}
+            _check_names(shapes, self.widths[0], width)
+            rates[width] = _rates(model, optimizer, width)
+            if len(shapes) == 1:
+                first, its_own, terms = model, optimizer, self._try_step(model, optimizer, batch)
+            else:
+                with failing_at_width(width, "the model does not run on the batch", "the batch must fit all widths"):
+                    _checked_loss(self.loss(model, placed(batch, model)), width)
+        _check_sizes(shapes, self.widths)
+        layers = self._layers(first, terms, shapes, rates)
+        # a module without them uses the others, or their module returns no tensor
+        inside = {id(parameter) for name in layers for parameter in first.get_submodule(name).parameters()}
+        trained = ((name, each) for name, each in first.named_parameters() if name in rates[self.widths[0]])
+        return layers, its_own, [name for name, parameter in trained if id(parameter) not in inside]
+
+    def _try_step(self, model: nn.Module, optimizer: Any, batch: Any) -> dict[str, LayerTerms]:
+        width = self.widths[0]
+        with failing_at_width(width, "the model cannot be copied", "fix the factory"):
+            probe = TermProbe(model, self.dtype)
+        here = placed(batch, model)
+        with failing_at_width(
+            width, "the model does not run on the batch", "fix the factory, or give data= and loss= that fit it"
+        ):
+            loss = _checked_loss(self.loss(model, here), width)
+        with failing_at_width(width, "a step cannot be made", "the optimizer must step without a closure"):
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        measured = placed(batch, model, self.dtype)
+        with failing_at_width(
+            width,
+            f"a copy of the model in {self.dtype} does not run",
+            "if it requires another dtype, give probe_dtype=torch.float32, at the cost of accuracy",
+        ):
+            return probe.measure(model, lambda copy: self.loss(copy, measured))
+
+    def _layers(
+        self,
+        model: nn.Module,
+        terms: Mapping[str, LayerTerms],
+        shapes: Mapping[int, Shapes],
+        rates: Mapping[int, Mapping[str, float]],
+    ) -> dict[str, Layer]:
+        narrow, wide = self.widths[0], self.widths[-1]
+        found = {}
+        for name in (name for name, term in terms.items() if term.update is not None):
+            module = model.get_submodule(name)
+            own = [f"{name}.{part}" if name else part for part in own_parameters(module)]
+            kind = kind_of(module, *({path: shapes[width][path] for path in own} for width in (narrow, wide)))
+            pairs = ((rates[narrow].get(path, 0), rates[wide].get(path, 0)) for path in own)
+            low, high = next(((low, high) for low, high in pairs if low > 0 and high > 0), (0, 0))
+            found[name] = Layer(kind, math.log(high / low, wide / narrow) if low else None)
+        if not found:
+            raise ValueError("no module has its own parameters and returns a tensor, so there is nothing to measure")
+        return found
+
+    def runs(self, seeds: Sequence[int], advance: Callable[[], object]) -> Iterator[SweepRun]:
+        """All runs, seed by seed; ``advance`` is called after each."""
+        for seed in seeds:
+            batches = self.batches(seed, self.steps)
+            for width in self.widths:
+                yield self._run(batches, width, seed)
+                advance()
+
+    def _run(self, batches: Sequence[Any], width: int, seed: int) -> SweepRun:
+        """Train a new model and measure it after every step, on the first batch.
+
+        A loss that is not finite does not end the run; the measurements are then not finite either.
+        """
+        model, optimizer = self.build(width, seed)
+        probe, measured = TermProbe(model, self.dtype), placed(batches[0], model, self.dtype)
+        found = SweepRun(width, seed, [], [])
+        for step in range(self.steps):
+            with failing_at_width(width, f"step {step + 1} with seed {seed} failed", "earlier runs and steps were made"):
+                optimizer.zero_grad()
+                loss = self.loss(model, placed(batches[step % len(batches)], model))
+                loss.backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                found.losses.append(loss.item())
+                found.steps.append(probe.measure(model, lambda copy: self.loss(copy, measured)))
+        return found
 
 
-def _unmeasured(model: nn.Module, layers: dict[str, Layer], rates: dict[str, float]) -> list[str]:
-    """Trained parameters in no layer: a module without them uses them, or their module returns no tensor."""
-    inside = {id(parameter) for name in layers for parameter in model.get_submodule(name).parameters()}
-    return [name for name, parameter in model.named_parameters() if name in rates and id(parameter) not in inside]
+# --- What the models of all widths have to have in common ---
+
+#: Of parameters by name.
+Shapes = dict[str, tuple[int, ...]]
 
 
-def expectations(named: Any, layers: dict[str, Layer], optimizer: Any) -> dict[str, Expected]:
-    if named is None or named == "stable":
-        return {name: Expected() for name in layers}
-    if named == "standard":
-        return standard(layers, _family(optimizer))
-    if not isinstance(named, dict):
-        raise TypeError(
-            f"expected must be one of {', '.join(KEYWORDS)}, or a dict of patterns and exponents, got {display(named)}"
-        )
-    return user_expectations(named, layers)
-
-
-def _family(optimizer: Any) -> Family:
-    if isinstance(optimizer, torch.optim.SGD):
-        return "sgd"
-    if isinstance(optimizer, (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)):
-        return "adam"
-    raise ValueError(
-        f'expected="standard" is known for SGD and Adam, not for {type(optimizer).__name__}; give the exponents as a dict of patterns'
-    )
-
-
-def _same_names(shapes: dict[int, dict[str, tuple[int, ...]]], one: int, other: int) -> None:
+def _check_names(shapes: Mapping[int, Shapes], one: int, other: int) -> None:
     strange = sorted(shapes[one].keys() ^ shapes[other].keys())
     if strange:
         where = one if strange[0] in shapes[one] else other
@@ -96,8 +459,8 @@ def _same_names(shapes: dict[int, dict[str, tuple[int, ...]]], one: int, other: 
         raise ValueError(f"{bent[0]} has {shapes[one][bent[0]]} at width {one}, but {shapes[other][bent[0]]} at width {other}")
 
 
-def _growing(shapes: dict[int, dict[str, tuple[int, ...]]], widths: Sequence[int]) -> None:
-    for narrow, wide in pairwise(sorted(widths)):
+def _check_sizes(shapes: Mapping[int, Shapes], widths: Sequence[int]) -> None:
+    for narrow, wide in pairwise(widths):
         pairs = [(name, a, b) for name, shape in shapes[narrow].items() for a, b in zip(shape, shapes[wide][name], strict=True)]
         if all(a == b for _, a, b in pairs):
             raise ValueError(
@@ -127,27 +490,6 @@ def _rates(model: nn.Module, optimizer: Any, width: int) -> dict[str, float]:
     return found
 
 
-def _try_step(
-    recipe: Recipe, model: nn.Module, optimizer: Any, batch: Any, width: int, dtype: torch.dtype
-) -> dict[str, LayerTerms]:
-    with failing_at_width(width, "the model cannot be copied", "fix the factory"):
-        probe = TermProbe(model, dtype)
-    here = placed(batch, model)
-    with failing_at_width(width, "the model does not run on the batch", "fix the factory, or give data= and loss= that fit it"):
-        loss = _checked_loss(recipe.loss(model, here), width)
-    with failing_at_width(width, "a step cannot be made", "the optimizer must step without a closure"):
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-    measured = placed(batch, model, dtype)
-    with failing_at_width(
-        width,
-        f"a copy of the model in {dtype} does not run",
-        "if it requires another dtype, give probe_dtype=torch.float32, at the cost of accuracy",
-    ):
-        return probe.measure(model, lambda copy: recipe.loss(copy, measured))
-
-
 def _checked_loss(loss: Any, width: int) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else display(loss)
@@ -159,33 +501,29 @@ def _checked_loss(loss: Any, width: int) -> Tensor:
     return loss
 
 
-def _layers(
-    model: nn.Module,
-    terms: dict[str, LayerTerms],
-    shapes: dict[int, dict[str, tuple[int, ...]]],
-    rates: dict[int, dict[str, float]],
-    widths: Sequence[int],
-) -> dict[str, Layer]:
-    narrow, wide = min(widths), max(widths)
-    found = {}
-    for name, term in terms.items():
-        if term.update is None:
-            continue
-        module = model.get_submodule(name)
-        own = [f"{name}.{part}" if name else part for part in own_parameters(module)]
-        kind = kind_of(module, *({path: shapes[width][path] for path in own} for width in (narrow, wide)))
-        rated = [path for path in own if rates[narrow].get(path, 0) > 0 and rates[wide].get(path, 0) > 0]
-        exponent = math.log(rates[wide][rated[0]] / rates[narrow][rated[0]], wide / narrow) if rated else None
-        found[name] = Layer(kind, exponent)
-    if not found:
-        raise ValueError("no module has its own parameters and returns a tensor, so there is nothing to measure")
-    return found
+def expectations(named: Any, layers: dict[str, Layer], optimizer: Any) -> dict[str, Expected]:
+    if named is None or named == "stable":
+        return {name: Expected() for name in layers}
+    if named == "standard":
+        return standard(layers, _family(optimizer))
+    if not isinstance(named, dict):
+        raise TypeError(
+            f"expected must be one of {', '.join(KEYWORDS)}, or a dict of patterns and exponents, got {display(named)}"
+        )
+    return user_expectations(named, layers)
+
+
+def _family(optimizer: Any) -> Family:
+    if isinstance(optimizer, torch.optim.SGD):
+        return "sgd"
+    if isinstance(optimizer, (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)):
+        return "adam"
+    raise ValueError(
+        f'expected="standard" is known for SGD and Adam, not for {type(optimizer).__name__}; give the exponents as a dict of patterns'
+    )
 
 
 # --- Checks of a sweep's arguments, before anything is built ---
-
-#: A line through fewer widths has hardly any scatter.
-FEWEST = 3
 
 
 def whole_numbers(name: str, values: Any) -> list[Any]:
@@ -194,14 +532,10 @@ def whole_numbers(name: str, values: Any) -> list[Any]:
         items = list(values)
     except TypeError:
         raise TypeError(f"{name}={values!r} must be a list of whole numbers, got {display(values)}") from None
-    return [_as_int(item) for item in items]
-
-
-def _as_int(value: Any) -> Any:
-    try:
-        return value if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        return value
+    for place, item in enumerate(items):
+        with contextlib.suppress(TypeError):
+            items[place] = item if isinstance(item, bool) else operator.index(item)
+    return items
 
 
 def check_arguments(widths: Sequence[int], seeds: Sequence[int], steps: int, tolerance: float, confidence: float) -> None:
@@ -216,8 +550,7 @@ def check_arguments(widths: Sequence[int], seeds: Sequence[int], steps: int, tol
         )
     if not seeds:
         raise ValueError("seeds=[] runs nothing; give at least one")
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise ValueError(f"steps={steps!r} must be a positive int")
+    check.positive_int("steps", steps)
     _check_real(tolerance=tolerance, confidence=confidence)
     if not 0 < tolerance < math.inf:
         raise ValueError(
@@ -231,26 +564,6 @@ def _check_real(**values: Any) -> None:
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, Real):
             raise TypeError(f"{name} must be a number, got {display(value)}")
-
-
-def check_recipe(recipe: Recipe, named: Any, dtype: Any) -> None:
-    for name, value in (("factory", recipe.factory), ("loss", recipe.loss)):
-        if not callable(value) or isinstance(value, nn.Module):
-            raise TypeError(f"{name} must be a function{' of the width' if name == 'factory' else ''}, got {display(value)}")
-    if isinstance(recipe.optimizer, str):
-        if recipe.optimizer not in OPTIMIZERS:
-            raise ValueError(
-                f"optimizer={recipe.optimizer!r} is not known{nearest(recipe.optimizer, OPTIMIZERS)}; or give a function"
-            )
-        _check_real(lr=recipe.lr, lr_exponent=recipe.lr_exponent)
-        if not 0 < recipe.lr < math.inf or not math.isfinite(recipe.lr_exponent):
-            raise ValueError(f"lr={recipe.lr!r} must be positive, and lr_exponent={recipe.lr_exponent!r} a number")
-    elif not callable(recipe.optimizer):
-        raise TypeError(f"optimizer must be a name or a function of the model and the width, got {display(recipe.optimizer)}")
-    if isinstance(named, str) and named not in KEYWORDS:
-        raise ValueError(f"expected={named!r} is not known{nearest(named, KEYWORDS)}; or give a dict of patterns and exponents")
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise TypeError(f"probe_dtype must be torch.float64 or another floating-point dtype, got {display(dtype)}")
 
 
 def width_sweep(
@@ -312,13 +625,13 @@ def width_sweep(
     if all(isinstance(width, int) for width in sizes):
         sizes.sort()
     check_arguments(sizes, numbers, steps, tolerance, confidence)
-    recipe = Recipe(factory, data, optimizer, lr, lr_exponent, sizes[0], loss if loss is not None else usual_loss)
-    check_recipe(recipe, expected, probe_dtype)
+    recipe = Recipe(factory, data, optimizer, lr, lr_exponent, usual_loss if loss is None else loss, sizes, steps, probe_dtype)
+    recipe.check(expected)
     with torch.random.fork_rng(devices=[]), untouched_generators(all_in_use()):
-        layers, trained_by, unmeasured = run_preflight(recipe, sizes, numbers[0], probe_dtype)
+        layers, trained_by, unmeasured = recipe.try_out(numbers[0])
         aims = expectations(expected, layers, trained_by)
         with ProgressBar(len(sizes) * len(numbers), "width sweep", "run", progress) as bar:
-            runs = list(run_all(recipe, sizes, numbers, steps, probe_dtype, bar.advance))
+            runs = list(recipe.runs(numbers, bar.advance))
     kept = {name: _for_json(given[name]) for name in ("optimizer", "lr", "lr_exponent", "expected")}
     settings = {"widths": sizes, "seeds": numbers, "steps": steps, **kept, "probe_dtype": str(probe_dtype).removeprefix("torch.")}
     return WidthSweep(runs, layers, aims, tolerance, confidence, settings, unmeasured)

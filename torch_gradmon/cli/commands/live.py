@@ -38,7 +38,7 @@ def _check_alert(url: str) -> None:
 @contextlib.contextmanager
 def _calling(board: RunBoard, url: str) -> Iterator[None]:
     """Call the webhook at ``url``, which :func:`_check_alert` has seen, about the runs of ``board`` within the block."""
-    from ...server.alarms import Alarms
+    from ...server.board import Alarms
 
     found = Alarms(board, url)
     found.start()

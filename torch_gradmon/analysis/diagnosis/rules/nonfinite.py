@@ -485,20 +485,15 @@ def check_nonfinite(history: History) -> list[Finding]:
 
 
 class _Networks:
-    """What a step of several networks, each with an optimizer and perhaps a loss of its own, shows besides.
-
-    Attributes:
-        finite, bad: the losses of networks that are finite, and those that are not, by name.
-        take_turns: the step has the steps of several of their optimizers.
-        spread: gradients of several of these have NaN or Inf: the others' went through what the first one wrote.
-    """
+    """What a step of several networks, each with an optimizer and perhaps a loss of its own, shows besides."""
 
     def __init__(self, record: StepRecord, history: History) -> None:
         losses = {key.name: value for key, value in record.values.items() if is_loss_of_network(key)}
         self.finite = [name for name, value in losses.items() if math.isfinite(value)]
         self.bad = [name for name in losses if name not in self.finite]
-        self.take_turns = "by_turns" in record.context
+        self.take_turns = "by_turns" in record.context  # the step has the steps of several of their optimizers
         names = nonfinite_names(record.tables.get(n.GRADIENT_BEFORE_CLIP, record.tables.get(n.GRADIENT)))
+        # gradients of several of these have NaN or Inf: the others' went through what the first one wrote
         self.spread = len(history.first_to_step(names, record)) < len(names)
 
     def has_finite_loss(self, loss: float | None) -> bool | None:
@@ -625,16 +620,13 @@ def _first_nonfinite(record: StepRecord, loss: float | None, history: History) -
         elif places := nonfinite_names(record.tables.get(stage.source)):
             if stage.source == n.ACTIVATION:
                 comes_after = networks.spread and networks.has_finite_loss(loss)
-                places = [] if comes_after or _is_harmless(record, loss) else innermost(places)
+                # harmless if all that follows is finite, as for logits that a mask sets to minus infinity
+                later = [record.tables[source] for source in (n.GRADIENT_BEFORE_CLIP, n.GRADIENT) if source in record.tables]
+                is_spoiled = not later or any(map(nonfinite_names, later)) or not (loss is None or math.isfinite(loss))
+                places = innermost(places) if is_spoiled and not comes_after else []
             if places:
                 return stage, places
     return None
-
-
-def _is_harmless(record: StepRecord, loss: float | None) -> bool:
-    """Whether all that follows an output is finite, as for logits that a mask sets to minus infinity."""
-    tables = [table for source in (n.GRADIENT_BEFORE_CLIP, n.GRADIENT) if (table := record.tables.get(source)) is not None]
-    return bool(tables) and not any(map(nonfinite_names, tables)) and (loss is None or math.isfinite(loss))
 
 
 def _stuck(history: History) -> list[Finding]:

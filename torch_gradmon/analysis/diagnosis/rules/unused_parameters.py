@@ -323,7 +323,9 @@ def _never(history: History, norms: Matrix) -> list[Finding]:
     parameters = history.matrix(n.PARAMETER, "norm")
     if not parameters:
         return []
-    whole = torch.tensor([step not in history.partial_steps for step in parameters.steps], dtype=torch.bool)
+    # steps without one of the optimizers, in which gradients of its parameters are not known
+    partial = {record.step for record in history.records if "rests" in record.context}
+    whole = torch.tensor([step not in partial for step in parameters.steps], dtype=torch.bool)
     there = torch.isfinite(parameters.values[whole]).sum(0).tolist()
     seen = norms.by_name(norms.values.nan_to_num(0.0).amax(0))
     spoiled = history.gradients("nonfinite_count").largest()  # NaN is a gradient too, but no norm
