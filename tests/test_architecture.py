@@ -72,7 +72,7 @@ ALSO = {
     "cli.terminal.live_loop": {"rich"},
     "cli.terminal.runs_table": {"rich"},
     "server.agents": {"mcp"},
-    "cli.commands.width_sweep": {"rich"},
+    "cli.commands.training": {"rich"},
     "analysis.width_sweep.result": {"matplotlib", "plotly"},
 }
 

@@ -14,8 +14,7 @@ from ...runs import detail_request
 from ...runs.detail_request import DetailRequest, request_text
 from ...runs.format import directory_of, has_run
 from ...runs.liveness import RunStatus, run_status
-from ...step.planner import PRESETS
-from .common import Command, UsageError, argument, flag, positive, value
+from .common import UsageError, wrong_request
 
 # --- what is printed ---
 
@@ -96,12 +95,6 @@ def result_of(state: Mapping[str, Any], change: DetailRequest, session: str) -> 
 # --- the command ---
 
 
-def _step(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not the number of a step")
-    return int(text)
-
-
 #: Seconds between two checks whether a change was applied.
 _PAUSE = 0.2
 
@@ -148,10 +141,8 @@ def _change(options: argparse.Namespace) -> DetailRequest:
         return DetailRequest()
     if options.every is None and options.preset is None:
         raise UsageError("no change was given; add --every, --preset, --reset or --status")
-    try:
+    with wrong_request(ValueError):
         return detail_request.detail_request(options.every, options.preset, options.steps, options.first)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
 
 
 def _directory(path: str) -> Path:
@@ -163,10 +154,8 @@ def _directory(path: str) -> Path:
 
 
 def _liveness(directory: Path) -> RunStatus:
-    try:
+    with wrong_request(FileNotFoundError, ValueError):
         return run_status(directory)
-    except (FileNotFoundError, ValueError) as error:
-        raise UsageError(str(error)) from error
 
 
 def _session(found: RunStatus, directory: Path) -> str:
@@ -223,39 +212,3 @@ def _wait(directory: Path, change: DetailRequest, session: str, timeout: int | N
         time.sleep(_PAUSE)
     print(f"it was not in force within {timeout} s; the request stays, and may still be applied")
     return 1
-
-
-COMMANDS = (
-    Command(
-        "detail",
-        "change what a running training measures",
-        "Change how often a running training is monitored, and what is measured, for a while, without a restart.",
-        (
-            ("gradmon detail runs/first --every 1 --preset full --for 200", "everything, in the next 200 steps"),
-            ("gradmon detail runs/first --every 10 --wait", "every 10th step until further notice"),
-            ("gradmon detail runs/first --every 1 --for 50 --first 12000", "50 steps from there on"),
-            ("gradmon detail runs/first --reset", "return to the settings of the script"),
-            ("gradmon detail runs/first --status", "what is in force, and what was requested"),
-        ),
-        (
-            argument("run", metavar="RUN", help="the run directory of a running training"),
-            value("--every", "N", "monitor the steps that are divisible by N", type=positive),
-            argument("--preset", choices=tuple(PRESETS), help="measure this preset instead of the script's"),
-            value("--for", "N", "for N steps (default: until further notice)", type=positive, dest="steps"),
-            value("--first", "STEP", "from this step on (default: the next one)", type=_step),
-            flag("--reset", "return to the settings of the script"),
-            flag("--status", "show what is in force, and what was requested; changes nothing"),
-            flag("--wait", "wait until the change is in force"),
-            value("--timeout", "SECONDS", "wait no longer than this (default: as long as it takes)", type=positive),
-        ),
-        run,
-        """The training reads a change at most once a second, at the end of a step, and applies it to the next one. A change replaces the
-    one before it and does not affect the training: its parameters end as the same bits. Ranks that exchange values change together, in
-    a monitored step; with a large cadence that may take a while. A change of the cadence overrides every=, monitor_step_fn= and
-    max_overhead= of the script. In a compiled model, activations and attention stay as in the script. Updates are measured in steps
-    divisible by 10, as by the presets. A resumed run follows its script: request the change again.
-
-    The exit code is 0 if the change was requested (with --wait: if it is or was in force), 1 if the wait failed, and 2 if nothing
-    reads changes in that directory, or no change was given.""",
-    ),
-)
