@@ -311,7 +311,7 @@ def test_a_bank_gives_the_scores_and_states_of_single_rules(rule: Hampel) -> Non
     series = [jumpy(seed, steps) for seed in range(count)]
     singles, bank = [copy.deepcopy(rule) for _ in range(count)], HampelBank(rule, count)
     for step in range(steps):
-        found, spikes, usual = bank.update(torch.tensor([values[step] for values in series], dtype=torch.float64))
+        found, spikes, usual = bank.verdicts(torch.tensor([values[step] for values in series], dtype=torch.float64), learns=True)
         for signal, values in enumerate(series):
             verdict = judge(singles[signal], "x", step, values[step])
             assert alike(found[signal].item(), math.nan if verdict.score is None else verdict.score)

@@ -48,11 +48,7 @@ def single_threaded() -> Iterator[None]:
 
 
 def between(steps: Sequence[int], first: int | None, last: int | None) -> list[int]:
-    """The steps from ``first`` to ``last``, inclusive; None for no bound.
-
-    Raises:
-        TypeError, ValueError: a bound is not a step number.
-    """
+    """The steps from ``first`` to ``last``, inclusive; None for no bound. Raises TypeError or ValueError if one is no step number."""
     for name, value in (("first", first), ("last", last)):
         if value is not None:
             check.step_number(name, value)
@@ -305,17 +301,12 @@ class RunReader:
 
 @dataclass(frozen=True)
 class StatsSeries:
-    """Like :class:`torch_gradmon.core.records.StatsTable`, for many steps with the same tensors and columns.
+    """Like :class:`torch_gradmon.core.records.StatsTable`, for many steps with the same tensors and columns."""
 
-    Attributes:
-        steps: ascending.
-        rows: float64 ``[steps, tensors, 8]`` on the host; only ``columns`` were measured.
-    """
-
-    steps: tuple[int, ...]
+    steps: tuple[int, ...]  # ascending
     names: tuple[str, ...]
-    rows: Tensor
-    columns: frozenset[Column]
+    rows: Tensor  # float64 [steps, tensors, 8] on the host
+    columns: frozenset[Column]  # which were measured
 
     def has(self, metric: str) -> bool:
         """Whether the measured columns suffice for a built-in metric."""
@@ -392,16 +383,11 @@ def fitting(values: Mapping[str, int], steps: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ValueMatrix:
-    """Values of some steps.
-
-    Attributes:
-        values: float64 ``[steps, keys]``; NaN where absent.
-        there: bool ``[steps, keys]``; which values are present. A present value may be NaN.
-    """
+    """Values of some steps."""
 
     keys: tuple[Key, ...]
-    values: Tensor
-    there: Tensor
+    values: Tensor  # float64 [steps, keys]; NaN where absent
+    there: Tensor  # bool [steps, keys]; which values are present. A present value may be NaN
 
     def columns(self, chosen: Sequence[int]) -> ValueMatrix:
         if tuple(chosen) == tuple(range(len(self.keys))):
@@ -436,22 +422,13 @@ def _padded(values: Tensor, columns: int, fill: float) -> Tensor:
 
 
 class Window:
-    """All values of some steps.
-
-    Args:
-        index: of the run.
-        steps: some that it knows, ascending.
-
-    Attributes:
-        facts: by step what :meth:`torch_gradmon.runs.reader.RunReader.context` returns.
-        spikes: likewise its spikes.
-    """
+    """All values of some steps that the index knows, ascending."""
 
     def __init__(self, index: RunIndex, steps: Sequence[int]) -> None:
         self.steps = tuple(steps)
         self._keys = list(index.keys)
         self._row = {step: row for row, step in enumerate(self.steps)}
-        self.facts: dict[int, dict[str, Any]] = {}
+        self.facts: dict[int, dict[str, Any]] = {}  # by step what RunReader.context returns
         self.spikes: dict[int, tuple[SpikeEvent, ...]] = {}
         self._numbers: dict[int, dict[int, float]] = {}  # by step and number of the key
         self._packed: dict[str, dict[int, tuple[TableLayout, bytes]]] = {}

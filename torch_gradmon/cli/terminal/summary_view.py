@@ -129,14 +129,10 @@ def _values(lines: Sequence[ValueSummary], width: int) -> Table:
     }
     if any(line.nonfinite for line in lines):
         columns["NaN/Inf"] = [str(line.nonfinite) if line.nonfinite else "-" for line in lines]
-    longest = max(len(line.name) for line in lines)
-    if _room(width, _widths(columns), longest) < min(longest, _NAME):
+    names = [line.name for line in lines]
+    if _room(width, columns, names) < min(max(map(len, names)), _NAME):
         del columns["first"]
-    room = _room(width, _widths(columns), longest)
-    table = _table(columns, room)
-    for line, *cells in zip(lines, *columns.values(), strict=True):
-        table.add_row(_name(line.name, room), *map(Text, cells), style=_LOUD if line.nonfinite else None)
-    return table
+    return _table(names, columns, [line.nonfinite for line in lines], width)
 
 
 def _layers(summary: RunSummary, width: int) -> Iterator[RenderableType]:
@@ -150,11 +146,7 @@ def _layers(summary: RunSummary, width: int) -> Iterator[RenderableType]:
     yield _title(f"Layers: {by}")
     shown, left_out = columns(rows, width)
     cells = {COLUMNS[name].heading: [COLUMNS[name].cell(row) for row in rows] for name in shown}
-    room = _room(width, _widths(cells), max(len(row.name) for row in rows))
-    table = _table(cells, room)
-    for row, *each in zip(rows, *cells.values(), strict=True):
-        table.add_row(_name(row.name, room), *map(Text, each), style=_LOUD if row.nonfinite else None)
-    yield table
+    yield _table([row.name for row in rows], cells, [row.nonfinite for row in rows], width)
     yield Text("; ".join(f"{COLUMNS[name].heading}: {COLUMNS[name].meaning}" for name in shown), style=_DIM)
     if left_out:
         yield Text(f"no room for {', '.join(left_out)}", style=_DIM)
@@ -197,25 +189,23 @@ def _moved(spike: SpikeSummary, width: int) -> str:
     return f"{cut_start(spike.layer, max(width // 2, _NAME))} {spike.moved}".strip()
 
 
-def _table(columns: Mapping[str, Sequence[str]], room: int) -> Table:
-    """A table for names and these columns; its rows are added later."""
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style=_DIM)
+def _table(names: Sequence[str], columns: Mapping[str, Sequence[str]], nonfinite: Sequence[int], width: int) -> Table:
+    table, room = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style=_DIM), _room(width, columns, names)
     table.add_column("", no_wrap=True, min_width=room, max_width=room)
-    for heading, width in zip(columns, _widths(columns), strict=True):
-        table.add_column(heading, justify="right", no_wrap=True, min_width=width, max_width=width)
+    for heading, wide in _widths(columns).items():
+        table.add_column(heading, justify="right", no_wrap=True, min_width=wide, max_width=wide)
+    for name, is_loud, *cells in zip(names, nonfinite, *columns.values(), strict=True):
+        table.add_row(Text(cut_start(name, room), no_wrap=True), *map(Text, cells), style=_LOUD if is_loud else None)
     return table
 
 
-def _widths(columns: Mapping[str, Sequence[str]]) -> list[int]:
-    return [max(_NUMBER, *map(len, cells)) for cells in columns.values()]
+def _widths(columns: Mapping[str, Sequence[str]]) -> dict[str, int]:
+    return {heading: max(_NUMBER, *map(len, cells)) for heading, cells in columns.items()}
 
 
-def _room(width: int, widths: Sequence[int], longest: int) -> int:
-    return max(min(width - sum(widths) - len(widths), longest), 8)
-
-
-def _name(name: str, room: int) -> Text:
-    return Text(cut_start(name, room), no_wrap=True)
+def _room(width: int, columns: Mapping[str, Sequence[str]], names: Sequence[str]) -> int:
+    """The width of names beside these columns."""
+    return max(min(width - sum(_widths(columns).values()) - len(columns), max(map(len, names))), 8)
 
 
 def _known(value: float) -> float | None:
