@@ -322,11 +322,11 @@ def test_the_spikes_of_many_are_the_largest_ones(tmp_path: Path) -> None:
 def _drawn(summary: RunSummary, width: int, colours: bool = False) -> str:
     from rich.console import Console
 
-    from torch_gradmon.cli.terminal.summary_view import show
+    from torch_gradmon.cli.terminal.tables import show_summary
 
     console = Console(width=width, file=io.StringIO(), force_terminal=colours, color_system="standard" if colours else None)
     console._highlight = False
-    show(console, summary)
+    show_summary(console, summary)
     return console.file.getvalue()
 
 

@@ -82,7 +82,7 @@ numbers = st.lists(st.one_of(st.floats(-1e3, 1e3), st.integers(-3, 3).map(float)
 def test_a_sorted_window_has_the_medians_of_its_last_values(values: list[float], size: int, center: float) -> None:
     window = SortedWindow(size, values)
     last = values[-size:]
-    assert window.values() == last
+    assert list(window) == last
     assert window.median() == statistics.median(last)
     for middle in (center, window.median(), last[0]):
         assert window.median_deviation(middle) == pytest.approx(statistics.median(abs(x - middle) for x in last))

@@ -396,29 +396,24 @@ class ValueMatrix:
 
     def with_absent(self, keys: Sequence[Key]) -> ValueMatrix:
         """With empty columns for ``keys`` appended."""
-        if not keys:
-            return self
-        count = len(keys)
-        return ValueMatrix((*self.keys, *keys), _padded(self.values, count, torch.nan), _padded(self.there, count, False))
+        values, there = (
+            torch.cat([known, empty], dim=1)
+            for known, empty in zip((self.values, self.there), empty_matrix(len(self.values), len(keys)), strict=True)
+        )
+        return ValueMatrix((*self.keys, *keys), values, there)
 
     def overlaid(self, other: ValueMatrix) -> ValueMatrix:
         """With the values of ``other`` in place of its own; keys that only ``other`` has are appended."""
         place = {key: column for column, key in enumerate(dict.fromkeys((*self.keys, *other.keys)))}
-        new = len(place) - len(self.keys)
-        values, there = _padded(self.values, new, torch.nan), _padded(self.there, new, False)
-        columns = torch.tensor([place[key] for key in other.keys], dtype=torch.int64, device="cpu")
-        values[:, columns] = torch.where(other.there, other.values, values[:, columns])
-        there[:, columns] |= other.there
-        return ValueMatrix(tuple(place), values, there)
+        wide, columns = self.with_absent(list(place)[len(self.keys) :]), [place[key] for key in other.keys]
+        wide.values[:, columns] = torch.where(other.there, other.values, wide.values[:, columns])
+        wide.there[:, columns] |= other.there
+        return wide
 
 
 def empty_matrix(*shape: int) -> tuple[Tensor, Tensor]:
     """Absent values of a shape: NaN, float64, and which of them are present: none."""
     return torch.full(shape, torch.nan, dtype=torch.float64, device="cpu"), torch.zeros(shape, dtype=torch.bool, device="cpu")
-
-
-def _padded(values: Tensor, columns: int, fill: float) -> Tensor:
-    return torch.cat([values, values.new_full((len(values), columns), fill)], dim=1)
 
 
 class Window:
@@ -469,27 +464,24 @@ class Window:
         return self._scalars(_OTHERS)
 
     @cached_property
-    def _grouped(self) -> dict[str, dict[int, dict[int, float]]]:
-        """The stored values of each source of layers, and all others: by step and number of the key."""
+    def _grouped(self) -> dict[str, list[tuple[int, int, float]]]:
+        """The stored values of each source of layers, and all others: row of the step, number of the key, and value."""
         group = [key.source if is_of_layer(key) else _OTHERS for key in self._keys]
-        grouped: dict[str, dict[int, dict[int, float]]] = {}
-        for step, values in self._numbers.items():
-            for number, value in values.items():
-                grouped.setdefault(group[number], {}).setdefault(step, {})[number] = value
+        grouped: dict[str, list[tuple[int, int, float]]] = {}
+        for row, step in enumerate(self.steps):
+            for number, value in self._numbers[step].items():
+                grouped.setdefault(group[number], []).append((row, number, value))
         return grouped
 
     def _scalars(self, group: str) -> ValueMatrix:
         """The stored values of one group alone: the steps by the keys of all could be far more than these values."""
-        by_step = self._grouped.get(group, {})
-        numbers = sorted({number for values in by_step.values() for number in values})
-        place = {number: column for column, number in enumerate(numbers)}
-        values, there = empty_matrix(len(self.steps), len(numbers))
-        for step, found in by_step.items():
-            if found:
-                at = torch.tensor([place[number] for number in found], device="cpu")
-                values[self._row[step], at] = torch.tensor(list(found.values()), dtype=torch.float64, device="cpu")
-                there[self._row[step], at] = True
-        return ValueMatrix(tuple(self._keys[number] for number in numbers), values, there)
+        cells = self._grouped.get(group, [])
+        place = {number: column for column, number in enumerate(sorted({number for _, number, _ in cells}))}
+        values, there = empty_matrix(len(self.steps), len(place))
+        at = [row for row, _, _ in cells], [place[number] for _, number, _ in cells]
+        values[at] = torch.tensor([value for _, _, value in cells], dtype=torch.float64, device="cpu")
+        there[at] = True
+        return ValueMatrix(tuple(self._keys[number] for number in place), values, there)
 
     def _statistics(self, source: str) -> ValueMatrix:
         groups: dict[TableLayout, list[tuple[int, bytes]]] = {}

@@ -30,19 +30,12 @@ _ATTRIBUTE = "_gradmon_rows"
 
 @dataclass
 class Clock:
-    """The steps of one monitor compared with those that the script names.
+    """The steps of one monitor compared with those that the script names."""
 
-    Attributes:
-        at: the monitor's step; None before the first.
-        gap: the largest difference between two of them.
-        ahead: by how many steps the script was ahead when it last named one; None before that.
-        slow: the script has fallen back, so its steps are not the monitor's.
-    """
-
-    at: int | None = None
-    gap: int = 1
-    ahead: int | None = None
-    slow: bool = False
+    at: int | None = None  # the monitor's step; None before the first
+    gap: int = 1  # the largest difference between two of them
+    ahead: int | None = None  # by how many steps the script was ahead when it last named one; None before that
+    slow: bool = False  # the script has fallen back, so its steps are not the monitor's
 
     def reach(self, step: int) -> None:
         """Set the monitor's step."""
@@ -65,25 +58,20 @@ class Clock:
 
 
 class Rows:
-    """What the script has logged to ``run``, and whether there is room for another row. All sinks of a run share one.
-
-    Attributes:
-        names: the script has given ``step=``.
-        moves: rows that it has closed without, since our first.
-        moved: it has logged since our last row.
-        shift: what is added to the steps that it names, because our rows came first.
-        overtaken: a step that it named behind the counter, and the counter, until a sink has warned of it.
-    """
+    """What the script has logged to ``run``, and whether there is room for another row. All sinks of a run share one."""
 
     def __init__(self, run: Any) -> None:
         self.run = run
         self.lock: AbstractContextManager[Any] = threading.RLock()
         self.clocks: list[Clock] = []
-        self.names, self.moves, self.moved = False, 0, False
-        self.shift = 0
+        self.names, self.moves = False, 0  # the script has given step=; rows that it has closed without, since our first
+        self.moved = False  # it has logged since our last row
+        self.shift = 0  # what is added to the steps that it names, because our rows came first
         self._is_silent = True  # the script has not logged since our first row
         self._led = 0  # by how much the counter advanced meanwhile, for our rows
-        self.overtaken: tuple[int, int] | None = None
+        self.overtaken: tuple[int, int] | None = (
+            None  # a step that it named behind the counter, and the counter, until a sink warns
+        )
         self._ours: float | None = None  # step of our row in the open row
         self._half = False  # whether the script has left its row open
         self._named: int | None = None  # its last step

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,8 +40,8 @@ class SortedWindow:
         self._in_time.append(value)
         insort(self.in_order, value)
 
-    def values(self) -> list[float]:
-        return list(self._in_time)
+    def __iter__(self) -> Iterator[float]:
+        return iter(self._in_time)
 
     def median(self) -> float:
         """The median; of an even number of values the mean of the two in the middle. There must be a value."""
@@ -275,8 +275,8 @@ class Hampel:
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and lists."""
         return {
-            **{name: level.values() for name, level in self._levels.items()},
-            **{f"{name}_residuals": residuals.values() for name, residuals in self._residuals.items()},
+            **{name: list(level) for name, level in self._levels.items()},
+            **{f"{name}_residuals": list(residuals) for name, residuals in self._residuals.items()},
             "between": list(self._between),
             "recent": list(map(list, self._recent)),
             "peaks": [None if peak == -math.inf else peak for peak in self._peaks],

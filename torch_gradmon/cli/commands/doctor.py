@@ -82,14 +82,12 @@ def _accelerators() -> Iterator[tuple[str, str]]:
 
 
 def _installed(packages: Sequence[str], extra: str | None) -> str:
-    versions: dict[str, str | None] = {}
+    there, absent = [], []
     for package in packages:
         try:
-            versions[package] = version(package)
+            there.append(f"{package} {version(package)}")
         except PackageNotFoundError:
-            versions[package] = None
-    there = [f"{package} {found}" for package, found in versions.items() if found is not None]
-    absent = [package for package, found in versions.items() if found is None]
+            absent.append(package)
     how = f': pip install "torch_gradmon[{extra}]"' if extra is not None else ""
     return "; ".join([", ".join(there)] * bool(there) + [f"not installed: {', '.join(absent)}{how}"] * bool(absent))
 

@@ -36,7 +36,7 @@ def _call(stack: contextlib.ExitStack, board: RunBoard, url: str) -> None:
 def live(options: argparse.Namespace) -> int:
     with requires_extra("the live view", "cli", "rich"):
         from ..terminal import live_loop
-        from ..terminal.summary_view import QuietConsole
+        from ..terminal.tables import QuietConsole
     console = QuietConsole()
     can_draw = console.is_terminal and not console.is_dumb_terminal
     if options.alert is not None:

@@ -35,7 +35,7 @@ def report(options: argparse.Namespace) -> int:
 def summary(options: argparse.Namespace) -> int:
     if not options.json:
         with requires_extra("the summary, without --json,", "cli", "rich"):
-            from ..terminal.summary_view import QuietConsole, show
+            from ..terminal.tables import QuietConsole, show_summary
     with open_run(options.run) as run, wrong_request(ValueError):
         pattern = None if options.keys is None else compile_pattern(options.keys, "--keys")
         found = summarize(
@@ -44,7 +44,7 @@ def summary(options: argparse.Namespace) -> int:
     if options.json:
         print_json(found.to_dict())
     else:
-        show(QuietConsole(), found)
+        show_summary(QuietConsole(), found)
     return 0
 
 

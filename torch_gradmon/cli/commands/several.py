@@ -34,8 +34,7 @@ _SORTS: dict[str, Callable[[RunCard], Any]] = {
 def compare(options: argparse.Namespace) -> int:
     if not options.json:
         with requires_extra("the table, without --json,", "cli", "rich"):
-            from ..terminal.runs_table import show
-            from ..terminal.summary_view import QuietConsole
+            from ..terminal.tables import QuietConsole, show_runs
     metrics = [] if options.sort in _SORTS else [options.sort]
     cards = list(_cards(options.runs, options.diagnose, metrics))
     key = _SORTS.get(options.sort, partial(_value, options.sort))
@@ -46,7 +45,7 @@ def compare(options: argparse.Namespace) -> int:
     if options.json:
         print_json({"differ": differing(cards), "runs": [card.to_dict() for card in cards]})
     else:
-        show(QuietConsole(), cards)
+        show_runs(QuietConsole(), cards)
     return 0
 
 
