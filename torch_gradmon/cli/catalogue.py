@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from importlib.resources import files
 from typing import Any, NamedTuple, NoReturn
@@ -92,34 +92,25 @@ def output_file(help: str, required: bool = False) -> Argument:
     return argument("-o", "--output", metavar="FILE", required=required, help=help)
 
 
-def positive(text: str) -> int:
-    number = int(text) if text.isdecimal() and len(text) < 100 else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text[:100]!r} is not a positive whole number")
-    return number
+def _number(what: str, low: float, high: float, is_whole: bool = True) -> Callable[[str], float]:
+    """What turns the text of an option into a number from ``low`` to ``high``."""
+
+    def converted(text: str) -> float:
+        try:
+            found = int(text) if is_whole else float(text)
+        except ValueError:
+            found = math.nan
+        if not low <= found <= high or (is_whole and not text.isdecimal()):
+            raise argparse.ArgumentTypeError(f"{text[:100]!r} is not {what}")
+        return found
+
+    return converted
 
 
-def step_number(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not the number of a step")
-    return int(text)
-
-
-def seconds(text: str) -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        found = math.nan
-    if not 0.05 <= found <= 3600:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from 0.05 to 3600")
-    return found
-
-
-def port(text: str) -> int:
-    number = int(text) if text.isdecimal() and len(text) < 6 else -1
-    if not 0 <= number < 65536:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to 65535")
-    return number
+positive = _number("a positive whole number", 1, 10**99)
+step_number = _number("the number of a step", 0, 10**99)
+seconds = _number("a number of seconds from 0.05 to 3600", 0.05, 3600, is_whole=False)
+port = _number("a port from 0 to 65535", 0, 65535)
 
 
 class _PrintSchema(argparse.Action):

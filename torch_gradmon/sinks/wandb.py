@@ -18,7 +18,7 @@ from ..core.keys import ATTENTION_SOURCES, NAME_SOURCES, SUMMARY, TENSOR_SOURCES
 from ..core.records import SpikeEvent
 from ..core.torch_modes import HomeProcess
 from .delivery import require
-from .tensorboard import Histogram, without_histograms
+from .tensorboard import with_histograms_of
 
 # --- Where a row fits into a W&B run that the script logs to as well ---
 
@@ -239,8 +239,7 @@ class WandbSink:
             raise RuntimeError("the run is finished; wandb.init() begins another, which needs a sink of its own")
         if not values or self._rows is None or self._process.is_forked:
             return  # nothing to log, a disabled run, or a forked worker
-        scalars, histograms = without_histograms(values)
-        row = {AXIS: step, **scalars, **{key: _native(found) for key, found in histograms.items()}}
+        row = {AXIS: step, **with_histograms_of("wandb", values)}
         if not self._held or self._held[-1] != row:  # else this is a retry
             self._define(row)
             self._held.append(row)
@@ -323,7 +322,3 @@ class WandbSink:
                 f"rows of the monitor are kept back from this script's W&B run until it finishes, because {why}. Log "
                 "without step=, or use WandbSink(run, alone=True) if nothing else names steps, to log them at once"
             )
-
-
-def _native(histogram: Histogram) -> Any:
-    return import_module("wandb").Histogram(np_histogram=(histogram.counts, histogram.edges))
