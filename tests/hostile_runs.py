@@ -291,7 +291,7 @@ def show_all(path: Path, report: Path | None) -> None:
     """Print what a run that can be read has, and draw it into `report`. Needs rich and plotly."""
     from torch_gradmon.analysis.report.page import write
     from torch_gradmon.cli.terminal.layer_table import summarize
-    from torch_gradmon.cli.terminal.summary_view import QuietConsole, show
+    from torch_gradmon.cli.terminal.tables import QuietConsole, show_summary
 
     with closing(load_run(path)) as run:
         if not run.steps:
@@ -299,6 +299,6 @@ def show_all(path: Path, report: Path | None) -> None:
         summary = summarize(run, str(path))
         json.dumps(summary.to_dict(), allow_nan=False)
         with redirect_stdout(io.StringIO()):
-            show(QuietConsole(), summary)
+            show_summary(QuietConsole(), summary)
     if report is not None:
         write(path, report, progress=False)

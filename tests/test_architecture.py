@@ -68,11 +68,10 @@ ALSO = {
     "analysis.plots.matplotlib": {"matplotlib"},
     "analysis.report.page": {"jinja2", "plotly"},
     "statistics.triton": {"triton"},
-    "cli.terminal.summary_view": {"rich"},
+    "cli.terminal.tables": {"rich"},
     "cli.terminal.live_loop": {"rich"},
-    "cli.terminal.runs_table": {"rich"},
     "server.agents": {"mcp"},
-    "cli.commands.width_sweep": {"rich"},
+    "cli.commands.training": {"rich"},
     "analysis.width_sweep.result": {"matplotlib", "plotly"},
 }
 

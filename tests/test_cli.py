@@ -16,13 +16,14 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
+from torch_gradmon.cli.catalogue import COMMANDS, GROUPS
 from torch_gradmon.cli.commands import common
-from torch_gradmon.cli.main import _GROUPS, _commands, command_parser, main
+from torch_gradmon.cli.main import command_parser, main
 
 from . import forked
 from .stored_runs import VALUES
 
-NAMES = [name for group in _GROUPS.values() for name in group]
+NAMES = [name for group in GROUPS.values() for name in group]
 _MAIN = "import sys; from torch_gradmon.cli.main import main; sys.exit(main())"
 
 
@@ -43,19 +44,19 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_command_is_what_the_table_of_commands_wants(name: str) -> None:
-    command = _commands()[name]
+    command = COMMANDS[name]
     assert list(inspect.signature(command.run).parameters) == ["options"]
     assert len(command.examples) >= 1
     for line, what in command.examples:
         words = shlex.split(line)
         assert words[:2] == ["gradmon", name]
         assert what.strip()
-        assert command_parser(_commands()).parse_args(words[1:]).command == name
+        assert command_parser().parse_args(words[1:]).command == name
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_help_of_a_command_and_of_all_have_its_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [line for line, _ in _commands()[name].examples]
+    lines = [line for line, _ in COMMANDS[name].examples]
     for words, wanted in (([name, "--help"], lines), (["--help"], lines[:1])):
         with pytest.raises(SystemExit, match=r"^0$"):
             main(words)
@@ -68,15 +69,15 @@ def test_the_help_of_all_groups_the_examples(capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit):
         main(["--help"])
     printed = capsys.readouterr().out
-    titles = [printed.index(f"\n {title}\n") for title in _GROUPS]
+    titles = [printed.index(f"\n {title}\n") for title in GROUPS]
     assert titles == sorted(titles)
     assert all(len(line) <= 100 for line in printed.splitlines())
 
 
-def test_no_command_loads_an_optional_package_before_it_runs() -> None:
+def test_no_command_loads_torch_or_an_optional_package_before_it_runs() -> None:
     code = (
         "import sys; from torch_gradmon.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
-        "print('loaded', *sorted({'rich', 'plotly', 'jinja2', 'pandas', 'pyarrow', 'matplotlib'} & set(sys.modules)))"
+        "print('loaded', *sorted({'torch', 'numpy', 'rich', 'plotly', 'jinja2', 'pandas', 'pyarrow', 'matplotlib'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert done.stdout.endswith("\nloaded\n"), done.stdout[-200:] + done.stderr

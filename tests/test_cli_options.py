@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
+from torch_gradmon.cli.catalogue import GROUPS
 from torch_gradmon.cli.commands.common import PAGES, UsageError, output
-from torch_gradmon.cli.main import _GROUPS, _commands, command_parser, main
+from torch_gradmon.cli.main import command_parser, main
 
 from .stored_runs import VALUES
 
@@ -70,11 +71,11 @@ OPTIONS: dict[str, tuple[str, str, str]] = {
     "--tolerance": ("X", "width-sweep", "of exponents"),
     "--confidence": ("P", "width-sweep", "of intervals"),
 }
-NAMES = sorted(name for group in _GROUPS.values() for name in group)
+NAMES = sorted(name for group in GROUPS.values() for name in group)
 
 
 def _actions() -> Iterator[tuple[str, argparse.Action]]:
-    parser = command_parser(_commands())
+    parser = command_parser()
     (subparsers,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     for name, command in subparsers.choices.items():
         yield from ((name, action) for action in command._actions)

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 import torch_gradmon as gradmon
 from torch_gradmon import load_run
 from torch_gradmon.analysis.diagnosis.series import lower_median
+from torch_gradmon.cli.catalogue import MOST, SORTS
 from torch_gradmon.cli.main import main
-from torch_gradmon.cli.terminal.layer_table import MOST, SORTS, LayerRow, RunSummary, groups, sort_rows, summarize
+from torch_gradmon.cli.terminal.layer_table import LayerRow, RunSummary, groups, sort_rows, summarize
 from torch_gradmon.core.records import SpikeEvent
 from torch_gradmon.runs.writer import RunWriter
 from torch_gradmon.spikes.attribution import spike_cause
@@ -173,7 +174,7 @@ def test_the_head_of_a_summary_is_what_happened(trained: tuple[Path, Seen, list[
 @pytest.mark.parametrize("column", [*SORTS, "name"])
 def test_rows_are_sorted_by_any_column(trained: tuple[Path, Seen, list[float]], column: str) -> None:
     summary = summarize(load_run(trained[0]), "x", sort=column)
-    found = [row.name if column == "name" else SORTS[column](row) for row in summary.rows]
+    found = [getattr(row, column) for row in summary.rows]
     assert found == sorted(found, reverse=column != "name")
     assert len(set(found)) > 1 or column == "at"  # of the spike
 
@@ -321,11 +322,11 @@ def test_the_spikes_of_many_are_the_largest_ones(tmp_path: Path) -> None:
 def _drawn(summary: RunSummary, width: int, colours: bool = False) -> str:
     from rich.console import Console
 
-    from torch_gradmon.cli.terminal.summary_view import show
+    from torch_gradmon.cli.terminal.tables import show_summary
 
     console = Console(width=width, file=io.StringIO(), force_terminal=colours, color_system="standard" if colours else None)
     console._highlight = False
-    show(console, summary)
+    show_summary(console, summary)
     return console.file.getvalue()
 
 

@@ -213,9 +213,9 @@ def test_a_switched_off_monitor_is_told(tmp_path: Path) -> None:
 
 def test_the_command_has_the_defaults_of_the_function() -> None:
     from torch_gradmon.cli.demo import RUN_DIR, STEPS, demo
-    from torch_gradmon.cli.main import _commands, command_parser
+    from torch_gradmon.cli.main import command_parser
 
-    options = vars(command_parser(_commands()).parse_args(["demo"]))
+    options = vars(command_parser().parse_args(["demo"]))
     defaults = {name: parameter.default for name, parameter in inspect.signature(demo).parameters.items()}
     assert (options["steps"], options["run_dir"]) == (STEPS, RUN_DIR)
     names = {"steps": "steps", "run_dir": "run_dir", "output": "svg", "seed": "seed"}

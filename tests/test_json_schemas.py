@@ -11,7 +11,8 @@ import pytest
 
 from tests.live_training import train
 from torch_gradmon import cli
-from torch_gradmon.cli.main import _commands, main
+from torch_gradmon.cli.catalogue import COMMANDS
+from torch_gradmon.cli.main import main
 
 SCHEMAS = Path(cli.__file__).parent / "schemas"
 NAMES = sorted(path.stem for path in SCHEMAS.iterdir())
@@ -97,10 +98,10 @@ def test_the_check_of_widths_prints_what_its_schema_has(tmp_path: Path, capsys: 
 def test_every_command_with_json_has_a_schema() -> None:
     with_json = {
         name
-        for name, command in _commands().items()
+        for name, command in COMMANDS.items()
         for each in command.arguments
-        for one in ([each] if hasattr(each, "names") else each)
-        if "--json" in one.names
+        for option_names, _ in (each if isinstance(each, list) else [each])
+        if "--json" in option_names
     }
     assert with_json == set(NAMES)
 

@@ -81,7 +81,7 @@ def test_compare_as_a_table(root: Path, capsys: pytest.CaptureFixture[str], monk
 def test_a_table_has_the_columns_that_fit_whole_and_names_the_others(width: int, root: Path) -> None:
     from rich.console import Console
 
-    from torch_gradmon.cli.terminal.runs_table import show
+    from torch_gradmon.cli.terminal.tables import show_runs
 
     card = run_card(root / "lr-0.01")
     settings = [
@@ -101,7 +101,7 @@ def test_a_table_has_the_columns_that_fit_whole_and_names_the_others(width: int,
         for n, one in enumerate(settings)
     ]
     console = Console(width=width, file=io.StringIO())
-    show(console, cards)
+    show_runs(console, cards)
     head, *lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     titles = head.split()
     assert titles[:4] == ["run", "state", "step", "loss"]
@@ -215,10 +215,10 @@ def _table(cards: list[Any], width: int) -> str:
     pytest.importorskip("rich")
     from rich.console import Console
 
-    from torch_gradmon.cli.terminal.runs_table import show
+    from torch_gradmon.cli.terminal.tables import show_runs
 
     console = Console(file=io.StringIO(), width=width)
-    show(console, cards)
+    show_runs(console, cards)
     return str(console.file.getvalue())  # type: ignore[attr-defined]
 
 

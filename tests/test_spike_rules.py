@@ -82,7 +82,7 @@ numbers = st.lists(st.one_of(st.floats(-1e3, 1e3), st.integers(-3, 3).map(float)
 def test_a_sorted_window_has_the_medians_of_its_last_values(values: list[float], size: int, center: float) -> None:
     window = SortedWindow(size, values)
     last = values[-size:]
-    assert window.values() == last
+    assert list(window) == last
     assert window.median() == statistics.median(last)
     for middle in (center, window.median(), last[0]):
         assert window.median_deviation(middle) == pytest.approx(statistics.median(abs(x - middle) for x in last))
@@ -311,7 +311,7 @@ def test_a_bank_gives_the_scores_and_states_of_single_rules(rule: Hampel) -> Non
     series = [jumpy(seed, steps) for seed in range(count)]
     singles, bank = [copy.deepcopy(rule) for _ in range(count)], HampelBank(rule, count)
     for step in range(steps):
-        found, spikes, usual = bank.update(torch.tensor([values[step] for values in series], dtype=torch.float64))
+        found, spikes, usual = bank.verdicts(torch.tensor([values[step] for values in series], dtype=torch.float64), learns=True)
         for signal, values in enumerate(series):
             verdict = judge(singles[signal], "x", step, values[step])
             assert alike(found[signal].item(), math.nan if verdict.score is None else verdict.score)

@@ -15,8 +15,8 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -33,8 +33,7 @@ from .demo_model import CharacterGPT, Sizes, corpus, draw
 # --- tables ---
 
 
-@dataclass(frozen=True)
-class DemoRow:
+class DemoRow(NamedTuple):
     """A row of the table: one matrix, or all norm layers together. Values that were not measured are NaN."""
 
     layer: str
@@ -45,17 +44,13 @@ class DemoRow:
     sparsity: float
 
 
-@dataclass(frozen=True)
-class DemoResult:
-    """The result of a demo."""
-
+class DemoResult(NamedTuple):
     step: int  # the last step that measured updates; the values are of this step
     values: Mapping[str, float]  # all values of it by key
     rows: Sequence[DemoRow]  # the table of layers
     steps: int  # number of steps
     overhead_fraction: float  # time spent in the monitor, mean over all steps
     run_dir: Path  # the run directory
-    spoiled: tuple[int, str] | None = None  # the step and the layer whose gradient was spoiled on purpose; None if none was
 
 
 def rows(values: Mapping[str, float], elements: Mapping[str, int]) -> list[DemoRow]:
@@ -64,27 +59,16 @@ def rows(values: Mapping[str, float], elements: Mapping[str, int]) -> list[DemoR
     for name in elements:
         groups.setdefault("all norms" if "norm" in name else name.removesuffix(".weight"), []).append(name)
     groups["all norms"] = groups.pop("all norms")  # to the end
-    whole = values["gradmon/grad_norm"]
     found = []
     for layer, names in groups.items():
-        before = _norm_of(values, "gradient_before_clip", names)
-        update, parameter = (_norm_of(values, source, names) for source in ("update", "parameter"))
-        near_zero = sum(values[f"gradient_before_clip/{name}/sparsity"] * elements[name] for name in names)
-        found.append(
-            DemoRow(
-                layer,
-                before,
-                _norm_of(values, "gradient", names),
-                (before / whole) ** 2,
-                update / parameter if parameter > 0 else math.nan,
-                near_zero / sum(elements[name] for name in names),
-            )
+        before, after, update, parameter = (
+            math.hypot(*(values.get(f"{source}/{name}/norm", math.nan) for name in names))
+            for source in ("gradient_before_clip", "gradient", "update", "parameter")
         )
+        near_zero = sum(values[f"gradient_before_clip/{name}/sparsity"] * elements[name] for name in names)
+        share, ratio = (before / values["gradmon/grad_norm"]) ** 2, update / parameter if parameter > 0 else math.nan
+        found.append(DemoRow(layer, before, after, share, ratio, near_zero / sum(elements[name] for name in names)))
     return found
-
-
-def _norm_of(values: Mapping[str, float], source: str, names: Sequence[str]) -> float:
-    return math.hypot(*(values.get(f"{source}/{name}/norm", math.nan) for name in names))
 
 
 def report(console: Console, result: DemoResult) -> None:
@@ -114,15 +98,9 @@ def report(console: Console, result: DemoResult) -> None:
         table.add_column(heading, justify="right", no_wrap=True)
     largest = max(result.rows, key=lambda row: row.share)
     for row in result.rows:
-        table.add_row(
-            row.layer,
-            _number(row.before_clip),
-            _number(row.after_clip),
-            f"{row.share:.1%}",
-            _number(row.update_ratio, "update_ratio"),
-            f"{row.sparsity:.1%}",
-            style="bold yellow" if row is largest else None,
-        )
+        norms, ratio = (_number(row.before_clip), _number(row.after_clip)), _number(row.update_ratio, "update_ratio")
+        style = "bold yellow" if row is largest else None
+        table.add_row(row.layer, *norms, f"{row.share:.1%}", ratio, f"{row.sparsity:.1%}", style=style)
     console.print(f"\nLayers, step {result.step}", style="bold cyan")
     console.print(table)
 
@@ -208,18 +186,6 @@ def train(model: CharacterGPT, data: Tensor, sizes: Sizes, steps: int, run_dir: 
 
 
 @contextmanager
-def _plain_warnings(replaces: bool) -> Iterator[None]:
-    """Print warnings above the progress bar, without the line of code that they come from. ``replaces``: not that an earlier run is
-    replaced.
-    """
-    with warnings.catch_warnings():
-        if replaces:
-            warnings.filterwarnings("ignore", "torch_gradmon: the run directory .* takes its place")
-        warnings.showwarning = lambda message, *_: tqdm.write(f"warning: {message}", file=sys.stderr)
-        yield
-
-
-@contextmanager
 def _spoiling(model: CharacterGPT, layer: str) -> Iterator[None]:
     weight = model.get_parameter(f"{layer}.weight")
     hook = weight.register_hook(lambda gradient: gradient * FACTOR)  # type: ignore[no-untyped-call]
@@ -236,14 +202,7 @@ def demo(
     seed: int = 0,
     sizes: Sizes | None = None,
 ) -> DemoResult:
-    """Train, and print the table of layers.
-
-    Args:
-        steps: how many to train.
-        run_dir: run directory; ``metrics.jsonl`` is written there too.
-        svg: file for the printed tables as a picture.
-        seed: of parameters and batches.
-        sizes: of the model and its batches.
+    """Train, and print the table of layers, which ``svg`` gets as a picture. ``run_dir`` also gets a ``metrics.jsonl``.
 
     Raises:
         ValueError: ``GRADMON_DISABLE`` is set, so there is nothing to show.
@@ -260,28 +219,35 @@ def demo(
     torch.manual_seed(seed)
     text, data, characters = corpus()
     model = CharacterGPT(characters, sizes)
-    console = Console(highlight=False)
+    console, digest = Console(highlight=False), hashlib.sha256(text.encode()).hexdigest()[:8]
     console.print(
-        f"text   Python's help pages: {len(text):,} characters, {characters} different, sha256 {_digest(text)}\n"
+        f"text   Python's help pages: {len(text):,} characters, {characters} different, sha256 {digest}\n"
         f"model  {sizes.blocks} blocks, {sum(p.numel() for p in model.parameters()):,} parameters"
     )
     spoiled = spoiled_in(steps, sizes)
     if spoiled is not None:
         console.print(f"fault  on purpose: in step {spoiled[0]} one layer's gradient is {FACTOR:,.0f} times too large")
     console.print()
-    with _plain_warnings(replaces=run_dir == Path(RUN_DIR)):
-        monitor = train(model, data, sizes, steps, run_dir, seed)
-    result = _result(monitor, model, steps, run_dir, spoiled)
+    with warnings.catch_warnings():
+        if run_dir == Path(RUN_DIR):  # whose earlier run may be replaced
+            warnings.filterwarnings("ignore", "torch_gradmon: the run directory .* takes its place")
+        # above the progress bar, without the line of code that they come from
+        warnings.showwarning = lambda message, *_: tqdm.write(f"warning: {message}", file=sys.stderr)
+        history = train(model, data, sizes, steps, run_dir, seed).get_all_metrics()
+    step = max(step for step in history if step % UPDATE_EVERY == 0)
+    overhead = sum(values["gradmon/overhead_fraction"] for values in history.values()) / len(history)
+    elements = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    result = DemoResult(step, history[step], rows(history[step], elements), steps, overhead, run_dir)
     report(console, result)
     if svg is not None:
         Path(svg).write_text(picture(result), encoding="utf-8")
-    console.print("\nDiagnosis", style="bold cyan")
-    console.print(str(gradmon.load_run(run_dir).diagnose()), markup=False, soft_wrap=True)
-    _write_page(console, run_dir)
+    _diagnose(console, run_dir)
     return result
 
 
-def _write_page(console: Console, run_dir: Path) -> None:
+def _diagnose(console: Console, run_dir: Path) -> None:
+    console.print("\nDiagnosis", style="bold cyan")
+    console.print(str(gradmon.load_run(run_dir).diagnose()), markup=False, soft_wrap=True)
     try:
         from ..analysis.report.page import write
     except ModuleNotFoundError:
@@ -289,18 +255,3 @@ def _write_page(console: Console, run_dir: Path) -> None:
         return
     console.print("\nReport", style="bold cyan")
     console.print(f"open in a browser: {write(run_dir)}", markup=False, soft_wrap=True)
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
-
-
-def _result(
-    monitor: gradmon.ModuleMonitor, model: nn.Module, steps: int, run_dir: Path, spoiled: tuple[int, str] | None
-) -> DemoResult:
-    history = monitor.get_all_metrics()
-    step = max(step for step in history if step % UPDATE_EVERY == 0)
-    overhead = [values["gradmon/overhead_fraction"] for values in history.values()]
-    elements = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    share = sum(overhead) / len(overhead)
-    return DemoResult(step, history[step], rows(history[step], elements), steps, share, run_dir, spoiled)

@@ -1,4 +1,4 @@
-"""The command ``gradmon``: its commands, its help, and its exit codes."""
+"""The command ``gradmon``: its help and its exit codes."""
 
 from __future__ import annotations
 
@@ -9,25 +9,14 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from importlib import import_module
 from typing import NoReturn
 
 from .. import __version__
 from ..core.errors import nearest
 from ..core.formatting import printable
-from .commands.common import Command, UsageError, example_lines
+from .catalogue import COMMANDS, GROUPS, example_lines
+from .commands.common import UsageError
 
-#: The modules with ``COMMANDS``, which import optional packages only within the function that runs one.
-_MODULES = ("demo", "doctor", "one_run", "live", "compare", "diff", "mcp", "detail", "width_sweep")
-#: The commands, as ``gradmon --help`` groups them.
-_GROUPS = {
-    "see what it is, and whether all of it is there": ("demo", "doctor"),
-    "look at a run, which may still go on": ("report", "summary", "status", "live", "diagnose", "why", "export"),
-    "look at several": ("serve", "compare", "diff"),
-    "give runs to agents": ("mcp",),
-    "change what a running training measures": ("detail",),
-    "check a model before it is trained": ("width-sweep",),
-}
 #: What argparse reports about a word that is none of those that it knows.
 _CHOICE = re.compile(r"(invalid choice: '([^']*)') \(choose from (.*)\)$")
 #: Examples of each command in the help of all commands.
@@ -55,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")  # the terminal may lack some characters
     try:
         try:
-            return _run_command(arguments)
+            return _run_command([*(sys.argv[1:] if arguments is None else arguments)])
         finally:
             sys.stdout.flush()  # otherwise a closed pipe would raise only when Python ends
     except BrokenPipeError:  # the reader, such as head, has stopped reading
@@ -64,18 +53,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 141  # 128 + SIGPIPE, as in a shell
 
 
-def _run_command(arguments: Sequence[str] | None) -> int:
-    commands = _commands()
-    parser = command_parser(commands)
-    options, unknown = parser.parse_known_args(arguments)
+def _run_command(given: list[str]) -> int:
+    parser = command_parser()
+    options, unknown = parser.parse_known_args(given)
     if unknown:
-        given = [*(sys.argv[1:] if arguments is None else arguments)]
         is_early = options.command is None or unknown[0] in given[: given.index(options.command)]
-        _of_command(parser, None if is_early else options.command).refuse(unknown)
+        (parser if is_early else _of_command(parser, options.command)).refuse(unknown)
     if options.command is None:
         parser.error("name a command, such as demo")
     try:
-        return commands[options.command].run(options)
+        return COMMANDS[options.command].run(options)
     except KeyboardInterrupt:
         return _fail("stopped", 130)
     except UsageError as error:
@@ -86,39 +73,31 @@ def _run_command(arguments: Sequence[str] | None) -> int:
         return _fail(str(error), 1)
 
 
-def _commands() -> dict[str, Command]:
-    found = {each.name: each for name in _MODULES for each in import_module(f".commands.{name}", __package__).COMMANDS}
-    return {name: found[name] for group in _GROUPS.values() for name in group}
-
-
-def command_parser(commands: dict[str, Command] | None = None) -> _Parser:
-    """The parser of the command line; ``commands``: if they are imported already."""
-    commands = commands or _commands()
+def command_parser() -> _Parser:
+    """The parser of the command line."""
     parser = _Parser(
         prog="gradmon",
         description="See what gradients, parameters and updates do while a PyTorch model trains.",
-        epilog="\n".join(["examples:", *_examples(commands)]),
+        epilog="\n".join(["examples:", *_examples()]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"torch_gradmon {__version__}")
     subparsers = parser.add_subparsers(title="commands", dest="command", metavar="command")
-    for command in commands.values():
+    for command in COMMANDS.values():
         command.add_to(subparsers)
     return parser
 
 
-def _of_command(parser: _Parser, command: str | None) -> _Parser:
-    """The parser of a command; that of all commands without one."""
-    groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    found: _Parser = parser if command is None else groups[0].choices[command]
+def _of_command(parser: _Parser, command: str) -> _Parser:
+    found: _Parser = next(action.choices[command] for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     return found
 
 
-def _examples(commands: dict[str, Command]) -> Iterator[str]:
-    for title, names in _GROUPS.items():
+def _examples() -> Iterator[str]:
+    for title, names in GROUPS.items():
         yield f" {title}"
         for name in names:
-            yield from example_lines(commands[name].examples[:_EXAMPLES])
+            yield from example_lines(COMMANDS[name].examples[:_EXAMPLES])
     yield ""
     yield "gradmon COMMAND --help has more of each."
 

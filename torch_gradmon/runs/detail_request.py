@@ -29,25 +29,16 @@ _PRESETS = tuple(PRESETS)
 
 @dataclass(frozen=True)
 class DetailRequest:
-    """What to measure, and how often, for a while. Without a cadence and a preset it restores the script's settings.
+    """What to measure, and how often, for a while. Without a cadence and a preset it restores the script's settings."""
 
-    Attributes:
-        every: monitor steps divisible by it; None for the script's cadence.
-        preset: replaces the script's preset; None keeps it.
-        steps: duration in training steps; None until further notice.
-        first: the first step to which it applies; None for the next one.
-        number: increases with each request of a run.
-    """
-
-    every: int | None = None
-    preset: str | None = None
-    steps: int | None = None
-    first: int | None = None
-    number: int = 0
+    every: int | None = None  # monitor steps divisible by it; None for the script's cadence
+    preset: str | None = None  # replaces the script's preset; None keeps it
+    steps: int | None = None  # duration in training steps; None until further notice
+    first: int | None = None  # the first step to which it applies; None for the next one
+    number: int = 0  # increases with each request of a run
 
     @property
     def is_reset(self) -> bool:
-        """Whether it restores the script's settings."""
         return self.every is None and self.preset is None
 
     def facts(self) -> dict[str, Any]:
@@ -68,20 +59,16 @@ class DetailRequest:
 def detail_request(
     every: object = None, preset: object = None, steps: object = None, first: object = None, number: object = 0
 ) -> DetailRequest:
-    """A validated request.
-
-    Raises:
-        ValueError: an argument is invalid.
-    """
-    for name, value in (("every", every), ("steps", steps)):
-        if value is not None:
-            check.positive_int(name, value)
+    """A validated request. Raises ValueError if an argument is invalid."""
     if preset is not None:
         check.one_of("preset", preset, _PRESETS)
-    for name, value in (("first", first), ("number", number)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-            raise ValueError(f"{name}={value!r} must be a whole number of at least 0")
     for name, value in (("every", every), ("steps", steps), ("first", first), ("number", number)):
+        if value is None:
+            continue
+        if name in ("every", "steps"):
+            check.positive_int(name, value)
+        elif not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ValueError(f"{name}={value!r} must be a whole number of at least 0")
         if isinstance(value, int) and value >= _LARGEST:
             raise ValueError(f"{name}={display(value)} is too large; no training has that many steps")
     return DetailRequest(every, preset, steps, first, number)  # type: ignore[arg-type]
@@ -111,26 +98,16 @@ def request_text(facts: Mapping[str, Any]) -> str:
 
 
 def write(directory: Path, request: DetailRequest, session: str) -> None:
-    """Write ``request`` atomically into the run directory, addressed to the monitor ``session``.
-
-    Raises:
-        OSError: it could not be written.
-    """
+    """Write ``request`` atomically into the run directory, addressed to the monitor ``session``. Raises OSError."""
     text = json.dumps({"format": FORMAT, "session": session, **request.facts()}) + "\n"
     with replacing(directory / FILE_NAME) as file:
         file.write(text.encode())
 
 
 def read(path: Path, last: int = 0) -> tuple[DetailRequest, str]:
-    """The request in a file, and the session it is addressed to. Never blocks, whatever the file is.
+    """The request in a file, and the session it is addressed to; ``last`` is the number of the last one that the training has read.
 
-    Args:
-        path: of the file.
-        last: the number of the last request that the training has read.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is not a file of :func:`write`, or another user made it; the message gives the reason in one line.
+    Never blocks, whatever the file is. Raises OSError, and ValueError, with the reason in one line, if it is not a file of :func:`write`.
     """
     handle = opened(path)  # a link may lead to what is nobody's business
     with open(handle, "rb") as file:

@@ -17,8 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, Literal, TypeVar
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from ..core import validation as check
 from ..core.errors import nearest
@@ -35,20 +34,9 @@ Kind = Literal["whole", "real", "flag", "time", "word", "json"]
 _ROWS, _CELLS = 1 << 16, 1 << 22
 #: The name of a metric without a name, as of an attention head.
 _VALUE = "value"
-
-
-@dataclass(frozen=True)
-class ColumnValues:
-    """The values of one column in a part.
-
-    Attributes:
-        values: int64 for integers, times and words (indices of :attr:`Field.words`), float64 for reals, bool; for JSON texts, None where
-            absent.
-        there: bool, which values are present; None if all are.
-    """
-
-    values: Tensor | list[str | None]
-    there: Tensor | None = None
+#: The values of one column in a part: int64 for integers, times and words (indices of :attr:`Field.words`), float64 for reals, bool, masked
+#: where they are absent; a list for JSON texts, None where absent.
+Column = Any
 
 
 @dataclass(frozen=True)
@@ -72,10 +60,8 @@ class TensorFrame:
         custom = [key for key in run.scalars if is_of_layer(key) and (sources is None or key.source in sources)]
         known = [*run.sources, *(key.source for key in custom)]
         self._sources = tuple(source for source in LAYER_SOURCES if source in known and (sources is None or source in sources))
-        self._names: dict[str, dict[str, int]] = {
-            source: _numbered(
-                run.in_model_order(source, [run.tensors(source), [key.name for key in custom if key.source == source]])
-            )
+        self._names = {
+            source: run.in_model_order(source, [run.tensors(source), [key.name for key in custom if key.source == source]])
             for source in self._sources
         }
         self._words = _numbered(name for names in self._names.values() for name in names)
@@ -85,16 +71,16 @@ class TensorFrame:
         free = _free(self._metrics, (field.name for field in own))
         self.fields = (*own, *(Field(name, kinds.get(m, "real")) for name, m in zip(free, self._metrics, strict=True)))
 
-    def parts(self) -> Iterator[tuple[int, list[ColumnValues]]]:
+    def parts(self) -> Iterator[tuple[int, list[Column]]]:
         """The number of steps and the columns of each part; ascending by step, then by source, then in model order."""
         if not self._sources:
             return
         most = max(_CELLS // len(self._metrics), 1)  # rows of a part, those without a value as well
         for window in _windows(self._run, self._steps, max(min(_ROWS, most) // sum(map(len, self._names.values())), 1)):
-            blocks: list[tuple[Tensor, ...]] = []
+            blocks: list[tuple[np.ndarray, ...]] = []
             size = 0
             for number, source in enumerate(self._sources):
-                names, sheet = list(self._names[source]), window.sheet(source)
+                names, sheet = self._names[source], window.sheet(source)
                 for begin in range(0, len(names), most):
                     some = names[begin : begin + most]
                     if blocks and size + len(window.steps) * len(some) > most:  # then it is one step
@@ -104,33 +90,28 @@ class TensorFrame:
                     size += len(window.steps) * len(some)
             yield len(window.steps), self._part(window, blocks)
 
-    def _part(self, window: Window, blocks: Sequence[tuple[Tensor, ...]]) -> list[ColumnValues]:
-        rows, sources, names, values, there = (torch.cat(each) for each in zip(*blocks, strict=True))
-        order = rows.sort(stable=True).indices
-        steps = torch.tensor(window.steps, dtype=torch.int64, device="cpu")
-        values, there = values[order], there[order]
-        columns = [ColumnValues(steps[rows[order]]), ColumnValues(sources[order]), ColumnValues(names[order])]
-        for number, field in enumerate(self.fields[3:]):
-            found = values[:, number]
-            columns.append(
-                ColumnValues(found.nan_to_num(0.0).to(torch.int64) if field.kind == "whole" else found, there[:, number])
-            )
-        return columns
+    def _part(self, window: Window, blocks: Sequence[tuple[np.ndarray, ...]]) -> list[Column]:
+        joined = [np.concatenate(each) for each in zip(*blocks, strict=True)]
+        order = joined[0].argsort(kind="stable")
+        rows, sources, names, values, there = (each[order] for each in joined)
+        metrics = [np.ma.array(found, mask=absent) for found, absent in zip(values.T, ~there.T, strict=True)]
+        for place, field in enumerate(self.fields[3:]):
+            if field.kind == "whole":
+                metrics[place] = np.ma.array(np.nan_to_num(metrics[place].data).astype(np.int64), mask=metrics[place].mask)
+        return [np.array(window.steps, np.int64)[rows], sources, names, *metrics]
 
-    def _block(self, window: Window, number: int, some: Sequence[str], sheet: ValueMatrix) -> tuple[Tensor, ...]:
+    def _block(self, window: Window, number: int, some: Sequence[str], sheet: ValueMatrix) -> tuple[np.ndarray, ...]:
         """The rows of some tensors of one source: indices of step, source and name; the values and which of them are present."""
         names = _numbered(some)
         # a live run may have added keys to its last step since
-        sheet = sheet.columns(
-            [at for at, key in enumerate(sheet.keys) if key.name in names and (key.metric or _VALUE) in self._metrics]
-        )
-        values, there = empty_matrix(len(window.steps), len(names), len(self._metrics))
-        tensors = _whole([names[key.name] for key in sheet.keys])
-        metrics = _whole([self._metrics[key.metric or _VALUE] for key in sheet.keys])
-        values[:, tensors, metrics], there[:, tensors, metrics] = sheet.values, sheet.there
-        rows, places = there.any(2).nonzero(as_tuple=True)
-        words = _whole([self._words[name] for name in names])
-        return rows, torch.full_like(rows, number), words[places], values[rows, places], there[rows, places]
+        kept = [(at, key) for at, key in enumerate(sheet.keys) if key.name in names and (key.metric or _VALUE) in self._metrics]
+        sheet = sheet.columns([at for at, _ in kept])
+        values, there = (each.numpy() for each in empty_matrix(len(window.steps), len(names), len(self._metrics)))
+        at = [names[key.name] for _, key in kept], [self._metrics[key.metric or _VALUE] for _, key in kept]
+        values[:, at[0], at[1]], there[:, at[0], at[1]] = sheet.values.numpy(), sheet.there.numpy()
+        rows, places = there.any(2).nonzero()
+        words = np.array([self._words[name] for name in names], np.int64)
+        return rows, np.full_like(rows, number), words[places], values[rows, places], there[rows, places]
 
 
 class StepFrame:
@@ -138,53 +119,45 @@ class StepFrame:
 
     def __init__(self, run: RunReader, steps: Sequence[int]) -> None:
         self._run, self._steps = run, steps
-        self._groups, has_scale = 0, False
+        self._groups, self._has_scale = 0, False
         for record in run.records(wanted=lambda key: False):
             self._groups = max(self._groups, len(record.context.get("lr", ())))
-            has_scale |= "amp_scale" in record.context
+            self._has_scale |= "amp_scale" in record.context
         rates = ["lr"] if self._groups == 1 else [f"lr_{group}" for group in range(self._groups)]
-        facts = (
+        reals = [*rates, *["amp_scale"] * self._has_scale]
+        facts = [
             Field("step", "whole"),
             Field("time", "time"),
             Field("applied", "flag"),
-            *(Field(rate, "real") for rate in rates),
-        )
-        facts += (Field("amp_scale", "real"),) if has_scale else ()
-        texts = tuple(Field(name, "json") for name in ("tags", "events", "context"))
+            *(Field(name, "real") for name in reals),
+        ]
+        texts = [Field(name, "json") for name in ("tags", "events", "context")]
         self._keys = _numbered(key for key in run.scalars if not is_of_layer(key))
         free = _free(map(format_key, self._keys), (field.name for field in (*facts, *texts)))
-        self._facts = len(facts)
         self.fields = (*facts, *(Field(name, "real") for name in free), *texts)
 
-    def parts(self) -> Iterator[tuple[int, list[ColumnValues]]]:
+    def parts(self) -> Iterator[tuple[int, list[Column]]]:
         """The number of steps and the columns of each part; ascending."""
         for window in _windows(self._run, self._steps, max(16 * _ROWS // len(self.fields), 1)):
             yield len(window.steps), self._part(window)
 
-    def _part(self, window: Window) -> list[ColumnValues]:
+    def _part(self, window: Window) -> list[Column]:
         facts = [dict(window.facts[step]) for step in window.steps]
-        columns = [
-            ColumnValues(_whole(window.steps)),
-            ColumnValues(_whole([round(fact.pop("time") * 1e6) for fact in facts])),
-            ColumnValues(torch.tensor([fact.pop("applied") for fact in facts], dtype=torch.bool, device="cpu")),
-        ]
+        times = [round(fact.pop("time") * 1e6) for fact in facts]
+        columns = [np.array(window.steps, np.int64), np.array(times, np.int64), np.array([fact.pop("applied") for fact in facts])]
         rates = [fact.pop("lr", []) for fact in facts]
         columns += [_real([each[group] if group < len(each) else None for each in rates]) for group in range(self._groups)]
-        if len(columns) < self._facts:
+        if self._has_scale:
             columns.append(_real([fact.pop("amp_scale", None) for fact in facts]))
-        others = self._spread(window.others)
-        columns += [ColumnValues(others.values[:, column], others.there[:, column]) for column in range(len(self._keys))]
-        events = [_json([asdict(event) for event in window.spikes[step]]) for step in window.steps]
+        others = {key: at for at, key in enumerate(window.others.keys)}
+        values, absent = window.others.values.numpy().T, ~window.others.there.numpy().T
+        nothing = _real([None] * len(facts))
+        columns += [
+            np.ma.array(values[others[key]], mask=absent[others[key]]) if key in others else nothing for key in self._keys
+        ]
         tags = [_json(fact.pop("tags", None)) for fact in facts]
-        return [*columns, ColumnValues(tags), ColumnValues(events), ColumnValues([_json(fact) for fact in facts])]
-
-    def _spread(self, sheet: ValueMatrix) -> ValueMatrix:
-        """Expand to one column for each key of the run."""
-        sheet = sheet.columns([at for at, key in enumerate(sheet.keys) if key in self._keys])
-        values, there = empty_matrix(len(sheet.values), len(self._keys))
-        at = _whole([self._keys[key] for key in sheet.keys])
-        values[:, at], there[:, at] = sheet.values, sheet.there
-        return ValueMatrix(tuple(self._keys), values, there)
+        events = [_json([asdict(event) for event in window.spikes[step]]) for step in window.steps]
+        return [*columns, tags, events, list(map(_json, facts))]
 
 
 #: A table in parts.
@@ -218,21 +191,12 @@ def _numbered(items: Iterable[_Item]) -> dict[_Item, int]:
     return {item: number for number, item in enumerate(dict.fromkeys(items))}
 
 
-def _whole(numbers: Sequence[int]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
-
-
-def _real(numbers: Sequence[float | None]) -> ColumnValues:
-    there = torch.tensor([number is not None for number in numbers], dtype=torch.bool, device="cpu")
-    return ColumnValues(torch.tensor([math.nan if x is None else x for x in numbers], dtype=torch.float64, device="cpu"), there)
+def _real(numbers: Sequence[float | None]) -> Column:
+    return np.ma.array([math.nan if x is None else x for x in numbers], np.float64, mask=[x is None for x in numbers])
 
 
 def chosen_steps(run: RunReader, first: int | None, last: int | None) -> list[int]:
-    """The steps of the run from ``first`` to ``last``.
-
-    Raises:
-        ValueError: there are none.
-    """
+    """The steps of the run from ``first`` to ``last``. Raises ValueError if there are none."""
     steps = between(run.steps, first, last)
     if not steps and run.steps:
         raise ValueError(f"the run has no step between {first} and {last}; it has {run.steps[0]} to {run.steps[-1]}")
@@ -240,11 +204,7 @@ def chosen_steps(run: RunReader, first: int | None, last: int | None) -> list[in
 
 
 def frame_of(run: RunReader, table: str, sources: str | Sequence[str] | None, first: int | None, last: int | None) -> Frame:
-    """One of the two tables.
-
-    Raises:
-        ValueError: the table, the steps or a source do not exist.
-    """
+    """One of the two tables. Raises ValueError if the table, the steps or a source do not exist."""
     check.one_of("table", table, TABLES)
     steps = chosen_steps(run, first, last)
     if table == "steps":
@@ -264,16 +224,14 @@ def write(frames: Mapping[Path, Frame], advance: Callable[[int], None]) -> None:
     """Write each frame into its file, part by part. Files get their names once all are complete.
 
     Args:
-        frames: by path; missing directories are created, existing files replaced.
+        frames: by path, see :func:`check_path`; missing directories are created, existing files replaced.
         advance: called with the number of steps written.
 
     Raises:
-        ValueError: a path has no supported extension.
         ImportError: a package is missing.
         OSError: a file could not be written; none is left.
     """
     for path in frames:
-        check_path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         for path, frame in frames.items():
@@ -285,11 +243,7 @@ def write(frames: Mapping[Path, Frame], advance: Callable[[int], None]) -> None:
 
 
 def check_path(path: Path) -> None:
-    """Check the path of an output file before anything is read.
-
-    Raises:
-        ValueError: it has no supported extension, or is a directory.
-    """
+    """Check the path of an output file before anything is read. Raises ValueError."""
     if path.suffix.lower() not in FORMATS:
         raise ValueError(f"{str(path)!r} ends in none of {', '.join(FORMATS)}, by which the format is chosen")
     if path.is_dir():
@@ -297,7 +251,9 @@ def check_path(path: Path) -> None:
 
 
 #: Adds a part to a file.
-_Add = Callable[[Sequence[ColumnValues]], object]
+_Add = Callable[[Sequence[Column]], object]
+#: What converts a value of a kind.
+_Forms = dict[str, Callable[[Any], Any]]
 
 
 @contextlib.contextmanager
@@ -312,23 +268,25 @@ def _text(file: IO[bytes]) -> Iterator[io.TextIOWrapper]:
 @contextlib.contextmanager
 def _csv(file: IO[bytes], fields: Sequence[Field]) -> Iterator[_Add]:
     """Rows below a header. Absent values are empty; NaN and infinite values are ``nan`` and ``inf``."""
+    forms: _Forms = {"json": _harmless, "time": _moment, "flag": lambda flag: "true" if flag else "false", "word": _harmless}
     with _text(file) as text:
         writer = csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
         writer.writerow(_harmless(field.name) for field in fields)
-        yield lambda columns: writer.writerows(_rows(fields, columns))
+        yield lambda columns: writer.writerows(_rows(fields, columns, forms))
 
 
 @contextlib.contextmanager
 def _jsonl(file: IO[bytes], fields: Sequence[Field]) -> Iterator[_Add]:
     """An object per row, without absent values. NaN and infinite values are strings, as in :class:`JsonlSink`."""
     names = [field.name for field in fields]
+    forms: _Forms = {"json": json.loads, "time": _moment, "real": plain}
 
     def line(row: Sequence[Any]) -> str:
         found = {name: value for name, value in zip(names, row, strict=True) if value is not None}
         return json.dumps(found, allow_nan=False) + "\n"
 
     with _text(file) as text:
-        yield lambda columns: text.writelines(map(line, _rows(fields, columns, nested=True)))
+        yield lambda columns: text.writelines(map(line, _rows(fields, columns, forms)))
 
 
 @contextlib.contextmanager
@@ -355,29 +313,22 @@ def _harmless(text: str) -> str:
     return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
 
 
-def _rows(fields: Sequence[Field], columns: Sequence[ColumnValues], nested: bool = False) -> Iterator[tuple[Any, ...]]:
-    """The rows as Python values, None where absent; ``nested`` decodes JSON texts."""
-    return zip(*[_cells(field, column, nested) for field, column in zip(fields, columns, strict=True)], strict=True)
+def _moment(microseconds: int) -> str:
+    moment = datetime.fromtimestamp(0, timezone.utc) + timedelta(microseconds=microseconds)
+    return moment.isoformat(timespec="microseconds")
 
 
-def _cells(field: Field, column: ColumnValues, nested: bool) -> list[Any]:
-    if not isinstance(column.values, Tensor):
-        decoded: Callable[[str], Any] = json.loads if nested else _harmless
-        return [None if text is None else decoded(text) for text in column.values]
-    found: list[Any] = column.values.tolist()
-    if field.kind == "word":
-        words = field.words if nested else [*map(_harmless, field.words)]
-        found = [words[number] for number in found]
-    elif field.kind == "time":
-        found = [datetime.fromtimestamp(0, timezone.utc) + timedelta(microseconds=number) for number in found]
-        found = [moment.isoformat(timespec="microseconds") for moment in found]
-    elif field.kind == "flag" and not nested:
-        found = ["true" if flag else "false" for flag in found]
-    elif field.kind == "real" and nested and not bool(column.values.isfinite().all()):
-        found = [plain(value) for value in found]
-    if column.there is None:
-        return found
-    return [value if there else None for value, there in zip(found, column.there.tolist(), strict=True)]
+def _rows(fields: Sequence[Field], columns: Sequence[Column], forms: _Forms) -> Iterator[tuple[Any, ...]]:
+    """The rows as Python values, None where absent; ``forms`` converts those of some kinds."""
+    cells = []
+    for field, column in zip(fields, columns, strict=True):
+        form: Callable[[Any], Any] | None = forms.get(field.kind)
+        found = column if isinstance(column, list) else column.tolist()
+        if field.kind == "word":
+            words = [*map(form, field.words)] if form else field.words
+            form = words.__getitem__
+        cells.append([None if value is None else form(value) for value in found] if form else found)
+    return zip(*cells, strict=True)
 
 
 # --- Arrow, with pyarrow ----------------------------------------------------------------------------------------------------------
@@ -412,16 +363,13 @@ def _schema(fields: Sequence[Field]) -> Any:
     return pa.schema([(field.name, types[field.kind]) for field in fields])
 
 
-def _batch(fields: Sequence[Field], columns: Sequence[ColumnValues]) -> Any:
+def _batch(fields: Sequence[Field], columns: Sequence[Column]) -> Any:
     import pyarrow as pa
 
-    def array(field: Field, column: ColumnValues, kind: Any) -> Any:
-        if not isinstance(column.values, Tensor):
-            return pa.array(column.values, kind)
-        values = column.values.contiguous().numpy()
+    schema, arrays = _schema(fields), []
+    for field, column, kind in zip(fields, columns, schema.types, strict=True):
         if field.kind == "word":
-            return pa.DictionaryArray.from_arrays(pa.array(values, pa.int32()), pa.array(field.words, pa.string()))
-        return pa.array(values, kind, mask=None if column.there is None else (~column.there).numpy(), from_pandas=False)
-
-    schema = _schema(fields)
-    return pa.record_batch([array(*each) for each in zip(fields, columns, schema.types, strict=True)], schema=schema)
+            arrays.append(pa.DictionaryArray.from_arrays(pa.array(column, pa.int32()), pa.array(field.words, pa.string())))
+        else:
+            arrays.append(pa.array(column, kind, from_pandas=False))
+    return pa.record_batch(arrays, schema=schema)

@@ -180,25 +180,16 @@ _DECODER = json.JSONDecoder(parse_int=_integer)
 
 
 class StepFrame(NamedTuple):
-    """A step, or what is added to one.
-
-    Attributes:
-        time: seconds since the epoch.
-        flags: see :data:`APPLIED` and the following.
-        rows: where the record with its rows begins and ends in the other file; both 0 without one.
-        layouts: number of the set of layouts of these rows.
-        keys: number of the set of keys of its values.
-        context, events: JSON; empty in an amendment that leaves them as they are.
-    """
+    """A step, or what is added to one."""
 
     step: int
-    time: float
-    flags: int
-    rows: tuple[int, int]
-    layouts: int
-    keys: int
+    time: float  # seconds since the epoch
+    flags: int  # see APPLIED and the following
+    rows: tuple[int, int]  # where the record with its rows begins and ends in the other file; both 0 without one
+    layouts: int  # number of the set of layouts of these rows
+    keys: int  # number of the set of keys of its values
     values: np.ndarray
-    context: bytes
+    context: bytes  # JSON, as events; empty in an amendment that leaves them as they are
     events: bytes
 
     def packed(self) -> bytes:
@@ -278,12 +269,9 @@ def unsqueezed(data: bytes, count: int) -> np.ndarray:
 
 
 def of_index(before: tuple[int, int], entries: np.ndarray, columns: Mapping[int, int]) -> bytes:
-    """An index of the records since the last one.
+    """An index of the records since the last one, which begins and ends at ``before``, both 0 without one.
 
-    Args:
-        before: where the last index begins and ends; both 0 without one.
-        entries: of each record, see :data:`ENTRY`.
-        columns: by the number of a key where the record with its values begins.
+    ``entries`` has an :data:`ENTRY` of each record, ``columns`` by the number of a key where the record with its values begins.
     """
     fields = [np.ascontiguousarray(entries[name]) for name in ENTRY.names or ()]
     numbers = [each.view("<i8") if each.dtype == "<f8" else each.astype("<i8") for each in fields]
@@ -304,8 +292,7 @@ def before_index(record: bytes) -> tuple[int, int]:
 def index_of(record: bytes, begin: int) -> tuple[np.ndarray, dict[int, int]]:
     """The entries and columns of the index that begins at ``begin``.
 
-    Raises:
-        Unreadable: it is none, or names other records than those between the last index and itself, each once.
+    Raises Unreadable if it is none, or names other records than those between the last index and itself, each once.
     """
     first, last = before_index(record)
     _, count, keys, *_ = _INDEX.unpack_from(record)

@@ -37,12 +37,7 @@ _REQUIRED = frozenset(field.name for field in fields(SpikeEvent) if field.defaul
 
 
 class Pair:
-    """A pair of files, of one writer.
-
-    Attributes:
-        number: in the order of the writers.
-        begins: the first step that it replaces or adds; infinite before its first one.
-    """
+    """A pair of files, of one writer; ``number`` is in the order of the writers."""
 
     def __init__(self, directory: Path, number: int) -> None:
         self.number, self._directory = number, directory
@@ -50,7 +45,7 @@ class Pair:
         self.place = 0  # among the pairs of the run
         self.facts: dict[str, Any] = {}
         self.has_head = self.has_claimed = False
-        self.begins = _NEVER
+        self.begins = _NEVER  # the first step that it replaces or adds
         self.rows_end = 0  # of the last step that has any
         self.ids: dict[int, int] = {}  # of the run, by those of the file
         self.sets: dict[int, tuple[int, ...]] = {0: ()}  # of keys, by the numbers of the run
@@ -151,19 +146,7 @@ def _parsed(text: bytes) -> Any:
 class RunIndex:
     """The steps of a run, in the files of its writers. Steps of a writer replace those of earlier ones from its own first step on.
 
-    Args:
-        directory: of the run.
-
-    Attributes:
-        meta: facts about the run.
-        steps: ascending.
-        begins: the first steps of parts that follow a resumption or a rollback.
-        keys: of all values, by their numbers.
-        unreadable: records that are of no known form: file and place.
-
-    Raises:
-        FileNotFoundError: there is no run in it.
-        OSError, ValueError: it cannot be read.
+    Raises FileNotFoundError if there is no run in the directory, OSError or ValueError if it cannot be read.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -171,11 +154,11 @@ class RunIndex:
         self._why = ""  # a pair could not be read
         self._changed: int | None = None  # since the last look that was no error, as of :func:`_earlier`
         self._pairs: list[Pair] = []
-        self.meta: dict[str, Any] = {}
-        self.steps: list[int] = []
-        self.begins: list[int] = []
-        self.keys: dict[Key, int] = {}
-        self.unreadable: list[tuple[str, int]] = []
+        self.meta: dict[str, Any] = {}  # facts about the run
+        self.steps: list[int] = []  # ascending
+        self.begins: list[int] = []  # the first steps of parts that follow a resumption or a rollback
+        self.keys: dict[Key, int] = {}  # of all values, by their numbers
+        self.unreadable: list[tuple[str, int]] = []  # records that are of no known form: file and place
         self._last: dict[int, int] = {}  # the frame of each step, or the last one that amends it
         self._table, self._size = {name: np.empty(64, kind) for name, kind in _FRAME.items()}, 0
         self._sets: dict[tuple[int, ...], int] = {(): 0}  # of keys
@@ -211,11 +194,7 @@ class RunIndex:
     # --- what is new ----------------------------------------------------------------------------------------------------------------
 
     def look(self) -> int | None:
-        """Read what was written since the last look.
-
-        Returns:
-            The first step that may be new or changed; None if nothing was written.
-        """
+        """Read what was written since the last look; returns the first step that may be new or changed, None if nothing was written."""
         for pair in self._pairs:
             self._take_from(pair)
         with contextlib.suppress(FileNotFoundError):
@@ -604,9 +583,7 @@ def _up_to(end: int, record: Record | None) -> bytes:
 def open_run(path: str | os.PathLike[str]) -> RunIndex:
     """The steps of the run in ``path``, a run directory or one of its files. Nothing is ever written there.
 
-    Raises:
-        FileNotFoundError: there is no run in it.
-        ValueError: it cannot be read.
+    Raises FileNotFoundError if there is no run in it, ValueError if it cannot be read.
     """
     directory = f.directory_of(path)
     try:

@@ -27,26 +27,17 @@ _ROOM = 65_536
 
 @dataclass(frozen=True)
 class RunStatus:
-    """What is known about a run now.
+    """What is known about a run now."""
 
-    Attributes:
-        meta: facts about the run.
-        step: of its last record; None without any.
-        age: seconds since that record, by this machine's clock.
-        usual: usual seconds between two records, from the last ones and the cadence; None if unknown.
-        pause: the second-longest time between two of the last 5,000 records, so that a single interruption is none; 0 with fewer than
-            three records, and for a run that has ended or has a record from the last minute.
-        is_gone: its process no longer exists, as can be seen on the same machine.
-        is_full: the file system of the run directory has no room.
-    """
-
-    meta: Mapping[str, Any]
-    step: int | None = None
-    age: float = 0.0
-    usual: float | None = None
+    meta: Mapping[str, Any]  # facts about the run
+    step: int | None = None  # of its last record; None without any
+    age: float = 0.0  # seconds since that record, by this machine's clock
+    usual: float | None = None  # usual seconds between two records, from the last ones and the cadence; None if unknown
+    # the second-longest time between two of the last 5,000 records, so that a single interruption is none; 0 with fewer than three records,
+    # and for a run that has ended or has a record from the last minute
     pause: float = 0.0
-    is_gone: bool = False
-    is_full: bool = False
+    is_gone: bool = False  # its process no longer exists, as can be seen on the same machine
+    is_full: bool = False  # the file system of the run directory has no room
 
     @property
     def has_ended(self) -> bool:
@@ -89,11 +80,9 @@ class RunStatus:
 
 
 def run_status(path: str | os.PathLike[str]) -> RunStatus:
-    """Read the liveness of the run in ``path``. Takes a millisecond, or some if the last record is old, however long the run is.
+    """Read the liveness of the run in ``path``; raises as :func:`open_run`.
 
-    Raises:
-        FileNotFoundError: there is no run in it.
-        ValueError: its file is not one of this package, or cannot be read.
+    Takes a millisecond, or some if the last record is old, however long the run is.
     """
     with contextlib.closing(open_run(path)) as index:
         return status_in(index, path)

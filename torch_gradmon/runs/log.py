@@ -74,15 +74,7 @@ def framed(record: bytes, at: int) -> bytes:
 
 
 class LogWriter:
-    """Appends records to a file of its own, each with one write.
-
-    Args:
-        path: of the file, which must not exist.
-
-    Raises:
-        FileExistsError: it exists.
-        OSError: it cannot be made.
-    """
+    """Appends records to a file of its own, each with one write. Raises FileExistsError if it exists, OSError if it cannot be made."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = path
@@ -164,16 +156,8 @@ class _Frame(NamedTuple):
 class LogReader:
     """Reads a file while it is written, without changing anything.
 
-    Args:
-        written: from a record, or the first part of one, when it was written, in seconds since the epoch; None if that is not in it.
-
-    Attributes:
-        offset: up to where :meth:`follow` has read.
-        damage: what was found damaged up to there.
-
-    Raises:
-        FileNotFoundError: there is none.
-        OSError: it cannot be read, or is no file, but a link or a device.
+    ``written`` tells from a record, or the first part of one, when it was written, in seconds since the epoch; None if that is not in it.
+    Raises OSError if there is none, or it cannot be read, or is a link or a device.
     """
 
     def __init__(self, path: str | os.PathLike[str], written: Callable[[bytes], float | None] = lambda data: None) -> None:
@@ -184,8 +168,8 @@ class LogReader:
             self.close()
             raise OSError(f"{os.fspath(path)!r} is not a regular file")
         self.name = os.path.basename(path)
-        self.offset = 0
-        self.damage: list[Damage] = []
+        self.offset = 0  # up to where follow() has read
+        self.damage: list[Damage] = []  # what was found damaged up to there
         self.bytes_read = 0
         self._written = written
         self._kept = 0, b""  # a part of the file, and where it begins

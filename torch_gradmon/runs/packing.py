@@ -26,18 +26,13 @@ _COLUMNS = {name: column for column, name in _NAMES.items()}
 
 
 class TableLayout(NamedTuple):
-    """The tensors and columns of packed statistics.
-
-    Attributes:
-        counts: numbers of elements that never change; empty if they are among the statistics.
-        same_as: another source of the same step that stores them; empty if they are stored.
-    """
+    """The tensors and columns of packed statistics."""
 
     source: str
     names: tuple[str, ...]
     columns: frozenset[Column]
-    counts: tuple[int, ...]
-    same_as: str
+    counts: tuple[int, ...]  # numbers of elements that never change; empty if they are among the statistics
+    same_as: str  # another source of the same step that stores them; empty if they are stored
 
     def definition(self) -> dict[str, Any]:
         return {

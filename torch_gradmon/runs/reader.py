@@ -48,11 +48,7 @@ def single_threaded() -> Iterator[None]:
 
 
 def between(steps: Sequence[int], first: int | None, last: int | None) -> list[int]:
-    """The steps from ``first`` to ``last``, inclusive; None for no bound.
-
-    Raises:
-        TypeError, ValueError: a bound is not a step number.
-    """
+    """The steps from ``first`` to ``last``, inclusive; None for no bound. Raises TypeError or ValueError if one is no step number."""
     for name, value in (("first", first), ("last", last)):
         if value is not None:
             check.step_number(name, value)
@@ -305,17 +301,12 @@ class RunReader:
 
 @dataclass(frozen=True)
 class StatsSeries:
-    """Like :class:`torch_gradmon.core.records.StatsTable`, for many steps with the same tensors and columns.
+    """Like :class:`torch_gradmon.core.records.StatsTable`, for many steps with the same tensors and columns."""
 
-    Attributes:
-        steps: ascending.
-        rows: float64 ``[steps, tensors, 8]`` on the host; only ``columns`` were measured.
-    """
-
-    steps: tuple[int, ...]
+    steps: tuple[int, ...]  # ascending
     names: tuple[str, ...]
-    rows: Tensor
-    columns: frozenset[Column]
+    rows: Tensor  # float64 [steps, tensors, 8] on the host
+    columns: frozenset[Column]  # which were measured
 
     def has(self, metric: str) -> bool:
         """Whether the measured columns suffice for a built-in metric."""
@@ -392,16 +383,11 @@ def fitting(values: Mapping[str, int], steps: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ValueMatrix:
-    """Values of some steps.
-
-    Attributes:
-        values: float64 ``[steps, keys]``; NaN where absent.
-        there: bool ``[steps, keys]``; which values are present. A present value may be NaN.
-    """
+    """Values of some steps."""
 
     keys: tuple[Key, ...]
-    values: Tensor
-    there: Tensor
+    values: Tensor  # float64 [steps, keys]; NaN where absent
+    there: Tensor  # bool [steps, keys]; which values are present. A present value may be NaN
 
     def columns(self, chosen: Sequence[int]) -> ValueMatrix:
         if tuple(chosen) == tuple(range(len(self.keys))):
@@ -410,20 +396,19 @@ class ValueMatrix:
 
     def with_absent(self, keys: Sequence[Key]) -> ValueMatrix:
         """With empty columns for ``keys`` appended."""
-        if not keys:
-            return self
-        count = len(keys)
-        return ValueMatrix((*self.keys, *keys), _padded(self.values, count, torch.nan), _padded(self.there, count, False))
+        values, there = (
+            torch.cat([known, empty], dim=1)
+            for known, empty in zip((self.values, self.there), empty_matrix(len(self.values), len(keys)), strict=True)
+        )
+        return ValueMatrix((*self.keys, *keys), values, there)
 
     def overlaid(self, other: ValueMatrix) -> ValueMatrix:
         """With the values of ``other`` in place of its own; keys that only ``other`` has are appended."""
         place = {key: column for column, key in enumerate(dict.fromkeys((*self.keys, *other.keys)))}
-        new = len(place) - len(self.keys)
-        values, there = _padded(self.values, new, torch.nan), _padded(self.there, new, False)
-        columns = torch.tensor([place[key] for key in other.keys], dtype=torch.int64, device="cpu")
-        values[:, columns] = torch.where(other.there, other.values, values[:, columns])
-        there[:, columns] |= other.there
-        return ValueMatrix(tuple(place), values, there)
+        wide, columns = self.with_absent(list(place)[len(self.keys) :]), [place[key] for key in other.keys]
+        wide.values[:, columns] = torch.where(other.there, other.values, wide.values[:, columns])
+        wide.there[:, columns] |= other.there
+        return wide
 
 
 def empty_matrix(*shape: int) -> tuple[Tensor, Tensor]:
@@ -431,27 +416,14 @@ def empty_matrix(*shape: int) -> tuple[Tensor, Tensor]:
     return torch.full(shape, torch.nan, dtype=torch.float64, device="cpu"), torch.zeros(shape, dtype=torch.bool, device="cpu")
 
 
-def _padded(values: Tensor, columns: int, fill: float) -> Tensor:
-    return torch.cat([values, values.new_full((len(values), columns), fill)], dim=1)
-
-
 class Window:
-    """All values of some steps.
-
-    Args:
-        index: of the run.
-        steps: some that it knows, ascending.
-
-    Attributes:
-        facts: by step what :meth:`torch_gradmon.runs.reader.RunReader.context` returns.
-        spikes: likewise its spikes.
-    """
+    """All values of some steps that the index knows, ascending."""
 
     def __init__(self, index: RunIndex, steps: Sequence[int]) -> None:
         self.steps = tuple(steps)
         self._keys = list(index.keys)
         self._row = {step: row for row, step in enumerate(self.steps)}
-        self.facts: dict[int, dict[str, Any]] = {}
+        self.facts: dict[int, dict[str, Any]] = {}  # by step what RunReader.context returns
         self.spikes: dict[int, tuple[SpikeEvent, ...]] = {}
         self._numbers: dict[int, dict[int, float]] = {}  # by step and number of the key
         self._packed: dict[str, dict[int, tuple[TableLayout, bytes]]] = {}
@@ -492,27 +464,24 @@ class Window:
         return self._scalars(_OTHERS)
 
     @cached_property
-    def _grouped(self) -> dict[str, dict[int, dict[int, float]]]:
-        """The stored values of each source of layers, and all others: by step and number of the key."""
+    def _grouped(self) -> dict[str, list[tuple[int, int, float]]]:
+        """The stored values of each source of layers, and all others: row of the step, number of the key, and value."""
         group = [key.source if is_of_layer(key) else _OTHERS for key in self._keys]
-        grouped: dict[str, dict[int, dict[int, float]]] = {}
-        for step, values in self._numbers.items():
-            for number, value in values.items():
-                grouped.setdefault(group[number], {}).setdefault(step, {})[number] = value
+        grouped: dict[str, list[tuple[int, int, float]]] = {}
+        for row, step in enumerate(self.steps):
+            for number, value in self._numbers[step].items():
+                grouped.setdefault(group[number], []).append((row, number, value))
         return grouped
 
     def _scalars(self, group: str) -> ValueMatrix:
         """The stored values of one group alone: the steps by the keys of all could be far more than these values."""
-        by_step = self._grouped.get(group, {})
-        numbers = sorted({number for values in by_step.values() for number in values})
-        place = {number: column for column, number in enumerate(numbers)}
-        values, there = empty_matrix(len(self.steps), len(numbers))
-        for step, found in by_step.items():
-            if found:
-                at = torch.tensor([place[number] for number in found], device="cpu")
-                values[self._row[step], at] = torch.tensor(list(found.values()), dtype=torch.float64, device="cpu")
-                there[self._row[step], at] = True
-        return ValueMatrix(tuple(self._keys[number] for number in numbers), values, there)
+        cells = self._grouped.get(group, [])
+        place = {number: column for column, number in enumerate(sorted({number for _, number, _ in cells}))}
+        values, there = empty_matrix(len(self.steps), len(place))
+        at = [row for row, _, _ in cells], [place[number] for _, number, _ in cells]
+        values[at] = torch.tensor([value for _, _, value in cells], dtype=torch.float64, device="cpu")
+        there[at] = True
+        return ValueMatrix(tuple(self._keys[number] for number in place), values, there)
 
     def _statistics(self, source: str) -> ValueMatrix:
         groups: dict[TableLayout, list[tuple[int, bytes]]] = {}

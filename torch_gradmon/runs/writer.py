@@ -51,12 +51,7 @@ class Superseded(Exception):
 
 
 class Successors:
-    """Later writers of a run. A look reads what is new of the first of their files, for a limited time: the training waits for it.
-
-    Args:
-        directory: of the run.
-        number: of the pair of files before theirs.
-    """
+    """The writers of a run after pair ``number``. A look reads what is new in their files, in limited time: the training waits for it."""
 
     def __init__(self, directory: Path, number: int) -> None:
         self._directory, self._number = directory, number
@@ -90,17 +85,10 @@ class Successors:
 
 
 class RunWriter:
-    """Writes records into a run directory, into files of its own.
+    """Writes records into a run directory, which is created if missing, into files of its own.
 
-    Args:
-        path: the directory, created if missing. An existing run is continued: steps that it already has are replaced.
-        meta: facts about the run, stored as JSON. They count until another writer claims the run.
-
-    Raises:
-        TypeError: ``path`` is not a path.
-        NotADirectoryError: ``path`` is a file.
-        OSError: the directory cannot be written.
-        ValueError: the run in it cannot be read.
+    An existing run is continued: steps that it already has are replaced. ``meta`` are facts about the run, stored as JSON; they count until
+    another writer claims the run. Raises TypeError, OSError, and ValueError if the run in it cannot be read.
     """
 
     def __init__(self, path: str | os.PathLike[str], meta: Mapping[str, Any] | None = None) -> None:
@@ -288,9 +276,7 @@ class RunWriter:
     def log(self, record: StepRecord, update: bool = False, backfill: bool = False) -> None:
         """Write one step. ``update`` replaces the last step, ``backfill`` adds an earlier one.
 
-        Raises:
-            OSError: it could not be written; what was written of it was cut off.
-            Superseded: another writer has claimed the run.
+        Raises OSError, when what was written of it is cut off, and Superseded if another writer has claimed the run.
         """
         if self._is_superseded():
             raise Superseded

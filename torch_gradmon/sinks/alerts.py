@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -86,28 +87,19 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         """None makes the answer an HTTPError."""
 
 
-class _Outbox:
-    """A thread and what waits for it.
-
-    Args:
-        deliver: called in the thread with each alert, and an event that is set when there is no more time.
-    """
+class _Outbox(threading.Thread):
+    """A thread and what waits for it. ``deliver`` gets each alert, and an event that is set when there is no more time."""
 
     def __init__(self, deliver: Callable[[Alert, threading.Event], None]) -> None:
+        super().__init__(name="torch_gradmon alerts", daemon=True)
         self.queue: queue.Queue[Alert | None] = queue.Queue(_WAITING)
-        self.ending = threading.Event()
-        self.thread = threading.Thread(
-            target=self._work, args=(deliver, self.queue, self.ending), name="torch_gradmon alerts", daemon=True
-        )
-        self.thread.start()
+        self.ending, self._deliver = threading.Event(), deliver
+        self.start()
 
-    @staticmethod
-    def _work(
-        deliver: Callable[[Alert, threading.Event], None], waiting: queue.Queue[Alert | None], ending: threading.Event
-    ) -> None:
-        while (alert := waiting.get()) is not None:
-            deliver(alert, ending)
-            if ending.is_set() and waiting.empty():
+    def run(self) -> None:
+        while (alert := self.queue.get()) is not None:
+            self._deliver(alert, self.ending)
+            if self.ending.is_set() and self.queue.empty():
                 return
 
 
@@ -144,7 +136,7 @@ class Messenger:
         if self._process.is_forked:
             return
         try:
-            if self._outbox is None or not self._outbox.thread.is_alive():
+            if self._outbox is None or not self._outbox.is_alive():
                 self._outbox = _Outbox(self._deliver)  # one whose thread is blocked keeps its queue
             self._outbox.queue.put_nowait(alert)
         except (queue.Full, RuntimeError):  # a thread cannot begin while the interpreter ends
@@ -153,26 +145,22 @@ class Messenger:
     def close(self, seconds: float = _LAST) -> None:
         """Give what waits one last chance, for so long at most."""
         outbox, self._outbox = self._outbox, None
-        if outbox is None or self._process.is_forked or outbox.thread is threading.current_thread():
+        if outbox is None or self._process.is_forked or outbox is threading.current_thread():
             return
         outbox.ending.set()  # no more pauses
         with contextlib.suppress(queue.Full):
             outbox.queue.put_nowait(None)
-        outbox.thread.join(seconds)
+        outbox.join(seconds)
 
     def _deliver(self, alert: Alert, ending: threading.Event) -> None:
+        call = partial(post, self._target) if isinstance(self._target, str) else self._target
         for attempt in range(ATTEMPTS):
-            try:
-                if isinstance(self._target, str):
-                    post(self._target, alert)
-                else:
-                    self._target(alert)
-            except (Exception, SystemExit):  # a receiver that is down must not end anything
-                if ending.is_set() or attempt == ATTEMPTS - 1:
-                    break
-                ending.wait(self._pause * 2**attempt)
-            else:
+            with contextlib.suppress(Exception, SystemExit):  # a receiver that is down must not end anything
+                call(alert)
                 return
+            if ending.is_set() or attempt == ATTEMPTS - 1:
+                break
+            ending.wait(self._pause * 2**attempt)
         self.lost += 1
 
 
@@ -245,13 +233,13 @@ class AlertSink:
         """Send it, unless the last one of its signal is less than a minute old."""
         if "spike" not in self._on:
             return
-        now = time.monotonic()
+        now, count = time.monotonic(), self._withheld.get(event.signal, (0,))[0]
         if now - self._last.get(event.signal, -QUIET) < QUIET:
-            count = self._withheld[event.signal][0] if event.signal in self._withheld else 0
             self._withheld[event.signal] = count + 1, event, text
             return
         self._last[event.signal] = now
-        self._send_spike(event, text, self._withheld.pop(event.signal, (0,))[0])
+        self._withheld.pop(event.signal, None)
+        self._send_spike(event, text, count)
 
     def _send_spike(self, event: SpikeEvent, text: str, before: int) -> None:
         if before:

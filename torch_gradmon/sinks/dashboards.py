@@ -18,19 +18,12 @@ _TRAINING, _WHOLE = "training", "whole model"
 
 
 class TrackerPanel(NamedTuple):
-    """One chart.
+    """One chart."""
 
-    Attributes:
-        section: that it belongs to.
-        title: of the chart.
-        pattern: a regular expression that matches its keys and no others.
-        keys: that it shows.
-    """
-
-    section: str
+    section: str  # that it belongs to
     title: str
-    pattern: str
-    keys: tuple[str, ...]
+    pattern: str  # a regular expression that matches its keys and no others
+    keys: tuple[str, ...]  # that it shows
 
 
 def panels(keys: Iterable[str]) -> list[TrackerPanel]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -17,11 +18,7 @@ from ..core.errors import GradmonWarning, WarningLog, error_text
 
 
 def require(package: str, sink: object) -> None:
-    """Check that ``package`` is installed for ``sink``.
-
-    Raises:
-        ImportError: it is not installed.
-    """
+    """Raise ImportError unless ``package`` is installed for ``sink``."""
     if find_spec(package) is None:
         raise ImportError(f"{type(sink).__name__} needs {package}: pip install {package}")
 
@@ -30,31 +27,25 @@ def require(package: str, sink: object) -> None:
 
 
 class KeyRewriter:
-    """Gives each key a unique name of limited length.
-
-    Args:
-        longest: maximum number of characters.
-        clean: replaces forbidden characters; may map two keys to one name.
-    """
+    """Gives each key a unique name of ``longest`` characters at most; ``clean`` may map two keys to one name."""
 
     def __init__(self, longest: int, clean: Callable[[str], str] = str) -> None:
         self._longest, self._clean = longest, clean
-        self._names: dict[str, str] = {}
+        self._names: dict[str, str] = {}  # by key
         self._taken: set[str] = set()
 
     def __call__(self, key: str) -> str:
         """The name for ``key``, always the same."""
-        name = self._names.get(key)
-        if name is None:
-            name = self._clean(key)
-            start, number = name, zlib.crc32(key.encode())
+        if key not in self._names:
+            name = start = self._clean(key)
+            number = zlib.crc32(key.encode())
             while len(name) > self._longest or name in self._taken:
                 mark = f"_{number:08x}"
                 name = start[: self._longest - len(mark)] + mark
                 number = (number + 1) % 2**32
             self._names[key] = name
             self._taken.add(name)
-        return name
+        return self._names[key]
 
 
 # --- delivery ---
@@ -84,12 +75,8 @@ class PendingCall:
 class Delivery:
     """Calls a sink in the training thread.
 
-    A failed call is retried before the next one, in order; so a sink may get a row twice.
-
-    Args:
-        name: of the sink, for messages.
-        complaints: counts lost rows under :attr:`cause`, and warns once.
-        kept: where all lost rows are stored as well, for the message: its text by then, empty where they are not.
+    A failed call is retried before the next one, in order; so a sink may get a row twice. ``complaints`` counts lost rows under
+    ``cause``, and warns once; the text of ``kept`` says by then where all lost rows are stored as well, empty where they are not.
     """
 
     def __init__(self, name: str, complaints: WarningLog, kept: object = "") -> None:
@@ -205,10 +192,8 @@ class ThreadedDelivery(Delivery):
             self._queue.put_nowait(None)
             return False
         until = time.monotonic() + _LAST
-        try:
+        with contextlib.suppress(queue.Full):
             self._queue.put(None, timeout=_LAST)
-        except queue.Full:
-            pass
         thread.join(max(0.0, until - time.monotonic()))
         if thread.is_alive():
             left = list(self._queue.queue)

@@ -21,7 +21,6 @@ from .wandb import WandbSink
 # --- adapters ---
 
 
-Log = Callable[[Mapping[str, float], int], object]
 _METHODS = ("log", "log_metrics", "log_dict")
 #: By the names of their modules.
 _TRACKERS: dict[str, Callable[[], Any]] = {"wandb": WandbSink, "trackio": TrackioSink, "mlflow": MlflowSink}
@@ -43,8 +42,7 @@ def adapted(sink: Any) -> list[Any]:
     if isinstance(sink, ModuleType):
         of_module = _TRACKERS.get(sink.__name__)
         return [sink if of_module is None else of_module()]
-    package, _, _ = type(sink).__module__.partition(".")
-    kind = type(sink).__name__
+    package, kind = _kind_of(sink)
     if package == "wandb" and kind in ("Run", "NoopRun"):
         return [WandbSink(sink)]
     if (package, kind) == ("trackio", "Run"):
@@ -61,14 +59,16 @@ def adapted(sink: Any) -> list[Any]:
 
 def logged_anyhow(sink: Any) -> Container[str]:
     """Keys that the trackers of an Accelerator get from the loop, if one of the trackers feeds a monitor. The container may grow."""
-    known = (
-        [tracker.logged_anyhow for tracker in sink.trackers if hasattr(tracker, "logged_anyhow")] if _is_accelerator(sink) else []
-    )
-    return known[0] if known else ()
+    trackers = sink.trackers if _is_accelerator(sink) else ()
+    return next((tracker.logged_anyhow for tracker in trackers if hasattr(tracker, "logged_anyhow")), ())
+
+
+def _kind_of(sink: Any) -> tuple[str, str]:
+    return type(sink).__module__.partition(".")[0], type(sink).__name__
 
 
 def _is_accelerator(sink: Any) -> bool:
-    return (type(sink).__module__.partition(".")[0], type(sink).__name__) == ("accelerate", "Accelerator")
+    return _kind_of(sink) == ("accelerate", "Accelerator")
 
 
 def _unwrapped(tracker: Any) -> Any:
@@ -78,25 +78,21 @@ def _unwrapped(tracker: Any) -> Any:
     return tracker.tracker if tracker.name in ("wandb", "tensorboard", "trackio", "comet_ml") else tracker
 
 
-def sender(sink: Any) -> Log:
-    """The function that sends values and a step to ``sink``.
+def sender(sink: Any) -> Callable[..., object]:
+    """The function of values and ``step=`` that sends them to ``sink``.
 
     Raises:
         TypeError: it has no such method and is not callable with these arguments.
     """
-    methods = [method for name in _METHODS if callable(method := getattr(sink, name, None))]
+    methods: list[Callable[..., object]] = [method for name in _METHODS if callable(method := getattr(sink, name, None))]
     # an object with such a method is not meant to be called itself: a Lightning module is callable
     for function in methods or ([sink] if callable(sink) else []):
         if _takes_values_and_step(function):
-            return partial(_call, function)
+            return function
     raise TypeError(
         "a sink needs a method log(dict, step=) or log_metrics(dict, step=), or must be callable as sink(dict, step=), with a parameter of "
         f"that name, as lambda values, step: ... has it; got {display(sink)}"
     )
-
-
-def _call(function: Callable[..., object], values: Mapping[str, float], step: int) -> object:
-    return function(values, step=step)
 
 
 def _takes_values_and_step(function: Callable[..., Any]) -> bool:
@@ -106,7 +102,7 @@ def _takes_values_and_step(function: Callable[..., Any]) -> bool:
         except TypeError:
             continue
         except ValueError:  # a built-in function without a signature
-            return True
+            pass
         return True
     return False
 
@@ -115,8 +111,7 @@ def closer(sink: Any) -> Callable[[], object] | None:
     """The function that flushes and closes ``sink``, or None."""
     if callable(close := getattr(sink, "close", None)):
         return close  # type: ignore[no-any-return]
-    is_of_lightning = type(sink).__module__.partition(".")[0] in ("lightning", "pytorch_lightning")
-    save = getattr(sink, "save", None)
+    is_of_lightning, save = _kind_of(sink)[0] in ("lightning", "pytorch_lightning"), getattr(sink, "save", None)
     # a logger that Trainer.fit has finalised would not write later rows by itself
     return save if is_of_lightning and hasattr(sink, "log_metrics") and callable(save) else None
 
@@ -127,7 +122,7 @@ def name_of(sink: Any) -> str:
     return name
 
 
-# --- One sink with its filter of keys and steps. :class:`Delivery` makes the calls ---
+# --- the filter ---
 
 
 _NORM = "gradmon/grad_norm"
@@ -212,13 +207,13 @@ class FilteredSink:
         chosen = {k: v for k, v in values.items() if k not in without and (keys is None or keys.search(k))} | self._largest
         self._largest = {}
         self._delivery.put(PendingCall(step, partial(self._log_copy, chosen, step)))
-        # a sink may have kept rows back, and lost them later
-        lost, self._lost = getattr(self.sink, "lost", 0) - self._lost, getattr(self.sink, "lost", 0)
-        if lost:
-            self._delivery.lose(lost)
+        lost = getattr(self.sink, "lost", 0)  # rows that the sink has kept back, and lost later
+        if lost > self._lost:
+            self._delivery.lose(lost - self._lost)
+            self._lost = lost
 
     def _log_copy(self, values: dict[str, float], step: int) -> None:
-        self._log(dict(values), step)  # a copy, since a sink may change it and fail
+        self._log(dict(values), step=step)  # a copy, since a sink may change it and fail
 
     def _note_largest(self, values: Mapping[str, float]) -> None:
         if not self._norm:

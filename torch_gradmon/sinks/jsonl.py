@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -52,8 +53,8 @@ class JsonlSink:
             self._file.flush()
         except OSError:
             # what the failed write left in Python's buffer would fail again when the file is closed
-            file, self._file = self._file, None
-            _abandon(file)
+            with contextlib.suppress(OSError):
+                self.close()
             raise
 
     def close(self) -> None:
@@ -70,10 +71,3 @@ def _ends_within_a_line(path: Path) -> bool:
     with path.open("rb") as file:
         file.seek(-1, os.SEEK_END)
         return file.read(1) != b"\n"
-
-
-def _abandon(file: IO[str]) -> None:
-    try:
-        file.close()
-    except OSError:
-        pass

@@ -26,19 +26,12 @@ _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_]+")
 
 
 class Family(NamedTuple):
-    """Metrics of one kind.
+    """Metrics of one kind."""
 
-    Attributes:
-        parts: of the name, such as ``("gradient", "norm")``.
-        label: by which its values differ: ``tensor`` or ``key``; empty for a single value.
-        help: its meaning.
-        unit: ``1`` for a number without one.
-    """
-
-    parts: tuple[str, ...]
-    label: str
-    help: str
-    unit: str
+    parts: tuple[str, ...]  # of the name, such as ("gradient", "norm")
+    label: str  # by which its values differ: tensor or key; empty for a single value
+    help: str  # its meaning
+    unit: str  # 1 for a number without one
 
     def name(self, separator: str) -> str:
         """The whole name, in characters that both systems allow."""
@@ -48,13 +41,8 @@ class Family(NamedTuple):
 def families(
     values: Mapping[str, float], separator: str, key_order: str = "seed", prefix: str = ""
 ) -> dict[str, tuple[Family, dict[str, float]]]:
-    """The values by label, by the name of their family. Logged values are one family, ``logged``, with their keys as labels; a name that
-    two families would have gets a number.
-
-    Args:
-        values: by key.
-        separator: of the parts of a name.
-        key_order, prefix: of the keys, as for the monitor.
+    """The values by label, by the name of their family, whose parts ``separator`` joins. Logged values are one family, ``logged``, with
+    their keys as labels; a name that two families would have gets a number.
     """
     found: dict[Family, dict[str, float]] = {}
     for text, value in values.items():
@@ -195,16 +183,13 @@ class PrometheusSink:
         self._is_registered = False
         self.port: int | None = None
         if port is None:
-            self._register()
+            self._begin()
 
-    def _register(self) -> None:
+    def _begin(self) -> None:
+        """For the first time, or again after :meth:`close`."""
         if not self._is_registered:
             self._registry.register(self)
             self._is_registered = True
-
-    def _serve(self) -> None:
-        """Begin, for the first time or again after :meth:`close`."""
-        self._register()
         if self._server is None and self._asked is not None:
             self._server, _ = self._client.start_http_server(self._asked, self._address, self._registry)
             self.port = int(self._server.server_port)
@@ -215,7 +200,7 @@ class PrometheusSink:
         Raises:
             OSError: the port is taken.
         """
-        self._serve()
+        self._begin()
         self._held.update(values)
         self._last = step, time.time()
 
@@ -235,14 +220,11 @@ class PrometheusSink:
         yield spikes
         if (last := self._last) is None:
             return
-        step, when = last
-        values = self._held.copy()
-        yield self._core.GaugeMetricFamily("gradmon_step", "the last monitored step", value=step)
-        yield self._core.GaugeMetricFamily(
-            "gradmon_last_step_timestamp_seconds", "when its values came, in Unix time", value=when
-        )
-        for name, (family, of_label) in families(values, "_", *self._keys).items():
-            gauge = self._core.GaugeMetricFamily(name, family.help, labels=[family.label] if family.label else [])
+        gauge_of = self._core.GaugeMetricFamily
+        yield gauge_of("gradmon_step", "the last monitored step", value=last[0])
+        yield gauge_of("gradmon_last_step_timestamp_seconds", "when its values came, in Unix time", value=last[1])
+        for name, (family, of_label) in families(self._held.copy(), "_", *self._keys).items():
+            gauge = gauge_of(name, family.help, labels=[family.label] if family.label else [])
             for label, value in of_label.items():
                 gauge.add_metric([label] if family.label else [], value)
             yield gauge

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,30 +21,28 @@ from .delivery import require
 _CLASS = re.compile(rf"^(.*{HISTOGRAM_NAME})\.(-?\d+)(/.*)?$")  # in both styles of keys
 
 
-@dataclass
-class Histogram:
-    """Elements by the logarithm of their magnitude, without zeros, which are a value of their own.
-
-    Attributes:
-        counts: from the lowest class to the highest.
-        edges: ``log2 |x|`` at the start of each class, and at the end of the last.
-    """
-
-    counts: list[float] = field(default_factory=lambda: [0.0] * (HIGHEST - LOWEST + 1))
-    edges: list[int] = field(default_factory=lambda: list(range(LOWEST, HIGHEST + 2)))
+#: ``log2 |x|`` at the start of each class, and at the end of the last.
+EDGES = list(range(LOWEST, HIGHEST + 2))
 
 
-def without_histograms(values: Mapping[str, float]) -> tuple[dict[str, float], dict[str, Histogram]]:
-    """``values`` without the classes of histograms, and the histograms by key."""
+def without_histograms(values: Mapping[str, float]) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """``values`` without the classes of histograms, and by key the number of elements in each class, without zeros."""
     scalars: dict[str, float] = {}
-    found: dict[str, Histogram] = {}
+    found: dict[str, list[float]] = {}
     for key, value in values.items():
         part = _CLASS.match(key) if HISTOGRAM_NAME in key else None
         if part is None or not LOWEST <= int(part[2]) <= HIGHEST:
             scalars[key] = value
         else:
-            found.setdefault(part[1] + (part[3] or ""), Histogram()).counts[int(part[2]) - LOWEST] = value
+            found.setdefault(part[1] + (part[3] or ""), [0.0] * (len(EDGES) - 1))[int(part[2]) - LOWEST] = value
     return scalars, found
+
+
+def with_histograms_of(package: str, values: Mapping[str, float]) -> dict[str, Any]:
+    """``values`` with the classes of histograms as histograms of ``package``."""
+    scalars, histograms = without_histograms(values)
+    made = {key: import_module(package).Histogram(np_histogram=(counts, EDGES)) for key, counts in histograms.items()}
+    return {**scalars, **made}
 
 
 # --- TensorBoard: one summary with all scalars for each step ---
@@ -94,10 +91,9 @@ class TensorBoardSink:
             self.close()
         writer = self._open(step)
         values, histograms = without_histograms(values)
-        for key, found in histograms.items():
-            edges, total = found.edges, sum(found.counts)
+        for key, counts in histograms.items():
             # TensorBoard shows neither mean nor deviation, so the sums are not needed
-            writer.add_histogram_raw(key, edges[0], edges[-1], total, 0.0, 0.0, edges[1:], found.counts, step)
+            writer.add_histogram_raw(key, EDGES[0], EDGES[-1], sum(counts), 0.0, 0.0, EDGES[1:], counts, step)
         if type(writer).__module__.startswith("torch.utils.tensorboard"):
             messages = import_module("tensorboard.compat.proto.summary_pb2")
             scalars = [messages.Summary.Value(tag=key, simple_value=value) for key, value in values.items()]

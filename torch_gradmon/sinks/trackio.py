@@ -12,7 +12,7 @@ from typing import Any
 from ..core.errors import display
 from ..core.records import SpikeEvent
 from .delivery import KeyRewriter, require
-from .tensorboard import without_histograms
+from .tensorboard import with_histograms_of
 
 # --- Comet, whose experiment has one step for all loggers ---
 
@@ -130,11 +130,7 @@ class TrackioSink:
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Log ``values``. Trackio stores a value named ``step`` as ``__step``, and takes steps in any order."""
-        scalars, histograms = without_histograms(values)
-        row: dict[str, Any] = dict(scalars)
-        for key, found in histograms.items():
-            row[key] = import_module("trackio").Histogram(np_histogram=(found.counts, found.edges))
-        self.run.log(row, step=step)
+        self.run.log(with_histograms_of("trackio", values), step=step)
 
     def log_spike(self, event: SpikeEvent, text: str) -> None:
         """Send an alert."""

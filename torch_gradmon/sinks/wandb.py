@@ -18,7 +18,7 @@ from ..core.keys import ATTENTION_SOURCES, NAME_SOURCES, SUMMARY, TENSOR_SOURCES
 from ..core.records import SpikeEvent
 from ..core.torch_modes import HomeProcess
 from .delivery import require
-from .tensorboard import Histogram, without_histograms
+from .tensorboard import with_histograms_of
 
 # --- Where a row fits into a W&B run that the script logs to as well ---
 
@@ -30,19 +30,12 @@ _ATTRIBUTE = "_gradmon_rows"
 
 @dataclass
 class Clock:
-    """The steps of one monitor compared with those that the script names.
+    """The steps of one monitor compared with those that the script names."""
 
-    Attributes:
-        at: the monitor's step; None before the first.
-        gap: the largest difference between two of them.
-        ahead: by how many steps the script was ahead when it last named one; None before that.
-        slow: the script has fallen back, so its steps are not the monitor's.
-    """
-
-    at: int | None = None
-    gap: int = 1
-    ahead: int | None = None
-    slow: bool = False
+    at: int | None = None  # the monitor's step; None before the first
+    gap: int = 1  # the largest difference between two of them
+    ahead: int | None = None  # by how many steps the script was ahead when it last named one; None before that
+    slow: bool = False  # the script has fallen back, so its steps are not the monitor's
 
     def reach(self, step: int) -> None:
         """Set the monitor's step."""
@@ -65,25 +58,20 @@ class Clock:
 
 
 class Rows:
-    """What the script has logged to ``run``, and whether there is room for another row. All sinks of a run share one.
-
-    Attributes:
-        names: the script has given ``step=``.
-        moves: rows that it has closed without, since our first.
-        moved: it has logged since our last row.
-        shift: what is added to the steps that it names, because our rows came first.
-        overtaken: a step that it named behind the counter, and the counter, until a sink has warned of it.
-    """
+    """What the script has logged to ``run``, and whether there is room for another row. All sinks of a run share one."""
 
     def __init__(self, run: Any) -> None:
         self.run = run
         self.lock: AbstractContextManager[Any] = threading.RLock()
         self.clocks: list[Clock] = []
-        self.names, self.moves, self.moved = False, 0, False
-        self.shift = 0
+        self.names, self.moves = False, 0  # the script has given step=; rows that it has closed without, since our first
+        self.moved = False  # it has logged since our last row
+        self.shift = 0  # what is added to the steps that it names, because our rows came first
         self._is_silent = True  # the script has not logged since our first row
         self._led = 0  # by how much the counter advanced meanwhile, for our rows
-        self.overtaken: tuple[int, int] | None = None
+        self.overtaken: tuple[int, int] | None = (
+            None  # a step that it named behind the counter, and the counter, until a sink warns
+        )
         self._ours: float | None = None  # step of our row in the open row
         self._half = False  # whether the script has left its row open
         self._named: int | None = None  # its last step
@@ -251,8 +239,7 @@ class WandbSink:
             raise RuntimeError("the run is finished; wandb.init() begins another, which needs a sink of its own")
         if not values or self._rows is None or self._process.is_forked:
             return  # nothing to log, a disabled run, or a forked worker
-        scalars, histograms = without_histograms(values)
-        row = {AXIS: step, **scalars, **{key: _native(found) for key, found in histograms.items()}}
+        row = {AXIS: step, **with_histograms_of("wandb", values)}
         if not self._held or self._held[-1] != row:  # else this is a retry
             self._define(row)
             self._held.append(row)
@@ -335,7 +322,3 @@ class WandbSink:
                 f"rows of the monitor are kept back from this script's W&B run until it finishes, because {why}. Log "
                 "without step=, or use WandbSink(run, alone=True) if nothing else names steps, to log them at once"
             )
-
-
-def _native(histogram: Histogram) -> Any:
-    return import_module("wandb").Histogram(np_histogram=(histogram.counts, histogram.edges))

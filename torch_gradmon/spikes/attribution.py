@@ -117,12 +117,8 @@ def ranked(
     counts; among scores within a fourth of each other, the larger share; and finally the order of backward(), nearest to the loss first.
     That order comes before scores if :func:`begins_at` finds one common origin.
 
-    Args:
-        steps: ascending; the last :data:`REMEMBERED` of them count.
-        names: of the parameters.
-        norms: of their gradients, float64 ``[steps, parameters]``, NaN if there is none.
-        spoiled: numbers of NaN and infinite elements, of the same shape.
-        is_part: there are further parameters, so shares of the whole are unknown.
+    ``norms`` are those of their gradients, float64 ``[steps, parameters]``, NaN if there is none; ``spoiled`` the numbers of NaN and
+    infinite elements; the last :data:`REMEMBERED` steps count. ``is_part``: there are further parameters, so shares are unknown.
     """
     steps, norms, spoiled = steps[-REMEMBERED:], norms[-REMEMBERED:], spoiled[-REMEMBERED:]
     before = Baseline.of(norms[:-1])
@@ -296,16 +292,11 @@ class GradientNormHistory:
 
 
 class SuspectHistory:
-    """The gradients of the last steps, and the suspects of the steps with the largest spikes.
-
-    Attributes:
-        gradients: of the last steps.
-        suspects: by step, the parameters in order of suspicion.
-    """
+    """The gradients of the last steps, and the suspects of the steps with the largest spikes."""
 
     def __init__(self) -> None:
         self.gradients = GradientNormHistory()
-        self.suspects: dict[int, list[ParameterAttribution]] = {}
+        self.suspects: dict[int, list[ParameterAttribution]] = {}  # by step, in order of suspicion
         self._sizes: dict[int, float] = {}
 
     def at_spike(self, step: int, spike_size: float) -> list[ParameterAttribution]:
@@ -348,38 +339,30 @@ def nonfinite_origin(record: StepRecord, forward_only: bool = False) -> str:
     """Describe where NaN or Inf began in this step; empty if no measured tensor holds any.
 
     The search follows the computation: parameters, then outputs in forward order, then gradients of outputs in backward order. A module
-    that contains others is skipped if one of these holds NaN or Inf, since their outputs are part of its own.
-
-    Args:
-        forward_only: ignore gradients, as while a gradient scaler searches for its scale.
+    that contains others is skipped if one of these holds NaN or Inf, since their outputs are part of its own. ``forward_only`` ignores
+    gradients, as while a gradient scaler searches for its scale.
     """
-    parameters = _spoiled(record.tables.get(PARAMETER))
-    if parameters:
-        names = listed((name for name, _, _ in parameters), 3)
-        return f"parameters hold NaN or Inf, as a step leaves them that is applied with such gradients: {names}"
-    outputs = _innermost(_spoiled(record.tables.get(ACTIVATION)))
-    if outputs:
-        return f"the forward pass has its first NaN or Inf in the output of {_counted(outputs[0])}"
-    gradients = [] if forward_only else _innermost(_spoiled(record.tables.get(ACTIVATION_GRADIENT)))
-    if gradients:
-        name = _counted(gradients[0])
-        return (
-            f"the forward pass is finite, and the backward pass has its first NaN or Inf in the gradient of the output of {name}"
-        )
+    if parameters := _spoiled(record.tables.get(PARAMETER)):
+        return f"parameters hold NaN or Inf, as a step leaves them that is applied with such gradients: {listed(parameters, 3)}"
+    if outputs := _spoiled(record.tables.get(ACTIVATION)):
+        return f"the forward pass has its first NaN or Inf in the output of {_first(outputs)}"
+    if not forward_only and (gradients := _spoiled(record.tables.get(ACTIVATION_GRADIENT))):
+        where = f"in the gradient of the output of {_first(gradients)}"
+        return f"the forward pass is finite, and the backward pass has its first NaN or Inf {where}"
     return ""
 
 
-def _spoiled(table: StatsTable | None) -> list[tuple[str, int, int]]:
-    """Name, non-finite elements and all elements of each tensor that has non-finite ones."""
+def _spoiled(table: StatsTable | None) -> dict[str, str]:
+    """How many elements are not finite, by the names of the tensors that have such."""
     if table is None:
-        return []
+        return {}
     counts = zip(table.names, table.rows[:, Column.NONFINITE].tolist(), table.rows[:, Column.COUNT].tolist(), strict=True)
-    return [(name, int(bad), int(count)) for name, bad, count in counts if bad]
+    return {name: f"{int(bad):,} of {int(count):,} elements" for name, bad, count in counts if bad}
 
 
-def _innermost(spoiled: Sequence[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
-    kept = set(innermost([name for name, _, _ in spoiled]))
-    return [each for each in spoiled if each[0] in kept]
+def _first(spoiled: Mapping[str, str]) -> str:
+    name = innermost(list(spoiled))[0]
+    return f"{name} ({spoiled[name]})"
 
 
 def innermost(names: Sequence[str]) -> list[str]:
@@ -387,11 +370,6 @@ def innermost(names: Sequence[str]) -> list[str]:
     return [
         name for name in names if not any(other != name and (name == ROOT or other.startswith(f"{name}.")) for other in names)
     ]
-
-
-def _counted(spoiled: tuple[str, int, int]) -> str:
-    name, bad, count = spoiled
-    return f"{name} ({bad:,} of {count:,} elements)"
 
 
 # --- the cause as text ---
@@ -443,11 +421,13 @@ def spike_cause(
         did = _together(risen, count, "layers")
         words = f"{did}, which points to the batch, the loss or the update before"
         if 0 < len(early) <= len(suspects) / 2:
-            return SpikeCause("", did, f"{_listed(early)} {_when(early[0], step)}; {words}", is_common=True)
+            return SpikeCause(
+                "", did, f"{listed(map(_described, early), _NAMED)} {_when(early[0], step)}; {words}", is_common=True
+            )
         return SpikeCause("", did, f"{words}{_loudest(suspects)}", is_common=True)
     if moved:
         when = _when(moved[0], step)
-        rest = f", then {_listed(moved[1:], _NAMED - 1)}" if len(moved) > 1 else ""
+        rest = f", then {listed(map(_described, moved[1:]), _NAMED - 1)}" if len(moved) > 1 else ""
         return SpikeCause(moved[0].name, f"{when} ({_times(moved[0])})", f"{_described(moved[0])} {when}{rest}")
     return SpikeCause(words=_shares(suspects))
 
@@ -511,10 +491,6 @@ def _when(suspect: ParameterAttribution, step: int) -> str:
     return "moved most" if suspect.since is None or suspect.since >= step else f"moved first, in step {suspect.since}"
 
 
-def _listed(suspects: Sequence[ParameterAttribution], most: int = _NAMED) -> str:
-    return listed(map(_described, suspects), most)
-
-
 def _described(suspect: ParameterAttribution) -> str:
     share = "" if suspect.share is None else f", {suspect.share:.0%} of the square"
     return f"{suspect.name} ({_times(suspect)}{share})"
@@ -530,10 +506,9 @@ def _shares(suspects: Sequence[ParameterAttribution]) -> str:
     """Fallback if nothing stands out: the largest shares of the gradient."""
     largest = sorted((suspect for suspect in suspects if suspect.share), key=lambda suspect: -(suspect.share or 0))[:_NAMED]
     top = ", ".join(f"{suspect.name} {suspect.share:.0%}" for suspect in largest)
-    known = any(suspect.score is not None for suspect in suspects)
-    noise = (
-        "no parameter moved by more than its own noise" if known else "too few steps are known to determine which parameter moved"
-    )
+    noise = "too few steps are known to determine which parameter moved"
+    if any(suspect.score is not None for suspect in suspects):
+        noise = "no parameter moved by more than its own noise"
     return f"{noise}; the largest shares of the squared norm: {top}" if top else ""
 
 

@@ -7,12 +7,11 @@ import inspect
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ..core.errors import display
 from ..core.formatting import is_multiple, times
@@ -96,11 +95,7 @@ def load_state(rule: Rule, state: Mapping[str, Any]) -> None:
 
 
 class RulePerSignal:
-    """One copy of a rule for each signal, created when the signal first appears. A bank replaces many copies of the default rule.
-
-    Args:
-        rule: the rule to copy.
-    """
+    """One copy of a rule for each signal, created when the signal first appears. A bank replaces many copies of the default rule."""
 
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
@@ -110,25 +105,19 @@ class RulePerSignal:
 
     def verdicts(self, step: int, values: Mapping[str, float], learns: bool) -> dict[str, Verdict]:
         """Score ``values`` by signal, then learn them, or not."""
-        row = self._row_or_single_rules(values)
-        if learns and self._bank is None and type(self._rule) is Hampel and len(values) >= _TOGETHER:
-            self._make_bank(values)
-            row = self._row_or_single_rules(values)
-        if self._bank is not None and row is not None:
-            return self._verdicts(self._bank, self._bank.update(row) if learns else self._bank.predict(row), values)
-        one = judge if learns else verdict_on
-        return {signal: one(self._single(signal), signal, step, value) for signal, value in values.items()}
-
-    def _row_or_single_rules(self, values: Mapping[str, float]) -> Tensor | None:
-        """The bank's input, NaN for signals without a value. None without a bank; one that cannot take ``values`` is dissolved."""
+        is_many = learns and type(self._rule) is Hampel and len(values) >= _TOGETHER
+        if self._bank is not None or is_many:
+            # it compares logarithms; -inf is allowed, because non-finite values are not learned
+            is_negative = any(-math.inf < value < 0 for value in values.values())
+            if self._bank is not None and (is_negative or not values.keys() <= self._rows.keys()):
+                self.load_state_dict(self.state_dict())  # into single rules
+            if self._bank is None and is_many and not is_negative:
+                self._make_bank(values)
         if self._bank is None:
-            return None
-        if values.keys() <= self._rows.keys():
-            row = torch.tensor([values.get(signal, math.nan) for signal in self._rows], dtype=torch.float64, device="cpu")
-            if not _has_negative(row):
-                return row
-        self.load_state_dict(self.state_dict())  # into single rules
-        return None
+            one = judge if learns else verdict_on
+            return {signal: one(self._single(signal), signal, step, value) for signal, value in values.items()}
+        row = torch.tensor([values.get(signal, math.nan) for signal in self._rows], dtype=torch.float64, device="cpu")
+        return self._verdicts(self._bank, self._bank.verdicts(row, learns), values)
 
     def _single(self, signal: str) -> Rule:
         if signal not in self._rules:
@@ -143,29 +132,22 @@ class RulePerSignal:
             signal: Verdict(False, score if (score := found[signal]) == score else None, threshold, "") for signal in values
         }
         for signal in itertools.compress(self._rows, spikes):
-            if signal not in values:
+            if (value := values.get(signal)) is None:
                 continue
-            value, score = values[signal], found[signal]
-            reason, before = f"{signal} is {value}", usual[self._rows[signal]]
+            score, before = found[signal], usual[self._rows[signal]]
             normal = value_at(before) if math.isfinite(before) else None
-            if math.isfinite(value):
-                reason = _words(signal, value, normal, score, threshold)
+            reason = _words(signal, value, normal, score, threshold) if math.isfinite(value) else f"{signal} is {value}"
             verdicts[signal] = Verdict(True, score, threshold, reason, normal)
         return verdicts
 
-    def _make_bank(self, signals: Mapping[str, float]) -> None:
-        if any(isinstance(rule, Hampel) and rule.linear for rule in self._rules.values()):
+    def _make_bank(self, signals: Iterable[str]) -> None:
+        rule, learned = self._rule, self.state_dict()
+        assert isinstance(rule, Hampel)
+        if any(state["linear"] for state in learned.values()):
             return
-        if _has_negative(torch.tensor(list(signals.values()), dtype=torch.float64, device="cpu")):
-            return
-        names = dict.fromkeys([*self._rules, *signals])
-        learned = {name: rule.state_dict() for name, rule in self._rules.items()}
-        assert isinstance(self._rule, Hampel)
-        self._rows = {name: row for row, name in enumerate(names)}
-        self._bank = HampelBank(self._rule, len(names))
-        new = self._rule.state_dict()
-        self._bank.load([learned.get(name, new) for name in names])
-        self._rules = {}
+        self._rows = {name: row for row, name in enumerate(dict.fromkeys([*learned, *signals]))}
+        self._bank, self._rules = HampelBank(rule, len(self._rows)), {}
+        self._bank.load([learned.get(name, rule.state_dict()) for name in self._rows])
 
     def state_dict(self) -> dict[str, Any]:
         """The state of each rule, by signal."""
@@ -178,11 +160,6 @@ class RulePerSignal:
         self._bank, self._rows, self._rules = None, {}, {}
         for signal, learned in state.items():
             load_state(self._single(signal), learned)
-
-
-def _has_negative(row: Tensor) -> bool:
-    """Whether a bank cannot take ``row``, since it compares logarithms. -inf is allowed, because non-finite values are not learned."""
-    return bool(((row < 0) & (row != -math.inf)).any())
 
 
 def _words(signal: str, value: float, usual: float | None, score: float, threshold: float) -> str:

@@ -70,11 +70,8 @@ class RecoveryTracker:
 
 
 def recovery_text(events: Sequence[SpikeEvent], values: Sequence[tuple[int, float]]) -> str:
-    """Describe what became of a signal.
-
-    Args:
-        events: its spike, in one step or in consecutive ones.
-        values: ``(step, value)`` of the steps after the last event; empty if the spike has not ended.
+    """Describe what became of a signal: ``events`` are its spike, in one step or consecutive ones, ``values`` the ``(step, value)`` of the
+    steps after that; empty if it has not ended.
     """
     first, last = events[0], events[-1]
     if not values:
@@ -122,20 +119,15 @@ _REJECTED = (3, 30, 300)
 
 
 class FollowUp:
-    """The state of the current spikes.
-
-    Attributes:
-        rejected: consecutive steps that were not applied.
-        complete: the last record that nothing more can come for.
-    """
+    """The state of the current spikes."""
 
     def __init__(self) -> None:
-        self.rejected = 0
+        self.rejected = 0  # consecutive steps that were not applied
         self._detail_at = 0  # the value of ``rejected`` when detail was requested last
         self._recovery = RecoveryTracker()
         self._largest: dict[str, float] = {}  # by signal that spiked in the step before, its largest spike without a break
         self._origin_reported = False
-        self.complete: StepRecord | None = None
+        self.complete: StepRecord | None = None  # the last record that nothing more can come for
         self._added: list[str] = []
 
     def is_new(self, event: SpikeEvent) -> bool:
@@ -206,28 +198,19 @@ _NO_SCORE = "the detector's rule gave no score, as in its first steps, when it h
 
 
 class DetectorSet:
-    """Detectors by the name of their signal. A signal may be logged, and so have its value only after the step has ended.
-
-    Attributes:
-        detectors: those in use, by signal.
-        shows_main_score: the score of ``grad_norm`` is a whole-model value.
-        accepts_late_values: detect in values that come after the end of a step; off if ranks could disagree on them.
-        history: gradients of the last steps, and the suspects of spikes.
-        follow_up: new, continued and past spikes.
-        predicted: signals that had a value before the optimizer stepped.
-    """
+    """Detectors by the name of their signal. A signal may be logged, and so have its value only after the step has ended."""
 
     def __init__(self) -> None:
-        self.detectors: dict[str, SpikeDetector] = {}
-        self.accepts_late_values = True
-        self.shows_main_score = False
+        self.detectors: dict[str, SpikeDetector] = {}  # those in use, by signal
+        self.accepts_late_values = True  # detect in values that come after the end of a step; off if ranks could disagree on them
+        self.shows_main_score = False  # the score of ``grad_norm`` is a whole-model value
         self.history = SuspectHistory()
         self.follow_up = FollowUp()
         #: fetches the records of earlier, unmonitored steps when a spike starts
         self.fetch_recorded: Callable[[], Sequence[StepRecord]] = tuple
         self._fetched: list[StepRecord] = []
         self._awaits_loss = False  # the last spike is NaN or Inf, and was explained before the loss of its step was logged
-        self.predicted: set[str] = set()
+        self.predicted: set[str] = set()  # signals that had a value before the optimizer stepped
         # failed detectors stay known, because what ranks exchange must not depend on a failure; the error waits for its warning
         self._failed: dict[str, tuple[SpikeDetector, Exception | None]] = {}
         self._waiting: dict[str, tuple[SpikeDetector, set[str]]] = {}  # detectors of this step, and the signals they have had
@@ -310,10 +293,9 @@ class DetectorSet:
     def detect(
         self, record: StepRecord, whole: Mapping[str, float], absent: MutableMapping[tuple[str, str], str]
     ) -> tuple[StepRecord, list[SpikeEvent]]:
-        """Feed the signals that have a value by now.
+        """Feed the signals that have a value by now; returns ``record`` with the new scores and events, and these events.
 
-        Returns ``record`` with the new scores and events, and these events. ``whole`` has the whole-model values by name; ``absent`` gets
-        the reasons for missing scores.
+        ``whole`` has the whole-model values by name; ``absent`` gets the reasons for missing scores.
         """
         if record.values is self._detected_in:  # no value came late
             return record, []

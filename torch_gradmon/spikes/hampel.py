@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,10 +27,11 @@ class SortedWindow:
 
     def __init__(self, size: int, values: Iterable[float] = ()) -> None:
         self.size = size
-        self._in_time: deque[float] = deque()
-        self.in_order: list[float] = []
-        for value in values:
-            self.add(value)
+        self.load(values)
+
+    def load(self, values: Iterable[float]) -> None:
+        self._in_time: deque[float] = deque(values, maxlen=self.size)
+        self.in_order = sorted(self._in_time)
 
     def add(self, value: float) -> None:
         """Take ``value``, which is no NaN, for the oldest one."""
@@ -39,8 +40,8 @@ class SortedWindow:
         self._in_time.append(value)
         insort(self.in_order, value)
 
-    def values(self) -> list[float]:
-        return list(self._in_time)
+    def __iter__(self) -> Iterator[float]:
+        return iter(self._in_time)
 
     def median(self) -> float:
         """The median; of an even number of values the mean of the two in the middle. There must be a value."""
@@ -74,7 +75,7 @@ class SortedWindow:
         return max(lower, upper)
 
 
-# --- settings, and the level of a signal ---
+# --- settings ---
 
 #: Makes the median of absolute deviations a standard deviation for normal data.
 MAD_TO_STD = 1.4826
@@ -98,33 +99,6 @@ ACCEPT_AT_ONCE, ACCEPT_IN_THE_END, RECENT = 5, 3, 9
 USUAL = 16
 #: The logarithm used for a norm of zero: below the logarithm of any positive number.
 LOG_OF_ZERO = -745.0
-
-
-class Level:
-    def __init__(self, size: int, window: int) -> None:
-        self.values, self.residuals = SortedWindow(size), SortedWindow(window)
-
-    def score(self, position: float, linear: bool, least: float, threshold: float, widening: float) -> float:
-        """Robust standard deviations above the median.
-
-        Args:
-            position: the value or its logarithm.
-            linear: it is a value.
-            least, threshold: smallest rise, relative to the median if ``linear``, and its score.
-            widening: factor for the spread of the residuals.
-        """
-        median = self.values.median()
-        # a rise of the logarithm by log(least) is a factor of ``least``
-        spread = (abs(median) if linear else 1.0) * least / threshold
-        if len(self.residuals.in_order) >= FEWEST_RESIDUALS:
-            deviation = self.residuals.median_deviation(self.residuals.median())
-            spread = max(spread, MAD_TO_STD * deviation * widening)
-        rise = position - median
-        return rise / spread if spread > 0 else math.copysign(math.inf, rise) if rise else 0.0
-
-    def load(self, values: Iterable[float], residuals: Iterable[float]) -> None:
-        self.values = SortedWindow(self.values.size, map(float, values))
-        self.residuals = SortedWindow(self.residuals.size, map(float, residuals))
 
 
 def log_of(value: float) -> float:
@@ -190,11 +164,16 @@ class Hampel:
         self.early = positive("early", early)
         self.lag = positive("lag", lag, whole=True)
         near, far = positive("near", near, above=FIRST - 1, whole=True), positive("far", far, above=FIRST - 1, whole=True)
-        size = positive("window", window, above=FEWEST_RESIDUALS - 1, whole=True)
-        self._near, self._far = Level(near, size), Level(far, size)
+        self.window = positive("window", window, above=FEWEST_RESIDUALS - 1, whole=True)
+        #: the last values of each level, as positions: logarithms, or the values themselves
+        self._levels = {"near": SortedWindow(near), "far": SortedWindow(far)}
+        #: their distances to the median before them
+        self._residuals = {name: SortedWindow(self.window) for name in self._levels}
         self._between: deque[float] = deque()
         self._recent: deque[tuple[float, bool]] = deque(maxlen=RECENT)
-        self._peaks: deque[float] = deque([-math.inf] * size, maxlen=size)  # values above the threshold; -inf for the others
+        self._peaks: deque[float] = deque(
+            [-math.inf] * self.window, maxlen=self.window
+        )  # above the threshold; -inf for the others
         self._count = 0
         self.linear = False  # after a negative value, values are compared instead of logarithms
         self._scored: tuple[float, float | None] | None = None
@@ -207,19 +186,15 @@ class Hampel:
     @property
     def sizes(self) -> dict[str, int]:
         """Sizes of the windows, by argument."""
-        return {
-            "near": self._near.values.size,
-            "far": self._far.values.size,
-            "lag": self.lag,
-            "window": self._near.residuals.size,
-        }
+        return {**{name: level.size for name, level in self._levels.items()}, "lag": self.lag, "window": self.window}
 
     @property
     def baseline(self) -> float | None:
         """The usual value now, in units of the signal."""
-        if not self._near.values.in_order:
+        near = self._levels["near"]
+        if not near.in_order:
             return None
-        return self._near.values.median() if self.linear else value_at(self._near.values.median())
+        return near.median() if self.linear else value_at(near.median())
 
     def score(self, value: float) -> float | None:
         """Robust standard deviations above normal, negative below it; None for the first eight values."""
@@ -231,15 +206,25 @@ class Hampel:
         if self._count < JUDGES or (value < 0 and not self.linear):
             return None
         position = value if self.linear else log_of(value)
-        least = math.log(self.least) + self.early / self._count
-        limits = self.linear, least, self.threshold, 1 + EARLY_SPREAD / self._count
-        score = self._near.score(position, *limits)
+        score = self._distance("near", position)
         if self._count >= FAR_FROM:
-            score = max(score, self._far.score(position, *limits))
+            score = max(score, self._distance("far", position))
         return min(score, self.threshold) if score > self.threshold and self._is_usual(position) else score
 
+    def _distance(self, name: str, position: float) -> float:
+        """Robust standard deviations above the median of a level."""
+        median, residuals = self._levels[name].median(), self._residuals[name]
+        # a rise of the logarithm by log(least) is a factor of ``least``
+        least = math.log(self.least) + self.early / self._count
+        spread = (abs(median) if self.linear else 1.0) * least / self.threshold
+        if len(residuals.in_order) >= FEWEST_RESIDUALS:
+            deviation = residuals.median_deviation(residuals.median())
+            spread = max(spread, MAD_TO_STD * deviation * (1 + EARLY_SPREAD / self._count))
+        rise = position - median
+        return rise / spread if spread > 0 else math.copysign(math.inf, rise) if rise else 0.0
+
     def _is_usual(self, position: float) -> bool:
-        nearly = position - (abs(self._near.values.median()) if self.linear else 1.0) * math.log(self.least)
+        nearly = position - (abs(self._levels["near"].median()) if self.linear else 1.0) * math.log(self.least)
         return sum(peak >= nearly for peak in self._peaks) >= USUAL
 
     def update(self, value: float) -> None:
@@ -260,41 +245,40 @@ class Hampel:
             self._accept()
 
     def _learn(self, position: float) -> None:
-        for level in (self._near, self._far):
-            if len(level.values.in_order) >= FIRST:
-                level.residuals.add(position - level.values.median())
+        for name, level in self._levels.items():
+            if len(level.in_order) >= FIRST:
+                self._residuals[name].add(position - level.median())
         self._count += 1
-        self._near.values.add(position)
+        self._levels["near"].add(position)
         self._between.append(position)
         if len(self._between) > self.lag:
-            self._far.values.add(self._between.popleft())
+            self._levels["far"].add(self._between.popleft())
 
     def _accept(self) -> None:
         """Restart the medians from the first of the recent spikes on."""
         recent = list(self._recent)
         first = next(index for index, (_, is_spike) in enumerate(recent) if is_spike)
-        for level in (self._near, self._far):
-            level.values = SortedWindow(level.values.size, (position for position, _ in recent[first:]))
+        for level in self._levels.values():
+            level.load(position for position, _ in recent[first:])
         self._between.clear()
         self._recent.clear()
 
     def _restart(self) -> None:
         """Drop all logarithms at the first negative value."""
         self.linear, self._count, self._scored = True, 0, None
-        self._peaks.extend([-math.inf] * len(self._peaks))
-        self._between, self._recent = deque(), deque(maxlen=RECENT)
-        for level in (self._near, self._far):
-            level.load((), ())
+        self._peaks.extend([-math.inf] * self.window)
+        self._between.clear()
+        self._recent.clear()
+        for window in (*self._levels.values(), *self._residuals.values()):
+            window.load(())
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and lists."""
         return {
-            "near": self._near.values.values(),
-            "far": self._far.values.values(),
-            "near_residuals": self._near.residuals.values(),
-            "far_residuals": self._far.residuals.values(),
+            **{name: list(level) for name, level in self._levels.items()},
+            **{f"{name}_residuals": list(residuals) for name, residuals in self._residuals.items()},
             "between": list(self._between),
-            "recent": [[position, is_spike] for position, is_spike in self._recent],
+            "recent": list(map(list, self._recent)),
             "peaks": [None if peak == -math.inf else peak for peak in self._peaks],
             "count": self._count,
             "linear": self.linear,
@@ -315,12 +299,12 @@ class Hampel:
         if missing := self.state_dict().keys() - state.keys():
             raise KeyError(f"the state of a Hampel rule lacks {', '.join(sorted(missing))}")
         self._scored = None
-        self._near.load(state["near"], state["near_residuals"])
-        self._far.load(state["far"], state["far_residuals"])
+        for name, level in self._levels.items():
+            level.load(map(float, state[name]))
+            self._residuals[name].load(map(float, state[f"{name}_residuals"]))
         self._between = deque(map(float, state["between"]))
         self._recent = deque(((float(position), bool(spike)) for position, spike in state["recent"]), maxlen=RECENT)
-        peaks = (-math.inf if peak is None else float(peak) for peak in state["peaks"])
-        self._peaks = deque(peaks, maxlen=self._peaks.maxlen)
+        self._peaks = deque((-math.inf if peak is None else float(peak) for peak in state["peaks"]), maxlen=self.window)
         self._count, self.linear = int(state["count"]), bool(state["linear"])
 
 
@@ -350,9 +334,10 @@ class _Windows:
         """``[rows]``; infinite where there is no value."""
         return self._middle(self.values)
 
-    def median_deviation(self) -> np.ndarray:
-        """The median of ``|x - median|``: ``[rows]``; not finite where there is no value."""
-        return self._middle(np.abs(self.values - self.median()[:, None]))
+    def deviation(self) -> np.ndarray:
+        """The median of ``|x - median|``, 0 where there are too few values: ``[rows]``."""
+        found = self._middle(np.abs(self.values - self.median()[:, None]))
+        return np.where(self.count >= FEWEST_RESIDUALS, found, 0.0)
 
     def _middle(self, values: np.ndarray) -> np.ndarray:
         ordered, rows = np.sort(values, axis=1), np.arange(len(values))  # free places come last
@@ -364,7 +349,7 @@ class _Windows:
         found: list[float] = np.roll(self.values[row], -self._next[row]).tolist()
         return found[len(found) - int(self.count[row]) :]
 
-    def load(self, row: int, values: Sequence[float]) -> None:
+    def load(self, row: int, values: Sequence[float] = ()) -> None:
         """The inverse of :meth:`ordered`."""
         size = self.values.shape[1]
         kept = list(values)[-size:]
@@ -383,86 +368,69 @@ class HampelBank:
     def __init__(self, like: Hampel, signals: int) -> None:
         self.threshold, self._least, self._early = like.threshold, math.log(like.least), like.early
         self._sizes = sizes = like.sizes
-        self._near, self._far = _Windows(signals, sizes["near"]), _Windows(signals, sizes["far"])
-        self._near_residuals, self._far_residuals = (_Windows(signals, sizes["window"]) for _ in range(2))
+        self._levels = {name: _Windows(signals, sizes[name]) for name in ("near", "far")}
+        self._residuals = {name: _Windows(signals, sizes["window"]) for name in self._levels}
         self._between = _Windows(signals, sizes["lag"])  # of the near window and the far one
         self._peaks = _Windows(signals, sizes["window"], -math.inf)  # values above the threshold, -inf for the others
         self._peaks.count[:] = sizes["window"]
         self._recent, self._flags = _Windows(signals, RECENT), _Windows(signals, RECENT, 0.0)  # values, and which were spikes
         self._count = np.zeros(signals, np.int64)
 
-    def update(self, values: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Score ``values``, float64 ``[signals]`` on the CPU, then learn them.
+    def verdicts(self, values: Tensor, learns: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Score ``values``, float64 ``[signals]`` on the CPU, then learn them, or not.
 
         Returns:
             The scores, infinite for NaN and Inf, NaN if there is none yet; which values are spikes; and the logarithms of the usual
             values before, infinite if unknown. All ``[signals]``.
         """
-        finite, positions, medians, scores, spikes = self._judge(values)
-        calm = finite & ~spikes
-        self._peaks.add(finite, np.where(scores >= self.threshold, positions, -np.inf))
-        levels = (self._near, self._near_residuals), (self._far, self._far_residuals)
-        for (level, residuals), median in zip(levels, medians, strict=True):
-            known = calm & (level.count >= FIRST)
-            residuals.add(known, positions - np.where(known, median, 0.0))
-        leaving = self._between.oldest()
-        self._far.add(calm & (leaving < np.inf), leaving)
-        self._near.add(calm, positions)
-        self._between.add(calm, positions)
-        self._count += calm
-        self._recent.add(finite, positions)
-        self._flags.add(finite, spikes)
-        self._accept(finite, spikes)
-        return np.where(finite, scores, np.inf), spikes | ~finite, medians[0]
-
-    def predict(self, values: Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        finite, _, medians, scores, spikes = self._judge(values)
-        return np.where(finite, scores, np.inf), spikes | ~finite, medians[0]
-
-    def _judge(self, values: Tensor) -> tuple[np.ndarray, np.ndarray, list[np.ndarray], np.ndarray, np.ndarray]:
         positions = torch.where(values > 0, values.log(), LOG_OF_ZERO).numpy()
-        finite, medians = values.isfinite().numpy(), [self._near.median(), self._far.median()]
+        finite, medians = values.isfinite().numpy(), {name: level.median() for name, level in self._levels.items()}
         with np.errstate(all="ignore"):
             early = 1 / self._count
             widening, least = 1 + EARLY_SPREAD * early, (self._least + self._early * early) / self.threshold
             near, far = (
-                (positions - median) / np.maximum(MAD_TO_STD * self._deviation(residuals) * widening, least)
-                for median, residuals in zip(medians, (self._near_residuals, self._far_residuals), strict=True)
+                (positions - medians[name]) / np.maximum(MAD_TO_STD * residuals.deviation() * widening, least)
+                for name, residuals in self._residuals.items()
             )
             scores = np.where(self._count >= FAR_FROM, np.maximum(near, far), near)
         scores = np.where(self._count >= JUDGES, scores, np.nan)
         high = (scores > self.threshold).nonzero()[0]
         usual = (self._peaks.values[high] >= (positions[high] - self._least)[:, None]).sum(axis=1) >= USUAL
         scores[high[usual]] = self.threshold
-        return finite, positions, medians, scores, finite & (scores > self.threshold)
+        spikes = finite & (scores > self.threshold)
+        if learns:
+            self._peaks.add(finite, np.where(scores >= self.threshold, positions, -np.inf))
+            self._learn(positions, medians, finite, spikes)
+        return np.where(finite, scores, np.inf), spikes | ~finite, medians["near"]
 
-    @staticmethod
-    def _deviation(residuals: _Windows) -> np.ndarray:
-        return np.where(residuals.count >= FEWEST_RESIDUALS, residuals.median_deviation(), 0.0)
-
-    def _accept(self, finite: np.ndarray, spikes: np.ndarray) -> None:
-        """Restart the medians where the level has changed, from the first of the recent spikes on."""
+    def _learn(self, positions: np.ndarray, medians: Mapping[str, np.ndarray], finite: np.ndarray, spikes: np.ndarray) -> None:
+        calm = finite & ~spikes
+        for name, level in self._levels.items():
+            known = calm & (level.count >= FIRST)
+            self._residuals[name].add(known, positions - np.where(known, medians[name], 0.0))
+        leaving = self._between.oldest()
+        self._levels["far"].add(calm & (leaving < np.inf), leaving)
+        self._levels["near"].add(calm, positions)
+        self._between.add(calm, positions)
+        self._count += calm
+        self._recent.add(finite, positions)
+        self._flags.add(finite, spikes)
+        # restart the medians where the level has changed, from the first of the recent spikes on
         number = self._flags.values.sum(axis=1)
         lasting = (number >= ACCEPT_IN_THE_END) & (self._recent.count == RECENT) & (self._flags.oldest() > 0)
         for row in (finite & (lasting | (spikes & (number >= ACCEPT_AT_ONCE)))).nonzero()[0].tolist():
-            level = self._recent.ordered(row)[self._flags.ordered(row).index(1.0) :]
-            for window, values in (
-                (self._near, level),
-                (self._far, level),
-                (self._between, []),
-                (self._recent, []),
-                (self._flags, []),
-            ):
-                window.load(row, values)
+            begun = self._recent.ordered(row)[self._flags.ordered(row).index(1.0) :]
+            for level in self._levels.values():
+                level.load(row, begun)
+            for window in (self._between, self._recent, self._flags):
+                window.load(row)
 
     def state(self, signal: int) -> dict[str, Any]:
         """As of a single rule."""
         recent = zip(self._recent.ordered(signal), map(bool, self._flags.ordered(signal)), strict=True)
         return {
-            "near": self._near.ordered(signal),
-            "far": self._far.ordered(signal),
-            "near_residuals": self._near_residuals.ordered(signal),
-            "far_residuals": self._far_residuals.ordered(signal),
+            **{name: level.ordered(signal) for name, level in self._levels.items()},
+            **{f"{name}_residuals": residuals.ordered(signal) for name, residuals in self._residuals.items()},
             "between": self._between.ordered(signal),
             "recent": list(map(list, recent)),
             "peaks": [None if peak == -math.inf else peak for peak in self._peaks.ordered(signal)],
@@ -474,10 +442,9 @@ class HampelBank:
     def load(self, states: Sequence[Mapping[str, Any]]) -> None:
         """The inverse of :meth:`state`, for all signals."""
         for signal, state in enumerate(states):
-            self._near.load(signal, state["near"])
-            self._far.load(signal, state["far"])
-            self._near_residuals.load(signal, state["near_residuals"])
-            self._far_residuals.load(signal, state["far_residuals"])
+            for name, level in self._levels.items():
+                level.load(signal, state[name])
+                self._residuals[name].load(signal, state[f"{name}_residuals"])
             self._between.load(signal, state["between"])
             self._recent.load(signal, [position for position, _ in state["recent"]])
             self._flags.load(signal, [flag for _, flag in state["recent"]])

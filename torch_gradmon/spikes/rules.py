@@ -35,20 +35,23 @@ class Rule(Protocol):
 
 
 class StatefulRule:
-    """A rule whose state is in attributes that are numbers or deques of numbers."""
+    """A rule whose state is in attributes that are numbers, deques of numbers, or windows."""
 
     _state: tuple[str, ...] = ()
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and lists."""
-        values = {name: getattr(self, name) for name in self._state}
-        return {name.lstrip("_"): list(value) if isinstance(value, deque) else value for name, value in values.items()}
+        values = {name.lstrip("_"): getattr(self, name) for name in self._state}
+        return {name: list(value) if isinstance(value, (deque, SortedWindow)) else value for name, value in values.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`."""
         for name in self._state:
             value, here = state[name.lstrip("_")], getattr(self, name)
-            setattr(self, name, deque(value, maxlen=here.maxlen) if isinstance(here, deque) else value)
+            if isinstance(here, SortedWindow):
+                here.load(map(float, value))
+            else:
+                setattr(self, name, deque(value, maxlen=here.maxlen) if isinstance(here, deque) else value)
 
 
 class Threshold(StatefulRule):
@@ -312,7 +315,7 @@ class EmaZScore(StatefulRule):
         self._variance = self._alpha * self._variance + (1 - self._alpha) * _square(value - self._mean)
 
 
-class MedianMad:
+class MedianMad(StatefulRule):
     """Robust z-score of the logarithm: ``(log x - median) / max(1.4826 * MAD, floor)`` over the last ``window`` values.
 
     Gradient norms are positive and skewed, so their logarithm scatters evenly; scaling the signal changes nothing. Spikes stay out of the
@@ -330,13 +333,15 @@ class MedianMad:
     One median over the whole window is too high while a signal decays: see :class:`Hampel`.
     """
 
+    _state = ("_values", "_run")
+
     def __init__(self, window: int = 128, threshold: float = 6.0, floor: float = 0.03, warmup: int = 16, accept: int = 5) -> None:
         self._values = SortedWindow(positive("window", window, whole=True))
         self.threshold, self._floor = positive("threshold", threshold), positive("floor", floor)
         self._warmup, self._accept = positive("warmup", warmup, whole=True), positive("accept", accept, whole=True)
         if warmup > window:
             raise ValueError(f"warmup={warmup} is larger than window={window}: no value would ever be scored")
-        self._run: list[float] = []
+        self._run: deque[float] = deque()
 
     @property
     def baseline(self) -> float | None:
@@ -360,17 +365,8 @@ class MedianMad:
         self._run.append(log_of(value))
         if len(self._run) >= self._accept:
             # repeated up to the warm-up, else the rule would give no scores on the new level
-            self._values = SortedWindow(self._values.size, self._run * -(-self._warmup // len(self._run)))
+            self._values.load([*self._run] * -(-self._warmup // len(self._run)))
             self._run.clear()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain numbers and lists."""
-        return {"values": self._values.values(), "run": list(self._run)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of :meth:`state_dict`."""
-        self._values = SortedWindow(self._values.size, map(float, state["values"]))
-        self._run = [float(x) for x in state["run"]]
 
 
 def _distance(value: float, mean: float, spread: float) -> float:

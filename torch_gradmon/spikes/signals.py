@@ -63,26 +63,17 @@ class Episode:
 
 
 def episodes(events: Iterable[SpikeEvent], steps: Sequence[int]) -> list[Episode]:
-    """The spikes of a run, ascending.
-
-    Args:
-        events: what detectors found; events of steps that are not in ``steps`` are ignored.
-        steps: the known steps of the run, ascending. Two spikes belong together if no known step lies between them.
-    """
-    by_step: dict[int, list[SpikeEvent]] = {}
-    for event in events:
-        by_step.setdefault(event.step, []).append(event)
-    rows: list[list[int]] = []
-    for step in sorted(by_step):
-        at = bisect_left(steps, step)
-        if at == len(steps) or steps[at] != step:
+    """The spikes of a run, ascending. Two belong together if none of ``steps``, ascending, lies between them; other events are ignored."""
+    rows: list[list[SpikeEvent]] = []
+    for event in sorted(events, key=lambda event: event.step):
+        at, last = bisect_left(steps, event.step), rows[-1][-1].step if rows else None
+        if at == len(steps) or steps[at] != event.step:
             continue
-        if rows and at and steps[at - 1] == rows[-1][-1]:
-            rows[-1].append(step)
+        if last is not None and (last == event.step or (at and steps[at - 1] == last)):
+            rows[-1].append(event)
         else:
-            rows.append([step])
-    grouped = [(row, [event for step in row for event in by_step[step]]) for row in rows]
-    return [Episode(tuple(row), tuple(found), max(found, key=size)) for row, found in grouped]
+            rows.append([event])
+    return [Episode(tuple(dict.fromkeys(each.step for each in row)), tuple(row), max(row, key=size)) for row in rows]
 
 
 def largest(found: Sequence[Episode], most: int) -> list[Episode]:

@@ -13,97 +13,43 @@ from ...core.formatting import printable
 from ...runs import detail_request
 from ...runs.detail_request import DetailRequest, request_text
 from ...runs.format import directory_of, has_run
-from ...runs.liveness import RunStatus, run_status
-from ...step.planner import PRESETS
-from .common import Command, UsageError, argument, flag, positive, value
-
-# --- what is printed ---
-
-
-def state_of(found: RunStatus) -> Mapping[str, Any]:
-    """The state that the monitor has written into its run."""
-    state: Mapping[str, Any] = found.meta.get("tune", {})
-    return state
-
-
-def script_text(found: RunStatus) -> str:
-    every, preset = found.meta.get("every"), found.meta.get("preset")
-    cadence = "the steps of monitor_step_fn" if every is None else request_text({"every": every})
-    return cadence if preset is None else f"{cadence}, preset {preset}"
-
-
-def current_text(found: RunStatus) -> str:
-    state = state_of(found).get("in_force")
-    return f"{script_text(found)}, as in the script" if state is None else change_text(state)
-
-
-def change_text(state: Mapping[str, Any]) -> str:
-    """A change, and the steps in which it is in force."""
-    parts = [f"{request_text({**state, 'first': None})} (number {state['number']})"]
-    since, until = state.get("since"), state.get("until")
-    if since is not None:
-        parts.append(f"from step {since} {'on' if until is None else f'to {until}'}")
-    elif state.get("first") is not None:
-        parts.append(f"not before step {state['first']}")
-    if state.get("ended"):
-        parts.append(state["ended"])
-    return "; ".join(parts)
-
-
-def status_lines(found: RunStatus) -> Iterator[str]:
-    state = state_of(found)
-    yield f"the script: {script_text(found)}"
-    for name, title in (("in_force", "in force"), ("waits", "requested and not yet in force"), ("last", "the last one")):
-        if state.get(name):
-            yield f"{title}: {change_text(state[name])}"
-    if state.get("why"):
-        yield state["why"]
-    if found.has_ended:
-        return
-    if not state.get("listens"):
-        yield "nothing reads changes here: another rank than the first, or an earlier version of torch_gradmon, wrote this run"
-    elif not (state.get("in_force") or state.get("waits")):
-        yield "only the settings of the script are in force"
-
-
-def warnings(change: DetailRequest, found: RunStatus) -> Iterator[str]:
-    if change.first is not None and found.step is not None and change.first <= found.step:
-        yield f"step {change.first} is over, so the change begins with the next step"
-    if not change.is_reset and change.every is None:
-        yield f"without --every the cadence stays that of the script: {script_text(found)}"
-    every = change.every or found.meta.get("every")
-    if not change.is_reset and change.steps is not None and every is not None and every > change.steps:
-        yield f"possibly none of {change.steps} steps in a row is divisible by {every}; then nothing is measured"
-    if found.looks_alive is False:
-        yield "if the run was killed, it will not read the change; a resumed run does what its script requests"
-
-
-def result_of(state: Mapping[str, Any], change: DetailRequest, session: str) -> tuple[bool, str] | None:
-    """Whether the change was applied, and the reason; None if that is still open."""
-    for name, title in (("in_force", "in force"), ("last", "applied")):
-        found = state.get(name) or {}
-        if state.get("session") == session and found.get("number", 0) >= change.number and found.get("since") is not None:
-            if found["number"] > change.number or {**found, **change.facts()} != found:  # two requests at once: one wins
-                return False, f"another change replaced it: {change_text(found)}"
-            return True, f"{title}: {change_text(found)}"
-    if state.get("session") != session or state.get("ended"):
-        return False, "it was not applied: the run has ended"
-    if state.get("number", 0) > change.number or (state.get("number", 0) == change.number and not state.get("waits")):
-        return False, f"it was not applied: {state.get('why') or 'another change replaced it'}"
-    return None
-
-
-# --- the command ---
-
-
-def _step(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not the number of a step")
-    return int(text)
-
+from ...runs.liveness import run_status
+from .common import UsageError, wrong_request
 
 #: Seconds between two checks whether a change was applied.
 _PAUSE = 0.2
+
+
+class _Training:
+    """A training, as its run directory shows it now; ``state`` is what its monitor has written about changes."""
+
+    def __init__(self, directory: Path) -> None:
+        with wrong_request(FileNotFoundError, ValueError):
+            self.status = run_status(directory)
+        meta = self.status.meta
+        self.directory, self.every = directory, meta.get("every")
+        self.state: Mapping[str, Any] = meta.get("tune", {})
+        self.number = int(self.state.get("number", 0))  # of the last change that it has read
+        cadence = "the steps of monitor_step_fn" if self.every is None else request_text({"every": self.every})
+        self.script = cadence if meta.get("preset") is None else f"{cadence}, preset {meta['preset']}"
+
+    def request(self) -> tuple[DetailRequest, str] | None:
+        """The last request, and the session that it is addressed to; None if there is none that can be read."""
+        try:
+            return detail_request.read(self.directory / detail_request.FILE_NAME, self.number)
+        except (OSError, ValueError):  # an unreadable request is overwritten
+            return None
+
+    def session(self) -> str:
+        """The session that reads changes. Raises UsageError if nothing does."""
+        if self.status.has_ended:
+            raise UsageError("this run has ended; after it is resumed it follows its script, and a change can be requested then")
+        if not self.state.get("session") or not self.state.get("listens"):
+            raise UsageError(
+                f"nothing reads changes in {str(self.directory)!r}: it was written by an earlier version of torch_gradmon, or by another "
+                "rank than the first, which decides for all"
+            )
+        return str(self.state["session"])
 
 
 def run(options: argparse.Namespace) -> int:
@@ -113,24 +59,23 @@ def run(options: argparse.Namespace) -> int:
     if options.timeout is not None and not options.wait:
         raise UsageError("--timeout is the limit of --wait; give both")
     change = None if options.status else _change(options)
-    directory = _directory(options.run)
-    found = _liveness(directory)
-    print(found)
+    found = _Training(_directory(options.run))
+    print(found.status)
     if change is None:
-        print("\n".join(status_lines(found)))
-        _print_unread(directory, found)
+        print("\n".join(_status_lines(found)))
         return 0
-    session = _session(found, directory)
-    change = replace(change, number=1 + _requested_number(directory, _last_number(found)))
-    print(f"until now: {current_text(found)}")
-    detail_request.write(directory, change, session)
+    session, last = found.session(), found.request()
+    change = replace(change, number=1 + max(found.number, 0 if last is None else last[0].number))
+    state = found.state.get("in_force")
+    print(f"until now: {f'{found.script}, as in the script' if state is None else _text(state)}")
+    detail_request.write(found.directory, change, session)
     print(f"requested, number {change.number}: {request_text(change.facts())}")
-    if waits := state_of(found).get("waits"):
-        print(f"it replaces one that was not in force yet: {change_text(waits)}")
-    for warning in warnings(change, found):
+    if waits := found.state.get("waits"):
+        print(f"it replaces one that was not in force yet: {_text(waits)}")
+    for warning in _warnings(change, found):
         print(warning)
     if options.wait:
-        return _wait(directory, change, session, options.timeout)
+        return _wait(found.directory, change, session, options.timeout)
     print(f"to see whether it was applied: gradmon detail {printable(options.run)} --status")
     return 0
 
@@ -148,10 +93,8 @@ def _change(options: argparse.Namespace) -> DetailRequest:
         return DetailRequest()
     if options.every is None and options.preset is None:
         raise UsageError("no change was given; add --every, --preset, --reset or --status")
-    try:
+    with wrong_request(ValueError):
         return detail_request.detail_request(options.every, options.preset, options.steps, options.first)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
 
 
 def _directory(path: str) -> Path:
@@ -162,44 +105,63 @@ def _directory(path: str) -> Path:
     return directory
 
 
-def _liveness(directory: Path) -> RunStatus:
-    try:
-        return run_status(directory)
-    except (FileNotFoundError, ValueError) as error:
-        raise UsageError(str(error)) from error
+def _text(change: Mapping[str, Any]) -> str:
+    """A change, and the steps in which it is in force."""
+    parts = [f"{request_text({**change, 'first': None})} (number {change['number']})"]
+    since, until = change.get("since"), change.get("until")
+    if since is not None:
+        parts.append(f"from step {since} {'on' if until is None else f'to {until}'}")
+    elif change.get("first") is not None:
+        parts.append(f"not before step {change['first']}")
+    if change.get("ended"):
+        parts.append(change["ended"])
+    return "; ".join(parts)
 
 
-def _session(found: RunStatus, directory: Path) -> str:
-    state = state_of(found)
-    if found.has_ended:
-        raise UsageError("this run has ended; after it is resumed it follows its script, and a change can be requested then")
-    if not state.get("session") or not state.get("listens"):
-        raise UsageError(
-            f"nothing reads changes in {str(directory)!r}: it was written by an earlier version of torch_gradmon, or by another rank "
-            "than the first, which decides for all"
-        )
-    return str(state["session"])
-
-
-def _last_number(found: RunStatus) -> int:
-    return int(state_of(found).get("number", 0))
-
-
-def _requested_number(directory: Path, last: int) -> int:
-    try:
-        return max(last, detail_request.read(directory / detail_request.FILE_NAME, last)[0].number)
-    except (OSError, ValueError):  # an unreadable request is overwritten
-        return last
-
-
-def _print_unread(directory: Path, found: RunStatus) -> None:
-    """Print a request that the training has not read yet."""
-    try:
-        change, session = detail_request.read(directory / detail_request.FILE_NAME, _last_number(found))
-    except (OSError, ValueError):
+def _status_lines(found: _Training) -> Iterator[str]:
+    state = found.state
+    yield f"the script: {found.script}"
+    for name, title in (("in_force", "in force"), ("waits", "requested and not yet in force"), ("last", "the last one")):
+        if state.get(name):
+            yield f"{title}: {_text(state[name])}"
+    if state.get("why"):
+        yield state["why"]
+    if found.status.has_ended:
         return
-    if session == state_of(found).get("session") and change.number > _last_number(found) and not found.has_ended:
-        print(f"requested, and not yet read by the training: {change_text(change.facts())}")
+    if not state.get("listens"):
+        yield "nothing reads changes here: another rank than the first, or an earlier version of torch_gradmon, wrote this run"
+    elif not (state.get("in_force") or state.get("waits")):
+        yield "only the settings of the script are in force"
+    if (last := found.request()) is not None and last[1] == state.get("session") and last[0].number > found.number:
+        yield f"requested, and not yet read by the training: {_text(last[0].facts())}"
+
+
+def _warnings(change: DetailRequest, found: _Training) -> Iterator[str]:
+    status, every = found.status, change.every or found.every
+    if change.first is not None and status.step is not None and change.first <= status.step:
+        yield f"step {change.first} is over, so the change begins with the next step"
+    if not change.is_reset and change.every is None:
+        yield f"without --every the cadence stays that of the script: {found.script}"
+    if not change.is_reset and change.steps is not None and every is not None and every > change.steps:
+        yield f"possibly none of {change.steps} steps in a row is divisible by {every}; then nothing is measured"
+    if status.looks_alive is False:
+        yield "if the run was killed, it will not read the change; a resumed run does what its script requests"
+
+
+def _result(found: _Training, change: DetailRequest, session: str) -> tuple[bool, str] | None:
+    """Whether the change was applied, and the reason; None if that is still open."""
+    state, number = found.state, found.number
+    for name, title in (("in_force", "in force"), ("last", "applied")):
+        known = state.get(name) or {}
+        if state.get("session") == session and known.get("number", 0) >= change.number and known.get("since") is not None:
+            if known["number"] > change.number or {**known, **change.facts()} != known:  # two requests at once: one wins
+                return False, f"another change replaced it: {_text(known)}"
+            return True, f"{title}: {_text(known)}"
+    if state.get("session") != session or state.get("ended"):
+        return False, "it was not applied: the run has ended"
+    if number > change.number or (number == change.number and not state.get("waits")):
+        return False, f"it was not applied: {state.get('why') or 'another change replaced it'}"
+    return None
 
 
 def _wait(directory: Path, change: DetailRequest, session: str, timeout: int | None) -> int:
@@ -207,55 +169,16 @@ def _wait(directory: Path, change: DetailRequest, session: str, timeout: int | N
     printed: str | None = None
     has_warned = False
     while until is None or time.monotonic() < until:
-        found = _liveness(directory)
-        state = state_of(found)
-        result = result_of(state, change, session)
-        if result is not None:
-            is_applied, text = result
-            print(text)
-            return 0 if is_applied else 1
-        if state.get("number", 0) >= change.number and (why := state.get("why", "")) != printed:
-            print(why or f"the training has read it: {change_text(state.get('waits') or change.facts())}")
+        found = _Training(directory)
+        if (result := _result(found, change, session)) is not None:
+            print(result[1])
+            return 0 if result[0] else 1
+        if found.number >= change.number and (why := found.state.get("why", "")) != printed:
+            print(why or f"the training has read it: {_text(found.state.get('waits') or change.facts())}")
             printed = why
-        if found.looks_alive is False and not has_warned:
-            print(f"{found}; Ctrl-C ends the wait, and the request stays")
+        if found.status.looks_alive is False and not has_warned:
+            print(f"{found.status}; Ctrl-C ends the wait, and the request stays")
             has_warned = True
         time.sleep(_PAUSE)
     print(f"it was not in force within {timeout} s; the request stays, and may still be applied")
     return 1
-
-
-COMMANDS = (
-    Command(
-        "detail",
-        "change what a running training measures",
-        "Change how often a running training is monitored, and what is measured, for a while, without a restart.",
-        (
-            ("gradmon detail runs/first --every 1 --preset full --for 200", "everything, in the next 200 steps"),
-            ("gradmon detail runs/first --every 10 --wait", "every 10th step until further notice"),
-            ("gradmon detail runs/first --every 1 --for 50 --first 12000", "50 steps from there on"),
-            ("gradmon detail runs/first --reset", "return to the settings of the script"),
-            ("gradmon detail runs/first --status", "what is in force, and what was requested"),
-        ),
-        (
-            argument("run", metavar="RUN", help="the run directory of a running training"),
-            value("--every", "N", "monitor the steps that are divisible by N", type=positive),
-            argument("--preset", choices=tuple(PRESETS), help="measure this preset instead of the script's"),
-            value("--for", "N", "for N steps (default: until further notice)", type=positive, dest="steps"),
-            value("--first", "STEP", "from this step on (default: the next one)", type=_step),
-            flag("--reset", "return to the settings of the script"),
-            flag("--status", "show what is in force, and what was requested; changes nothing"),
-            flag("--wait", "wait until the change is in force"),
-            value("--timeout", "SECONDS", "wait no longer than this (default: as long as it takes)", type=positive),
-        ),
-        run,
-        """The training reads a change at most once a second, at the end of a step, and applies it to the next one. A change replaces the
-    one before it and does not affect the training: its parameters end as the same bits. Ranks that exchange values change together, in
-    a monitored step; with a large cadence that may take a while. A change of the cadence overrides every=, monitor_step_fn= and
-    max_overhead= of the script. In a compiled model, activations and attention stay as in the script. Updates are measured in steps
-    divisible by 10, as by the presets. A resumed run follows its script: request the change again.
-
-    The exit code is 0 if the change was requested (with --wait: if it is or was in force), 1 if the wait failed, and 2 if nothing
-    reads changes in that directory, or no change was given.""",
-    ),
-)

@@ -20,7 +20,6 @@ from ...core.fence import is_disabled
 from ...core.moments import ALL_COLUMNS, Column
 from ...statistics import cpp, kernel_build
 from ...statistics.dispatch import Statistics
-from .common import JSON, Command
 
 #: Distributions by purpose, with the extra that installs them; None where each is installed by its own name.
 _PACKAGES: Sequence[tuple[str, str | None, Sequence[str]]] = (
@@ -83,14 +82,12 @@ def _accelerators() -> Iterator[tuple[str, str]]:
 
 
 def _installed(packages: Sequence[str], extra: str | None) -> str:
-    versions: dict[str, str | None] = {}
+    there, absent = [], []
     for package in packages:
         try:
-            versions[package] = version(package)
+            there.append(f"{package} {version(package)}")
         except PackageNotFoundError:
-            versions[package] = None
-    there = [f"{package} {found}" for package, found in versions.items() if found is not None]
-    absent = [package for package, found in versions.items() if found is None]
+            absent.append(package)
     how = f': pip install "torch_gradmon[{extra}]"' if extra is not None else ""
     return "; ".join([", ".join(there)] * bool(there) + [f"not installed: {', '.join(absent)}{how}"] * bool(absent))
 
@@ -115,19 +112,3 @@ def _error() -> float:
         Column.MAX: float(exact.max()),
     }
     return max(abs(float(row[column]) - value) / abs(value) for column, value in expected.items())
-
-
-COMMANDS = (
-    Command(
-        "doctor",
-        "what this installation uses: kernels, torch, devices, packages",
-        "Show what computes the statistics on each device and why, which optional packages there are, and whether the numbers are right.",
-        (
-            ("gradmon doctor", "why is it slow here, and what is missing?"),
-            ("gradmon doctor --json", "the same, for a program or for a bug report"),
-        ),
-        (JSON,),
-        run,
-        "The exit code is 1 if statistics of random numbers differ from those in float64, or if monitors are off.",
-    ),
-)

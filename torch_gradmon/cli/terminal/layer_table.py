@@ -6,8 +6,9 @@ import math
 import re
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from ...core.records import SpikeEvent, StepRecord, TrainedPart, loss_among
 from ...runs.reader import StatsSeries, most_cells, paired
 from ...spikes.signals import Episode, episodes, largest
 from ...step.summary import KEY_DOCUMENTATION
+from ..catalogue import MOST
 
 #: Counters, which are shown as numbers of steps.
 _TOTALS = frozenset({"steps_not_applied", "steps_skipped"})
@@ -82,26 +84,22 @@ class Overview:
     def of(cls, records: Iterable[StepRecord]) -> Overview:
         found = cls()
         for record in records:
-            found._add(record)
+            if not found.steps:
+                found.first, found.began = record.step, record.time
+            found.steps += 1
+            found.last, found.ended = record.step, record.time
+            found.not_applied += not record.applied
+            found.skipped += bool(record.skipped)
+            found.events += record.events
+            if rates := rates_in(record.context):
+                low, high = (math.inf, -math.inf) if found.rates is None else found.rates[:2]
+                found.rates = min(low, *rates), max(high, *rates), max(rates)
+            for key, value in record.values.items():
+                if is_of_whole_model(key) and key.metric not in _TOTALS:
+                    steps, values = found._values.setdefault(key, (array("q"), array("d")))
+                    steps.append(record.step)
+                    values.append(value)
         return found
-
-    def _add(self, record: StepRecord) -> None:
-        if not self.steps:
-            self.first, self.began = record.step, record.time
-        self.steps += 1
-        self.last, self.ended = record.step, record.time
-        self.not_applied += not record.applied
-        self.skipped += bool(record.skipped)
-        self.events += record.events
-        rates = rates_in(record.context)
-        if rates:
-            low, high = (min(rates), max(rates)) if self.rates is None else self.rates[:2]
-            self.rates = min(low, *rates), max(high, *rates), max(rates)
-        for key, value in record.values.items():
-            if is_of_whole_model(key) and key.metric not in _TOTALS:
-                steps, values = self._values.setdefault(key, (array("q"), array("d")))
-                steps.append(record.step)
-                values.append(value)
 
     @property
     def lines(self) -> list[ValueSummary]:
@@ -119,8 +117,8 @@ def rates_in(context: Mapping[str, Any]) -> list[float]:
 # --- rows of layers ---
 
 
-#: More parameters than this are grouped by block; so many rows are never too many for the steps.
-MOST, _FEW = 40, 160
+#: So many rows are never too many for the steps.
+_FEW = 160
 
 
 @dataclass(frozen=True)
@@ -140,25 +138,13 @@ class LayerRow:
     since: int | None  # the first of these
 
 
-#: Sort keys by the name of a column; the largest comes first.
-SORTS: Mapping[str, Callable[[LayerRow], float]] = {
-    "norm": lambda row: row.norm,
-    "largest": lambda row: row.largest,
-    "at": lambda row: math.nan if row.at is None else row.at,
-    "share": lambda row: row.share,
-    "clipped": lambda row: row.clipped,
-    "update": lambda row: row.update,
-    "zeros": lambda row: row.zeros,
-    "nonfinite": lambda row: row.nonfinite,
-}
-
-
 def sort_rows(rows: Sequence[LayerRow], column: str) -> list[LayerRow]:
-    """Sorted by a column, or by ``"name"``; rows without a value come last."""
+    """Sorted by a column, the largest first, or by ``"name"``; rows without a value come last."""
     if column == "name":
         return sorted(rows, key=lambda row: row.name)
-    value = SORTS[column]
-    return sorted(rows, key=lambda row: -math.inf if math.isnan(value(row)) else value(row), reverse=True)
+    values = {id(row): getattr(row, column) for row in rows}
+    known = {place: value for place, value in values.items() if value is not None and not math.isnan(value)}
+    return sorted(rows, key=lambda row: known.get(id(row), -math.inf), reverse=True)
 
 
 class Groups(NamedTuple):
@@ -186,81 +172,65 @@ def groups(names: Sequence[str], depth: int | None = None, everything: bool = Fa
     return Groups(tuple(order), {name: order[title] for name, title in zip(names, titles, strict=True)})
 
 
-@dataclass
-class _Collected:
-    """Values of all rows over steps, float64 ``[steps, rows]``; NaN for none."""
-
-    steps: list[int] = field(default_factory=list)
-    parts: list[Tensor] = field(default_factory=list)
-
-    def add(self, steps: Sequence[int], values: Tensor) -> None:
-        self.steps += steps
-        self.parts.append(values)
-
-    @property
-    def values(self) -> Tensor:
-        return torch.cat(self.parts)
-
-
-class _Merger:
-    def __init__(self, grouped: Groups) -> None:
-        self._grouped = grouped
-        self._known: dict[tuple[str, ...], tuple[tuple[str, ...], list[int]]] = {}  # nearly all stacks have the same names
-
-    def __call__(self, stack: StatsSeries) -> StatsSeries:
-        if stack.names not in self._known:
-            kept = tuple(name for name in stack.names if name in self._grouped.place)
-            self._known[stack.names] = kept, [self._grouped.place[name] for name in kept]
-        names, places = self._known[stack.names]
-        return stack.of(names).merged(self._grouped.titles, places)
-
-
 def layer_rows(run: Run, grouped: Groups, since: int | None = None) -> list[LayerRow]:
     """A row for each group, from the statistics of the steps from ``since`` on; empty if no gradient was measured.
 
-    Raises:
-        ValueError: a table of these steps and groups would be far larger than the run, as nearly all of its cells are empty.
+    Raises ValueError if a table of these steps and groups would be far larger than the run, as nearly all of its cells are empty.
     """
-    source = gradient_source(run)
-    if source is not None and len(grouped.titles) > _FEW:
-        _check_size(run, source, grouped, since)
-    merged = _Merger(grouped)
-    norms, zeros, nonfinite, shares = _Collected(), _Collected(), _Collected(), _Collected()
-    for whole in () if source is None else run.stacks(source, since):
-        stack = merged(whole)
-        norm = _values(stack, "norm")
-        norms.add(stack.steps, norm)
-        zeros.add(stack.steps, _values(stack, "sparsity"))
-        nonfinite.add(stack.steps, stack.values("nonfinite_count"))
-        total = whole.values("norm").square().nansum(1, keepdim=True)
-        total = torch.where(
-            (total > 0) & total.isfinite() & ~whole.values("nonfinite_count").any(1, keepdim=True), total, torch.nan
-        )
-        shares.add(stack.steps, torch.where(total.isnan(), torch.nan, (norm.square() / total).nan_to_num(nan=0.0)))
-    if not norms.steps or not grouped.titles:
+    source, titles = gradient_source(run), grouped.titles
+    if source is None or not titles:
         return []
-    after, ratios = _Collected(), _Collected()
-    for stack in run.stacks(n.GRADIENT, since) if source == n.GRADIENT_BEFORE_CLIP else ():
-        after.add(stack.steps, _values(merged(stack), "norm"))
+    if len(titles) > _FEW:
+        _check_size(run, source, grouped, since)
+    merged = partial(_merged, grouped, {})
+    steps: list[int] = []
+    parts = []
+    for whole in run.stacks(source, since):
+        stack, total = merged(whole), whole.values("norm").square().nansum(1, keepdim=True)
+        is_known = (total > 0) & total.isfinite() & ~whole.values("nonfinite_count").any(1, keepdim=True)
+        norm = _values(stack, "norm")
+        share = torch.where(is_known, (norm.square() / total).nan_to_num(nan=0.0), torch.nan)
+        steps += stack.steps
+        parts.append(torch.stack([norm, _values(stack, "sparsity"), stack.values("nonfinite_count"), share], -1))
+    if not steps:
+        return []
+    norms, zeros, nonfinite, shares = torch.cat(parts).unbind(-1)  # [steps, groups]
+    clipped = [merged(stack) for stack in run.stacks(n.GRADIENT, since)] if source == n.GRADIENT_BEFORE_CLIP else []
+    after = [_values(stack, "norm") for stack in clipped]
+    if after and _same(steps, norms, [step for stack in clipped for step in stack.steps], torch.cat(after)):  # nothing is clipped
+        after = []
+    ratios = []
     for update, weights in paired(run.stacks(n.UPDATE, since), run.stacks(n.PARAMETER, since)):
         before = _values(merged(weights), "norm")
-        ratios.add(update.steps, torch.where(before > 0, _values(merged(update), "norm") / before, torch.nan))
-    if after.steps and _same(norms, after):  # nothing is clipped
-        after = _Collected()
-    members = Counter(grouped.place.values())
+        ratios.append(torch.where(before > 0, _values(merged(update), "norm") / before, torch.nan))
+    members, count = Counter(grouped.place.values()), len(titles)
+    bad, finite = (nonfinite > 0).int(), torch.where(norms.isfinite(), norms, -math.inf)
+    at = finite.argmax(0)
+    largest, spoiled = finite.gather(0, at.unsqueeze(0)).squeeze(0).tolist(), bad.sum(0).tolist()
     columns = zip(
-        grouped.titles,
-        [members[place] for place in range(len(grouped.titles))],
-        _medians(norms, grouped),
-        *_largest(norms),
-        shares.values.nanmean(0).tolist(),
-        _medians(after, grouped),
-        _medians(ratios, grouped),
-        _medians(zeros, grouped),
-        *_count_nonfinite(nonfinite),
+        titles,
+        [members[row] for row in range(count)],
+        _medians([norms], count),
+        [norm if norm > -math.inf else math.nan for norm in largest],
+        [steps[place] if norm > -math.inf else None for place, norm in zip(at.tolist(), largest, strict=True)],
+        shares.nanmean(0).tolist(),
+        _medians(after, count),
+        _medians(ratios, count),
+        _medians([zeros], count),
+        spoiled,
+        [steps[place] if steps_of_row else None for place, steps_of_row in zip(bad.argmax(0).tolist(), spoiled, strict=True)],
         strict=True,
     )
     return [LayerRow(*each) for each in columns]
+
+
+def _merged(grouped: Groups, known: dict[tuple[str, ...], tuple[tuple[str, ...], list[int]]], stack: StatsSeries) -> StatsSeries:
+    """The sums of groups; ``known`` keeps names and their groups, since nearly all stacks have the same names."""
+    if stack.names not in known:
+        kept = tuple(name for name in stack.names if name in grouped.place)
+        known[stack.names] = kept, [grouped.place[name] for name in kept]
+    names, places = known[stack.names]
+    return stack.of(names).merged(grouped.titles, places)
 
 
 def _check_size(run: Run, source: str, grouped: Groups, since: int | None) -> None:
@@ -287,35 +257,19 @@ def _values(stack: StatsSeries, metric: str) -> Tensor:
     return torch.where(stack.rows[..., Column.COUNT] > 0, stack.values(metric), torch.nan)
 
 
-def _medians(collected: _Collected, grouped: Groups) -> list[float]:
-    if not collected.steps:
-        return [math.nan] * len(grouped.titles)
-    values = collected.values
+def _medians(parts: list[Tensor], count: int) -> list[float]:
+    """Of the finite values of each of ``count`` groups, from ``[steps, groups]``; NaN without any."""
+    values = torch.cat(parts) if parts else torch.full((1, count), torch.nan)
     found: list[float] = torch.where(values.isinf(), torch.nan, values).nanmedian(dim=0).values.tolist()
     return found
 
 
-def _largest(norms: _Collected) -> tuple[list[float], list[int | None]]:
-    values = norms.values
-    finite = torch.where(values.isfinite(), values, -math.inf)
-    places = finite.argmax(0)
-    found = finite.gather(0, places.unsqueeze(0)).squeeze(0).tolist()
-    steps = [norms.steps[place] if value > -math.inf else None for place, value in zip(places.tolist(), found, strict=True)]
-    return [value if value > -math.inf else math.nan for value in found], steps
-
-
-def _count_nonfinite(counts: _Collected) -> tuple[list[int], list[int | None]]:
-    bad = (counts.values > 0).int()
-    found, places = bad.sum(0).tolist(), bad.argmax(0).tolist()
-    return found, [counts.steps[place] if count else None for count, place in zip(found, places, strict=True)]
-
-
-def _same(before: _Collected, after: _Collected) -> bool:
+def _same(steps: Sequence[int], before: Tensor, others: Sequence[int], after: Tensor) -> bool:
     """Whether the norms are equal in all steps that have both."""
-    place = {step: number for number, step in enumerate(before.steps)}
-    there = [number for number, step in enumerate(after.steps) if step in place]
-    rows = before.values[[place[after.steps[number]] for number in there]]
-    return torch.allclose(rows, after.values[there], rtol=1e-6, atol=0.0, equal_nan=True)
+    place = {step: number for number, step in enumerate(steps)}
+    there = [number for number, step in enumerate(others) if step in place]
+    rows = before[[place[others[number]] for number in there]]
+    return torch.allclose(rows, after[there], rtol=1e-6, atol=0.0, equal_nan=True)
 
 
 # --- the summary of a run ---
@@ -375,19 +329,11 @@ def summarize(
     everything: bool = False,
     sort: str | None = None,
 ) -> RunSummary:
-    """The summary of a run.
+    """The summary of the run ``name``, of its ``last`` steps or all.
 
-    Args:
-        run: the run.
-        name: its name in the summary.
-        last: number of the last steps to look at; None for all.
-        pattern: only parameters whose names match it.
-        depth: group parameters by this many parts of their paths.
-        everything: whether each parameter has its own row, however many there are, and all logged values are shown.
-        sort: a column of the layers; by default they are in model order.
-
-    Raises:
-        ValueError: ``pattern`` matches no parameter.
+    ``pattern`` selects parameters, ``depth`` groups them by that many parts of their paths; ``everything`` gives each its own row, however
+    many there are, and shows all logged values; ``sort`` is a column, by default parameters are in model order. Raises ValueError if
+    ``pattern`` matches no parameter.
     """
     steps = run.steps
     since = steps[-last] if last is not None and last < len(steps) else None

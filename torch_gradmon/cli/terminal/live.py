@@ -41,28 +41,36 @@ class TopLayer:
 
 @dataclass
 class _Norms:
-    """Gradient norms of steps with the same parameters, float64 ``[steps, parameters]``, and the counts of non-finite elements."""
+    """Of steps with the same parameters, the norms of their gradients, and the counts of non-finite elements."""
 
     steps: list[int]
     names: tuple[str, ...]
-    norms: Tensor
-    nonfinite: Tensor
+    values: Tensor  # float64 [steps, parameters, 2]
+
+    @property
+    def norms(self) -> Tensor:
+        return self.values[..., 0]
+
+    @property
+    def nonfinite(self) -> Tensor:
+        return self.values[..., 1]
 
     def between(self, begin: int, end: int | None = None) -> _Norms:
-        first, last = bisect_left(self.steps, begin), len(self.steps) if end is None else bisect_left(self.steps, end)
-        return _Norms(self.steps[first:last], self.names, self.norms[first:last], self.nonfinite[first:last])
+        part = slice(bisect_left(self.steps, begin), None if end is None else bisect_left(self.steps, end))
+        return _Norms(self.steps[part], self.names, self.values[part])
+
+    def of(self, names: tuple[str, ...]) -> Tensor:
+        """The values of these parameters; NaN and 0 for those that it has not."""
+        if names == self.names:
+            return self.values
+        place = {name: number for number, name in enumerate(self.names)}
+        absent = self.values.new_tensor([math.nan, 0.0]).expand(len(self.steps), 1, 2)
+        return torch.cat([self.values, absent], 1)[:, [place.get(name, -1) for name in names]]
 
 
 class LiveRun:
-    """The last steps of a run that may go on.
-
-    Args:
-        run: the run.
-        window: number of steps.
-
-    Attributes:
-        records: of the last steps, ascending, without statistics, with the loss and the values of the whole model.
-        events: the spikes of the whole run.
+    """The last ``window`` steps of a run that may go on: their records, without statistics and with the values of the whole model and the
+    loss, and the spikes of the whole run.
     """
 
     def __init__(self, run: Run, window: int) -> None:
@@ -75,11 +83,7 @@ class LiveRun:
         self._read(None)
 
     def refresh(self) -> None:
-        """Read what is new, if anything.
-
-        Raises:
-            OSError: the run cannot be read.
-        """
+        """Read what is new, if anything. Raises OSError."""
         since = self.run.refresh()
         if since is not None:
             self.events = [event for event in self.events if event.step < since]
@@ -106,8 +110,8 @@ class LiveRun:
         self._norms = [part.between(earliest, start) for part in self._norms]
         source = gradient_source(self.run)
         for stack in () if source is None else self.run.stacks(source, max(start, earliest)):
-            nonfinite = stack.rows[..., Column.NONFINITE]
-            self._norms.append(_Norms(list(stack.steps), stack.names, stack.values("norm"), nonfinite))
+            values = torch.stack([stack.values("norm"), stack.rows[..., Column.NONFINITE]], -1)
+            self._norms.append(_Norms(list(stack.steps), stack.names, values))
         self._norms = [part for part in self._norms if part.steps]
         self._joined = _joined(self._norms)
 
@@ -205,37 +209,17 @@ def _joined(parts: Sequence[_Norms]) -> _Norms:
     if skipped:
         first = [step for part in parts for step in part.steps][skipped]
         parts = [part.between(first) for part in parts if part.steps[-1] >= first]
-    empty = torch.empty(0, len(names), dtype=torch.float64, device="cpu")
-    return _Norms(
-        [step for part in parts for step in part.steps],
-        names,
-        torch.cat([empty, *(_columns(part.norms, part.names, names, math.nan) for part in parts)]),
-        torch.cat([empty, *(_columns(part.nonfinite, part.names, names, 0.0) for part in parts)]),
-    )
-
-
-def _columns(values: Tensor, names: Sequence[str], wanted: Sequence[str], absent: float) -> Tensor:
-    if names == wanted:
-        return values
-    place = {name: number for number, name in enumerate(names)}
-    padded = torch.cat([values, torch.full((len(values), 1), absent, dtype=torch.float64, device="cpu")], 1)
-    return padded[:, [place.get(name, -1) for name in wanted]]
+    empty = torch.empty(0, len(names), 2, dtype=torch.float64, device="cpu")
+    steps = [step for part in parts for step in part.steps]
+    return _Norms(steps, names, torch.cat([empty, *(part.of(names) for part in parts)]))
 
 
 # --- the run in a directory, which begins, continues, ends, or is replaced ---
 
 
 class RunFollower:
-    """Follows the run in a directory.
-
-    Args:
-        path: the directory.
-        window: number of the last steps to show.
-
-    Attributes:
-        name: the path as given.
-        live: the run; None until it exists.
-        problem: why there are no new steps, on one line; empty without a problem.
+    """Follows the last ``window`` steps of the run in a directory: ``live`` is None until it exists, and ``problem`` says on one line why
+    there are no new steps.
     """
 
     def __init__(self, path: str | os.PathLike[str], window: int) -> None:

@@ -19,7 +19,7 @@ from ...core.keys import SUMMARY, Key
 from .layer_table import rates_in
 from .live import LiveRun, RunFollower
 from .sparkline import ASCII, BLOCKS, NONFINITE, Columns, sparkline
-from .summary_view import QuietConsole
+from .tables import QuietConsole
 
 _LOUD, _WARN, _TITLE, _DIM, _GOOD = "bold red", "bold yellow", "bold cyan", "dim", "green"
 #: The run is idle after this many of its usual steps, and after this many seconds at least.
@@ -39,8 +39,6 @@ _LAYERS, _MOST_LAYERS = 5, 12
 
 @dataclass(frozen=True)
 class Screen:
-    """The terminal of a frame."""
-
     columns: int  # of the terminal
     rows: int | None  # of the terminal; None for no limit
     unicode: bool = True  # whether it can show blocks of different heights
@@ -122,13 +120,7 @@ def _facts(live: LiveRun) -> Text:
 
 
 class _SparklineTable:
-    """The sparklines. All have the same columns, so that simultaneous values are aligned.
-
-    Args:
-        live: the run.
-        screen: the terminal.
-        taken: lines of the screen that other parts need.
-    """
+    """The sparklines. All have the same columns, so that simultaneous values are aligned. Other parts need ``taken`` lines."""
 
     def __init__(self, live: LiveRun, screen: Screen, taken: int) -> None:
         self._live, self._screen = live, screen
@@ -141,11 +133,8 @@ class _SparklineTable:
         most = _LAYERS if screen.rows is None else min(max((screen.rows - taken) // 2, 1), _MOST_LAYERS)
         (self._step, self._suspects), self._top_layers = live.suspects(most), live.top_layers(most)
         room = screen.columns - sum(self._cell_widths)
-        names = (
-            [name for name, *_ in self._signals]
-            + [each.name for each in self._suspects]
-            + [each.name for each in self._top_layers]
-        )
+        names = [name for name, *_ in self._signals] + [each.name for each in self._suspects]
+        names += [each.name for each in self._top_layers]
         self._label = min(max([_LEAST_NAME, *map(len, names)]), max(room * 2 // 5, _LEAST_NAME))
         self._width = max(room - self._label - 1, 4)
         self._columns = Columns.of(live.steps, self._width)
@@ -157,16 +146,14 @@ class _SparklineTable:
     def lines(self) -> Iterator[Text]:
         steps = self._live.steps
         if self._signals:
-            yield from self._gap()
-            yield self._heading(f"{'':{self._label}} steps {steps[0]} to {steps[-1]}", "now", "median", "largest", "at")
+            yield from self._heading(f"{'':{self._label}} steps {steps[0]} to {steps[-1]}", "now", "median", "largest", "at")
         for name, series, span in self._signals:
             form = percent if span else number
             cells = [form(series.values[-1]), form(series.median if series.finite.values else None), *_largest(series, form)]
             yield self._row(name, series, cells, span, "" if math.isfinite(series.values[-1]) else _LOUD)
         yield from self._marks()
         if self._suspects:
-            yield from self._gap()
-            yield self._heading(f"by suspicion in step {self._step}", "score", "share", "times", "since")
+            yield from self._heading(f"by suspicion in step {self._step}", "score", "share", "times", "since")
         for suspect in self._suspects:
             score = "-" if suspect.score is None or suspect.nonfinite else number(suspect.score)
             factor = "NaN/Inf" if suspect.nonfinite else "-" if suspect.factor is None else factor_text(suspect.factor)
@@ -174,19 +161,16 @@ class _SparklineTable:
             style = _LOUD if suspect.nonfinite else "" if suspect.since is None else _WARN
             yield self._row(suspect.name, self._live.norms(suspect.name), cells, None, style)
         if self._top_layers:
-            yield from self._gap()
-            yield self._heading("largest share of the squared norm", "share", "usual", "largest", "at")
+            yield from self._heading("largest share of the squared norm", "share", "usual", "largest", "at")
         for layer in self._top_layers:
             cells = [percent(layer.share), number(layer.usual), *_largest(layer.series, number)]
             yield self._row(layer.name, layer.series, cells, None, "")
 
-    def _gap(self) -> Iterator[Text]:
+    def _heading(self, title: str, *cells: str) -> Iterator[Text]:
         if self._screen.has_room:
             yield Text()
-
-    def _heading(self, title: str, *cells: str) -> Text:
         room = self._label + 1 + self._width
-        return Text(f"{title[:room]:<{room}}{self._cells(cells)}", style=_DIM)
+        yield Text(f"{title[:room]:<{room}}{self._cells(cells)}", style=_DIM)
 
     def _row(self, name: str, series: Series, cells: Sequence[str], span: tuple[float, float] | None, style: str) -> Text:
         drawn = sparkline(self._columns.largest(series.steps, series.values), self._screen.letters, span)

@@ -1,9 +1,8 @@
-"""``gradmon compare``: many runs in one table."""
+"""The commands that look at several runs: compare, diff, and mcp, which gives them to agents."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -11,18 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ...analysis.diff import diff_runs
 from ...analysis.many_runs import RunCard, differing, run_card
 from ...analysis.run import diagnose, find_runs
 from ...core.errors import nearest
 from ...core.formatting import printable
 from ...runs.log import reading_within
-from .common import JSON, Command, UsageError, argument, flag, requires_extra, value
+from .common import PAGES, UsageError, output, print_json, print_written, requires_extra, wrong_request
 
 #: Seconds that reading a run may take: one of a stranger must not keep the others from being compared.
 _SECONDS = 60.0
-_DIRECTORIES = argument(
-    "runs", metavar="DIRECTORY", nargs="+", help="runs, or directories with runs in them; they may still go on"
-)
 #: What runs can be sorted by besides their metrics; the smallest is first, and what has no value is last.
 _SORTS: dict[str, Callable[[RunCard], Any]] = {
     "name": lambda card: card.name,
@@ -34,11 +31,10 @@ _SORTS: dict[str, Callable[[RunCard], Any]] = {
 }
 
 
-def run(options: argparse.Namespace) -> int:
+def compare(options: argparse.Namespace) -> int:
     if not options.json:
         with requires_extra("the table, without --json,", "cli", "rich"):
-            from ..terminal.runs_table import show
-            from ..terminal.summary_view import QuietConsole
+            from ..terminal.tables import QuietConsole, show_runs
     metrics = [] if options.sort in _SORTS else [options.sort]
     cards = list(_cards(options.runs, options.diagnose, metrics))
     key = _SORTS.get(options.sort, partial(_value, options.sort))
@@ -47,9 +43,9 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(f"no run has values for {options.sort!r}{nearest(options.sort, known)}")
     cards = _ordered(cards, key, options.largest)
     if options.json:
-        print(json.dumps({"differ": differing(cards), "runs": [card.to_dict() for card in cards]}, indent=1, allow_nan=False))
+        print_json({"differ": differing(cards), "runs": [card.to_dict() for card in cards]})
     else:
-        show(QuietConsole(), cards)
+        show_runs(QuietConsole(), cards)
     return 0
 
 
@@ -68,10 +64,8 @@ def _cards(places: Sequence[str], diagnosed: bool, metrics: Sequence[str]) -> It
 
 def _paths(places: Sequence[str]) -> Iterator[tuple[str, Path]]:
     for place in places:
-        try:
+        with wrong_request(FileNotFoundError):
             found = find_runs(place)
-        except FileNotFoundError as error:
-            raise UsageError(str(error)) from error
         is_run = len(found) == 1 and next(iter(found.values())) == Path(place)
         for name, path in found.items():
             yield place if is_run else name if len(places) == 1 else str(Path(place) / name), path
@@ -94,32 +88,62 @@ def _ordered(cards: Sequence[RunCard], key: Callable[[RunCard], Any], largest: b
     return ordered + [card for _, card in values if not any(card is other for other in ordered)]
 
 
-COMMANDS = (
-    Command(
-        "compare",
-        "show many runs in one table",
-        "Show many runs in one table: whether they are alive, their losses, findings, spikes and cost, and the settings in which they "
-        "differ. For two runs step by step see gradmon diff, and for the same in a browser gradmon serve.",
-        (
-            ("gradmon compare runs", "all below a directory, the smallest loss first"),
-            ("gradmon compare runs --sort val/loss", "the smallest last value of a metric first"),
-            ("gradmon compare runs --sort val/acc --largest", "the largest one first"),
-            ("gradmon compare runs/a runs/b --sort started", "some runs, in the order of their beginnings"),
-            ("gradmon compare runs --diagnose", "with all rules, a third of a second for each run"),
-            ("gradmon compare runs --json", "the same for a program"),
-        ),
-        (
-            _DIRECTORIES,
-            value(
-                "--sort",
-                "COLUMN",
-                f"one of {', '.join(_SORTS)}, a setting, or a logged value, which is shown, too",
-                default="loss",
-            ),
-            flag("--largest", "the largest value first"),
-            flag("--diagnose", "apply all rules to each run, not only those that the training itself applies"),
-            JSON,
-        ),
-        run,
-    ),
-)
+# --- two of them ---
+
+
+def diff(options: argparse.Namespace) -> int:
+    to = None if options.output is None else output(options.output, PAGES)
+    if to is not None:
+        with requires_extra("the page", "report", "plotly", "jinja2", "markupsafe"):
+            from ...analysis.report.page import write_both
+    with wrong_request(OSError, ValueError):  # runs that cannot be compared do not diverge
+        rename = dict(_pairs("--rename", options.rename, "'^h\\.=layers.'"))
+        found = diff_runs(
+            options.a,
+            options.b,
+            options.rtol,
+            options.atol,
+            tolerances=_tolerances(options.tol),
+            keys=options.keys,
+            ignore=options.ignore,
+            rename=rename,
+            first=options.first,
+            last=options.last,
+            strict=options.strict,
+        )
+    print(found.to_json() if options.json else found)
+    if to is not None:
+        try:
+            page = write_both(options.a, options.b, found, to, rename=rename)
+        except (OSError, ValueError) as error:  # exit code 1 would mean that the runs diverge
+            raise UsageError(f"the page could not be written: {error}") from error
+        print_written(page, to_stderr=options.json)
+    return found.exit_code
+
+
+def _pairs(option: str, given: Sequence[str], example: str) -> list[tuple[str, str]]:
+    """The parts before and after the last equals sign."""
+    pairs = [text.rpartition("=") for text in given]
+    for text, (pattern, _, _) in zip(given, pairs, strict=True):
+        if not pattern:
+            raise ValueError(f"{option} {text}: give two parts with an equals sign between them, such as {option} {example}")
+    return [(pattern, right) for pattern, _, right in pairs]
+
+
+def _tolerances(given: Sequence[str]) -> dict[str, float]:
+    found = {}
+    for pattern, text in _pairs("--tol", given, "'^update/=1e-3'"):
+        try:
+            found[pattern] = float(text)
+        except ValueError:
+            raise ValueError(f"--tol {pattern}={text}: {text!r} is not a number, such as 1e-3") from None
+    return found
+
+
+def mcp(options: argparse.Namespace) -> int:
+    with requires_extra("tools for agents", "mcp", "mcp"):
+        from ...server.agents import agent_server
+    with wrong_request(FileNotFoundError):
+        server = agent_server(options.root)
+    server.run("stdio")
+    return 0

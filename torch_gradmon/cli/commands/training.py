@@ -1,4 +1,4 @@
-"""``gradmon width-sweep``: the width sweep from the command line."""
+"""The commands that train: the demo, and the sweep over widths."""
 
 from __future__ import annotations
 
@@ -11,16 +11,31 @@ from typing import Any
 
 from ...analysis.width_sweep import result
 from ...analysis.width_sweep.result import HEADINGS, WidthSweep, rows
-from ...analysis.width_sweep.sweep import FEWEST, width_sweep
-from .common import JSON, Command, UsageError, argument, output, output_file, print_written, requires_extra, value
+from ...analysis.width_sweep.sweep import width_sweep
+from .common import UsageError, output, print_written, requires_extra, wrong_request
 
 
-def run(options: argparse.Namespace) -> int:
-    """Make the sweep, and print its table and verdict; returns the exit code, 0 or 1."""
+def demo_command(options: argparse.Namespace) -> int:
     try:
+        with requires_extra("the demo", "cli", "rich", "tqdm"):
+            from ..demo import demo
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "pydoc_data":
+            raise UsageError("the demo trains on pydoc_data.topics, which this Python lacks") from error
+        raise
+    to = None if options.output is None else output(options.output, (".svg",))
+    demo(options.steps, options.run_dir, to, options.seed)
+    if to is not None:
+        print_written(to)
+    return 0
+
+
+# --- the width sweep ---
+
+
+def width_sweep_command(options: argparse.Namespace) -> int:
+    with wrong_request(ValueError):  # an impossible sweep is not a failed check
         return _swept(options)
-    except ValueError as error:  # an impossible sweep is not a failed check
-        raise UsageError(str(error)) from error
 
 
 def _swept(options: argparse.Namespace) -> int:
@@ -63,16 +78,13 @@ def _picture(path: str) -> Path:
 
 
 def _print(sweep: WidthSweep) -> None:
-    try:
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError:
+    if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
         print(sweep.table(), sweep.words(), sep="\n\n")
         return
-    if not sys.stdout.isatty():
-        print(sweep.table(), sweep.words(), sep="\n\n")
-        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     colours = {True: "green", False: "red", None: "yellow"}
     table = Table(*HEADINGS, title=f"exponents over the widths {', '.join(map(str, sweep.widths))}")
     for verdict, row in zip(sweep.verdicts, rows(sweep.verdicts), strict=True):
@@ -145,60 +157,3 @@ def _expected(given: list[str]) -> Any:
             )
         found[pattern] = numbers[0] if len(numbers) == 1 else tuple(numbers)
     return found
-
-
-COMMANDS = (
-    Command(
-        "width-sweep",
-        "check over several widths whether every layer moves as much as it should",
-        "Train a model at several widths for a few steps, and fit for each layer how its update grows with the width.",
-        (
-            ("gradmon width-sweep train.py:make_model --data train.py:batch", "does each layer move alike at all widths?"),
-            ("gradmon width-sweep my_package.model:make --data my_package.data:batch", "from modules that can be imported"),
-            (
-                "gradmon width-sweep train.py:make_model --data train.py:batches --optimizer adam --lr 1e-3 --lr-exponent -1",
-                "with a learning rate proportional to 1 / width",
-            ),
-            (
-                "gradmon width-sweep train.py:make_model --data train.py:batches --expect standard --steps 1",
-                "against the theory of one step",
-            ),
-            (
-                'gradmon width-sweep train.py:make_model --data train.py:batches --expect "head=1,0.5" --expect "norm=none"',
-                "against your own exponents",
-            ),
-        ),
-        (
-            argument("factory", metavar="MODULE:FUNCTION", help="makes a model of a width; MODULE may be a file"),
-            value("--data", "MODULE:NAME", "a batch, a list of them, or a function of the seed", required=True),
-            value("--widths", "N", f"{FEWEST} or more", type=int, nargs="+", default=[64, 128, 256, 512, 1024]),
-            value("--seeds", "N", "how many", type=int, default=5),
-            value("--steps", "N", "of training in each run", type=int, default=3),
-            value("--optimizer", "NAME", "sgd, adam, adamw or MODULE:FUNCTION of model and width", default="adamw"),
-            value("--lr", "X", "at the smallest width", type=float, default=1e-3),
-            argument(
-                "--lr-exponent",
-                type=float,
-                default=0.0,
-                metavar="C",
-                help="the learning rate is proportional to width^C (default: 0)",
-            ),
-            value("--loss", "MODULE:FUNCTION", "of model and batch (default: by the kind of the targets)"),
-            value(
-                "--expect",
-                "WHAT",
-                "stable (the default), standard, or REGEX=EXPONENT or REGEX=UPDATE,FROM_BELOW, none for what is not judged; repeatable",
-                action="append",
-                default=[],
-            ),
-            value("--tolerance", "X", "of exponents", type=float, default=0.25),
-            value("--confidence", "P", "of intervals", type=float, default=0.95),
-            JSON,
-            output_file("a picture, such as .png"),
-        ),
-        run,
-        """make(width) returns a model, or a pair of a model and its optimizer. batch is a pair (inputs, targets), a list of such pairs, or
-    a function of the seed that returns either. The exit code is 0 if all layers are shown to be as expected, 1 if one is not or the
-    result is undecided, and 2 if the sweep fails.""",
-    ),
-)

@@ -1,17 +1,22 @@
-"""The drawing of ``gradmon summary``, for any terminal width. Needs rich."""
+"""The drawing of ``gradmon summary`` and ``gradmon compare``, for any terminal width. Needs rich."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ...analysis.many_runs import RunCard, differing
 from ...analysis.spike_report import SpikeSummary
-from ...core.formatting import cut_start, number, percent, time_span
+from ...core.formatting import cut_start, listed, number, percent, time_span
+from ...core.keys import Key
+from ...core.records import loss_among
 from ...spikes.signals import counted, largest
 from .layer_table import LayerRow, RunSummary, ValueSummary
 
@@ -58,7 +63,7 @@ COLUMNS = {
 _LEAST = ("zeros", "clipped", "at", "update", "share")
 
 
-def show(console: Console, summary: RunSummary) -> None:
+def show_summary(console: Console, summary: RunSummary) -> None:
     for part in parts(summary, console.width):
         console.print(part)
 
@@ -129,14 +134,10 @@ def _values(lines: Sequence[ValueSummary], width: int) -> Table:
     }
     if any(line.nonfinite for line in lines):
         columns["NaN/Inf"] = [str(line.nonfinite) if line.nonfinite else "-" for line in lines]
-    longest = max(len(line.name) for line in lines)
-    if _room(width, _widths(columns), longest) < min(longest, _NAME):
+    names = [line.name for line in lines]
+    if _room(width, columns, names) < min(max(map(len, names)), _NAME):
         del columns["first"]
-    room = _room(width, _widths(columns), longest)
-    table = _table(columns, room)
-    for line, *cells in zip(lines, *columns.values(), strict=True):
-        table.add_row(_name(line.name, room), *map(Text, cells), style=_LOUD if line.nonfinite else None)
-    return table
+    return _table(names, columns, [line.nonfinite for line in lines], width)
 
 
 def _layers(summary: RunSummary, width: int) -> Iterator[RenderableType]:
@@ -150,11 +151,7 @@ def _layers(summary: RunSummary, width: int) -> Iterator[RenderableType]:
     yield _title(f"Layers: {by}")
     shown, left_out = columns(rows, width)
     cells = {COLUMNS[name].heading: [COLUMNS[name].cell(row) for row in rows] for name in shown}
-    room = _room(width, _widths(cells), max(len(row.name) for row in rows))
-    table = _table(cells, room)
-    for row, *each in zip(rows, *cells.values(), strict=True):
-        table.add_row(_name(row.name, room), *map(Text, each), style=_LOUD if row.nonfinite else None)
-    yield table
+    yield _table([row.name for row in rows], cells, [row.nonfinite for row in rows], width)
     yield Text("; ".join(f"{COLUMNS[name].heading}: {COLUMNS[name].meaning}" for name in shown), style=_DIM)
     if left_out:
         yield Text(f"no room for {', '.join(left_out)}", style=_DIM)
@@ -197,26 +194,136 @@ def _moved(spike: SpikeSummary, width: int) -> str:
     return f"{cut_start(spike.layer, max(width // 2, _NAME))} {spike.moved}".strip()
 
 
-def _table(columns: Mapping[str, Sequence[str]], room: int) -> Table:
-    """A table for names and these columns; its rows are added later."""
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style=_DIM)
+def _table(names: Sequence[str], columns: Mapping[str, Sequence[str]], nonfinite: Sequence[int], width: int) -> Table:
+    table, room = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style=_DIM), _room(width, columns, names)
     table.add_column("", no_wrap=True, min_width=room, max_width=room)
-    for heading, width in zip(columns, _widths(columns), strict=True):
-        table.add_column(heading, justify="right", no_wrap=True, min_width=width, max_width=width)
+    for heading, wide in _widths(columns).items():
+        table.add_column(heading, justify="right", no_wrap=True, min_width=wide, max_width=wide)
+    for name, is_loud, *cells in zip(names, nonfinite, *columns.values(), strict=True):
+        table.add_row(Text(cut_start(name, room), no_wrap=True), *map(Text, cells), style=_LOUD if is_loud else None)
     return table
 
 
-def _widths(columns: Mapping[str, Sequence[str]]) -> list[int]:
-    return [max(_NUMBER, *map(len, cells)) for cells in columns.values()]
+def _widths(columns: Mapping[str, Sequence[str]]) -> dict[str, int]:
+    return {heading: max(_NUMBER, *map(len, cells)) for heading, cells in columns.items()}
 
 
-def _room(width: int, widths: Sequence[int], longest: int) -> int:
-    return max(min(width - sum(widths) - len(widths), longest), 8)
-
-
-def _name(name: str, room: int) -> Text:
-    return Text(cut_start(name, room), no_wrap=True)
+def _room(width: int, columns: Mapping[str, Sequence[str]], names: Sequence[str]) -> int:
+    """The width of names beside these columns."""
+    return max(min(width - sum(_widths(columns).values()) - len(columns), max(map(len, names))), 8)
 
 
 def _known(value: float) -> float | None:
     return None if math.isnan(value) else value
+
+
+# --- many runs ---
+
+#: Settings in which the runs differ that have a column; the others are in the JSON and on the page of gradmon serve.
+_MOST = 4
+#: Logged values that are named below the table.
+_NAMED_VALUES = 8
+#: Width of settings where there is room, and where they are folded; the least of the columns of words; and these.
+_SETTING, _FOLDED, _LEAST_WORDS, _WORDS = 32, 12, 16, ("state", "findings", "spikes")
+#: Terminals with room for the cost.
+_WIDE = 100
+_STYLES = {"running": "green", "silent": "bold red", "unknown": "yellow"}
+_LEVELS = {"error": "bold red", "warning": "yellow"}
+
+
+def show_runs(console: Console, cards: Sequence[RunCard]) -> None:
+    """Print a row for each run. Columns without a value in any run are left out.
+
+    What does not fit makes room in this order: long settings are folded, all settings but the first are named below instead, spikes are
+    only counted, and then the first setting goes as well.
+    """
+    some = differing(cards)
+    metrics = dict.fromkeys(name for card in cards for name in card.metrics)
+    columns: dict[str, Callable[[RunCard], Text]] = {
+        "state": _state,
+        "step": lambda card: Text("" if card.step is None else str(card.step)),
+        "loss": _number_of(lambda card: card.loss),
+        **{name: _number_of(partial(_metric, name)) for name in metrics},
+        "findings": _findings,
+        "spikes": _spikes_of_run,
+        "head-room used": _number_of(lambda card: card.headroom),
+        "cost": lambda card: Text("" if card.cost is None else f"{100 * card.cost:.2g} %"),
+        **{name: partial(_setting, name) for name in some[:_MOST]},
+    }
+    cells = {title: [cell(card) for card in cards] for title, cell in columns.items()}
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    names = [card.name for card in cards]
+    longest = min(max(map(len, [*names, "run"])), max(_NAME, console.width // 3))
+    table.add_column("run", overflow="fold", width=longest)
+    shown = [title for title, texts in cells.items() if any(texts) and (title != "cost" or console.width >= _WIDE)]
+    settings = [title for title in shown if title in some]
+
+    def fits(of_settings: int) -> bool:
+        most = {**dict.fromkeys(_WORDS, _LEAST_WORDS), **dict.fromkeys(settings, of_settings)}
+        each = (2 + min(max(len(title), *map(len, cells[title])), most.get(title, console.width)) for title in shown)
+        return longest + sum(each) <= console.width
+
+    widest = _SETTING if fits(_SETTING) else _FOLDED
+    while len(settings) > 1 and not fits(widest):
+        shown.remove(settings.pop())
+    if not fits(widest):
+        cells["spikes"] = [Text(str(card.spikes or "")) for card in cards]
+    if settings and not fits(widest):
+        shown.remove(settings.pop())
+    for title in shown:
+        side: Literal["left", "right"] = "left" if title in _WORDS else "right"
+        table.add_column(title, justify=side, overflow="fold", max_width=widest if title in settings else None)
+    for place in range(len(cards)):
+        table.add_row(Text(names[place]), *(cells[title][place] for title in shown))
+    console.print(table)
+    if left := [name for name in some if name not in settings]:
+        console.print(Text(f"They also differ in {', '.join(left)}.", style=_DIM))
+    if others := [name for name in _not_shown(cards) if name not in metrics]:
+        console.print(Text(f"Logged: {listed(others, _NAMED_VALUES)}; --sort NAME shows one and sorts by it.", style=_DIM))
+    if of_one := dict.fromkeys(card.loss_key for card in cards if card.is_of_network):
+        text = f"{', '.join(of_one)}: the loss of one network is low where the others lose, so it ranks no runs."
+        console.print(Text(text, style=_DIM))
+    if not any(card.findings or card.is_diagnosed for card in cards):
+        console.print(Text("The trainings found no mistake themselves; --diagnose applies all rules.", style=_DIM))
+
+
+def _not_shown(cards: Sequence[RunCard]) -> dict[str, None]:
+    """Logged values but the loss of each run."""
+    found: dict[str, None] = {}
+    for card in cards:
+        loss = loss_among(Key("", name, "") for name in card.logged)
+        found.update((name, None) for name in card.logged if loss is None or name != loss.name)
+    return found
+
+
+def _number_of(of: Callable[[RunCard], float | None]) -> Callable[[RunCard], Text]:
+    return lambda card: Text("" if (found := of(card)) is None else number(found))
+
+
+def _metric(name: str, card: RunCard) -> float | None:
+    return card.metrics.get(name)
+
+
+def _state(card: RunCard) -> Text:
+    if card.raised:
+        return Text(f"{card.state}, {card.raised.partition(':')[0]}", "yellow")
+    return Text(card.state, _STYLES.get(card.state, ""))
+
+
+def _setting(name: str, card: RunCard) -> Text:
+    return Text(card.settings.get(name, ""))
+
+
+def _findings(card: RunCard) -> Text:
+    found = [(level, rule, where) for level, rule, where in card.findings if level != "info"]
+    if not found and card.findings:
+        return Text(f"{len(card.findings)} info", "cyan")
+    if not found:
+        return Text("none" if card.is_diagnosed else "")
+    level, rule, where = found[0]
+    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+    return Text.assemble((rule, _LEVELS.get(level, "")), f" in {where}" if where else "", more)
+
+
+def _spikes_of_run(card: RunCard) -> Text:
+    return Text(f"{card.spikes}: step {card.spike_step} {card.spike_where}".rstrip() if card.spikes else "")
