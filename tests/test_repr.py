@@ -169,3 +169,23 @@ def test_what_is_handed_to_a_monitor_shows_its_settings() -> None:
     assert repr(AdaGC()) == "AdaGC(ratio=1.04, max_norm=1.0, beta=0.99, warmup=100)"
     assert repr(gradmon.SpikeDetector(signal="loss")).endswith("signal='loss')")
     assert repr(gradmon.SpikeCapture(before=4)) == "SpikeCapture(before=4, after=3)"
+
+
+def test_a_sink_names_where_it_writes_and_no_secret_of_an_address(tmp_path: Path) -> None:
+    sinks = gradmon.sinks
+    assert repr(sinks.JsonlSink(tmp_path / "a.jsonl")) == f"JsonlSink({str(tmp_path / 'a.jsonl')!r})"
+    assert repr(sinks.AlertSink("https://hooks.example.org/secret", on="spike")) == "AlertSink('hooks.example.org', on=['spike'])"
+    assert "print" in repr(sinks.AlertSink(print))
+
+
+@pytest.mark.extra
+def test_a_sink_of_a_tracker_and_a_callback_are_no_addresses(tmp_path: Path) -> None:
+    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+    sinks = gradmon.sinks
+    assert repr(sinks.TensorBoardSink(tmp_path)) == f"TensorBoardSink({str(tmp_path)!r})"
+    with tensorboard.SummaryWriter(tmp_path) as writer:
+        assert repr(sinks.TensorBoardSink(writer)) == "TensorBoardSink(SummaryWriter)"
+    registry = pytest.importorskip("prometheus_client").CollectorRegistry()
+    assert repr(sinks.PrometheusSink(port=None, registry=registry)) == "PrometheusSink(port=None)"
+    callback = pytest.importorskip("torch_gradmon.integrations.transformers").GradmonCallback()
+    assert repr(callback).startswith("GradmonCallback(ModuleMonitor(")

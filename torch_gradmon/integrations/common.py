@@ -206,6 +206,9 @@ class HasMonitor:
         """
         return self._adapter.monitor
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.monitor!r})"
+
 
 def is_number(value: Any) -> bool:
     """Whether it is one real number, on whatever device."""

@@ -131,6 +131,10 @@ class Messenger:
         self._process = HomeProcess()
         self._outbox: _Outbox | None = None
 
+    def __repr__(self) -> str:
+        """Where it calls; the path of an address may be a secret."""
+        return repr(urlsplit(self._target).hostname) if isinstance(self._target, str) else display(self._target)
+
     def send(self, alert: Alert) -> None:
         """Queue an alert; it is lost if a hundred wait already."""
         if self._process.is_forked:
@@ -206,6 +210,9 @@ class AlertSink:
         self._last: dict[str, float] = {}
         self._withheld: dict[str, tuple[int, SpikeEvent, str]] = {}
         self._known: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"AlertSink({self._messenger}, on={sorted(self._on)})"
 
     def connect(self, run: str, findings: Callable[[], Sequence[LoopFinding]]) -> None:
         """The monitor's run directory, named in alerts, and what returns its findings so far."""

@@ -34,6 +34,9 @@ class JsonlSink:
             raise IsADirectoryError(f"{str(self.path)!r} is a directory; give the file to write, such as 'metrics.jsonl'")
         self._file: IO[str] | None = None
 
+    def __repr__(self) -> str:
+        return f"JsonlSink({str(self.path)!r})"
+
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Append one line and flush it to the operating system, so that it survives a crash of this process."""
         if self._file is None:

@@ -39,7 +39,7 @@ class Family(NamedTuple):
 
 
 def families(
-    values: Mapping[str, float], separator: str, key_order: str = "seed", prefix: str = ""
+    values: Mapping[str, float], separator: str, key_order: str = "name_first", prefix: str = ""
 ) -> dict[str, tuple[Family, dict[str, float]]]:
     """The values by label, by the name of their family, whose parts ``separator`` joins. Logged values are one family, ``logged``, with
     their keys as labels; a name that two families would have gets a number.
@@ -90,7 +90,7 @@ class OpenTelemetrySink:
         ImportError: opentelemetry is not installed.
     """
 
-    def __init__(self, provider: Any = None, key_order: str = "seed", prefix: str = "") -> None:
+    def __init__(self, provider: Any = None, key_order: str = "name_first", prefix: str = "") -> None:
         require("opentelemetry", self)
         metrics = import_module("opentelemetry.metrics")
         self._observation = metrics.Observation
@@ -167,7 +167,12 @@ class PrometheusSink:
     """
 
     def __init__(
-        self, port: int | None = 9400, address: str = "127.0.0.1", registry: Any = None, key_order: str = "seed", prefix: str = ""
+        self,
+        port: int | None = 9400,
+        address: str = "127.0.0.1",
+        registry: Any = None,
+        key_order: str = "name_first",
+        prefix: str = "",
     ) -> None:
         require("prometheus_client", self)
         if port is not None and (not isinstance(port, int) or isinstance(port, bool) or not 0 <= port < 65536):
@@ -193,6 +198,9 @@ class PrometheusSink:
         if self._server is None and self._asked is not None:
             self._server, _ = self._client.start_http_server(self._asked, self._address, self._registry)
             self.port = int(self._server.server_port)
+
+    def __repr__(self) -> str:
+        return f"PrometheusSink(port={self._asked if self.port is None else self.port})"
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Keep the values until the next ones come, which for some is every tenth step.

@@ -85,6 +85,9 @@ class TensorBoardSink:
         else:
             raise TypeError(f"writer_or_dir must be a SummaryWriter or a directory, got {display(writer_or_dir)}")
 
+    def __repr__(self) -> str:
+        return f"TensorBoardSink({type(self._writer).__name__ if self._directory is None else repr(str(self._directory))})"
+
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Write ``values`` as one summary; TensorBoard flushes the file every two minutes."""
         if self._directory is not None and step < self._last:

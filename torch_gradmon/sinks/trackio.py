@@ -128,6 +128,9 @@ class TrackioSink:
             raise TypeError(f"run must be what trackio.init() gives, got {display(run)}")
         self.run = run
 
+    def __repr__(self) -> str:
+        return f"TrackioSink({display(getattr(self.run, 'name', ''))})"
+
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Log ``values``. Trackio stores a value named ``step`` as ``__step``, and takes steps in any order."""
         self.run.log(with_histograms_of("trackio", values), step=step)

@@ -229,6 +229,9 @@ class WandbSink:
         self._warned = self._warned_overtaken = self._ending = False
         self._process = HomeProcess()
 
+    def __repr__(self) -> str:
+        return f"WandbSink({display(getattr(self.run, 'id', ''))})"
+
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Log ``values`` now, or when there is room.
 
