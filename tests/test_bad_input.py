@@ -76,6 +76,10 @@ def world(tmp_path: Path) -> World:
     return World(tmp_path)
 
 
+def _sink(values: dict[str, float], step: int) -> None:
+    pass
+
+
 def _norm(x: torch.Tensor) -> torch.Tensor:
     return x.norm()
 
@@ -225,8 +229,8 @@ BAD: list[tuple[Call, type[Exception], tuple[str, ...]]] = [
     (lambda w: w.attached.set_detail(preset="fully"), ValueError, ("'fully'", "did you mean full")),
     # outlets and spikes
     (lambda w: w.free.add_sink(object()), TypeError, ("object object", "log(dict, step=)", "callable")),
-    (lambda w: w.free.add_sink(print, keys="("), ValueError, ("keys='('", "regular expression")),
-    (lambda w: w.free.add_sink(print, every=-1), ValueError, ("every=-1", "positive int")),
+    (lambda w: w.free.add_sink(_sink, keys="("), ValueError, ("keys='('", "regular expression")),
+    (lambda w: w.free.add_sink(_sink, every=-1), ValueError, ("every=-1", "positive int")),
     (lambda w: w.free.add_sink(gradmon.sinks.AlertSink("hook")), ValueError, ("'hook'", "https://example.org/hook")),
     (lambda w: w.free.add_sink(gradmon.sinks.AlertSink(3)), TypeError, ("3", "webhook or to a function")),
     (
