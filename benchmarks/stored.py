@@ -156,7 +156,7 @@ def reading(made: Sequence[tuple[StepRecord, StepRecord]], steps: int, times: in
             what: dict[str, Callable[[], object]] = {
                 "open": opened,
                 "row": row,
-                "loss": lambda: run.stored(loss),
+                "loss": lambda: run._reader.stored(loss),
                 "layer": lambda: run.series(f"gradient_before_clip/{layer}/norm"),
             }
             for name, call in what.items():
@@ -171,7 +171,7 @@ def reading(made: Sequence[tuple[StepRecord, StepRecord]], steps: int, times: in
                 store.log(replace(made[number % len(made)][0], step=number, time=time.time()))
                 start = time.process_time()
                 run.refresh()
-                run.metrics(number)
+                _ = run.record(number).metrics
                 followed.append(1e3 * (time.process_time() - start))
             new = (count.total() - before) / len(followed) / 1e6
         store.close()

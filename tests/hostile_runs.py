@@ -20,7 +20,7 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from torch_gradmon.analysis.many_runs import run_card
-from torch_gradmon.analysis.run import diagnose, load_run
+from torch_gradmon.analysis.run import diagnose, read_run
 from torch_gradmon.runs import format as f
 from torch_gradmon.runs.log import LogReader, framed
 
@@ -263,7 +263,7 @@ def _nodes(found: Any) -> Iterator[tuple[Any, Any]]:
 def read_all(path: Path) -> str:
     """Read a run in every way that needs torch alone; returns by what it was refused, if it was."""
     try:
-        run = load_run(path)
+        run = read_run(path)
     except (ValueError, FileNotFoundError) as error:
         told = str(error)
         assert "\n" not in told, told
@@ -293,7 +293,7 @@ def show_all(path: Path, report: Path | None) -> None:
     from torch_gradmon.cli.terminal.layer_table import summarize
     from torch_gradmon.cli.terminal.tables import QuietConsole, show_summary
 
-    with closing(load_run(path)) as run:
+    with closing(read_run(path)) as run:
         if not run.steps:
             return
         summary = summarize(run, str(path))

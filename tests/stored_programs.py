@@ -15,7 +15,9 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
+from torch_gradmon.analysis.run import read_run
 from torch_gradmon.core.moments import Column
+from torch_gradmon.runs.reader import RunReader
 
 
 def write_run(path: Path, steps: int = 8) -> None:
@@ -42,7 +44,7 @@ def write_run(path: Path, steps: int = 8) -> None:
 
 def found_in(path: Path) -> dict[str, Any]:
     """Steps, segments, facts, values and rows of a run."""
-    run = gradmon.load_run(path)
+    run = read_run(path)
     return {
         "segments": [list(bounds) for bounds in run.segments],
         "damage": run.damage,
@@ -52,7 +54,7 @@ def found_in(path: Path) -> dict[str, Any]:
     }
 
 
-def _step(run: gradmon.Run, step: int) -> dict[str, Any]:
+def _step(run: RunReader, step: int) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     for source in run.sources:
         table = run.table(source, step)

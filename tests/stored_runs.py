@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from torch_gradmon import load_run
+from torch_gradmon.analysis.run import read_run
 from torch_gradmon.core.keys import TENSOR_SOURCES
 from torch_gradmon.core.records import StepRecord
 from torch_gradmon.runs import log
@@ -53,7 +53,7 @@ def rewritten(
     facts: Callable[[dict[str, Any]], dict[str, Any]] = lambda facts: facts,
 ) -> None:
     """Write the run in ``path`` once more, with other records or facts; without states of random generators."""
-    with closing(load_run(path)) as run:
+    with closing(read_run(path)) as run:
         meta = facts(dict(run.meta))
         records = []
         for each in run.records():

@@ -261,7 +261,7 @@ def test_wrong_targets_are_refused_before_anything_changes() -> None:
 def aged(path: Path, seconds: float) -> None:
     """A run that is not ended, whose last step is so old."""
     with closing(load_run(path)) as run:
-        shift = time.time() - seconds - run.context(run.steps[-1])["time"]
+        shift = time.time() - seconds - run.record(run.steps[-1]).context["time"]
     timed(path, lambda record: record.time + shift if record.step else record.time)  # it began when it began
 
 

@@ -435,7 +435,7 @@ def test_heads_are_in_the_run_directory_and_shown_where_asked_for(heads: bool, t
     shown |= _norms(calls, "layer") if heads else whole
     assert monitor.get_step_metrics() == pytest.approx(shown, rel=1e-5)
     monitor.detach()
-    kept = load_run(tmp_path).metrics(0)
+    kept = load_run(tmp_path).record(0).metrics
     assert {k: v for k, v in kept.items() if "attention" in k} == pytest.approx(expected({"layer": calls}), rel=1e-5)
 
 
@@ -451,7 +451,7 @@ def test_what_the_preset_measures_of_attention_is_for_the_run_directory(tmp_path
     kept = {
         key: value for key, value in kept.items() if key.startswith(("attention_max_logit/", "attention_entropy_normalized/"))
     }
-    assert {key: value for key, value in load_run(tmp_path).metrics(0).items() if "attention" in key} == pytest.approx(
+    assert {key: value for key, value in load_run(tmp_path).record(0).metrics.items() if "attention" in key} == pytest.approx(
         kept, rel=1e-5
     )
 

@@ -159,7 +159,7 @@ def test_a_run_that_goes_on_with_the_mistake_mended_is_not_told_of_it_for_ever(t
                 optimizer.zero_grad()
         monitor.detach()
         optimizer.zero_grad()
-        assert bool(gradmon.load_run(tmp_path).meta["audit"]) is not clears
+        assert bool(gradmon.load_run(tmp_path)._reader.meta["audit"]) is not clears
 
 
 def test_a_fact_of_a_later_version_can_be_read() -> None:
@@ -175,10 +175,10 @@ def test_facts_are_in_the_run_directory_while_the_run_goes_on(tmp_path: Path) ->
         for _ in range(5):
             loss_of(model).backward()
             optimizer.step()
-    (fact,) = gradmon.load_run(tmp_path).meta["audit"]
+    (fact,) = gradmon.load_run(tmp_path)._reader.meta["audit"]
     assert (fact["rule"], fact["first"], fact["count"]) == ("missing-zero-grad", 1, 3)
     monitor.detach()
-    assert gradmon.load_run(tmp_path).meta["audit"][0]["count"] == 4
+    assert gradmon.load_run(tmp_path)._reader.meta["audit"][0]["count"] == 4
     assert gradmon.load_run(tmp_path).diagnose().findings[0].rule == "missing-zero-grad"
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
-from torch_gradmon import ModuleMonitor, SpikeDetector, load_run
+from torch_gradmon import ModuleMonitor, SpikeDetector
+from torch_gradmon.analysis.run import read_run
 from torch_gradmon.analysis.spike_report import explain
 from torch_gradmon.step.summary import rank_norms_text
 
@@ -57,7 +58,7 @@ def test_a_spike_names_the_micro_batch_that_it_came_from(tmp_path: Path) -> None
     line = next(line for line in monitor.why(30).splitlines() if line.startswith("  norms of the micro-batches of rank 0: "))
     assert line.endswith(", ".join(f"{norm:.4g}" for norm in true[30]))
     monitor.detach()
-    assert line in explain(load_run(tmp_path), 30)
+    assert line in explain(read_run(tmp_path), 30)
 
 
 def test_nan_names_the_first_micro_batch_that_has_it() -> None:

@@ -21,6 +21,7 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import load_run
+from torch_gradmon.analysis.run import read_run
 from torch_gradmon.cli.main import main
 from torch_gradmon.cli.terminal.live import LiveRun, RunFollower
 from torch_gradmon.cli.terminal.sparkline import ASCII, BLOCKS, Columns, sparkline
@@ -192,7 +193,7 @@ def test_whoever_follows_knows_what_a_fresh_reader_knows(seed: int, window: int,
             follower.refresh()
             assert follower.problem == ""
             fresh = load_run(tmp_path)
-            _assert_same(follower.live, LiveRun(fresh, window))
+            _assert_same(follower.live, LiveRun(fresh._reader, window))
             assert len(follower.live.records) == min(window, len(fresh.steps))
             fresh.close()
     store.close()
@@ -202,8 +203,8 @@ def test_whoever_follows_knows_what_a_fresh_reader_knows(seed: int, window: int,
 def test_layers_are_those_of_the_largest_spike_of_late_and_those_with_the_largest_share(trained: Path) -> None:
     run = load_run(trained)
     for window, step in ((600, 90), (30, 99)):  # five steps are late, and have no spike
-        live = LiveRun(run, window)
-        assert repr(live.suspects(3)) == repr((step, run.suspects(step)[:3]))
+        live = LiveRun(run._reader, window)
+        assert repr(live.suspects(3)) == repr((step, run.record(step).suspects[:3]))
         holding = live.top_layers(3)
         for layer in holding:
             series = {
@@ -213,13 +214,13 @@ def test_layers_are_those_of_the_largest_spike_of_late_and_those_with_the_larges
             assert layer.series.finite.values == pytest.approx(
                 [norm for norm in series.values() if math.isfinite(norm)], rel=1e-6
             )
-            assert layer.usual == next(suspect.usual for suspect in run.suspects(99) if suspect.name == layer.name)
+            assert layer.usual == next(suspect.usual for suspect in run.record(99).suspects if suspect.name == layer.name)
         assert [layer.share for layer in holding] == sorted([layer.share for layer in holding], reverse=True)
         assert sum(layer.share for layer in live.top_layers(8)) == pytest.approx(1)
 
 
 def test_what_a_run_tells_of_itself(trained: Path) -> None:
-    live = LiveRun(load_run(trained), 600)
+    live = LiveRun(read_run(trained), 600)
     assert live.loss == Key("", "train/loss", "")
     assert live.steps == list(range(100))
     whole = load_run(trained).series("gradmon/grad_norm")
@@ -237,7 +238,7 @@ def test_a_look_reads_only_what_is_new(tmp_path: Path) -> None:
     store = RunWriter(tmp_path)
     store.log(_record(0, 1.0))
     with bytes_read() as count:
-        live = LiveRun(load_run(tmp_path), 50)
+        live = LiveRun(read_run(tmp_path), 50)
         for step in range(1, 1501):
             store.log(_record(step, 1.0))
             if step in (199, 1499):
@@ -272,7 +273,7 @@ def test_a_run_is_followed_while_another_process_writes_it(tmp_path: Path) -> No
     assert follower.live.last.step == 149
     assert seen == sorted(seen)
     assert len(set(seen)) > 5, "it was not followed while it went on"
-    _assert_same(follower.live, LiveRun(load_run(path), 40))
+    _assert_same(follower.live, LiveRun(read_run(path), 40))
     follower.close()
 
 
@@ -294,7 +295,7 @@ def test_a_killed_run_is_followed_into_its_next_life(tmp_path: Path) -> None:
     assert follower.live.last.step == 59
     assert follower.live.run.segments == [(0, 39), (40, 59)]
     assert follower.live.steps == list(range(30, 60))
-    _assert_same(follower.live, LiveRun(load_run(path), 30))
+    _assert_same(follower.live, LiveRun(read_run(path), 30))
     follower.close()
 
 

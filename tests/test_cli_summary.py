@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import torch_gradmon as gradmon
 from torch_gradmon import load_run
 from torch_gradmon.analysis.diagnosis.series import lower_median
+from torch_gradmon.analysis.run import read_run
 from torch_gradmon.cli.catalogue import MOST, SORTS
 from torch_gradmon.cli.main import main
 from torch_gradmon.cli.terminal.layer_table import LayerRow, RunSummary, groups, sort_rows, summarize
@@ -128,7 +129,7 @@ def test_each_row_is_what_plain_torch_saw(trained: tuple[Path, Seen, list[float]
     path, seen, _ = trained
     run = load_run(path)
     names = list(seen[0]["before"])
-    summary = summarize(run, "x", last=last)
+    summary = summarize(run._reader, "x", last=last)
     assert [row.name for row in summary.rows] == names
     assert all(row.parameters == 1 for row in summary.rows)
     for row in summary.rows:
@@ -143,7 +144,7 @@ def test_a_block_is_what_its_parameters_are_together(trained: tuple[Path, Seen, 
     for name in seen[0]["before"]:
         members.setdefault(name.split(".")[0], []).append(name)
     members["head.weight"] = members.pop("head")
-    rows = summarize(load_run(path), "x", depth=1).rows
+    rows = summarize(read_run(path), "x", depth=1).rows
     assert [(row.name, row.parameters) for row in rows] == [(block, len(names)) for block, names in members.items()]
     for row in rows:
         _assert_row(row, _expected(seen, members[row.name], None))
@@ -152,11 +153,11 @@ def test_a_block_is_what_its_parameters_are_together(trained: tuple[Path, Seen, 
 def test_the_head_of_a_summary_is_what_happened(trained: tuple[Path, Seen, list[float]]) -> None:
     path, seen, losses = trained
     run = load_run(path)
-    summary = summarize(run, "x")
+    summary = summarize(run._reader, "x")
     told = summary.overview
     assert (told.steps, told.first, told.last, summary.segments) == (STEPS, 0, STEPS - 1, [(0, STEPS - 1)])
     assert told.rates == pytest.approx((0.001, 0.02, 0.02))
-    assert told.ended - told.began == run.context(STEPS - 1)["time"] - run.context(0)["time"]
+    assert told.ended - told.began == run.record(STEPS - 1).context["time"] - run.record(0).context["time"]
     lines = {line.name: line for line in summary.lines}
     assert next(iter(lines)) == "loss"
     loss = lines["loss"]
@@ -165,15 +166,15 @@ def test_the_head_of_a_summary_is_what_happened(trained: tuple[Path, Seen, list[
     norm = lines["grad_norm"]
     assert (norm.count, norm.nonfinite, norm.since, norm.at) == (STEPS, 1, SPOILED, SPIKE)
     assert norm.largest == pytest.approx(_together(seen[SPIKE], "before", list(seen[0]["before"])).norm().item(), rel=1e-6)
-    assert [spike.step for spike in summary.spikes] == sorted({event.step for event in run.events}) == [SPIKE, SPOILED]
+    assert [spike.step for spike in summary.spikes] == sorted({event.step for event in run.spikes}) == [SPIKE, SPOILED]
     assert "times the usual" in summary.spikes[0].words
     assert summary.spikes[1][1:] == (SPOILED, SPOILED, "grad_norm is nan", "[/].weight", "has NaN or Inf")
-    assert summary.spikes[0].moved == spike_cause(run.suspects(SPIKE), SPIKE).did
+    assert summary.spikes[0].moved == spike_cause(run.record(SPIKE).suspects, SPIKE).did
 
 
 @pytest.mark.parametrize("column", [*SORTS, "name"])
 def test_rows_are_sorted_by_any_column(trained: tuple[Path, Seen, list[float]], column: str) -> None:
-    summary = summarize(load_run(trained[0]), "x", sort=column)
+    summary = summarize(read_run(trained[0]), "x", sort=column)
     found = [getattr(row, column) for row in summary.rows]
     assert found == sorted(found, reverse=column != "name")
     assert len(set(found)) > 1 or column == "at"  # of the spike
@@ -189,7 +190,7 @@ def test_json_is_the_summary(trained: tuple[Path, Seen, list[float]], capsys: py
     path, _, _ = trained
     assert main(["summary", str(path), "--json", "--tail", "20"]) == 0
     found = json.loads(capsys.readouterr().out)
-    summary = summarize(load_run(path), str(path), last=20)
+    summary = summarize(read_run(path), str(path), last=20)
     assert found == summary.to_dict()
     assert found["steps"] == {"count": 20, "first": 40, "last": 59, "segments": [[40, 59]]}
     assert [row["name"] for row in found["layers"]] == [row.name for row in summary.rows]
@@ -224,9 +225,9 @@ def test_many_parameters_are_shown_by_blocks() -> None:
 
 def test_a_filter_takes_parameters_and_leaves_their_shares(trained: tuple[Path, Seen, list[float]]) -> None:
     run = load_run(trained[0])
-    every = {row.name: row for row in summarize(run, "x").rows}
+    every = {row.name: row for row in summarize(run._reader, "x").rows}
     assert main(["summary", str(trained[0]), "--json", "--keys", "weight$"]) == 0
-    some = summarize(run, "x", pattern=re.compile("weight$")).rows
+    some = summarize(run._reader, "x", pattern=re.compile("weight$")).rows
     assert [row.name for row in some] == [name for name in every if name.endswith("weight")]
     assert [repr(row) for row in some] == [repr(every[row.name]) for row in some]
 
@@ -258,7 +259,7 @@ def test_a_wrong_request_is_told(
 
 def test_a_run_without_a_step(tmp_path: Path) -> None:
     RunWriter(tmp_path).close()
-    summary = summarize(load_run(tmp_path), "x")
+    summary = summarize(read_run(tmp_path), "x")
     assert (summary.overview.steps, summary.lines, summary.rows, summary.spikes) == (0, [], [], [])
     assert json.loads(json.dumps(summary.to_dict(), allow_nan=False))["steps"]["first"] is None
 
@@ -269,12 +270,12 @@ def test_a_resumed_run_counts_what_came_later(tmp_path: Path) -> None:
         for step in steps:
             store.log(_record(step, value))
         store.close()
-    summary = summarize(load_run(tmp_path), "x")
+    summary = summarize(read_run(tmp_path), "x")
     assert summary.segments == [(0, 19), (20, 39)]
     assert summary.overview.steps == 40
     assert [(line.name, line.is_logged, line.first, line.last, line.at) for line in summary.lines] == [("x", True, 1.0, 5.0, 20)]
     assert [(row.largest, row.at) for row in summary.rows] == [(pytest.approx(math.sqrt(50)), 20)] * 2
-    assert summarize(load_run(tmp_path), "x", last=5).segments == [(35, 39)]
+    assert summarize(read_run(tmp_path), "x", last=5).segments == [(35, 39)]
 
 
 def test_only_what_was_logged_by_hand(tmp_path: Path) -> None:
@@ -284,9 +285,9 @@ def test_only_what_was_logged_by_hand(tmp_path: Path) -> None:
         monitor.begin_step(step)
         monitor.log_scalars({f"value_{number}": step for number in range(20)})
         monitor.end_step()
-    summary = summarize(load_run(tmp_path), "x")
+    summary = summarize(read_run(tmp_path), "x")
     assert (len(summary.lines), summary.unshown, summary.rows) == (8, 12, [])
-    assert len(summarize(load_run(tmp_path), "x", everything=True).lines) == 20
+    assert len(summarize(read_run(tmp_path), "x", everything=True).lines) == 20
 
 
 def test_gradients_after_the_clip_alone(tmp_path: Path) -> None:
@@ -299,7 +300,7 @@ def test_gradients_after_the_clip_alone(tmp_path: Path) -> None:
         monitor.monitor_gradients()
         monitor.end_step()
         model.zero_grad()
-    rows = summarize(load_run(tmp_path), "x").rows
+    rows = summarize(read_run(tmp_path), "x").rows
     assert [(row.name, row.at) for row in rows] == [("weight", 2), ("bias", 0)]
     assert rows[0].norm == pytest.approx(2 * math.sqrt(2))
     assert all(math.isnan(row.clipped) and math.isnan(row.update) and math.isnan(row.zeros) for row in rows)
@@ -311,9 +312,9 @@ def test_the_spikes_of_many_are_the_largest_ones(tmp_path: Path) -> None:
         events = (SpikeEvent(step, "x", 100.0 - abs(step - 12), 9.0, 5.0, "much", usual=1.0),) if step % 2 else ()
         store.log(replace(_record(step, 1.0), events=events))
     store.close()
-    summary = summarize(load_run(tmp_path), "x")
+    summary = summarize(read_run(tmp_path), "x")
     assert ([spike.step for spike in summary.spikes], len(summary.spiked)) == ([5, 7, 9, 11, 13, 15, 17, 19], 15)
-    assert len(summarize(load_run(tmp_path), "x", everything=True).spikes) == 15
+    assert len(summarize(read_run(tmp_path), "x", everything=True).spikes) == 15
 
 
 # --- how it looks ----------------------------------------------------------------------------------------------------------------------
@@ -334,7 +335,7 @@ def _drawn(summary: RunSummary, width: int, colours: bool = False) -> str:
 @pytest.mark.parametrize("width", [40, 60, 80, 200])
 def test_every_width_shows_each_layer_in_a_line(trained: tuple[Path, Seen, list[float]], width: int) -> None:
     path = trained[0]
-    summary = summarize(load_run(path), str(path))
+    summary = summarize(read_run(path), str(path))
     drawn = _drawn(summary, width)
     lines = drawn.splitlines()
     assert max(map(len, lines)) <= width
@@ -354,19 +355,19 @@ def test_every_width_shows_each_layer_in_a_line(trained: tuple[Path, Seen, list[
 
 @pytest.mark.extra
 def test_nan_is_loud(trained: tuple[Path, Seen, list[float]]) -> None:
-    summary = summarize(load_run(trained[0]), "x")
+    summary = summarize(read_run(trained[0]), "x")
     drawn = _drawn(summary, 100, colours=True)
     loud = [line for line in drawn.splitlines() if "\x1b[1;31m" in line]
     assert any("in the gradients of 1 of 9 rows below, first in step 52" in line for line in loud)
     assert any("[/].weight" in line for line in loud)
     assert any("grad_norm" in line for line in loud)
     assert not any("head.weight" in line for line in loud)
-    assert "NaN/Inf" not in _drawn(summarize(load_run(trained[0]), "x", last=5), 100)
+    assert "NaN/Inf" not in _drawn(summarize(read_run(trained[0]), "x", last=5), 100)
 
 
 @pytest.mark.extra
 def test_the_words_of_a_summary(trained: tuple[Path, Seen, list[float]]) -> None:
-    drawn = _drawn(summarize(load_run(trained[0]), "runs/first"), 120)
+    drawn = _drawn(summarize(read_run(trained[0]), "runs/first"), 120)
     assert "60 monitored, 0 to 59" in drawn
     assert "0.001 to 0.02, 0.02 at the end" in drawn
     assert "Spikes: 2\n" in re.sub(" +\n", "\n", drawn)
@@ -378,12 +379,12 @@ def test_the_words_of_a_summary(trained: tuple[Path, Seen, list[float]]) -> None
 @pytest.mark.parametrize("width", [60, 80])
 def test_an_empty_run_and_one_that_was_resumed_are_drawn(width: int, tmp_path: Path) -> None:
     RunWriter(tmp_path / "empty").close()
-    assert "none yet" in _drawn(summarize(load_run(tmp_path / "empty"), "x"), width)
+    assert "none yet" in _drawn(summarize(read_run(tmp_path / "empty"), "x"), width)
     store = RunWriter(tmp_path / "resumed")
     for step in [*range(30), *range(20, 40)]:
         store.log(_record(step, 1.0))
     store.close()
-    assert "to step 20" in _drawn(summarize(load_run(tmp_path / "resumed"), "x"), width)
+    assert "to step 20" in _drawn(summarize(read_run(tmp_path / "resumed"), "x"), width)
 
 
 @pytest.mark.extra

@@ -264,7 +264,7 @@ def test_full_preset_with_attention_shares_one_graph(tmp_path: Any) -> None:
         assert trained.monitor is not None
         trained.monitor.detach()
         assert trained.graphs == Trained(compile, block=Attention).graphs
-        table = gradmon.load_run(tmp_path / name).table("activation", 2)
+        table = gradmon.load_run(tmp_path / name)._reader.table("activation", 2)
         assert table is not None
         found.append(dict(zip(table.names, table.rows.tolist(), strict=True)))
     assert f"blocks.{BLOCKS - 1}.qkv" in found[0]

@@ -486,8 +486,8 @@ def test_keys_are_read_back_in_both_styles_and_go_to_the_run_directory(tmp_path:
     monitor.detach()
     assert len(found) == 16
     run = gradmon.load_run(tmp_path / "run")
-    assert run.metrics(1) == found == sink.rows[1][1]
-    assert run.value(f"{UPDATE}/1.weight/W_t x_t/l2norm", 1) == found[f"{UPDATE}/1.weight/W_t x_t/l2norm"]
+    assert run.record(1).metrics == found == sink.rows[1][1]
+    assert run._reader.value(f"{UPDATE}/1.weight/W_t x_t/l2norm", 1) == found[f"{UPDATE}/1.weight/W_t x_t/l2norm"]
 
 
 def test_wandb_takes_its_keys_for_values_of_layers() -> None:

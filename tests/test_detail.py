@@ -86,7 +86,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def put(directory: Path, **arguments: Any) -> None:
     """Ask from outside, without the command."""
-    session = load_run(directory).meta["tune"]["session"]
+    session = load_run(directory)._reader.meta["tune"]["session"]
     change.write(directory, detail_request(**{"number": 1, **arguments}), session)
 
 
@@ -199,7 +199,7 @@ def test_from_outside_it_begins_with_the_step_after_the_look(tmp_path: Path) -> 
     put(tmp_path, every=1, steps=3)
     loop.go(10)
     assert loop.seen == [0, 4, 5, 6]
-    state = load_run(tmp_path).meta["tune"]
+    state = load_run(tmp_path)._reader.meta["tune"]
     assert state["last"] == {"every": 1, "steps": 3, "number": 1, "since": 4, "until": 6, "ended": "its steps are over"}
     assert "in_force" not in state
     assert "waits" not in state
@@ -464,13 +464,13 @@ def test_detach_ends_it_and_leaves_no_hook(tmp_path: Path) -> None:
     loop.monitor.detach()
     assert not any(loop.hooks)
     assert loop.monitor.last_record.detail is None
-    state = load_run(tmp_path).meta["tune"]
+    state = load_run(tmp_path)._reader.meta["tune"]
     assert not state["listens"]
     assert state["last"]["until"] == 2
     assert state["last"]["ended"] == "the run has ended, or its monitor was detached"
     loop.monitor.attach(*loop.optimizers)
     assert loop.go(10).seen == [0, 1, 2]
-    assert load_run(tmp_path).meta["tune"]["listens"]
+    assert load_run(tmp_path)._reader.meta["tune"]["listens"]
 
 
 def test_a_state_has_nothing_of_it_so_that_a_resumed_run_does_what_its_script_says() -> None:
@@ -575,14 +575,14 @@ def test_records_say_under_what_they_were_measured(tmp_path: Path) -> None:
     loop.go(20)
     run = load_run(tmp_path)
     assert run.steps == [0, 2, 4]
-    assert run.context(2)["tuned"] == {"every": 2, "preset": "full", "number": 1}
-    assert "tuned" not in run.context(0)
-    assert run.table("activation", 4) is not None
+    assert run.record(2).context["tuned"] == {"every": 2, "preset": "full", "number": 1}
+    assert "tuned" not in run.record(0).context
+    assert run._reader.table("activation", 4) is not None
     words = "measured under a live change of detail (gradmon detail, number 1): steps divisible by 2, preset full"
-    assert words in explain(run, 4)
+    assert words in explain(run._reader, 4)
     assert words in loop.monitor.why(4)
-    assert "tuned" not in explain(run, 0)
-    assert "live change" not in explain(run, 0)
+    assert "tuned" not in explain(run._reader, 0)
+    assert "live change" not in explain(run._reader, 0)
 
 
 def test_detectors_judge_the_steps_between(tmp_path: Path) -> None:
@@ -624,8 +624,8 @@ def test_training_is_the_same_bit_for_bit(setting: loops.Setting, tmp_path: Path
     assert loops.differences(plain, tuned) == []
     run = load_run(tmp_path / "run")
     assert run.steps == [0, 3, 4, 5, 6]  # so it was awake
-    assert (run.table("activation", 4) is not None) != setting.compile
-    assert run.table("gradient", 4) is not None
+    assert (run._reader.table("activation", 4) is not None) != setting.compile
+    assert run._reader.table("gradient", 4) is not None
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
@@ -647,8 +647,8 @@ def test_a_compiled_model_is_not_compiled_again(preset: str, tmp_path: Path) -> 
     assert [len(module._forward_hooks) for module in inner.modules()] == hooks
     run = load_run(tmp_path)
     for step in run.steps:
-        assert (run.table("activation", step) is not None) == (preset == "full")
-    assert run.table("gradient", 4) is not None
+        assert (run._reader.table("activation", step) is not None) == (preset == "full")
+    assert run._reader.table("gradient", 4) is not None
     assert not [cause for cause in monitor.warning_counts() if cause != "tune:compiled"]
     torch._dynamo.reset()
 

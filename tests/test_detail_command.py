@@ -80,11 +80,11 @@ def test_a_training_in_another_process_is_tuned_and_goes_back_by_itself(tmp_path
         time.sleep(0.5)  # some 50 steps more
         with contextlib.closing(load_run(directory)) as run:
             assert [step for step in run.steps if step % 1000] == [step for step in wanted if step % 1000]
-            assert run.table("activation", wanted[0]) is not None
-            assert run.table("activation", 0) is None
-            assert run.context(wanted[0])["tuned"] == {"every": 1, "preset": "full", "number": 1}
+            assert run._reader.table("activation", wanted[0]) is not None
+            assert run._reader.table("activation", 0) is None
+            assert run.record(wanted[0]).context["tuned"] == {"every": 1, "preset": "full", "number": 1}
             # the command had to start, then there is a look a second, and a step; the machine may be busy
-            assert run.context(wanted[0])["time"] - asked < 60
+            assert run.record(wanted[0]).context["time"] - asked < 60
         status = _command(directory, "--status").stdout
         assert (
             f"the last one: every step, preset full, for 40 steps (number 1); from step {begun} to {ended}; its steps are over"
@@ -285,7 +285,7 @@ def test_waiting_for_one_whose_place_another_took(tmp_path: Path, capsys: pytest
     training = Training(tmp_path).go(1)
 
     def another(_: float) -> None:
-        session = load_run(tmp_path).meta["tune"]["session"]
+        session = load_run(tmp_path)._reader.meta["tune"]["session"]
         detail_request.write(tmp_path, detail_request.detail_request(every=7, number=9), session)
         training.go(3)
 

@@ -67,10 +67,10 @@ def test_training_is_the_same_on_each_rank_with_and_without(fsdp2: tuple[list[di
 
 def test_the_run_directory_tells_what_was_in_force(fsdp2: tuple[list[dict[str, Any]], Path]) -> None:
     run = load_run(fsdp2[1] / "run")
-    assert run.meta["tune"]["last"]["number"] == 3
-    assert run.meta["tune"]["last"]["since"] == 51
-    assert run.context(22)["tuned"]["preset"] == "full"
-    assert "tuned" not in run.context(30)
+    assert run._reader.meta["tune"]["last"]["number"] == 3
+    assert run._reader.meta["tune"]["last"]["since"] == 51
+    assert run.record(22).context["tuned"]["preset"] == "full"
+    assert "tuned" not in run.record(30).context
 
 
 def test_ranks_that_exchange_nothing_refuse_with_a_reason(tmp_path: Path) -> None:
@@ -80,8 +80,8 @@ def test_ranks_that_exchange_nothing_refuse_with_a_reason(tmp_path: Path) -> Non
     assert first["complaints"] == {"tune:ranks": 1}
     assert not second["complaints"]
     run = load_run(tmp_path / "run")
-    assert "number 1 was refused: the ranks exchange nothing" in run.meta["tune"]["why"]
-    assert "waits" not in run.meta["tune"]
+    assert "number 1 was refused: the ranks exchange nothing" in run._reader.meta["tune"]["why"]
+    assert "waits" not in run._reader.meta["tune"]
     assert all(torch.equal(a, b) for a, b in zip(first["parameters"], second["parameters"], strict=True))
 
 

@@ -20,6 +20,7 @@ from torch_gradmon.analysis.diagnosis import Diagnosis, Finding
 from torch_gradmon.analysis.diagnosis.findings import CONSEQUENCES
 from torch_gradmon.analysis.diagnosis.history import History
 from torch_gradmon.analysis.diagnosis.series import Series
+from torch_gradmon.analysis.run import read_run
 from torch_gradmon.core.keys import Key
 from torch_gradmon.core.moments import ALL_COLUMNS
 from torch_gradmon.core.records import Severity, SpikeEvent, StatsTable, StepRecord
@@ -54,7 +55,7 @@ def _run(path: Path, steps: int = 30) -> nn.Module:
 def test_a_history_has_the_numbers_of_the_run(tmp_path: Path) -> None:
     model = _run(tmp_path)
     run = gradmon.load_run(tmp_path)
-    history = History.of_run(run)
+    history = History.of_run(run._reader)
     assert history.steps == list(range(30))
     assert history.span == (0, 29)
     norms = history.series("grad_norm")
@@ -75,7 +76,7 @@ def test_a_history_has_the_numbers_of_the_run(tmp_path: Path) -> None:
 
 def test_a_long_run_is_thinned_and_keeps_its_ends_and_its_spikes(tmp_path: Path) -> None:
     _run(tmp_path, steps=60)
-    history = History.of_run(gradmon.load_run(tmp_path), most=24)
+    history = History.of_run(read_run(tmp_path), most=24)
     assert len(history.records) <= 24
     assert {0, 1, 2, 58, 59, 19, 20, 21} <= set(history.steps)
 
@@ -91,7 +92,7 @@ def test_a_loss_that_is_logged_seldom_is_still_looked_at(tmp_path: Path) -> None
         if step % 25 == 0:
             monitor.log_scalar("train/loss", loss.detach())
         optimizer.step()
-    live, read = monitor._runtime.pipeline.history.sample.records(), History.of_run(gradmon.load_run(tmp_path), most=100)
+    live, read = monitor._runtime.pipeline.history.sample.records(), History.of_run(read_run(tmp_path), most=100)
     assert len(live) < 1000
     assert len(History(live).loss) == 52
     assert len(read.records) <= 100

@@ -17,6 +17,7 @@ from torch_gradmon.analysis.diagnosis import Diagnosis
 from torch_gradmon.analysis.diagnosis.diagnose import diagnose_history
 from torch_gradmon.analysis.diagnosis.history import History
 from torch_gradmon.analysis.diagnosis.rules.nonfinite import check_nonfinite
+from torch_gradmon.analysis.run import read_run
 
 AT = 12
 
@@ -50,7 +51,7 @@ def _diagnosis(path: Path, spoils: str, act: Callable[[Net, torch.optim.Optimize
             with torch.no_grad():
                 net.first.weight[0, 0] = math.nan
     monitor.detach()
-    return diagnose_history(History.of_run(gradmon.load_run(path)))
+    return diagnose_history(History.of_run(read_run(path)))
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ def test_a_scaler_that_looks_for_its_scale_is_sound_and_one_that_never_finds_it_
         scaler.step(optimizer)
         scaler.update()
     monitor.detach()
-    diagnosis = diagnose_history(History.of_run(gradmon.load_run(tmp_path)))
+    diagnosis = diagnose_history(History.of_run(read_run(tmp_path)))
     assert [finding.rule for finding in diagnosis.findings] == ["non-finite-gradient"] * found
 
 
@@ -296,7 +297,7 @@ def _game(
         of_maker.step()
         monitor.log_scalar("loss_g", loss.detach())
     monitor.detach()
-    return diagnose_history(History.of_run(gradmon.load_run(path)))
+    return diagnose_history(History.of_run(read_run(path)))
 
 
 @pytest.mark.filterwarnings("ignore::torch_gradmon.GradmonWarning")

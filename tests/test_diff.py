@@ -17,14 +17,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import torch_gradmon as gradmon
-from torch_gradmon import ModuleMonitor, Run, diff_runs, load_run
+from torch_gradmon import ModuleMonitor, diff_runs, load_run
 from torch_gradmon.analysis.comparison import STAGES, Order, is_clock
 from torch_gradmon.analysis.diff import RunDiff
-from torch_gradmon.analysis.run import settings_that_differ
+from torch_gradmon.analysis.run import read_run, settings_that_differ
 from torch_gradmon.cli.main import main
 from torch_gradmon.core.keys import Key, parse_key
 from torch_gradmon.core.moments import ALL_COLUMNS
 from torch_gradmon.core.records import StatsTable, StepRecord
+from torch_gradmon.runs.reader import RunReader
 from torch_gradmon.runs.writer import RunWriter
 
 from .stored_runs import emptied
@@ -220,7 +221,7 @@ def test_every_value_of_a_parting_is_that_of_the_runs(base: Path, tmp_path: Path
     changed = train(tmp_path, _data)
     found = diff_runs(base, changed)
     runs = load_run(base), load_run(changed)
-    values = [{**values_of(run, 13), "context/lr": run.context(13)["lr"][0]} for run in runs]
+    values = [{**values_of(run._reader, 13), "context/lr": run.record(13).context["lr"][0]} for run in runs]
     assert len(found.divergences) > 20
     for parting in found.divergences:
         assert (parting.a, parting.b) == (values[0][parting.key], values[1][parting.other])
@@ -252,8 +253,8 @@ def test_no_more_than_needed_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     one = _log(tmp_path / "a", values)
     other = _log(tmp_path / "b", {**values, 5: {**values[5], "x7": 0.0}})
     read = []
-    window = Run.window
-    monkeypatch.setattr(Run, "window", lambda run, steps: read.append(len(steps)) or window(run, steps))
+    window = RunReader.window
+    monkeypatch.setattr(RunReader, "window", lambda run, steps: read.append(len(steps)) or window(run, steps))
     monkeypatch.setattr("torch_gradmon.analysis.comparison._CELLS", 4000)
     found = diff_runs(one, other)
     assert found.first is not None
@@ -343,7 +344,7 @@ def test_common_steps_are_compared_and_the_others_told(base: Path, tmp_path: Pat
 
 def test_a_run_that_was_resumed_is_compared_by_its_last_word(base: Path, tmp_path: Path) -> None:
     resumed = train(tmp_path, _data)  # parts in step 13, and is taken back to 10
-    store, whole = RunWriter(resumed), load_run(base)
+    store, whole = RunWriter(resumed), read_run(base)
     for step in range(10, 24):
         context = dict(whole.context(step))
         tables = {source: table for source in whole.sources if (table := whole.table(source, step)) is not None}

@@ -137,7 +137,7 @@ def test_a_run_directory_tells_the_gradients_of_both_stages(edit: str, tmp_path:
     )
     monitor.detach()
     run, signs = load_run(tmp_path / "run"), {"nothing": 1, "neg": -1, "flip": 1}
-    before, after = run.table("gradient_before_clip", 2), run.table("gradient", 2)
+    before, after = run._reader.table("gradient_before_clip", 2), run._reader.table("gradient", 2)
     assert before is not None
     assert after is not None
     if edit != "flip":  # the order of a sum may change its last bit

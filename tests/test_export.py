@@ -22,6 +22,7 @@ from torch_gradmon.core.keys import Key
 from torch_gradmon.core.moments import ALL_COLUMNS, VIEWS
 from torch_gradmon.core.records import StatsTable, StepRecord
 from torch_gradmon.runs import export as frames
+from torch_gradmon.runs.reader import RunReader
 from torch_gradmon.runs.writer import RunWriter
 from torch_gradmon.spikes import MedianMad
 from torch_gradmon.statistics.eager import measure
@@ -78,7 +79,7 @@ def _expected(run: Run, step: int) -> tuple[dict[str, float], dict[str, float]]:
     layers: dict[str, float] = {}
     others: dict[str, float] = {}
     sources = {*run.sources, "attention_entropy", "optimizer"}
-    for key, value in values_of(run, step).items():
+    for key, value in values_of(run._reader, step).items():
         (layers if key.split("/")[0] in sources else others)[key] = value
     return layers, others
 
@@ -97,7 +98,7 @@ def _check(run: Run, tensors: list[dict[str, Any]], steps: list[dict[str, Any]])
     for step, row in zip(run.steps, steps, strict=True):
         layers, others = _expected(run, step)
         assert same(by_step[step], layers)
-        context = dict(run.context(step))
+        context = dict(run.record(step).context)
         values = {
             key: value
             for key, value in row.items()
@@ -112,7 +113,7 @@ def _check(run: Run, tensors: list[dict[str, Any]], steps: list[dict[str, Any]])
         assert [row[f"lr_{group}"] for group in (0, 1) if f"lr_{group}" in row] == context.pop("lr", [])
         assert row.get("tags") == _strict(context.pop("tags", None))
         assert row.get("context") == _strict(context or None)
-        assert [event["signal"] for event in row.get("events") or []] == [e.signal for e in run.events if e.step == step]
+        assert [event["signal"] for event in row.get("events") or []] == [e.signal for e in run.spikes if e.step == step]
     order = [(row["step"], run.sources.index(row["source"]) if row["source"] in run.sources else 99) for row in tensors]
     assert [step for step, _ in order] == sorted(step for step, _ in order)
 
@@ -194,8 +195,8 @@ def test_many_parts_are_the_same_as_one(path: Path, tmp_path: Path, monkeypatch:
     run = load_run(path)
     whole = [file.read_bytes() for file in run.export(tmp_path / "whole.csv")]
     monkeypatch.setattr(frames, "_ROWS", 1)
-    window, read = Run.window, []
-    monkeypatch.setattr(Run, "window", lambda run, steps: read.append(len(list(steps))) or window(run, steps))
+    window, read = RunReader.window, []
+    monkeypatch.setattr(RunReader, "window", lambda run, steps: read.append(len(list(steps))) or window(run, steps))
     assert [file.read_bytes() for file in run.export(tmp_path / "parts.csv")] == whole
     assert set(read) == {1}
 
@@ -263,7 +264,7 @@ def test_what_comes_late_into_the_last_step_of_a_run_that_goes_on_has_no_column(
     for step in range(3):
         store.log(StepRecord(step, 0.0, True, {Key("", "x", ""): 1.0}, {"gradient": table}))
     run = load_run(tmp_path)
-    parts = frames.StepFrame(run, run.steps), frames.TensorFrame(run, run.steps, None)
+    parts = frames.StepFrame(run._reader, run.steps), frames.TensorFrame(run._reader, run.steps, None)
     late = {Key("", "late", ""): 2.0, Key("", "x", ""): 1.0, Key("gradient", "w", "mine"): 3.0, Key("gradient", "v", "norm"): 4.0}
     store.log(StepRecord(2, 0.0, True, late, {"gradient": table}), update=True)
     for frame in parts:
@@ -289,14 +290,14 @@ def test_no_half_file_is_left(path: Path, tmp_path: Path, monkeypatch: pytest.Mo
     run = load_run(path)
     (tmp_path / "out.csv").write_text("before")
     monkeypatch.setattr(frames, "_ROWS", 1)
-    window = Run.window
+    window = RunReader.window
 
-    def fails(run: Run, steps: list[int]) -> Any:
+    def fails(run: RunReader, steps: list[int]) -> Any:
         if 11 in steps:
             raise OSError("the disk is full")
         return window(run, steps)
 
-    monkeypatch.setattr(Run, "window", fails)
+    monkeypatch.setattr(RunReader, "window", fails)
     for table in (None, "tensors", "steps"):
         with pytest.raises(OSError, match="the disk is full"):
             run.export(tmp_path / "out.csv", table)

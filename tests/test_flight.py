@@ -132,9 +132,9 @@ def test_tags_and_late_values_reach_the_run_directory_of_their_step(slow: _Slow,
     loop.monitor.detach()
     run = gradmon.load_run(tmp_path)
     assert run.steps == [0, 1, 2]
-    assert [run.context(step)["tags"] for step in run.steps] == [{"batch": number} for number in range(3)]
+    assert [run.record(step).context["tags"] for step in run.steps] == [{"batch": number} for number in range(3)]
     assert run.series("loss") == {0: 0.0, 1: 1.0, 2: 2.0}
-    assert all(run.context(step)["overhead_fraction"] > 0 for step in run.steps)
+    assert all(run.record(step).context["overhead_fraction"] > 0 for step in run.steps)
 
 
 def test_metrics_that_are_due_on_other_steps_are_those_of_their_own_step(slow: _Slow) -> None:

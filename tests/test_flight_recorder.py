@@ -65,30 +65,30 @@ def test_the_steps_around_a_spike_are_there_with_the_numbers_of_a_monitor_that_t
     assert run.steps == sorted(cadence | looked_closer | {*before, *after})
     for step in [*before, *after]:
         for source in (GRADIENT, GRADIENT_BEFORE_CLIP):
-            here, there = run.table(source, step), reference.table(source, step)
+            here, there = run._reader.table(source, step), reference._reader.table(source, step)
             assert here is not None
             assert there is not None
             assert here.columns == there.columns
             assert torch.equal(here.rows, there.rows)
-        assert run.table(PARAMETER, step) is None
-        values, truth = run.metrics(step), reference.metrics(step)
+        assert run._reader.table(PARAMETER, step) is None
+        values, truth = run.record(step).metrics, reference.record(step).metrics
         assert values["loss"] == truth["loss"]
         whole = {key for key in values if key.startswith("gradmon/")}
         assert whole == {
             f"gradmon/grad_{name}" for name in ("norm", "max", "nonfinite_count", "top_fraction", *["norm_after_clip"] * clip)
         }
         assert all(values[key] == truth[key] for key in whole)
-        context = run.context(step)
+        context = run.record(step).context
         assert {name: context[name] for name in ("tags", "lr", "applied", "monitored")} == {
             "tags": {"batch": step},
             "lr": [1e-6],
             "applied": True,
             "monitored": False,
         }
-        assert reference.context(step - 1)["time"] <= reference.context(step)["time"]
-    times = [run.context(step)["time"] for step in run.steps]
+        assert reference.record(step - 1).context["time"] <= reference.record(step).context["time"]
+    times = [run.record(step).context["time"] for step in run.steps]
     assert times == sorted(times)
-    assert [event.step for event in run.events] == [SPIKE]
+    assert [event.step for event in run.spikes] == [SPIKE]
 
 
 def test_the_story_knows_that_a_layer_moved_between_two_monitored_steps() -> None:
@@ -201,9 +201,9 @@ def test_steps_that_a_scaler_refuses_are_counted_once_and_kept_as_not_applied(tm
     assert monitor.get_all_metrics()[200]["gradmon/steps_not_applied"] == 1
     monitor.detach()
     run = load_run(tmp_path)
-    assert [step for step in run.steps if not run.context(step)["applied"]] == [195]
-    assert run.context(194)["amp_scale"] == 1024.0
-    assert run.metrics(194)["gradmon/grad_norm"] == pytest.approx(run.metrics(190)["gradmon/grad_norm"], rel=1e-3)
+    assert [step for step in run.steps if not run.record(step).context["applied"]] == [195]
+    assert run.record(194).context["amp_scale"] == 1024.0
+    assert run.record(194).metrics["gradmon/grad_norm"] == pytest.approx(run.record(190).metrics["gradmon/grad_norm"], rel=1e-3)
 
 
 def test_a_rollback_forgets_what_comes_again(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_a_rollback_forgets_what_comes_again(tmp_path: Path) -> None:
     monitor.detach()
     run = load_run(tmp_path)
     assert run.steps == [*range(0, 191, 10), *range(193, 222)]
-    assert [event.step for event in run.events] == [SPIKE]
+    assert [event.step for event in run.spikes] == [SPIKE]
 
 
 def test_a_late_signal_brings_the_steps_too() -> None:
@@ -328,8 +328,8 @@ def test_tags_are_taken_as_they_are_when_they_are_given(tmp_path: Path) -> None:
         optimizer.step()
     monitor.detach()
     run = load_run(tmp_path)
-    assert {step: run.context(step)["tags"]["ids"] for step in run.steps} == {step: [step] for step in run.steps}
-    assert run.context(199)["tags"]["number"] == "tensor(199.)"
+    assert {step: run.record(step).context["tags"]["ids"] for step in run.steps} == {step: [step] for step in run.steps}
+    assert run.record(199).context["tags"]["number"] == "tensor(199.)"
 
 
 def test_what_is_logged_after_a_story_was_told_still_counts(tmp_path: Path) -> None:
@@ -350,8 +350,8 @@ def test_what_is_logged_after_a_story_was_told_still_counts(tmp_path: Path) -> N
     run = load_run(tmp_path)
     recorded = [step for step in run.steps if step % 10 and step not in (201, 202, 203)]
     assert recorded == [196, 197, 198, 199, 204, 205, 206, 207]
-    assert {step: run.metrics(step)["late"] for step in recorded} == {step: float(step) for step in recorded}
-    assert {run.context(step)["tags"]["step"] for step in recorded} == set(recorded)
+    assert {step: run.record(step).metrics["late"] for step in recorded} == {step: float(step) for step in recorded}
+    assert {run.record(step).context["tags"]["step"] for step in recorded} == set(recorded)
 
 
 def test_gradients_are_recorded_whatever_is_watched() -> None:

@@ -16,6 +16,7 @@ from torch_gradmon.analysis.diagnosis.series import Series
 from torch_gradmon.analysis.plots import charts, elements
 from torch_gradmon.analysis.plots.charts import PanelSet, RunPair
 from torch_gradmon.analysis.plots.elements import LAYER_VIEWS, Heatmap, Line, LineChart, Panel, Subplot, downsampled
+from torch_gradmon.analysis.run import read_run
 from torch_gradmon.cli.terminal.live import LiveRun
 from torch_gradmon.cli.terminal.sparkline import Columns
 from torch_gradmon.core.keys import Key
@@ -159,19 +160,19 @@ def test_a_single_step_of_a_long_run_can_be_seen() -> None:
 
 
 def test_outputs_of_six_steps_are_six_columns_of_sixty_six(run: Path) -> None:
-    heat = charts.heatmap(PanelSet(load_run(run)), "activation")
+    heat = charts.heatmap(PanelSet(read_run(run)), "activation")
     assert (heat.grid.edges, heat.grid.places) == (EDGES, PLACES)
-    assert charts.heatmap(PanelSet(load_run(run))).grid.places == tuple(range(STEPS))
+    assert charts.heatmap(PanelSet(read_run(run))).grid.places == tuple(range(STEPS))
 
 
 def test_what_is_measured_at_each_tenth_step_has_no_gaps(tmp_path: Path) -> None:
-    panel_set = PanelSet(load_run(written(tmp_path, lambda step: step % 10 == 0, steps=61)))
+    panel_set = PanelSet(read_run(written(tmp_path, lambda step: step % 10 == 0, steps=61)))
     heat = charts.heatmap(panel_set, "activation")
     assert heat.grid == elements.Grid((-0.5, 5.0, 15.0, 25.0, 35.0, 45.0, 55.0, 60.5), tuple(range(7)))
 
 
 def test_a_run_that_is_monitored_at_each_tenth_step_has_no_gaps_either(tmp_path: Path) -> None:
-    panel_set = PanelSet(load_run(written(tmp_path, lambda step: step in (100, 110, 400), every=10)))
+    panel_set = PanelSet(read_run(written(tmp_path, lambda step: step in (100, 110, 400), every=10)))
     assert charts.heatmap(panel_set).grid.places == tuple(range(STEPS))
     assert charts.heatmap(panel_set, "activation").grid.places == (None, 0, 1, None, 2, None)
     assert charts.norm(panel_set).subplots[1].lines[0].after_gaps == ()
@@ -179,7 +180,7 @@ def test_a_run_that_is_monitored_at_each_tenth_step_has_no_gaps_either(tmp_path:
 
 @pytest.mark.parametrize("columns", [3, 6, 7, 20])
 def test_gaps_stay_where_there_are_few_columns(run: Path, columns: int) -> None:
-    heat = charts.heatmap(PanelSet(load_run(run)), "activation", columns=columns)
+    heat = charts.heatmap(PanelSet(read_run(run)), "activation", columns=columns)
     assert len(heat.first) <= columns
     for first, last in zip(heat.first, heat.last, strict=True):
         assert {first, last} <= set(MEASURED)
@@ -227,14 +228,14 @@ def test_the_report_has_the_same_columns(run: Path) -> None:
         pytest.importorskip(package)
     from torch_gradmon.analysis.report.page import content
 
-    view = content(load_run(run), "run", lambda: None)["views"]["activation"]
+    view = content(read_run(run), "run", lambda: None)["views"]["activation"]
     assert (tuple(view["edges"]), tuple(view["places"])) == (EDGES, PLACES)
     assert view["first"] == view["last"] == list(MEASURED)
 
 
 def test_two_runs_over_each_other_have_a_column_where_one_of_them_was_measured(run: Path, tmp_path: Path) -> None:
     other = written(tmp_path, (12, 13, 60).__contains__)
-    panels = RunPair(*(PanelSet(load_run(path), "") for path in (run, other))).panels("activation")
+    panels = RunPair(*(PanelSet(read_run(path), "") for path in (run, other))).panels("activation")
     assert panels is not None
     for panel in (panels.first, panels.second, panels.difference):
         assert panel.steps == (10, 11, 12, 13, 40, 41, 42, 60)
@@ -248,7 +249,7 @@ def test_two_runs_over_each_other_have_a_column_where_one_of_them_was_measured(r
 
 
 def test_lines_have_the_same_gaps(run: Path) -> None:
-    panel_set = PanelSet(load_run(run))
+    panel_set = PanelSet(read_run(run))
     (share,) = charts.norm(panel_set).subplots[-1].lines
     assert [piece.steps for piece in share.pieces(share.series)] == [(10, 11, 12), (40, 41, 42)]
     for line in (*charts.update(panel_set).subplots[0].lines, charts.layers(panel_set, "activation", ["a"]).subplots[0].lines[0]):
@@ -302,7 +303,7 @@ def test_both_engines_draw_no_line_over_a_gap_and_a_point_where_there_is_but_one
 
 
 def test_a_sparkline_has_a_blank_where_nothing_was_measured(run: Path) -> None:
-    live = LiveRun(load_run(run), STEPS)
+    live = LiveRun(read_run(run), STEPS)
     series = live.series(Key("gradmon", "", "clip_fraction"))
     columns = Columns.of(live.steps, 100)
     found = columns.largest(series.steps, series.values)

@@ -529,7 +529,7 @@ def test_a_tag_stands_with_the_step_that_it_was_given_for(tmp_path: Path) -> Non
         optimizer.step()
         monitor.log_context(after=step)
     run = gradmon.load_run(tmp_path)
-    assert [run.context(step)["tags"] for step in run.steps] == [{"batch": 0, "after": 0}, {"batch": 2, "after": 2}]
+    assert [run.record(step).context["tags"] for step in run.steps] == [{"batch": 0, "after": 0}, {"batch": 2, "after": 2}]
 
 
 @pytest.mark.parametrize("device", ["meta"])

@@ -18,6 +18,7 @@ from examples.plugins.headroom import Headroom, critical_step
 from tests.ranks import on_ranks
 from torch_gradmon.analysis.plots import charts
 from torch_gradmon.analysis.plots.charts import PanelSet
+from torch_gradmon.analysis.run import read_run
 
 pytestmark = pytest.mark.thorough
 
@@ -243,7 +244,7 @@ def test_what_is_asked_for_in_a_step_with_a_closure_is_not_asked_for_for_ever() 
 
 def test_the_picture_has_the_critical_rate(tmp_path: Path) -> None:
     train(adam, run_dir=tmp_path)
-    chart = charts.norm(PanelSet(gradmon.load_run(tmp_path)))
+    chart = charts.norm(PanelSet(read_run(tmp_path)))
     drawn = next(subplot for subplot in chart.subplots if subplot.title == "learning rate / critical")
     assert list(drawn.guides.values()) == [1.0]
     assert drawn.lines[0].series.steps == (0, 10, 20)

@@ -109,7 +109,7 @@ def test_three_thousand_mutated_runs_are_read_without_harm(mutator: Mutator, tmp
 
 _LARGE = """
 import resource, sys
-from torch_gradmon.analysis.run import load_run
+from torch_gradmon.analysis.run import read_run
 from torch_gradmon.runs.format import JSON, of_json
 from torch_gradmon.runs.log import framed
 
@@ -129,7 +129,7 @@ with open(path, "wb") as file:
 size = len(data)
 del data, large
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-run = load_run(sys.argv[1])
+run = read_run(sys.argv[1])
 print(run.damage, run.keys()[:3], run.meta)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, size)
 """

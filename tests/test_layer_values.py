@@ -232,13 +232,13 @@ def test_no_reader_makes_norms_of_other_columns(metric: str, tmp_path: Path) -> 
         assert not any(key.rpartition("/")[2] in ("norm", "rms", "std", "ratio") for key in keys)
         with pytest.raises(KeyError):
             run.series("gradient/head.weight/norm")
-        rows = rows_of_layers.layer_rows(run, rows_of_layers.groups([name for name, _ in model.named_parameters()]))
+        rows = rows_of_layers.layer_rows(run._reader, rows_of_layers.groups([name for name, _ in model.named_parameters()]))
         for row in rows:
             assert all(value != value for value in (row.norm, row.largest, row.share, row.update, row.clipped)), row
-        live = LiveRun(run, 100)
+        live = LiveRun(run._reader, 100)
         assert live.suspects(3)[1] == [] == live.top_layers(3)
-        assert list(run.suspects(11)) == []
-        assert not {"norm", "ratio"} & {key.metric for record in run.records() for key in record.values}
+        assert list(run.record(11).suspects) == []
+        assert not {"norm", "ratio"} & {key.metric for record in run._reader.records() for key in record.values}
         run.export(tmp_path / "run.csv", "tensors", progress=False)
     with open(tmp_path / "run.csv", encoding="utf-8") as file:
         exported = list(csv.DictReader(file))

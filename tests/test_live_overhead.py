@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_gradmon import load_run
+from torch_gradmon.analysis.run import read_run
 from torch_gradmon.cli.terminal.live import LiveRun, RunFollower
 from torch_gradmon.core.keys import Key
 from torch_gradmon.core.records import StepRecord
@@ -33,7 +33,7 @@ def written(path: Path, costs: list[float | None]) -> Path:
     ],
 )
 def test_the_overhead_is_the_median_of_what_is_shown(tmp_path: Path, costs: list[float | None], shown: float | None) -> None:
-    assert LiveRun(load_run(written(tmp_path, costs)), 600).fact("overhead_fraction") == shown
+    assert LiveRun(read_run(written(tmp_path, costs)), 600).fact("overhead_fraction") == shown
 
 
 @pytest.mark.extra

@@ -64,7 +64,7 @@ def test_the_largest_losses_of_each_step_are_in_the_run_directory(micro: int, na
     _, true, _, _ = _train(steps=6, micro=micro, names=names, run_dir=tmp_path / "run")
     run = gradmon.load_run(tmp_path / "run")
     for step, rows in enumerate(true):
-        found, expected = run.context(step)["rows"], sorted(rows.items(), key=lambda row: -row[1])[:KEPT]
+        found, expected = run.record(step).context["rows"], sorted(rows.items(), key=lambda row: -row[1])[:KEPT]
         assert found["ids"] == [f"row {i}" if names == "text" else i for i, _ in expected]
         assert found["losses"] == pytest.approx([loss for _, loss in expected])
         assert found["sum"] == pytest.approx(sum(rows.values()))
@@ -93,7 +93,7 @@ def test_nothing_is_kept_of_a_step_that_is_not_monitored(tmp_path: Path) -> None
     _train(steps=4, every=2, run_dir=tmp_path / "run")
     run = gradmon.load_run(tmp_path / "run")
     assert run.steps == [0, 2]
-    assert all("rows" in run.context(step) for step in run.steps)
+    assert all("rows" in run.record(step).context for step in run.steps)
 
 
 def test_rows_that_come_after_the_step_are_lost_with_a_warning() -> None:

@@ -177,7 +177,7 @@ def test_status_of_a_healthy_run_that_goes_silent(root: Path, tmp_path: Path, ca
     found = json.loads(output(capsys, "status", str(path), "--json"))
     assert (found["healthy"], found["next"]["action"], found["next"]["rule"]) == (True, "Nothing.", None)
     with closing(load_run(path)) as run:
-        times = {step: run.context(step)["time"] for step in run.steps}
+        times = {step: run.record(step).context["time"] for step in run.steps}
     shift = time.time() - max(times.values())
     timed(path, lambda record: times[record.step] + shift)
     found = json.loads(output(capsys, "status", str(path), "--json"))

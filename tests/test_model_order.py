@@ -12,6 +12,7 @@ from torch import nn
 import torch_gradmon as gradmon
 from torch_gradmon.analysis.plots import charts
 from torch_gradmon.analysis.plots.charts import PanelSet
+from torch_gradmon.analysis.run import read_run
 from torch_gradmon.core.keys import parse_key
 from torch_gradmon.core.records import ModelOrder, merged
 
@@ -82,8 +83,8 @@ def test_rows_of_a_run_stand_in_the_order_of_the_model(tmp_path: Path, how: str)
     run = gradmon.load_run(tmp_path)
     assert run.tensors("activation") == MODULES
     assert run.tensors("gradient") == parameters(model)
-    assert charts.heatmap(PanelSet(run), "activation").rows == tuple(MODULES)
-    assert charts.depth(PanelSet(run)).rows == tuple(parameters(model))
+    assert charts.heatmap(PanelSet(run._reader), "activation").rows == tuple(MODULES)
+    assert charts.depth(PanelSet(run._reader)).rows == tuple(parameters(model))
     keys = list(map(parse_key, run.keys()))
     assert in_order([key.name for key in keys if key.source == "activation"], MODULES)
     assert in_order([key.name for key in keys if key.source == "gradient"], parameters(model))
@@ -100,7 +101,7 @@ def test_rows_of_what_a_monitor_remembers_are_in_order(tmp_path: Path) -> None:
 
 def test_calls_are_still_known_in_their_order(tmp_path: Path) -> None:
     train(Net(), tmp_path).detach()
-    called = gradmon.load_run(tmp_path).tensors_as_measured("activation")
+    called = gradmon.load_run(tmp_path)._reader.tensors_as_measured("activation")
     assert called.index("back.down") < called.index("back.up") < called.index("back")
 
 
@@ -110,7 +111,7 @@ def test_a_table_of_another_run_with_two_optimizers_is_in_order_in_the_terminal(
     model = Net(late=True)
     train(model, tmp_path).detach()
     run = gradmon.load_run(tmp_path)
-    assert [row.name for row in summarize(run, "run").rows] == parameters(model)
+    assert [row.name for row in summarize(run._reader, "run").rows] == parameters(model)
 
 
 def test_exported_rows_are_in_order(tmp_path: Path) -> None:
@@ -152,7 +153,7 @@ def test_two_runs_over_each_other_are_in_order(tmp_path: Path) -> None:
     train(Net(), tmp_path / "a").detach()
     model = Net(late=True)
     train(model, tmp_path / "b").detach()
-    pair = RunPair(*(PanelSet(gradmon.load_run(tmp_path / name), name) for name in "ab"))
+    pair = RunPair(*(PanelSet(read_run(tmp_path / name), name) for name in "ab"))
     for view, wanted in (("gradient", parameters(model)), ("activation", MODULES)):
         panels = pair.panels(view)
         assert panels is not None
@@ -165,7 +166,7 @@ def test_outputs_that_are_too_large_to_wait_are_not_before_those_that_were_calle
     model.front.register_forward_hook(lambda _module, _inputs, output: output * next(factors))
     train(model, tmp_path, steps=3).detach()
     run = gradmon.load_run(tmp_path)
-    tables = [run.table("activation", step) for step in run.steps]
+    tables = [run._reader.table("activation", step) for step in run.steps]
     assert [list(table.names) for table in tables if table is not None] == [
         ["back.down", "back.up", "back", "front", "[root module]"]
     ] * 3

@@ -17,6 +17,7 @@ from torch import nn
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor, SpikeDetector, load_run
 from torch_gradmon.analysis.diagnosis.history import History
+from torch_gradmon.analysis.run import read_run
 from torch_gradmon.analysis.spike_report import explain
 from torch_gradmon.cli.main import main
 from torch_gradmon.cli.terminal.layer_table import summarize
@@ -91,16 +92,16 @@ def _everywhere(monitor: ModuleMonitor, path: Path, step: int) -> dict[str, _Tol
     event = next(event for event in monitor._runtime.pipeline.history.recent().events if event.step == step)
     monitor.detach()
     run = load_run(path)
-    (line,) = [spike for spike in summarize(run, "x").spikes if spike.step == step]
-    (suspect, *_) = run.suspects(step)
-    table = _in_table(explain(run))
+    (line,) = [spike for spike in summarize(run._reader, "x").spikes if spike.step == step]
+    (suspect, *_) = run.record(step).suspects
+    table = _in_table(explain(run._reader))
     assert suspect.factor == pytest.approx(float(table.times.replace(",", "")), rel=5e-3)
     return {
         **found,
         "message": _only(str(event)),
-        "stored message": _only(str(next(event for event in run.events if event.step == step))),
+        "stored message": _only(str(next(event for event in run.spikes if event.step == step))),
         "why": table,
-        "words of why": _only(explain(run)),
+        "words of why": _only(explain(run._reader)),
         "summary": _only(f"{line.layer} {line.moved[line.moved.index('(') :]}"),
         "diagnosis": _only(gradmon.load_run(path).diagnose().text(10_000)),
     }
@@ -133,9 +134,9 @@ def test_the_report_gives_the_same_number(spoiled: list[int], tmp_path: Path) ->
 
     _train(tmp_path, 70, spoiled).detach()
     with closing(load_run(tmp_path)) as run:
-        page = content(run, "x", lambda: None)
-        why = _only(explain(run))
-        spikes = episodes(run.events, run.steps)
+        page = content(run._reader, "x", lambda: None)
+        why = _only(explain(run._reader))
+        spikes = episodes(run.spikes, run.steps)
     (finding,) = [finding for finding in page["findings"] if finding["rule"] == "spike"]
     assert _only(finding["cause"]) == why
     assert why in [_only(line) for line in page["events"]]
@@ -148,7 +149,7 @@ def test_the_live_view_names_the_same_layers_in_the_same_order(tmp_path: Path) -
     _train(tmp_path, 90, [80]).detach()
     for window in (600, 70):  # a short one looks back farther than what it shows
         with closing(load_run(tmp_path)) as run:
-            assert LiveRun(run, window).suspects(4) == (80, run.suspects(80)[:4])
+            assert LiveRun(run._reader, window).suspects(4) == (80, run.record(80).suspects[:4])
 
 
 def test_a_detector_of_all_layers_tells_of_the_layer_that_comes_first_in_all_lists(tmp_path: Path) -> None:
@@ -169,7 +170,7 @@ def test_a_detector_of_all_layers_tells_of_the_layer_that_comes_first_in_all_lis
     (event,) = [event for event in monitor._runtime.pipeline.history.recent().events if event.signal != "grad_norm"]
     monitor.detach()
     run = load_run(tmp_path)
-    first = run.suspects(40)[0]
+    first = run.record(40).suspects[0]
     assert event.signal == f"{GRADIENT_BEFORE_CLIP}/{first.name}/norm"
     assert first.name != "2.weight"
     assert event.value / event.usual == pytest.approx(first.factor, rel=1e-6)
@@ -182,7 +183,7 @@ def test_what_is_usual_is_what_the_rule_of_the_detector_takes_for_it(tmp_path: P
     run = load_run(tmp_path)
     judged = {step: detector.update(step, value) for step, value in run.series(detector.name).items()}
     for step in (30, 31, 80):
-        (suspect,) = [each for each in run.suspects(step) if each.name == LAYER]
+        (suspect,) = [each for each in run.record(step).suspects if each.name == LAYER]
         assert judged[step].usual == pytest.approx(suspect.usual, rel=1e-9)
     monitor.detach()
 
@@ -238,7 +239,7 @@ def test_a_loss_times_100_is_blamed_on_no_layer(optimizer: Any, clip: float | No
     assert made.did in monitor.why(50)
     assert "of 6 as usual" not in monitor.why(50)
     monitor.detach()
-    (spike,) = summarize(load_run(tmp_path), "x").spikes
+    (spike,) = summarize(read_run(tmp_path), "x").spikes
     assert (spike.layer, spike.moved) == ("", made.did)
 
 
@@ -329,7 +330,7 @@ def test_nan_in_all_parameters_is_blamed_on_none(tmp_path: Path) -> None:
     _train(
         tmp_path, 30, [], scaled=lambda step: math.nan if step == 25 else 1.0, optimizer=lambda p: torch.optim.SGD(p, lr=0.0)
     ).detach()
-    (spike,) = summarize(load_run(tmp_path), "x").spikes
+    (spike,) = summarize(read_run(tmp_path), "x").spikes
     assert (spike.layer, spike.moved) == ("", "all 6 parameters have NaN or Inf")
 
 
@@ -372,7 +373,7 @@ def test_the_largest_spike_is_told_of_by_default_and_the_others_are_named(
     assert story.startswith("step 60: grad_norm = ")
     assert story.rstrip().endswith("other spikes: steps 40 to 44, step 80")
     assert "gradmon diagnose" not in story
-    summary = summarize(load_run(tmp_path), "x")
+    summary = summarize(read_run(tmp_path), "x")
     assert [(spike.first, spike.last) for spike in summary.spikes] == [(40, 44), (60, 60), (80, 80)]
     assert summary.to_dict()["spikes_in_all"] == 3
     assert summary.to_dict()["steps_with_spikes"] == 7
@@ -390,13 +391,13 @@ def test_a_row_is_one_story_with_one_end(tmp_path: Path) -> None:
         )
         monitor.detach()
     assert not said
-    story = explain(load_run(tmp_path))
+    story = explain(read_run(tmp_path))
     assert story.startswith("step 41: ")
     assert "one spike of 4 steps in a row, 40 to 43\n" in story
     assert "after the spike of steps 40 to 43 grad_norm is back to normal since step 44" in story
-    assert "one spike of 4 steps in a row, 40 to 43, the largest in step 41" in explain(load_run(tmp_path), 43)
+    assert "one spike of 4 steps in a row, 40 to 43, the largest in step 41" in explain(read_run(tmp_path), 43)
     # the worst step has its words though it is not the first one, and what comes after it need not say them again
-    where = {event.step: bool(event.where) for event in load_run(tmp_path).events if event.signal == "grad_norm"}
+    where = {event.step: bool(event.where) for event in load_run(tmp_path).spikes if event.signal == "grad_norm"}
     assert where == {40: True, 41: True, 42: False, 43: False}
 
 
@@ -444,7 +445,7 @@ def test_the_largest_of_many_spikes_is_among_the_steps_that_a_diagnosis_looks_at
         store.log(StepRecord(step, float(step), step != 580, values, events=(_event(step, value),) if value > 1 else ()))
     store.close()
     with closing(load_run(tmp_path)) as run:
-        history = History.of_run(run, most=100)
+        history = History.of_run(run._reader, most=100)
     assert len(history.steps) <= 100
     assert 580 in history.steps
     assert len(history.spikes) == 200  # steps 579 and 580 are one

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import GradmonWarning, ModuleMonitor, SpikeDetector
+from torch_gradmon.analysis.run import read_run
 from torch_gradmon.analysis.spike_report import explain
 from torch_gradmon.core.keys import ACTIVATION, ACTIVATION_GRADIENT
 from torch_gradmon.spikes.attribution import nonfinite_origin
@@ -127,7 +128,7 @@ def test_a_loss_that_was_logged_tells_on_which_side_all_gradients_were_spoiled(
     assert f"no parameter's is spared, {words}" in text
     assert words in str(monitor.why(BAD))
     monitor.detach()
-    assert words in explain(gradmon.load_run(tmp_path), BAD)
+    assert words in explain(read_run(tmp_path), BAD)
 
 
 def test_a_loss_logged_after_the_step_is_not_asked_for() -> None:
@@ -315,4 +316,4 @@ def test_a_loss_that_is_logged_late_tells_where_nan_came_from(when: str, tmp_pat
     assert len(told) == 1
     assert ("the loss, which is not logged yet in this step, tells which" in said[0]) == (when == "after it")
     monitor.detach()
-    assert "and the loss is inf" in str(gradmon.load_run(tmp_path).events[0])
+    assert "and the loss is inf" in str(gradmon.load_run(tmp_path).spikes[0])

@@ -30,6 +30,7 @@ from torch_gradmon.analysis.plots.elements import (
     merged_marks,
     points,
 )
+from torch_gradmon.analysis.run import read_run
 from torch_gradmon.core.keys import Key
 from torch_gradmon.core.records import StepRecord
 
@@ -76,7 +77,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[gradmon.ModuleMon
 def _panel_sets(trained: tuple[gradmon.ModuleMonitor, Path]) -> list[PanelSet]:
     monitor, path = trained
     return [
-        PanelSet(gradmon.load_run(path)),
+        PanelSet(read_run(path)),
         PanelSet(ValueSource(monitor._runtime.pipeline.history.sample.records())),
     ]
 
@@ -88,7 +89,7 @@ def test_a_panel_has_the_numbers_of_the_run(trained: Any) -> None:
             panel = panel_set.panel(name)
             assert panel is not None, name
             for column, layer in enumerate(panel.names):
-                source = next(each for each in view.sources if run.table(each, panel.steps[-1]) is not None)
+                source = next(each for each in view.sources if run._reader.table(each, panel.steps[-1]) is not None)
                 expected = run.series(f"{source}/{layer}/{view.metric}")
                 base = run.series(f"{view.base}/{layer}/norm") if view.base else None
                 for row, step in enumerate(panel.steps):
@@ -336,7 +337,7 @@ def test_a_layer_that_was_frozen_at_first_comes_in_where_it_belongs(tmp_path: Pa
     monitor.detach()
     run = gradmon.load_run(tmp_path)
     assert run.tensors("gradient") == ["0.weight", "0.bias", "1.weight", "1.bias"]
-    assert charts.heatmap(PanelSet(run)).rows == ("0.weight", "0.bias", "1.weight", "1.bias")
+    assert charts.heatmap(PanelSet(run._reader)).rows == ("0.weight", "0.bias", "1.weight", "1.bias")
 
 
 @pytest.mark.extra

@@ -204,7 +204,7 @@ def test_the_first_rank_logs_unless_all_are_asked_to(tmp_path: Path, on_all: boo
     runs = [load_run(directory) for directory in directories]
     for run in runs:
         assert run.steps == [*range(30)]
-        assert [event.step for event in run.events] == [20]
+        assert [event.step for event in run.spikes] == [20]
         assert run.series("gradient_before_clip/first.weight/norm") == runs[0].series("gradient_before_clip/first.weight/norm")
     if not on_all:
         assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -283,11 +283,11 @@ def test_steps_that_are_recorded_for_a_spike_are_those_of_all_ranks(tmp_path: Pa
     for every in (1, 5):
         on_ranks(2, recorded, str(tmp_path), every)
     always, seldom = (load_run(tmp_path / str(every)) for every in (1, 5))
-    around = [step for step in seldom.steps if seldom.context(step).get("monitored") is False]
+    around = [step for step in seldom.steps if seldom.record(step).context.get("monitored") is False]
     assert around == [96, 97, 98, 99, 101, 106, 107, 108]
     for step in around:
-        assert seldom.metrics(step)["gradmon/grad_norm"] == always.metrics(step)["gradmon/grad_norm"]
-        here, there = (run.table("gradient_before_clip", step) for run in (seldom, always))
+        assert seldom.record(step).metrics["gradmon/grad_norm"] == always.record(step).metrics["gradmon/grad_norm"]
+        here, there = (run._reader.table("gradient_before_clip", step) for run in (seldom, always))
         assert here is not None
         assert there is not None
         assert torch.equal(here.rows, there.rows)
@@ -330,7 +330,7 @@ def test_a_lone_monitor_adds_up_nothing() -> None:
 def test_what_is_logged_in_recorded_steps_is_merged_too(tmp_path: Path, wrap: str) -> None:
     on_ranks(2, logged_between, wrap, str(tmp_path))
     run = load_run(tmp_path / wrap)
-    assert any(run.context(step).get("monitored") is False for step in run.steps)
+    assert any(run.record(step).context.get("monitored") is False for step in run.steps)
     assert run.series("mean") == {step: step + 0.5 for step in run.steps}
     assert run.series("loss") == dict.fromkeys(run.steps, 1.5)
 

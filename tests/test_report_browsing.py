@@ -15,6 +15,7 @@ import torch_gradmon as gradmon
 from tests.browser import available, resize, wait_for
 from torch_gradmon.analysis.plots import charts
 from torch_gradmon.analysis.plots.charts import PanelSet
+from torch_gradmon.analysis.run import read_run
 
 for package in ("plotly", "jinja2"):
     pytest.importorskip(package)
@@ -364,7 +365,7 @@ def test_the_map_is_relative_as_the_pictures_are_or_shows_values(page: Page, run
     assert page.one("#scales [aria-checked=true]").text == "relative to the row's median"
     shown = "return document.getElementById('heat').data[0]"
     relative: list[list[float | None]] = page.js(f"{shown}.z")
-    heat = charts.heatmap(PanelSet(gradmon.load_run(runs[0])))
+    heat = charts.heatmap(PanelSet(read_run(runs[0])))
     for found, row in zip(relative, heat.shades.tolist(), strict=True):
         assert [math.nan if value is None else value for value in found] == pytest.approx(row, abs=2 / LOG_SCALE, nan_ok=True)
     text = page.js(f"{shown}.text[arguments[0]][arguments[1]]", heat.rows.index(LAYER), SPIKE)

@@ -18,6 +18,7 @@ from tests.browser import available, data_of, open_report, wait_for
 from torch_gradmon.analysis.plots import charts
 from torch_gradmon.analysis.plots.charts import PanelSet, RunPair, relative
 from torch_gradmon.analysis.plots.elements import downsampled
+from torch_gradmon.analysis.run import read_run
 from torch_gradmon.cli.main import main
 
 for package in ("plotly", "jinja2"):
@@ -104,7 +105,7 @@ def test_relative_differences() -> None:
 
 def test_layers_and_steps_of_either_run_stand_and_renamed_ones_together(tmp_path: Path) -> None:
     first, second = _train(tmp_path / "a", 1.0, "head"), _train(tmp_path / "b", 1.0, "last")
-    panel_sets = [PanelSet(gradmon.load_run(path), path.name) for path in (first, second)]
+    panel_sets = [PanelSet(read_run(path), path.name) for path in (first, second)]
     panels = RunPair(panel_sets[0], panel_sets[1]).panels("gradient")
     assert panels is not None
     assert panels.difference.names[-4:] == ("head.weight", "head.bias", "last.weight", "last.bias")
@@ -117,7 +118,7 @@ def test_layers_and_steps_of_either_run_stand_and_renamed_ones_together(tmp_path
 
 
 def test_squeezed_columns_hold_the_largest_difference(runs: tuple[Path, Path]) -> None:
-    panel_sets = [PanelSet(gradmon.load_run(path), path.name) for path in runs]
+    panel_sets = [PanelSet(read_run(path), path.name) for path in runs]
     panels = RunPair(panel_sets[0], panel_sets[1]).panels("clipped")
     assert panels is not None
     few = downsampled(panels.difference, 4)
@@ -126,7 +127,7 @@ def test_squeezed_columns_hold_the_largest_difference(runs: tuple[Path, Path]) -
 
 
 def test_lines_of_both_runs_share_a_strip(runs: tuple[Path, Path]) -> None:
-    panel_sets = [PanelSet(gradmon.load_run(path), path.name) for path in runs]
+    panel_sets = [PanelSet(read_run(path), path.name) for path in runs]
     pair = RunPair(panel_sets[0], panel_sets[1])
     for subplot in (
         *charts.pair_norm(pair).subplots,

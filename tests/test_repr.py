@@ -72,8 +72,8 @@ def test_a_monitor_that_is_printed_shows_what_trains(tmp_path: Path) -> None:
     monitor.detach()
     assert str(monitor) == repr(monitor)
     run = gradmon.load_run(tmp_path / "first")
-    assert list(map(str, run.trained_parts)) == lines
-    assert run.model_text == "ModuleDict, 44 elements in 8 tensors, float32; 4 Linear"
+    assert list(map(str, run._reader.trained_parts)) == lines
+    assert run._reader.model_text == "ModuleDict, 44 elements in 8 tensors, float32; 4 Linear"
 
 
 def test_one_without_a_model_is_printed_in_one_line() -> None:
@@ -87,7 +87,7 @@ def test_a_run_shows_the_learning_rate_that_a_schedule_multiplies(tmp_path: Path
     monitor = gradmon.watch(model, optimizer, preset="minimal", run_dir=tmp_path / "first", on_spike=None)
     assert "SGD, group 0, lr 0.005," in str(monitor)  # as it is now
     monitor.detach()
-    assert str(gradmon.load_run(tmp_path / "first").trained_parts[0]).startswith("SGD, group 0, lr 0.5,")
+    assert str(gradmon.load_run(tmp_path / "first")._reader.trained_parts[0]).startswith("SGD, group 0, lr 0.5,")
 
 
 HOSTILE = "<img src=x onerror=alert(1)>\x1b[31m"

@@ -12,15 +12,14 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
-from torch_gradmon import load_run
-from torch_gradmon.analysis.run import Run
+from torch_gradmon.analysis.run import read_run
 from torch_gradmon.core import keys as n
 from torch_gradmon.core.keys import Key, format_key
 from torch_gradmon.core.moments import ALL_COLUMNS, VIEWS
 from torch_gradmon.core.records import SpikeEvent, StatsTable, StepRecord
 from torch_gradmon.runs import format as f
 from torch_gradmon.runs.log import BLOCK
-from torch_gradmon.runs.reader import _STEPS, StatsSeries
+from torch_gradmon.runs.reader import _STEPS, RunReader, StatsSeries
 from torch_gradmon.runs.writer import RunWriter
 from torch_gradmon.statistics.eager import measure
 
@@ -53,7 +52,7 @@ def _steps(stacks: Iterator[StatsSeries]) -> list[tuple[int, tuple[str, ...], to
     return [(step, s.names, rows, s.columns) for s in stacks for step, rows in zip(s.steps, s.rows, strict=True)]
 
 
-def _assert_stacks_are_tables(run: Run, since: int | None = None) -> None:
+def _assert_stacks_are_tables(run: RunReader, since: int | None = None) -> None:
     for source in n.TENSOR_SOURCES:
         found = {step: rest for step, *rest in _steps(run.stacks(source, since))}
         wanted = {step: run.table(source, step) for step in run.steps if since is None or step >= since}
@@ -64,7 +63,7 @@ def _assert_stacks_are_tables(run: Run, since: int | None = None) -> None:
             assert torch.equal(rows.nan_to_num(nan=-7.5), wanted[step].rows.nan_to_num(nan=-7.5))
 
 
-def _assert_records_are_steps(run: Run, since: int | None = None) -> None:
+def _assert_records_are_steps(run: RunReader, since: int | None = None) -> None:
     records = list(run.records(since))
     assert [record.step for record in records] == [step for step in run.steps if since is None or step >= since]
     for record in records:
@@ -78,7 +77,7 @@ def _assert_records_are_steps(run: Run, since: int | None = None) -> None:
 @pytest.mark.parametrize("family", ["mlp", "gpt_tied", "odd_sizes", "frozen_unused"])
 def test_what_is_read_at_once_is_what_is_read_step_by_step(family: str, clip: float | None, tmp_path: Path) -> None:
     _trained(tmp_path, family, clip=clip, preset="full")
-    run = load_run(tmp_path)
+    run = read_run(tmp_path)
     assert {n.GRADIENT, n.GRADIENT_BEFORE_CLIP, n.PARAMETER, n.UPDATE, n.ACTIVATION} <= set(run.sources)
     for since in (None, 0, 5, 11, 12):
         _assert_stacks_are_tables(run, since)
@@ -87,7 +86,7 @@ def test_what_is_read_at_once_is_what_is_read_step_by_step(family: str, clip: fl
 
 def test_what_is_present_in_some_steps_is_what_they_have(tmp_path: Path) -> None:
     _trained(tmp_path, "frozen_unused", preset="full")
-    run = load_run(tmp_path)
+    run = read_run(tmp_path)
     for steps in (run.steps, [5], [0, 9, 11, 99], []):
         there = [step for step in steps if step in run.steps]
         found = {
@@ -98,7 +97,7 @@ def test_what_is_present_in_some_steps_is_what_they_have(tmp_path: Path) -> None
 
 def test_wanted_chooses_values(tmp_path: Path) -> None:
     _trained(tmp_path, "mlp")
-    run = load_run(tmp_path)
+    run = read_run(tmp_path)
     assert [record.values for record in run.records(10, lambda key: not key.source)] == [
         {Key("", "loss", ""): 5.0},
         {Key("", "loss", ""): 5.5},
@@ -108,7 +107,7 @@ def test_wanted_chooses_values(tmp_path: Path) -> None:
 
 def test_the_values_of_a_stack_are_those_of_a_series(tmp_path: Path) -> None:
     _trained(tmp_path, "mlp")
-    run = load_run(tmp_path)
+    run = read_run(tmp_path)
     for metric in VIEWS:
         for stack in run.stacks(n.GRADIENT_BEFORE_CLIP):
             assert stack.has(metric)
@@ -162,7 +161,7 @@ _HABITS = ([10, 3, 2, 1, 1, 1], [10, 10, 0, 1, 0, 0], [10, 0, 0, 1, 0, 0])
 class _Follower:
     """What somebody keeps who reads only what is new."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunReader) -> None:
         self.run = run
         self.records = {record.step: record for record in run.records()}
 
@@ -182,7 +181,7 @@ def test_whoever_reads_what_is_new_knows_what_a_fresh_reader_knows(
     chance = random.Random(seed)
     monkeypatch.setattr(f, "INDEXED", chance.choice([5, 20, 512]))
     store = RunWriter(tmp_path)
-    follower = _Follower(load_run(tmp_path))
+    follower = _Follower(read_run(tmp_path))
     assert follower.records == {}
     step, value = 0, 0.0
     for _ in range(120):
@@ -211,7 +210,7 @@ def test_whoever_reads_what_is_new_knows_what_a_fresh_reader_knows(
             step = max(0, step - chance.choice([0, 0, 5]))
         if chance.random() < 0.4:
             follower.look()
-            fresh = load_run(tmp_path)
+            fresh = read_run(tmp_path)
             assert follower.run.steps == fresh.steps
             assert follower.run.segments == fresh.segments
             assert list(follower.records.values()) == list(fresh.records())
@@ -231,11 +230,11 @@ def test_whoever_reads_what_is_new_knows_what_a_fresh_reader_knows(
 
 def test_segments_are_what_was_written_without_a_break(tmp_path: Path) -> None:
     assert RunWriter(tmp_path).close() is None
-    assert load_run(tmp_path).segments == []
+    assert read_run(tmp_path).segments == []
     store = RunWriter(tmp_path)
     for step in [*range(0, 900, 10), *range(450, 500, 10)]:
         store.log(_record(step, 1.0))
-    run = load_run(tmp_path)
+    run = read_run(tmp_path)
     assert run.segments == [(0, 440), (450, 490)]
     assert len(run.steps) == 50
     store.close()
@@ -245,13 +244,13 @@ def test_what_a_rollback_took_back_is_gone_though_nothing_takes_its_place(tmp_pa
     store = RunWriter(tmp_path)
     for step in range(10):
         store.log(_record(step, 1.0))
-    follower = _Follower(load_run(tmp_path))
+    follower = _Follower(read_run(tmp_path))
     store.rewind(4)
     assert follower.look() == 4
     assert follower.run.steps == list(follower.records) == [0, 1, 2, 3]
     store.log(_record(7, 2.0))
     assert follower.look() == 7
-    assert follower.run.steps == list(follower.records) == load_run(tmp_path).steps == [0, 1, 2, 3, 7]
+    assert follower.run.steps == list(follower.records) == read_run(tmp_path).steps == [0, 1, 2, 3, 7]
     store.close()
 
 
@@ -261,7 +260,7 @@ def test_the_parts_that_are_read_meet(tmp_path: Path) -> None:
     for step in range(steps):
         store.log(_record(step, float(step)))
     store.close()
-    run = load_run(tmp_path)
+    run = read_run(tmp_path)
     assert [record.step for record in run.records()] == list(range(steps))
     assert [step for stack in run.stacks("gradient_before_clip") for step in stack.steps] == list(range(steps))
 
@@ -269,7 +268,7 @@ def test_the_parts_that_are_read_meet(tmp_path: Path) -> None:
 def test_a_look_costs_no_more_in_a_long_run(tmp_path: Path) -> None:
     store = RunWriter(tmp_path)
     with bytes_read() as count:
-        run = load_run(tmp_path)
+        run = read_run(tmp_path)
         for step in range(2001):
             store.log(_record(step, 1.0))
             if step in (99, 1999):
@@ -286,7 +285,7 @@ def test_a_reader_in_the_middle_of_its_reading_holds_up_no_writer(tmp_path: Path
     store = RunWriter(tmp_path)
     for step in range(3 * _STEPS):
         store.log(_record(step, 1.0))
-    run = load_run(tmp_path)
+    run = read_run(tmp_path)
     records, stacks = run.records(), run.stacks("gradient_before_clip")
     next(records)
     next(stacks)
@@ -309,11 +308,11 @@ def test_a_run_is_whole_in_a_copy_of_its_two_files(tmp_path: Path) -> None:
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
         if step == 10:
-            run = load_run(tmp_path / "run")
+            run = read_run(tmp_path / "run")
     monitor.detach()
     (tmp_path / "copy").mkdir()
     for name in (VALUES, ROWS):
         (tmp_path / "copy" / name).write_bytes((tmp_path / "run" / name).read_bytes())
-    assert load_run(tmp_path / "copy").steps == list(range(20))
+    assert read_run(tmp_path / "copy").steps == list(range(20))
     assert run.refresh() == 11
     assert run.steps == list(range(20))

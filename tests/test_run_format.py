@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-import torch_gradmon as gradmon
+from torch_gradmon.analysis.run import read_run
 from torch_gradmon.core.keys import Key
 from torch_gradmon.core.moments import Column
 from torch_gradmon.core.records import StepRecord
@@ -59,7 +59,7 @@ def test_the_reader_of_the_page_has_at_most_60_lines() -> None:
 
 
 def test_the_reader_of_the_page_finds_what_load_run_does(run_dir: Path) -> None:
-    found, run = _read_elsewhere(run_dir), gradmon.load_run(run_dir)
+    found, run = _read_elsewhere(run_dir), read_run(run_dir)
     assert len(list(run_dir.glob("gradmon.*.values"))) == 3
     assert len(run.segments) == 3
     assert run.events
@@ -127,7 +127,7 @@ def test_damage_to_keys_costs_their_values_and_no_others(tmp_path: Path) -> None
     data[place + 20] ^= 1
     path.write_bytes(data)
     os.utime(path, (1e9, 1e9))  # nothing is on its way any more
-    run = gradmon.load_run(tmp_path)
+    run = read_run(tmp_path)
     assert len(run.damage) == 1
     assert {step: run.metrics(step) for step in run.steps} == {
         0: {"a": 97.0, "b": 98.0},

@@ -116,7 +116,7 @@ def _through_the_store(path: Path, table: StatsTable) -> StatsTable:
     store = RunWriter(path)
     store.log(StepRecord(0, 1.0, True, {}, {"gradient": table}))
     store.close()
-    back = load_run(path).table("gradient", 0)
+    back = load_run(path)._reader.table("gradient", 0)
     assert back is not None
     assert back.names == table.names
     assert back.columns == table.columns
@@ -181,20 +181,20 @@ def test_scalars_events_and_context_read_back(tmp_path: Path) -> None:
     assert list(loss) == list(range(len(odd)))
     assert all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in zip(loss.values(), odd, strict=True))
     assert run.series("gradient/weight/mine")[0] == pytest.approx(2.0)
-    assert run.metrics(3)["loss"] == 1.0
-    assert [event.step for event in run.events] == [5, 6, 7, 8, 10]
-    assert run.events[3].value == 9.0
-    context = run.context(4)
+    assert run.record(3).metrics["loss"] == 1.0
+    assert [event.step for event in run.spikes] == [5, 6, 7, 8, 10]
+    assert run.spikes[3].value == 9.0
+    context = run.record(4).context
     assert (context["lr"], context["applied"], context["tags"]) == ([0.5, 0.25], False, {"batch_ids": [4, 5]})
     assert context["amp_scale"] in (4.0, 8.0)
-    assert run.context(3)["applied"]
-    assert abs(run.context(3)["time"] - time.time()) < 600
-    assert run.meta["model"] == "Linear"
-    assert run.meta["parameters"]["weight"] == {"shape": [1, 2], "dtype": "torch.float32"}
+    assert run.record(3).context["applied"]
+    assert abs(run.record(3).context["time"] - time.time()) < 600
+    assert run._reader.meta["model"] == "Linear"
+    assert run._reader.meta["parameters"]["weight"] == {"shape": [1, 2], "dtype": "torch.float32"}
     with pytest.raises(KeyError, match=r"lost.*did you mean loss"):
         run.series("lost")
     with pytest.raises(KeyError, match=r"step 99 .* are 0 to 10"):
-        run.metrics(99)
+        _ = run.record(99).metrics
 
 
 def test_a_late_value_after_detach_and_attach_reads_back(tmp_path: Path) -> None:
@@ -299,7 +299,7 @@ def test_a_directory_used_twice_has_the_keys_of_its_last_run(used_twice: Path) -
     assert "loss" in keys
     assert not [key for key in keys if "clip" in key.rpartition("/")[2] or "old" in key or "0." in key or "1." in key]
     assert {name for source in run.sources for name in run.tensors(source)} == {"weight", "bias"}
-    assert {key.name for key in run.scalars if not key.source} == {"loss"}
+    assert {key.name for key in run._reader.scalars if not key.source} == {"loss"}
     for key in keys:
         assert set(run.series(key)) <= set(run.steps)
     for gone in ("gradmon/grad_norm_after_clip", "old", "gradient/0.weight/norm"):

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 
 import torch_gradmon as gradmon
-from torch_gradmon import GradmonWarning, ModuleMonitor, load_run
+from torch_gradmon import GradmonWarning, ModuleMonitor
 from torch_gradmon.analysis.many_runs import run_card
-from torch_gradmon.analysis.run import diagnose
+from torch_gradmon.analysis.run import diagnose, read_run
 from torch_gradmon.core import torch_modes
 from torch_gradmon.core.keys import Key
 from torch_gradmon.core.moments import Column
@@ -69,7 +69,7 @@ def test_after_kill_9_every_step_that_returned_reads_back(seed: int, tmp_path: P
         lines += child.stdout.read().splitlines(keepends=True)
     assert child.returncode == -signal.SIGKILL
     printed = {int(step): float(norm) for step, norm in (line.split() for line in lines if line.endswith("\n"))}
-    run = load_run(tmp_path)
+    run = read_run(tmp_path)
     stored = run.series("gradmon/grad_norm")
     assert len(printed) <= len(stored) <= len(printed) + 1  # the last one may have been killed before it was printed
     for step, norm in printed.items():
@@ -132,7 +132,7 @@ def test_a_failing_file_system_warns_once_and_recovers(
         assert torch.equal(ours, other)
     lost = monitor.warning_counts()["store"]
     monitor.detach()
-    run = load_run(tmp_path)
+    run = read_run(tmp_path)
     assert run.damage == [] or "not cut off" in call
     if call != "fdatasync":  # where the operating system has it all the same
         assert lost == 4
@@ -178,7 +178,7 @@ def test_what_a_full_disk_cost_is_told_and_the_run_goes_on(limited: Callable[...
         monitor.detach()
         assert len(caught) == 1
         assert 2 < lost < 8
-        with contextlib.closing(load_run(tmp_path / "disk" / "run")) as run:
+        with contextlib.closing(read_run(tmp_path / "disk" / "run")) as run:
             assert run.steps == [*range(10 - lost), *range(10, 20)]
             assert run.damage == []
             assert len(run.series("gradient_before_clip/0.weight/norm")) == 20 - lost
@@ -204,7 +204,7 @@ def test_a_run_can_be_read_while_it_goes_on(tmp_path: Path) -> None:
         monitor.begin_step(step)
         monitor.log_scalar("x", step)
         monitor.end_step()
-        readers.append(load_run(tmp_path))
+        readers.append(read_run(tmp_path))
         assert readers[-1].series("x") == {s: s for s in range(step + 1)}
     assert readers[3].series("x") == {s: s for s in range(4)}
     assert not monitor.warning_counts()
@@ -231,7 +231,7 @@ def test_a_run_can_be_read_where_nothing_can_be_written(tmp_path: Path) -> None:
     with _read_only(tmp_path / "run", tmp_path / "medium") as medium:
         with pytest.raises(OSError, match="Read-only"):
             (medium / "x").touch()
-        run = load_run(medium)
+        run = read_run(medium)
         assert run.steps == [0, 1, 2, 3]
         assert list(run.series("gradmon/grad_norm")) == [0, 1, 2, 3]
         assert run_status(medium).step == 3
@@ -323,7 +323,7 @@ def test_a_link_among_the_files_of_a_run_is_not_followed(tmp_path: Path) -> None
     (tmp_path / "link").mkdir()
     (tmp_path / "link" / VALUES).symlink_to(tmp_path / "run" / VALUES)
     with pytest.raises(ValueError, match="is a link, which is not followed"):
-        load_run(tmp_path / "link")
+        read_run(tmp_path / "link")
 
 
 def test_only_a_process_of_this_machine_can_be_gone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,7 +346,7 @@ def test_a_reader_leaves_no_files_behind(tmp_path: Path) -> None:
     _, monitor = _run_with_trouble(tmp_path, steps=4)
     before = {file.name: (file.stat().st_size, file.stat().st_mtime_ns) for file in tmp_path.iterdir()}
     assert before.keys() == {VALUES, ROWS}
-    run = load_run(tmp_path)
+    run = read_run(tmp_path)
     assert run.steps == [0, 1, 2, 3]
     assert run.table("gradient", 3) is not None
     assert run_status(tmp_path).step == 3
@@ -383,7 +383,7 @@ def test_a_deleted_run_directory_is_told_of_and_made_anew(how: str, tmp_path: Pa
     with pytest.warns(GradmonWarning, match=words) as caught:
         _trained(path, 20, happens)
     assert len(caught) == 1
-    assert load_run(path).steps == list(range(20, 40))
+    assert read_run(path).steps == list(range(20, 40))
 
 
 def _without_place(path: Path, how: str) -> None:
@@ -418,7 +418,7 @@ def test_a_run_directory_goes_on_when_it_has_a_place_again(how: str, tmp_path: P
     with pytest.warns(GradmonWarning, match="the steps from 20 on are lost too") as caught:
         _trained(path, 20, lambda: _without_place(path, how), monitored)
     assert len(caught) == 1
-    steps = load_run(path).steps
+    steps = read_run(path).steps
     assert steps == list(range(steps[0], 40))
     assert 29 <= steps[0] <= 31
 
@@ -446,12 +446,12 @@ def test_a_replaced_run_directory_is_left_to_the_other_run(tmp_path: Path) -> No
     with pytest.warns(GradmonWarning, match="it was replaced, and the steps up to 19 are lost") as caught:
         _trained(path, 20, replaced)
     assert len(caught) == 1
-    assert load_run(path).steps == []
+    assert read_run(path).steps == []
 
 
 def test_a_run_directory_whose_files_are_numbered_anew_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _trained(tmp_path, 20, lambda: monkeypatch.setattr(LogWriter, "identity", (1, 2)))
-    assert load_run(tmp_path).steps == list(range(40))
+    assert read_run(tmp_path).steps == list(range(40))
 
 
 def test_a_dropped_sink_promises_no_rows_that_are_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -482,7 +482,7 @@ def test_a_run_that_is_nan_for_good_hardly_grows_faster(tmp_path: Path) -> None:
             optimizer.step()
         monitor.detach()
         sizes[str(factor)] = sum(file.stat().st_size for file in path.iterdir())
-        run = load_run(path)
+        run = read_run(path)
     assert sizes["nan"] < 2 * sizes["1.0"]  # its events are twice as long as its values
     assert "cpu" in run.rng_state(50)
     with pytest.raises(KeyError, match="of NaN or Inf the first 8 in a row"):
@@ -508,4 +508,4 @@ def test_after_its_files_are_dead_a_run_goes_on_in_new_ones(tmp_path: Path, monk
     for step in range(2, 5):
         writer.log(replace(record, step=step))
     writer.close()
-    assert load_run(tmp_path).steps == [0, 2, 3, 4]
+    assert read_run(tmp_path).steps == [0, 2, 3, 4]

@@ -21,10 +21,9 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
-from torch_gradmon import load_run
 from torch_gradmon.analysis.many_runs import run_card
 from torch_gradmon.analysis.plots.charts import PanelSet
-from torch_gradmon.analysis.run import Run
+from torch_gradmon.analysis.run import read_run
 from torch_gradmon.core.keys import TENSOR_SOURCES, Key
 from torch_gradmon.core.moments import ALL_COLUMNS, Column
 from torch_gradmon.core.records import StatsTable, StepRecord, StepValues
@@ -32,6 +31,7 @@ from torch_gradmon.runs import format as f
 from torch_gradmon.runs import index
 from torch_gradmon.runs import writer as writing
 from torch_gradmon.runs.log import LogReader, framed
+from torch_gradmon.runs.reader import RunReader
 from torch_gradmon.runs.writer import RunWriter, Successors, Superseded
 
 from . import forked
@@ -42,7 +42,7 @@ from .test_run_bulk import _record
 PAGE = 4096
 
 
-def _losses(run: Run) -> dict[int, float]:
+def _losses(run: RunReader) -> dict[int, float]:
     return run.series("x") if run.steps else {}
 
 
@@ -50,9 +50,9 @@ def _losses(run: Run) -> dict[int, float]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, bytes], Run]:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, bytes], RunReader]:
     path = tmp_path_factory.mktemp("whole")
-    return made(path), load_run(path)
+    return made(path), read_run(path)
 
 
 def _view(files: dict[str, bytes], there: dict[str, set[int]], ends: dict[str, int]) -> dict[str, bytes]:
@@ -66,7 +66,7 @@ def _view(files: dict[str, bytes], there: dict[str, set[int]], ends: dict[str, i
     }
 
 
-def _assert_part(run: Run, whole: Run) -> None:
+def _assert_part(run: RunReader, whole: RunReader) -> None:
     """Each step has what the whole run has, or less where it is not in sight; no step is left out before another."""
     assert run.steps == whole.steps[: len(run.steps)]
     for step in run.steps:
@@ -84,7 +84,7 @@ def _assert_part(run: Run, whole: Run) -> None:
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_any_view_is_a_prefix_of_the_steps(seed: int, whole: tuple[dict[str, bytes], Run], tmp_path: Path) -> None:
+def test_any_view_is_a_prefix_of_the_steps(seed: int, whole: tuple[dict[str, bytes], RunReader], tmp_path: Path) -> None:
     files, complete = whole
     chance = random.Random(seed)
     ends = {name: chance.choice([len(data), chance.randrange(len(data) + 1)]) for name, data in files.items()}
@@ -92,19 +92,21 @@ def test_any_view_is_a_prefix_of_the_steps(seed: int, whole: tuple[dict[str, byt
     there = {name: {page for page in range(0, len(data), PAGE) if chance.random() >= missing} for name, data in files.items()}
     for name, data in _view(files, there, ends).items():
         (tmp_path / name).write_bytes(data)
-    with closing(load_run(tmp_path)) as run:
+    with closing(read_run(tmp_path)) as run:
         _assert_part(run, complete)
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_follower_of_growing_views_never_goes_back(seed: int, whole: tuple[dict[str, bytes], Run], tmp_path: Path) -> None:
+def test_a_follower_of_growing_views_never_goes_back(
+    seed: int, whole: tuple[dict[str, bytes], RunReader], tmp_path: Path
+) -> None:
     files, complete = whole
     chance = random.Random(seed)
     there: dict[str, set[int]] = {name: set() for name in files}
     ends = dict.fromkeys(files, 0)
     for name in files:
         (tmp_path / name).write_bytes(b"")
-    with closing(load_run(tmp_path)) as run:
+    with closing(read_run(tmp_path)) as run:
         known: list[int] = []
         while sum(map(len, there.values())) < sum(-(-len(data) // PAGE) for data in files.values()):
             for name, data in files.items():
@@ -138,7 +140,7 @@ def test_damage_of_names_costs_their_values_and_no_others(tmp_path: Path) -> Non
     at = data.index(b'[["","b",""]]')
     (tmp_path / VALUES).write_bytes(data[:at] + b"?" + data[at + 1 :])
     os.utime(tmp_path / VALUES, (1e9, 1e9))
-    with closing(load_run(tmp_path)) as run:
+    with closing(read_run(tmp_path)) as run:
         assert run.steps == list(range(30))
         assert run.series("a") == {step: float(step) for step in range(30)}
         assert run.series("c") == {step: step + 2.0 for step in range(20, 30)}
@@ -156,7 +158,7 @@ def test_damage_to_a_live_run_is_told_once_it_is_old(tmp_path: Path) -> None:
     with open(tmp_path / VALUES, "r+b") as file:
         file.seek(PAGE)
         file.write(bytes(PAGE))  # as before it arrives, or after it was lost
-    with closing(load_run(tmp_path)) as run:
+    with closing(read_run(tmp_path)) as run:
         known = run.steps
         assert known == steps[: len(known)]
         assert (0 < len(known) < 100, run.damage) == (True, [])
@@ -180,7 +182,7 @@ def test_rows_that_are_not_defined_are_asked_for_once(tmp_path: Path) -> None:
     for record in records_in(tmp_path / ROWS):
         data += framed(record.replace(b'"source"', b'"sauces"'), len(data))
     (tmp_path / ROWS).write_bytes(data)
-    with closing(load_run(tmp_path)) as run, mock.patch.object(index, "layout_of", wraps=index.layout_of) as asked:
+    with closing(read_run(tmp_path)) as run, mock.patch.object(index, "layout_of", wraps=index.layout_of) as asked:
         assert list(run.stacks("gradient_before_clip")) == []
         assert all(run.table("gradient_before_clip", step) is None for step in run.steps)
         assert asked.call_count == 1
@@ -199,7 +201,7 @@ def test_records_that_only_a_later_version_knows_are_skipped(tmp_path: Path) -> 
         for each in (record, b"Z" + bytes(number), b'J{"is":"later","facts":{},"x":[{}]}'):
             data += framed(each, len(data))
     (tmp_path / VALUES).write_bytes(data)
-    with closing(load_run(tmp_path)) as run:
+    with closing(read_run(tmp_path)) as run:
         assert run.series("x") == dict.fromkeys(range(5), 1.0)
         assert run.damage == []
     assert Successors(tmp_path, 0).have_claimed()
@@ -217,7 +219,7 @@ def test_a_copy_of_a_live_run_goes_along_and_is_sent_only_what_is_new(tmp_path: 
     for step in range(1000):
         store.log(_record(step, float(step)))
     first = copied()
-    with closing(load_run(tmp_path / "copy")) as run:
+    with closing(read_run(tmp_path / "copy")) as run:
         assert len(run.steps) == 1000
         for step in range(1000, 1010):
             store.log(_record(step, float(step)))
@@ -238,7 +240,7 @@ def test_a_resume_while_the_old_job_lives_takes_the_run(tmp_path: Path) -> None:
         old.log(_record(step, 1.0))
     new = RunWriter(tmp_path)
     new.claim({"who": "new"})
-    follower = load_run(tmp_path)
+    follower = read_run(tmp_path)
     written, begin, stopped = 10, time.monotonic(), 0.0
     while not stopped and time.monotonic() < begin + 5:
         try:
@@ -254,7 +256,7 @@ def test_a_resume_while_the_old_job_lives_takes_the_run(tmp_path: Path) -> None:
     old.close()
     new.close()
     follower.refresh()
-    for run in (follower, load_run(tmp_path)):
+    for run in (follower, read_run(tmp_path)):
         assert run.meta == {"who": "new"}
         assert _losses(run) == {step: 1.0 if step < 5 else 2.0 for step in range(written - 5)}
         assert run.segments == [(0, 4), (5, written - 6)]
@@ -297,7 +299,7 @@ def test_two_processes_that_write_one_run_do_not_mix(tmp_path: Path) -> None:
         assert old.wait() == 0
     assert told == "warnings 0"
     assert last.startswith("warnings 1 "), last
-    with closing(load_run(tmp_path)) as run:
+    with closing(read_run(tmp_path)) as run:
         assert run.series("who") == {step: 1.0 if step < 20 else 2.0 for step in range(60)}
         assert run.segments == [(0, 19), (20, 59)]
         assert run.damage == []
@@ -330,7 +332,7 @@ def _killed_at_random(times: int, path: Path) -> None:
             child.kill()
             lines = child.stdout.read().splitlines(keepends=True)
         printed = [int(line) for line in lines if line.endswith("\n")]
-        with closing(load_run(path)) as run:
+        with closing(read_run(path)) as run:
             assert run.steps == list(range(len(run.steps)))
             assert (printed or [known])[-1] <= run.steps[-1] <= (printed or [known + 1])[-1] + 1
             known = run.steps[-1]
@@ -365,7 +367,7 @@ def test_a_clock_that_is_set_back_moves_no_step(tmp_path: Path) -> None:
             optimizer.step()
             monitor.log_scalar("x", float(step))
     monitor.detach()
-    with closing(load_run(tmp_path)) as run:
+    with closing(read_run(tmp_path)) as run:
         assert _losses(run) == {step: float(step) for step in range(40)}
         assert run.segments == [(0, 39)]
         times = [run.context(step)["time"] for step in run.steps]
@@ -416,7 +418,7 @@ def test_what_is_not_asked_for_is_not_read(tmp_path: Path) -> None:
     for step in range(1100):
         store.log(_large(step, names))
     with bytes_read() as count:
-        with closing(load_run(tmp_path)) as run:
+        with closing(read_run(tmp_path)) as run:
             size = (tmp_path / VALUES).stat().st_size
             assert count == {VALUES: count[VALUES], ROWS: 0} or count == {VALUES: count[VALUES]}
             count.clear()
@@ -434,7 +436,7 @@ def test_what_is_not_asked_for_is_not_read(tmp_path: Path) -> None:
         assert ROWS not in count
         assert count[VALUES] < (tmp_path / VALUES).stat().st_size * 0.8
         count.clear()
-        with closing(load_run(tmp_path)) as run:
+        with closing(read_run(tmp_path)) as run:
             assert list(run.stacks("update")) == []
             assert count[ROWS] < 20_000  # what the rows are, and none of them
             count.clear()
@@ -456,7 +458,7 @@ def test_a_row_of_a_finished_run_and_its_loss_read_2_percent(tmp_path: Path) -> 
         os.utime(tmp_path / name, (1e9, 1e9))
     with bytes_read() as count:
         run_card(tmp_path)
-        with closing(load_run(tmp_path)) as run:
+        with closing(read_run(tmp_path)) as run:
             assert run.stored(loss) == {step: math.sin(step) for step in range(3000)}
     assert count.total() < 0.02 * sum((tmp_path / name).stat().st_size for name in (VALUES, ROWS))
 
@@ -475,7 +477,7 @@ def test_columns_that_are_zero_everywhere_take_no_bytes(tmp_path: Path) -> None:
         sizes.append((tmp_path / ROWS).stat().st_size)
     store.close()
     assert np.diff(sizes).tolist() == [6 * 400 + 39, 5 * 400 + 39, 400 + 39]  # one column stays at least
-    with closing(load_run(tmp_path)) as run:
+    with closing(read_run(tmp_path)) as run:
         assert all(torch.equal(run.table("gradient", step).rows, table.rows) for step, table in enumerate(tables))
         (stack,) = run.stacks("gradient")
         assert torch.equal(stack.rows, torch.stack([table.rows for table in tables]))

@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 import torch_gradmon as gradmon
-from torch_gradmon import ModuleMonitor, Run, load_run
+from torch_gradmon import ModuleMonitor
+from torch_gradmon.analysis.run import read_run
 from torch_gradmon.core.keys import GRADIENT, GRADIENT_BEFORE_CLIP, TENSOR_SOURCES, Key, format_key
 from torch_gradmon.core.moments import ALL_COLUMNS, ALWAYS, VIEWS, Column
 from torch_gradmon.core.records import StatsTable, StepRecord
 from torch_gradmon.runs import reader as window
-from torch_gradmon.runs.reader import COUNT, single_threaded
+from torch_gradmon.runs.reader import COUNT, RunReader, single_threaded
 from torch_gradmon.runs.writer import RunWriter
 from torch_gradmon.statistics.eager import measure
 from torch_gradmon.step.plan import evaluate_view
@@ -25,7 +26,7 @@ from torch_gradmon.step.plan import evaluate_view
 from .families import BY_NAME
 
 
-def values_of(run: Run, step: int) -> dict[str, float]:
+def values_of(run: RunReader, step: int) -> dict[str, float]:
     """What the run tells of one step by other means: what is stored as such, else the views of its tables, and the counts."""
     found = {}
     for source in TENSOR_SOURCES:
@@ -48,7 +49,7 @@ def same(one: dict[str, float], other: dict[str, float]) -> bool:
     )
 
 
-def _check(run: Run, steps: list[int]) -> int:
+def _check(run: RunReader, steps: list[int]) -> int:
     """Every value of a window, and no other, is what the run has; returns how many there are."""
     window = run.window(steps)
     assert list(window.steps) == [step for step in run.steps if step in steps]
@@ -85,7 +86,7 @@ def test_a_window_has_the_values_of_its_steps(family: str, tmp_path: Path) -> No
         monitor.log_scalar("loss", float(step))
         optimizer.step()
     monitor.detach()
-    run = load_run(tmp_path)
+    run = read_run(tmp_path)
     assert _check(run, run.steps) > 300
     assert _check(run, [1, 4, 5, 99]) > 100
     assert _check(run, []) == 0
@@ -118,7 +119,7 @@ def test_odd_tensors_and_parts_of_another_source_read_back(tmp_path: Path) -> No
         custom = {Key("gradient", "zero_count", "norm"): 7.0} if step == 0 else {}
         store.log(StepRecord(step, 0.0, True, {**custom, Key("", "x", ""): math.inf}, tables))
     store.close()
-    run = load_run(tmp_path)
+    run = read_run(tmp_path)
     assert _check(run, run.steps) > 40
     sheet = run.window(run.steps).sheet(GRADIENT)
     assert [key.name for key in sheet.keys if key.metric == COUNT] == ["nan", "only inf", "empty", "zero_count"]
@@ -133,7 +134,7 @@ def test_later_segments_take_the_place_of_steps(tmp_path: Path) -> None:
             table = StatsTable(("w",), torch.full((1, 8), value + step + 1, dtype=torch.float64), ALL_COLUMNS)
             store.log(StepRecord(step, 0.0, True, {Key("", "x", ""): value + step}, {"parameter": table}))
         store.close()
-    run = load_run(tmp_path)
+    run = read_run(tmp_path)
     window = run.window(range(20))
     assert window.steps == (0, 1, 2, 3, 4)
     assert window.others.values[:, 0].tolist() == [0, 1, 2, 103, 104]
@@ -148,7 +149,7 @@ def test_two_windows_are_alike_if_their_bytes_are(tmp_path: Path) -> None:
             rows = measure([torch.arange(5.0) * (scale if step == 2 else 1.0)], ALL_COLUMNS)
             store.log(StepRecord(step, float(number), True, {}, {"parameter": StatsTable(("w",), rows, ALL_COLUMNS)}))
         store.close()
-        windows.append(load_run(tmp_path / str(number)).window(range(3)))
+        windows.append(read_run(tmp_path / str(number)).window(range(3)))
     assert windows[0].is_like(windows[1], "parameter")
     assert not windows[0].is_like(windows[2], "parameter")
     assert windows[0].is_like(windows[2], "gradient")  # of which there is nothing
@@ -166,7 +167,7 @@ def test_a_custom_metric_is_no_reason_to_take_windows_for_alike(tmp_path: Path) 
         monitor.monitor_parameters()
         monitor.end_step()
         monitor.detach()
-    one, other = (load_run(tmp_path / name).window([0]) for name in "ab")
+    one, other = (read_run(tmp_path / name).window([0]) for name in "ab")
     assert not one.is_like(other, "parameter")
 
 
@@ -177,7 +178,7 @@ def test_a_window_has_no_cells_for_keys_of_other_sources(tmp_path: Path) -> None
         writer.log(StepRecord(step, float(step), True, values, {}, {}, ()))
     writer.close()
     with mock.patch.object(window, "empty_matrix", wraps=window.empty_matrix) as made:
-        found = load_run(tmp_path).window(range(50))
+        found = read_run(tmp_path).window(range(50))
         assert found.others.keys == (Key("", "loss", ""),)
         assert found.sources == ["gradient"]
     assert [call.args for call in made.call_args_list] == [(50, 1)]
@@ -207,7 +208,7 @@ def test_a_series_has_the_steps_in_which_a_value_is_stored_and_those_in_which_it
         optimizer.step()
     known = monitor.get_all_metrics()
     monitor.detach()
-    run = gradmon.load_run(tmp_path)
+    run = read_run(tmp_path)
     for key in {key for values in known.values() for key in values}:
         series = run.series(key)
         for step, values in known.items():

@@ -128,10 +128,10 @@ def test_a_refused_step_is_told_counted_and_judged_by_no_detector(fused: bool, u
 
     monitor, refused = run(BAD, tmp_path / "bad")
     assert refused == [sum(bad <= step for bad in BAD) for step in range(30)]
-    record = load_run(tmp_path / "bad")
-    assert [step for step in record.steps if not record.context(step)["applied"]] == list(BAD)
-    assert record.steps == list(range(30))
-    assert record.events == []
+    stored = load_run(tmp_path / "bad")
+    assert [step for step in stored.steps if not stored.record(step).context["applied"]] == list(BAD)
+    assert stored.steps == list(range(30))
+    assert stored.spikes == []
     assert monitor.state_dict()["summary"]["not_applied"] == len(BAD)
 
 
@@ -150,7 +150,7 @@ def test_infinite_gradients_from_the_backward_pass_are_counted_and_not_judged(fu
         optimizer.zero_grad()
         assert monitor.get_step_metrics()["gradmon/grad_nonfinite_count"] == bad
     monitor.detach()
-    assert [load_run(tmp_path).context(step)["applied"] for step in range(4)] == [True, True, False, True]
+    assert [load_run(tmp_path).record(step).context["applied"] for step in range(4)] == [True, True, False, True]
 
 
 @either_kind
@@ -200,7 +200,7 @@ def test_two_optimizers_share_a_scaler(fused: bool, bad: str, tmp_path: Path) ->
         if step != 2:
             assert values["gradmon/grad_norm"] == pytest.approx(before, rel=1e-6)
     monitor.detach()
-    assert [load_run(tmp_path).context(step)["applied"] for step in range(6)] == [True, True, False, True, True, True]
+    assert [load_run(tmp_path).record(step).context["applied"] for step in range(6)] == [True, True, False, True, True, True]
 
 
 # --- the scaler itself -----------------------------------------------------------------------------------------------------------

@@ -112,8 +112,13 @@ def test_no_command_prints_what_controls_a_terminal(words: list[str], run: Path,
 
 def test_names_are_made_printable_where_a_run_is_read(run: Path) -> None:
     with_names = load_run(run / "run")
-    texts = [*with_names.keys(), *with_names.tensors("gradient"), *with_names.meta.values(), with_names.model_text]
-    texts += [event.where for event in with_names.events] + [event.reason for event in with_names.events]
+    texts = [
+        *with_names.keys(),
+        *with_names.tensors("gradient"),
+        *with_names._reader.meta.values(),
+        with_names._reader.model_text,
+    ]
+    texts += [event.where for event in with_names.spikes] + [event.reason for event in with_names.spikes]
     assert not controls(" ".join(map(str, texts)))
     assert not any("\n" in text for text in map(str, texts))
     assert len(with_names.series(r"gradient/layers.a\x1b[2Jb.weight/norm")) == 30

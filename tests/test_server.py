@@ -95,7 +95,7 @@ def test_a_card_has_what_the_run_has(root: Path) -> None:
         assert (card.steps, card.step, card.first_loss) == (60, 59, losses[0])
         assert card.loss == sorted(losses[57:])[1]
         assert card.cost is not None
-        assert card.seconds == run.context(59)["time"] - run.context(0)["time"]
+        assert card.seconds == run.record(59).context["time"] - run.record(0).context["time"]
     assert (card.state, card.spikes, card.spike_step, card.not_applied) == ("ended", 1, 40, 0)
     assert LAYER in card.worst_spike
     assert card.spike_where == LAYER

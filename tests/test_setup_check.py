@@ -331,7 +331,7 @@ def test_groups_and_their_settings_are_in_the_run_directory(tmp_path: Path) -> N
     groups = [{"params": model[0].parameters()}, {"params": model[1].parameters(), "lr": 0.5, "weight_decay": 0.1}]
     monitor = train(model, torch.optim.SGD(groups, 0.01, momentum=0.9), run_dir=tmp_path, steps=3)
     monitor.detach()
-    found = gradmon.load_run(tmp_path).meta["optimizers"]
+    found = gradmon.load_run(tmp_path)._reader.meta["optimizers"]
     assert [(each["optimizer"], each["settings"]["lr"], each["settings"]["weight_decay"]) for each in found] == [
         ("SGD", 0.01, 0),
         ("SGD", 0.5, 0.1),

@@ -25,6 +25,7 @@ from torch_gradmon.analysis.plots.elements import (
     scale_labels,
     scale_limit,
 )
+from torch_gradmon.analysis.run import read_run
 from torch_gradmon.core.records import StepRecord
 from torch_gradmon.runs.writer import RunWriter
 
@@ -117,7 +118,7 @@ def test_one_spike_does_not_widen_the_scale() -> None:
 
 
 def test_the_map_is_relative_where_that_makes_sense(run: Path) -> None:
-    panel_set = PanelSet(load_run(run))
+    panel_set = PanelSet(read_run(run))
     heat, plain = charts.heatmap(panel_set), charts.heatmap(panel_set, relative=False)
     assert heat.rows == ("large.weight", "small.weight", "dead.weight", "spoiled.weight", "seldom.weight")
     assert str(heat.values) == str(plain.values)  # what is told of a cell is its value, either way
@@ -141,14 +142,14 @@ def test_a_view_of_few_steps_shows_values(tmp_path: Path) -> None:
         assert found is not None
         store.log(StepRecord(step, 0.0, True, {}, {"gradient": found}))
     store.close()
-    assert charts.heatmap(PanelSet(load_run(tmp_path))).medians is None
+    assert charts.heatmap(PanelSet(read_run(tmp_path))).medians is None
 
 
 def test_blocks_have_medians_of_their_own(run: Path) -> None:
-    heat = charts.heatmap(PanelSet(load_run(run)), rows=4, columns=7)
+    heat = charts.heatmap(PanelSet(read_run(run)), rows=4, columns=7)
     assert len(heat.rows) == 5
     assert len(heat.first) == 7
-    whole = charts.heatmap(PanelSet(load_run(run)))
+    whole = charts.heatmap(PanelSet(read_run(run)))
     assert heat.medians == pytest.approx(whole.medians, nan_ok=True)  # of all steps, however few columns there are
 
 
@@ -227,7 +228,7 @@ def test_rows_without_any_gradient_are_in_the_map(tmp_path: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
     monitor.get_step_metrics()
-    heat = charts.heatmap(PanelSet(load_run(tmp_path)))
+    heat = charts.heatmap(PanelSet(read_run(tmp_path)))
     assert heat.rows == ("used.weight", "used.bias", "unused.weight", "unused.bias")
     assert heat.texts(heat.medians)[2] == ["no gradient"] * 3
     pytest.importorskip("plotly")
@@ -246,7 +247,7 @@ def test_layers_without_a_measurement_are_not_said_to_lack_gradients(tmp_path: P
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
     monitor.detach()
-    assert charts.heatmap(PanelSet(load_run(tmp_path))).rows == ("0.weight",)
+    assert charts.heatmap(PanelSet(read_run(tmp_path))).rows == ("0.weight",)
 
 
 def test_recent_ratios_follow_a_trend_and_keep_a_spike() -> None:

@@ -530,9 +530,9 @@ def test_each_skip_is_said_with_its_reason_and_recorded(tmp_path: Any) -> None:
     assert all("times the usual" in text for text in skips)
     assert "layers rose together" in skips[0]
     run = gradmon.load_run(tmp_path / "run")
-    assert [(event.step, event.action) for event in run.events] == [(30, "skipped"), (31, "skipped, 2 in a row")]
-    assert "skipped, 2 in a row" in explain(run, 31)
-    assert "0.weight" in explain(run, 30)
+    assert [(event.step, event.action) for event in run.spikes] == [(30, "skipped"), (31, "skipped, 2 in a row")]
+    assert "skipped, 2 in a row" in explain(run._reader, 31)
+    assert "0.weight" in explain(run._reader, 30)
 
 
 def test_a_step_without_a_spike_is_what_it_was() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch_gradmon import load_run
 from torch_gradmon.analysis.diagnosis.series import Matrix
 from torch_gradmon.analysis.plots.charts import PanelSet, RunPair
+from torch_gradmon.analysis.run import read_run
 from torch_gradmon.cli.terminal.layer_table import summarize
 from torch_gradmon.cli.terminal.live import LiveRun
 from torch_gradmon.core.keys import GRADIENT
@@ -46,7 +47,7 @@ def few_cells(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _panels(path: Path) -> PanelSet:
-    return PanelSet(load_run(path))
+    return PanelSet(read_run(path))
 
 
 def test_all_names_fit_unless_nearly_all_cells_are_empty(few_cells: None) -> None:
@@ -93,13 +94,13 @@ def test_a_matrix_of_tables_has_the_tensors_with_most_values(few_cells: None) ->
 def test_a_summary_of_each_layer_refuses_a_nearly_empty_table(few_cells: None, tmp_path: Path) -> None:
     run = load_run(_written(tmp_path))
     with pytest.raises(ValueError, match=r"301 rows is too large for 100 steps that have 4\.0 layers on average: use --keys"):
-        summarize(run, "", everything=True)
-    assert len(summarize(run, "", everything=True, last=3).rows) > 40
-    assert sum(row.parameters for row in summarize(run, "").rows) == MANY + 1
+        summarize(run._reader, "", everything=True)
+    assert len(summarize(run._reader, "", everything=True, last=3).rows) > 40
+    assert sum(row.parameters for row in summarize(run._reader, "").rows) == MANY + 1
 
 
 def test_a_live_view_of_a_wide_last_step_leaves_out_early_steps(few_cells: None, tmp_path: Path) -> None:
-    live = LiveRun(load_run(_written(tmp_path, STEPS - 1)), STEPS)
-    assert live._joined.norms.numel() <= 4 * (MANY + STEPS)
-    assert live._joined.steps[-1] == STEPS - 1
+    live = LiveRun(read_run(_written(tmp_path, STEPS - 1)), STEPS)
+    assert live._norms.values.numel() <= 4 * (MANY + STEPS)
+    assert live._norms.steps[-1] == STEPS - 1
     assert len(live.top_layers(3)) == 3

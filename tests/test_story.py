@@ -11,6 +11,7 @@ from torch import nn
 
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor, SpikeDetector, load_run
+from torch_gradmon.analysis.run import read_run
 from torch_gradmon.analysis.spike_report import _row, explain
 from torch_gradmon.cli.main import main
 
@@ -86,7 +87,7 @@ def test_the_story_has_a_row_for_a_signal_of_one_parameter_whether_its_metric_is
     told = monitor.why(40)
     worst = monitor._runtime.pipeline.history._records[40].events[-1]
     monitor.detach()
-    for text in (told, explain(load_run(tmp_path), 40)):
+    for text in (told, explain(read_run(tmp_path), 40)):
         row = next(line for line in text.splitlines() if line.startswith(worst.signal)).split()
         assert row[4] == f"{worst.value:.4g}"
         assert "-" not in row[1:]
@@ -98,8 +99,8 @@ def test_a_run_directory_tells_the_same_story(tmp_path: Path) -> None:
     told = monitor.why()
     monitor.detach()
     # statistics are stored as float32, of which the story shows four digits
-    assert explain(load_run(tmp_path)) == told
-    assert [event.where for event in load_run(tmp_path).events if event.step == 40] == [
+    assert explain(read_run(tmp_path)) == told
+    assert [event.where for event in load_run(tmp_path).spikes if event.step == 40] == [
         event.where for event in monitor._runtime.pipeline.history.recent().events if event.step == 40
     ]
 
@@ -139,12 +140,12 @@ def test_the_random_state_of_a_spike_brings_its_numbers_back(tmp_path: Path) -> 
         optimizer.step()
     monitor.detach()
     run = load_run(tmp_path)
-    assert [event.step for event in run.events] == [25]
+    assert [event.step for event in run.spikes] == [25]
     model.load_state_dict(before)
-    torch.set_rng_state(run.rng_state(25)["cpu"])
+    torch.set_rng_state(run.record(25).rng_state["cpu"])
     assert torch.equal(model(x), outputs[25])
     with pytest.raises(KeyError, match="no random state is kept of step 24"):
-        run.rng_state(24)
+        _ = run.record(24).rng_state
 
 
 def test_a_watched_model_draws_the_numbers_that_it_draws_without_a_monitor() -> None:

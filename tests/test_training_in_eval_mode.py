@@ -109,8 +109,8 @@ def test_all_of_a_step_is_in_that_step_from_the_first_on(mode: str, call: Call, 
     run.check(every)
     saved = gradmon.load_run(tmp_path)
     for step in saved.steps:
-        assert saved.value("loss", step) == pytest.approx(run.expected[step]["loss"])
-        assert saved.context(step)["tags"] == {"batch": step}
+        assert saved.record(step).metrics["loss"] == pytest.approx(run.expected[step]["loss"])
+        assert saved.record(step).context["tags"] == {"batch": step}
 
 
 @pytest.mark.parametrize("every", [1, 2])

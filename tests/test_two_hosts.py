@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import pytest
 
-import torch_gradmon as gradmon
+from torch_gradmon.analysis.run import read_run
 from torch_gradmon.cli.main import main
+from torch_gradmon.runs.reader import RunReader
 
 pytestmark = [pytest.mark.thorough, pytest.mark.extra, pytest.mark.timeout(240)]
 for package in ("plotly", "jinja2"):
@@ -93,17 +94,17 @@ def test_a_run_is_read_on_another_host_while_it_trains(hosts: Hosts, is_killed: 
     seen = hosts.reading / "run"
     try:
         with serving(hosts.reading) as server:
-            run: gradmon.Run | None = None
+            run: RunReader | None = None
             while training.poll() is None:
                 time.sleep(0.02)
                 if run is None:
                     try:
-                        run = gradmon.load_run(seen)
+                        run = read_run(seen)
                     except FileNotFoundError:
                         continue
                 run.refresh()
                 reads.add("follower", run.steps)
-                fresh = gradmon.load_run(seen)
+                fresh = read_run(seen)
                 reads.add("fresh", fresh.steps)
                 assert run.damage == fresh.damage == []
                 if fresh.steps:
@@ -123,7 +124,7 @@ def test_a_run_is_read_on_another_host_while_it_trains(hosts: Hosts, is_killed: 
             assert run is not None
             assert training.returncode == (-9 if is_killed else 0)
             assert reads.count >= 100
-            expected = len(gradmon.load_run(hosts.files / "run").steps)
+            expected = len(read_run(hosts.files / "run").steps)
             assert expected > STEPS // 2 if is_killed else expected == STEPS
             end = time.monotonic() + 30
             while len(run.steps) < expected and time.monotonic() < end:
@@ -131,7 +132,7 @@ def test_a_run_is_read_on_another_host_while_it_trains(hosts: Hosts, is_killed: 
                 run.refresh()
             written = _look(hosts.files / "run")
             for place in (hosts.reading, hosts.training):
-                again = gradmon.load_run(place / "run")
+                again = read_run(place / "run")
                 assert again.steps == run.steps == list(range(expected))
                 assert len(again.series("gradient_before_clip/4.weight/norm")) == expected
             assert main(["status", str(seen)]) in (0, 1)

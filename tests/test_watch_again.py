@@ -455,7 +455,7 @@ def test_the_same_run_directory_twice_begins_anew_and_keeps_what_was_there(tmp_p
     run = gradmon.load_run(tmp_path / "run")
     assert run.steps == [0, 1]
     assert list(run.series("gradmon/grad_norm").values()) == pytest.approx(norms, rel=1e-6)
-    assert run.meta["preset"] == "full"
+    assert run._reader.meta["preset"] == "full"
 
 
 def test_the_same_run_directory_goes_on_with_the_numbers_that_are_named(tmp_path: Path) -> None:

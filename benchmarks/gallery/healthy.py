@@ -149,6 +149,6 @@ def table(run: gradmon.Run) -> str:
             cells = " | ".join(f"{value:.3g}" for value in (values[0], low, middle, high, max(values)))
             rows.append(f"| {title} | {cells} |")
     steps = len(run.series("gradmon/grad_norm"))
-    spikes = len(run.events)
+    spikes = len(run.spikes)
     text = f"The run has {steps} steps and {spikes or 'no'} spike{'' if spikes == 1 else 's'} of the gradient norm."
     return "\n".join([*rows, "", text])

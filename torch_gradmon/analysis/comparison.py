@@ -18,8 +18,7 @@ from ..core.formatting import listed
 from ..core.keys import Key, compile_pattern, format_key, parse_key
 from ..core.moments import VIEWS
 from ..core.records import is_loss, loss_among
-from ..runs.reader import COUNT, ValueMatrix, Window, is_of_layer
-from .run import Run
+from ..runs.reader import COUNT, RunReader, ValueMatrix, Window, is_of_layer
 
 # --- The order of a step ---
 
@@ -585,7 +584,7 @@ _SHORT = {"gradients for the optimizer": "gradients"}
 Gaps = dict[Key, tuple[int, int]]
 
 
-def compared_items(run: Run) -> Iterator[Key]:
+def compared_items(run: RunReader) -> Iterator[Key]:
     """Tensors, without a metric, and the keys of all other values."""
     for source in run.sources:
         yield from (Key(source, name, "") for name in run.tensors(source))
@@ -630,7 +629,7 @@ class ScanResult:
 class Comparison:
     """Compares two runs; raises ValueError where a pattern matches nothing, two names become one, or nothing in common is compared."""
 
-    def __init__(self, left: Run, right: Run, rules: Rules) -> None:
+    def __init__(self, left: RunReader, right: RunReader, rules: Rules) -> None:
         self._runs, self.rules = (left, right), rules
         tensors = {source: left.tensors_as_measured(source) for source in left.sources}
         self._order = Order(tensors)

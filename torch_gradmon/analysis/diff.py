@@ -14,9 +14,9 @@ from typing import Any
 from ..core import validation as check
 from ..core.formatting import ProgressBar, ShownAsText, cut_start, listed, part_of, strict
 from ..core.keys import SUMMARY, format_key
-from ..runs.reader import between, single_threaded
+from ..runs.reader import RunReader, between, single_threaded
 from .comparison import Comparison, Divergence, Patterns, Rules, StageCounts, Unmatched
-from .run import Run, load_run, optimizer_settings, settings_that_differ
+from .run import Run, optimizer_settings, read_run, settings_that_differ
 
 
 @dataclass(frozen=True, repr=False)
@@ -300,8 +300,8 @@ def diff_runs(
 
 
 def _diff(
-    left: Run,
-    right: Run,
+    left: RunReader,
+    right: RunReader,
     names: tuple[str, str],
     rules: Rules,
     bounds: tuple[int | None, int | None],
@@ -345,11 +345,11 @@ def _diff(
 
 
 @contextlib.contextmanager
-def _opened(run: Run | str | os.PathLike[str]) -> Iterator[Run]:
+def _opened(run: Run | str | os.PathLike[str]) -> Iterator[RunReader]:
     if isinstance(run, Run):
-        yield run
+        yield run._reader
     else:
-        with contextlib.closing(load_run(run)) as opened:
+        with contextlib.closing(read_run(run)) as opened:
             yield opened
 
 
@@ -367,7 +367,7 @@ def _growth_steps(common: Sequence[int], onset: int, last: int) -> list[int]:
     return sorted(chosen.union(later[number * len(later) // len(evenly)] for number in evenly))
 
 
-def _tags(left: Run, right: Run, step: int) -> dict[str, tuple[Any, Any]]:
+def _tags(left: RunReader, right: RunReader, step: int) -> dict[str, tuple[Any, Any]]:
     own, others = (run.context(step).get("tags", {}) for run in (left, right))
     shared = [name for name in own if name in others]
     is_nan = {name for name in shared if own[name] != own[name] and others[name] != others[name]}

@@ -17,11 +17,12 @@ from ..core.formatting import placed, printable, significant, strict
 from ..core.keys import Key, parse_key
 from ..core.records import is_loss_of_network, loss_among
 from ..runs.liveness import PAUSES, RunStatus
+from ..runs.reader import RunReader
 from ..spikes.signals import Episode, episodes, largest
 from .diagnosis.findings import Diagnosis
 from .diagnosis.history import loop_findings
 from .diagnosis.series import Series, lower_median
-from .run import Run, load_run, settings_of
+from .run import read_run, settings_of
 
 # --- A run in one row of a table: whether it is alive, its loss, spikes, findings, settings and cost ---
 
@@ -96,7 +97,7 @@ def run_card(
     """Read the row of a run, in about ten milliseconds; raises as :func:`load_run`. The small chart has at most ``points`` losses;
     ``metrics`` are keys of logged values, or of values for the whole model.
     """
-    with closing(load_run(path)) as run:
+    with closing(read_run(path)) as run:
         status = run.status
         raised = str(status.meta.get("raised") or "") if status.has_ended else ""
         unwritten = int(status.meta.get("unwritten", 0)) if status.has_ended or status.lost else 0
@@ -177,11 +178,11 @@ def _whole(metric: str) -> Key:
     return Key(n.SUMMARY, "", metric)
 
 
-def _series(run: Run, key: Key | None) -> Series:
+def _series(run: RunReader, key: Key | None) -> Series:
     return Series() if key is None else Series.of(run.stored(key).items())
 
 
-def _metric(run: Run, name: str) -> Series:
+def _metric(run: RunReader, name: str) -> Series:
     logged = _series(run, Key("", name, ""))  # whose name may look like a key
     return logged if len(logged) else _series(run, parse_key(name))
 

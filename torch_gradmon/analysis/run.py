@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 from ..core import keys as n
 from ..core.errors import display
 from ..core.formatting import ProgressBar, listed, printable
-from ..core.records import Chart, Engine, StepView, TrainedPart, before_schedule, model_text, trained_parts
+from ..core.records import Chart, Engine, SpikeEvent, StepView, before_schedule
 from ..runs import export as files
 from ..runs.export import TABLES, chosen_steps, frame_of, table_of
 from ..runs.format import is_run
 from ..runs.reader import RunReader, single_threaded
-from ..spikes.attribution import ParameterAttribution
 from ..step.summary import top_shares
 from .spike_report import explain, suspects
 
@@ -86,41 +85,82 @@ def load_run(path: str | os.PathLike[str]) -> Run:
         FileNotFoundError: there is no run in it; the message names those below it.
         ValueError: its file is not one of ours.
     """
+    return Run(path)
+
+
+def read_run(path: str | os.PathLike[str]) -> RunReader:
+    """All that is stored of the run in ``path``, for the other modules; raises as :func:`load_run`."""
     try:
-        return Run(path)
+        return RunReader(path)
     except FileNotFoundError as error:
         raise FileNotFoundError(no_run(path, error)) from None
 
 
-class Run(RunReader):
+class Run:
     """A run on disk. If it was resumed or rolled back, later segments replace the steps that they repeat."""
 
-    def suspects(self, step: int) -> list[ParameterAttribution]:
-        """The parameters of a step, ranked by suspicion, see :class:`torch_gradmon.spikes.attribution.ParameterAttribution`.
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._reader = read_run(path)
+
+    @property
+    def path(self) -> Path:
+        """The run directory."""
+        return self._reader.path
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that were monitored, or recorded around a spike, ascending."""
+        return self._reader.steps
+
+    @property
+    def segments(self) -> list[tuple[int, int]]:
+        """First and last step of each unbroken part; each part begins where the run was rewound to."""
+        return self._reader.segments
+
+    @property
+    def spikes(self) -> list[SpikeEvent]:
+        """The spikes of all steps, in order."""
+        return self._reader.events
+
+    @property
+    def sources(self) -> list[str]:
+        """The sources with statistics in any step."""
+        return self._reader.sources
+
+    def tensors(self, source: str) -> list[str]:
+        """The tensors with statistics of ``source`` in any step, in model order."""
+        return self._reader.tensors(source)
+
+    def keys(self) -> list[str]:
+        """Every key that :meth:`series` accepts: whole-model and logged values, then tensors in model order."""
+        return self._reader.keys()
+
+    def series(self, key: str) -> dict[int, float]:
+        """Value by step for one key, such as ``gradmon/grad_norm`` or ``gradient_before_clip/h.0.attn.weight/std``.
+
+        Any built-in metric of a tensor with stored statistics is available. Steps without the value are left out; it may be
+        defined in none, as the largest finite element of a tensor that was NaN all along.
 
         Raises:
-            KeyError: the step is not in the run.
+            KeyError: it is none of :meth:`keys`.
         """
-        self._check_step(step)
-        return [*suspects(self, step)]
+        return self._reader.series(key)
 
-    @property
-    def model_text(self) -> str:
-        """The model in one line: its class, elements, dtypes, and the kinds of modules that it has most of."""
-        meta = self.meta
-        return model_text(meta.get("model", "unknown"), meta.get("parameters", {}), meta.get("kinds", {}))
+    def refresh(self) -> int | None:
+        """Read what was written since the last look, at a cost that does not grow with the run.
 
-    @property
-    def trained_parts(self) -> list[TrainedPart]:
-        """What trained when optimizers were attached last: each of their groups, frozen parameters, and those in no optimizer.
-
-        Learning rates are those before a schedule.
+        Returns:
+            The first step that may be new or changed; None if nothing was written. A late value changes the last known step, and a
+            rollback all steps from its target on.
         """
-        meta = self.meta
-        if "optimizers" not in meta:
-            return []
-        groups = [{**group, "settings": before_schedule(group["settings"])} for group in meta["optimizers"]]
-        return list(trained_parts(meta.get("parameters", {}), groups, meta.get("frozen", ())))
+        return self._reader.refresh()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._reader.close()
+
+    def __repr__(self) -> str:
+        return repr(self._reader)
 
     def record(self, step: int) -> StepView:
         """What is stored of a step: ``metrics``, ``spikes``, ``context``, ``suspects``, ``rng_state``, ``top_gradients(10)``.
@@ -128,15 +168,16 @@ class Run(RunReader):
         Raises:
             KeyError: the step is not in the run.
         """
-        self._check_step(step)
+        reader = self._reader
+        reader.check_step(step)
         return StepView(
             step,
-            lambda count: top_shares(self.table(n.GRADIENT_BEFORE_CLIP, step), count),
-            metrics=lambda: self.metrics(step),
-            spikes=lambda: tuple(event for event in self.events if event.step == step),
-            context=lambda: self.context(step),
-            suspects=lambda: self.suspects(step),
-            rng_state=lambda: self.rng_state(step),
+            lambda count: top_shares(reader.table(n.GRADIENT_BEFORE_CLIP, step), count),
+            metrics=lambda: reader.metrics(step),
+            spikes=lambda: tuple(event for event in reader.events if event.step == step),
+            context=lambda: reader.context(step),
+            suspects=lambda: [*suspects(reader, step)],
+            rng_state=lambda: reader.rng_state(step),
         )
 
     def diagnose(self) -> Diagnosis:
@@ -147,7 +188,7 @@ class Run(RunReader):
         from .diagnosis.diagnose import diagnose_history
         from .diagnosis.history import History
 
-        return diagnose_history(History.of_run(self))
+        return diagnose_history(History.of_run(self._reader))
 
     def why(self, step: int | None = None) -> str:
         """The report on ``step``, by default on the worst step of the largest spike, or that there is no spike.
@@ -155,7 +196,7 @@ class Run(RunReader):
         Raises:
             ValueError: the step is unknown.
         """
-        return explain(self, step)
+        return explain(self._reader, step)
 
     def __enter__(self) -> Run:
         return self
@@ -167,7 +208,7 @@ class Run(RunReader):
         """A figure of the run; see :meth:`ModuleMonitor.plot <torch_gradmon.ModuleMonitor.plot>`."""
         from .plots.charts import plot
 
-        return plot(self, kind, engine, options)
+        return plot(self._reader, kind, engine, options)
 
     def export(
         self,
@@ -212,10 +253,10 @@ class Run(RunReader):
             files.check_path(each)
         if sources is not None and table == "steps":
             raise ValueError("sources selects tensors, and the table of steps has none; leave it out")
-        frames = [frame_of(self, each, sources, first, last) for each in chosen]
+        frames = [frame_of(self._reader, each, sources, first, last) for each in chosen]
         with (
             single_threaded(),
-            ProgressBar(len(chosen) * len(chosen_steps(self, first, last)), "export", "step", progress) as bar,
+            ProgressBar(len(chosen) * len(chosen_steps(self._reader, first, last)), "export", "step", progress) as bar,
         ):
             files.write(dict(zip(paths, frames, strict=True)), bar.advance)
         return paths
@@ -238,7 +279,7 @@ class Run(RunReader):
             ValueError, TypeError: an argument is wrong.
             ImportError: pyarrow is missing.
         """
-        return table_of(frame_of(self, table, sources, first, last), "to_arrow()", "pyarrow")
+        return table_of(frame_of(self._reader, table, sources, first, last), "to_arrow()", "pyarrow")
 
     def to_pandas(
         self,
@@ -260,7 +301,7 @@ class Run(RunReader):
             ValueError, TypeError: an argument is wrong.
             ImportError: pyarrow or pandas is missing.
         """
-        found = table_of(frame_of(self, table, sources, first, last), "to_pandas()", "pyarrow", "pandas")
+        found = table_of(frame_of(self._reader, table, sources, first, last), "to_pandas()", "pyarrow", "pandas")
         with single_threaded():
             return found.to_pandas()
 

@@ -20,7 +20,16 @@ from ..core import validation as check
 from ..core.errors import display, nearest
 from ..core.keys import ATTENTION_SOURCES, TENSOR_SOURCES, Key, format_key, parse_key
 from ..core.moments import ALWAYS, VIEWS, WIDTH, Column, merge_by_group
-from ..core.records import ModelOrder, SpikeEvent, StatsTable, StepRecord
+from ..core.records import (
+    ModelOrder,
+    SpikeEvent,
+    StatsTable,
+    StepRecord,
+    TrainedPart,
+    before_schedule,
+    model_text,
+    trained_parts,
+)
 from ..step.plan import evaluate_view, value_in
 from .index import NO_LAYOUT, RNG, RunIndex, StoredStep, open_run
 from .liveness import RunStatus, status_in
@@ -56,7 +65,7 @@ def between(steps: Sequence[int], first: int | None, last: int | None) -> list[i
 
 
 class RunReader:
-    """A run on disk. If it was resumed or rolled back, later segments replace the steps that they repeat."""
+    """All that is stored of a run; what users see of it is :class:`torch_gradmon.Run`. Raises KeyError for a step that it does not have."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         if not isinstance(path, (str, os.PathLike)):
@@ -82,39 +91,47 @@ class RunReader:
         """Whether the run is still alive."""
         return status_in(self._index, self.path)
 
-    def refresh(self) -> int | None:
-        """Read what was written since the last look, at a cost that does not grow with the run.
+    @property
+    def model_text(self) -> str:
+        """The model in one line: its class, elements, dtypes, and the kinds of modules that it has most of."""
+        meta = self.meta
+        return model_text(meta.get("model", "unknown"), meta.get("parameters", {}), meta.get("kinds", {}))
 
-        Returns:
-            The first step that may be new or changed; None if nothing was written. A late value changes the last known step, and a
-            rollback all steps from its target on.
+    @property
+    def trained_parts(self) -> list[TrainedPart]:
+        """What trained when optimizers were attached last: each of their groups, frozen parameters, and those in no optimizer.
+
+        Learning rates are those before a schedule.
         """
+        meta = self.meta
+        if "optimizers" not in meta:
+            return []
+        groups = [{**group, "settings": before_schedule(group["settings"])} for group in meta["optimizers"]]
+        return list(trained_parts(meta.get("parameters", {}), groups, meta.get("frozen", ())))
+
+    def refresh(self) -> int | None:
         return self._index.look()
 
     @property
     def steps(self) -> list[int]:
-        """The steps that were monitored, or recorded around a spike, ascending."""
         return list(self._index.steps)
 
     @property
     def segments(self) -> list[tuple[int, int]]:
-        """First and last step of each unbroken part; each part begins where the run was rewound to."""
         steps = self._index.steps
         bounds = [0, *(bisect_left(steps, begin) for begin in self._index.begins), len(steps)]
         return [(steps[begin], steps[end - 1]) for begin, end in pairwise(bounds) if end > begin]
 
     @property
     def sources(self) -> list[str]:
-        """The sources with statistics in any step."""
         there = {layout.source for layout in self._index.layouts()}
         return [source for source in TENSOR_SOURCES if source in there]
 
     def tensors(self, source: str) -> list[str]:
-        """The tensors with statistics of ``source`` in any step, in model order."""
         return self.in_model_order(source, self._measured(source))
 
     def tensors_as_measured(self, source: str) -> list[str]:
-        """The same in the order of measurement: outputs in the order of the calls."""
+        """The tensors in the order of measurement: outputs in the order of the calls."""
         return list(dict.fromkeys(name for names in sorted(self._measured(source), key=len, reverse=True) for name in names))
 
     def in_model_order(self, source: str, measured: Iterable[Sequence[str]]) -> list[str]:
@@ -131,43 +148,26 @@ class RunReader:
 
     @property
     def events(self) -> list[SpikeEvent]:
-        """The spikes, in order."""
         return [event for step in self._index.with_events() for event in self._index.read(step).spikes()]
 
     def context(self, step: int) -> Mapping[str, Any]:
-        """Learning rates, loss scale and tags of a step, and whether it was applied.
-
-        Raises:
-            KeyError: the step is not in the run.
-        """
+        """Learning rates, loss scale and tags of a step, and whether it was applied."""
         return self._read(step).facts()
 
     def metrics(self, step: int) -> dict[str, float]:
-        """All scalars of a step: whole-model values, custom metrics, logged values.
-
-        Raises:
-            KeyError: the step is not in the run.
-        """
+        """All scalars of a step: whole-model values, custom metrics, logged values."""
         keys = list(self._index.keys)
         return {format_key(keys[number]): value for number, value in self._read(step).values.items()}
 
     def value(self, signal: str, step: int) -> float | None:
-        """The value of a key in a step, or of a whole-model value by its name; None if there is none.
-
-        Raises:
-            KeyError: the step is not in the run.
-        """
+        """The value of a key in a step, or of a whole-model value by its name; None if there is none."""
         metrics, key = self.metrics(step), parse_key(signal)
         found = metrics.get(signal, metrics.get(f"{n.SUMMARY}/{signal}"))
         return value_in(self.table(key.source, step), key) if found is None and key.source in TENSOR_SOURCES else found
 
     def table(self, source: str, step: int) -> StatsTable | None:
-        """The statistics of ``source`` in a step, or None if they were not measured.
-
-        Raises:
-            KeyError: the step is not in the run.
-        """
-        self._check_step(step)
+        """The statistics of ``source`` in a step, or None if they were not measured."""
+        self.check_step(step)
         return self.window([step]).table(source, step)
 
     def records(self, since: int | None = None, wanted: Callable[[Key], bool] | None = None) -> Iterator[StepRecord]:
@@ -208,21 +208,19 @@ class RunReader:
         tensors = {Key(layout.source, name, "") for layout in self._index.layouts(steps) for name in layout.names}
         return tensors.union(self._index.stored_keys(steps))
 
-    def _check_step(self, step: int) -> None:
+    def check_step(self, step: int) -> None:
         if step not in self._index:
             raise KeyError(f"step {step} is not in the run; its {len(self._index.steps)} monitored steps are {self._span()}")
 
     def _read(self, step: int) -> StoredStep:
-        self._check_step(step)
+        self.check_step(step)
         return self._index.read(step)
 
     def rng_state(self, step: int) -> dict[str, torch.Tensor]:
-        """The states of torch's random generators at the beginning of a step with a spike, by device, for ``torch.set_rng_state``.
-
-        Raises:
-            KeyError: the step is not in the run, or it had no spike, or a spike of NaN or Inf after eight others in a row.
+        """The states of torch's random generators at the beginning of a step with a spike, by device, for ``torch.set_rng_state``; KeyError
+        without a spike, or for one of NaN or Inf after eight others in a row.
         """
-        self._check_step(step)
+        self.check_step(step)
         states = {
             source.removeprefix(RNG): data for source, (_, data) in self._index.rows(step).items() if source.startswith(RNG)
         }
@@ -233,14 +231,7 @@ class RunReader:
         return {device: torch.tensor(list(state), dtype=torch.uint8, device="cpu") for device, state in states.items()}
 
     def series(self, key: str) -> dict[int, float]:
-        """Value by step for one key, such as ``gradmon/grad_norm`` or ``gradient_before_clip/h.0.attn.weight/std``.
-
-        Any built-in metric of a tensor with stored statistics is available. Steps without the value are left out; it may be
-        defined in none, as the largest finite element of a tensor that was NaN all along.
-
-        Raises:
-            KeyError: it is none of :meth:`keys`.
-        """
+        """Value by step for one key; KeyError if it is none of :meth:`keys`."""
         wanted = parse_key(key)
         # a logged value may have a name that looks like a key
         found = self.stored(wanted) or self.stored(Key("", key, ""))
@@ -289,11 +280,11 @@ class RunReader:
         return f"{steps[0]} to {steps[-1]}" if steps else "none"
 
     def close(self) -> None:
-        """Close the file."""
         self._index.close()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self._index.steps)} steps: {self._span()}, {len(self.events)} events)"
+        damage = f", {len(found)} damaged part{'s' * (len(found) != 1)}" if (found := self.damage) else ""
+        return f"Run({len(self._index.steps)} steps: {self._span()}, {len(self.events)} events{damage})"
 
 
 # --- values of several steps ------------------------------------------------------------------------------------------------------

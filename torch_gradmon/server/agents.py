@@ -16,7 +16,7 @@ from mcp.types import ToolAnnotations
 
 from ..analysis.diff import diff_runs
 from ..analysis.many_runs import next_action, run_card, status_dict
-from ..analysis.run import diagnose, find_runs, load_run
+from ..analysis.run import diagnose, find_runs, read_run
 from ..analysis.spike_report import explain
 from ..core.errors import nearest
 from ..core.formatting import placed, printable_lines, strict
@@ -102,18 +102,18 @@ class RunTools:
 
     def why(self, run: str, step: int | None = None) -> str:
         """Explain a spike, by default the largest: what was usual, which layers moved most and first, and what came after."""
-        with closing(load_run(self._path(run))) as source:
+        with closing(read_run(self._path(run))) as source:
             return printable_lines(str(explain(source, step)))
 
     def keys(self, run: str, contains: str = "") -> dict[str, Any]:
         """The keys of a run that contain a text, such as grad_norm, loss or attn."""
-        with closing(load_run(self._path(run))) as source:
+        with closing(read_run(self._path(run))) as source:
             found = [key for key in source.keys() if contains in key]  # noqa: SIM118 (a method of the run)
         return {"count": len(found), "keys": found[:_KEYS]}
 
     def series(self, run: str, key: str, first: int | None = None, last: int | None = None) -> dict[str, Any]:
         """A value over steps, such as gradmon/grad_norm or gradient_before_clip/fc.weight/norm; 200 points at most, evenly chosen."""
-        with closing(load_run(self._path(run))) as source:
+        with closing(read_run(self._path(run))) as source:
             values = source.series(key)
         chosen = [step for step in values if (first is None or step >= first) and (last is None or step <= last)]
         every = max(1, -(-len(chosen) // _POINTS))

@@ -27,7 +27,7 @@ from ..analysis.comparison import renamer
 from ..analysis.diff import diff_runs
 from ..analysis.many_runs import RunCard
 from ..analysis.report.page import LivePage, as_json, comparison_content, content, html, template
-from ..analysis.run import load_run
+from ..analysis.run import read_run
 from ..runs.format import version
 from . import PORT
 from .board import RunBoard
@@ -94,7 +94,7 @@ def _style() -> str:
 
 
 def content_of(path: Path, name: str) -> dict[str, Any] | None:
-    with closing(load_run(path)) as run:
+    with closing(read_run(path)) as run:
         return content(run, name, lambda: None) if run.steps else None
 
 
@@ -110,7 +110,7 @@ def one_run(path: Path, name: str) -> str:
 def two_runs(paths: tuple[Path, Path], names: tuple[str, str]) -> str:
     """The report of two runs on top of each other, as they are now."""
     difference = diff_runs(*paths)
-    with closing(load_run(paths[0])) as first, closing(load_run(paths[1])) as second:
+    with closing(read_run(paths[0])) as first, closing(read_run(paths[1])) as second:
         title = f"{names[0]} and {names[1]}"
         found = comparison_content((first, second), names, difference, renamer(None), title, lambda: None)
     return html(found, LivePage("", _script("page.js")))

@@ -28,6 +28,7 @@ from torch import Tensor
 from ...core.files import replacing
 from ...core.formatting import ProgressBar
 from ...core.keys import TENSOR_SOURCES, parse_key
+from ...runs.reader import RunReader
 from ...spikes.signals import counted, episodes, largest
 from .. import diff
 from ..comparison import renamer
@@ -53,7 +54,7 @@ from ..plots.elements import (
     scale_limit,
 )
 from ..plots.plotly import figure
-from ..run import Run, load_run
+from ..run import read_run
 
 # --- Values of layers in two bytes per cell, as text that the page decodes ---
 
@@ -94,7 +95,7 @@ MOST_SPIKES = 200
 CODES = {"none": NONE, "bare": NO_GRADIENT, "loud": NONFINITE, "zero": ZERO, "log": LOG_SCALE, "linear": SCALE, "recent": RECENT}
 
 
-def content(run: Run, title: str, advance: Callable[[], None]) -> dict[str, Any]:
+def content(run: RunReader, title: str, advance: Callable[[], None]) -> dict[str, Any]:
     """The data of the page; ``advance`` is called after each of :data:`PARTS`."""
     panels = PanelSet(run, title)
     diagnosis = diagnose_history(History.of_run(run))
@@ -150,7 +151,7 @@ def _finding(finding: Finding) -> dict[str, Any]:
     }
 
 
-def facts(run: Run, panels: PanelSet) -> list[list[str]]:
+def facts(run: RunReader, panels: PanelSet) -> list[list[str]]:
     steps = panels.steps
     found = [["steps", f"{steps[0]:,} to {steps[-1]:,}, {len(steps):,} of them recorded" if steps else "none"]]
     if steps:
@@ -169,6 +170,8 @@ def facts(run: Run, panels: PanelSet) -> list[list[str]]:
     if count := len(panels.not_applied):
         found.append(["not applied", f"{count:,} steps"])
     found.append(["torch", str(run.meta.get("torch", "unknown"))])
+    if damage := run.damage:
+        found.append(["damage", "\n".join(damage)])
     return found
 
 
@@ -309,7 +312,7 @@ _DIVERGENCES, _MOST_LAYERS = 5, 9
 
 
 def comparison_content(
-    runs: tuple[Run, Run],
+    runs: tuple[RunReader, RunReader],
     names: tuple[str, str],
     difference: RunDiff,
     renamed: Callable[[str], str],
@@ -369,7 +372,7 @@ def comparison(difference: RunDiff) -> dict[str, Any]:
     }
 
 
-def _facts(runs: tuple[Run, Run], pair: RunPair) -> list[list[str]]:
+def _facts(runs: tuple[RunReader, RunReader], pair: RunPair) -> list[list[str]]:
     """The facts of both runs; one value if they are equal."""
     first, second = (dict(facts(run, panels)) for run, panels in zip(runs, pair.panel_sets, strict=True))
     found = [["runs", " | ".join(pair.titles)]]
@@ -426,7 +429,7 @@ def write(
     :func:`load_run`, ValueError also if the run has no step yet or ``to`` is a directory, and OSError if the file cannot be written.
     """
     target = _checked(Path(path) / NAME if to is None else Path(to))
-    with closing(load_run(path)) as run:
+    with closing(read_run(path)) as run:
         if not run.steps:
             raise ValueError(f"the run in {str(path)!r} has no recorded step yet")
         with ProgressBar(PARTS, "report", "part", progress) as bar:
@@ -453,8 +456,8 @@ def write_both(
     if names[0] == names[1]:
         names = f"{names[0]} (first)", f"{names[1]} (second)"
     with (
-        closing(load_run(first)) as left,
-        closing(load_run(second)) as right,
+        closing(read_run(first)) as left,
+        closing(read_run(second)) as right,
         ProgressBar(PARTS, "report", "part", progress) as bar,
     ):
         both = f"{names[0]} and {names[1]}"

@@ -382,16 +382,10 @@ def words(verdicts: Sequence[LayerVerdict], smallest: int, largest: int, unmeasu
 
 #: By term, and by the side on which an exponent is.
 _FAILURES = {
-    (
-        "update",
-        "high",
-    ): "The own update is too large in wide models in {}: divide the learning rate there by that power of the width.",
-    (
-        "update",
-        "low",
-    ): "The own update vanishes in wide models in {}: multiply the learning rate there by the missing power of the width.",
-    ("propagated", "high"): "The layers below contribute too much in wide models in {}: check their updates first.",
-    ("propagated", "low"): "The layers below contribute too little in wide models in {}: check their updates first.",
+    "update high": "The own update is too large in wide models in {}: divide the learning rate there by that power of the width.",
+    "update low": "The own update vanishes in wide models in {}: multiply the learning rate there by the missing power of the width.",
+    "propagated high": "The layers below contribute too much in wide models in {}: check their updates first.",
+    "propagated low": "The layers below contribute too little in wide models in {}: check their updates first.",
 }
 _ADDED_UP = (
     "The changes of the layers below add up in {}: if their updates are stable, start with smaller output weights (muP: of size "
@@ -406,7 +400,7 @@ def _failures(bad: Sequence[LayerVerdict]) -> Iterator[str]:
         adds = verdict.term == "propagated" and verdict.kind == "output"
         groups.setdefault((verdict.term, side, adds), []).append(verdict)
     for (term, side, adds), group in groups.items():
-        text = _ADDED_UP if adds and side == "high" else _FAILURES.get((term, side), "Training diverged in {}.")
+        text = _ADDED_UP if adds and side == "high" else _FAILURES.get(f"{term} {side}", "Training diverged in {}.")
         yield text.format(_listed(group))
 
 

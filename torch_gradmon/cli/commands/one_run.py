@@ -10,7 +10,7 @@ from pathlib import Path
 from ...analysis.diff import diff_runs
 from ...analysis.many_runs import run_card, status_dict, status_text
 from ...analysis.run import diagnose
-from ...analysis.spike_report import SpikeReport, explain, no_report
+from ...analysis.spike_report import SpikeReport, no_report
 from ...core.keys import compile_pattern
 from ...runs.export import FORMATS
 from ..terminal.layer_table import summarize
@@ -39,7 +39,13 @@ def summary(options: argparse.Namespace) -> int:
     with open_run(options.run) as run, wrong_request(ValueError):
         pattern = None if options.keys is None else compile_pattern(options.keys, "--keys")
         found = summarize(
-            run, options.run, last=options.tail, pattern=pattern, depth=options.depth, everything=options.all, sort=options.sort
+            run._reader,
+            options.run,
+            last=options.tail,
+            pattern=pattern,
+            depth=options.depth,
+            everything=options.all,
+            sort=options.sort,
         )
     if options.json:
         print_json(found.to_dict())
@@ -93,10 +99,10 @@ def _print_coloured(plain: str) -> None:
 def why(options: argparse.Namespace) -> int:
     with open_run(options.run) as run, wrong_request(ValueError):
         if options.json:
-            is_calm = options.step is None and not run.events
-            print_json(no_report() if is_calm else SpikeReport.of(run, options.step).to_dict())
+            is_calm = options.step is None and not run.spikes
+            print_json(no_report() if is_calm else SpikeReport.of(run._reader, options.step).to_dict())
         else:
-            print(explain(run, options.step))
+            print(run.why(options.step))
     return 0
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ...analysis.diagnosis.series import lower_median
 from ...analysis.plots.charts import blocks
-from ...analysis.run import Run
 from ...analysis.spike_report import SpikeSummary
 from ...core import keys as n
 from ...core.errors import nearest
@@ -24,7 +23,7 @@ from ...core.formatting import printable
 from ...core.keys import SUMMARY, Key
 from ...core.moments import Column
 from ...core.records import SpikeEvent, StepRecord, TrainedPart, loss_among
-from ...runs.reader import StatsSeries, most_cells, paired
+from ...runs.reader import RunReader, StatsSeries, most_cells, paired
 from ...spikes.signals import Episode, episodes, largest
 from ...step.summary import KEY_DOCUMENTATION
 from ..catalogue import MOST
@@ -172,7 +171,7 @@ def groups(names: Sequence[str], depth: int | None = None, everything: bool = Fa
     return Groups(tuple(order), {name: order[title] for name, title in zip(names, titles, strict=True)})
 
 
-def layer_rows(run: Run, grouped: Groups, since: int | None = None) -> list[LayerRow]:
+def layer_rows(run: RunReader, grouped: Groups, since: int | None = None) -> list[LayerRow]:
     """A row for each group, from the statistics of the steps from ``since`` on; empty if no gradient was measured.
 
     Raises ValueError if a table of these steps and groups would be far larger than the run, as nearly all of its cells are empty.
@@ -233,7 +232,7 @@ def _merged(grouped: Groups, known: dict[tuple[str, ...], tuple[tuple[str, ...],
     return stack.of(names).merged(grouped.titles, places)
 
 
-def _check_size(run: Run, source: str, grouped: Groups, since: int | None) -> None:
+def _check_size(run: RunReader, source: str, grouped: Groups, since: int | None) -> None:
     if len(grouped.titles) * len(run.steps) <= most_cells(0):
         return
     steps = values = 0
@@ -247,7 +246,7 @@ def _check_size(run: Run, source: str, grouped: Groups, since: int | None) -> No
         )
 
 
-def gradient_source(run: Run) -> str | None:
+def gradient_source(run: RunReader) -> str | None:
     """The gradients before clipping if they were measured, otherwise those after it; None without any."""
     return next((source for source in (n.GRADIENT_BEFORE_CLIP, n.GRADIENT) if source in run.sources), None)
 
@@ -320,7 +319,7 @@ class RunSummary:
 
 
 def summarize(
-    run: Run,
+    run: RunReader,
     name: str,
     *,
     last: int | None = None,

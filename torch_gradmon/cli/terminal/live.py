@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import math
 import os
-from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
-import torch
-from torch import Tensor
-
-from ...analysis.diagnosis.series import Series, lower_median
-from ...analysis.run import Run, load_run
+from ...analysis.diagnosis.series import Matrix, Series, lower_median
+from ...analysis.run import read_run
 from ...core.keys import SUMMARY, Key
-from ...core.moments import Column
-from ...core.records import SpikeEvent, StepRecord, loss_among
+from ...core.records import SpikeEvent, StatsTable, StepRecord, loss_among
 from ...runs.format import identity
-from ...runs.reader import most_cells
+from ...runs.reader import RunReader
 from ...spikes.attribution import REMEMBERED, Baseline, ParameterAttribution, ranked
 from ...spikes.signals import Episode, episodes, largest
 from .layer_table import gradient_source
@@ -39,48 +33,18 @@ class TopLayer:
     share: float  # of the squared norm of the whole gradient, mean over the recent steps
 
 
-@dataclass
-class _Norms:
-    """Of steps with the same parameters, the norms of their gradients, and the counts of non-finite elements."""
-
-    steps: list[int]
-    names: tuple[str, ...]
-    values: Tensor  # float64 [steps, parameters, 2]
-
-    @property
-    def norms(self) -> Tensor:
-        return self.values[..., 0]
-
-    @property
-    def nonfinite(self) -> Tensor:
-        return self.values[..., 1]
-
-    def between(self, begin: int, end: int | None = None) -> _Norms:
-        part = slice(bisect_left(self.steps, begin), None if end is None else bisect_left(self.steps, end))
-        return _Norms(self.steps[part], self.names, self.values[part])
-
-    def of(self, names: tuple[str, ...]) -> Tensor:
-        """The values of these parameters; NaN and 0 for those that it has not."""
-        if names == self.names:
-            return self.values
-        place = {name: number for number, name in enumerate(self.names)}
-        absent = self.values.new_tensor([math.nan, 0.0]).expand(len(self.steps), 1, 2)
-        return torch.cat([self.values, absent], 1)[:, [place.get(name, -1) for name in names]]
-
-
 class LiveRun:
     """The last ``window`` steps of a run that may go on: their records, without statistics and with the values of the whole model and the
     loss, and the spikes of the whole run.
     """
 
-    def __init__(self, run: Run, window: int) -> None:
+    def __init__(self, run: RunReader, window: int) -> None:
         self.run = run
         self.window = window
         self.records: list[StepRecord] = []
         self.events: list[SpikeEvent] = run.events
-        self._norms: list[_Norms] = []
-        self._earliest = math.inf  # the first step whose norms are known
-        self._read(None)
+        self._tables: dict[int, StatsTable | None] = {}  # the gradients of each step that was looked at
+        self._read(math.inf)
 
     def refresh(self) -> None:
         """Read what is new, if anything. Raises OSError."""
@@ -89,31 +53,30 @@ class LiveRun:
             self.events = [event for event in self.events if event.step < since]
             self._read(since)
 
-    def _read(self, since: int | None) -> None:
-        """Read from ``since`` on, or at first the whole window, and drop what was known of these steps."""
+    def _read(self, since: float) -> None:
+        """Read what is missing, and everything from ``since`` on, in place of what was known of these steps."""
         steps = self.run.steps
-        begin = steps[max(len(steps) - self.window, 0)] if steps else 0
-        # earlier steps show what is usual in the first steps of the window
-        earliest = steps[max(len(steps) - self.window - REMEMBERED, 0)] if steps else 0
-        start = begin if since is None else since
-        self.records = [record for record in self.records if record.step < start]
-        if not self.records or self.records[0].step > begin:  # the run was rewound: steps that had left the window are back in it
-            self.records, start = [], min(start, begin)
-        for record in self.run.records(start, _is_shown):
-            self.records.append(record)
-            if since is not None and record.step >= since:
-                self.events += record.events
-        self.records = self.records[-self.window :]
-        if earliest < self._earliest:
-            start = earliest
-        self._earliest = earliest
-        self._norms = [part.between(earliest, start) for part in self._norms]
+        shown = steps[-self.window :]
+        known = {record.step: record for record in self.records if record.step < since}
+        # steps that had left the window are back in it where the run was rewound
+        if (start := min([*(step for step in shown if step not in known), since])) < math.inf:
+            for record in self.run.records(int(start), _is_shown):
+                known[record.step] = record
+                self.events += record.events if record.step >= since else ()
+        self.records = [known[step] for step in shown]
+        wanted = steps[-self.window - REMEMBERED :]  # earlier steps show what is usual in the first steps of the window
+        tables = {step: self._tables[step] for step in wanted if step in self._tables and step < since}
+        new = [step for step in wanted if step not in tables]
         source = gradient_source(self.run)
-        for stack in () if source is None else self.run.stacks(source, max(start, earliest)):
-            values = torch.stack([stack.values("norm"), stack.rows[..., Column.NONFINITE]], -1)
-            self._norms.append(_Norms(list(stack.steps), stack.names, values))
-        self._norms = [part for part in self._norms if part.steps]
-        self._joined = _joined(self._norms)
+        self._tables = dict(sorted({**dict.fromkeys(new), **tables}.items()))
+        for stack in () if source is None or not new else self.run.stacks(source, new[0]):
+            for step, rows in zip(stack.steps, stack.rows, strict=True):
+                self._tables[step] = StatsTable(stack.names, rows, stack.columns)
+        found = [(step, table) for step, table in self._tables.items() if table is not None]
+        norms, nonfinite = (Matrix.of_tables(found, metric) for metric in ("norm", "nonfinite_count"))
+        known_names = set(norms.names)  # without those that hardly any step has, if there are too many
+        names = [name for name in found[-1][1].names if name in known_names] if found else []
+        self._norms, self._nonfinite = norms.of(norms.steps, names), nonfinite.of(norms.steps, names).values.nan_to_num(0.0)
 
     # --- the whole model -------------------------------------------------------------------------------------------------------
 
@@ -161,18 +124,18 @@ class LiveRun:
 
     def suspects(self, most: int) -> tuple[int | None, list[ParameterAttribution]]:
         """A step and its parameters, ranked by suspicion: the worst step of the largest recent spike, or the last step."""
-        steps, norms, nonfinite = self._joined.steps, self._joined.norms, self._joined.nonfinite
+        steps = self._norms.steps
         if not steps:
             return None, []
         recent = [spike for spike in self.spikes if spike.worst.step in steps[-self._recent :]]
         step = largest(recent, 1)[0].worst.step if recent else steps[-1]
         end = steps.index(step) + 1
-        found = ranked(steps[:end], self._joined.names, norms[:end], nonfinite[:end])
+        found = ranked(steps[:end], self._norms.names, self._norms.values[:end], self._nonfinite[:end])
         return step, [suspect for suspect in found if suspect.score is not None][:most]
 
     def top_layers(self, most: int) -> list[TopLayer]:
         """The parameters with the largest recent share of the squared norm; empty if no norms were measured."""
-        names, norms, nonfinite = self._joined.names, self._joined.norms, self._joined.nonfinite
+        names, norms, nonfinite = self._norms.names, self._norms.values, self._nonfinite
         if not len(norms):
             return []
         usual = Baseline.of(norms[-REMEMBERED:-1]).norms.tolist()
@@ -188,9 +151,8 @@ class LiveRun:
 
     def norms(self, name: str) -> Series:
         """The gradient norms of a parameter over the shown steps; infinite where elements are NaN or infinite."""
-        place, shown = self._joined.names.index(name), self._joined.between(self.records[0].step)
-        column = torch.where(shown.nonfinite[:, place] > 0, math.inf, shown.norms[:, place]).tolist()
-        return Series.of((step, norm) for step, norm in zip(shown.steps, column, strict=True) if not math.isnan(norm))
+        norms = replace(self._norms, values=self._norms.values.where(self._nonfinite == 0, math.inf))
+        return norms.column(name).since(self.records[0].step)
 
     @property
     def _recent(self) -> int:
@@ -199,19 +161,6 @@ class LiveRun:
 
 def _is_shown(key: Key) -> bool:
     return key.source == SUMMARY or loss_among([key]) is not None
-
-
-def _joined(parts: Sequence[_Norms]) -> _Norms:
-    """The steps together, with the parameters of the last one; without the earliest if most of these are in few of them."""
-    names = parts[-1].names if parts else ()
-    most = most_cells(sum(part.norms.numel() for part in parts)) // max(len(names), 1)
-    skipped = max(sum(len(part.steps) for part in parts) - most, 0)
-    if skipped:
-        first = [step for part in parts for step in part.steps][skipped]
-        parts = [part.between(first) for part in parts if part.steps[-1] >= first]
-    empty = torch.empty(0, len(names), 2, dtype=torch.float64, device="cpu")
-    steps = [step for part in parts for step in part.steps]
-    return _Norms(steps, names, torch.cat([empty, *(part.of(names) for part in parts)]))
 
 
 # --- the run in a directory, which begins, continues, ends, or is replaced ---
@@ -234,7 +183,7 @@ class RunFollower:
         try:
             first = identity(self._path)
             if self.live is None or first != self._file:
-                fresh = LiveRun(load_run(self._path), self._window)
+                fresh = LiveRun(read_run(self._path), self._window)
                 self.close()
                 self.live, self._file = fresh, first
             else:
