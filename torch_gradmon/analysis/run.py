@@ -123,6 +123,11 @@ class Run:
         return self._reader.events
 
     @property
+    def damage(self) -> list[str]:
+        """What could not be read because a file is damaged, each on one line; empty if nothing is."""
+        return self._reader.damage
+
+    @property
     def sources(self) -> list[str]:
         """The sources with statistics in any step."""
         return self._reader.sources
