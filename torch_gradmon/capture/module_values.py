@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -22,10 +23,9 @@ from ..core.records import Block, Metric, StatsTable
 from ..core.torch_modes import current_stream, keep_for_current_stream, on_stream, spare_memory, stream_number
 from ..statistics.dispatch import Statistics
 from ..statistics.eager import SMALL
-from ..statistics.histogram import PARTICIPATION_RATIO, first_left_vector, participation_ratio
 from ..statistics.request import NARROW, accumulator_dtype, is_plain, refusal, threshold
 from ..step.buffer import StepBuffer
-from ..step.plan import BuiltIn, ViewGroup, blocks_of, view_group
+from ..step.plan import PARTICIPATION_RATIO, BuiltIn, ViewGroup, blocks_of, view_group
 from .measurer import Measurer, unscaled, untouched_rng
 
 # --- The tensors inside inputs and outputs of modules, each with its path ---
@@ -155,6 +155,8 @@ def _dormant(module: Any) -> Callable[[Tensor], Tensor | None]:
 
 
 def _participation(module: Any) -> Callable[[Tensor], Tensor | None]:
+    from ..statistics.histogram import participation_ratio  # loaded with the metric, see BuiltIn
+
     unit_dimension = _unit_dimension(module)
     return lambda x: participation_ratio(x.movedim(unit_dimension(x), -1)) if x.dim() else None
 
@@ -162,6 +164,8 @@ def _participation(module: Any) -> Callable[[Tensor], Tensor | None]:
 def _singular_side(module: Any) -> Callable[[Tensor], Tensor | None] | str:
     if not isinstance(module, nn.Linear):
         return "its module is no Linear, whose output shows on which side of a singular vector an input lies"
+    from ..statistics.histogram import first_left_vector
+
     reference = weakref.ref(module)
 
     def sides(output: Tensor) -> Tensor | None:
@@ -237,6 +241,7 @@ INPUT_BUILT_INS = {
         "1",
         "participation ratio: how many directions the rows of units fill; mean of the micro-batches",
         _ForModule(_participation),
+        module="histogram",
     )
 }
 #: Built-in metrics of outputs, in addition to the views of statistics.
@@ -256,6 +261,7 @@ ACTIVATION_BUILT_INS = {
         "share",
         "share of the inputs of a Linear on one side of the first singular vector of its weight: 0 or 1 if all lie on one side",
         _ForModule(_singular_side),
+        module="histogram",
     ),
     **INPUT_BUILT_INS,
 }
@@ -282,6 +288,39 @@ _Place = tuple[str, str]
 #: What is known of the calls of a step: what is requested; by source and path of a row the name of the module, and whether its calls have
 #: keys of their own; and the columns of rows that a compiled graph wrote, where rows without a count were not called.
 _Calls = tuple[dict[_Place, tuple[RequestedMetrics, ...]], dict[_Place, tuple[str, bool]], dict[_Place, frozenset[Column]]]
+
+
+# --- Metrics of the refined coordinate check ---
+
+
+def l2norm(x: Tensor) -> Tensor:
+    """Euclidean norm over the last dimension, computed in float64: ``[..., n]`` to ``[...]``."""
+    wide = torch.promote_types(x.dtype, accumulator_dtype(x.device))
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=wide)
+    return norm
+
+
+def rms(x: Tensor) -> Tensor:
+    """:func:`l2norm` over the square root of the size, which does not grow with the width."""
+    return l2norm(x) / math.sqrt(x.shape[-1] if x.dim() else 1)
+
+
+def _of_terms(subject: str) -> dict[str, BuiltIn]:
+    return {
+        "l2norm": BuiltIn("1", f"Euclidean norm over the last dimension of {subject}, mean over the rest", l2norm),
+        "rms": BuiltIn("1", f"root mean square over the last dimension of {subject}, mean over the rest", rms),
+    }
+
+
+#: Built-in metrics by source.
+RCC_BUILT_INS = {
+    n.RCC_UPDATE: _of_terms("what the change of the weights does to the output, f(x_t; W_t) - f(x_t; W_0)"),
+    n.RCC_PROPAGATED: _of_terms(
+        "what the change of the input does to the output at the first weights, f(x_t; W_0) - f(x_0; W_0)"
+    ),
+    n.RCC_INPUT: _of_terms("the input"),
+    n.RCC_INPUT_DIFFERENCE: _of_terms("the difference to the reference's input"),
+}
 
 
 def _called(source: str, table: StatsTable, traced: Container[tuple[str, str]]) -> StatsTable:

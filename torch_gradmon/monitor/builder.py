@@ -13,9 +13,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..capture.coordinate_check import RCC_BUILT_INS
 from ..capture.measurer import OPTIMIZER_BUILT_INS, UPDATE_BUILT_INS, Measurer
-from ..capture.module_values import ACTIVATION_BUILT_INS, INPUT_BUILT_INS
+from ..capture.module_values import ACTIVATION_BUILT_INS, INPUT_BUILT_INS, RCC_BUILT_INS
 from ..core import keys as n
 from ..core import validation as check
 from ..core.errors import WarningLog, display

@@ -804,12 +804,12 @@ class Runtime:
 
     def set_reference(self, module: nn.Module | None, follows: bool) -> None:
         """Compare with ``module`` from now on; ``follows`` keeps it in the mode of the watched model."""
+        if module is not None:
+            self.captures.modules.needed_reference().set(module, self.planner.rename, follows)
+        elif self.captures.modules.reference is not None:
+            self.captures.modules.reference.remove()
         reference = self.captures.modules.reference
-        if module is None:
-            reference.remove()
-        else:
-            reference.set(module, self.planner.rename, follows)
-        self.captures.parameters.reference = {} if module is None else reference.parameters
+        self.captures.parameters.reference = {} if reference is None else reference.parameters
         self.planner.changed()
         self.replan()
 
@@ -1022,7 +1022,8 @@ class Runtime:
         lifecycle.values.follow(False)
         planning.uninstall()
         self.captures.modules.remove()
-        self.captures.modules.reference.forget()
+        if self.captures.modules.reference is not None:
+            self.captures.modules.reference.forget()
         if self.loop is not None:
             self.named_scaler = self.loop.scaler
             self.loop.remove_hooks()
