@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from ..core.keys import OPTIMIZER, PARAMETER, PARAMETER_DIFFERENCE, UPDATE, UPDATE_BASE
 from ..core.moments import SQUARES
-from ..statistics.on_device import copies
 from ..step.buffer import StepBuffer
 from ..step.model_index import PLAIN_GRADIENTS, GradientSource, ModelIndex, there
 from ..step.plan import SourcePlan
@@ -226,3 +225,53 @@ class ParameterCapture:
             .to(parameter.device, torch.int64)
         )
         return parameter.index_select(0, index)
+
+
+# --- Copies of what a step will change ---
+
+
+#: Bytes of the blocks of memory that copies share, and in which each begins at a multiple of the second number.
+_BLOCK, _ALIGNMENT = 1 << 28, 64
+
+
+def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """A copy of each tensor. On an accelerator those of one dtype share their memory, since they are copied by few launches."""
+    found = list(tensors)
+    blocks: dict[tuple[torch.device, torch.dtype], list[list[int]]] = {}
+    filled: dict[tuple[torch.device, torch.dtype], int] = {}
+    for place, tensor in enumerate(found):
+        is_composed = hasattr(type(tensor), "__tensor_flatten__")  # of other tensors, such as a quantised one
+        is_plain = not tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous() and not is_composed
+        if not is_plain or tensor.nbytes > _BLOCK:
+            found[place] = tensor.clone()
+            continue
+        kind = tensor.device, tensor.dtype
+        if kind not in blocks or filled[kind] + tensor.nbytes > _BLOCK:
+            blocks.setdefault(kind, []).append([])
+            filled[kind] = 0
+        blocks[kind][-1].append(place)
+        filled[kind] += tensor.nbytes
+    for places in (places for of_kind in blocks.values() for places in of_kind):
+        for place, piece in zip(places, _packed([found[place] for place in places]), strict=True):
+            found[place] = piece
+    return found
+
+
+def _packed(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of tensors of one dtype in one block of memory, each aligned as kernels with vector loads need it."""
+    step = _ALIGNMENT // tensors[0].element_size()
+    gap = tensors[0].new_empty(step)
+    parts, lengths = [], []
+    for tensor in tensors:
+        parts.append(tensor.view(-1))
+        lengths.append(tensor.numel())
+        if missing := -tensor.numel() % step:
+            parts.append(gap[:missing])
+            lengths.append(missing)
+    pieces = iter(torch.split(torch.cat(parts), lengths))
+    found = []
+    for tensor in tensors:
+        found.append(next(pieces).view(tensor.shape))
+        if tensor.numel() % step:
+            next(pieces)
+    return found

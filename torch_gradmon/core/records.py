@@ -376,6 +376,8 @@ def trained_parts(
 _SAME, _ROUNDINGS = 1e-3, 8
 #: Severity of a finding, most severe first.
 Severity = Literal["error", "warning", "info"]
+#: Two rules of findings: what the user has declared does not hold; NaN or Inf comes with the batch, of which the spike warns.
+EXPECTATION, NON_FINITE_INPUT = "expectation-broken", "non-finite-input"
 #: Figures of a run, and what draws them.
 Chart = Literal["heatmap", "norm", "update", "depth", "layers"]
 Engine = Literal["plotly", "matplotlib"]

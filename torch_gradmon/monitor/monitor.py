@@ -19,10 +19,8 @@ from ..core import validation as check
 from ..core.errors import display, nearest
 from ..core.fence import is_disabled
 from ..core.keys import Key, Pattern
-from ..core.loop_mistakes import LoopFinding
 from ..core.records import Chart, Engine, ModelOrder, StepView
 from ..core.torch_modes import is_compiling, outside_dispatch_modes
-from ..plugins.clipping import AdaptiveClip
 from ..plugins.setup_check import Checks
 from ..plugins.spike_policy.policy import StepCounts
 from ..runs.detail_request import DetailRequest, detail_request
@@ -42,6 +40,8 @@ from .steps import unlink
 
 if TYPE_CHECKING:
     from ..analysis.diagnosis import Diagnosis
+    from ..core.loop_mistakes import LoopFinding
+    from ..plugins.clipping import AdaptiveClip
     from ..sinks.filtered_sink import FilteredSink
     from .manual_loop import ManualLoop
 

@@ -697,7 +697,8 @@ class RecordPipeline:
     def __del__(self) -> None:
         # collected without detach(): what is still on its way reaches the run directory
         with contextlib.suppress(Exception):
-            rest = self._plugins.built_in.recorder.rest()
+            recorder = self._plugins.built_in.recorder
+            rest = [] if recorder is None else recorder.rest()
             if self.waiting or rest:
                 self.enter_all(None, open_to_late_values=False)
                 self.backfill(rest)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ from ..core import validation as check
 from ..core.errors import display, nearest, warn_user
 from ..core.fence import fenced
 from ..core.keys import GRADIENT, GRADIENT_BEFORE_CLIP, Pattern
-from ..core.loop_mistakes import LoopFinding
 from ..core.records import Metric, StepRecord
 from ..core.torch_modes import outside_dispatch_modes
 from ..plugins.spike_policy.policy import StepCounts
@@ -36,6 +35,9 @@ from .machine import StepCycle, StepMachine
 from .plugin_set import BuiltInPlugins
 from .steps import StepLifecycle, link, linkable
 from .values import OverflowLog
+
+if TYPE_CHECKING:
+    from ..core.loop_mistakes import LoopFinding
 
 # --- Which optimizer has which parameters, and by what their gradients are scaled ---
 
@@ -747,7 +749,8 @@ class Runtime:
     @fenced
     def backfill(self) -> None:
         """Take the records of unmonitored steps that plugins still have. Waits for the device."""
-        self.pipeline.backfill(self.built_in.recorder.rest())
+        if (recorder := self.built_in.recorder) is not None:
+            self.pipeline.backfill(recorder.rest())
 
     # --- metrics and the model -----------------------------------------------------------------------------------------------
 
@@ -830,6 +833,8 @@ class Runtime:
         return cadence.foretells(step, ahead)
 
     def findings(self) -> list[LoopFinding]:
+        from ..core.loop_mistakes import LoopFinding
+
         of = self.built_in
         found = [fact for check in (of.audit, of.replicas, of.setup, of.data) if check is not None for fact in check.facts()]
         return [*found, *map(LoopFinding.of_dict, self.pipeline.directory.facts.get("foresight", ()))]
@@ -888,12 +893,6 @@ class Runtime:
 
     # --- state ---------------------------------------------------------------------------------------------------------------
 
-    @property
-    def _parts(self) -> dict[str, Plugin]:
-        """Of the state: those of plugins that the monitor brings. Those of the user's are in the part ``plugins`` by name."""
-        parts = {"acting": self.built_in.policy, "clipping": self.built_in.clips}
-        return {part: plugin for part, plugin in parts.items() if plugin is not None}
-
     def state_dict(self) -> dict[str, Any]:
         """The state as plain numbers and lists. An open step that an optimizer has left by an error counts as ended."""
         state = self._state()
@@ -908,7 +907,9 @@ class Runtime:
         self.lifecycle.planning.wake()  # so that plugins have seen all steps
         records = {"summary": self.factory.summary.state_dict(), "detectors": self.pipeline.detection.state_dict()}
         steps = {"next_step": self.state.next_attempt, "attempted": self.state.clock.attempts}
-        parts = {part: plugin.state_dict() for part, plugin in self._parts.items()}
+        policy, clips = self.built_in.policy, self.lifecycle.plugins.clips
+        parts = {} if policy is None else {"acting": policy.state_dict()}
+        parts["clipping"] = {} if clips is None else clips.state_dict()
         states = {plugin.name: plugin.state_dict() for plugin in self.lifecycle.plugins.own}
         own = {name: state for name, state in states.items() if state is not None}
         return {**steps, **records, **parts, **({"plugins": own} if own else {})}
@@ -950,9 +951,12 @@ class Runtime:
             for plugin in self.plugins:
                 if plugin.name in value:
                     plugin.load_state_dict(value[plugin.name])
+        elif part == "clipping":
+            if value != {} or self.lifecycle.plugins.clips is not None:
+                self.lifecycle.plugins.needed_clips().load_state_dict(value)
         else:
-            parts: dict[str, Any] = {"summary": self.factory.summary, "detectors": self.pipeline.detection, **self._parts}
-            parts[part].load_state_dict(value)
+            acting: Any = self.built_in.policy
+            {"summary": self.factory.summary, "detectors": self.pipeline.detection, "acting": acting}[part].load_state_dict(value)
 
     def _continue_at(self, step: int) -> None:
         self.state.clock.next_step = step

@@ -471,8 +471,7 @@ class StepLifecycle:
         try:
             self.plugins.call("before_optimizer_step", active, context)
         finally:
-            if active.is_skipped:
-                clips = self.plugins.built_in.clips
+            if active.is_skipped and (clips := self.plugins.clips) is not None:
                 self.plugins.call_one(clips, clips.on_skip, active)
         if context.is_stale and not active.is_skipped:
             loop.optimizer_hooks.holds.left = {}  # they may be used after all

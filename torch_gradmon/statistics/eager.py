@@ -14,17 +14,20 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..core.moments import SUMMED, Column, from_columns, identity
 from ..core.torch_modes import no_autocast, outside_dispatch_modes
-from .on_device import DeviceStatistics
 from .precise import inner_product, measure_precisely, needs_precise_pass, row_needs_precise_pass
 from .request import NARROW, Backend, Batch, Request, is_plain, threshold, threshold_of_squares
+
+if TYPE_CHECKING:
+    from .on_device import DeviceStatistics
 
 #: Elements of the buffer: it fits the second-level cache while a handful of operations pass over it.
 CAPACITY = 1 << 18
@@ -198,7 +201,12 @@ class EagerStatistics(Backend):
     def __init__(self) -> None:
         self._scratch = Scratch()
         self._packed = PackedStatistics(self._scratch)
-        self._on_device = DeviceStatistics()
+
+    @cached_property
+    def _on_device(self) -> DeviceStatistics:
+        from .on_device import DeviceStatistics
+
+        return DeviceStatistics()
 
     def rows(self, tensors: Sequence[Tensor], request: Request, minus: Sequence[Tensor] | None = None) -> Tensor:
         if not tensors:

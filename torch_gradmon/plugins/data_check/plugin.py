@@ -16,8 +16,7 @@ from ...capture.hooks import Handles, Hook, ModuleHook, takes_hooks
 from ...capture.loss_graph import OUTPUT, losses_going_backward, nodes_of, notes_of
 from ...capture.module_values import tensors_of
 from ...core.keys import SUMMARY, Key
-from ...core.loop_mistakes import EXPECTATION, NON_FINITE_INPUT
-from ...core.records import StepRecord, loss_in
+from ...core.records import EXPECTATION, NON_FINITE_INPUT, StepRecord, loss_in
 from ...core.torch_modes import outside_dispatch_modes, will_run
 from ...statistics.fingerprint import fingerprints, packed, unpacked
 from ...step.active_step import ActiveStep

@@ -25,7 +25,6 @@ from ...capture.loss_graph import (
     operation_of,
     reaches_input,
 )
-from ...core.loop_mistakes import MISTAKES
 from ...step.model_index import FsdpParameterRef, ModelIndex, Place
 from ...step.ranks import local_part
 from ..tallies import Tallies
@@ -694,8 +693,8 @@ class ProbedOptimizer:
             tallies.missed("stepped-twice", key)
         self._is_repeated = False
         # the last count takes a confirmation by values
-        is_confirmed = writes.stays or tallies.count("missing-zero-grad", key) < MISTAKES["missing-zero-grad"].repeats - 1
-        tallies.check("missing-zero-grad", seen.carried and is_confirmed, key, name)
+        is_so = seen.carried and (writes.stays or not tallies.is_next_fact("missing-zero-grad", key))
+        tallies.check("missing-zero-grad", is_so, key, name)
         cleared = seen.cleared(writes.clears)
         # a single drop in each step may be deliberate, to inspect a gradient
         tallies.check("micro-batch-discarded", cleared >= 2 and not self._attacks, key, name, {"discarded": cleared})

@@ -6,7 +6,6 @@ import functools
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,6 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 
 from ...capture.hooks import Handles, Hook
-from ...core.loop_mistakes import MISTAKES, SETUP_MISTAKES
 from ...step.model_index import PLAIN_GRADIENTS, ModelIndex, Place
 from ...step.planner import Planner
 from ...step.ranks import is_dtensor, local_part
@@ -264,7 +262,6 @@ class LoopAudit(Check):
     """Observes a loop; it measures nothing and changes nothing."""
 
     name, part = "loop_audit", "audit"
-    mistakes: ClassVar = {**MISTAKES, **SETUP_MISTAKES}
 
     def __init__(self, planner: Planner) -> None:
         self._planner, self._handles = planner, Handles()
