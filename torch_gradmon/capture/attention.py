@@ -296,12 +296,8 @@ class AttentionRecorder:
             self._reported.add(name)
 
     def _record(self, name: str, named: Mapping[str, Tensor], arguments: Mapping[str, Any], sources: Mapping[str, bool]) -> bool:
-        """Measure one call. Returns whether it could be read.
-
-        Args:
-            named: query, key, value and result, ``[..., heads, length, size]``, by the suffix of their names. sources: which statistics,
-            and whether those of single heads are shown: then the tensors of each head are measured too, otherwise
-                those of all heads together.
+        """Measure one call. Returns whether it could be read. ``named``: tensors ``[..., heads, length, size]`` by the suffix of their
+        names; ``sources``: whether single heads are shown: then the tensors of each are measured, otherwise those of all together.
         """
         if self._buffer is None:
             return False

@@ -193,7 +193,6 @@ class CoordinateCheck:
 
     @contextlib.contextmanager
     def _noting(self, run: ReplayedForward) -> Iterator[None]:
-        """Record calls of the reference's parts in ``run``."""
         self._run = run
         try:
             yield

@@ -608,7 +608,6 @@ class ModuleSource:
             self._buffer.absent.update(((source, n.ROOT), reason) for source in (n.INPUT, n.INPUT_GRADIENT))
 
     def end(self) -> None:
-        """End the step; its values can still be evaluated."""
         if self._step is None:
             return
         self._step = None
@@ -693,7 +692,6 @@ class ModuleSource:
         self.hooks.graphs.open(is_open and not self.passes.paused)
 
     def pause(self, is_paused: bool) -> None:
-        """Measure nothing, or go on."""
         if self._awaited:
             if is_paused:
                 self._drop_interrupted(calls=0)

@@ -19,7 +19,7 @@ from ..core import keys as n
 from ..core.errors import WarningLog
 from ..core.keys import ACTIVATION, UNDEFINED, Key
 from ..core.moments import ALL_COLUMNS, Column
-from ..core.records import Block, Metric, StatsTable
+from ..core.records import Block, ForModule, Metric, StatsTable
 from ..core.torch_modes import current_stream, keep_for_current_stream, on_stream, spare_memory, stream_number
 from ..statistics.dispatch import Statistics
 from ..statistics.eager import SMALL
@@ -101,12 +101,6 @@ _CHANNELS_FIRST = (
     nn.modules.pooling._AdaptiveAvgPoolNd,
     nn.modules.pooling._LPPoolNd,
 )
-
-
-class _ForModule(NamedTuple):
-    """A metric's function, or why there is none, from the module; see :class:`.ForModule`."""
-
-    bind: Callable[[Any], Callable[[Tensor], Tensor | None] | str]
 
 
 def _saturation(module: Any) -> Callable[[Tensor], Tensor] | str:
@@ -234,13 +228,13 @@ class DeadUnits:
 
 
 #: Marks the metric, whose :class:`DeadUnits` outlive a call.
-DEAD = _ForModule(lambda _: "it is measured for outputs of modules only")
+DEAD = ForModule(lambda _: "it is measured for outputs of modules only")
 #: Built-in metrics of inputs, and of outputs too.
 INPUT_BUILT_INS = {
     PARTICIPATION_RATIO: BuiltIn(
         "1",
         "participation ratio: how many directions the rows of units fill; mean of the micro-batches",
-        _ForModule(_participation),
+        ForModule(_participation),
         module="histogram",
     )
 }
@@ -250,17 +244,17 @@ ACTIVATION_BUILT_INS = {
         "share", f"units with |output| <= zero_threshold for every sample of the last {WINDOW} monitored steps", DEAD
     ),
     "saturation": BuiltIn(
-        "share", f"share of the outputs of a sigmoid or tanh that are within {MARGIN} of either bound", _ForModule(_saturation)
+        "share", f"share of the outputs of a sigmoid or tanh that are within {MARGIN} of either bound", ForModule(_saturation)
     ),
     "dormant": BuiltIn(
         "share",
         f"share of units whose mean |output| is {DORMANT_SHARE} of the mean over units or less; mean of the micro-batches",
-        _ForModule(_dormant),
+        ForModule(_dormant),
     ),
     "spectral_alignment": BuiltIn(
         "share",
         "share of the inputs of a Linear on one side of the first singular vector of its weight: 0 or 1 if all lie on one side",
-        _ForModule(_singular_side),
+        ForModule(_singular_side),
         module="histogram",
     ),
     **INPUT_BUILT_INS,
@@ -342,7 +336,7 @@ def _asked(metrics: Iterable[Metric], module: nn.Module | None, split: bool, col
             views.append(metric)
         elif function is DEAD:
             dead = True
-        elif hasattr(function, "bind"):
+        elif isinstance(function, ForModule):
             bound = function.bind(module)
             if isinstance(bound, str):
                 reasons[metric.name] = bound
@@ -572,7 +566,6 @@ class ModuleValues:
                     self._columns[metric.source] = self._columns.get(metric.source, frozenset()) | metric.columns
 
     def end(self) -> None:
-        """End the step; its values can still be evaluated."""
         if self._buffer is not None:
             self.flush()
             for path, units in self._units.items():

@@ -36,7 +36,6 @@ def _together(positions: Sequence[int], tensors: Mapping[int, Tensor]) -> Iterat
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
-    """By identity of each parameter, the settings of its group."""
     found: dict[int, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         settings = {name: value for name, value in group.items() if name != "params"}
@@ -85,7 +84,6 @@ class ParameterCapture:
         return {position: self._source.value(parameter).detach() for position, parameter in parameters.items()}
 
     def _parts(self, positions: Iterable[int]) -> Mapping[int, Tensor]:
-        """The part of each parameter that this rank counts."""
         spread = self._plans[UPDATE].spread
         return self._measurer.ranks.own_parts(self._live(positions), spread)
 
@@ -143,7 +141,6 @@ class ParameterCapture:
             self._measured.discard(position)
 
     def after_step(self, positions: Iterable[int], optimizer: torch.optim.Optimizer) -> None:
-        """Measure what the step changed, and the optimizer's state."""
         if self._buffer is None:
             return
         positions = list(positions)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import compress, takewhile
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -136,11 +136,10 @@ REDUCERS = ("mean", "sum", "min", "max")
 ASKED_LATE = "it was asked for after the step had begun"
 
 
-class ForModule(Protocol):
-    """A metric's function that depends on the module whose output it gets."""
+class ForModule(NamedTuple):
+    """A metric's function that depends on the module: ``bind`` gives it, or why there is none; it gets None if only a name is known."""
 
-    def bind(self, module: Any) -> Callable[..., Any] | str:
-        """The function for ``module`` (None if only its name is known), or the reason why there is none."""
+    bind: Callable[[Any], Callable[..., Any] | str]
 
 
 @dataclass(frozen=True, eq=False)

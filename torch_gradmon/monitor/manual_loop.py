@@ -94,7 +94,6 @@ class ManualLoop:
 
     @fenced
     def was_clipped(self, parameters: Iterable[Tensor]) -> None:
-        """These parameters' gradients have just been clipped."""
         if (inventory := self.runtime.planner.inventory) is not None and self._lifecycle.has_values:
             self._gradients.clipped(inventory.positions(parameters))
 

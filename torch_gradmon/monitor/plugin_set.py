@@ -56,7 +56,6 @@ class PluginSet:
         self.use(built_in)
 
     def use(self, built_in: BuiltInPlugins) -> None:
-        """Call these from now on, beside those of the script."""
         self.built_in = built_in
         self._plugins = (*(plugin for plugin in built_in if plugin is not None), *self.own)
         self._calls = {hook: self._overridden(hook) for hook in _HOOKS}

@@ -81,7 +81,6 @@ class Ownership:
         return sorted({*self.unowned}.union(*self._owned.values()))
 
     def parameters(self, name: Hashable) -> list[Tensor]:
-        """The optimizer's parameters, as it has them now."""
         optimizer = self[name]
         return [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
 
@@ -201,7 +200,6 @@ class StepMeasurement:
         self._captures.gradients.before_clip(positions, None)
 
     def release_gradients(self, optimizer: Hashable) -> None:
-        """Gradients that were held for this optimizer count."""
         self._captures.gradients.release(optimizer)
 
     def measure_after_clip(self, optimizer: Hashable, *, with_unowned: bool, is_overflowed: bool = False) -> None:
@@ -260,7 +258,6 @@ class StepMeasurement:
         self._captures.parameters.before_step(self._positions(optimizer, with_unowned), as_measured)
 
     def let_go(self, optimizer: Hashable, *, with_unowned: bool) -> None:
-        """The optimizer does not step after all."""
         self._captures.parameters.forget(self._positions(optimizer, with_unowned))
 
     def measure_update(self, optimizer: Hashable) -> None:
@@ -441,7 +438,6 @@ class FollowedLoop:
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The GradScaler, if one is known by now."""
         return self.scaler_hooks.scaler
 
     @property
@@ -452,7 +448,6 @@ class FollowedLoop:
     # --- hooks on parameters -------------------------------------------------------------------------------------------------
 
     def install(self, planner: Planner) -> None:
-        """Register the hooks on parameters that a monitored step needs."""
         assert planner.inventory is not None
         self.ownership.update(planner)
         self.lifecycle.captures.parameters.shared = self.ownership.shared
@@ -512,7 +507,6 @@ class FollowedLoop:
     def context_of(
         self, optimizer: Hashable, done: Set[Hashable], overflowed: Set[Hashable], is_overflowed: bool
     ) -> OptimizerContext:
-        """What plugins may know of an optimizer that is about to step."""
         ownership, index = self.ownership, self.lifecycle.planning.planner.inventory
         has_scaler = isinstance(
             getattr(ownership[optimizer], "found_inf", None), Tensor
@@ -693,12 +687,10 @@ class Runtime:
 
     @property
     def plugins(self) -> Sequence[Plugin]:
-        """All plugins, in the order in which they are called."""
         return tuple(self.lifecycle.plugins)
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The GradScaler, if one is known."""
         return self.named_scaler if self.loop is None else self.loop.scaler
 
     # --- by hand -------------------------------------------------------------------------------------------------------------
@@ -721,7 +713,6 @@ class Runtime:
 
     @fenced
     def end_step(self) -> None:
-        """End the step and send it out."""
         self.lifecycle.planning.wake()
         self.cycle.end()
         self._publish()
@@ -737,7 +728,6 @@ class Runtime:
 
     @fenced
     def log_sample_losses(self, ids: Any, losses: Tensor) -> None:
-        """The losses of the rows of the open step, if it is measured."""
         active = self.lifecycle.active
         if self.state.is_open and active is not None and active.is_monitored and active.buffer is not None:
             active.buffer.log_sample_losses(ids, losses)
@@ -764,7 +754,6 @@ class Runtime:
         every: int,
         **flags: bool,
     ) -> None:
-        """Add one metric for each of ``sources``, all or none."""
         for flag, value in flags.items():
             check.flag(**{flag: value})
         check.positive_int("every", every)
@@ -817,7 +806,6 @@ class Runtime:
         self.replan()
 
     def replan(self) -> None:
-        """What is measured changed: register the hooks for it."""
         self.lifecycle.planning.replan(self.lifecycle.active, drop_hooks=False)
 
     # --- what is known by now ------------------------------------------------------------------------------------------------
@@ -1021,7 +1009,6 @@ class Runtime:
             self.fence.cost()
 
     def _unfollow(self) -> None:
-        """Take every hook away."""
         lifecycle, planning = self.lifecycle, self.lifecycle.planning
         lifecycle.values.follow(False)
         planning.uninstall()

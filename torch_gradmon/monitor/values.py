@@ -29,20 +29,13 @@ if TYPE_CHECKING:
 
 
 class LateValues:
-    """The one place for what is added to the last step.
-
-    Args:
-        state: of the step machine.
-        pipeline: has the record once its values have come, and the step while they are on their way.
-        recorder: may have kept a step that is not monitored.
-    """
+    """The one place for what is added to the last step, which the pipeline has, or the recorder if it was not monitored."""
 
     def __init__(self, state: StepState, pipeline: RecordPipeline, recorder: FlightRecorder | None) -> None:
         self._state, self._pipeline, self._recorder = state, pipeline, recorder
         self.tags = TagLog(state, self)
 
     def add(self, late: StepBuffer) -> None:
-        """Add values."""
         ended = self._state.clock.ended
         pending = self._pipeline.newest(ended)
         recorded = None if self._recorder is None else self._recorder.late_buffer(ended)
@@ -67,7 +60,6 @@ class LateValues:
         return self._pipeline.directory.path is not None and self._pipeline.newest(self._state.clock.ended) is None
 
     def tag(self, tags: Mapping[str, Any]) -> None:
-        """Add facts."""
         ended = self._state.clock.ended
         if self._recorder is not None and self._recorder.tag_late(ended, tags):
             return

@@ -79,7 +79,6 @@ class FlightRecorder(Plugin):
         return self._records(list(self._kept)[: -1 if self._is_open else None])
 
     def rest(self) -> list[StepRecord]:
-        """The records of the steps since a spike."""
         return self._bring() if self._due else []
 
     def on_rewind(self, step: int) -> None:

@@ -225,7 +225,6 @@ class LiveDetail(Plugin):
             self.watches_idle_steps = True
 
     def _look(self) -> None:
-        """Check the file for a new request."""
         if self._file is not None and (change := self._file.look()) is not None:
             self._ask(change)
             self.watches_idle_steps = True

@@ -532,7 +532,6 @@ class SetupCheck(Check):
                 return
 
     def _check_declared(self, gradients: StatsTable | None) -> None:
-        """Look at the parameters after a monitored step."""
         if (inventory := self._planner.inventory) is None:
             return
         self._looks += 1

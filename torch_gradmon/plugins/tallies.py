@@ -106,7 +106,6 @@ class Tallies:
         return self.count(rule, key) >= _mistake(rule).repeats - 1
 
     def facts(self) -> list[LoopFinding]:
-        """The mistakes that are facts, one finding for each."""
         found: dict[str, LoopFinding] = {}
         for (rule, _), tally in self._tallies.items():
             if tally.is_fact:

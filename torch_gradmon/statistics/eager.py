@@ -203,7 +203,7 @@ class EagerStatistics(Backend):
         self._packed = PackedStatistics(self._scratch)
 
     @cached_property
-    def _on_device(self) -> DeviceStatistics:
+    def on_device(self) -> DeviceStatistics:
         from .on_device import DeviceStatistics
 
         return DeviceStatistics()
@@ -221,12 +221,12 @@ class EagerStatistics(Backend):
     def inner_products(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
         with torch.no_grad():
             if not first[0].is_cpu:
-                return self._on_device.inner_products(first, second)
+                return self.on_device.inner_products(first, second)
             return torch.stack([inner_product(a, b) for a, b in zip(first, second, strict=True)])
 
     def _measure(self, batch: Batch, request: Request, device: torch.device) -> Tensor:
         if device.type != "cpu":
-            return self._on_device.rows(batch, request)
+            return self.on_device.rows(batch, request)
         rows = self._first_pass(batch, request)
         # float64 costs twice as much and the precise pass four times, so only tensors that need it get it
         closer, wider = needs_precise_pass(rows, request.columns)

@@ -181,7 +181,6 @@ class DeviceStatistics:
     def _measured(
         self, table: _Table, layout: _Layout, values: Sequence[Tensor], minus: Sequence[Tensor], request: Request
     ) -> Tensor:
-        """The rows of a table: ``[rows, 8]``."""
         wide = layout.empty.dtype
         of = _filled(table, layout, values)
         if request.inverse_scale is not None:

@@ -350,7 +350,6 @@ class PendingStep:
 
 
 def _hidden(values: StepValues, unshown: Set[tuple[str, str]]) -> frozenset[Key]:
-    """The keys of metrics that no dashboard gets."""
     # the metric in a key of attention is the aggregation over heads
     sources = {source for source, _ in unshown}
     attention = sources.intersection(n.ATTENTION_SOURCES.values())

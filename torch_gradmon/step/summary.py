@@ -183,7 +183,6 @@ class ReasonContext:
     refused: Mapping[str, str]  # a reason by source if some of its tensors could not be measured
 
     def planned(self, metric: Metric) -> bool:
-        """Whether ``metric`` existed when the step began."""
         plan = self.plans.get(metric.source)
         if plan is None:
             return metric in self.due

@@ -137,7 +137,6 @@ class Acting:
         return self._through >= max(_STEPS, _THROUGH * self._steps) and self._steps >= _STEPS
 
     def add(self, numbers: Sequence[float]) -> None:
-        """Count what one step returned, once it is on the host."""
         self._sums = [one + other for one, other in zip(self._sums, numbers, strict=True)]
         self._judge()
 
@@ -695,7 +694,6 @@ class DataCheck(Check):
             self._remove_hooks()
 
     def on_record(self, record: StepRecord) -> None:
-        """Judge a step once its values are on the host."""
 
         def found(*names: str) -> dict[str, Tensor | None]:
             return {name: record.extras.get(f"{self.name}/{name}") for name in names}

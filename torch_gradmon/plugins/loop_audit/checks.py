@@ -258,7 +258,6 @@ class GradientWrites:
         return begins
 
     def keep(self, probe: Probe) -> None:
-        """Keep some elements of the gradient after an accumulation."""
         self._accumulated = None if probe.gradient is None else probe.gradient.flatten()[:_ELEMENTS].clone()
 
     def read_written(self, probe: Probe, parameter: Tensor, incoming: Tensor | None) -> None:

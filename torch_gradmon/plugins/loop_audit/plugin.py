@@ -71,7 +71,6 @@ class OwnershipChecks:
         return is_due
 
     def step_ended(self) -> None:
-        """Judge the frozen sample after the step."""
         if (sample := self._frozen) is None or sample.value is None:
             return
         self._tallies.check("frozen-but-moving", sample.moved(), where=sample.names)
@@ -110,7 +109,6 @@ class OwnershipChecks:
                 (self._hooked.add if _has_hooks(parameter) else self._hooked.discard)(name)
 
     def _are_untied(self) -> bool:
-        """Whether parameters that were one are two now."""
         names = set(self._inventory.names)
         apart = [(other, name) for name, others in self._aliases.items() for other in others if {name, other} <= names]
         self._tallies.check("weights-untied", bool(apart), where=apart[0] if apart else (), evidence={"pairs": len(apart)})
