@@ -245,7 +245,6 @@ class AttentionRecorder:
         self.leave()
 
     def enter(self) -> None:
-        """Record every call of this thread until :meth:`leave`."""
         if self._metrics and not self.compiled:
             if is_called_by(COMPILER):
                 self._reason = _NOT_IN_GRAPHS  # torch.compile(model), assigned to another variable

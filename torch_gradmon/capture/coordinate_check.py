@@ -179,7 +179,6 @@ class CoordinateCheck:
         return any(metric.matches(name) for metric in self._metrics)
 
     def leave(self) -> None:
-        """End the forward: the root has returned or raised."""
         self._handles.remove()
         self._root, self._parts, self._frames, self._run = None, {}, [], None
 

@@ -95,7 +95,6 @@ class ModuleCalls:
             buffer.absent[n.ACTIVATION_DIFFERENCE, ""] = "no reference module is set; see set_reference_module()"
 
     def end(self) -> None:
-        """End the step; its values can still be evaluated."""
         self._handles.remove()
         self._leaves, self._probes = {}, ()
         self._values.end()
@@ -108,7 +107,6 @@ class ModuleCalls:
         self._buffer, self.seen = None, False
 
     def forward_began(self) -> None:
-        """Restart the numbers of calls, because the root is called."""
         self._numbers.clear()
 
     # --- hooks -----------------------------------------------------------------------------------------------------------------

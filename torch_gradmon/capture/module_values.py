@@ -694,7 +694,6 @@ class ModuleValues:
         self.measure_items(n.ACTIVATION, items)
 
     def _items(self, source: str, name: str, value: Any, call: int, path: str | None = None) -> Iterator[_Item]:
-        """The measurable tensors inside, once per key."""
         assert self._buffer is not None
         asked = self._requested(source, name)
         for plain, tensor in tensors_of(value, path or name) if asked else ():
@@ -743,7 +742,6 @@ class ModuleValues:
                 self._measure_others(source, item, inverse_scale)
 
     def flush(self) -> None:
-        """Store in the buffer what was measured so far."""
         self._rows.flush()
         if self._device_rows is not None:
             self._device_rows.flush()

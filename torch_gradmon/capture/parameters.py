@@ -22,7 +22,6 @@ _TOGETHER = 2**22
 
 
 def _together(positions: Sequence[int], tensors: Mapping[int, Tensor]) -> Iterator[list[int]]:
-    """The positions in groups of few elements, or of one tensor."""
     group: list[int] = []
     count = 0
     for position in positions:

@@ -244,7 +244,6 @@ def loss_in(values: Mapping[Key, float]) -> float | None:
 
 
 def _partial(key: Key) -> tuple[bool, int, str]:
-    """Sort key: partial losses last, then by length."""
     return not _WHOLE.issuperset(re.split(r"[/_.\s-]", key.name.lower())), len(key.name), key.name
 
 

@@ -297,7 +297,6 @@ class StepCycle:
         self.close()
 
     def end_or_drop(self) -> None:
-        """End the open step, or drop it if it is unfinished."""
         if self.state.progress.parts:
             self._settle()
         if self.state.is_unfinished:
@@ -449,7 +448,6 @@ class StepMachine(StepCycle):
         return not self.state.is_open or not (self.state.leads or self.state.progress.backwards)
 
     def gradient_arrived(self) -> bool:
-        """A backward pass has brought a gradient; whether it counts."""
         if not self.state.is_paused:
             self.ensure_open()
         return not self.state.is_paused

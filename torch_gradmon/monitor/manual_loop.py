@@ -36,7 +36,6 @@ class ManualLoop:
 
     @fenced
     def capture_activation(self, name: str, activations: Any) -> None:
-        """Measure a value that is no module's output."""
         self.runtime.captures.modules.capture(name, activations)
 
     @fenced

@@ -492,7 +492,6 @@ class RecordHistory:
         self.sample = RecordSample()
 
     def __contains__(self, step: int) -> bool:
-        """Whether there is a record of ``step`` as a monitored one."""
         return step in self._records
 
     def keep(self, record: StepRecord) -> None:
@@ -702,12 +701,10 @@ class RecordPipeline:
     # --- steps whose values are on their way -----------------------------------------------------------------------------------
 
     def newest(self, step: int | None) -> PendingStep | None:
-        """``step``, if it is the newest one of those that wait."""
         return self.waiting[-1] if self.waiting and self.waiting[-1].step == step else None
 
     @property
     def ranks_synchronised(self) -> bool:
-        """Whether ranks take their records at the same steps."""
         return self._exchange.takes_place
 
     def start(self, pending: PendingStep) -> None:

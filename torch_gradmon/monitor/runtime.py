@@ -459,7 +459,6 @@ class FollowedLoop:
         self.backward_hooks.install(planner.source.hook_places(places), local)
 
     def remove_hooks(self) -> None:
-        """Take all hooks away; a second call does nothing."""
         self.backward_hooks.uninstall()
         self.optimizer_hooks.remove()
         self.model_hooks.remove()
@@ -585,7 +584,6 @@ class FollowedLoop:
             self.machine.wrapper_began(id(optimizer))
 
     def wrapper_ended(self, optimizer: Optimizer) -> None:
-        """The wrapper returned, and the optimizer has not stepped."""
         source = self.lifecycle.planning.planner.source
         if self._is_due and source.has_overflowed():
             if not source.searches_scale() and (active := self.lifecycle.active) is not None:
@@ -829,7 +827,6 @@ class Runtime:
 
     @property
     def is_listening(self) -> bool:
-        """Whether a value from inside of a forward counts."""
         return self.lifecycle.values.is_listening(self._may_be_forward)
 
     def _may_be_forward(self) -> bool:
@@ -1044,7 +1041,6 @@ class Runtime:
             self.lifecycle.plugins.call("on_leave", self.state.clock.ended)
 
     def detach(self) -> None:
-        """End the step, send what waits, and take every hook away."""
         with outside_dispatch_modes():
             try:
                 self.leave()

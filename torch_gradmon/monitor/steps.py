@@ -190,7 +190,6 @@ class StepPlanning:
         self.install(on_modules=is_monitored)
 
     def random_states(self) -> dict[str, Tensor]:
-        """The states of the random generators, where they are stored."""
         return rng_states() if self.factory.is_stored else {}
 
     def prepare_next(self, may_rest: bool) -> None:
@@ -258,7 +257,6 @@ class StepPlanning:
             self.captures.modules.uninstall(self.planner.module_metrics())
 
     def uninstall(self) -> None:
-        """Take away what a step without measurements can do without."""
         self.installed_for = None
         self._uninstall_from_modules()
         if self.loop is not None:
@@ -341,12 +339,10 @@ class StepLifecycle:
 
     @property
     def is_skipped(self) -> bool:
-        """Whether the open step, or the last one, is skipped."""
         return self.active is not None and self.active.is_skipped
 
     @property
     def was_monitored(self) -> bool:
-        """Whether the last step has values, complete or on their way."""
         return self.pipeline.last is not None or self.pipeline.newest(self.state.clock.ended) is not None
 
     # --- facts of the open step ----------------------------------------------------------------------------------------------

@@ -48,7 +48,6 @@ class LateValues:
 
     @property
     def is_kept(self) -> bool:
-        """Whether anything takes values of the step that ended last."""
         ended = self._state.clock.ended
         if self._pipeline.last is not None or self._pipeline.newest(ended) is not None:
             return True
@@ -70,7 +69,6 @@ class LateValues:
 
     @property
     def absent(self) -> dict[tuple[str, str], str]:
-        """Where reasons for missing values of the last step are kept."""
         pending = self._pipeline.newest(self._state.clock.ended)
         return self._pipeline.absent if pending is None else pending.readback.buffer.absent
 

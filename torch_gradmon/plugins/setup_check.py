@@ -297,7 +297,6 @@ class Followed:
 
     @staticmethod
     def by_any() -> list[Optimizer]:
-        """Those that any monitor follows, in whatever thread."""
         with _lock:  # a set that grows meanwhile cannot be iterated over
             everybody = list(_followed)
         found = (reference() for each in everybody for reference in each._optimizers)

@@ -76,7 +76,6 @@ class Tallies:
             self.missed(rule, key)
 
     def missed(self, rule: str, key: object = None) -> None:
-        """Record that the mistake could have occurred, but did not."""
         tally = self._tallies.get((rule, key))
         if tally is not None and not tally.is_fact:
             tally.count = 0

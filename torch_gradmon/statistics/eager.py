@@ -331,7 +331,6 @@ class EagerStatistics(Backend):
 
 
 def _runs(block: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The block in rows of RUN, and the remainder."""
     whole = block.numel() // RUN * RUN
     return (block.view(-1, RUN), None) if whole == block.numel() else (block[:whole].view(-1, RUN), block[whole:])
 

@@ -186,7 +186,6 @@ def _bidiagonal(matrix: Tensor, steps: int) -> tuple[Tensor, Tensor]:
 
 
 def _product(vector: Tensor, matrix: Tensor) -> Tensor:
-    """Of each vector, as a row, with its matrix."""
     return (vector.unsqueeze(-2) @ matrix).squeeze(-2)
 
 

@@ -233,7 +233,6 @@ def _filled(table: _Table, layout: _Layout, tensors: Sequence[Tensor], dtype: to
 
 
 def _merged(rows: Tensor, level: Tensor) -> Tensor:
-    """Each row of ``level`` names rows to merge."""
     picked = rows.index_select(0, level.view(-1)).view(*level.shape, -1)
     low, high = picked[..., Column.MIN].amin(dim=1, keepdim=True), picked[..., Column.MAX].amax(dim=1, keepdim=True)
     return torch.cat([picked[..., : Column.MIN].sum(dim=1), low, high], dim=1)

@@ -364,7 +364,6 @@ class TritonStatistics(Backend):
         return self._in_order(taken, sums, rest, others)
 
     def _sums(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
-        """The inner products of pairs that the kernels accept."""
         device = first[0].device
         with _on(device):
             entries, owners, addresses = self._tables(first, second, [0] * len(_KINDS))
@@ -494,7 +493,6 @@ def _chunks(numbers: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...
 
 
 def _numbers(numbers: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
-    """A table of ``numbers``. Does not wait for the device."""
     return (copied_to_device(torch.tensor(numbers, dtype=torch.int64, device="cpu"), device),)
 
 

@@ -298,7 +298,6 @@ class _Calls:
 
     @property
     def micro_batches(self) -> int:
-        """The most passes in one sum, and at least 1."""
         return max(self._used, self._count, 1)
 
     def accumulates(self) -> bool:
@@ -343,7 +342,6 @@ class _Calls:
 
 
 def _is_reached(parameter: Tensor) -> bool:
-    """Whether the running pass accumulates into the parameter."""
     with outside_dispatch_modes(), torch.enable_grad():
         view: Node | None = parameter.view_as(parameter).grad_fn
     node = None if view is None else view.next_functions[0][0]

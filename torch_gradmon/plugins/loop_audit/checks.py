@@ -386,7 +386,6 @@ class LossChecks:
 
 
 def _taken_by(operations: Container[str], losses: Sequence[Tensor]) -> Iterator[Node | None]:
-    """What goes into these operations of losses."""
     return (node.next_functions[0][0] for node in nodes_of(losses, OUTPUT) if operation_of(node) in operations)
 
 
@@ -503,7 +502,6 @@ class _Sample:
         return _differ(self._last, before)
 
     def has_changed(self) -> bool:
-        """Whether it has changed since the beginning. Synchronises."""
         return _differ(self._now(), self._first)
 
 
@@ -738,5 +736,4 @@ class ProbedOptimizer:
 
 
 def _common(paths: list[list[str]]) -> list[str]:
-    """The longest beginning that all have."""
     return [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))]

@@ -178,7 +178,6 @@ class Sample:
         self.take()
 
     def take(self) -> None:
-        """Remember the value as it is now. Does not synchronise."""
         self.value = None if (now := self._now()) is None else now.clone()
 
     def moved(self) -> bool:
@@ -228,7 +227,6 @@ class Rest:
         return self._until - self._clean if self.is_on else 0
 
     def missed(self, steps: int) -> None:
-        """Count ``steps`` steps of the pause, fewer than are left."""
         self._clean += steps
 
     def step_ended(self, is_clean: bool) -> bool:
