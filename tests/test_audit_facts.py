@@ -41,7 +41,7 @@ class Noted:
         self.step = 0
         self.notes: list[list[dict[str, Any]]] = []
         self.complaints = WarningLog()
-        self.tallies = Tallies(self, MISTAKES, "audit")
+        self.tallies = Tallies(self, "audit")
 
     def warn(self, key: str, message: str, error: Exception | None = None) -> None:
         self.complaints.add(key, message, error)

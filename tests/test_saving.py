@@ -9,7 +9,8 @@ import pickletools
 import sys
 import zipfile
 from collections import OrderedDict
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -106,11 +107,13 @@ def globals_in(data: bytes) -> set[str]:
     return found
 
 
-@pytest.fixture
-def without_gradmon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is loaded now is loaded where torch_gradmon is not installed."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "torch_gradmon"]:
-        monkeypatch.setitem(sys.modules, name, None)
+@contextmanager
+def without_gradmon() -> Iterator[None]:
+    """Whatever is loaded within is loaded where torch_gradmon is not installed."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torch_gradmon"]:
+            patch.setitem(sys.modules, name, None)
+        yield
 
 
 @pytest.mark.parametrize("preset", ["minimal", "full"])
@@ -134,7 +137,7 @@ def test_what_is_saved_is_that_of_the_bare_training_byte_for_byte(kind: type[Net
     monitor.detach()
 
 
-def test_a_model_saved_whole_loads_safely_where_torch_gradmon_is_not_installed(without_gradmon: None) -> None:
+def test_a_model_saved_whole_loads_safely_where_torch_gradmon_is_not_installed() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     monitor = gradmon.watch(model, optimizer, preset="full")
@@ -142,10 +145,11 @@ def test_a_model_saved_whole_loads_safely_where_torch_gradmon_is_not_installed(w
     for _ in range(2):
         model(torch.ones(2, 3)).sum().backward()
         optimizer.step()
-    with torch.serialization.safe_globals([nn.Sequential, nn.Linear, nn.ReLU]):
-        loaded = torch.load(io.BytesIO(saved(model)), weights_only=True)
-    assert torch.equal(loaded(torch.ones(2, 3)), model(torch.ones(2, 3)))
-    again = pickle.loads(pickle.dumps(model))
+    with without_gradmon():
+        with torch.serialization.safe_globals([nn.Sequential, nn.Linear, nn.ReLU]):
+            loaded = torch.load(io.BytesIO(saved(model)), weights_only=True)
+        assert torch.equal(loaded(torch.ones(2, 3)), model(torch.ones(2, 3)))
+        again = pickle.loads(pickle.dumps(model))
     assert [dict(vars(part)["_forward_hooks"]) for part in again.modules()] == [{}] * 4
     monitor.detach()
 

@@ -30,17 +30,11 @@ from ..statistics.request import NARROW, refusal
 from ..step.buffer import StepBuffer
 from ..step.model_index import ModelIndex
 from .compiled import wrapped_by
+from .hooks import COMPILER, is_called_by
 from .module_values import ModuleValues
 
 # --- A function that is replaced while somebody observes it ---
 
-
-#: The module that calls a model compiled by ``torch.compile``.
-COMPILER = "torch._dynamo.eval_frame"
-#: The module that calls a model again after ``torch.jit.trace``, to check the trace.
-TRACER = "torch.jit._trace"
-#: Number of frames between a module's hook and such a caller.
-_DEPTH = 12
 
 _Saw = Callable[[tuple[Any, ...], Mapping[str, Any], Any], None]
 
@@ -190,18 +184,6 @@ def _places_of(function: Any) -> list[tuple[dict[str, Any], str]]:
 ATTENTION_PATCH = FunctionPatch(F, "scaled_dot_product_attention")
 
 
-def is_called_by(caller: str) -> bool:
-    """Whether the Python module ``caller`` is among the callers of the module whose hook is running, a few frames up at most."""
-    frame: types.FrameType | None = sys._getframe(1)
-    for _ in range(_DEPTH):
-        if frame is None:
-            return False
-        if frame.f_globals.get("__name__") == caller:
-            return True
-        frame = frame.f_back
-    return False
-
-
 # --- What is measured of its calls ---
 
 
@@ -231,6 +213,10 @@ class AttentionRecorder:
         self._unseen: dict[str, str] = {}  # why the last step with metrics of a source had no values of it
         self.compiled = False  # a part of the model is compiled, so observing would cause a recompilation
 
+    @property
+    def has_begun(self) -> bool:
+        return self._buffer is not None
+
     def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: ModelIndex) -> None:
         self._buffer, self._reason = buffer, _NO_CALL
         self._reported, self._observed = set(), set()
@@ -259,7 +245,6 @@ class AttentionRecorder:
         self.leave()
 
     def enter(self) -> None:
-        """Record every call of this thread until :meth:`leave`."""
         if self._metrics and not self.compiled:
             if is_called_by(COMPILER):
                 self._reason = _NOT_IN_GRAPHS  # torch.compile(model), assigned to another variable
@@ -310,12 +295,8 @@ class AttentionRecorder:
             self._reported.add(name)
 
     def _record(self, name: str, named: Mapping[str, Tensor], arguments: Mapping[str, Any], sources: Mapping[str, bool]) -> bool:
-        """Measure one call. Returns whether it could be read.
-
-        Args:
-            named: query, key, value and result, ``[..., heads, length, size]``, by the suffix of their names. sources: which statistics,
-            and whether those of single heads are shown: then the tensors of each head are measured too, otherwise
-                those of all heads together.
+        """Measure one call. Returns whether it could be read. ``named``: tensors ``[..., heads, length, size]`` by the suffix of their
+        names; ``sources``: whether single heads are shown: then the tensors of each are measured, otherwise those of all together.
         """
         if self._buffer is None:
             return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 import time
 from collections import Counter
@@ -17,49 +16,17 @@ from ..core import keys as n
 from ..core.fence import Fence
 from ..core.records import Metric
 from ..core.torch_modes import outside_dispatch_modes
-from ..statistics.request import accumulator_dtype, refusal
+from ..statistics.request import refusal
 from ..step.buffer import StepBuffer
 from ..step.model_index import ModelIndex
-from ..step.plan import BuiltIn
-from .attention import COMPILER, is_called_by
 from .compiled import is_compiled
-from .hooks import Handles, ModuleHook, takes_hooks
+from .hooks import COMPILER, Handles, ModuleHook, is_called_by, takes_hooks
 from .measurer import Measurer, untouched_rng
 from .module_values import rest_of, tensors_of
 from .pass_tracker import PassTracker
 from .reference import Note, ReferencePass, ReplayedForward, first_of
 
-# --- The terms of the refined coordinate check for one call of one module, and their keys ---
-
-
-def l2norm(x: Tensor) -> Tensor:
-    """Euclidean norm over the last dimension, computed in float64: ``[..., n]`` to ``[...]``."""
-    wide = torch.promote_types(x.dtype, accumulator_dtype(x.device))
-    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=wide)
-    return norm
-
-
-def rms(x: Tensor) -> Tensor:
-    """:func:`l2norm` over the square root of the size, which does not grow with the width."""
-    return l2norm(x) / math.sqrt(x.shape[-1] if x.dim() else 1)
-
-
-def _built_ins(subject: str) -> dict[str, BuiltIn]:
-    return {
-        "l2norm": BuiltIn("1", f"Euclidean norm over the last dimension of {subject}, mean over the rest", l2norm),
-        "rms": BuiltIn("1", f"root mean square over the last dimension of {subject}, mean over the rest", rms),
-    }
-
-
-#: Built-in metrics of the check.
-RCC_BUILT_INS = {
-    n.RCC_UPDATE: _built_ins("what the change of the weights does to the output, f(x_t; W_t) - f(x_t; W_0)"),
-    n.RCC_PROPAGATED: _built_ins(
-        "what the change of the input does to the output at the first weights, f(x_t; W_0) - f(x_0; W_0)"
-    ),
-    n.RCC_INPUT: _built_ins("the input"),
-    n.RCC_INPUT_DIFFERENCE: _built_ins("the difference to the reference's input"),
-}
+# --- The terms of the check for one call of one module ---
 
 
 def _difference(*tensors: Tensor | None) -> Tensor | str:
@@ -212,7 +179,6 @@ class CoordinateCheck:
         return any(metric.matches(name) for metric in self._metrics)
 
     def leave(self) -> None:
-        """End the forward: the root has returned or raised."""
         self._handles.remove()
         self._root, self._parts, self._frames, self._run = None, {}, [], None
 
@@ -226,7 +192,6 @@ class CoordinateCheck:
 
     @contextlib.contextmanager
     def _noting(self, run: ReplayedForward) -> Iterator[None]:
-        """Record calls of the reference's parts in ``run``."""
         self._run = run
         try:
             yield

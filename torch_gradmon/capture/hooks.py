@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,25 @@ from torch import nn
 from ..core import torch_modes
 from ..core.torch_modes import BareState, is_exporting, is_traced
 from ..step.model_index import Place
+
+#: The module that calls a model compiled by ``torch.compile``.
+COMPILER = "torch._dynamo.eval_frame"
+#: The module that calls a model again after ``torch.jit.trace``, to check the trace.
+TRACER = "torch.jit._trace"
+#: Number of frames between a module's hook and such a caller.
+_DEPTH = 12
+
+
+def is_called_by(caller: str) -> bool:
+    """Whether the Python module ``caller`` is among the callers of the module whose hook is running, a few frames up at most."""
+    frame: types.FrameType | None = sys._getframe(1)
+    for _ in range(_DEPTH):
+        if frame is None:
+            return False
+        if frame.f_globals.get("__name__") == caller:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def compiled_graphs() -> int:

@@ -106,7 +106,6 @@ def _walk(losses: Sequence[Tensor], most: int) -> Iterator[tuple[Node, list[Node
 
 
 def inputs_of(node: Node) -> list[Node]:
-    """Those with a gradient."""
     return [each for each, _ in node.next_functions if each is not None]
 
 
@@ -128,5 +127,4 @@ def is_move(node: Node) -> bool:
 
 
 def operation_of(node: Node) -> str:
-    """Its name without number and ending."""
     return node.name().partition("Backward")[0]

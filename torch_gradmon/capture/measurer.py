@@ -20,11 +20,10 @@ from ..core.keys import PARAMETER_SOURCES, Key
 from ..core.records import Metric
 from ..core.torch_modes import no_autocast
 from ..statistics.dispatch import Statistics
-from ..statistics.histogram import OF_MATRICES
 from ..statistics.precise import inner_product, sum_of_squared_ratios
 from ..statistics.request import accumulator_dtype, as_plain, on_accelerator, refusal
 from ..step.buffer import StepBuffer, cosine, growth, turn
-from ..step.plan import BuiltIn, SourcePlan
+from ..step.plan import OF_MATRICES, BuiltIn, SourcePlan
 from ..step.ranks import Ranks
 
 # --- Metrics of the optimizer's state, and of updates beside their parameters ---
@@ -334,7 +333,7 @@ class Measurer:
                     value = unscaled(value, wanted.inverse_scale)
                 inputs = [value] if second is None else [value, second[position]]
                 run = partial(self.apply, wanted.buffer, plan.source, plan.names[position], merging=wanted.merging)
-                if position in plan.kernels and (of_matrices := [m for m in metrics if m.function in OF_MATRICES]):
+                if position in plan.kernels and (of_matrices := [m for m in metrics if m.built_in and m.name in OF_MATRICES]):
                     run(of_matrices, [value.flatten(1)])
                     metrics = [metric for metric in metrics if metric not in of_matrices]
                 run(metrics, inputs)

@@ -12,7 +12,8 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, MutableSet, Sequence, Set
-from typing import Any, ClassVar
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,15 +25,17 @@ from ..core.records import Metric
 from ..core.torch_modes import TELLS_EXPORT, ending, is_in_backward, outside_dispatch_modes, running_calls, will_run
 from ..step.buffer import StepBuffer
 from ..step.model_index import ModelIndex
-from .attention import AttentionRecorder
 from .compiled import SHARES_GRAPH, CompiledHooks, alike, in_graphs, is_compiled, wrapped_by
-from .coordinate_check import CoordinateCheck
 from .hooks import Handles, Hook, ModuleHook, compiled_graphs, takes_hooks
 from .loss_graph import notes_of
 from .measurer import Measurer
 from .module_values import ModuleValues, tensors_of
 from .pass_tracker import PassTracker
-from .reference import LoopRun, ReferencePass
+
+if TYPE_CHECKING:  # imported where they are asked for
+    from .attention import AttentionRecorder
+    from .coordinate_check import CoordinateCheck
+    from .reference import LoopRun, ReferencePass
 
 _MARK = "torch_gradmon"
 
@@ -47,11 +50,10 @@ _GRADIENTS = (n.ACTIVATION_GRADIENT, n.INPUT_GRADIENT)
 
 
 class ModuleCalls:
-    def __init__(
-        self, measurer: Measurer, fence: Fence, passes: PassTracker, reference: ReferencePass, values: ModuleValues
-    ) -> None:
+    def __init__(self, measurer: Measurer, fence: Fence, passes: PassTracker, values: ModuleValues) -> None:
         self._complaints, self._fence, self._passes = measurer.complaints, fence, passes
-        self._reference, self._values = reference, values
+        self._values = values
+        self.reference: ReferencePass | None = None
         # called with a part of the model that runs while no step is open
         self.on_part: Callable[[nn.Module], object] = lambda _: None
         self.inverse_scale: Callable[[], Tensor | None] = lambda: None  # returns the factor for gradients
@@ -89,11 +91,10 @@ class ModuleCalls:
         trained = [parameter for parameter in parameters if parameter is not None and parameter.requires_grad]
         self._probes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in trained]
         self.differences_due = n.ACTIVATION_DIFFERENCE in sources
-        if self.differences_due and not self._reference:
+        if self.differences_due and not self.reference:
             buffer.absent[n.ACTIVATION_DIFFERENCE, ""] = "no reference module is set; see set_reference_module()"
 
     def end(self) -> None:
-        """End the step; its values can still be evaluated."""
         self._handles.remove()
         self._leaves, self._probes = {}, ()
         self._values.end()
@@ -106,7 +107,6 @@ class ModuleCalls:
         self._buffer, self.seen = None, False
 
     def forward_began(self) -> None:
-        """Restart the numbers of calls, because the root is called."""
         self._numbers.clear()
 
     # --- hooks -----------------------------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class ModuleCalls:
                     if not recomputed:
                         torch._C._set_grad_enabled(False)  # the context manager costs as much as a small operation
                         self._values.measure(source, name, value, call)
-                        is_compared = source == n.ACTIVATION and self.differences_due and self._reference
+                        is_compared = source == n.ACTIVATION and self.differences_due and self.reference
                         if is_compared and self.wants_difference(name):
                             self._values.measure_pairs(name, value, call, self._of_reference)
             except Exception as error:
@@ -178,11 +178,12 @@ class ModuleCalls:
         return self._values.wants(n.ACTIVATION_DIFFERENCE, name)
 
     def _of_reference(self, path: str) -> Tensor | str:
-        if (other := self._reference.take(path)) is not None:
+        assert self.reference is not None
+        if (other := self.reference.take(path)) is not None:
             return other
-        if not self._reference.is_off and self._passes.root_trains is None:
+        if not self.reference.is_off and self._passes.root_trains is None:
             return "the reference module runs when the whole model is called, but here a part of it was called directly"
-        return self._reference.reason or "the reference module has no such output"
+        return self.reference.reason or "the reference module has no such output"
 
     def _gradient_came(self, source: str, name: str, path: str, call: int, within: bool, gradient: Tensor | None) -> None:
         if self._buffer is None or self._passes.paused or gradient is None or not (within or self._accumulates()):
@@ -499,11 +500,12 @@ class ModuleSource:
         self._handled = id(sys.exc_info()[1])  # the exception that the script handled when it called the root
         self._sign = ModuleSource._last_called = object()
         self._measurer, self._fence, self.passes = measurer, fence, PassTracker()
-        self.values, self.reference = ModuleValues(measurer), ReferencePass(measurer.complaints)
-        self.attention = AttentionRecorder(measurer.complaints, self.values, fence, self.passes.in_forward)
-        self._calls = ModuleCalls(measurer, fence, self.passes, self.reference, self.values)
-        self._check = CoordinateCheck(measurer, fence, self.passes, self.reference)
-        self._loop_run = LoopRun(self.passes, fence)
+        self.values = ModuleValues(measurer)
+        self._calls = ModuleCalls(measurer, fence, self.passes, self.values)
+        # what few programs ask for
+        self._attention: AttentionRecorder | None = None
+        self._check: CoordinateCheck | None = None
+        self._loop_run: LoopRun | None = None  # with a reference
         self.hooks = ForwardHooks(self, self._calls, measurer.built_in.eps)
         self._opening: Callable[[nn.Module], object] = lambda _: None
         self.was_trained = False  # the model has had a training forward or a backward pass in this step
@@ -527,6 +529,37 @@ class ModuleSource:
         self._opening, self._awaited = opening, set() if awaited is None else awaited
         self._calls.inverse_scale, self._calls.on_part = inverse_scale, part_called
 
+    # --- what few programs ask for ---------------------------------------------------------------------------------------------
+
+    def _prepare(self, metrics: Iterable[Metric]) -> None:
+        sources = {metric.source for metric in metrics}
+        if self._attention is None and not sources.isdisjoint(n.ATTENTION_SOURCES.values()):
+            self._add_attention()
+        if self._check is None and not sources.isdisjoint(n.RCC_SOURCES):
+            from .coordinate_check import CoordinateCheck
+
+            self._check = CoordinateCheck(self._measurer, self._fence, self.passes, self.needed_reference())
+
+    def _add_attention(self) -> AttentionRecorder:
+        from .attention import AttentionRecorder
+
+        complaints, graphs = self._measurer.complaints, self.hooks.graphs.traced
+        self._attention = added = AttentionRecorder(complaints, self.values, self._fence, self.passes.in_forward)
+        added.compiled = self.hooks.has_compiled_parts or len(graphs) > 0
+        return added
+
+    @property
+    def reference(self) -> ReferencePass | None:
+        return self._calls.reference
+
+    def needed_reference(self) -> ReferencePass:
+        from .reference import LoopRun, ReferencePass
+
+        if self._calls.reference is None:
+            self._calls.reference = ReferencePass(self._measurer.complaints)
+            self._loop_run = LoopRun(self.passes, self._fence)
+        return self._calls.reference
+
     # --- steps -----------------------------------------------------------------------------------------------------------------
 
     def begin(self, buffer: StepBuffer, metrics: tuple[Metric, ...], inventory: ModelIndex, by_hand: bool) -> None:
@@ -545,14 +578,25 @@ class ModuleSource:
         self._buffer, self._lost = buffer, ()
         self._has_forward = self._has_backward = False
         self._calls.begin(buffer, metrics, inventory)
-        self.attention.begin(buffer, metrics, inventory)
-        self._check.begin(buffer, metrics, inventory)
-        if by_hand and self._needs_reference and (module := self.reference.module) is not None:
-            parts = self.reference.parts().items()
-            wanted = {name: part for name, part in parts if self._check.wants(name) or self._calls.wants_difference(name)}
-            self._loop_run.begin(module, wanted)
+        self._prepare(metrics)
+        for part in (self._attention, self._check):
+            if part is not None:
+                part.begin(buffer, metrics, inventory)
+        if by_hand and self._needs_reference:
+            self._follow_reference()
         self._due = any(metric.source in n.MODULE_SOURCES for metric in metrics)
         self.set_recording(self._due)
+
+    def _follow_reference(self) -> None:
+        reference, check = self.reference, self._check
+        assert self._loop_run is not None
+        assert reference is not None
+        assert reference.module is not None
+        is_checked = check.wants if check is not None else lambda _: False
+        wanted = {
+            name: part for name, part in reference.parts().items() if is_checked(name) or self._calls.wants_difference(name)
+        }
+        self._loop_run.begin(reference.module, wanted)
 
     def root_inputs_missed(self) -> None:
         """The step began in a call of the root, for which the hook on its inputs was installed too late."""
@@ -562,7 +606,6 @@ class ModuleSource:
             self._buffer.absent.update(((source, n.ROOT), reason) for source in (n.INPUT, n.INPUT_GRADIENT))
 
     def end(self) -> None:
-        """End the step; its values can still be evaluated."""
         if self._step is None:
             return
         self._step = None
@@ -574,10 +617,13 @@ class ModuleSource:
         has_graphs = len(self.hooks.graphs.traced) > 0
         self._collect(buffer, was_trained)
         self._calls.end()
-        self._loop_run.end()
-        self.attention.end(has_graphs)
-        self._check.end(self.hooks.has_compiled_parts or has_graphs)
-        self.reference.forget()
+        if self._attention is not None:
+            self._attention.end(has_graphs)
+        if self._check is not None:
+            self._check.end(self.hooks.has_compiled_parts or has_graphs)
+        if self.reference is not None and self._loop_run is not None:
+            self._loop_run.end()
+            self.reference.forget()
         for source in self._lost:
             self._explain_lost(buffer, source)
         self.hooks.explain(buffer.absent)
@@ -613,7 +659,7 @@ class ModuleSource:
     @property
     def awaits_check(self) -> bool:
         """Whether the coordinate check is due but has seen no forward, although it could."""
-        return self._check.awaits_forward and not self.hooks.has_compiled_parts
+        return self._check is not None and self._check.awaits_forward and not self.hooks.has_compiled_parts
 
     def drop_scaled(self, reason: str) -> None:
         """Drop the gradients of this step, because their scale is unknown."""
@@ -624,9 +670,12 @@ class ModuleSource:
                 self._buffer.absent[source, ""] = reason
 
     def report_attention(self, name: str, named: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> None:
+        attention = self._attention or self._add_attention()
         if self._step is not None and self._buffer is None:
             self._begin_measuring()
-        self.attention.report(name, named, arguments)
+        elif self._step is not None and not attention.has_begun:
+            attention.begin(*self._step[:3])
+        attention.report(name, named, arguments)
 
     def capture(self, name: str, output: Any) -> None:
         self._has_forward |= self.passes.root_trains is None
@@ -641,7 +690,6 @@ class ModuleSource:
         self.hooks.graphs.open(is_open and not self.passes.paused)
 
     def pause(self, is_paused: bool) -> None:
-        """Measure nothing, or go on."""
         if self._awaited:
             if is_paused:
                 self._drop_interrupted(calls=0)
@@ -696,7 +744,9 @@ class ModuleSource:
                 self.hooks.graphs.discard()
                 self.values.discard()
                 self._calls.forward_began()
-                self._calls.seen = self._check.seen = self._has_forward = False
+                self._calls.seen = self._has_forward = False
+                if self._check is not None:
+                    self._check.seen = False
             else:
                 self.values.flush()
             for source in sources:
@@ -714,8 +764,10 @@ class ModuleSource:
 
     def install(self, root: nn.Module, inventory: ModelIndex, metrics: Sequence[Metric], version: int, root_too: bool) -> None:
         """``root_too``: on the root in any case, because modules log values themselves."""
-        if self.hooks.install(root, inventory, metrics, version, root_too or _stays(self.reference, metrics)):
-            self.attention.compiled = self.hooks.has_compiled_parts
+        self._prepare(metrics)
+        is_new = self.hooks.install(root, inventory, metrics, version, root_too or _stays(self.reference, metrics))
+        if is_new and self._attention is not None:
+            self._attention.compiled = self.hooks.has_compiled_parts
 
     @property
     def has_removable_hooks(self) -> bool:
@@ -742,8 +794,8 @@ class ModuleSource:
         # step has removed it, no hook would see the end of this forward
         if kwargs is None or not self.hooks.on_root or torch._C._current_graph_task_id() != -1:
             return
-        if not self.passes.forward_seen and self.hooks.install_in_compiled():
-            self.attention.compiled = True
+        if not self.passes.forward_seen and self.hooks.install_in_compiled() and self._attention is not None:
+            self._attention.compiled = True
         self.hooks.leave_fusible()
         trains = self.passes.root_began(module)
         self.was_trained |= trains
@@ -755,20 +807,25 @@ class ModuleSource:
         start = time.perf_counter()
         if self._needs_reference:
             self._run_reference(module, args, kwargs)
-        self.attention.enter()
+        if self._attention is not None:
+            self._attention.enter()
         self._fence.add_time(time.perf_counter() - start)
 
     @property
     def _needs_reference(self) -> bool:
-        return bool(self.reference) and (self._calls.differences_due or self._check.due)
+        return bool(self.reference) and (self._calls.differences_due or (self._check is not None and self._check.due))
 
     def _run_reference(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        reference, check = self.reference, self._check
+        assert reference is not None
+        assert self._loop_run is not None
         if (ran := self._loop_run.take()) is not None:
-            self.reference.adopt(ran.all_outputs)
-            self._check.behind(root, ran)
+            reference.adopt(ran.all_outputs)
+            if check is not None:
+                check.behind(root, ran)
             return
-        with self._check.beside(root) as note, self.passes.pause():  # the two may share modules
-            self.reference.run(root, self._calls.wants_difference, args, kwargs, note)
+        with nullcontext() if check is None else check.beside(root) as note, self.passes.pause():  # the two may share modules
+            reference.run(root, self._calls.wants_difference, args, kwargs, note)
 
     def root_ended(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         trains = self.passes.root_trains is True and not self.passes.paused
@@ -784,12 +841,15 @@ class ModuleSource:
         self.hooks.return_to_fusible()
         self.passes.builds_graph = True
         self._leave_forward()
-        self.reference.forget()
+        if self.reference is not None:
+            self.reference.forget()
 
     def _leave_forward(self) -> None:
         self.passes.root_trains = None
-        self.attention.leave()
-        self._check.leave()
+        if self._attention is not None:
+            self._attention.leave()
+        if self._check is not None:
+            self._check.leave()
 
     def ending(self) -> str:
         """The exception that ends the training now, as text; empty without one."""
@@ -801,6 +861,6 @@ class ModuleSource:
         self.passes.training_began(end_is_seen=self.hooks.on_root)
 
 
-def _stays(reference: ReferencePass, metrics: Iterable[Metric]) -> bool:
+def _stays(reference: ReferencePass | None, metrics: Iterable[Metric]) -> bool:
     """Whether the root needs hooks before a step is known to be monitored."""
     return bool(reference) or any(metric.source in n.ATTENTION_SOURCES.values() for metric in metrics)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -18,14 +19,13 @@ from ..core import keys as n
 from ..core.errors import WarningLog
 from ..core.keys import ACTIVATION, UNDEFINED, Key
 from ..core.moments import ALL_COLUMNS, Column
-from ..core.records import Block, Metric, StatsTable
+from ..core.records import Block, ForModule, Metric, StatsTable
 from ..core.torch_modes import current_stream, keep_for_current_stream, on_stream, spare_memory, stream_number
 from ..statistics.dispatch import Statistics
 from ..statistics.eager import SMALL
-from ..statistics.histogram import PARTICIPATION_RATIO, first_left_vector, participation_ratio
 from ..statistics.request import NARROW, accumulator_dtype, is_plain, refusal, threshold
 from ..step.buffer import StepBuffer
-from ..step.plan import BuiltIn, ViewGroup, blocks_of, view_group
+from ..step.plan import PARTICIPATION_RATIO, BuiltIn, ViewGroup, blocks_of, view_group
 from .measurer import Measurer, unscaled, untouched_rng
 
 # --- The tensors inside inputs and outputs of modules, each with its path ---
@@ -103,12 +103,6 @@ _CHANNELS_FIRST = (
 )
 
 
-class _ForModule(NamedTuple):
-    """A metric's function, or why there is none, from the module; see :class:`.ForModule`."""
-
-    bind: Callable[[Any], Callable[[Tensor], Tensor | None] | str]
-
-
 def _saturation(module: Any) -> Callable[[Tensor], Tensor] | str:
     bounds = next(((low, high) for kind, low, high in _BOUNDS if isinstance(module, kind)), None)
     if bounds is None:
@@ -155,6 +149,8 @@ def _dormant(module: Any) -> Callable[[Tensor], Tensor | None]:
 
 
 def _participation(module: Any) -> Callable[[Tensor], Tensor | None]:
+    from ..statistics.histogram import participation_ratio  # loaded with the metric, see BuiltIn
+
     unit_dimension = _unit_dimension(module)
     return lambda x: participation_ratio(x.movedim(unit_dimension(x), -1)) if x.dim() else None
 
@@ -162,6 +158,8 @@ def _participation(module: Any) -> Callable[[Tensor], Tensor | None]:
 def _singular_side(module: Any) -> Callable[[Tensor], Tensor | None] | str:
     if not isinstance(module, nn.Linear):
         return "its module is no Linear, whose output shows on which side of a singular vector an input lies"
+    from ..statistics.histogram import first_left_vector
+
     reference = weakref.ref(module)
 
     def sides(output: Tensor) -> Tensor | None:
@@ -230,13 +228,14 @@ class DeadUnits:
 
 
 #: Marks the metric, whose :class:`DeadUnits` outlive a call.
-DEAD = _ForModule(lambda _: "it is measured for outputs of modules only")
+DEAD = ForModule(lambda _: "it is measured for outputs of modules only")
 #: Built-in metrics of inputs, and of outputs too.
 INPUT_BUILT_INS = {
     PARTICIPATION_RATIO: BuiltIn(
         "1",
         "participation ratio: how many directions the rows of units fill; mean of the micro-batches",
-        _ForModule(_participation),
+        ForModule(_participation),
+        module="histogram",
     )
 }
 #: Built-in metrics of outputs, in addition to the views of statistics.
@@ -245,17 +244,18 @@ ACTIVATION_BUILT_INS = {
         "share", f"units with |output| <= zero_threshold for every sample of the last {WINDOW} monitored steps", DEAD
     ),
     "saturation": BuiltIn(
-        "share", f"share of the outputs of a sigmoid or tanh that are within {MARGIN} of either bound", _ForModule(_saturation)
+        "share", f"share of the outputs of a sigmoid or tanh that are within {MARGIN} of either bound", ForModule(_saturation)
     ),
     "dormant": BuiltIn(
         "share",
         f"share of units whose mean |output| is {DORMANT_SHARE} of the mean over units or less; mean of the micro-batches",
-        _ForModule(_dormant),
+        ForModule(_dormant),
     ),
     "spectral_alignment": BuiltIn(
         "share",
         "share of the inputs of a Linear on one side of the first singular vector of its weight: 0 or 1 if all lie on one side",
-        _ForModule(_singular_side),
+        ForModule(_singular_side),
+        module="histogram",
     ),
     **INPUT_BUILT_INS,
 }
@@ -284,6 +284,39 @@ _Place = tuple[str, str]
 _Calls = tuple[dict[_Place, tuple[RequestedMetrics, ...]], dict[_Place, tuple[str, bool]], dict[_Place, frozenset[Column]]]
 
 
+# --- Metrics of the refined coordinate check ---
+
+
+def l2norm(x: Tensor) -> Tensor:
+    """Euclidean norm over the last dimension, computed in float64: ``[..., n]`` to ``[...]``."""
+    wide = torch.promote_types(x.dtype, accumulator_dtype(x.device))
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=wide)
+    return norm
+
+
+def rms(x: Tensor) -> Tensor:
+    """:func:`l2norm` over the square root of the size, which does not grow with the width."""
+    return l2norm(x) / math.sqrt(x.shape[-1] if x.dim() else 1)
+
+
+def _of_terms(subject: str) -> dict[str, BuiltIn]:
+    return {
+        "l2norm": BuiltIn("1", f"Euclidean norm over the last dimension of {subject}, mean over the rest", l2norm),
+        "rms": BuiltIn("1", f"root mean square over the last dimension of {subject}, mean over the rest", rms),
+    }
+
+
+#: Built-in metrics by source.
+RCC_BUILT_INS = {
+    n.RCC_UPDATE: _of_terms("what the change of the weights does to the output, f(x_t; W_t) - f(x_t; W_0)"),
+    n.RCC_PROPAGATED: _of_terms(
+        "what the change of the input does to the output at the first weights, f(x_t; W_0) - f(x_0; W_0)"
+    ),
+    n.RCC_INPUT: _of_terms("the input"),
+    n.RCC_INPUT_DIFFERENCE: _of_terms("the difference to the reference's input"),
+}
+
+
 def _called(source: str, table: StatsTable, traced: Container[tuple[str, str]]) -> StatsTable:
     if not traced:
         return table
@@ -303,7 +336,7 @@ def _asked(metrics: Iterable[Metric], module: nn.Module | None, split: bool, col
             views.append(metric)
         elif function is DEAD:
             dead = True
-        elif hasattr(function, "bind"):
+        elif isinstance(function, ForModule):
             bound = function.bind(module)
             if isinstance(bound, str):
                 reasons[metric.name] = bound
@@ -533,7 +566,6 @@ class ModuleValues:
                     self._columns[metric.source] = self._columns.get(metric.source, frozenset()) | metric.columns
 
     def end(self) -> None:
-        """End the step; its values can still be evaluated."""
         if self._buffer is not None:
             self.flush()
             for path, units in self._units.items():
@@ -662,7 +694,6 @@ class ModuleValues:
         self.measure_items(n.ACTIVATION, items)
 
     def _items(self, source: str, name: str, value: Any, call: int, path: str | None = None) -> Iterator[_Item]:
-        """The measurable tensors inside, once per key."""
         assert self._buffer is not None
         asked = self._requested(source, name)
         for plain, tensor in tensors_of(value, path or name) if asked else ():
@@ -711,7 +742,6 @@ class ModuleValues:
                 self._measure_others(source, item, inverse_scale)
 
     def flush(self) -> None:
-        """Store in the buffer what was measured so far."""
         self._rows.flush()
         if self._device_rows is not None:
             self._device_rows.flush()

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from ..core.keys import OPTIMIZER, PARAMETER, PARAMETER_DIFFERENCE, UPDATE, UPDATE_BASE
 from ..core.moments import SQUARES
-from ..statistics.on_device import copies
 from ..step.buffer import StepBuffer
 from ..step.model_index import PLAIN_GRADIENTS, GradientSource, ModelIndex, there
 from ..step.plan import SourcePlan
@@ -23,7 +22,6 @@ _TOGETHER = 2**22
 
 
 def _together(positions: Sequence[int], tensors: Mapping[int, Tensor]) -> Iterator[list[int]]:
-    """The positions in groups of few elements, or of one tensor."""
     group: list[int] = []
     count = 0
     for position in positions:
@@ -37,7 +35,6 @@ def _together(positions: Sequence[int], tensors: Mapping[int, Tensor]) -> Iterat
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
-    """By identity of each parameter, the settings of its group."""
     found: dict[int, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         settings = {name: value for name, value in group.items() if name != "params"}
@@ -86,7 +83,6 @@ class ParameterCapture:
         return {position: self._source.value(parameter).detach() for position, parameter in parameters.items()}
 
     def _parts(self, positions: Iterable[int]) -> Mapping[int, Tensor]:
-        """The part of each parameter that this rank counts."""
         spread = self._plans[UPDATE].spread
         return self._measurer.ranks.own_parts(self._live(positions), spread)
 
@@ -144,7 +140,6 @@ class ParameterCapture:
             self._measured.discard(position)
 
     def after_step(self, positions: Iterable[int], optimizer: torch.optim.Optimizer) -> None:
-        """Measure what the step changed, and the optimizer's state."""
         if self._buffer is None:
             return
         positions = list(positions)
@@ -226,3 +221,53 @@ class ParameterCapture:
             .to(parameter.device, torch.int64)
         )
         return parameter.index_select(0, index)
+
+
+# --- Copies of what a step will change ---
+
+
+#: Bytes of the blocks of memory that copies share, and in which each begins at a multiple of the second number.
+_BLOCK, _ALIGNMENT = 1 << 28, 64
+
+
+def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """A copy of each tensor. On an accelerator those of one dtype share their memory, since they are copied by few launches."""
+    found = list(tensors)
+    blocks: dict[tuple[torch.device, torch.dtype], list[list[int]]] = {}
+    filled: dict[tuple[torch.device, torch.dtype], int] = {}
+    for place, tensor in enumerate(found):
+        is_composed = hasattr(type(tensor), "__tensor_flatten__")  # of other tensors, such as a quantised one
+        is_plain = not tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous() and not is_composed
+        if not is_plain or tensor.nbytes > _BLOCK:
+            found[place] = tensor.clone()
+            continue
+        kind = tensor.device, tensor.dtype
+        if kind not in blocks or filled[kind] + tensor.nbytes > _BLOCK:
+            blocks.setdefault(kind, []).append([])
+            filled[kind] = 0
+        blocks[kind][-1].append(place)
+        filled[kind] += tensor.nbytes
+    for places in (places for of_kind in blocks.values() for places in of_kind):
+        for place, piece in zip(places, _packed([found[place] for place in places]), strict=True):
+            found[place] = piece
+    return found
+
+
+def _packed(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of tensors of one dtype in one block of memory, each aligned as kernels with vector loads need it."""
+    step = _ALIGNMENT // tensors[0].element_size()
+    gap = tensors[0].new_empty(step)
+    parts, lengths = [], []
+    for tensor in tensors:
+        parts.append(tensor.view(-1))
+        lengths.append(tensor.numel())
+        if missing := -tensor.numel() % step:
+            parts.append(gap[:missing])
+            lengths.append(missing)
+    pieces = iter(torch.split(torch.cat(parts), lengths))
+    found = []
+    for tensor in tensors:
+        found.append(next(pieces).view(tensor.shape))
+        if tensor.numel() % step:
+            next(pieces)
+    return found

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.torch_modes import capture_check
-from .attention import TRACER, is_called_by
-from .hooks import Hook
+from .hooks import TRACER, Hook, is_called_by
 from .module_values import tensors_of
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
-from .records import Severity
+from .records import NON_FINITE_INPUT, Severity
 
 
 class Mistake(NamedTuple):
@@ -99,10 +99,6 @@ dead-hooks: warning, weight 95, from 2, silent
     -> Load checkpoints without assign=True and convert before the training; otherwise create hooks and monitors again afterwards
 """)
 
-#: What the user has declared does not hold.
-EXPECTATION = "expectation-broken"
-#: NaN or Inf that comes with the batch. The spike warns, and its text is about this step.
-NON_FINITE_INPUT = "non-finite-input"
 #: Mistakes of a batch from which NaN follows.
 OF_THE_BATCH = (NON_FINITE_INPUT, "labels-ignored")
 

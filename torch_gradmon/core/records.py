@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import compress, takewhile
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -136,11 +136,10 @@ REDUCERS = ("mean", "sum", "min", "max")
 ASKED_LATE = "it was asked for after the step had begun"
 
 
-class ForModule(Protocol):
-    """A metric's function that depends on the module whose output it gets."""
+class ForModule(NamedTuple):
+    """A metric's function that depends on the module: ``bind`` gives it, or why there is none; it gets None if only a name is known."""
 
-    def bind(self, module: Any) -> Callable[..., Any] | str:
-        """The function for ``module`` (None if only its name is known), or the reason why there is none."""
+    bind: Callable[[Any], Callable[..., Any] | str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,7 +244,6 @@ def loss_in(values: Mapping[Key, float]) -> float | None:
 
 
 def _partial(key: Key) -> tuple[bool, int, str]:
-    """Sort key: partial losses last, then by length."""
     return not _WHOLE.issuperset(re.split(r"[/_.\s-]", key.name.lower())), len(key.name), key.name
 
 
@@ -376,6 +374,8 @@ def trained_parts(
 _SAME, _ROUNDINGS = 1e-3, 8
 #: Severity of a finding, most severe first.
 Severity = Literal["error", "warning", "info"]
+#: Two rules of findings: what the user has declared does not hold; NaN or Inf comes with the batch, of which the spike warns.
+EXPECTATION, NON_FINITE_INPUT = "expectation-broken", "non-finite-input"
 #: Figures of a run, and what draws them.
 Chart = Literal["heatmap", "norm", "update", "depth", "layers"]
 Engine = Literal["plotly", "matplotlib"]

@@ -13,17 +13,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..capture.coordinate_check import RCC_BUILT_INS
 from ..capture.measurer import OPTIMIZER_BUILT_INS, UPDATE_BUILT_INS, Measurer
-from ..capture.module_values import ACTIVATION_BUILT_INS, INPUT_BUILT_INS
+from ..capture.module_values import ACTIVATION_BUILT_INS, INPUT_BUILT_INS, RCC_BUILT_INS
 from ..core import keys as n
 from ..core import validation as check
 from ..core.errors import WarningLog, display
 from ..core.fence import Fence, is_disabled
 from ..core.records import KeyFormatter, Metric, SpikeEvent, StepRecord
-from ..plugins.clipping import AdaptiveClips
 from ..plugins.data_check.plugin import DataCheck
-from ..plugins.flight_recorder import FlightRecorder
 from ..plugins.live_detail import LiveDetail, PostSpikeDetail
 from ..plugins.loop_audit.plugin import LoopAudit
 from ..plugins.setup_check import SetupCheck, compiled
@@ -211,11 +208,9 @@ def _plugins(
     history: RecordHistory,
 ) -> BuiltInPlugins:
     summary, complaints = factory.summary, fence.complaints
-    recorder = FlightRecorder(options.spike_capture.before, planner.registry, summary)
-    detectors.fetch_recorded = recorder.fetch_recorded
     post_spike = PostSpikeDetail(planner, options.spike_capture.after)
     detail = LiveDetail(planner, summary, post_spike, exchange, directory.path, directory.reopen)
-    budget = acting = data = None
+    budget = recorder = acting = data = None
     if options.max_overhead is not None:
         from ..plugins.overhead_budget import OverheadBudget
 
@@ -228,12 +223,18 @@ def _plugins(
         acting = SpikePolicy(policy, detectors, decisions, complaints, exchange.parts_of_tensors)
         # the decision needs these two, whether they are shown or have a detector or not
         summary.choice.require("grad_norm", "grad_nonfinite_count")
+    if (
+        options.spike_capture.before or acting is not None or options.plugins
+    ):  # of these plugins any may ask for gradients in each step
+        from ..plugins.flight_recorder import FlightRecorder
+
+        recorder = FlightRecorder(options.spike_capture.before, planner.registry, summary)
+        detectors.fetch_recorded = recorder.fetch_recorded
     audit = LoopAudit(planner)
     setup = SetupCheck(planner, options.checked)
     if options.checked.data:
         data = DataCheck(options.interval or 1, options.checked.batch_varies)
-    clips = AdaptiveClips(may_skip=acting is not None)
-    return BuiltInPlugins(budget, recorder, acting, detail, post_spike, clips, audit, setup, data, replicas=None)
+    return BuiltInPlugins(budget, recorder, acting, detail, post_spike, audit, setup, data, replicas=None)
 
 
 def _check_replicas(
@@ -247,7 +248,8 @@ def _check_replicas(
         return
     from ..plugins.replica_check.plugin import ReplicaCheck  # not needed by a single process
 
-    distinct, records, look = compiled("distinct", of.distinct), history.sample.records, alive.built_in.recorder.look
+    distinct, records, recorder = compiled("distinct", of.distinct), history.sample.records, alive.built_in.recorder
+    look = list if recorder is None else recorder.look
     plugin = ReplicaCheck(every, of.sync_every, distinct, ranks, planner, records, look)
     alive.lifecycle.plugins.use(alive.built_in._replace(replicas=plugin))
     plugin.attach(MonitorContext(alive.lifecycle, plugin))

@@ -77,7 +77,6 @@ class IdleStretch:
         self.left, self._thread, self._due = steps, get_ident(), perf_counter() + LONGEST
 
     def stop(self) -> None:
-        """Follow the loop again; an open step remains open."""
         if self.left:
             self.left = 0
             self._leave()
@@ -99,7 +98,6 @@ class IdleStretch:
             self.catch_up()
 
     def catch_up(self) -> None:
-        """The loop is followed again: report what plugins have missed."""
         if self._missed or self._forwards:
             missed, forwards, self._missed, self._forwards = self._missed, self._forwards, 0, 0
             if missed:
@@ -196,13 +194,11 @@ class WrapperCalls:
                 self._wrapped.append(_WrappedStep(outer, "step", functools.partial(self._step, weakref.ref(inner))))
 
     def inside(self, optimizer: Any) -> Any:
-        """The optimizer inside of this one, or itself."""
         outer, inner = self.pairs.get(id(optimizer), (None, None))
         found = inner() if inner is not None and outer is not None and outer() is optimizer else None
         return optimizer if found is None else found
 
     def around(self, optimizer: Optimizer) -> list[int]:
-        """The ids of the wrappers around this one."""
         return [key for key, (_, inner) in self.pairs.items() if inner() is optimizer]
 
     def goes_on(self, optimizer: Optimizer) -> bool:
@@ -260,7 +256,6 @@ class PutBack(NamedTuple):
     version: int
 
     def is_there(self) -> bool:
-        """Whether the parameter still has this gradient, unchanged."""
         parameter, gradient = self.parameter(), self.gradient()
         return parameter is not None and gradient is not None and parameter.grad is gradient and gradient._version == self.version
 
@@ -354,7 +349,6 @@ class GradientHolds:
         self._versions: dict[int, list[int]] = {}
 
     def hold(self, optimizer: Optimizer) -> None:
-        """Remove the gradients of ``optimizer`` until its step ends."""
         if (held := self.held.get(id(optimizer))) is None:
             self.held[id(optimizer)] = SetAside(optimizer)
         else:
@@ -615,7 +609,6 @@ class ScalerHooks(_Reporting):
 
     @property
     def scaler(self) -> GradScaler | None:
-        """The GradScaler, if one is known by now."""
         return self._scales.scaler
 
     def remove(self) -> None:

@@ -71,7 +71,6 @@ class StepClock:
         self.step, self.next_step = step, step + 1
 
     def attempt_ended(self) -> None:
-        """All optimizers of the step have been called, and it ends."""
         self.attempts += 1
         self.ended = self.step
 
@@ -135,7 +134,6 @@ class StepProgress:
 
     @property
     def has_stepped(self) -> bool:
-        """Whether any optimizer has stepped, or tried to."""
         return bool(self.is_attempted or self.begun or self.done or self.overflowed)
 
     @property
@@ -192,7 +190,6 @@ class StepState:
         self.is_open, self._was_idle = True, False
 
     def close_idle(self, optimizer: Hashable) -> None:
-        """The step, in which the only optimizer has stepped, ends."""
         self.progress.begun.discard(optimizer)
         self._was_idle = not self.progress.backwards
         self.clock.attempt_ended()
@@ -254,7 +251,6 @@ class StepState:
 
     @property
     def next_attempt(self) -> int:
-        """The number of the next step that an optimizer takes."""
         if self.is_unfinished and self.clock.step is not None:
             return self.clock.step
         return self.clock.next_step + max(len(self.progress.parts) - 1, 0)
@@ -264,12 +260,7 @@ class StepState:
 
 
 class StepCycle:
-    """Opens, closes and drops steps.
-
-    Args:
-        boundaries: carries it out: a :class:`~torch_gradmon.monitor.steps.StepLifecycle`, or what a test has in its place.
-        state: what is known of the loop; changed here and in :class:`StepMachine`.
-    """
+    """Opens, closes and drops steps. ``boundaries`` carries it out: a :class:`~torch_gradmon.monitor.steps.StepLifecycle`, or a test's."""
 
     def __init__(self, boundaries: Any, state: StepState) -> None:
         self.boundaries, self.state = boundaries, state
@@ -291,7 +282,6 @@ class StepCycle:
         self.boundaries.open(step, is_tentative=is_tentative, hides_forward=bool(hides_forward))
 
     def close(self) -> None:
-        """End the open step, if any."""
         state = self.state
         if not state.is_open:
             return
@@ -307,7 +297,6 @@ class StepCycle:
         self.close()
 
     def end_or_drop(self) -> None:
-        """End the open step, or drop it if it is unfinished."""
         if self.state.progress.parts:
             self._settle()
         if self.state.is_unfinished:
@@ -376,7 +365,6 @@ class StepCycle:
         self.open(step)
 
     def finish(self) -> None:
-        """The run ends, or the monitor leaves it."""
         self.release()
         self.end_or_drop()
 
@@ -397,10 +385,8 @@ class StepMachine(StepCycle):
     A step opens with the first training forward, backward pass or optimizer step after the last one ended. It ends when the last
     optimizer has stepped, under a GradScaler with its update. Where the loop opens steps itself, hooks only measure.
 
-    Args:
-        boundaries, state: see :class:`StepCycle`.
-        measures: measures in steps: a :class:`~torch_gradmon.monitor.steps.StepMeasurement`.
-        order: the optimizers in the order in which they step; the list changes with what is learned.
+    ``measures`` is a :class:`~torch_gradmon.monitor.steps.StepMeasurement`; ``order`` has the optimizers in the order in which they step,
+    and changes with what is learned.
     """
 
     def __init__(self, boundaries: Any, state: StepState, measures: Any, order: list[Hashable]) -> None:
@@ -434,7 +420,6 @@ class StepMachine(StepCycle):
         return not patterns.is_undecided
 
     def forward_began(self, in_eval: bool, in_closure: bool) -> None:
-        """The model is called in training."""
         state, progress = self.state, self.state.progress
         if state.is_open and state.leads and not in_closure:
             if progress.is_attempted or progress.begun:
@@ -454,7 +439,6 @@ class StepMachine(StepCycle):
             state.patterns.called_in_training = True
 
     def passes_began(self, in_eval: bool = False) -> None:
-        """A pass of a step is about to come, or all of them."""
         if not self.state.is_open and self.state.leads:
             self.release()
             self.open(self.state.clock.next_step, is_tentative=in_eval)
@@ -464,7 +448,6 @@ class StepMachine(StepCycle):
         return not self.state.is_open or not (self.state.leads or self.state.progress.backwards)
 
     def gradient_arrived(self) -> bool:
-        """A backward pass has brought a gradient; whether it counts."""
         if not self.state.is_paused:
             self.ensure_open()
         return not self.state.is_paused
@@ -526,7 +509,6 @@ class StepMachine(StepCycle):
             self.close()
 
     def scaler_updated(self) -> None:
-        """The scaler ends the attempt."""
         if self.state.is_open and self.state.progress.is_attempted and self.state.leads:
             self.close()
 
@@ -591,7 +573,6 @@ class StepMachine(StepCycle):
         self.split()
 
     def _wait_for(self, optimizer: Hashable) -> None:
-        """It ends steps from now on."""
         self.order.sort(key=lambda each: each == optimizer)
         self._resting, self._by_phases, self._in_a_row = None, False, 0
 

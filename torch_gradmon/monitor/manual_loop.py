@@ -36,7 +36,6 @@ class ManualLoop:
 
     @fenced
     def capture_activation(self, name: str, activations: Any) -> None:
-        """Measure a value that is no module's output."""
         self.runtime.captures.modules.capture(name, activations)
 
     @fenced
@@ -94,7 +93,6 @@ class ManualLoop:
 
     @fenced
     def was_clipped(self, parameters: Iterable[Tensor]) -> None:
-        """These parameters' gradients have just been clipped."""
         if (inventory := self.runtime.planner.inventory) is not None and self._lifecycle.has_values:
             self._gradients.clipped(inventory.positions(parameters))
 
@@ -224,7 +222,7 @@ def _clip(
             f"{how} cannot be captured into a graph; use a number for max_norm and exact=False, or clip outside of it"
         )
     if isinstance(max_norm, str):
-        max_norm = measures.runtime.built_in.clips.named(max_norm)
+        max_norm = measures.runtime.lifecycle.plugins.needed_clips().named(max_norm)
     if isinstance(max_norm, AdaptiveClip):
         if norm_type != 2.0 or exact is False:
             given = "exact=False" if exact is False else f"norm_type={norm_type}"
@@ -274,7 +272,7 @@ def _clip_adaptively(
 ) -> Tensor:
     rows, total = _measured(measures, parameters, 2.0, error_if_nonfinite)
     if len(rows):
-        measures.runtime.built_in.clips.learns(adaptive)
+        measures.runtime.lifecycle.plugins.needed_clips().learns(adaptive, measures.runtime.lifecycle.active)
         factors, values = adaptive.factors(rows, measures.names_of(parameters))
         _scale(parameters, factors)
         measures.put(values)

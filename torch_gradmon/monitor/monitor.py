@@ -14,16 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from ..capture.compiled import unwrapped
-from ..capture.reference import frozen_copy
 from ..core import keys as n
 from ..core import validation as check
 from ..core.errors import display, nearest
 from ..core.fence import is_disabled
 from ..core.keys import Key, Pattern
-from ..core.loop_mistakes import LoopFinding
 from ..core.records import Chart, Engine, ModelOrder, StepView
 from ..core.torch_modes import is_compiling, outside_dispatch_modes
-from ..plugins.clipping import AdaptiveClip
 from ..plugins.setup_check import Checks
 from ..plugins.spike_policy.policy import StepCounts
 from ..runs.detail_request import DetailRequest, detail_request
@@ -35,7 +32,6 @@ from ..step.planner import PresetName
 from ..step.plugin import Plugin
 from ..step.ranks import Ranks
 from ..step.summary import KEY_DOCUMENTATION, MicroBatchStats
-from . import inspection
 from .builder import build, run_dir_of
 from .options import Distributed, Layers, LogTarget, MonitorOptions, OnSpike, SpikeCapture
 from .records import RunDirectory
@@ -44,6 +40,8 @@ from .steps import unlink
 
 if TYPE_CHECKING:
     from ..analysis.diagnosis import Diagnosis
+    from ..core.loop_mistakes import LoopFinding
+    from ..plugins.clipping import AdaptiveClip
     from ..sinks.filtered_sink import FilteredSink
     from .manual_loop import ManualLoop
 
@@ -255,7 +253,8 @@ class ModuleMonitor:
     @property
     def reference_module(self) -> nn.Module | None:
         """The reference module, without wrappers of DDP and torch.compile."""
-        return self._runtime.captures.modules.reference.module
+        reference = self._runtime.captures.modules.reference
+        return None if reference is None else reference.module
 
     def set_reference_module(self, module: nn.Module | Literal["init"]) -> None:
         """Compare parameters and outputs with those of ``module``, by name, for the difference metrics. It is read live.
@@ -280,6 +279,8 @@ class ModuleMonitor:
             check.one_of("module", module, ("init",))
             if watched is None:
                 raise ValueError("there is no module to copy; pass it to ModuleMonitor(model) or call set_module(model) first")
+            from ..capture.reference import frozen_copy
+
             with outside_dispatch_modes():
                 self._runtime.set_reference(frozen_copy(watched), follows=True)
             return
@@ -535,7 +536,9 @@ class ModuleMonitor:
 
     def describe(self) -> dict[str, str]:
         """The meaning and unit of each value that is shown, by key; keys of metrics have the pattern in the place of a name."""
-        return inspection.describe(self._runtime)
+        from .inspection import describe
+
+        return describe(self._runtime)
 
     def set_detail(
         self,
@@ -671,7 +674,9 @@ class ModuleMonitor:
         """
         if is_reference:
             return
-        self._by_hand.capture_activation(inspection.name_of(self._runtime, module), activations)
+        from .inspection import name_of
+
+        self._by_hand.capture_activation(name_of(self._runtime, module), activations)
 
     def after_micro_batch(self) -> None:
         """Does nothing, because the monitor detects micro-batches. It is here for loops written for torch-module-monitor."""
@@ -700,7 +705,9 @@ class ModuleMonitor:
 
         Nothing is read before it is asked for; the first values synchronise once.
         """
-        return inspection.last_record(self._runtime)
+        from .inspection import last_record
+
+        return last_record(self._runtime)
 
     @property
     def step_was_skipped(self) -> bool:
@@ -840,7 +847,9 @@ class ModuleMonitor:
         Raises:
             TypeError, ValueError: wrong types, or other shapes.
         """
-        self._runtime.log_sample_losses(inspection.checked_ids(ids, losses), losses)
+        from .inspection import checked_ids
+
+        self._runtime.log_sample_losses(checked_ids(ids, losses), losses)
 
     def log_context(self, **facts: Any) -> None:
         """Facts about the step in flight, such as ``batch_ids=[...]``, for the run directory and the report on a spike.
@@ -852,7 +861,9 @@ class ModuleMonitor:
 
     def missing(self) -> dict[str, str]:
         """The reason why each requested key has no value in the step that ended last, by key. Synchronises once."""
-        return inspection.missing(self._runtime)
+        from .inspection import missing
+
+        return missing(self._runtime)
 
     def warning_counts(self) -> dict[str, int]:
         """Number of times that each problem occurred, by cause; only the first of each gives a warning.
@@ -872,7 +883,9 @@ class ModuleMonitor:
         saturation and attention need; ``unseen`` lists the rules that lacked a value. Takes about a second for a thousand
         parameters. Synchronises once.
         """
-        return inspection.diagnose(self._runtime)
+        from .inspection import diagnose
+
+        return diagnose(self._runtime)
 
     def why(self, step: int | None = None) -> str:
         """The report on a step, by default on the worst step of the largest spike, on one screen, to print: its reasons, the
@@ -1044,7 +1057,9 @@ class ModuleMonitor:
         return ModuleMonitor, ()
 
     def __repr__(self) -> str:
-        return f"ModuleMonitor({', '.join(inspection.words(self._runtime))})"
+        from .inspection import words
+
+        return f"ModuleMonitor({', '.join(words(self._runtime))})"
 
     def __str__(self) -> str:
         return "\n  ".join([repr(self), *map(str, self._runtime.built_in.setup.parts())])

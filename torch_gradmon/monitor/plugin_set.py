@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..core.errors import GradmonWarning, TrainingStopped, WarningLog
-from ..plugins.clipping import AdaptiveClips
 from ..plugins.data_check.plugin import DataCheck
-from ..plugins.flight_recorder import FlightRecorder
 from ..plugins.live_detail import LiveDetail, PostSpikeDetail
 from ..plugins.loop_audit.plugin import LoopAudit
 from ..plugins.setup_check import SetupCheck
 from ..step.plugin import Plugin
 
 if TYPE_CHECKING:  # imported where an option asks for them
+    from ..plugins.clipping import AdaptiveClips
+    from ..plugins.flight_recorder import FlightRecorder
     from ..plugins.overhead_budget import OverheadBudget
     from ..plugins.replica_check.plugin import ReplicaCheck
     from ..plugins.spike_policy.plugin import SpikePolicy
@@ -34,11 +34,10 @@ class BuiltInPlugins(NamedTuple):
     """
 
     budget: OverheadBudget | None
-    recorder: FlightRecorder
+    recorder: FlightRecorder | None
     policy: SpikePolicy | None
     detail: LiveDetail
     post_spike: PostSpikeDetail
-    clips: AdaptiveClips
     audit: LoopAudit
     setup: SetupCheck
     data: DataCheck | None
@@ -53,10 +52,10 @@ class PluginSet:
     def __init__(self, built_in: BuiltInPlugins, own: Sequence[Plugin], complaints: WarningLog) -> None:
         self.own, self._complaints = own, complaints
         self._stopped: list[Plugin] = []
+        self.clips: AdaptiveClips | None = None
         self.use(built_in)
 
     def use(self, built_in: BuiltInPlugins) -> None:
-        """Call these from now on, beside those of the script."""
         self.built_in = built_in
         self._plugins = (*(plugin for plugin in built_in if plugin is not None), *self.own)
         self._calls = {hook: self._overridden(hook) for hook in _HOOKS}
@@ -70,6 +69,13 @@ class PluginSet:
         in_all_steps = {id(plugin) for hook in _IN_ALL_STEPS for plugin, _ in self._calls[hook]}
         self._requiring = [p for p in self._plugins if type(p).requires_gradients is not Plugin.requires_gradients]
         self._in_all_steps = [p for p in self._plugins if id(p) in in_all_steps or p in self._requiring]
+
+    def needed_clips(self) -> AdaptiveClips:
+        from ..plugins.clipping import AdaptiveClips
+
+        if self.clips is None:
+            self.clips = AdaptiveClips(may_skip=self.built_in.policy is not None)
+        return self.clips
 
     def _overridden(self, hook: str) -> list[tuple[Plugin, Callable[..., Any]]]:
         return [(p, getattr(p, hook)) for p in self._plugins if getattr(type(p), hook) is not getattr(Plugin, hook)]

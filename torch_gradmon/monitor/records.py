@@ -412,7 +412,6 @@ class Publisher:
             self.keep_alive.append(sink)
 
     def remove(self, sink: FilteredSink) -> None:
-        """Stop sending records to ``sink``, and close it."""
         self.sinks.remove(sink)
         if sink.is_of_package:
             self.keep_alive.remove(sink)
@@ -420,7 +419,6 @@ class Publisher:
             sink.close()
 
     def _receivers(self) -> list[FilteredSink]:
-        """The sinks of this rank that receive records."""
         return [sink for sink in self.sinks if sink.is_on_all_ranks] if self._is_muted() else self.sinks
 
     def is_awaited(self, step: int) -> bool:
@@ -428,7 +426,6 @@ class Publisher:
         return any(not sink.deferred and not sink.dropped and step % sink.every == 0 for sink in self._receivers())
 
     def shown(self, record: StepRecord) -> dict[str, float]:
-        """The values of ``record`` that sinks receive, by key."""
         hidden = record.hidden
         shown = self.format_keys(StepValues.of(record.values).without(hidden) if hidden else record.values)
         for key in self.of_trainer:
@@ -495,16 +492,13 @@ class RecordHistory:
         self.sample = RecordSample()
 
     def __contains__(self, step: int) -> bool:
-        """Whether there is a record of ``step`` as a monitored one."""
         return step in self._records
 
     def keep(self, record: StepRecord) -> None:
-        """Take ``record``, in place of one of its step."""
         self._keep(self._records, replace(record, tables={}, rng={}))
         self.sample.keep(record)
 
     def backfill(self, record: StepRecord) -> None:
-        """Take the record of an earlier step that is not monitored."""
         self._suspects.gradients.backfill(record.step, record.tables)
         self._keep(self._backfilled, replace(record, tables={}))
 
@@ -697,7 +691,8 @@ class RecordPipeline:
     def __del__(self) -> None:
         # collected without detach(): what is still on its way reaches the run directory
         with contextlib.suppress(Exception):
-            rest = self._plugins.built_in.recorder.rest()
+            recorder = self._plugins.built_in.recorder
+            rest = [] if recorder is None else recorder.rest()
             if self.waiting or rest:
                 self.enter_all(None, open_to_late_values=False)
                 self.backfill(rest)
@@ -706,12 +701,10 @@ class RecordPipeline:
     # --- steps whose values are on their way -----------------------------------------------------------------------------------
 
     def newest(self, step: int | None) -> PendingStep | None:
-        """``step``, if it is the newest one of those that wait."""
         return self.waiting[-1] if self.waiting and self.waiting[-1].step == step else None
 
     @property
     def ranks_synchronised(self) -> bool:
-        """Whether ranks take their records at the same steps."""
         return self._exchange.takes_place
 
     def start(self, pending: PendingStep) -> None:
@@ -721,7 +714,6 @@ class RecordPipeline:
             self.enter_all(pending.step, open_to_late_values=True)
 
     def count_refusal(self, is_interrupted: bool) -> None:
-        """A step that was not monitored was not applied."""
         if self.waiting:
             self.waiting[-1].count_refusal_after(is_interrupted)
         else:
@@ -791,7 +783,6 @@ class RecordPipeline:
     # --- amendments of the last record ---------------------------------------------------------------------------------------
 
     def add(self, late: StepBuffer) -> None:
-        """Late values for the step that ended last."""
         if self.last is not None and self._buffer is not None:
             self._late = self._late or self._buffer.scalars()
             self._late.absorb(late)
@@ -803,7 +794,6 @@ class RecordPipeline:
             self._pass_on(replace(self.last, values=StepValues.of(self.last.values).updated(values)), amends=True)
 
     def tag(self, tags: Mapping[str, Any]) -> None:
-        """Facts about the step that ended last."""
         if self.last is not None:
             context = {**self.last.context, "tags": {**self.last.context.get("tags", {}), **tags}}
             self._pass_on(replace(self.last, context=context), amends=True)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ from ..core import validation as check
 from ..core.errors import display, nearest, warn_user
 from ..core.fence import fenced
 from ..core.keys import GRADIENT, GRADIENT_BEFORE_CLIP, Pattern
-from ..core.loop_mistakes import LoopFinding
 from ..core.records import Metric, StepRecord
 from ..core.torch_modes import outside_dispatch_modes
 from ..plugins.spike_policy.policy import StepCounts
@@ -36,6 +35,9 @@ from .machine import StepCycle, StepMachine
 from .plugin_set import BuiltInPlugins
 from .steps import StepLifecycle, link, linkable
 from .values import OverflowLog
+
+if TYPE_CHECKING:
+    from ..core.loop_mistakes import LoopFinding
 
 # --- Which optimizer has which parameters, and by what their gradients are scaled ---
 
@@ -79,7 +81,6 @@ class Ownership:
         return sorted({*self.unowned}.union(*self._owned.values()))
 
     def parameters(self, name: Hashable) -> list[Tensor]:
-        """The optimizer's parameters, as it has them now."""
         optimizer = self[name]
         return [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
 
@@ -199,7 +200,6 @@ class StepMeasurement:
         self._captures.gradients.before_clip(positions, None)
 
     def release_gradients(self, optimizer: Hashable) -> None:
-        """Gradients that were held for this optimizer count."""
         self._captures.gradients.release(optimizer)
 
     def measure_after_clip(self, optimizer: Hashable, *, with_unowned: bool, is_overflowed: bool = False) -> None:
@@ -258,7 +258,6 @@ class StepMeasurement:
         self._captures.parameters.before_step(self._positions(optimizer, with_unowned), as_measured)
 
     def let_go(self, optimizer: Hashable, *, with_unowned: bool) -> None:
-        """The optimizer does not step after all."""
         self._captures.parameters.forget(self._positions(optimizer, with_unowned))
 
     def measure_update(self, optimizer: Hashable) -> None:
@@ -439,7 +438,6 @@ class FollowedLoop:
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The GradScaler, if one is known by now."""
         return self.scaler_hooks.scaler
 
     @property
@@ -450,7 +448,6 @@ class FollowedLoop:
     # --- hooks on parameters -------------------------------------------------------------------------------------------------
 
     def install(self, planner: Planner) -> None:
-        """Register the hooks on parameters that a monitored step needs."""
         assert planner.inventory is not None
         self.ownership.update(planner)
         self.lifecycle.captures.parameters.shared = self.ownership.shared
@@ -462,7 +459,6 @@ class FollowedLoop:
         self.backward_hooks.install(planner.source.hook_places(places), local)
 
     def remove_hooks(self) -> None:
-        """Take all hooks away; a second call does nothing."""
         self.backward_hooks.uninstall()
         self.optimizer_hooks.remove()
         self.model_hooks.remove()
@@ -510,7 +506,6 @@ class FollowedLoop:
     def context_of(
         self, optimizer: Hashable, done: Set[Hashable], overflowed: Set[Hashable], is_overflowed: bool
     ) -> OptimizerContext:
-        """What plugins may know of an optimizer that is about to step."""
         ownership, index = self.ownership, self.lifecycle.planning.planner.inventory
         has_scaler = isinstance(
             getattr(ownership[optimizer], "found_inf", None), Tensor
@@ -589,7 +584,6 @@ class FollowedLoop:
             self.machine.wrapper_began(id(optimizer))
 
     def wrapper_ended(self, optimizer: Optimizer) -> None:
-        """The wrapper returned, and the optimizer has not stepped."""
         source = self.lifecycle.planning.planner.source
         if self._is_due and source.has_overflowed():
             if not source.searches_scale() and (active := self.lifecycle.active) is not None:
@@ -691,12 +685,10 @@ class Runtime:
 
     @property
     def plugins(self) -> Sequence[Plugin]:
-        """All plugins, in the order in which they are called."""
         return tuple(self.lifecycle.plugins)
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The GradScaler, if one is known."""
         return self.named_scaler if self.loop is None else self.loop.scaler
 
     # --- by hand -------------------------------------------------------------------------------------------------------------
@@ -719,7 +711,6 @@ class Runtime:
 
     @fenced
     def end_step(self) -> None:
-        """End the step and send it out."""
         self.lifecycle.planning.wake()
         self.cycle.end()
         self._publish()
@@ -735,7 +726,6 @@ class Runtime:
 
     @fenced
     def log_sample_losses(self, ids: Any, losses: Tensor) -> None:
-        """The losses of the rows of the open step, if it is measured."""
         active = self.lifecycle.active
         if self.state.is_open and active is not None and active.is_monitored and active.buffer is not None:
             active.buffer.log_sample_losses(ids, losses)
@@ -747,7 +737,8 @@ class Runtime:
     @fenced
     def backfill(self) -> None:
         """Take the records of unmonitored steps that plugins still have. Waits for the device."""
-        self.pipeline.backfill(self.built_in.recorder.rest())
+        if (recorder := self.built_in.recorder) is not None:
+            self.pipeline.backfill(recorder.rest())
 
     # --- metrics and the model -----------------------------------------------------------------------------------------------
 
@@ -761,7 +752,6 @@ class Runtime:
         every: int,
         **flags: bool,
     ) -> None:
-        """Add one metric for each of ``sources``, all or none."""
         for flag, value in flags.items():
             check.flag(**{flag: value})
         check.positive_int("every", every)
@@ -804,17 +794,16 @@ class Runtime:
 
     def set_reference(self, module: nn.Module | None, follows: bool) -> None:
         """Compare with ``module`` from now on; ``follows`` keeps it in the mode of the watched model."""
+        if module is not None:
+            self.captures.modules.needed_reference().set(module, self.planner.rename, follows)
+        elif self.captures.modules.reference is not None:
+            self.captures.modules.reference.remove()
         reference = self.captures.modules.reference
-        if module is None:
-            reference.remove()
-        else:
-            reference.set(module, self.planner.rename, follows)
-        self.captures.parameters.reference = {} if module is None else reference.parameters
+        self.captures.parameters.reference = {} if reference is None else reference.parameters
         self.planner.changed()
         self.replan()
 
     def replan(self) -> None:
-        """What is measured changed: register the hooks for it."""
         self.lifecycle.planning.replan(self.lifecycle.active, drop_hooks=False)
 
     # --- what is known by now ------------------------------------------------------------------------------------------------
@@ -830,13 +819,14 @@ class Runtime:
         return cadence.foretells(step, ahead)
 
     def findings(self) -> list[LoopFinding]:
+        from ..core.loop_mistakes import LoopFinding
+
         of = self.built_in
         found = [fact for check in (of.audit, of.replicas, of.setup, of.data) if check is not None for fact in check.facts()]
         return [*found, *map(LoopFinding.of_dict, self.pipeline.directory.facts.get("foresight", ()))]
 
     @property
     def is_listening(self) -> bool:
-        """Whether a value from inside of a forward counts."""
         return self.lifecycle.values.is_listening(self._may_be_forward)
 
     def _may_be_forward(self) -> bool:
@@ -888,12 +878,6 @@ class Runtime:
 
     # --- state ---------------------------------------------------------------------------------------------------------------
 
-    @property
-    def _parts(self) -> dict[str, Plugin]:
-        """Of the state: those of plugins that the monitor brings. Those of the user's are in the part ``plugins`` by name."""
-        parts = {"acting": self.built_in.policy, "clipping": self.built_in.clips}
-        return {part: plugin for part, plugin in parts.items() if plugin is not None}
-
     def state_dict(self) -> dict[str, Any]:
         """The state as plain numbers and lists. An open step that an optimizer has left by an error counts as ended."""
         state = self._state()
@@ -908,7 +892,9 @@ class Runtime:
         self.lifecycle.planning.wake()  # so that plugins have seen all steps
         records = {"summary": self.factory.summary.state_dict(), "detectors": self.pipeline.detection.state_dict()}
         steps = {"next_step": self.state.next_attempt, "attempted": self.state.clock.attempts}
-        parts = {part: plugin.state_dict() for part, plugin in self._parts.items()}
+        policy, clips = self.built_in.policy, self.lifecycle.plugins.clips
+        parts = {} if policy is None else {"acting": policy.state_dict()}
+        parts["clipping"] = {} if clips is None else clips.state_dict()
         states = {plugin.name: plugin.state_dict() for plugin in self.lifecycle.plugins.own}
         own = {name: state for name, state in states.items() if state is not None}
         return {**steps, **records, **parts, **({"plugins": own} if own else {})}
@@ -950,9 +936,12 @@ class Runtime:
             for plugin in self.plugins:
                 if plugin.name in value:
                     plugin.load_state_dict(value[plugin.name])
+        elif part == "clipping":
+            if value != {} or self.lifecycle.plugins.clips is not None:
+                self.lifecycle.plugins.needed_clips().load_state_dict(value)
         else:
-            parts: dict[str, Any] = {"summary": self.factory.summary, "detectors": self.pipeline.detection, **self._parts}
-            parts[part].load_state_dict(value)
+            acting: Any = self.built_in.policy
+            {"summary": self.factory.summary, "detectors": self.pipeline.detection, "acting": acting}[part].load_state_dict(value)
 
     def _continue_at(self, step: int) -> None:
         self.state.clock.next_step = step
@@ -1017,12 +1006,12 @@ class Runtime:
             self.fence.cost()
 
     def _unfollow(self) -> None:
-        """Take every hook away."""
         lifecycle, planning = self.lifecycle, self.lifecycle.planning
         lifecycle.values.follow(False)
         planning.uninstall()
         self.captures.modules.remove()
-        self.captures.modules.reference.forget()
+        if self.captures.modules.reference is not None:
+            self.captures.modules.reference.forget()
         if self.loop is not None:
             self.named_scaler = self.loop.scaler
             self.loop.remove_hooks()
@@ -1052,7 +1041,6 @@ class Runtime:
             self.lifecycle.plugins.call("on_leave", self.state.clock.ended)
 
     def detach(self) -> None:
-        """End the step, send what waits, and take every hook away."""
         with outside_dispatch_modes():
             try:
                 self.leave()

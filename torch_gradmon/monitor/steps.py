@@ -85,7 +85,6 @@ class Captures:
         self.modules = ModuleSource(measurer, fence)
 
     def end(self) -> None:
-        """End the step, and let go of everything that it held."""
         self.gradients.end()
         self.parameters.end()
         self.modules.end()
@@ -99,7 +98,6 @@ class Linkable:
 
 
 def linkable(model: nn.Module) -> list[nn.Module]:
-    """The parts of ``model``, itself included, that get a link."""
     return [module for module in model.modules() if isinstance(module, Linkable)]
 
 
@@ -110,13 +108,11 @@ def link(module: nn.Module, monitor: object) -> None:
 
 
 def linked(module: object) -> Any:
-    """The monitor that ``module`` is linked with, or None."""
     unsaved = unsaved_of(getattr(module, "__dict__", {}).get("_forward_hooks"))
     return None if unsaved is None or unsaved.monitor is None else unsaved.monitor()
 
 
 def unlink(module: nn.Module) -> None:
-    """Remove the link of a module, if it has one."""
     if (unsaved := unsaved_of(vars(module).get("_forward_hooks"))) is not None:
         unsaved.monitor = None
         unsaved.leave_if_empty()
@@ -157,11 +153,9 @@ class StepPlanning:
         self.is_bare = False
 
     def would_measure(self, step: int) -> bool:
-        """Whether ``step`` is monitored if it comes next."""
         return not self.fence.inert and self.planner.module is not None and self.cadence.wants(step)
 
     def mode_of(self, step: int) -> Mode:
-        """What is measured in ``step``, which is about to begin."""
         if self.fence.inert or self.planner.module is None:
             if self.planner.has_lost_model:
                 self.fence.complaints.add("model", f"{MODEL_GONE}; nothing is measured any more")
@@ -171,7 +165,6 @@ class StepPlanning:
         return Mode.RECORDED if self.cadence.plugins.requires_gradients else IDLE
 
     def prepare(self, active: ActiveStep) -> None:
-        """The step takes values: plan it, and begin it in all sources."""
         planner, captures, is_monitored = self.planner, self.captures, active.mode is Mode.MONITORED
         planner.refresh()
         if self.loop is not None and self.loop.ownership.has_changed():
@@ -197,7 +190,6 @@ class StepPlanning:
         self.install(on_modules=is_monitored)
 
     def random_states(self) -> dict[str, Tensor]:
-        """The states of the random generators, where they are stored."""
         return rng_states() if self.factory.is_stored else {}
 
     def prepare_next(self, may_rest: bool) -> None:
@@ -265,7 +257,6 @@ class StepPlanning:
             self.captures.modules.uninstall(self.planner.module_metrics())
 
     def uninstall(self) -> None:
-        """Take away what a step without measurements can do without."""
         self.installed_for = None
         self._uninstall_from_modules()
         if self.loop is not None:
@@ -273,7 +264,6 @@ class StepPlanning:
         self.is_bare = not self.captures.modules.hooks.measures
 
     def groups(self) -> list[tuple[str, frozenset[str]]]:
-        """Names of the parameters of each of the optimizers' groups."""
         index = self.planner.inventory
         if self.loop is None or index is None:
             return []
@@ -304,7 +294,6 @@ class CostNotice:
         self.is_due = True
 
     def step_closed(self) -> None:
-        """A monitored step has ended."""
         self._monitored += 1
         if self._monitored <= WARM_UP:
             self._began, self._spent = perf_counter(), self._fence.spent()
@@ -346,17 +335,14 @@ class StepLifecycle:
 
     @property
     def has_values(self) -> bool:
-        """Whether a step is open that takes values."""
         return self.active is not None and self.active.buffer is not None
 
     @property
     def is_skipped(self) -> bool:
-        """Whether the open step, or the last one, is skipped."""
         return self.active is not None and self.active.is_skipped
 
     @property
     def was_monitored(self) -> bool:
-        """Whether the last step has values, complete or on their way."""
         return self.pipeline.last is not None or self.pipeline.newest(self.state.clock.ended) is not None
 
     # --- facts of the open step ----------------------------------------------------------------------------------------------
@@ -370,13 +356,11 @@ class StepLifecycle:
                 buffer.noted[name] = value
 
     def explain(self, source: str, reason: str) -> None:
-        """Record why ``source`` has no values in the open step."""
         if self.active is not None and self.active.buffer is not None:
             self.active.buffer.absent[source, ""] = reason
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Measure nothing inside the block."""
         before = self.captures.modules.passes.paused
         self._pause(True)
         try:
@@ -471,22 +455,19 @@ class StepLifecycle:
         try:
             self.plugins.call("before_optimizer_step", active, context)
         finally:
-            if active.is_skipped:
-                clips = self.plugins.built_in.clips
+            if active.is_skipped and (clips := self.plugins.clips) is not None:
                 self.plugins.call_one(clips, clips.on_skip, active)
         if context.is_stale and not active.is_skipped:
             loop.optimizer_hooks.holds.left = {}  # they may be used after all
         return active.is_skipped
 
     def attempt_ended(self, is_overflowed: bool) -> None:
-        """All optimizers of the open step have been called."""
         if self.active is not None and self.plugins.has("after_attempt"):
             self.plugins.call("after_attempt", self.active, not (is_overflowed or self.active.is_skipped))
 
     # --- closing -------------------------------------------------------------------------------------------------------------
 
     def drop(self, *, was_tentative: bool) -> None:
-        """Forget the open step: its number is that of the next attempt."""
         if self.active is not None:
             self.active.buffer = None
         self.values.buffer = None

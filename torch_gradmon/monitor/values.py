@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,35 +15,30 @@ from ..core.errors import GradmonWarning
 from ..core.fence import Fence
 from ..core.keys import Key
 from ..core.torch_modes import outside_dispatch_modes
-from ..plugins.clipping import DeviceValue
-from ..plugins.flight_recorder import FlightRecorder
 from ..statistics.request import accumulator_dtype
 from ..step.buffer import Aggregation, StepBuffer
 from ..step.exchange import ExchangePolicy
 from .machine import StepState
 from .records import RecordPipeline
 
+if TYPE_CHECKING:
+    from ..plugins.clipping import DeviceValue
+    from ..plugins.flight_recorder import FlightRecorder
+
 # --- Values and facts that come when their step has ended: into its record, wherever that is by then ---
 
 
 class LateValues:
-    """The one place for what is added to the last step.
+    """The one place for what is added to the last step, which the pipeline has, or the recorder if it was not monitored."""
 
-    Args:
-        state: of the step machine.
-        pipeline: has the record once its values have come, and the step while they are on their way.
-        recorder: may have kept a step that is not monitored.
-    """
-
-    def __init__(self, state: StepState, pipeline: RecordPipeline, recorder: FlightRecorder) -> None:
+    def __init__(self, state: StepState, pipeline: RecordPipeline, recorder: FlightRecorder | None) -> None:
         self._state, self._pipeline, self._recorder = state, pipeline, recorder
         self.tags = TagLog(state, self)
 
     def add(self, late: StepBuffer) -> None:
-        """Add values."""
         ended = self._state.clock.ended
         pending = self._pipeline.newest(ended)
-        recorded = self._recorder.late_buffer(ended)
+        recorded = None if self._recorder is None else self._recorder.late_buffer(ended)
         if recorded is not None:
             recorded.absorb(late)
         elif pending is None:
@@ -53,11 +48,10 @@ class LateValues:
 
     @property
     def is_kept(self) -> bool:
-        """Whether anything takes values of the step that ended last."""
         ended = self._state.clock.ended
         if self._pipeline.last is not None or self._pipeline.newest(ended) is not None:
             return True
-        return self._recorder.late_buffer(ended) is not None
+        return self._recorder is not None and self._recorder.late_buffer(ended) is not None
 
     @property
     def is_stored(self) -> bool:
@@ -65,9 +59,8 @@ class LateValues:
         return self._pipeline.directory.path is not None and self._pipeline.newest(self._state.clock.ended) is None
 
     def tag(self, tags: Mapping[str, Any]) -> None:
-        """Add facts."""
         ended = self._state.clock.ended
-        if self._recorder.tag_late(ended, tags):
+        if self._recorder is not None and self._recorder.tag_late(ended, tags):
             return
         if (pending := self._pipeline.newest(ended)) is not None:
             pending.tags.update(tags)
@@ -76,7 +69,6 @@ class LateValues:
 
     @property
     def absent(self) -> dict[tuple[str, str], str]:
-        """Where reasons for missing values of the last step are kept."""
         pending = self._pipeline.newest(self._state.clock.ended)
         return self._pipeline.absent if pending is None else pending.readback.buffer.absent
 

@@ -248,6 +248,7 @@ class AdaptiveClips(Plugin):
     def __init__(self, may_skip: bool) -> None:
         self._may_skip = may_skip
         self._named: dict[str, AdaptiveClip] = {}
+        self._step: ActiveStep | None = None  # in which those learned that are in _before
         self._before: dict[int, tuple[AdaptiveClip, Any]] = {}
 
     def named(self, name: str) -> AdaptiveClip:
@@ -260,20 +261,18 @@ class AdaptiveClips(Plugin):
             self._named[name] = _new(name)
         return self._named[name]
 
-    def learns(self, adaptive: AdaptiveClip) -> None:
-        """A clip is about to learn from the step in flight."""
-        if self._may_skip and id(adaptive) not in self._before:
-            self._before[id(adaptive)] = adaptive, adaptive.kept()
-
-    def on_step_open(self, step: ActiveStep) -> None:
-        """What was learned so far stays."""
-        self._before = {}
+    def learns(self, adaptive: AdaptiveClip, step: ActiveStep | None) -> None:
+        """A clip is about to learn from the step in flight; what was learned in earlier ones stays."""
+        if self._may_skip:
+            if step is not self._step:
+                self._step, self._before = step, {}
+            self._before.setdefault(id(adaptive), (adaptive, adaptive.kept()))
 
     def on_skip(self, step: ActiveStep) -> None:
         """The step in flight is skipped: forget what was learned from it."""
-        for adaptive, kept in self._before.values():
+        for adaptive, kept in self._before.values() if step is self._step else ():
             adaptive.put_back(kept)
-        self._before = {}
+        self._step, self._before = None, {}
 
     def state_dict(self) -> dict[str, Any]:
         """What those by name have learned. Synchronises with the device."""

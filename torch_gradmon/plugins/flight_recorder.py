@@ -55,7 +55,6 @@ class FlightRecorder(Plugin):
         self.context.backfill(after)
 
     def on_sealed(self, step: int) -> None:
-        """Close the last step: it takes no late values from now on."""
         self._is_open = False
 
     def late_buffer(self, step: int | None) -> StepBuffer | None:
@@ -79,11 +78,9 @@ class FlightRecorder(Plugin):
         return self._records(list(self._kept)[: -1 if self._is_open else None])
 
     def rest(self) -> list[StepRecord]:
-        """The records of the steps since a spike."""
         return self._bring() if self._due else []
 
     def on_rewind(self, step: int) -> None:
-        """Drop the kept steps, which the run repeats."""
         self._kept.clear()
         self._due = 0
 

@@ -71,7 +71,6 @@ class PostSpikeDetail(Plugin):
         self._turn(ends=False, opens=True)
 
     def on_step_closing(self, step: ActiveStep) -> None:
-        """Count a monitored step before its values are known."""
         if not step.is_monitored:
             return
         self._ends = self._left == 1 and self._has_overlay
@@ -225,7 +224,6 @@ class LiveDetail(Plugin):
             self.watches_idle_steps = True
 
     def _look(self) -> None:
-        """Check the file for a new request."""
         if self._file is not None and (change := self._file.look()) is not None:
             self._ask(change)
             self.watches_idle_steps = True
@@ -310,7 +308,6 @@ class LiveDetail(Plugin):
             step.annotations["tuned"] = {name: value for name, value in facts if name in ("every", "preset", "number")}
 
     def on_step_closed(self, step: ActiveStep) -> None:
-        """Count the step, take what was broadcast in it, and change."""
         has_received = self._exchange.exchange.has_received
         if not (self._watches_idle_steps or has_received):
             return

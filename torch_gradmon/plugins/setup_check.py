@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +24,15 @@ from ..capture.module_values import tensors_of
 from ..core import validation as check
 from ..core.errors import display
 from ..core.keys import GRADIENT, Pattern, compile_pattern
-from ..core.loop_mistakes import EXPECTATION, LoopFinding
-from ..core.records import StatsTable, StepRecord, TrainedPart, trained_parts
+from ..core.records import EXPECTATION, StatsTable, StepRecord, TrainedPart, trained_parts
 from ..core.torch_modes import SharedContext
 from ..step.model_index import PLAIN_GRADIENTS, ModelIndex
 from ..step.planner import Planner
 from ..step.plugin import PluginContext
 from .tallies import Check, Tallies
+
+if TYPE_CHECKING:
+    from ..core.loop_mistakes import LoopFinding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,7 +297,6 @@ class Followed:
 
     @staticmethod
     def by_any() -> list[Optimizer]:
-        """Those that any monitor follows, in whatever thread."""
         with _lock:  # a set that grows meanwhile cannot be iterated over
             everybody = list(_followed)
         found = (reference() for each in everybody for reference in each._optimizers)
@@ -530,7 +531,6 @@ class SetupCheck(Check):
                 return
 
     def _check_declared(self, gradients: StatsTable | None) -> None:
-        """Look at the parameters after a monitored step."""
         if (inventory := self._planner.inventory) is None:
             return
         self._looks += 1

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-from ..core.loop_mistakes import SETUP_MISTAKES, LoopFinding, Mistake
 from ..step.plugin import Plugin, PluginContext
+
+if TYPE_CHECKING:  # loaded with the first mistake: most programs make none
+    from ..core.loop_mistakes import LoopFinding, Mistake
 
 #: Counts at which a fact is written to the run directory again.
 _WRITTEN = frozenset(factor * 10**power for power in range(9) for factor in (1, 3))
@@ -33,8 +35,8 @@ class Tally:
 class Tallies:
     """All mistakes of one training. ``part``: the name of the facts in the run directory."""
 
-    def __init__(self, context: PluginContext, mistakes: Mapping[str, Mistake], part: str) -> None:
-        self._context, self._mistakes, self._part = context, mistakes, part
+    def __init__(self, context: PluginContext, part: str) -> None:
+        self._context, self._part = context, part
         self._tallies: dict[tuple[str, object], Tally] = {}
         self._written: list[dict[str, Any]] = []
         self.is_empty = True  # no mistake was ever seen, or those that were are retracted
@@ -49,7 +51,7 @@ class Tallies:
         step: int | None = None,
     ) -> None:
         """Count the mistake ``rule``, for an optimizer or other ``key``. ``warns``: False if the caller warns itself."""
-        step, mistake = (self._context.step or 0) if step is None else step, self._mistakes[rule]
+        step, mistake = (self._context.step or 0) if step is None else step, _mistake(rule)
         tally = self._tallies.setdefault((rule, key), Tally(step))
         self.is_empty = False
         if not tally.count:
@@ -74,7 +76,6 @@ class Tallies:
             self.missed(rule, key)
 
     def missed(self, rule: str, key: object = None) -> None:
-        """Record that the mistake could have occurred, but did not."""
         tally = self._tallies.get((rule, key))
         if tally is not None and not tally.is_fact:
             tally.count = 0
@@ -99,12 +100,15 @@ class Tallies:
         tally = self._tallies.get((rule, key))
         return 0 if tally is None else tally.count
 
+    def is_next_fact(self, rule: str, key: object = None) -> bool:
+        """Whether one more occurrence makes it a fact, or it is one."""
+        return self.count(rule, key) >= _mistake(rule).repeats - 1
+
     def facts(self) -> list[LoopFinding]:
-        """The mistakes that are facts, one finding for each."""
         found: dict[str, LoopFinding] = {}
         for (rule, _), tally in self._tallies.items():
             if tally.is_fact:
-                fact = LoopFinding(rule, tally.first, tally.last, tally.count, tally.where, dict(tally.evidence))
+                fact = _finding(rule, tally)
                 found[rule] = _merged(found[rule], fact) if rule in found else fact
         return list(found.values())
 
@@ -116,7 +120,7 @@ class Tallies:
             self._context.annotate_run(**{self._part: facts})
 
     def _warn(self, rule: str, key: object, tally: Tally) -> None:
-        mistake = self._mistakes[rule]
+        mistake = _mistake(rule)
         of = f", {tally.where[0]}" if any(tally.where[:1]) else ""  # the root module has no name
         if mistake.warns_for_each:
             of += "".join(f", {name} {value:g}" for name, value in tally.evidence.items())
@@ -127,24 +131,36 @@ class Tallies:
         )
 
 
+def _mistake(rule: str) -> Mistake:
+    from ..core.loop_mistakes import MISTAKES, SETUP_MISTAKES
+
+    return MISTAKES.get(rule) or SETUP_MISTAKES[rule]
+
+
+def _finding(rule: str, tally: Tally) -> LoopFinding:
+    from ..core.loop_mistakes import LoopFinding
+
+    return LoopFinding(rule, tally.first, tally.last, tally.count, tally.where, dict(tally.evidence))
+
+
 def _merged(one: LoopFinding, other: LoopFinding) -> LoopFinding:
-    where = dict.fromkeys((*one.where, *other.where))
-    evidence = {**other.evidence, **one.evidence}
-    first, last = min(one.first, other.first), max(one.last, other.last)
-    return LoopFinding(one.rule, first, last, max(one.count, other.count), tuple(where), evidence)
+    where = tuple(dict.fromkeys((*one.where, *other.where)))
+    evidence, count = {**other.evidence, **one.evidence}, max(one.count, other.count)
+    return replace(
+        one, first=min(one.first, other.first), last=max(one.last, other.last), count=count, where=where, evidence=evidence
+    )
 
 
 class Check(Plugin):
     """A plugin that finds mistakes, and writes those that are facts to the run directory, under the name ``part``."""
 
     stops_on_failure = True
-    mistakes: ClassVar[Mapping[str, Mistake]] = SETUP_MISTAKES
     part: str
     tallies: Tallies
 
     def attach(self, context: PluginContext) -> None:
         super().attach(context)
-        self.tallies = Tallies(context, self.mistakes, self.part)
+        self.tallies = Tallies(context, self.part)
 
     def facts(self) -> list[LoopFinding]:
         return self.tallies.facts()

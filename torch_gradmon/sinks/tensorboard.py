@@ -12,7 +12,8 @@ from typing import Any
 from ..core.errors import display
 from ..core.keys import SUMMARY
 from ..core.records import SpikeEvent
-from ..statistics.histogram import HIGHEST, HISTOGRAM_NAME, LOWEST
+from ..statistics.histogram import HIGHEST, LOWEST
+from ..step.plan import HISTOGRAM_NAME
 from .delivery import require
 
 # --- Rebuild histograms from the values of a step, for trackers that can show them ---

@@ -1,8 +1,13 @@
 """Spike detection: rules that score one number after the other, and the detector that turns scores into verdicts."""
 
-from .detector import SpikeDetector, Verdict
-from .hampel import Hampel
-from .rules import Cusum, EmaZScore, MeanStd, MedianMad, Ratio, RollingZScore, Rule, Threshold
+from typing import TYPE_CHECKING
+
+from ..core.lazy_import import importing
+
+if TYPE_CHECKING:
+    from .detector import SpikeDetector, Verdict
+    from .hampel import Hampel
+    from .rules import Cusum, EmaZScore, MeanStd, MedianMad, Ratio, RollingZScore, Rule, Threshold
 
 __all__ = [
     "Cusum",
@@ -17,3 +22,9 @@ __all__ = [
     "Threshold",
     "Verdict",
 ]
+
+#: The modules of these names.
+_HOMES = {"Hampel": "hampel", "SpikeDetector": "detector", "Verdict": "detector"}
+
+if not TYPE_CHECKING:
+    __getattr__ = importing(__name__, {**dict.fromkeys(__all__, "rules"), **_HOMES})

@@ -8,7 +8,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +17,9 @@ from ..core.errors import display
 from ..core.formatting import is_multiple, times
 from ..core.records import SpikeEvent
 from .hampel import Hampel, HampelBank, value_at
-from .rules import FunctionRule, Rule
+
+if TYPE_CHECKING:
+    from .rules import Rule
 
 # --- verdicts ---
 
@@ -285,6 +287,8 @@ def _rule(rule: Rule | Callable[[float], Any] | None, signal: str) -> Rule:
         _check_update(rule)
         return rule  # type: ignore[return-value]
     if callable(rule) and not isinstance(rule, type):
+        from .rules import FunctionRule
+
         return FunctionRule(rule)
     raise TypeError(
         f"rule must have the methods {' and '.join(_METHODS)} and a threshold, such as MedianMad(), or be a function of the value, "

@@ -78,7 +78,6 @@ class CppStatistics(EagerStatistics):
         return rows
 
     def _by_kernel(self, values: Sequence[Tensor], others: Sequence[Tensor] | None, request: Request) -> Tensor:
-        """Rows of tensors, less ``others``; the kernel can read both."""
         entries, rows = _entries(values, others), torch.empty(len(values), WIDTH, dtype=torch.float64, device="cpu")
         limit = threshold(request.eps, torch.float32)
         scale = None if request.inverse_scale is None else _scale(request.inverse_scale)

@@ -14,17 +14,20 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..core.moments import SUMMED, Column, from_columns, identity
 from ..core.torch_modes import no_autocast, outside_dispatch_modes
-from .on_device import DeviceStatistics
 from .precise import inner_product, measure_precisely, needs_precise_pass, row_needs_precise_pass
 from .request import NARROW, Backend, Batch, Request, is_plain, threshold, threshold_of_squares
+
+if TYPE_CHECKING:
+    from .on_device import DeviceStatistics
 
 #: Elements of the buffer: it fits the second-level cache while a handful of operations pass over it.
 CAPACITY = 1 << 18
@@ -198,7 +201,12 @@ class EagerStatistics(Backend):
     def __init__(self) -> None:
         self._scratch = Scratch()
         self._packed = PackedStatistics(self._scratch)
-        self._on_device = DeviceStatistics()
+
+    @cached_property
+    def on_device(self) -> DeviceStatistics:
+        from .on_device import DeviceStatistics
+
+        return DeviceStatistics()
 
     def rows(self, tensors: Sequence[Tensor], request: Request, minus: Sequence[Tensor] | None = None) -> Tensor:
         if not tensors:
@@ -213,12 +221,12 @@ class EagerStatistics(Backend):
     def inner_products(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
         with torch.no_grad():
             if not first[0].is_cpu:
-                return self._on_device.inner_products(first, second)
+                return self.on_device.inner_products(first, second)
             return torch.stack([inner_product(a, b) for a, b in zip(first, second, strict=True)])
 
     def _measure(self, batch: Batch, request: Request, device: torch.device) -> Tensor:
         if device.type != "cpu":
-            return self._on_device.rows(batch, request)
+            return self.on_device.rows(batch, request)
         rows = self._first_pass(batch, request)
         # float64 costs twice as much and the precise pass four times, so only tensors that need it get it
         closer, wider = needs_precise_pass(rows, request.columns)
@@ -323,7 +331,6 @@ class EagerStatistics(Backend):
 
 
 def _runs(block: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The block in rows of RUN, and the remainder."""
     whole = block.numel() // RUN * RUN
     return (block.view(-1, RUN), None) if whole == block.numel() else (block[:whole].view(-1, RUN), block[whole:])
 

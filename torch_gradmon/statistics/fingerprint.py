@@ -102,7 +102,6 @@ def _batches(tensors: Sequence[Tensor], most: int) -> Iterator[list[_Piece]]:
 
 
 def _sums(pieces: Sequence[_Piece], device: torch.device) -> Tensor:
-    """The sum of the mixed words of each piece."""
     lengths = [len(piece.words) for piece in pieces]
     mixed = torch.arange(sum(lengths), device=device)
     if len(pieces) > 1:

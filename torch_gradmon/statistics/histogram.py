@@ -14,7 +14,6 @@ from ..core.torch_modes import copied_to_device
 from .dispatch import Statistics
 from .request import accumulator_dtype, flat_values
 
-KURTOSIS = "kurtosis"
 #: Elements per block, which bounds the scratch memory; on CPU a block also fits a cache.
 _CPU_BLOCK, _DEVICE_BLOCK = 1 << 17, 1 << 24
 _FIELDS = 5
@@ -62,7 +61,6 @@ def kurtosis(parts: Tensor) -> Tensor:
 # --- Singular values ---
 
 
-SPECTRAL_NORM, STABLE_RANK, PARTICIPATION_RATIO = "spectral_norm", "stable_rank", "participation_ratio"
 #: Steps of the bidiagonalisation, two products each, and squarings of its small matrix: 2^10 powers leave its largest eigenvalue.
 _STEPS, _SQUARINGS = 16, 10
 #: A vector this many rounding errors long, relative to the longest one, is one.
@@ -95,10 +93,6 @@ def stable_rank(tensor: Tensor) -> Tensor | None:
     largest = _largest_square(scaled[0])
     whole = scaled[0].square().sum(dim=(-2, -1), dtype=largest.dtype)
     return torch.where(whole == 0, torch.inf, whole / largest).amin()
-
-
-#: Functions of matrices, which take the kernels of convolutions as ``[first, all others]``, also those of three dimensions.
-OF_MATRICES = (spectral_norm, stable_rank)
 
 
 @torch.no_grad()
@@ -192,7 +186,6 @@ def _bidiagonal(matrix: Tensor, steps: int) -> tuple[Tensor, Tensor]:
 
 
 def _product(vector: Tensor, matrix: Tensor) -> Tensor:
-    """Of each vector, as a row, with its matrix."""
     return (vector.unsqueeze(-2) @ matrix).squeeze(-2)
 
 
@@ -265,7 +258,6 @@ def norm_of_rows(rows: Tensor, norm_type: float, wide: bool) -> Tensor:
 # --- Histograms of magnitudes: elements per power of two ---
 
 
-HISTOGRAM_NAME = "log2_histogram"
 #: ``floor(log2 |x|)`` of the first and the last class, which include everything beyond.
 LOWEST, HIGHEST = -40, 23
 ZERO = "zero"

@@ -38,7 +38,6 @@ def _path(capability: str) -> Path:
 
 
 def built(capability: str) -> Path | None:
-    """The kernel that was built for such a processor, or None."""
     known = _VARIANTS.get(platform.machine(), {})
     path = _path(capability if capability in known else _ANY)
     return path if path.exists() else None

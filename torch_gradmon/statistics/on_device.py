@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,8 +28,6 @@ FAN = 1 << 6
 #: The largest number of tensors in all cached layouts, and the smallest number of layouts.
 _CACHED, _FEWEST = 20_000, 4
 _HALVES = frozenset({torch.bfloat16, torch.float16})
-#: Bytes of the blocks of memory that copies share, and in which each begins at a multiple of the second number.
-_BLOCK, _ALIGNMENT = 1 << 28, 64
 
 
 @dataclass(frozen=True)
@@ -183,7 +181,6 @@ class DeviceStatistics:
     def _measured(
         self, table: _Table, layout: _Layout, values: Sequence[Tensor], minus: Sequence[Tensor], request: Request
     ) -> Tensor:
-        """The rows of a table: ``[rows, 8]``."""
         wide = layout.empty.dtype
         of = _filled(table, layout, values)
         if request.inverse_scale is not None:
@@ -236,50 +233,6 @@ def _filled(table: _Table, layout: _Layout, tensors: Sequence[Tensor], dtype: to
 
 
 def _merged(rows: Tensor, level: Tensor) -> Tensor:
-    """Each row of ``level`` names rows to merge."""
     picked = rows.index_select(0, level.view(-1)).view(*level.shape, -1)
     low, high = picked[..., Column.MIN].amin(dim=1, keepdim=True), picked[..., Column.MAX].amax(dim=1, keepdim=True)
     return torch.cat([picked[..., : Column.MIN].sum(dim=1), low, high], dim=1)
-
-
-def copies(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """A copy of each tensor. On an accelerator those of one dtype share their memory, since they are copied by few launches."""
-    found = list(tensors)
-    blocks: dict[tuple[torch.device, torch.dtype], list[list[int]]] = {}
-    filled: dict[tuple[torch.device, torch.dtype], int] = {}
-    for place, tensor in enumerate(found):
-        is_composed = hasattr(type(tensor), "__tensor_flatten__")  # of other tensors, such as a quantised one
-        is_plain = not tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous() and not is_composed
-        if not is_plain or tensor.nbytes > _BLOCK:
-            found[place] = tensor.clone()
-            continue
-        kind = tensor.device, tensor.dtype
-        if kind not in blocks or filled[kind] + tensor.nbytes > _BLOCK:
-            blocks.setdefault(kind, []).append([])
-            filled[kind] = 0
-        blocks[kind][-1].append(place)
-        filled[kind] += tensor.nbytes
-    for places in (places for of_kind in blocks.values() for places in of_kind):
-        for place, piece in zip(places, _packed([found[place] for place in places]), strict=True):
-            found[place] = piece
-    return found
-
-
-def _packed(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of tensors of one dtype in one block of memory, each aligned as kernels with vector loads need it."""
-    step = _ALIGNMENT // tensors[0].element_size()
-    gap = tensors[0].new_empty(step)
-    parts, lengths = [], []
-    for tensor in tensors:
-        parts.append(tensor.view(-1))
-        lengths.append(tensor.numel())
-        if missing := -tensor.numel() % step:
-            parts.append(gap[:missing])
-            lengths.append(missing)
-    pieces = iter(torch.split(torch.cat(parts), lengths))
-    found = []
-    for tensor in tensors:
-        found.append(next(pieces).view(tensor.shape))
-        if tensor.numel() % step:
-            next(pieces)
-    return found

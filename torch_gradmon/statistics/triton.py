@@ -30,6 +30,7 @@ from torch import Tensor
 from ..core.moments import WIDTH, Column
 from ..core.torch_modes import copied_to_device, stream_number
 from .eager import EagerStatistics
+from .on_device import DeviceStatistics
 from .request import Backend, Request, are_alike, are_unchanged_on, dtype_of, threshold
 
 # --- The kernels behind :mod:`torch_gradmon.statistics.triton`. Importing this file imports Triton ---
@@ -288,6 +289,7 @@ class TritonStatistics(Backend):
         self._cached: OrderedDict[tuple[_Maker, tuple[int, ...], torch.device, int | None], tuple[Tensor, ...]] = OrderedDict()
         self._size = 0
         self._others = EagerStatistics()  # for tensors that the kernels do not accept
+        self._others.on_device = DeviceStatistics()  # now, and not in the step that has the first of them
 
     def __reduce__(self) -> tuple[type[TritonStatistics], tuple[()]]:
         return TritonStatistics, ()  # a copy starts empty: the tables hold addresses of this process
@@ -362,7 +364,6 @@ class TritonStatistics(Backend):
         return self._in_order(taken, sums, rest, others)
 
     def _sums(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> Tensor:
-        """The inner products of pairs that the kernels accept."""
         device = first[0].device
         with _on(device):
             entries, owners, addresses = self._tables(first, second, [0] * len(_KINDS))
@@ -492,7 +493,6 @@ def _chunks(numbers: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...
 
 
 def _numbers(numbers: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
-    """A table of ``numbers``. Does not wait for the device."""
     return (copied_to_device(torch.tensor(numbers, dtype=torch.int64, device="cpu"), device),)
 
 

@@ -702,7 +702,6 @@ class StepBuffer:
         self.absent[source, ""] = self.refused[source] = reason
 
     def withhold(self, key: Key, reason: str) -> None:
-        """Remove a value that is not that of all ranks."""
         self._pending.pop(key, None)
         self.absent[key.source, "/".join(filter(None, key[1:]))] = reason
 

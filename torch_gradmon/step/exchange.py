@@ -415,7 +415,6 @@ class RankExchange:
         return self._received_slot is not EMPTY_SLOT
 
     def take_received(self) -> tuple[float, ...]:
-        """The numbers of the last exchange, the same on all ranks."""
         received, self._received_slot = self._received_slot, EMPTY_SLOT
         return received
 

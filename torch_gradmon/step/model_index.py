@@ -630,7 +630,6 @@ _NAMED_CONVOLUTION = re.compile(r"conv(olution)?(transpose)?(\dd)?$", re.IGNOREC
 
 
 def _owners(module: nn.Module, name: str) -> list[nn.Module]:
-    """The modules on the way to a parameter, the innermost last."""
     owners = [module]
     for part in name.split(".")[:-1]:  # a module of TorchScript has no get_submodule()
         owners.append(owners[-1]._modules[part])  # type: ignore[arg-type]

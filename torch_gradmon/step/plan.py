@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib import import_module
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -19,7 +20,12 @@ from ..core.errors import display, nearest
 from ..core.keys import Key, compile_pattern
 from ..core.moments import NEEDS, VIEWS, Column, StatView, have
 from ..core.records import REDUCERS, Block, ForModule, Metric, StatsTable
-from ..statistics import attention, histogram
+
+#: Built-in metrics by name.
+HISTOGRAM_NAME, KURTOSIS = "log2_histogram", "kurtosis"
+SPECTRAL_NORM, STABLE_RANK, PARTICIPATION_RATIO = "spectral_norm", "stable_rank", "participation_ratio"
+#: Those of matrices, which take the kernels of convolutions as ``[first, all others]``, also those of three dimensions.
+OF_MATRICES = (SPECTRAL_NORM, STABLE_RANK)
 
 
 @dataclass(frozen=True)
@@ -28,17 +34,24 @@ class BuiltIn:
 
     unit: str
     documentation: str
-    function: Callable[..., Any] | ForModule | None = None
-    aggregation: Callable[..., Any] | None = None
+    function: Callable[..., Any] | ForModule | str | None = None  # a str: its name in ``module``
+    aggregation: str | None = None  # likewise
     columns: frozenset[Column] = frozenset()
+    module: str = ""  # of the statistics, imported where the metric is asked for: most programs need none
+
+    def loaded(self) -> tuple[Callable[..., Any] | ForModule | None, Callable[..., Any] | None]:
+        """The two functions."""
+        home = import_module(f"..statistics.{self.module}", __package__) if self.module else None
+        function = getattr(home, self.function) if isinstance(self.function, str) else self.function
+        return function, None if self.aggregation is None else getattr(home, self.aggregation)
 
 
 def _of_tensors(subject: str) -> dict[str, BuiltIn]:
     found = {name: BuiltIn(v.unit, f"{v.documentation} of the {subject}", columns=v.columns) for name, v in VIEWS.items()}
     words = f"number of elements of the {subject} with that floor(log2 |x|), and of zeros; a class without any is absent"
-    found[histogram.HISTOGRAM_NAME] = BuiltIn("count", words, histogram.log2_counts, histogram.as_metrics)
+    found[HISTOGRAM_NAME] = BuiltIn("count", words, "log2_counts", "as_metrics", module="histogram")
     words = f"Pearson's kurtosis of the {subject}, 3 for a normal distribution; absent if all elements are equal"
-    found[histogram.KURTOSIS] = BuiltIn("1", words, histogram.central_sums, histogram.kurtosis)
+    found[KURTOSIS] = BuiltIn("1", words, "central_sums", "kurtosis", module="histogram")
     return found
 
 
@@ -50,8 +63,8 @@ def _of_parameters(subject: str) -> dict[str, BuiltIn]:
     )
     return {
         **_of_tensors(subject),
-        histogram.SPECTRAL_NORM: BuiltIn("1", size, histogram.spectral_norm),
-        histogram.STABLE_RANK: BuiltIn("1", rank, histogram.stable_rank),
+        SPECTRAL_NORM: BuiltIn("1", size, "spectral_norm", module="histogram"),
+        STABLE_RANK: BuiltIn("1", rank, "stable_rank", module="histogram"),
     }
 
 
@@ -61,8 +74,8 @@ def _of_features(subject: str) -> dict[str, BuiltIn]:
     )
     return {
         **_of_tensors(subject),
-        "logsumexp": BuiltIn("nats", mean, attention.logsumexp),
-        "logsumexp_square": BuiltIn("nats^2", square, attention.logsumexp_square),
+        "logsumexp": BuiltIn("nats", mean, "logsumexp", module="attention"),
+        "logsumexp_square": BuiltIn("nats^2", square, "logsumexp_square", module="attention"),
     }
 
 
@@ -153,12 +166,13 @@ class Registry:
             )
         if meant.aggregation is not None and asked is not None:
             raise ValueError(f"the built-in {name!r} merges its values itself; leave metric_aggregation_fn={asked!r} out")
+        measures, merges = meant.loaded()
         return Metric(
             name,
             source,
             pattern,
-            meant.function,
-            meant.aggregation or aggregation,
+            measures,
+            merges or aggregation,
             meant.columns,
             meant.unit,
             meant.documentation,

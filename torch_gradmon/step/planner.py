@@ -124,7 +124,6 @@ class Planner:
         self.changed()
 
     def use(self, source: GradientSource) -> None:
-        """Gradients are there, unless the user has named another place."""
         if self._named_source is None:
             self._named_source = source
             if (module := self.module) is not None:

@@ -82,7 +82,6 @@ class Ranks:
 
     @property
     def members(self) -> list[int]:
-        """The numbers of these ranks among all processes."""
         return (
             torch.distributed.get_process_group_ranks(self.group or torch.distributed.group.WORLD)
             if self._is_distributed()

@@ -11,11 +11,10 @@ from ..core import keys as n
 from ..core.keys import Key
 from ..core.moments import VIEWS, Column
 from ..core.records import ASKED_LATE, Block, Metric, StatsTable, StepRecord, StepValues, in_blocks
-from ..statistics import histogram
 from .active_step import ActiveStep
 from .buffer import PendingReadback, StepBuffer, merged
 from .model_index import ModelIndex
-from .plan import Registry
+from .plan import HISTOGRAM_NAME, KURTOSIS, STABLE_RANK, Registry
 from .summary import (
     CLIP_SEEN,
     FROZEN,
@@ -33,15 +32,15 @@ from .summary import key as summary_key
 
 _UNDEFINED = {
     "grad_momentum_cosine": "the gradient or the momentum is zero",
-    histogram.KURTOSIS: "all its elements are equal",
-    histogram.STABLE_RANK: "all its elements are zero",
+    KURTOSIS: "all its elements are equal",
+    STABLE_RANK: "all its elements are zero",
 }
 _UNDEFINED_OF = {
     (n.UPDATE, "angle"): "the parameter is zero before the step, or after it",
     (n.UPDATE, "growth"): "the parameter is zero before the step",
     (n.ACTIVATION, "spectral_alignment"): "the weight is zero",
 }
-_CLASS_OF_HISTOGRAM = f"{histogram.HISTOGRAM_NAME}."
+_CLASS_OF_HISTOGRAM = f"{HISTOGRAM_NAME}."
 
 
 def _defined(custom: Mapping[Key, float], absent: dict[tuple[str, str], str]) -> dict[Key, float]:
@@ -59,7 +58,7 @@ def _defined(custom: Mapping[Key, float], absent: dict[tuple[str, str], str]) ->
         found[key] = value
     for (source, name), has_elements in classes.items():
         if not has_elements:
-            absent[source, f"{name}/{histogram.HISTOGRAM_NAME}"] = "it has no finite element"
+            absent[source, f"{name}/{HISTOGRAM_NAME}"] = "it has no finite element"
     return found
 
 
@@ -351,7 +350,6 @@ class PendingStep:
 
 
 def _hidden(values: StepValues, unshown: Set[tuple[str, str]]) -> frozenset[Key]:
-    """The keys of metrics that no dashboard gets."""
     # the metric in a key of attention is the aggregation over heads
     sources = {source for source, _ in unshown}
     attention = sources.intersection(n.ATTENTION_SOURCES.values())

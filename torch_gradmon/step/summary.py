@@ -183,7 +183,6 @@ class ReasonContext:
     refused: Mapping[str, str]  # a reason by source if some of its tensors could not be measured
 
     def planned(self, metric: Metric) -> bool:
-        """Whether ``metric`` existed when the step began."""
         plan = self.plans.get(metric.source)
         if plan is None:
             return metric in self.due
@@ -517,7 +516,6 @@ class SummaryChoice:
         self._changed()
 
     def needs_of_gradients(self) -> dict[str, frozenset[Column]]:
-        """The statistics of gradients that all values need, by source."""
         views = ["max", *(view for name, view in DISTRIBUTION.items() if name in self.wanted)]
         return {
             n.GRADIENT_BEFORE_CLIP: ALL_COLUMNS if self._all_columns else SQUARES.union(*(VIEWS[view].columns for view in views)),
@@ -666,7 +664,6 @@ class ClipWindow:
 
 
 def _is_one(factor: float) -> bool:
-    """Whether multiplying by it rounds nothing."""
     return abs(factor - 1) <= _SAME
 
 

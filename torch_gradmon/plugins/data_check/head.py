@@ -77,7 +77,6 @@ class Head:
 
     @property
     def is_log(self) -> bool:
-        """Whether the loss takes logarithms of probabilities."""
         return self.kind in ("cross-entropy", "binary cross-entropy")
 
 

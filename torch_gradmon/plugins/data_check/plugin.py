@@ -16,8 +16,7 @@ from ...capture.hooks import Handles, Hook, ModuleHook, takes_hooks
 from ...capture.loss_graph import OUTPUT, losses_going_backward, nodes_of, notes_of
 from ...capture.module_values import tensors_of
 from ...core.keys import SUMMARY, Key
-from ...core.loop_mistakes import EXPECTATION, NON_FINITE_INPUT
-from ...core.records import StepRecord, loss_in
+from ...core.records import EXPECTATION, NON_FINITE_INPUT, StepRecord, loss_in
 from ...core.torch_modes import outside_dispatch_modes, will_run
 from ...statistics.fingerprint import fingerprints, packed, unpacked
 from ...step.active_step import ActiveStep
@@ -138,7 +137,6 @@ class Acting:
         return self._through >= max(_STEPS, _THROUGH * self._steps) and self._steps >= _STEPS
 
     def add(self, numbers: Sequence[float]) -> None:
-        """Count what one step returned, once it is on the host."""
         self._sums = [one + other for one, other in zip(self._sums, numbers, strict=True)]
         self._judge()
 
@@ -300,7 +298,6 @@ class _Calls:
 
     @property
     def micro_batches(self) -> int:
-        """The most passes in one sum, and at least 1."""
         return max(self._used, self._count, 1)
 
     def accumulates(self) -> bool:
@@ -345,7 +342,6 @@ class _Calls:
 
 
 def _is_reached(parameter: Tensor) -> bool:
-    """Whether the running pass accumulates into the parameter."""
     with outside_dispatch_modes(), torch.enable_grad():
         view: Node | None = parameter.view_as(parameter).grad_fn
     node = None if view is None else view.next_functions[0][0]
@@ -696,7 +692,6 @@ class DataCheck(Check):
             self._remove_hooks()
 
     def on_record(self, record: StepRecord) -> None:
-        """Judge a step once its values are on the host."""
 
         def found(*names: str) -> dict[str, Tensor | None]:
             return {name: record.extras.get(f"{self.name}/{name}") for name in names}

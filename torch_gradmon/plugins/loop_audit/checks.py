@@ -25,7 +25,6 @@ from ...capture.loss_graph import (
     operation_of,
     reaches_input,
 )
-from ...core.loop_mistakes import MISTAKES
 from ...step.model_index import FsdpParameterRef, ModelIndex, Place
 from ...step.ranks import local_part
 from ..tallies import Tallies
@@ -259,7 +258,6 @@ class GradientWrites:
         return begins
 
     def keep(self, probe: Probe) -> None:
-        """Keep some elements of the gradient after an accumulation."""
         self._accumulated = None if probe.gradient is None else probe.gradient.flatten()[:_ELEMENTS].clone()
 
     def read_written(self, probe: Probe, parameter: Tensor, incoming: Tensor | None) -> None:
@@ -388,7 +386,6 @@ class LossChecks:
 
 
 def _taken_by(operations: Container[str], losses: Sequence[Tensor]) -> Iterator[Node | None]:
-    """What goes into these operations of losses."""
     return (node.next_functions[0][0] for node in nodes_of(losses, OUTPUT) if operation_of(node) in operations)
 
 
@@ -505,7 +502,6 @@ class _Sample:
         return _differ(self._last, before)
 
     def has_changed(self) -> bool:
-        """Whether it has changed since the beginning. Synchronises."""
         return _differ(self._now(), self._first)
 
 
@@ -694,8 +690,8 @@ class ProbedOptimizer:
             tallies.missed("stepped-twice", key)
         self._is_repeated = False
         # the last count takes a confirmation by values
-        is_confirmed = writes.stays or tallies.count("missing-zero-grad", key) < MISTAKES["missing-zero-grad"].repeats - 1
-        tallies.check("missing-zero-grad", seen.carried and is_confirmed, key, name)
+        is_so = seen.carried and (writes.stays or not tallies.is_next_fact("missing-zero-grad", key))
+        tallies.check("missing-zero-grad", is_so, key, name)
         cleared = seen.cleared(writes.clears)
         # a single drop in each step may be deliberate, to inspect a gradient
         tallies.check("micro-batch-discarded", cleared >= 2 and not self._attacks, key, name, {"discarded": cleared})
@@ -740,5 +736,4 @@ class ProbedOptimizer:
 
 
 def _common(paths: list[list[str]]) -> list[str]:
-    """The longest beginning that all have."""
     return [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))]

@@ -6,7 +6,6 @@ import functools
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,6 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 
 from ...capture.hooks import Handles, Hook
-from ...core.loop_mistakes import MISTAKES, SETUP_MISTAKES
 from ...step.model_index import PLAIN_GRADIENTS, ModelIndex, Place
 from ...step.planner import Planner
 from ...step.ranks import is_dtensor, local_part
@@ -73,7 +71,6 @@ class OwnershipChecks:
         return is_due
 
     def step_ended(self) -> None:
-        """Judge the frozen sample after the step."""
         if (sample := self._frozen) is None or sample.value is None:
             return
         self._tallies.check("frozen-but-moving", sample.moved(), where=sample.names)
@@ -112,7 +109,6 @@ class OwnershipChecks:
                 (self._hooked.add if _has_hooks(parameter) else self._hooked.discard)(name)
 
     def _are_untied(self) -> bool:
-        """Whether parameters that were one are two now."""
         names = set(self._inventory.names)
         apart = [(other, name) for name, others in self._aliases.items() for other in others if {name, other} <= names]
         self._tallies.check("weights-untied", bool(apart), where=apart[0] if apart else (), evidence={"pairs": len(apart)})
@@ -182,7 +178,6 @@ class Sample:
         self.take()
 
     def take(self) -> None:
-        """Remember the value as it is now. Does not synchronise."""
         self.value = None if (now := self._now()) is None else now.clone()
 
     def moved(self) -> bool:
@@ -232,7 +227,6 @@ class Rest:
         return self._until - self._clean if self.is_on else 0
 
     def missed(self, steps: int) -> None:
-        """Count ``steps`` steps of the pause, fewer than are left."""
         self._clean += steps
 
     def step_ended(self, is_clean: bool) -> bool:
@@ -264,7 +258,6 @@ class LoopAudit(Check):
     """Observes a loop; it measures nothing and changes nothing."""
 
     name, part = "loop_audit", "audit"
-    mistakes: ClassVar = {**MISTAKES, **SETUP_MISTAKES}
 
     def __init__(self, planner: Planner) -> None:
         self._planner, self._handles = planner, Handles()

@@ -10,9 +10,9 @@ import torch
 
 from ....core import keys as n
 from ....core.formatting import also_in, listed, times
-from ....core.loop_mistakes import MISTAKES, NON_FINITE_INPUT, RANK_FAULTS, SETUP_MISTAKES, LoopFinding
+from ....core.loop_mistakes import MISTAKES, RANK_FAULTS, SETUP_MISTAKES, LoopFinding
 from ....core.moments import Column
-from ....core.records import Severity, StatsTable
+from ....core.records import NON_FINITE_INPUT, Severity, StatsTable
 from ..findings import Finding, NotMeasured
 from ..history import PERHAPS, History, Precautions, falls_without_bound, may_fall, rank_shift, spread, trend
 from ..series import Matrix, Series, lower_median
