@@ -177,7 +177,8 @@ class RunDirectory:
             with self._reporting():
                 if not self._has_claimed and writer.replaces_all(step):
                     self._complaints.add("replaced", _REPLACED.format(self._path, writer.last, step))
-                self._claim(writer)
+                if not self._has_claimed:
+                    self._claim(writer)
                 writer.rewind(step)
 
     def write(self, record: StepRecord, amends: bool = False, backfills: bool = False) -> None:
@@ -195,8 +196,9 @@ class RunDirectory:
         try:
             if not amends and self._writer is not None and self._vanished(self._writer, self._path, record.step):
                 return
-            writer = self._opened(self._path)
-            self._claim(writer)
+            writer = self._writer or self._opened(self._path)
+            if not self._has_claimed:
+                self._claim(writer)
             writer.log(record, update=amends, backfill=backfills)
             self._has_news, self._is_noted = True, False
         except Superseded:
@@ -262,9 +264,8 @@ class RunDirectory:
 
     def _claim(self, writer: RunWriter) -> None:
         """Claim the directory once, with the first step: if another monitor claims it later, that one keeps it."""
-        if not self._has_claimed:
-            writer.claim(self.facts)
-            self._has_claimed = True
+        writer.claim(self.facts)
+        self._has_claimed = True
 
     def _opened(self, path: str | os.PathLike[str]) -> RunWriter:
         from ..runs.writer import RunWriter
@@ -437,9 +438,9 @@ class Publisher:
 
     def put(self, record: StepRecord, amends: bool) -> None:
         """Take a step's record. ``amends``: it replaces the previous one."""
-        if self._process.is_forked or (not self._receivers() and self._is_muted()):
+        if self._process.is_forked or (self._is_muted() and not self._receivers()):
             return
-        if not amends:
+        if self._waiting is not None and not amends:
             self.publish()
         if not amends or self._waiting is not None:
             self._waiting, self._is_closed = record, False
@@ -452,7 +453,10 @@ class Publisher:
         record, self._waiting = self._waiting, None
         receivers = self._receivers()
         values: dict[str, float] = {}
-        texts = [(event, str(event)) for event in record.events] if receivers else []
+        texts = []
+        if receivers:
+            for event in record.events:
+                texts.append((event, str(event)))
         first: Warning | None = None
         for sink in receivers:
             try:
@@ -557,7 +561,9 @@ class RecordSample:
             self.is_whole = False
 
     def _cap(self, record: StepRecord) -> int:
-        size = sum([table.rows.nbytes for table in record.tables.values() if not table.same_as])
+        size = 0
+        for table in record.tables.values():
+            size += 0 if table.same_as else table.rows.nbytes
         return max(min(self._most, self._budget // max(size, 1)), FEWEST)
 
     def rewind(self, step: int) -> None:
@@ -815,7 +821,8 @@ class RecordPipeline:
         if self.last is not None and not self._is_finished:
             self._is_finished, record = True, self.last
             self._detect_late(record)
-            self._warn(self._detectors.follow_up.reports(self.last or record, self._signals))
+            if reports := self._detectors.follow_up.reports(self.last or record, self._signals):
+                self._warn(reports)
             self.detection.finish(self.absent)
         self.publisher.publish()
 
@@ -862,8 +869,8 @@ class RecordPipeline:
 
     def _warn(self, messages: Iterable[str]) -> None:
         """Warn with each message, where the script has warnings of spikes."""
-        for message in messages:
-            if self._warns and not self._is_muted():
+        if self._warns and not self._is_muted():
+            for message in messages:
                 self._complaints.warn(message)
 
     def _notify(self, events: Sequence[SpikeEvent], action: str = "") -> None:
@@ -889,7 +896,8 @@ class RecordPipeline:
         if (self._detectors.needs_detail() or messages) and record is not None:
             self._plugins.call("on_alert", record.step)
         self._detectors.warn_of_failures(self._complaints)
-        self._warn(messages)
+        if messages:
+            self._warn(messages)
         for event in events:
             if callable(self._on_spike):
                 try:
