@@ -332,8 +332,6 @@ class ModelFacts:
         self._stored: dict[str, Any] = {}
 
     def update(self, facts: Mapping[str, Any]) -> None:
-        if facts["matrices"] is self.matrices:
-            return
         self.matrices, self.kinds, self.parameters = facts["matrices"], facts["kinds"], facts["parameters"]
         # alternating models, as in a GAN, change the inventory in every step, but no other fact
         new = {name: fact for name, fact in facts.items() if fact != self._stored.get(name)}
@@ -361,7 +359,8 @@ class RecordFactory:
     def make(self, pending: PendingStep) -> tuple[StepRecord, dict[str, float]]:
         """The record of a step, and all whole-model values by name. Waits for the values."""
         active, inventory, refused = pending.active, pending.inventory, pending.readback.buffer.refused
-        self.model.update(inventory.facts)
+        if inventory.matrices is not self.model.matrices:
+            self.model.update(inventory.facts)
         shown = self.summary.choice.shown
         self._reasons = ReasonContext(inventory, active.plans, active.due, shown, pending.attached, refused)
         return pending.record(self.summary, self.layers, self._registry)
@@ -551,7 +550,10 @@ class RecordSample:
     def keep(self, record: StepRecord) -> None:
         """Take ``record``, in place of one of its step, without the values that follow from its tables, which may be thousands."""
         self._records[record.step] = replace(record, values=record.values_beside_views(), rng={})
-        cap = self._cap(record)
+        size = 0
+        for table in record.tables.values():
+            size += 0 if table.same_as else table.rows.nbytes
+        cap = max(min(self._most, self._budget // max(size, 1)), FEWEST)
         if len(self._records) >= 2 * cap:  # rarely, so that a step costs next to nothing
             events = by_size(event for known in self._records.values() for event in known.events)
             loss = loss_among({key for known in self._records.values() for key in known.values})
@@ -559,12 +561,6 @@ class RecordSample:
             chosen = set(subsample_steps(sorted(self._records), events, cap, liked))
             self._records = {step: known for step, known in self._records.items() if step in chosen}
             self.is_whole = False
-
-    def _cap(self, record: StepRecord) -> int:
-        size = 0
-        for table in record.tables.values():
-            size += 0 if table.same_as else table.rows.nbytes
-        return max(min(self._most, self._budget // max(size, 1)), FEWEST)
 
     def rewind(self, step: int) -> None:
         """Drop the records from ``step`` on, which belong to another branch: the run resumes at ``step``."""
@@ -771,7 +767,8 @@ class RecordPipeline:
             record, events = self.detection.detect(record, signals, self.absent)
             self._is_finished = False
             self._pass_on(record, amends=False)
-            self.backfill(self._detectors.take_fetched())
+            if fetched := self._detectors.take_fetched():
+                self.backfill(fetched)
             self._signals = signals
             self._plugins.call("on_record", record)
             self._notify(events, record.context.get("action", ""))
@@ -780,10 +777,12 @@ class RecordPipeline:
                 readback = pending.late_readback or pending.late.start_readback()
                 self._late = pending.late
                 self._amend(readback.land()[1])
-            self.factory.summary.count_rejected(pending.refusals_after, pending.interruptions_after)
-        if pending.step != ended or not open_to_late_values:
+            if pending.refusals_after:
+                self.factory.summary.count_rejected(pending.refusals_after, pending.interruptions_after)
+        is_latest = record.step == ended
+        if not (is_latest and open_to_late_values):
             self.finish()
-        if pending.step != ended:
+        if not is_latest:
             self.last = None
 
     def _pass_on(self, record: StepRecord, amends: bool) -> None:

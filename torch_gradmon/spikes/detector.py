@@ -220,8 +220,10 @@ class SpikeDetector:
             TypeError: ``value`` is not a number.
         """
         known, self._predicted = self._predicted, None
-        is_known = known is not None and known[:2] == (step, value)  # a user's rule is called only once for each value
-        verdict = known[2] if is_known else verdict_on(self.rule, self.name, step, value)
+        if known is not None and known[:2] == (step, value):  # a user's rule is called only once for each value
+            verdict = known[2]
+        else:
+            verdict = verdict_on(self.rule, self.name, step, value)
         learn(self.rule, value)
         return verdict
 

@@ -239,8 +239,11 @@ class DetectorSet:
         if not record.interrupted:
             self.follow_up.step_ended(applied=counts)
         self._detected_in = None
-        self._waiting = {name: (detector, set()) for name, detector in self.detectors.items()} if counts else {}
-        if not counts:
+        self._waiting = {}
+        if counts:
+            for name, detector in self.detectors.items():
+                self._waiting[name] = detector, set()
+        else:
             absent[SUMMARY, "spike_score"] = not_applied(record.context)
 
     def _compare_like_with_like(self, record: StepRecord) -> None:
@@ -310,7 +313,12 @@ class DetectorSet:
                 continue
             try:
                 is_first = not done
-                values = self._new_values(detector, done, record, whole)
+                values = self._values(detector, record, whole, with_tables=is_first)  # tables are complete at the first call
+                if done:
+                    values = {signal: value for signal, value in values.items() if signal not in done}
+                if values:
+                    done.update(values)
+                    self._steps_without_value[name] = -math.inf
                 verdicts = _verdicts(detector, record.step, values)
                 events.extend(self._events(detector, record.step, values, verdicts))
                 if is_first and values and name == MAIN_SIGNAL and self.history.gradients.spoiled:
@@ -354,18 +362,6 @@ class DetectorSet:
         if others := len(spikes) - 1:
             event = replace(event, reason=f"{event.reason}, and {others} of the {len(verdicts) - 1} others spike with it")
         return [event]
-
-    def _new_values(
-        self, detector: SpikeDetector, done: set[str], record: StepRecord, whole: Mapping[str, float]
-    ) -> dict[str, float]:
-        """The values of signals that are not yet ``done`` in this step."""
-        new = self._values(detector, record, whole, with_tables=not done)  # tables are complete at the first call
-        if done:
-            new = {signal: value for signal, value in new.items() if signal not in done}
-        done.update(new)
-        if new:
-            self._steps_without_value[detector.name] = -math.inf
-        return new
 
     def _values(
         self, detector: SpikeDetector, record: StepRecord, whole: Mapping[str, float], with_tables: bool = True

@@ -54,29 +54,23 @@ class SortedWindow:
 
     def median_deviation(self, center: float) -> float:
         """The median of ``|x - center|``. There must be a value."""
-        half = len(self.in_order) // 2
-        upper = self._nearest(center, half + 1)
-        return upper if len(self.in_order) % 2 else (self._nearest(center, half) + upper) / 2
-
-    def _nearest(self, center: float, rank: int) -> float:
-        """The ``rank``-th smallest distance to ``center``, the first being 1.
-
-        Distances grow to both sides of ``center``, so that the nearest ``rank`` values are neighbours: what is sought is how many
-        of them lie below it.
-        """
-        ordered = self.in_order
+        ordered, half, found = self.in_order, len(self.in_order) // 2, []
         split = bisect_left(ordered, center)
-        fewest, most = max(0, rank - len(ordered) + split), min(rank, split)
-        while fewest < most:
-            below = (fewest + most) // 2
-            above = rank - below
-            if above > 0 and center - ordered[split - below - 1] < ordered[split + above - 1] - center:
-                fewest = below + 1
-            else:
-                most = below
-        lower = center - ordered[split - fewest] if fewest else -math.inf
-        upper = ordered[split + rank - fewest - 1] - center if fewest < rank else -math.inf
-        return max(lower, upper)
+        # distances grow to both sides of the center, so that the nearest ``rank`` values are neighbours: what is sought is how many of
+        # them lie below it
+        for rank in (half + 1,) if len(ordered) % 2 else (half, half + 1):
+            fewest, most = max(0, rank - len(ordered) + split), min(rank, split)
+            while fewest < most:
+                below = (fewest + most) // 2
+                above = rank - below
+                if above > 0 and center - ordered[split - below - 1] < ordered[split + above - 1] - center:
+                    fewest = below + 1
+                else:
+                    most = below
+            lower = center - ordered[split - fewest] if fewest else -math.inf
+            upper = ordered[split + rank - fewest - 1] - center if fewest < rank else -math.inf
+            found.append(max(lower, upper))
+        return sum(found) / len(found)
 
 
 # --- settings ---
@@ -202,18 +196,18 @@ class Hampel:
 
     def score(self, value: float) -> float | None:
         """Robust standard deviations above normal, negative below it; None for the first eight values."""
-        if self._scored is None or self._scored[0] != value:
-            self._scored = value, self._compared(value)
-        return self._scored[1]
-
-    def _compared(self, value: float) -> float | None:
-        if self._count < JUDGES or (value < 0 and not self.linear):
-            return None
-        position = value if self.linear else log_of(value)
-        score = self._distance("near", position)
-        if self._count >= FAR_FROM:
-            score = max(score, self._distance("far", position))
-        return min(score, self.threshold) if score > self.threshold and self._is_usual(position) else score
+        if self._scored is not None and self._scored[0] == value:
+            return self._scored[1]
+        score = None
+        if self._count >= JUDGES and not (value < 0 and not self.linear):
+            position = value if self.linear else log_of(value)
+            score = self._distance("near", position)
+            if self._count >= FAR_FROM:
+                score = max(score, self._distance("far", position))
+            if score > self.threshold and self._is_usual(position):
+                score = self.threshold
+        self._scored = value, score
+        return score
 
     def _distance(self, name: str, position: float) -> float:
         """Robust standard deviations above the median of a level."""
@@ -242,22 +236,19 @@ class Hampel:
         self._peaks.append(position if is_high else -math.inf)
         self._recent.append((position, is_spike))
         if not is_spike:
-            self._learn(position)
+            for name, level in self._levels.items():
+                if len(level.in_order) >= FIRST:
+                    self._residuals[name].add(position - level.median)
+            self._count += 1
+            self._levels["near"].add(position)
+            self._between.append(position)
+            if len(self._between) > self.lag:
+                self._levels["far"].add(self._between.popleft())
         is_oldest = len(self._recent) == RECENT and self._recent[0][1]
         if is_spike or is_oldest:
             spikes = [spike for _, spike in self._recent].count(True)
             if spikes >= (ACCEPT_IN_THE_END if is_oldest else ACCEPT_AT_ONCE):
                 self._accept()
-
-    def _learn(self, position: float) -> None:
-        for name, level in self._levels.items():
-            if len(level.in_order) >= FIRST:
-                self._residuals[name].add(position - level.median)
-        self._count += 1
-        self._levels["near"].add(position)
-        self._between.append(position)
-        if len(self._between) > self.lag:
-            self._levels["far"].add(self._between.popleft())
 
     def _accept(self) -> None:
         """Restart the medians from the first of the recent spikes on."""

@@ -670,7 +670,7 @@ class ClipWindow:
 
 
 def _scalings(steps: Sequence[_Step]) -> list[float]:
-    """Constant factors of gradients, whatever their norm. 1 is one of them if a clip does not always act."""
+    """Constant factors of gradients, whatever their norm, ascending. 1 is one of them if a clip does not always act."""
     runs: list[list[_Step]] = []
     for step in sorted(steps, key=_FACTOR):
         if runs and step.factor - runs[-1][0].factor <= step.slack * step.factor:
@@ -811,7 +811,9 @@ class Summary:
         self.not_applied += not facts.applied
         self.interrupted += facts.is_interrupted
         values["steps_not_applied"] = float(self.not_applied)
-        self._gradients(values, tables.get(n.GRADIENT_BEFORE_CLIP), tables.get(n.GRADIENT), facts, absent)
+        before, after = tables.get(n.GRADIENT_BEFORE_CLIP), tables.get(n.GRADIENT)
+        self._gradients(values, before, after, facts, absent)
+        values |= self._clip_values(before, after, facts, absent)
         self.nonfinite += facts.nonfinite or facts.refusal
         if self._batches is not None:
             values |= self._batches.compute(batch_norms or {}, values.get("grad_norm"), facts.ranks, absent)
@@ -859,7 +861,6 @@ class Summary:
                 absent["grad_top_fraction"] = f"the gradient norm is {norm}"
             if facts.applied and after is not None and facts.used >= set(before.names):
                 self._add_clip(before, after, facts)
-        values |= self._clip_values(before, after, facts, absent)
 
     def _add_clip(self, before: StatsTable, after: StatsTable, facts: StepFacts) -> None:
         edited = facts.edited or differ(before, after, facts.rounding if facts.rounds else 0.0)
