@@ -55,7 +55,7 @@ def _measures_before_the_clip(patch: Patch) -> None:
     def around(original: Any, self: FollowedLoop, *args: Any) -> Any:
         original(self, *args)
         with torch.no_grad():
-            measure(self.lifecycle.captures.gradients, self.ownership.all_positions(), None)
+            measure(self.lifecycle.captures.gradients, self.ownership.all_positions, None)
 
     _wrap(patch, FollowedLoop, "backward_ended", around)
     patch.setattr(GradientCapture, "after_clip", lambda self, positions, inverse_scale: None)

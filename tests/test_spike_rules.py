@@ -83,8 +83,8 @@ def test_a_sorted_window_has_the_medians_of_its_last_values(values: list[float],
     window = SortedWindow(size, values)
     last = values[-size:]
     assert list(window) == last
-    assert window.median() == statistics.median(last)
-    for middle in (center, window.median(), last[0]):
+    assert window.median == statistics.median(last)
+    for middle in (center, window.median, last[0]):
         assert window.median_deviation(middle) == pytest.approx(statistics.median(abs(x - middle) for x in last))
 
 

@@ -109,7 +109,7 @@ def calling_scaler() -> torch.amp.GradScaler | None:
 
 
 _NARROW = frozenset({torch.float16, torch.bfloat16})
-_VERSION = attrgetter("_version")
+_GRAD, _VERSION = attrgetter("grad"), attrgetter("_version")
 _Seen = dict[int, tuple["weakref.ref[Tensor]", int]]
 
 
@@ -149,8 +149,9 @@ class GradientCapture:
             known = there(parameters, range(len(parameters))).items()
             self._at_rest = frozenset(position for position, parameter in known if not parameter.requires_grad)
         self._buffer, self._plans, self._parameters, self._source = buffer, plans, parameters, inventory.source
-        names = plans[GRADIENT].names if doubtful else ()
-        self._doubtful = frozenset(position for position, name in enumerate(names) if name in doubtful)
+        self._doubtful = frozenset()
+        if doubtful:
+            self._doubtful = frozenset(position for position, name in enumerate(plans[GRADIENT].names) if name in doubtful)
         self._by_batch, self._uncommitted, self._accumulated, self._batches = by_batch, {}, {}, {}
         self._seen, self._held, self._clipped, self._scaled, self._spent, self._passed = {}, {}, {}, False, set(), set()
 
@@ -227,10 +228,12 @@ class GradientCapture:
             # a gradient is no sign of it: zero_grad(set_to_none=False) leaves one to a layer that stays frozen
             thawed = (p for p in self._doubtful.intersection(parameters) if parameters[p].requires_grad)
             self._buffer.thawed.update(self._plans[GRADIENT].names[p] for p in thawed)
-        if self._source is PLAIN_GRADIENTS:
-            return {p: gradient for p, parameter in parameters.items() if (gradient := parameter.grad) is not None}
-        read = self._source.used if are_used else self._source.accumulated
-        return {p: gradient for p, parameter in parameters.items() if (gradient := read(parameter)) is not None}
+        read = _GRAD if self._source is PLAIN_GRADIENTS else self._source.used if are_used else self._source.accumulated
+        found = {}
+        for position, parameter in parameters.items():
+            if (gradient := read(parameter)) is not None:
+                found[position] = gradient
+        return found
 
     def before_clip(self, positions: Sequence[int], inverse_scale: Tensor | None, held_for: Hashable | None = None) -> None:
         """Measure the accumulated gradients, not yet clipped, anew; ``held_for``: keep the values under this key until :meth:`release`."""
@@ -251,7 +254,9 @@ class GradientCapture:
         self._measurer.measure(Measurement(target, plan, gradients, inverse_scale))
 
     def _replace_seen(self, positions: Iterable[int], seen: _Seen) -> None:
-        were = {position: self._seen.pop(position, None) for position in positions}
+        were = {}
+        for position in positions:
+            were[position] = self._seen.pop(position, None)
         if self._buffer is not None and not self._spent.isdisjoint(were):
             # not dropped but used, as by a closure that is called again: what was done to them is over
             self._spent.difference_update(were)
@@ -302,8 +307,12 @@ class GradientCapture:
             # unscaling moves no version counter, but rounds in low precision: other values without an edit
             elif self._scaled and any(gradient.dtype in _NARROW for gradient in gradients.values()):
                 self._buffer.noted["rounds"] = True
-        if gradients and is_plain and all(p in self._seen and self._seen[p][0]() is not g for p, g in gradients.items()):
-            self._buffer.noted["assigned"] = True  # others than those that were measured
+        if gradients and is_plain:
+            for position, gradient in gradients.items():
+                if position not in self._seen or self._seen[position][0]() is gradient:
+                    break
+            else:
+                self._buffer.noted["assigned"] = True  # others than those that were measured
         self._spent.update(gradients)
         if len(gradients) < len(self._seen):
             self._passed = self._seen.keys() - gradients
@@ -316,11 +325,12 @@ def _edits(seen: _Seen, gradients: Mapping[int, Tensor]) -> dict[int, bool]:
     """Whether each of these was written to, or replaced, since it was seen. Without those whose version counter does not tell:
     subclasses (DTensor) have no such counter, and views (of DDP's buckets) share one.
     """
-    return {
-        p: seen[p][0]() is not gradient or seen[p][1] != (-1 if gradient.is_inference() else gradient._version)
-        for p, gradient in gradients.items()
-        if p in seen and type(gradient) is Tensor and not gradient._is_view()
-    }
+    edits = {}
+    for p, gradient in gradients.items():
+        if p in seen and type(gradient) is Tensor and not gradient._is_view():
+            known, version = seen[p]
+            edits[p] = known() is not gradient or version != (-1 if gradient.is_inference() else gradient._version)
+    return edits
 
 
 def _seen(gradients: Mapping[int, Tensor]) -> _Seen:

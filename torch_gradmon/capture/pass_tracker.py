@@ -47,10 +47,6 @@ class PassTracker:
 
     # --- steps -----------------------------------------------------------------------------------------------------------------
 
-    def begin_step(self, in_eval: bool) -> None:
-        """Start a step, begun by a call in evaluation mode if ``in_eval``, which a backward pass may confirm as training."""
-        self.counts_eval = self.is_tentative = in_eval
-
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
         self.is_paused = True

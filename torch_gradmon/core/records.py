@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from itertools import compress, takewhile
+from itertools import compress, filterfalse, takewhile
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
@@ -24,6 +25,9 @@ class Block(NamedTuple):
     keys: Sequence[Key] = ()
     numbers: Sequence[float] = ()
     table: str = ""  # the source whose table of statistics these values are views of; empty if they are no views
+
+
+_TABLE = attrgetter("table")
 
 
 def in_blocks(values: Mapping[Key, float]) -> tuple[Block, ...]:
@@ -73,7 +77,7 @@ class StepValues(Mapping[Key, float]):
     def rest(self) -> StepValues:
         """The values that are no views of tables."""
         if self._rest is None:
-            self._rest = StepValues(*[block for block in self.blocks if not block.table])
+            self._rest = StepValues(*filterfalse(_TABLE, self.blocks))
         return self._rest
 
     def without(self, keys: Container[Key]) -> StepValues:

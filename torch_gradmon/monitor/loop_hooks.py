@@ -864,7 +864,7 @@ class BackwardHooks(_Reporting):
             engine = Variable._execution_engine
             # DDP copies the reduced gradients back in a callback of its own; one queued from within a callback comes after it
             self.awaited.add(task)
-            engine.queue_callback(lambda: engine.queue_callback(functools.partial(self._ended, task)))
+            engine.queue_callback(functools.partial(engine.queue_callback, functools.partial(self._ended, task)))
 
     def _remember(self, task: int) -> None:
         if len(self._tasks) > 10_000:

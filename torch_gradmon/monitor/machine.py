@@ -490,10 +490,9 @@ class StepMachine(StepCycle):
         left = [each for each in self.order if each not in done and each not in within.known]
         return any(each in within.outside or self.measures.has_gradients(each) for each in left)
 
-    def _attempt_ended(self, optimizer: Hashable, in_scaler_step: bool) -> None:
-        """The optimizer has stepped, or the scaler skipped it; with the last one the attempt is over."""
-        if not self.awaits_others() if self.state.in_backward.any_now else self.order[-1] == optimizer:
-            self._all_stepped(in_scaler_step)
+    def _ends_attempt(self, optimizer: Hashable) -> bool:
+        """The optimizer has stepped, or the scaler skipped it: whether all have."""
+        return not self.awaits_others() if self.state.in_backward.any_now else self.order[-1] == optimizer
 
     def _all_stepped(self, in_scaler_step: bool) -> None:
         state, leads = self.state, self.state.leads
@@ -625,7 +624,8 @@ class StepMachine(StepCycle):
             Whether it must change nothing.
         """
         measures, state = self.measures, self.state
-        self._end_raised(optimizer)
+        if state.progress.raised:
+            self._end_raised(optimizer)
         here, elsewhere = state.in_backward.outside, state.in_backward.known
         if within:
             here, elsewhere, state.in_backward.any_now = elsewhere, here, True
@@ -713,7 +713,7 @@ class StepMachine(StepCycle):
             return False
         if progress.done:
             return progress.backwards > self.state.patterns.backwards_at_step
-        return not progress.overflowed and bool(self.measures.gets_own_gradients())
+        return len(self.order) > 1 and not progress.overflowed and bool(self.measures.gets_own_gradients())
 
     def closure_ended(self, optimizer: Hashable) -> bool:
         """The closure has computed gradients. Those of its last call are the optimizer's, and those of its first call decide.
@@ -754,7 +754,8 @@ class StepMachine(StepCycle):
             are_several = len(self.order) > 1
             if are_several and self.order[-1] == optimizer:
                 self._round_ended(optimizer)
-            self._attempt_ended(optimizer, in_scaler_step)
+            if self._ends_attempt(optimizer):
+                self._all_stepped(in_scaler_step)
             if are_several:
                 self._part_ended(optimizer)
 
@@ -771,5 +772,6 @@ class StepMachine(StepCycle):
         self.measures.measure_after_clip(optimizer, with_unowned=self.order[-1] == optimizer, is_overflowed=True)
         self._decide(optimizer, is_overflowed=True)  # nothing is left to skip, but other ranks may wait
         progress.overflowed.add(optimizer)
-        self._attempt_ended(optimizer, in_scaler_step)
+        if self._ends_attempt(optimizer):
+            self._all_stepped(in_scaler_step)
         self._part_ended(optimizer)

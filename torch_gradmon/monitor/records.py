@@ -177,7 +177,8 @@ class RunDirectory:
             with self._reporting():
                 if not self._has_claimed and writer.replaces_all(step):
                     self._complaints.add("replaced", _REPLACED.format(self._path, writer.last, step))
-                self._claim(writer)
+                if not self._has_claimed:
+                    self._claim(writer)
                 writer.rewind(step)
 
     def write(self, record: StepRecord, amends: bool = False, backfills: bool = False) -> None:
@@ -195,8 +196,9 @@ class RunDirectory:
         try:
             if not amends and self._writer is not None and self._vanished(self._writer, self._path, record.step):
                 return
-            writer = self._opened(self._path)
-            self._claim(writer)
+            writer = self._writer or self._opened(self._path)
+            if not self._has_claimed:
+                self._claim(writer)
             writer.log(record, update=amends, backfill=backfills)
             self._has_news, self._is_noted = True, False
         except Superseded:
@@ -262,9 +264,8 @@ class RunDirectory:
 
     def _claim(self, writer: RunWriter) -> None:
         """Claim the directory once, with the first step: if another monitor claims it later, that one keeps it."""
-        if not self._has_claimed:
-            writer.claim(self.facts)
-            self._has_claimed = True
+        writer.claim(self.facts)
+        self._has_claimed = True
 
     def _opened(self, path: str | os.PathLike[str]) -> RunWriter:
         from ..runs.writer import RunWriter
@@ -331,8 +332,6 @@ class ModelFacts:
         self._stored: dict[str, Any] = {}
 
     def update(self, facts: Mapping[str, Any]) -> None:
-        if facts["matrices"] is self.matrices:
-            return
         self.matrices, self.kinds, self.parameters = facts["matrices"], facts["kinds"], facts["parameters"]
         # alternating models, as in a GAN, change the inventory in every step, but no other fact
         new = {name: fact for name, fact in facts.items() if fact != self._stored.get(name)}
@@ -360,7 +359,8 @@ class RecordFactory:
     def make(self, pending: PendingStep) -> tuple[StepRecord, dict[str, float]]:
         """The record of a step, and all whole-model values by name. Waits for the values."""
         active, inventory, refused = pending.active, pending.inventory, pending.readback.buffer.refused
-        self.model.update(inventory.facts)
+        if inventory.matrices is not self.model.matrices:
+            self.model.update(inventory.facts)
         shown = self.summary.choice.shown
         self._reasons = ReasonContext(inventory, active.plans, active.due, shown, pending.attached, refused)
         return pending.record(self.summary, self.layers, self._registry)
@@ -434,9 +434,9 @@ class Publisher:
 
     def put(self, record: StepRecord, amends: bool) -> None:
         """Take a step's record. ``amends``: it replaces the previous one."""
-        if self._process.is_forked or (not self._receivers() and self._is_muted()):
+        if self._process.is_forked or (self._is_muted() and not self._receivers()):
             return
-        if not amends:
+        if self._waiting is not None and not amends:
             self.publish()
         if not amends or self._waiting is not None:
             self._waiting, self._is_closed = record, False
@@ -449,7 +449,10 @@ class Publisher:
         record, self._waiting = self._waiting, None
         receivers = self._receivers()
         values: dict[str, float] = {}
-        texts = [(event, str(event)) for event in record.events] if receivers else []
+        texts = []
+        if receivers:
+            for event in record.events:
+                texts.append((event, str(event)))
         first: Warning | None = None
         for sink in receivers:
             try:
@@ -541,7 +544,10 @@ class RecordSample:
     def keep(self, record: StepRecord) -> None:
         """Take ``record``, in place of one of its step, without the values that follow from its tables, which may be thousands."""
         self._records[record.step] = replace(record, values=record.values_beside_views(), rng={})
-        cap = self._cap(record)
+        size = 0
+        for table in record.tables.values():
+            size += 0 if table.same_as else table.rows.nbytes
+        cap = max(min(self._most, self._budget // max(size, 1)), FEWEST)
         if len(self._records) >= 2 * cap:  # rarely, so that a step costs next to nothing
             events = by_size(event for known in self._records.values() for event in known.events)
             loss = loss_among({key for known in self._records.values() for key in known.values})
@@ -549,10 +555,6 @@ class RecordSample:
             chosen = set(subsample_steps(sorted(self._records), events, cap, liked))
             self._records = {step: known for step, known in self._records.items() if step in chosen}
             self.is_whole = False
-
-    def _cap(self, record: StepRecord) -> int:
-        size = sum([table.rows.nbytes for table in record.tables.values() if not table.same_as])
-        return max(min(self._most, self._budget // max(size, 1)), FEWEST)
 
     def rewind(self, step: int) -> None:
         """Drop the records from ``step`` on, which belong to another branch: the run resumes at ``step``."""
@@ -757,7 +759,8 @@ class RecordPipeline:
             record, events = self.detection.detect(record, signals, self.absent)
             self._is_finished = False
             self._pass_on(record, amends=False)
-            self.backfill(self._detectors.take_fetched())
+            if fetched := self._detectors.take_fetched():
+                self.backfill(fetched)
             self._signals = signals
             self._plugins.call("on_record", record)
             self._notify(events, record.context.get("action", ""))
@@ -766,10 +769,12 @@ class RecordPipeline:
                 readback = pending.late_readback or pending.late.start_readback()
                 self._late = pending.late
                 self._amend(readback.land()[1])
-            self.factory.summary.count_rejected(pending.refusals_after, pending.interruptions_after)
-        if pending.step != ended or not open_to_late_values:
+            if pending.refusals_after:
+                self.factory.summary.count_rejected(pending.refusals_after, pending.interruptions_after)
+        is_latest = record.step == ended
+        if not (is_latest and open_to_late_values):
             self.finish()
-        if pending.step != ended:
+        if not is_latest:
             self.last = None
 
     def _pass_on(self, record: StepRecord, amends: bool) -> None:
@@ -805,7 +810,8 @@ class RecordPipeline:
         if self.last is not None and not self._is_finished:
             self._is_finished, record = True, self.last
             self._detect_late(record)
-            self._warn(self._detectors.follow_up.reports(self.last or record, self._signals))
+            if reports := self._detectors.follow_up.reports(self.last or record, self._signals):
+                self._warn(reports)
             self.detection.finish(self.absent)
         self.publisher.publish()
 
@@ -852,8 +858,8 @@ class RecordPipeline:
 
     def _warn(self, messages: Iterable[str]) -> None:
         """Warn with each message, where the script has warnings of spikes."""
-        for message in messages:
-            if self._warns and not self._is_muted():
+        if self._warns and not self._is_muted():
+            for message in messages:
                 self._complaints.warn(message)
 
     def _notify(self, events: Sequence[SpikeEvent], action: str = "") -> None:
@@ -879,7 +885,8 @@ class RecordPipeline:
         if (self._detectors.needs_detail() or messages) and record is not None:
             self._plugins.call("on_alert", record.step)
         self._detectors.warn_of_failures(self._complaints)
-        self._warn(messages)
+        if messages:
+            self._warn(messages)
         for event in events:
             if callable(self._on_spike):
                 try:

@@ -47,38 +47,39 @@ class Ownership:
 
     Attributes:
         order: the names in the order in which they step; the step machine changes it.
+        owned: positions of the parameters of each optimizer.
         unowned: positions of parameters that no optimizer has.
         shared: positions of parameters that several optimizers have.
+        all_positions: all of these, ascending.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.order: list[Hashable] = [id(optimizer) for optimizer in optimizers]
-        self._references = {id(optimizer): weakref.ref(optimizer) for optimizer in optimizers}
+        self._references: dict[Hashable, weakref.ref[Optimizer]] = {id(each): weakref.ref(each) for each in optimizers}
         self._first = weakref.ref(optimizers[0])
-        self._owned: dict[Hashable, list[int]] = {}
+        self.owned: dict[Hashable, list[int]] = {}
         self.unowned: list[int] = []
+        self.all_positions: list[int] = []
         self.shared: set[int] = set()
         self._group_sizes: list[int] = []
         self._source = PLAIN_GRADIENTS
 
     def __getitem__(self, name: Hashable) -> Optimizer | None:
         """The optimizer, while it exists; None for the name None, under which unowned parameters stand."""
-        reference = self._references.get(name)  # type: ignore[call-overload]
+        reference = self._references.get(name)
         return None if reference is None else reference()
 
     def alive(self) -> list[Optimizer]:
         """The optimizers that still exist, in the order in which they step."""
-        return [optimizer for name in self.order if (optimizer := self[name]) is not None]
+        found = []
+        for name in self.order:
+            if (optimizer := self._references[name]()) is not None:
+                found.append(optimizer)
+        return found
 
     @property
     def is_orphaned(self) -> bool:
         return self._first() is None and all(reference() is None for reference in self._references.values())
-
-    def positions(self, name: Hashable) -> list[int]:
-        return self._owned.get(name, [])
-
-    def all_positions(self) -> list[int]:
-        return sorted({*self.unowned}.union(*self._owned.values()))
 
     def parameters(self, name: Hashable) -> list[Tensor]:
         optimizer = self[name]
@@ -88,8 +89,9 @@ class Ownership:
         self._source = planner.source
         self._group_sizes = self._sizes()
         owned, self.unowned = planner.positions(self.alive())
-        self._owned = dict(owned.items())
-        owners = Counter(position for positions in self._owned.values() for position in positions)
+        self.owned = dict(owned.items())
+        self.all_positions = sorted({*self.unowned}.union(*self.owned.values()))
+        owners = Counter(position for positions in self.owned.values() for position in positions)
         self.shared = {position for position, count in owners.items() if count > 1}
 
     def has_changed(self) -> bool:
@@ -97,22 +99,26 @@ class Ownership:
         return self._group_sizes != self._sizes()
 
     def _sizes(self) -> list[int]:
-        optimizers = self.alive()
-        if self._source is not PLAIN_GRADIENTS:
-            return [len(self._source.tensors_of(optimizer)) for optimizer in optimizers]
-        return [len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups]
+        sizes = []
+        for optimizer in self.alive():
+            if self._source is not PLAIN_GRADIENTS:
+                sizes.append(len(self._source.tensors_of(optimizer)))
+            else:
+                for group in optimizer.param_groups:
+                    sizes.append(len(group["params"]))
+        return sizes
 
     def shares(self) -> list[tuple[Hashable | None, Optimizer | None, list[int]]]:
         """The positions of each optimizer that exists; under None those that no optimizer has."""
         found: list[tuple[Hashable | None, Optimizer | None, list[int]]] = []
         for name in self.order:
-            if (optimizer := self[name]) is not None:
-                found.append((name, optimizer, self._owned.get(name, [])))
+            if (optimizer := self._references[name]()) is not None:
+                found.append((name, optimizer, self.owned.get(name, [])))
         return [*found, (None, None, self.unowned)]
 
     def to_step(self, positions: Iterable[int], done: Iterable[Hashable]) -> list[int]:
         """Those of ``positions`` whose optimizers are not ``done``: later gradients of the others are not for this step."""
-        stepped = {position for name in done for position in self.positions(name)}
+        stepped = {position for name in done for position in self.owned.get(name, ())}
         return [position for position in positions if position not in stepped]
 
 
@@ -141,10 +147,11 @@ class StepMeasurement:
         self._lifecycle, self._captures, self._ownership = loop.lifecycle, loop.lifecycle.captures, loop.ownership
         self._optimizer_hooks, self._backward, self._scaler = loop.optimizer_hooks, loop.backward_hooks, loop.scaler_hooks
         self._complaints = loop.fence.complaints
+        self.backward_ended, self.release_gradients = self._captures.modules.backward_ended, self._captures.gradients.release
         self._accumulated: dict[Hashable, tuple[weakref.ref[Tensor], int]] = {}  # a gradient of an optimizer, and its version
 
     def _positions(self, optimizer: Hashable, with_unowned: bool) -> list[int]:
-        own = self._ownership.positions(optimizer)
+        own = self._ownership.owned.get(optimizer, [])
         return sorted([*own, *self._ownership.unowned]) if with_unowned else own
 
     def inverse_scale(self) -> Tensor | None:
@@ -154,9 +161,6 @@ class StepMeasurement:
         return next((scale for scale in scales if scale is not None), None)
 
     # --- gradients -----------------------------------------------------------------------------------------------------------
-
-    def backward_ended(self) -> None:
-        self._captures.modules.backward_ended()
 
     @property
     def waits_for_step(self) -> bool:
@@ -195,16 +199,13 @@ class StepMeasurement:
 
         If that optimizer has stepped after an earlier pass, this pass is another optimizer's turn, and its end measures the rest.
         """
-        within = any(position in self._ownership.positions(name) for name in in_backward)
+        within = any(position in self._ownership.owned.get(name, ()) for name in in_backward)
         positions = [position] if within else self._ownership.to_step([position], done)
         self._captures.gradients.before_clip(positions, None)
 
-    def release_gradients(self, optimizer: Hashable) -> None:
-        self._captures.gradients.release(optimizer)
-
     def measure_after_clip(self, optimizer: Hashable, *, with_unowned: bool, is_overflowed: bool = False) -> None:
         """Measure the gradients that the optimizer uses, and with the last one those that none uses."""
-        positions = self._ownership.positions(optimizer)
+        positions = self._ownership.owned.get(optimizer, [])
         if self._backward.awaited and torch._C._current_graph_task_id() == -1:
             self._refuse_before_clip(positions)
         scale = None if is_overflowed else self._scaler.inverse_scale(self._ownership[optimizer])
@@ -251,7 +252,7 @@ class StepMeasurement:
     # --- parameters ----------------------------------------------------------------------------------------------------------
 
     def measure_parameters(self) -> None:
-        self._captures.parameters.measure(self._ownership.all_positions())
+        self._captures.parameters.measure(self._ownership.all_positions)
 
     def hold_parameters(self, optimizer: Hashable, *, with_unowned: bool, as_measured: bool) -> None:
         """Copy the parameters that the optimizer is about to change; ``as_measured``: :meth:`measure_parameters` was just called."""
@@ -262,7 +263,7 @@ class StepMeasurement:
 
     def measure_update(self, optimizer: Hashable) -> None:
         if (found := self._ownership[optimizer]) is not None:
-            self._captures.parameters.after_step(self._ownership.positions(optimizer), found)
+            self._captures.parameters.after_step(self._ownership.owned.get(optimizer, []), found)
 
     # --- facts ---------------------------------------------------------------------------------------------------------------
 
@@ -286,7 +287,7 @@ class StepMeasurement:
 
     def explain_in_backward(self, optimizer: Hashable) -> None:
         """The same, for an optimizer whose step within the backward pass was not expected."""
-        if not self._captures.gradients.are_measured(self._ownership.positions(optimizer)):
+        if not self._captures.gradients.are_measured(self._ownership.owned.get(optimizer, [])):
             self.explain_missing(_IN_BACKWARD)
 
     def revive_hooks(self, optimizer: Hashable) -> None:
@@ -494,7 +495,7 @@ class FollowedLoop:
             buffer.refuse_all(GRADIENT_BEFORE_CLIP, UNFINISHED)
         if len(order) == 1 or index is None or not leads:
             return
-        owned = (self.ownership.positions(each) for each in order)
+        owned = (self.ownership.owned.get(each) for each in order)
         # an optimizer uses all or none; one that shares parameters may have the first ones in common
         if resting := [own for own in owned if own and not buffer.used.issuperset((index.names[own[0]], index.names[own[-1]]))]:
             buffer.noted["rests"] = float(len(resting))
@@ -518,7 +519,7 @@ class FollowedLoop:
         ignored = frozenset[str]()
         if index is not None:
             positions = {p for parameters in left.values() if parameters for p in index.positions(parameters)}
-            ignored = frozenset(index.names[p] for p in positions.union(*map(ownership.positions, overflowed)))
+            ignored = frozenset(index.names[p] for p in positions.union(*(ownership.owned.get(each, ()) for each in overflowed)))
         return OptimizerContext(has_scaler, is_overflowed, " and ".join(stepped), ignored, bool(own))
 
     # --- events --------------------------------------------------------------------------------------------------------------

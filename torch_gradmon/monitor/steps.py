@@ -179,7 +179,7 @@ class StepPlanning:
         active.buffer = buffer = StepBuffer(active.number, self.fence.complaints)
         if is_monitored:
             buffer.rng = self.random_states()
-            active.due = tuple(metric for metric in planner.module_metrics() if metric.due(active.number))
+            active.due = planner.modules_due(active.number)
         if index.homes:
             captures.measurer.ranks.count_at(index.homes)
         buffer.used.update(index.foreign)  # their ranks use them
@@ -420,7 +420,7 @@ class StepLifecycle:
             self.planning.prepare(active)
             if not (self._had_root_inputs or hides_forward or self.state.is_manual) and modules.hooks.on_root_inputs:
                 modules.root_inputs_missed()
-        modules.passes.begin_step(in_eval=is_tentative)
+        modules.passes.counts_eval = modules.passes.is_tentative = is_tentative
         self.values.step_opened(active.buffer, active.is_monitored, hides_forward, is_tentative)
 
     def pass_idle(self, step: int) -> None:
@@ -448,8 +448,9 @@ class StepLifecycle:
             TrainingStopped: a plugin stops the run.
         """
         active, loop = self.active, self.planning.loop
-        is_measured = active is not None and active.buffer is not None and not self.captures.modules.passes.paused
-        if active is None or loop is None or not is_measured or not self.plugins.has("before_optimizer_step"):
+        if not self.plugins.has("before_optimizer_step") or active is None or loop is None:
+            return False
+        if active.buffer is None or self.captures.modules.passes.paused:
             return False
         context = loop.context_of(optimizer, done, overflowed, is_overflowed)
         try:
@@ -462,7 +463,7 @@ class StepLifecycle:
         return active.is_skipped
 
     def attempt_ended(self, is_overflowed: bool) -> None:
-        if self.active is not None and self.plugins.has("after_attempt"):
+        if self.active is not None:
             self.plugins.call("after_attempt", self.active, not (is_overflowed or self.active.is_skipped))
 
     # --- closing -------------------------------------------------------------------------------------------------------------

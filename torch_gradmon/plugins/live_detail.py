@@ -68,7 +68,8 @@ class PostSpikeDetail(Plugin):
 
     def on_sealed(self, step: int) -> None:
         """Start with the step that opens, if the last record had a spike."""
-        self._turn(ends=False, opens=True)
+        if self._spiked_in is not None:
+            self._turn(ends=False, opens=True)
 
     def on_step_closing(self, step: ActiveStep) -> None:
         if not step.is_monitored:
@@ -83,12 +84,11 @@ class PostSpikeDetail(Plugin):
 
     def on_step_closed(self, step: ActiveStep) -> None:
         ends, self._ends = self._ends, False
-        self._turn(ends)
+        if ends or self._spiked_in is not None:
+            self._turn(ends)
 
     def _turn(self, ends: bool, opens: bool = False) -> None:
         spiked, last = self._spiked_in, self.context.last_step
-        if spiked is None and not ends:
-            return
         if self.context.ranks_synchronised and spiked is not None and not (opens and last is not None and spiked < last):
             spiked = None
         if spiked is not None:

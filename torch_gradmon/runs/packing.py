@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -134,10 +133,14 @@ def pack(tables: Sequence[tuple[StatsTable, bool]]) -> list[tuple[int, bytes]]:
     """
     if not tables:
         return []
-    rows = np.concatenate([table.rows.numpy() for table, _ in tables]).T
-    ends = list(accumulate([len(table.names) for table, _ in tables]))
-    parts = list(zip([0, *ends], ends, tables, strict=False))
-    for begin, end, (table, _) in parts:
+    blocks, parts, begin = [], [], 0
+    for table, counted in tables:
+        end = begin + len(table.names)
+        blocks.append(table.rows.numpy())
+        parts.append((begin, end, table, counted))
+        begin = end
+    rows = np.concatenate(blocks).T
+    for begin, end, table, _ in parts:
         if Column.SUM not in table.columns:
             rows[Column.SUM, begin:end] = 0.0  # which makes the spread the rms
     with np.errstate(all="ignore"):
@@ -149,7 +152,7 @@ def pack(tables: Sequence[tuple[StatsTable, bool]]) -> list[tuple[int, bytes]]:
         rows[:, rows[Column.COUNT] <= 0] = 0.0
         packed, size = rows.astype("<f4").tobytes(), 4 * len(mean)
     found = []
-    for begin, end, (table, counted) in parts:
+    for begin, end, table, counted in parts:
         zero, begin, end = bytes(4 * (end - begin)), 4 * begin, 4 * end
         absent, kept = 0, []
         for place, column in enumerate(_stored(table.columns, counted)):

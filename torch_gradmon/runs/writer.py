@@ -14,6 +14,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -282,7 +283,8 @@ class RunWriter:
             raise Superseded
         if not (update or backfill):
             before = self._written.events if self._written is not None else ()
-            self._spoiled = self._spoiled + 1 if any(not math.isfinite(event.value) for event in before) else 0
+            spoiled = bool(before) and any(not math.isfinite(event.value) for event in before)
+            self._spoiled = self._spoiled + 1 if spoiled else 0
             if len(self._entries) >= f.INDEXED or self._waiting >= f.INDEXED_VALUES:
                 with contextlib.suppress(OSError):  # the step says so; a later step tries it again
                     self._put_index()
@@ -317,7 +319,7 @@ class RunWriter:
             values = StepValues.of(record.values).since(StepValues.of(known.values))
             rng, is_news = {} if known.events else record.rng, _facts(record) != _facts(known)
         parts = self._parts(tables, rng if record.events and self._spoiled < _SPOILED else {})
-        layouts = self._layout_set(tuple([place for place, _, _ in parts]))
+        layouts = self._layout_set(tuple(map(itemgetter(0), parts)))
         rows = self._row_file().append(f.of_tables(record.step, parts)) if parts else (0, 0)
         by_key = record.values_beside_views(values).by_key
         number, keys = self._keys_of(tuple(by_key))
@@ -339,11 +341,18 @@ class RunWriter:
         self._entries.append(f.of_entry(begin, frame.step, frame.time, *rows, layouts, number, frame.flags))
 
     def _parts(self, tables: Mapping[str, StatsTable], rng: Mapping[str, torch.Tensor]) -> list[tuple[int, int, bytes]]:
-        layouts = {source: self._layout_of(source, table) for source, table in tables.items()}
-        stored = [source for source, table in tables.items() if not table.same_as]
-        blobs = dict(zip(stored, pack([(tables[source], bool(layouts[source][0].counts)) for source in stored]), strict=True))
-        parts = [(place, *blobs.get(source, (0, b""))) for source, (_, place) in layouts.items()]
-        return parts + [(self._defined(device), 0, bytes(state.tolist())) for device, state in rng.items()]
+        places, stored = [], []
+        for source, table in tables.items():
+            layout, place = self._layout_of(source, table)
+            places.append((place, table.same_as))
+            if not table.same_as:
+                stored.append((table, bool(layout.counts)))
+        blobs, parts = iter(pack(stored)), []
+        for place, same_as in places:
+            parts.append((place, *((0, b"") if same_as else next(blobs))))
+        for device, state in rng.items():
+            parts.append((self._defined(device), 0, bytes(state.tolist())))
+        return parts
 
     def _layout_of(self, source: str, table: StatsTable) -> tuple[TableLayout, int]:
         """The layout of a table, and where it is defined."""

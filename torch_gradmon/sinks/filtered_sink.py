@@ -204,7 +204,11 @@ class FilteredSink:
             if step % self.every:
                 return
         keys, without = self.keys, self._without
-        chosen = {k: v for k, v in values.items() if k not in without and (keys is None or keys.search(k))} | self._largest
+        chosen = {}
+        for key, value in values.items():
+            if key not in without and (keys is None or keys.search(key)):
+                chosen[key] = value
+        chosen |= self._largest
         self._largest = {}
         self._delivery.put(PendingCall(step, partial(self._log_copy, chosen, step)))
         lost = getattr(self.sink, "lost", 0)  # rows that the sink has kept back, and lost later

@@ -223,9 +223,11 @@ class SpikeDetector:
         """
         known, self._predicted = self._predicted, None
         if known is not None and known[:2] == (step, value):  # a user's rule is called only once for each value
-            learn(self.rule, value)
-            return known[2]
-        return judge(self.rule, self.name, step, value)
+            verdict = known[2]
+        else:
+            verdict = verdict_on(self.rule, self.name, step, value)
+        learn(self.rule, value)
+        return verdict
 
     def restart(self) -> None:
         """Forget the values of the signal so far: what comes is another quantity. A rule without a ``state_dict`` goes on."""

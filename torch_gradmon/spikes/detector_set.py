@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..core.errors import WarningLog
@@ -159,28 +159,32 @@ class FollowUp:
 
     def reports(self, record: StepRecord, whole: Mapping[str, float]) -> list[str]:
         """Take a complete ``record``; return what there is to report on this spike's origin and on earlier ones."""
-        spikes = {event.signal: event for event in record.events}
+        spikes = {}
+        for event in record.events:
+            spikes[event.signal] = event
         recovered = self._recovery.update(record.step, spikes, lambda signal: value_of(signal, record, whole))
         for event in record.events:
             if self.is_new(event):
                 self._recovery.follow(event)
-        self._largest = {signal: max(size(event), self._largest.get(signal, 0.0)) for signal, event in spikes.items()}
+        before, self._largest = self._largest, {}
+        for signal, event in spikes.items():
+            self._largest[signal] = max(size(event), before.get(signal, 0.0))
         self.complete, added, self._added = record, self._added, []
         return [*added, *self._origin(record), *recovered]
 
     def add_report(self, text: str) -> None:
         self._added.append(text)
 
-    def _origin(self, record: StepRecord) -> Iterator[str]:
+    def _origin(self, record: StepRecord) -> list[str]:
         """Where NaN or Inf began, once for consecutive steps with any."""
-        rejected = self.rejected > _REJECTED[0]
-        spoiled = rejected or any(not math.isfinite(event.value) for event in record.events)
+        spoiled = rejected = self.rejected > _REJECTED[0]
+        for event in record.events:
+            spoiled = spoiled or not math.isfinite(event.value)
         # while the scaler searches for its scale, gradients are infinite although the forward pass is finite
         text = nonfinite_origin(record, forward_only=rejected) if spoiled and not self._origin_reported else ""
-        if text:
-            since = f"; {self.rejected} steps in a row were not applied" if rejected else ""
-            yield f"step {record.step}: {text}{since}"
         self._origin_reported = spoiled and (self._origin_reported or bool(text))
+        since = f"; {self.rejected} steps in a row were not applied" if rejected else ""
+        return [f"step {record.step}: {text}{since}"] if text else []
 
 
 # --- all detectors ---
@@ -235,8 +239,11 @@ class DetectorSet:
         if not record.interrupted:
             self.follow_up.step_ended(applied=counts)
         self._detected_in = None
-        self._waiting = {name: (detector, set()) for name, detector in self.detectors.items()} if counts else {}
-        if not counts:
+        self._waiting = {}
+        if counts:
+            for name, detector in self.detectors.items():
+                self._waiting[name] = detector, set()
+        else:
             absent[SUMMARY, "spike_score"] = not_applied(record.context)
 
     def _compare_like_with_like(self, record: StepRecord) -> None:
@@ -306,7 +313,12 @@ class DetectorSet:
                 continue
             try:
                 is_first = not done
-                values = self._new_values(detector, done, record, whole)
+                values = self._values(detector, record, whole, with_tables=is_first)  # tables are complete at the first call
+                if done:
+                    values = {signal: value for signal, value in values.items() if signal not in done}
+                if values:
+                    done.update(values)
+                    self._steps_without_value[name] = -math.inf
                 verdicts = _verdicts(detector, record.step, values)
                 events.extend(self._events(detector, record.step, values, verdicts))
                 if is_first and values and name == MAIN_SIGNAL and self.history.gradients.spoiled:
@@ -323,7 +335,7 @@ class DetectorSet:
         if self._awaits_loss:
             record = self._revised(record)
         if scores or events:
-            events = self._explained(events, record)
+            events = self._explained(events, record) if events else events
             known = StepValues.of(record.values).updated(scores)
             record = replace(record, values=known, events=(*record.events, *events))
         self._detected_in = record.values
@@ -337,27 +349,19 @@ class DetectorSet:
 
     def _events(
         self, detector: SpikeDetector, step: int, values: Mapping[str, float], verdicts: Mapping[str, Verdict]
-    ) -> Iterator[SpikeEvent]:
+    ) -> list[SpikeEvent]:
         """At most one event: of many signals that spike together it names the most suspicious."""
-        spikes = {signal: verdict for signal, verdict in verdicts.items() if verdict.is_spike}
+        spikes: dict[str, Verdict] = {}
+        for signal, verdict in verdicts.items():
+            if verdict.is_spike:
+                spikes[signal] = verdict
         if not spikes:
-            return
+            return []
         first = next(iter(spikes)) if len(spikes) == 1 else self.history.first(step, spikes)
         event = detector.event(step, values[first], spikes[first], first)
         if others := len(spikes) - 1:
             event = replace(event, reason=f"{event.reason}, and {others} of the {len(verdicts) - 1} others spike with it")
-        yield event
-
-    def _new_values(
-        self, detector: SpikeDetector, done: set[str], record: StepRecord, whole: Mapping[str, float]
-    ) -> dict[str, float]:
-        """The values of signals that are not yet ``done`` in this step."""
-        found = self._values(detector, record, whole, with_tables=not done)  # tables are complete at the first call
-        new = {signal: value for signal, value in found.items() if signal not in done}
-        done.update(new)
-        if new:
-            self._steps_without_value[detector.name] = -math.inf
-        return new
+        return [event]
 
     def _values(
         self, detector: SpikeDetector, record: StepRecord, whole: Mapping[str, float], with_tables: bool = True
@@ -424,7 +428,7 @@ class DetectorSet:
 
     def needs_detail(self) -> bool:
         """Whether steps not applied call for more detail; true once for each limit."""
-        return self.follow_up.rejections_need_detail() and bool(self.detectors)
+        return self.follow_up.rejected > 0 and self.follow_up.rejections_need_detail() and bool(self.detectors)
 
     def rewind(self, step: int) -> None:
         self.history.rewind(step)
@@ -432,8 +436,7 @@ class DetectorSet:
 
     def signals_without_values(self) -> list[str]:
         """End the step; return signals that never had a value in all steps allowed for that. Each is named once."""
-        waited = [name for name in self._waiting if self._steps_without_value.get(name, 0) >= 0]
-        self._waiting = {}
+        waited, self._waiting = self._waiting, {}
         found = []
         for name in waited:
             count = self._steps_without_value[name] = self._steps_without_value.get(name, 0) + 1
@@ -455,4 +458,7 @@ def _verdicts(detector: SpikeDetector, step: int, values: Mapping[str, float], l
         together = detector.update_all if learns else detector.predict_all
         return together(step, values) if values else {}
     one = detector.update if learns else detector.predict
-    return {signal: one(step, value) for signal, value in values.items()}
+    found = {}
+    for signal, value in values.items():
+        found[signal] = one(step, value)
+    return found

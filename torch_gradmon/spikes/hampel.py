@@ -21,8 +21,11 @@ class SortedWindow:
     """The last ``size`` values. Adding one moves a few hundred bytes at most; medians take no sorting.
 
     >>> window = SortedWindow(3, [9.0, 1.0, 2.0, 4.0])
-    >>> window.median(), window.median_deviation(2.0)
+    >>> window.median, window.median_deviation(2.0)
     (2.0, 1.0)
+
+    Attributes:
+        median: that of an even number of values is the mean of the two in the middle; NaN without values.
     """
 
     def __init__(self, size: int, values: Iterable[float] = ()) -> None:
@@ -30,49 +33,44 @@ class SortedWindow:
         self.load(values)
 
     def load(self, values: Iterable[float]) -> None:
-        self._in_time: deque[float] = deque(values, maxlen=self.size)
-        self.in_order = sorted(self._in_time)
+        self._in_time: deque[float] = deque()
+        self.in_order: list[float] = []
+        self.median = math.nan
+        for value in values:
+            self.add(value)
 
     def add(self, value: float) -> None:
         """Take ``value``, which is no NaN, for the oldest one."""
-        if len(self._in_time) == self.size:
-            del self.in_order[bisect_left(self.in_order, self._in_time.popleft())]
+        ordered = self.in_order
+        if len(ordered) == self.size:
+            del ordered[bisect_left(ordered, self._in_time.popleft())]
         self._in_time.append(value)
-        insort(self.in_order, value)
+        insort(ordered, value)
+        middle = len(ordered) // 2
+        self.median = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
     def __iter__(self) -> Iterator[float]:
         return iter(self._in_time)
 
-    def median(self) -> float:
-        """The median; of an even number of values the mean of the two in the middle. There must be a value."""
-        ordered, middle = self.in_order, len(self.in_order) // 2
-        return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
-
     def median_deviation(self, center: float) -> float:
         """The median of ``|x - center|``. There must be a value."""
-        half = len(self.in_order) // 2
-        upper = self._nearest(center, half + 1)
-        return upper if len(self.in_order) % 2 else (self._nearest(center, half) + upper) / 2
-
-    def _nearest(self, center: float, rank: int) -> float:
-        """The ``rank``-th smallest distance to ``center``, the first being 1.
-
-        Distances grow to both sides of ``center``, so that the nearest ``rank`` values are neighbours: what is sought is how many
-        of them lie below it.
-        """
-        ordered = self.in_order
+        ordered, half, found = self.in_order, len(self.in_order) // 2, []
         split = bisect_left(ordered, center)
-        fewest, most = max(0, rank - len(ordered) + split), min(rank, split)
-        while fewest < most:
-            below = (fewest + most) // 2
-            above = rank - below
-            if above > 0 and center - ordered[split - below - 1] < ordered[split + above - 1] - center:
-                fewest = below + 1
-            else:
-                most = below
-        lower = center - ordered[split - fewest] if fewest else -math.inf
-        upper = ordered[split + rank - fewest - 1] - center if fewest < rank else -math.inf
-        return max(lower, upper)
+        # distances grow to both sides of the center, so that the nearest ``rank`` values are neighbours: what is sought is how many of
+        # them lie below it
+        for rank in (half + 1,) if len(ordered) % 2 else (half, half + 1):
+            fewest, most = max(0, rank - len(ordered) + split), min(rank, split)
+            while fewest < most:
+                below = (fewest + most) // 2
+                above = rank - below
+                if above > 0 and center - ordered[split - below - 1] < ordered[split + above - 1] - center:
+                    fewest = below + 1
+                else:
+                    most = below
+            lower = center - ordered[split - fewest] if fewest else -math.inf
+            upper = ordered[split + rank - fewest - 1] - center if fewest < rank else -math.inf
+            found.append(max(lower, upper))
+        return sum(found) / len(found)
 
 
 # --- settings ---
@@ -176,7 +174,7 @@ class Hampel:
         )  # above the threshold; -inf for the others
         self._count = 0
         self.linear = False  # after a negative value, values are compared instead of logarithms
-        self._scored: tuple[float, float | None] | None = None
+        self._scored: tuple[float, float | None] | None = None  # the value that was scored last, until it is learned
 
     @classmethod
     def for_losses(cls, threshold: float = THRESHOLD) -> Hampel:
@@ -194,37 +192,37 @@ class Hampel:
         near = self._levels["near"]
         if not near.in_order:
             return None
-        return near.median() if self.linear else value_at(near.median())
+        return near.median if self.linear else value_at(near.median)
 
     def score(self, value: float) -> float | None:
         """Robust standard deviations above normal, negative below it; None for the first eight values."""
-        if self._scored is None or self._scored[0] != value:
-            self._scored = value, self._compared(value)  # cached for update()
-        return self._scored[1]
-
-    def _compared(self, value: float) -> float | None:
-        if self._count < JUDGES or (value < 0 and not self.linear):
-            return None
-        position = value if self.linear else log_of(value)
-        score = self._distance("near", position)
-        if self._count >= FAR_FROM:
-            score = max(score, self._distance("far", position))
-        return min(score, self.threshold) if score > self.threshold and self._is_usual(position) else score
+        if self._scored is not None and self._scored[0] == value:
+            return self._scored[1]
+        score = None
+        if self._count >= JUDGES and not (value < 0 and not self.linear):
+            position = value if self.linear else log_of(value)
+            score = self._distance("near", position)
+            if self._count >= FAR_FROM:
+                score = max(score, self._distance("far", position))
+            if score > self.threshold and self._is_usual(position):
+                score = self.threshold
+        self._scored = value, score
+        return score
 
     def _distance(self, name: str, position: float) -> float:
         """Robust standard deviations above the median of a level."""
-        median, residuals = self._levels[name].median(), self._residuals[name]
+        median, residuals = self._levels[name].median, self._residuals[name]
         # a rise of the logarithm by log(least) is a factor of ``least``
         least = math.log(self.least) + self.early / self._count
         spread = (abs(median) if self.linear else 1.0) * least / self.threshold
         if len(residuals.in_order) >= FEWEST_RESIDUALS:
-            deviation = residuals.median_deviation(residuals.median())
+            deviation = residuals.median_deviation(residuals.median)
             spread = max(spread, MAD_TO_STD * deviation * (1 + EARLY_SPREAD / self._count))
         rise = position - median
         return rise / spread if spread > 0 else math.copysign(math.inf, rise) if rise else 0.0
 
     def _is_usual(self, position: float) -> bool:
-        nearly = position - (abs(self._levels["near"].median()) if self.linear else 1.0) * math.log(self.least)
+        nearly = position - (abs(self._levels["near"].median) if self.linear else 1.0) * math.log(self.least)
         return sum(peak >= nearly for peak in self._peaks) >= USUAL
 
     def update(self, value: float) -> None:
@@ -238,21 +236,19 @@ class Hampel:
         self._peaks.append(position if is_high else -math.inf)
         self._recent.append((position, is_spike))
         if not is_spike:
-            self._learn(position)
-        spikes = [spike for _, spike in self._recent].count(True)
-        lasting = spikes >= ACCEPT_IN_THE_END and len(self._recent) == RECENT and self._recent[0][1]
-        if lasting or (is_spike and spikes >= ACCEPT_AT_ONCE):
-            self._accept()
-
-    def _learn(self, position: float) -> None:
-        for name, level in self._levels.items():
-            if len(level.in_order) >= FIRST:
-                self._residuals[name].add(position - level.median())
-        self._count += 1
-        self._levels["near"].add(position)
-        self._between.append(position)
-        if len(self._between) > self.lag:
-            self._levels["far"].add(self._between.popleft())
+            for name, level in self._levels.items():
+                if len(level.in_order) >= FIRST:
+                    self._residuals[name].add(position - level.median)
+            self._count += 1
+            self._levels["near"].add(position)
+            self._between.append(position)
+            if len(self._between) > self.lag:
+                self._levels["far"].add(self._between.popleft())
+        is_oldest = len(self._recent) == RECENT and self._recent[0][1]
+        if is_spike or is_oldest:
+            spikes = [spike for _, spike in self._recent].count(True)
+            if spikes >= (ACCEPT_IN_THE_END if is_oldest else ACCEPT_AT_ONCE):
+                self._accept()
 
     def _accept(self) -> None:
         """Restart the medians from the first of the recent spikes on."""

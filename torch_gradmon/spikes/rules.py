@@ -346,13 +346,13 @@ class MedianMad(StatefulRule):
     @property
     def baseline(self) -> float | None:
         """The median, in units of the signal."""
-        return value_at(self._values.median()) if self._values.in_order else None
+        return value_at(self._values.median) if self._values.in_order else None
 
     def score(self, value: float) -> float | None:
         """Robust standard deviations above the median; negative below it."""
         if len(self._values.in_order) < self._warmup:
             return None
-        median = self._values.median()
+        median = self._values.median
         return (log_of(value) - median) / max(MAD_TO_STD * self._values.median_deviation(median), self._floor)
 
     def update(self, value: float) -> None:

@@ -96,8 +96,7 @@ def value_of(signal: str, record: StepRecord, whole: Mapping[str, float]) -> flo
     ``signal`` names a whole-model value, a logged scalar, or a key. A key may ask for any built-in metric of a tensor whose statistics
     were measured, shown or not.
     """
-    free = whole.get(signal, record.values.get(Key("", signal, "")))
-    if free is not None:
+    if (free := whole.get(signal)) is not None or (free := record.values.get(Key("", signal, ""))) is not None:
         return free
     key = parse_key(signal)
     if key.source == SUMMARY:

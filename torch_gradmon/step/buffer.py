@@ -608,8 +608,9 @@ class StepBuffer:
             self._parts = {w: p for w, p in self._parts.items() if w[0] != source or (gone is not None and w[1] not in gone)}
         for keys, _ in self._vectors:
             keys[:] = [None if key and key.source == source and (gone is None or key.name in gone) else key for key in keys]
-        for key in [key for key in self._pending if key.source == source and (gone is None or key.name in gone)]:
-            del self._pending[key]
+        if self._pending:
+            for key in [key for key in self._pending if key.source == source and (gone is None or key.name in gone)]:
+                del self._pending[key]
 
     def absorb(self, other: StepBuffer) -> None:
         """Merge the values of :meth:`merge_rows` and :meth:`merge_value` in ``other``, unless the value here is that of all ranks."""
@@ -809,21 +810,31 @@ class PendingReadback:
         self.buffer = buffer
         self.extras: dict[str, Tensor] = {}  # what plugins have sent along, once the copy has landed: float64
         # merged on the host, which is cheaper than one launch for each
-        kept = {where: parts for where, parts in buffer._parts.items() if parts}
-        self._merged = [(where, len(parts)) for where, parts in kept.items()]
+        parts: list[Tensor] = []
+        self._merged: list[tuple[tuple[str, str], int]] = []
+        for where, rows in buffer._parts.items():
+            if rows:
+                self._merged.append((where, len(rows)))
+                parts += rows
         reduced = self._reduced(buffer)
         self._keys = list(reduced)
-        noted = {name: fact for name, fact in buffer.noted.items() if isinstance(fact, Tensor)}
+        noted: dict[str, Tensor] = {}
+        for name, fact in buffer.noted.items():
+            if isinstance(fact, Tensor):
+                noted[name] = fact
         self._noted = set(noted)
-        self._blocks = {id(rows): rows for puts in buffer._rows.values() for _, rows, _ in puts}
+        self._blocks: dict[int, Tensor] = {}
+        for puts in buffer._rows.values():
+            for _, block, _ in puts:
+                self._blocks[id(block)] = block
         self.arrival = DeviceToHostCopy(
             [
                 *self._blocks.values(),
-                *chain(*kept.values()),
+                *parts,
                 *reduced.values(),
                 *noted.values(),
                 *buffer._counts.values(),
-                *(values for _, values in buffer._vectors),
+                *map(itemgetter(1), buffer._vectors),
                 *buffer.extras.values(),
             ]
         )
@@ -847,21 +858,25 @@ class PendingReadback:
         """Tables by source, custom values and facts, on the host. Waits for the copy, once per device."""
         buffer, host = self.buffer, iter(self.arrival.land())
         blocks = dict(zip(self._blocks, islice(host, len(self._blocks)), strict=True))
-        counts = [count for _, count in self._merged]
-        parts, sums = list(islice(host, sum(counts))), dict[tuple[str, str], tuple[Tensor, int]]()
-        if parts:
+        sums: dict[tuple[str, str], tuple[Tensor, int]] = {}
+        if self._merged:
+            counts = [count for _, count in self._merged]
+            parts = list(islice(host, sum(counts)))
             rows = torch.stack(parts)
             owners = [number for number, count in enumerate(counts) for _ in range(count)]
             table = rows if len(parts) == len(counts) else merge_by_group(rows, owners, len(counts))
             sums = {where: (table, row) for row, (where, _) in enumerate(self._merged)}
         tables = self._tables(blocks, sums)
-        values = {key: float(next(host)) for key in self._keys}
-        facts = {name: float(next(host) if name in self._noted else fact) for name, fact in buffer.noted.items()}
+        values = dict(zip(self._keys, map(float, host), strict=False))
+        facts: dict[str, float] = {}
+        for name, fact in buffer.noted.items():
+            facts[name] = float(next(host) if name in self._noted else fact)
         if facts.pop(SKEW, 0.0):
             buffer.warn_of_skew()
             return {}, {}, facts
-        contributed = {key: float(next(host)) for key in buffer._counts}
-        values = {key: value for key, value in values.items() if contributed.get(key, 1.0)}
+        for key, contributed in zip(buffer._counts, map(float, host), strict=False):
+            if not contributed:
+                values.pop(key, None)
         for keys, _ in buffer._vectors:
             values.update((key, value) for key, value in zip(keys, next(host).tolist(), strict=True) if key is not None)
         self.extras = dict(zip(buffer.extras, host, strict=True))
@@ -872,7 +887,7 @@ class PendingReadback:
     ) -> dict[str, StatsTable]:
         """The tables by source, from what was put, on the host by the id of the device's, and what was ``merged``."""
         buffer = self.buffer
-        edited = {source for source, _ in (*buffer._exchanged, *merged)}
+        edited = set(map(itemgetter(0), chain(buffer._exchanged, merged)))
         tables: dict[str, StatsTable] = {}
         places: dict[str, dict[str, tuple[Tensor, int]]] = {}
         for source, puts in buffer._rows.items():
@@ -888,11 +903,9 @@ class PendingReadback:
                 del places[source][name]
         for (source, name), place in merged.items():
             places.setdefault(source, {})[name] = place
-        tables.update(
-            (source, StatsTable(tuple(found), _rows_at([*found.values()]), buffer._columns[source]))
-            for source, found in places.items()
-            if found
-        )
+        for source, found in places.items():
+            if found:
+                tables[source] = StatsTable(tuple(found), _rows_at([*found.values()]), buffer._columns[source])
         if GRADIENT in tables and GRADIENT_BEFORE_CLIP in tables:
             tables[GRADIENT] = _shared(tables[GRADIENT], tables[GRADIENT_BEFORE_CLIP])
         return tables

@@ -137,9 +137,12 @@ class ModelShape:
 
     def is_current(self) -> bool:
         """False once a parameter or module was added, removed or replaced, or a parameter was frozen or thawed."""
-        if not self._refs.is_current():
+        if self._refs.places and not self._refs.is_current():
             return False
-        modules = [module for reference in self._modules if (module := reference()) is not None]
+        modules = []
+        for reference in self._modules:
+            if (module := reference()) is not None:
+                modules.append(module)
         now = _identities(modules)
         if self._known == now:
             return True  # as nearly always, and without a call for each module or parameter
@@ -167,11 +170,14 @@ def _identities(modules: Sequence[nn.Module]) -> tuple[list[object], ...]:
     """How many children and parameters each module has and their names, the children, the parameters, and which of these are trained."""
     children, parameters = [*map(_CHILDREN, modules)], [*map(_PARAMETERS, modules)]
     values = [*chain.from_iterable(map(_VALUES, parameters))]
+    trained = []
+    for value in values:
+        trained.append(value is not None and value.requires_grad)
     return (
         [*map(len, children), *map(len, parameters), *chain.from_iterable(map(_KEYS, [*children, *parameters]))],
         [*map(id, chain.from_iterable(map(_VALUES, children)))],
         [*map(id, values)],
-        [value is not None and value.requires_grad for value in values],
+        trained,
     )
 
 

@@ -158,8 +158,10 @@ class Planner:
         """The plan of each parameter source for ``step``; ``gradients_only``: without metrics, only what the summary needs of gradients."""
         assert self.inventory is not None
         needs = summary.choice.needs_of_gradients() if gradients_only else summary.choice.needs(step)
-        due = tuple(metric.due(step) and not gradients_only for metric in self.registry.metrics)
-        key = due, *needs.items()
+        due = []
+        for metric in self.registry.metrics:
+            due.append(metric.due(step) and not gradients_only)
+        key = tuple(due), *needs.items()
         found = self._cache.get(key)
         if found is None:
             metrics = [metric for metric, is_due in zip(self.registry.metrics, due, strict=True) if is_due]
@@ -182,6 +184,14 @@ class Planner:
     def module_metrics(self) -> list[Metric]:
         """The metrics of modules' inputs and outputs, and of attention, in the order of addition."""
         return [metric for metric in self.registry.metrics if metric.source in OF_MODULES]
+
+    def modules_due(self, step: int) -> tuple[Metric, ...]:
+        """Those of them that are measured in ``step``."""
+        found = []
+        for metric in self.registry.metrics:
+            if metric.source in OF_MODULES and metric.due(step):
+                found.append(metric)
+        return tuple(found)
 
     @property
     def measures_batches(self) -> bool:

@@ -251,9 +251,13 @@ class PendingStep:
             custom = {key: value for key, value in custom.items() if key.source not in gone}
         custom = _defined(custom, buffer.absent)
         attention, heads = head_values(tables, buffer.unshown)
-        blocks = [*(() if self.modules is None else self.modules(tables)), *in_blocks(attention)]
+        blocks = [] if self.modules is None else self.modules(tables)
+        if attention:
+            blocks = [*blocks, *in_blocks(attention)]
         # a sum over a part of the model must not be taken for one over the whole
-        whole = {source: table for source, table in tables.items() if source not in facts.refused}
+        whole = tables.copy()
+        for source in facts.refused:
+            whole.pop(source, None)
         for source in tables.keys() & self.active.plans.keys() - whole.keys():
             tables[source] = replace(tables[source], is_part=True)
         norms = {} if batches is None else norms_by_rank(batches)
@@ -261,15 +265,20 @@ class PendingStep:
         summarised = summary.compute(facts, whole, base, reasons, norms)
         for name, why in reasons.items():
             buffer.absent[n.SUMMARY, name] = why
-        first = {summary_key(name): summarised[name] for name in summary.choice.shown if name in summarised}
-        first.update({key: value for key, value in custom.items() if key.source == n.SUMMARY})
+        first: dict[Key, float] = {}
+        for name in summary.choice.shown:
+            if name in summarised:
+                first[summary_key(name)] = summarised[name]
+        for key, value in custom.items():
+            if key.source == n.SUMMARY:
+                first[key] = value
         for source, plan in self.active.plans.items():
             if plan.views and source in tables:
                 blocks += plan.evaluate(tables[source], base)
         if layers.choice is not None:
             of_several = layers.choice in ("blocks", "top")  # which all have to be measured for that
             blocks += layers.values(whole if of_several else tables, base, facts.groups, self.inventory.names)
-        values = StepValues(Block(tuple(first), tuple(first.values())), *blocks).updated(custom)
+        values = StepValues(Block(tuple(first), tuple(first.values())), *blocks, Block(tuple(custom), tuple(custom.values())))
         hidden = heads | _hidden(values, registry.hidden) if registry.hidden else heads
         context = {**facts.context, "batch_norms": norms} if norms else facts.context
         record = StepRecord(
@@ -301,11 +310,17 @@ class PendingStep:
         edited, found_inf = bool(noted.pop("edited", 0)), bool(noted.pop("found_inf", 0))
         rounding, rounds = noted.pop("rounding", 0.0), bool(noted.pop("rounds", 0))
         # what of the whole model was not measured in this step, although a whole-model value of it was requested since
-        refused = {source: ASKED_LATE for source, plan in active.plans.items() if not plan.is_whole}
+        refused: dict[str, str] = {}
+        for source, plan in active.plans.items():
+            if not plan.is_whole:
+                refused[source] = ASKED_LATE
         for (source, name), why in buffer.absent.items():
             if not name:
                 refused[source] = why
-        gradients = (tables.get(source) for source in (n.GRADIENT_BEFORE_CLIP, n.GRADIENT))
+        nonfinite = False
+        for source in (n.GRADIENT_BEFORE_CLIP, n.GRADIENT):
+            if source in tables and tables[source].sums[Column.NONFINITE] > 0:
+                nonfinite = True
         return StepFacts(
             buffer.step,
             applied=not (active.is_overflowed or found_inf or active.is_skipped),
@@ -322,7 +337,7 @@ class PendingStep:
             ranks=self.ranks,
             refusal=found_inf or (active.is_overflowed and not active.is_interrupted and inventory.source.searches_scale()),
             is_interrupted=active.is_interrupted,
-            nonfinite=any(table is not None and table.sums[Column.NONFINITE] > 0 for table in gradients),
+            nonfinite=nonfinite,
             attached=self.attached,
         )
 

@@ -21,7 +21,7 @@ from ..core.errors import nearest, warn_user
 from ..core.formatting import times
 from ..core.keys import Key, blocks_of, compile_pattern, shared_key
 from ..core.moments import ALL_COLUMNS, SQUARES, VIEWS, Column, merge_by_group
-from ..core.records import ASKED_LATE, Block, Metric, StatsTable, StepRecord, are_others, brings_others
+from ..core.records import ASKED_LATE, Block, Metric, StatsTable, StepRecord, are_others, brings_others, views_of
 from .model_index import ModelIndex
 from .plan import SourcePlan
 
@@ -255,6 +255,7 @@ def of_layers(
 
 #: Views of the elements of all gradients together; only on request, since they need more columns.
 DISTRIBUTION = {"grad_mean": "mean", "grad_std": "std", "grad_sparsity": "sparsity"}
+_VIEWS_OF_GRADIENTS = {**DISTRIBUTION, "grad_max": "max"}
 
 
 def gradient_values(before: StatsTable, wanted: Collection[str] = ()) -> dict[str, float]:
@@ -610,7 +611,7 @@ class _Step(NamedTuple):
     slack: float = _SAME  # relative error of the factor
 
 
-_EDITED, _FACTOR, _SLACK = attrgetter("edited"), attrgetter("factor"), attrgetter("slack")
+_EDITED, _NORM, _FACTOR, _SLACK = map(attrgetter, _Step._fields)
 
 
 class ClipWindow:
@@ -628,7 +629,8 @@ class ClipWindow:
     def add(self, edited: bool, before: float, after: float, rounding: float = 0.0) -> None:
         """Add a step; ``edited``: its gradients were written to between these norms, with this relative ``rounding``."""
         factor = after / before if 0 < before < float("inf") else 1.0
-        self._steps.append(_Step(edited, before, factor, _SAME if _is_one(factor) else max(_SAME, rounding)))
+        rounds_nothing = abs(factor - 1) <= _SAME
+        self._steps.append(_Step(edited, before, factor, _SAME if rounds_nothing else max(_SAME, rounding)))
 
     def extend(self, other: ClipWindow) -> None:
         self._steps.extend(other._steps)
@@ -642,18 +644,20 @@ class ClipWindow:
 
     def share(self) -> tuple[float | None, float | None]:
         """Share of clipped steps. None if gradients were only scaled; then also the largest factor."""
-        edited = [step for step in self._steps if step.edited]
+        edited = list(filter(_EDITED, self._steps))
         factors = _scalings(edited)
-        usual = max(factors, default=1.0)
-        reduced = [step for step in edited if step.factor < usual * (1 - _SAME)]
-        for factor in factors:
-            is_exact = _is_one(factor)
-            # so that a factor of NaN differs from all
-            reduced = [step for step in reduced if not abs(step.factor - factor) <= (_SAME if is_exact else step.slack) * factor]
-        clipped = len(reduced)
-        below = [factor for factor in factors if factor < 1 - _SAME]
-        if below and not clipped:
-            return None, max(below)
+        limit = max(factors, default=1.0) * (1 - _SAME)
+        clipped = 0
+        for step in edited:
+            if step.factor < limit:
+                for factor in factors:
+                    slack = _SAME if abs(factor - 1) <= _SAME else step.slack
+                    if abs(step.factor - factor) <= slack * factor:
+                        break
+                else:
+                    clipped += 1
+        if not clipped and min(factors, default=1.0) < 1 - _SAME:
+            return None, max(factor for factor in factors if factor < 1 - _SAME)
         return clipped / len(self._steps) if self._steps else 0.0, None
 
     def state(self) -> list[list[float]]:
@@ -663,12 +667,8 @@ class ClipWindow:
         self._steps = deque((_Step(bool(edited), *map(float, rest)) for edited, *rest in state), maxlen=WINDOW)
 
 
-def _is_one(factor: float) -> bool:
-    return abs(factor - 1) <= _SAME
-
-
 def _scalings(steps: Sequence[_Step]) -> list[float]:
-    """Constant factors of gradients, whatever their norm. 1 is one of them if a clip does not always act."""
+    """Constant factors of gradients, whatever their norm, ascending. 1 is one of them if a clip does not always act."""
     runs: list[list[_Step]] = []
     for step in sorted(steps, key=_FACTOR):
         if runs and step.factor - runs[-1][0].factor <= step.slack * step.factor:
@@ -676,9 +676,14 @@ def _scalings(steps: Sequence[_Step]) -> list[float]:
         else:
             runs.append([step])
     fewest = max(2, _OFTEN * len(steps))
-    found = [factor for run in runs if len(run) >= fewest and (factor := _scaling(run))]
+    found = []
+    for run in runs:
+        if len(run) >= fewest and (factor := _scaling(run)):
+            found.append(factor)
+    if found:
+        return found
     reduced = [step.factor for step in steps if step.factor < 1 - _SAME]
-    return [max(reduced)] if reduced and not found and all(map(_is_reciprocal, reduced)) else found
+    return [max(reduced)] if reduced and all(map(_is_reciprocal, reduced)) else []
 
 
 def _is_reciprocal(factor: float, slack: float = _EXACT) -> bool:
@@ -692,7 +697,7 @@ def _scaling(run: Sequence[_Step]) -> float:
     factor, slack = run[len(run) // 2].factor, max(map(_SLACK, run))
     if not factor > 0 or (slack > _SAME and not _is_reciprocal(factor, slack)):
         return 0.0
-    norms, different = [step.norm for step in run], max(_DIFFERENT, _ROUNDINGS * slack)
+    norms, different = list(map(_NORM, run)), max(_DIFFERENT, _ROUNDINGS * slack)
     return factor if max(norms) > min(norms) * (1 + different) else 0.0
 
 
@@ -727,6 +732,8 @@ def head_values(tables: dict[str, StatsTable], unshown: Set[tuple[str, str]]) ->
             if count:
                 values[Key(source, name, "")] = number
                 layers.setdefault((source, _HEAD.sub("", name)), []).append(number)
+    if not values:
+        return values, frozenset()
     for (source, layer), heads in layers.items():
         found = torch.tensor(heads, dtype=torch.float64, device="cpu")
         values[Key(source, layer, "min")] = found.min().item()
@@ -802,7 +809,9 @@ class Summary:
         self.not_applied += not facts.applied
         self.interrupted += facts.is_interrupted
         values["steps_not_applied"] = float(self.not_applied)
-        self._gradients(values, tables.get(n.GRADIENT_BEFORE_CLIP), tables.get(n.GRADIENT), facts, absent)
+        before, after = tables.get(n.GRADIENT_BEFORE_CLIP), tables.get(n.GRADIENT)
+        self._gradients(values, before, after, facts, absent)
+        values |= self._clip_values(before, after, facts, absent)
         self.nonfinite += facts.nonfinite or facts.refusal
         if self._batches is not None:
             values |= self._batches.compute(batch_norms or {}, values.get("grad_norm"), facts.ranks, absent)
@@ -840,16 +849,16 @@ class Summary:
         else:
             values |= gradient_values(before, self.choice.wanted)
             norm = values["grad_norm"]
-            absent.update(
-                {name: ASKED_LATE for name, view in {**DISTRIBUTION, "grad_max": "max"}.items() if not before.has(view)}
-            )
-            if before.has("max") and "grad_max" not in values:
+            known = views_of(before.columns)
+            for name, view in _VIEWS_OF_GRADIENTS.items():
+                if view not in known:
+                    absent[name] = ASKED_LATE
+            if "max" in known and "grad_max" not in values:
                 absent.update(dict.fromkeys(("grad_max", "grad_sparsity"), "no gradient has a finite element"))
             if "grad_top_fraction" not in values:
                 absent["grad_top_fraction"] = f"the gradient norm is {norm}"
             if facts.applied and after is not None and facts.used >= set(before.names):
                 self._add_clip(before, after, facts)
-        values |= self._clip_values(before, after, facts, absent)
 
     def _add_clip(self, before: StatsTable, after: StatsTable, facts: StepFacts) -> None:
         edited = facts.edited or differ(before, after, facts.rounding if facts.rounds else 0.0)

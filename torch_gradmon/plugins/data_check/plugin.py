@@ -696,9 +696,10 @@ class DataCheck(Check):
         def found(*names: str) -> dict[str, Tensor | None]:
             return {name: record.extras.get(f"{self.name}/{name}") for name in names}
 
-        one, other = found(*ROLES).values()
-        if one is not None and other is not None:
-            self._players.add(one.tolist(), other.tolist(), record.step)
+        if record.extras:
+            one, other = found(*ROLES).values()
+            if one is not None and other is not None:
+                self._players.add(one.tolist(), other.tolist(), record.step)
         seen = self._open.pop(record.step, None)
         if seen is None:
             return
