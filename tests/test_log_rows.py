@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import re
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -267,3 +269,19 @@ def _monitor(log: Callable[[Any, Tensor], None]) -> dict[str, Any]:
     monitor.detach()
     found: dict[str, Any] = monitor._runtime.pipeline.history.sample.records()[-1].context["rows"]
     return found
+
+
+def test_what_names_the_rows_is_not_kept_after_detach() -> None:
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monitor = gradmon.watch(model, optimizer, on_spike=None)
+    losses = model(torch.ones(4, 3))[:, 0].square()
+    losses.mean().backward()
+    ids = torch.arange(4)
+    kept = weakref.ref(ids)
+    monitor.log_sample_losses(ids, losses)
+    optimizer.step()
+    monitor.detach()
+    del ids
+    gc.collect()
+    assert kept() is None

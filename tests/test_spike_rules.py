@@ -441,3 +441,8 @@ def test_a_constant_signal_has_no_spike(name: str) -> None:
 def test_bad_arguments(make: Callable[[], object], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         make()
+
+
+def test_a_state_that_is_no_number_is_refused() -> None:
+    with pytest.raises(ValueError, match="could not convert"):
+        MedianMad().load_state_dict({"values": [1.0, 2.0], "run": ["x"]})

@@ -341,3 +341,13 @@ def test_a_step_reads_no_value_before_its_flush_but_one_flag_for_each_call_on_cp
         optimizer.step()
     assert before_flush["calls"] >= 4
     assert before_flush["reads"] <= before_flush["calls"]
+
+
+def test_a_part_of_a_buffer_counts_what_is_put_there_later_as_the_newest() -> None:
+    buffer = _buffer()
+    for source in (n.PARAMETER, n.GRADIENT_BEFORE_CLIP, n.GRADIENT):
+        buffer.put_rows(source, ["a", "b"], measure([torch.ones(1), torch.ones(1)], ALL_COLUMNS), ALL_COLUMNS)
+    part = buffer.part([n.GRADIENT])
+    part.put_exchanged(n.GRADIENT, ["a"], measure([torch.full((1,), 100.0)], ALL_COLUMNS), ALL_COLUMNS)  # of all ranks
+    assert _norms(part) == {"a": 100.0, "b": 1.0}
+    assert _norms(buffer) == {"a": 1.0, "b": 1.0}

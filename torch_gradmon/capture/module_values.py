@@ -377,8 +377,8 @@ class HostRows:
     def __bool__(self) -> bool:
         return len(self._rows) > 0
 
-    def begin(self, buffer: StepBuffer) -> None:
-        """Start a step; an interrupt at the end of the last one may have left rows."""
+    def begin(self, buffer: StepBuffer | None) -> None:
+        """Start a step, or None: hold nothing of the last one. An interrupt at its end may have left rows."""
         self._buffer, self._rows, self._small, self._used = buffer, [], [], 0
 
     def append(self, source: str, paths: list[str], columns: frozenset[Column], rows: Tensor) -> None:
@@ -575,7 +575,8 @@ class ModuleValues:
                     reason = f"it takes {WINDOW} monitored steps, and {units.steps} were seen"
                     self._buffer.absent[ACTIVATION, f"{path}/dead"] = reason
                 units.is_seen = False
-        self._buffer = None
+            self._rows.begin(None)
+        self._buffer = self._device_rows = None
 
     def discard(self) -> None:
         """Drop what was measured in this step and is not stored yet. Allocates nothing large, since memory may have run out."""

@@ -995,6 +995,8 @@ class ModuleMonitor:
         from ..sinks.filtered_sink import FilteredSink, logged_anyhow, name_of
         from ..sinks.wandb import WandbSink
 
+        if isinstance(given, str) and sinks:  # its run of now is what two monitors share, and not the name
+            given = getattr(sinks[0], "run", sinks[0])
         pipeline, complaints = self._runtime.pipeline, self._runtime.fence.complaints
         place, runtime = pipeline.directory.path, weakref.ref(self._runtime)
         added: list[FilteredSink] = []

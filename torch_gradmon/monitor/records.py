@@ -686,7 +686,6 @@ class RecordPipeline:
         self.absent: dict[tuple[str, str], str] = {}
         self.observers: list[Callable[[StepRecord, bool], object]] = []
         self._signals: Mapping[str, float] = {}  # the whole-model values of the last record
-        self._buffer: StepBuffer | None = None  # what the last record was made of
         self._late: StepBuffer | None = None  # merges what is logged for the last step
         self._is_finished = True
 
@@ -753,8 +752,7 @@ class RecordPipeline:
         pending = self.waiting.popleft()
         record, signals = self.factory.make(pending)
         try:
-            self._buffer, self._late = pending.readback.buffer, None
-            self.absent = self._buffer.absent
+            self._late, self.absent = pending.readback.buffer.scalars(), pending.readback.buffer.absent
             self._detectors.begin(record, self.absent)
             record, events = self.detection.detect(record, signals, self.absent)
             self._is_finished = False
@@ -788,8 +786,7 @@ class RecordPipeline:
     # --- amendments of the last record ---------------------------------------------------------------------------------------
 
     def add(self, late: StepBuffer) -> None:
-        if self.last is not None and self._buffer is not None:
-            self._late = self._late or self._buffer.scalars()
+        if self.last is not None and self._late is not None:
             self._late.absorb(late)
             self._amend(self._late.flush()[1])
 

@@ -48,7 +48,7 @@ class AdaptiveClip:
 
     def kept(self) -> Any:
         """The state so far, for :meth:`put_back`. Does not synchronise."""
-        return dict(vars(self))  # what is in it is replaced, never written to
+        return {name: value for name, value in vars(self).items() if name.startswith("_")}  # which are replaced, never written to
 
     def put_back(self, kept: Any) -> None:
         """Restore the state ``kept`` after a skipped step."""

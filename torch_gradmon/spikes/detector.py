@@ -143,10 +143,11 @@ class RulePerSignal:
         return verdicts
 
     def _make_bank(self, signals: Iterable[str]) -> None:
-        rule, learned = self._rule, self.state_dict()
+        rule = self._rule
         assert isinstance(rule, Hampel)
-        if any(state["linear"] for state in learned.values()):
+        if any(isinstance(each, Hampel) and each.linear for each in self._rules.values()):
             return
+        learned = self.state_dict()
         self._rows = {name: row for row, name in enumerate(dict.fromkeys([*learned, *signals]))}
         self._bank, self._rules = HampelBank(rule, len(self._rows)), {}
         self._bank.load([learned.get(name, rule.state_dict()) for name in self._rows])

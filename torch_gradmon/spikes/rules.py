@@ -51,7 +51,7 @@ class StatefulRule:
             if isinstance(here, SortedWindow):
                 here.load(map(float, value))
             else:
-                setattr(self, name, deque(value, maxlen=here.maxlen) if isinstance(here, deque) else value)
+                setattr(self, name, deque(map(float, value), maxlen=here.maxlen) if isinstance(here, deque) else value)
 
 
 class Threshold(StatefulRule):

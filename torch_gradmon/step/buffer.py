@@ -655,7 +655,7 @@ class StepBuffer:
         """A new buffer with the stored rows of ``sources`` and the logged values. This one is unchanged."""
         self.join_streams()
         wanted, found = set(sources), self.scalars()
-        found._reducers = dict(self._reducers)
+        found._reducers, found._numbers = dict(self._reducers), self._numbers  # what is put there later is the newest
         found._rows = {source: list(puts) for source, puts in self._rows.items() if source in wanted}
         found._columns = {source: columns for source, columns in self._columns.items() if source in wanted}
         found.refused.update({source: reason for source, reason in self.refused.items() if source in wanted})

@@ -841,9 +841,10 @@ class ReplicaCheck(Plugin):
         return found
 
     def _answer(self, snapshot: Snapshot) -> None:
-        found = snapshot.by_share.items()
-        shares = {share: [[kind, name, value] for (kind, name), value in of.items()] for share, of in found}
-        self._leave("answer", {"shares": shares})
+        if "answer" not in self._left:
+            found = snapshot.by_share.items()
+            shares = {share: [[kind, name, value] for (kind, name), value in of.items()] for share, of in found}
+            self._leave("answer", {"shares": shares})
         if "trace" not in self._left and (names := self._read("names", [0])) is not None:
             self._leave("trace", self._trace(names[0]["names"]))
 
@@ -863,7 +864,7 @@ class ReplicaCheck(Plugin):
             self._leave("question", {"ranks": self._asked, "facts": said, "compared": compared(digests)})
         asked = self._asked
         answers = self._read("answer", asked) if asked else None
-        if answers is None:
+        if answers is None or "verdict" in self._left:
             return
         found_in = {
             (rank, share): {(kind, name): value for kind, name, value in of}

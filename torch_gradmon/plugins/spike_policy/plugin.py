@@ -301,13 +301,13 @@ class Snapshots:
         return found
 
     def forget(self) -> None:
-        """Drop all snapshots, and take none after the step before."""
+        """Drop all snapshots."""
         while self._kept:
             self._drop(0)
         if self._directory:
             self._directory = ""
             self._remove()
-        self.due = self._used = self._since = None
+        self._used = self._since = None
 
 
 def _identity(directory: str) -> tuple[int, int]:
@@ -620,8 +620,9 @@ class SpikePolicy(Plugin):
         self._model_buffers.is_known = False
 
     def on_rewind(self, step: int) -> None:
-        """The loop has gone back by itself: snapshots are of another branch."""
+        """The loop has gone back by itself: snapshots are of another branch, and none is due after the step before."""
         if self._snapshots is not None:
+            self._snapshots.due = None
             self._snapshots.forget()
 
     def close(self) -> None:
