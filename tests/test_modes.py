@@ -210,3 +210,21 @@ def test_metric_functions_run_without_autocast_and_leave_its_settings() -> None:
     assert dtypes
     assert set(dtypes) == {torch.float32}
     monitor.detach()
+
+
+@pytest.mark.parametrize("with_gradients", [True, False])
+def test_a_mode_sees_an_evaluation_of_an_encoder_as_without_a_monitor(with_gradients: bool) -> None:
+    def seen(is_watched: bool) -> list[str]:
+        torch.manual_seed(0)
+        model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 12, batch_first=True), 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if is_watched:
+            gradmon.watch(model, optimizer, preset="full", on_spike=None)
+        model(torch.ones(2, 3, 8)).sum().backward()
+        optimizer.step()
+        model.eval()
+        with Called() as mode, torch.set_grad_enabled(with_gradients):
+            model(torch.ones(2, 3, 8))
+        return mode.seen
+
+    assert seen(is_watched=True) == seen(is_watched=False)

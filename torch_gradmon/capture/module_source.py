@@ -346,7 +346,11 @@ class ForwardHooks:
         """
         for reference, hooks in self._fusible:
             layer = reference()
-            if layer is None or layer.training or (torch.is_grad_enabled() and any(p.requires_grad for p in layer.parameters())):
+            if layer is None or layer.training:
+                continue
+            with outside_dispatch_modes():  # a mode sees a question to a parameter
+                trains = torch.is_grad_enabled() and any(p.requires_grad for p in layer.parameters())
+            if trains:
                 continue
             for handles in hooks:
                 handles.set_aside()
