@@ -26,7 +26,7 @@ Targets = dict[str, tuple[float, float | None]]
 #: None when the target is met. First what the source says:
 SOURCE: Targets = {
     "entries at the top of the package": (15, 17),
-    "lines of Python": (40_000, 51_252),
+    "lines of Python": (40_000, 51_259),
     "files": (165, 170),
     "largest file": (1_300, None),
     "functions over 60 lines": (0, 1),
@@ -41,12 +41,12 @@ SOURCE: Targets = {
 PROGRAM: Targets = {
     "gradmon --help imports torch": (0, None),
     "files that watch() loads": (80, None),
-    "lines that watch() loads": (16_000, 24_746),
+    "lines that watch() loads": (16_000, 24_751),
     "steady step: files": (25, 46),
-    "steady step: calls": (200, 398),
+    "steady step: calls": (200, 402),
     "steady step: depth of the stack": (10, 22),
     "calls for each further tensor": (2, None),
-    "steady step, no sink, no run directory: calls": (100, 356),
+    "steady step, no sink, no run directory: calls": (100, 360),
     "step under audit: files": (50, None),
     "step under audit: calls": (450, None),
     "step that is not monitored: calls": (12, None),

@@ -385,7 +385,7 @@ class StepMachine(StepCycle):
     A step opens with the first training forward, backward pass or optimizer step after the last one ended. It ends when the last
     optimizer has stepped, under a GradScaler with its update. Where the loop opens steps itself, hooks only measure.
 
-    ``measures`` is a :class:`~torch_gradmon.monitor.steps.StepMeasurement`; ``order`` has the optimizers in the order in which they step,
+    ``measures`` is a :class:`~torch_gradmon.monitor.runtime.StepMeasurement`; ``order`` has the optimizers in the order in which they step,
     and changes with what is learned.
     """
 
