@@ -129,9 +129,8 @@ class GradientCapture:
         self._seen: _Seen = {}
         self._scaled = False
         self._held: dict[Hashable, tuple[StepBuffer, _Seen, list[int]]] = {}
-        self._doubtful: frozenset[int] = (
-            frozenset()
-        )  # frozen since the model was first seen, perhaps only for a part of each step
+        # frozen since the model was first seen, perhaps only for a part of each step
+        self._doubtful: frozenset[int] = frozenset()
         self._at_rest: frozenset[int] = frozenset()  # positions that were frozen when the model was seen
         self._clipped: _Seen = {}  # gradients after a clip by the monitor
         self._spent: set[int] = set()  # positions whose gradients an optimizer has used

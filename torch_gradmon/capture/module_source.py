@@ -202,9 +202,8 @@ class ModuleCalls:
         Full backward hooks of modules are not used, since they add a node to the graph.
         """
         recomputed = call < 0
-        within = (
-            recomputed and self._accumulates()
-        )  # the pass that recomputes this ends in parameters, though the inner one need not
+        # the pass that recomputes this ends in parameters, though the inner one need not
+        within = recomputed and self._accumulates()
         tensors = list(tensors_of(value, name))
         for path, tensor in tensors:
             # once per tensor: it may be used in several forwards, or in one and its recomputation

@@ -11,8 +11,6 @@ from .records import NON_FINITE_INPUT, Severity
 
 
 class Mistake(NamedTuple):
-    """One mistake."""
-
     severity: Severity  # of the finding
     cause: str  # a sentence without its full stop
     advice: str  # what to change, likewise
@@ -33,6 +31,8 @@ def _read(table: str) -> dict[str, Mistake]:
         severity, weight, repeats, *flags = settings.split(", ")
         cause, advice = " ".join(texts.split()).split(" -> ")
         counts = int(repeats.removeprefix("from ")), float(weight.removeprefix("weight "))
+        if unknown := {*flags} - {"silent", "if stuck", "for each"}:
+            raise ValueError(f"{rule}: unknown {unknown}")
         told = "silent" not in flags, "if stuck" in flags, "for each" in flags
         found[rule] = Mistake(severity, cause, advice, *counts, *told)  # type: ignore[arg-type]
     return found

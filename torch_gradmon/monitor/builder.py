@@ -223,9 +223,8 @@ def _plugins(
         acting = SpikePolicy(policy, detectors, decisions, complaints, exchange.parts_of_tensors)
         # the decision needs these two, whether they are shown or have a detector or not
         summary.choice.require("grad_norm", "grad_nonfinite_count")
-    if (
-        options.spike_capture.before or acting is not None or options.plugins
-    ):  # of these plugins any may ask for gradients in each step
+    # plugins of the script may ask for gradients in each step
+    if options.spike_capture.before or acting is not None or options.plugins:
         from ..plugins.flight_recorder import FlightRecorder
 
         recorder = FlightRecorder(options.spike_capture.before, planner.registry, summary)

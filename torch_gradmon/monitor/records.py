@@ -704,6 +704,10 @@ class RecordPipeline:
     def newest(self, step: int | None) -> PendingStep | None:
         return self.waiting[-1] if self.waiting and self.waiting[-1].step == step else None
 
+    def has(self, ended: int | None) -> bool:
+        """Whether step ``ended``, the last one, has values, complete or on their way."""
+        return self.last is not None or self.newest(ended) is not None
+
     @property
     def ranks_synchronised(self) -> bool:
         return self._exchange.takes_place

@@ -508,9 +508,8 @@ class FollowedLoop:
         self, optimizer: Hashable, done: Set[Hashable], overflowed: Set[Hashable], is_overflowed: bool
     ) -> OptimizerContext:
         ownership, index = self.ownership, self.lifecycle.planning.planner.inventory
-        has_scaler = isinstance(
-            getattr(ownership[optimizer], "found_inf", None), Tensor
-        )  # of a fused optimizer, whose step reads it
+        # of a fused optimizer, whose step reads it
+        has_scaler = isinstance(getattr(ownership[optimizer], "found_inf", None), Tensor)
         alive = {name: each for name in ownership.order if (each := ownership[name]) is not None}
         stepped = [type(each).__name__ for name, each in alive.items() if name in done and name != optimizer]
         left = {name: self.optimizer_hooks.holds.leftovers(each) for name, each in alive.items()}
@@ -588,9 +587,8 @@ class FollowedLoop:
         source = self.lifecycle.planning.planner.source
         if self._is_due and source.has_overflowed():
             if not source.searches_scale() and (active := self.lifecycle.active) is not None:
-                active.annotations["skipped"] = (
-                    "the engine leaves out steps whose gradients are not finite"  # so that it is judged
-                )
+                # so that it is judged
+                active.annotations["skipped"] = "the engine leaves out steps whose gradients are not finite"
             self.step_overflowed(optimizer)
         else:
             self.machine.wrapper_ended(id(optimizer))

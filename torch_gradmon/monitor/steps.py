@@ -343,7 +343,7 @@ class StepLifecycle:
 
     @property
     def was_monitored(self) -> bool:
-        return self.pipeline.last is not None or self.pipeline.newest(self.state.clock.ended) is not None
+        return self.pipeline.has(self.state.clock.ended)
 
     # --- facts of the open step ----------------------------------------------------------------------------------------------
 

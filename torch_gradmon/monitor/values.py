@@ -49,9 +49,7 @@ class LateValues:
     @property
     def is_kept(self) -> bool:
         ended = self._state.clock.ended
-        if self._pipeline.last is not None or self._pipeline.newest(ended) is not None:
-            return True
-        return self._recorder is not None and self._recorder.late_buffer(ended) is not None
+        return self._pipeline.has(ended) or (self._recorder is not None and self._recorder.late_buffer(ended) is not None)
 
     @property
     def is_stored(self) -> bool:

@@ -169,9 +169,8 @@ class Hampel:
         self._residuals = {name: SortedWindow(self.window) for name in self._levels}
         self._between: deque[float] = deque()
         self._recent: deque[tuple[float, bool]] = deque(maxlen=RECENT)
-        self._peaks: deque[float] = deque(
-            [-math.inf] * self.window, maxlen=self.window
-        )  # above the threshold; -inf for the others
+        # above the threshold; -inf for the others
+        self._peaks: deque[float] = deque([-math.inf] * self.window, maxlen=self.window)
         self._count = 0
         self.linear = False  # after a negative value, values are compared instead of logarithms
         self._scored: tuple[float, float | None] | None = None  # the value that was scored last, until it is learned

@@ -378,7 +378,7 @@ class StepBuffer:
         self._begin()
 
     def _begin(self) -> None:
-        # what was put of each source: names (None for a row that was removed), rows, and a number, whose largest counts for a name
+        # what was put of each source: names (None for a removed row), rows, and a number that grows over all copies; the largest counts
         self._rows: dict[str, list[tuple[tuple[str | None, ...], Tensor, int]]] = {}
         self._parts: dict[tuple[str, str], list[Tensor]] = {}
         self._pending: dict[Key, PendingValue] = {}

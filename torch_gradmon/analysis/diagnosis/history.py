@@ -206,9 +206,8 @@ class History:
     records: Sequence[StepRecord]
     events: Sequence[SpikeEvent] = ()
     facts: Sequence[LoopFinding] = ()
-    matrices: Mapping[str, int] = field(
-        default_factory=dict
-    )  # parameters of two or more dimensions; their fan in, 0 if it is unknown
+    # parameters of two or more dimensions; their fan in, 0 if it is unknown
+    matrices: Mapping[str, int] = field(default_factory=dict)
     kinds: Mapping[str, str] = field(default_factory=dict)
     place: str = ""  # path of the run as in a command line; empty for a run without a directory
     recorded: Sequence[int] | None = None  # all recorded steps, ascending; None for those of the records

@@ -289,9 +289,8 @@ class Panel(Matrix):
     source: str = ""
     gaps: tuple[Gap, ...] = ()  # where the value was not measured
     span: tuple[int, int] | None = None  # first and last step of the run, if the run has more steps than the panel
-    due: frozenset[str] = (
-        frozenset()
-    )  # the layers of which a missing value means that they had no gradient, not that nobody looked
+    # the layers of which a missing value means that they had no gradient, not that nobody looked
+    due: frozenset[str] = frozenset()
 
     @property
     def axis(self) -> tuple[int, int]:
