@@ -28,6 +28,8 @@ hypothesis.settings.load_profile("untimed")
 
 # Transformers imports Comet, which would then make an experiment of its own for each run of MLflow
 os.environ["COMET_DISABLE_AUTO_LOGGING"] = "1"
+# read once a process, at whatever first asks W&B for anything, which may be a test of something else
+os.environ.update(WANDB_MODE="offline", WANDB_SILENT="true", WANDB_CONSOLE="off")
 
 _OPTIONAL = ("rich", "tqdm")
 

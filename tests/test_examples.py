@@ -94,7 +94,7 @@ def _quick(name: str, directory: Path) -> Path:
 
 
 def _run(example: Path, directory: Path, *arguments: str, seconds: int = 240) -> str:
-    settings = {**os.environ, "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    settings = {**os.environ, "OMP_NUM_THREADS": "1"}
     for _ in range(3):
         if example.stem in BY_TORCHRUN:
             done = forked.run(_TORCHRUN, "--standalone", "--nproc-per-node", 2, example, cwd=directory, environment=settings)

@@ -322,14 +322,10 @@ def test_no_keys_for_the_line(tmp_path: Path) -> None:
 # --- reporters ---------------------------------------------------------------------------------------------------------------
 
 
-_OFFLINE = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_CONSOLE": "off"}
-
-
 @pytest.fixture
 def wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     package = pytest.importorskip("wandb")
-    for name, value in {**_OFFLINE, "WANDB_DIR": str(tmp_path)}.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     yield package
     package.finish()
 
@@ -816,7 +812,7 @@ def test_on_two_ranks_the_values_are_those_of_both_and_the_first_one_reports(tmp
 
     (tmp_path / "script.py").write_text(_RANKS, encoding="utf-8")
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"]
-    settings = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1", **_OFFLINE}
+    settings = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, *launch], env=settings, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
     )

@@ -346,12 +346,10 @@ def test_a_logger_of_fabric_has_every_value(given: str, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+def accelerator(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """Makes an Accelerator with the trackers that are named or given."""
     accelerate = pytest.importorskip("accelerate")
     state = pytest.importorskip("accelerate.state")
-    for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_CONSOLE": "off"}.items():
-        monkeypatch.setenv(name, value)
     made = []
 
     def make(*trackers: Any) -> Any:

@@ -462,10 +462,8 @@ def test_the_block_of_the_documentation_runs(trained: Any, tmp_path: Path, monke
 
 
 @pytest.mark.extra
-def test_a_figure_goes_to_wandb(trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_figure_goes_to_wandb(trained: Any, tmp_path: Path) -> None:
     wandb = pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
     run = wandb.init(project="pictures", dir=tmp_path)
     run.log({"heatmap": trained[0].plot("heatmap")})
     run.finish()

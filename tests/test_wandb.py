@@ -33,9 +33,7 @@ MODEL, OTHER = nn.Linear(1, 1), nn.Linear(1, 1)
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_CONSOLE": "off"}.items():
-        monkeypatch.setenv(name, value)
+def run(tmp_path: Path) -> Iterator[Any]:
     run = wandb.init(project="tests", dir=tmp_path)
     yield run
     run.finish()
@@ -316,7 +314,7 @@ def test_a_spike_that_is_raised_at_the_end_keeps_no_row_back(run: Any, tmp_path:
     assert [row[AXIS] for row in history(tmp_path)] == list(range(61))
 
 
-def test_a_run_that_is_disabled_takes_everything_and_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_disabled_takes_everything_and_keeps_nothing(tmp_path: Path) -> None:
     disabled = wandb.init(mode="disabled", dir=tmp_path)
     for given in (disabled, WandbSink(disabled)):
         monitor = ModuleMonitor(MODEL)
@@ -584,7 +582,7 @@ for _ in range(5):
     optimizer.zero_grad()
 {end}
 """
-    settings = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_CONSOLE": "off"}
+    settings = {**os.environ}
     settings.pop("WANDB_SERVICE", None)  # that of the tests would go on beyond the script's end
     done = forked.run(script, environment=settings, cwd=tmp_path, timeout=120)
     assert done.returncode == (1 if end == "1 / 0" else 0), done.stderr
