@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import torch_gradmon as gradmon
 from torch_gradmon import ModuleMonitor, MonitorMixin, SpikeDetector, load_run
 from torch_gradmon.core.errors import SpikeError
+from torch_gradmon.plugins.clipping import ZClip
 from torch_gradmon.sinks import JsonlSink
 
 pytestmark = pytest.mark.filterwarnings("ignore::torch_gradmon.core.errors.GradmonWarning")
@@ -199,7 +200,7 @@ def a_hook(loop: Loop) -> None:
 
 
 def a_clip(loop: Loop) -> None:
-    class Clip(gradmon.plugins.clipping.ZClip):
+    class Clip(ZClip):
         def factors(self, *args: Any) -> Any:
             self.once()
             return super().factors(*args)

@@ -431,7 +431,8 @@ class OptimizerHooks(_Reporting):
         self.wrappers = WrapperCalls(wrappers, functools.partial(self._report, "wrapper_began"), self._wrapper_ended)
         self._handles = Handles()
         self._around_last: dict[int, StepHook] = {}  # the wrapper of the last hook before each optimizer's step
-        self._shielded: dict[str, StepHook] = {"called": self._step_called, "before": self._before, "after": self._after}
+        over = functools.partial(self._fence.run, self._step_ended)
+        self._shielded: dict[str, StepHook] = {"called": self._step_called, "before": self._before, "after": over}
         kept = loop, container
         for optimizer in self.alive():
             # the only strong references: a monitor without others lives as long as its optimizer
@@ -563,15 +564,10 @@ class OptimizerHooks(_Reporting):
 
     # --- after the step ------------------------------------------------------------------------------------------------------
 
-    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._fence.run(self._step_ended, optimizer)
-
-    def _step_ended(self, optimizer: Optimizer) -> None:
+    def _step_ended(self, optimizer: Optimizer, *_: object) -> None:
         depth = self._depth[id(optimizer)] = max(0, self._depth.get(id(optimizer), 1) - 1)
-        if depth == 0 and not self.wrappers.goes_on(optimizer):
-            self._step_over(optimizer)
-
-    def _step_over(self, optimizer: Optimizer) -> None:
+        if depth or self.wrappers.goes_on(optimizer):
+            return
         if self.holds.held:
             self.holds.restore(optimizer, is_wrapped=bool(self.wrappers.around(optimizer)))
         if (loop := self._loop()) is not None:
@@ -581,7 +577,7 @@ class OptimizerHooks(_Reporting):
 
     def _wrapper_ended(self, optimizer: Optimizer, has_stepped: bool) -> None:
         if has_stepped:
-            self._fence.run(self._step_over, optimizer)
+            self._fence.run(self._step_ended, optimizer)
         else:
             self._report("wrapper_ended", optimizer)
 

@@ -695,7 +695,7 @@ class RecordPipeline:
             recorder = self._plugins.built_in.recorder
             rest = [] if recorder is None else recorder.rest()
             if self.waiting or rest:
-                self.enter_all(None, open_to_late_values=False)
+                self.enter(None, open_to_late_values=False)
                 self.backfill(rest)
                 self.close()
 
@@ -712,12 +712,6 @@ class RecordPipeline:
     def ranks_synchronised(self) -> bool:
         return self._exchange.takes_place
 
-    def start(self, pending: PendingStep) -> None:
-        """Take ``pending``; where its values are on the host already, its record is made at once."""
-        self.waiting.append(pending)
-        if pending.readback.arrival.is_local:
-            self.enter_all(pending.step, open_to_late_values=True)
-
     def count_refusal(self, is_interrupted: bool) -> None:
         if self.waiting:
             self.waiting[-1].count_refusal_after(is_interrupted)
@@ -732,52 +726,51 @@ class RecordPipeline:
             for pending in self.waiting:
                 pending.seal()
             if self.publisher.is_awaited(ended or 0) or self._on_spike not in (None, "warn"):
-                self.enter_all(ended, open_to_late_values=True)
+                self.enter(ended, open_to_late_values=True)
             while self.waiting and (len(self.waiting) > 1 or self._is_ready(self.waiting[0], begins)):
                 start = time.perf_counter()
                 self.waiting[0].readback.arrival.wait()
                 # the device is two steps behind, and it is the training that waits here rather than elsewhere
                 self._fence.exclude_time(time.perf_counter() - start)
-                self._enter_oldest(ended, open_to_late_values=True)
+                self.enter(ended, open_to_late_values=True, only_oldest=True)
         self.finish()
 
     def _is_ready(self, pending: PendingStep, begins: int) -> bool:
         return begins >= pending.step + 2 if self.ranks_synchronised else pending.readback.arrival.is_ready()
 
-    def enter_all(self, ended: int | None, open_to_late_values: bool) -> None:
-        """Make the records of all steps and enter them. Waits for their values. The last record is that of step ``ended``, or there is
-        none; ``open_to_late_values``: that step is the latest, so that values may still be added to it.
+    def enter(self, ended: int | None, open_to_late_values: bool, only_oldest: bool = False) -> None:
+        """Make the records of all steps, or of the oldest, and enter them. Waits for their values. The last record is that of step
+        ``ended``, or there is none; ``open_to_late_values``: that step is the latest, so that values may still be added to it.
         """
         while self.waiting:
             self.waiting[0].readback.arrival.wait()  # interrupted here, the step is still there
-            self._enter_oldest(ended, open_to_late_values)
-
-    def _enter_oldest(self, ended: int | None, open_to_late_values: bool) -> None:
-        pending = self.waiting.popleft()
-        record, signals = self.factory.make(pending)
-        try:
-            self._late, self.absent = pending.readback.buffer.scalars(), pending.readback.buffer.absent
-            self._detectors.begin(record, self.absent)
-            record, events = self.detection.detect(record, signals, self.absent)
-            self._is_finished = False
-            self._pass_on(record, amends=False)
-            if fetched := self._detectors.take_fetched():
-                self.backfill(fetched)
-            self._signals = signals
-            self._plugins.call("on_record", record)
-            self._notify(events, record.context.get("action", ""))
-        finally:  # where a spike raises
-            if pending.late is not None:
-                readback = pending.late_readback or pending.late.start_readback()
-                self._late = pending.late
-                self._amend(readback.land()[1])
-            if pending.refusals_after:
-                self.factory.summary.count_rejected(pending.refusals_after, pending.interruptions_after)
-        is_latest = record.step == ended
-        if not (is_latest and open_to_late_values):
-            self.finish()
-        if not is_latest:
-            self.last = None
+            pending = self.waiting.popleft()
+            record, signals = self.factory.make(pending)
+            try:
+                self._late, self.absent = pending.readback.buffer.scalars(), pending.readback.buffer.absent
+                self._detectors.begin(record, self.absent)
+                record, events = self.detection.detect(record, signals, self.absent)
+                self._is_finished = False
+                self._pass_on(record, amends=False)
+                if fetched := self._detectors.take_fetched():
+                    self.backfill(fetched)
+                self._signals = signals
+                self._plugins.call("on_record", record)
+                self._notify(events, record.context.get("action", ""))
+            finally:  # where a spike raises
+                if pending.late is not None:
+                    readback = pending.late_readback or pending.late.start_readback()
+                    self._late = pending.late
+                    self._amend(readback.land()[1])
+                if pending.refusals_after:
+                    self.factory.summary.count_rejected(pending.refusals_after, pending.interruptions_after)
+            is_latest = record.step == ended
+            if not (is_latest and open_to_late_values):
+                self.finish()
+            if not is_latest:
+                self.last = None
+            if only_oldest:
+                return
 
     def _pass_on(self, record: StepRecord, amends: bool) -> None:
         self.last = record

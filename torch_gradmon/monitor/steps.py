@@ -389,14 +389,14 @@ class StepLifecycle:
 
     def flush_pending(self) -> None:
         """Complete the record of the last step. Waits for its values."""
-        self.pipeline.enter_all(self.state.clock.ended, open_to_late_values=not self.state.is_open)
+        self.pipeline.enter(self.state.clock.ended, open_to_late_values=not self.state.is_open)
 
     def rewind(self, step: int, last: int | None) -> None:
         """The run goes back from ``last`` to ``step``; or begins, in a run directory that may have later steps."""
         if last is not None:
             message = f"step {step} comes after step {last}; a new segment begins in the run directory"
             self.fence.complaints.add("back", message)
-            self.pipeline.enter_all(None, open_to_late_values=False)
+            self.pipeline.enter(None, open_to_late_values=False)
             self.plugins.call("on_rewind", step)
             self.pipeline.rewind(step)
         self.pipeline.directory.rewind(step)
@@ -548,7 +548,10 @@ class StepLifecycle:
         self.plugins.call("annotate", active)
         groups = planning.groups() if self.pipeline.factory.layers.choice == "blocks" else []
         cost, ranks, attached = self.fence.cost(), planning.exchange.exchange.ranks.count, planning.loop is not None
-        self.pipeline.start(PendingStep(readback, active, inventory, evaluate, groups, found, cost, ranks, attached))
+        pending = PendingStep(readback, active, inventory, evaluate, groups, found, cost, ranks, attached)
+        self.pipeline.waiting.append(pending)
+        if readback.arrival.is_local:  # its values are on the host already
+            self.pipeline.enter(pending.step, open_to_late_values=True)
 
     # --- parts of a step that may be steps of their own ------------------------------------------------------------------------
 
