@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_gradmon as gradmon
-from torch_gradmon.monitor.watch import PipelineSource
+from torch_gradmon.monitor.engines import PipelineSource
 
 from .ranks import impatient, refusals
 

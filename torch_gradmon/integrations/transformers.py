@@ -115,7 +115,7 @@ class GradmonCallback(HasMonitor, trainer_callback.TrainerCallback, trainer_call
         source = None
         own = _trainer_of(control)
         if type(optimizer).__name__ == "DeepSpeedOptimizerWrapper":
-            from ..monitor.deepspeed import unpacked
+            from ..monitor.engines import unpacked
 
             model, (optimizer,), source = unpacked(_engine_of(own), [])
         saved = self._saved(kept) if state.global_step > 0 else None

@@ -44,11 +44,9 @@ _INF = tl.constexpr(float("inf"))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _row_of_chunk(
-    out: tl.tensor,
+def _sums_of_blocks(
     address: tl.tensor,
     other: tl.tensor,
-    start: tl.tensor,
     length: tl.tensor,
     near: tl.tensor,
     scale: tl.tensor,
@@ -58,29 +56,22 @@ def _row_of_chunk(
     SCALED: tl.constexpr,
     MINUS: tl.constexpr,
     GROUPS: tl.constexpr,
-) -> None:
-    """Write the row of ``length`` elements of ``ITEM`` bytes, ``start`` elements after ``address``, less those after ``other``, to ``out``.
-
-    Triton before 3.4 does not find the size by a dtype.
+) -> tuple[tl.tensor, ...]:
+    """Of the whole blocks among these elements: how many come before them, how many are in them, and for each group of threads the sums of
+    x, |x| and its square, near zeros, and both extremes. None are in them if one of them is NaN or Inf.
     """
     GROUP: tl.constexpr = 16 // ITEM
     BLOCK: tl.constexpr = GROUPS * GROUP
-    COLUMNS: tl.constexpr = 2
-    group = tl.arange(0, GROUPS)[:, None]
-    member = tl.arange(0, GROUP)[None, :]
-    address += start * ITEM
-    other += start * ITEM
-    source = address.to(tl.pointer_type(STORED))
-    partner = other.to(tl.pointer_type(STORED))
-
     # Whole blocks start at the first 16-byte boundary, so a thread loads and sums 16 bytes at once. A gradient that is a view of a larger
     # buffer may start anywhere.
     head = ((-address & 15) // ITEM).to(tl.int32)
     body = tl.maximum(length - head, 0) // BLOCK * BLOCK
     if MINUS:
         body = tl.where((address ^ other) & 15 == 0, body, 0)
-    aligned = tl.multiple_of(source + head, 16)
-    aligned_partner = tl.multiple_of(partner + head, 16)
+    aligned = tl.multiple_of(address.to(tl.pointer_type(STORED)) + head, 16)
+    aligned_partner = tl.multiple_of(other.to(tl.pointer_type(STORED)) + head, 16)
+    group = tl.arange(0, GROUPS)[:, None]
+    member = tl.arange(0, GROUP)[None, :]
     sums = tl.zeros([GROUPS], tl.float64)
     abs_sums = tl.zeros([GROUPS], tl.float64)
     square_sums = tl.zeros([GROUPS], tl.float64)
@@ -101,8 +92,7 @@ def _row_of_chunk(
         nears += tl.sum((tl.abs(x) <= near.to(WIDE)).to(tl.int32), axis=1)
         smallest = tl.minimum(smallest, tl.min(x, axis=1))
         largest = tl.maximum(largest, tl.max(x, axis=1))
-
-    # A non-finite sum of |x| shows NaN or Inf. Then all elements go through the slower loop below.
+    # a non-finite sum of |x| shows NaN or Inf, and then all elements go through the slower loop of the rest
     good = tl.sum(abs_sums) < _INF
     body = tl.where(good, body, 0)
     sums = tl.where(good, sums, 0.0)
@@ -111,21 +101,68 @@ def _row_of_chunk(
     nears = tl.where(good, nears, 0)
     smallest = tl.where(good, smallest, _INF)
     largest = tl.where(good, largest, -_INF)
-    nonfinites = tl.zeros([GROUPS], tl.int32)
+    return head, body, sums, abs_sums, square_sums, nears, smallest, largest
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _finite_part(
+    source: tl.tensor,
+    partner: tl.tensor,
+    index: tl.tensor,
+    inside: tl.tensor,
+    scale: tl.tensor,
+    WIDE: tl.constexpr,
+    SCALED: tl.constexpr,
+    MINUS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """The elements at ``index``, zero where that is not ``inside``, and which of those inside are finite."""
+    x = tl.load(source + index, mask=inside, other=0).to(WIDE)
+    if SCALED:
+        x = x * tl.load(scale).to(WIDE)
+    if MINUS:
+        x = x - tl.load(partner + index, mask=inside, other=0).to(WIDE)
+    x = tl.where(inside, x, 0)  # zero times an infinite scale is not zero
+    return x, inside & (tl.abs(x) < _INF)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _row_of_chunk(
+    out: tl.tensor,
+    address: tl.tensor,
+    other: tl.tensor,
+    start: tl.tensor,
+    length: tl.tensor,
+    near: tl.tensor,
+    scale: tl.tensor,
+    STORED: tl.constexpr,
+    ITEM: tl.constexpr,
+    WIDE: tl.constexpr,
+    SCALED: tl.constexpr,
+    MINUS: tl.constexpr,
+    GROUPS: tl.constexpr,
+) -> None:
+    """Write the row of ``length`` elements of ``ITEM`` bytes, ``start`` elements after ``address``, less those after ``other``, to ``out``.
+
+    Triton before 3.4 does not find the size by a dtype.
+    """
+    COLUMNS: tl.constexpr = 2
+    address += start * ITEM
+    other += start * ITEM
+    head, body, sums, abs_sums, square_sums, nears, smallest, largest = _sums_of_blocks(
+        address, other, length, near, scale, STORED, ITEM, WIDE, SCALED, MINUS, GROUPS
+    )
+    source = address.to(tl.pointer_type(STORED))
+    partner = other.to(tl.pointer_type(STORED))
+    group = tl.arange(0, GROUPS)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]
+    nonfinites = tl.zeros([GROUPS], tl.int32)
     for first in range(0, length - body, GROUPS * COLUMNS):
         # neighbouring threads take neighbouring elements, and each thread still has its own sum
         index = first + column * GROUPS + group
         inside = index < length - body
         index = tl.where(index < head, index, index + body)
-        x = tl.load(source + index, mask=inside, other=0).to(WIDE)
-        if SCALED:
-            x = x * tl.load(scale).to(WIDE)
-        if MINUS:
-            x = x - tl.load(partner + index, mask=inside, other=0).to(WIDE)
-        x = tl.where(inside, x, 0)  # zero times an infinite scale is not zero
+        x, finite = _finite_part(source, partner, index, inside, scale, WIDE, SCALED, MINUS)
         wide = x.to(tl.float64)
-        finite = inside & (tl.abs(x) < _INF)
         sums += tl.sum(wide, axis=1)
         abs_sums += tl.sum(tl.abs(wide), axis=1)
         square_sums += tl.sum(wide * wide, axis=1)

@@ -1,9 +1,9 @@
-"""Gradients under DeepSpeed: its optimizers step flat tensors, and each rank has a part of them from ZeRO 1 on."""
+"""What is watched is not a plain model: an engine of DeepSpeed, or the stages of a pipeline."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,11 @@ from torch.optim import Optimizer
 
 from ..core import validation as check
 from ..core.errors import display
-from ..step.model_index import GradientSource
+from ..plugins.setup_check import card
+from ..step.model_index import GradientSource, ModelIndex, PartFacts, WholeModel
+from .runtime import Runtime
+
+# --- DeepSpeed: its optimizers step flat tensors, and each rank has a part of them from ZeRO 1 on ---
 
 
 class DeepSpeedSource(GradientSource):
@@ -213,3 +217,83 @@ def unpacked(engine: Any, optimizers: Sequence[Any]) -> tuple[nn.Module, Sequenc
             "this DeepSpeed engine has no optimizer, so it does not train; pass optimizer= to deepspeed.initialize()"
         )
     return engine.module, [inner], source_of(engine)
+
+
+# --- Pipelines of torch.distributed: the stages of this rank ---
+
+
+class PipelineParts(nn.Module):
+    """The parts of a pipeline on one rank, by the numbers of their stages. It is never called."""
+
+    def __init__(self, parts: Mapping[int, nn.Module]) -> None:
+        super().__init__()
+        for stage, part in parts.items():
+            self.add_module(str(stage), part)
+
+    def facts(self, named: Sequence[Any]) -> dict[int, PartFacts]:
+        """What other ranks have to know of each parameter, by its id; ``named`` are the optimizers of this rank. A parameter that two
+        parts share is one.
+        """
+        found: dict[int, PartFacts] = {}
+        for number, part in self.named_children():
+            index, groups = ModelIndex(part), _groups(part, named)
+            for (name, about), reference in zip(index.parameters.items(), index.references, strict=True):
+                place, is_trained = id(reference()), name in index.trainable.names
+                fan_in, group = index.matrices.get(name, -1), groups.get(place, -1)
+                found.setdefault(place, PartFacts(int(number), name, about["shape"], about["dtype"], is_trained, fan_in, group))
+        return found
+
+    def kinds(self) -> list[tuple[int, str, str]]:
+        """The number of the stage, the name within it and the class of each module."""
+        kinds = {int(number): ModelIndex(part).kinds for number, part in self.named_children()}
+        return [(number, name, kind) for number, of in kinds.items() for name, kind in of.items()]
+
+
+def _groups(part: nn.Module, named: Sequence[Any]) -> dict[int, int]:
+    """The number of each parameter's group among those of the optimizers that have any parameter of this part, by id."""
+    own = set(map(id, part.parameters()))
+    optimizers = [check.bare_optimizer(each).param_groups for each in named]
+    members = [[set(map(id, group["params"])) for group in groups] for groups in optimizers]
+    groups = [group for of in members if not own.isdisjoint(set().union(*of)) for group in of]
+    return {place: number for number, group in enumerate(groups) for place in group}
+
+
+class PipelineSource(GradientSource):
+    """Gradients of a pipeline's stages: in ``.grad``, and final when the schedule's ``step`` returns, which reduces and scales them."""
+
+    is_final_at_step = is_pipeline = True
+    # with empty tensors, to see the shapes of outputs; private, and one or the other may be missing
+    trials = ("eval", "_initialize_stage", "_initialize_stages")
+
+    def __init__(self, schedule: Any, parts: PipelineParts) -> None:
+        self.boundary = schedule
+        self._parts = parts  # which nothing else keeps alive
+
+
+def stages_of(schedule: Any, named: Sequence[Any]) -> tuple[PipelineParts, PipelineSource]:
+    """The modules of the schedule's stages on this rank, and where their gradients are."""
+    stages = getattr(schedule, "_stages", None) or [schedule._stage]
+    parts = PipelineParts({stage.stage_index: stage.submod for stage in stages})
+    if not named and not any(parameter.requires_grad for parameter in parts.parameters()):
+        raise ValueError(
+            "the stages of this rank are frozen and have no optimizer, whose step would end the step of the monitor: pass one that changes "
+            "nothing, such as torch.optim.SGD(part.parameters()), and step it where other ranks step theirs"
+        )
+    return parts, PipelineSource(schedule, parts)
+
+
+def meet(runtime: Runtime, parts: PipelineParts, named: Sequence[Any]) -> None:
+    """Exchange with other ranks which parameters and modules each has. Collective."""
+    ranks = runtime.captures.measurer.ranks
+    if runtime.fence.inert:
+        return
+    exchange = runtime.lifecycle.planning.exchange.exchange
+    if not exchange.all_take_part("stages"):
+        raise ValueError(
+            f"some ranks do not watch their stages of the pipeline ({exchange.why_not('stages')}): call watch(schedule, optimizer) on "
+            "every rank of it, in the same order as other monitors, or name its ranks by distributed=Distributed(process_group=...)"
+        )
+    facts = parts.facts(named)
+    places = {place: (fact.stage, fact.name) for place, fact in facts.items()}
+    cards = card([check.bare_optimizer(each) for each in named], places)
+    runtime.planner.whole = WholeModel.gathered(ranks, list(facts.values()), parts.kinds(), cards)
