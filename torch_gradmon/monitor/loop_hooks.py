@@ -34,7 +34,7 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 class _Reporting:
-    """Reports to the followed loop, which only the optimizers' hooks keep alive, within its fence."""
+    """Reports to a ``FollowedLoop`` of runtime.py, which only the optimizers' hooks keep alive, within its fence."""
 
     def __init__(self, loop: Any) -> None:
         self._loop, self._fence = weakref.ref(loop), loop.fence

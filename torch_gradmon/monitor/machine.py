@@ -219,7 +219,7 @@ class StepState:
         progress.is_overflowed |= bool(progress.begun)
         self.attempt()
 
-    def backward_ended(self) -> None:
+    def count_backward(self) -> None:
         self.progress.backwards += 1
         self.patterns.backward_since = True
 
@@ -460,7 +460,7 @@ class StepMachine(StepCycle):
         self.ensure_open()
         if state.progress.is_between:
             self._part_began()
-        state.backward_ended()
+        state.count_backward()
         self.measures.backward_ended()
         if not within.any_now and self.expects_more():
             return
@@ -474,7 +474,7 @@ class StepMachine(StepCycle):
         progress = self.state.progress
         if self.state.is_open and not self.state.is_paused:
             if not progress.backwards:  # none was seen, as where hooks are called after it
-                self.state.backward_ended()
+                self.state.count_backward()
             progress.final.update(self.order)
             self.measures.measure_before_clip(progress.done, self.state.in_backward.known)
 

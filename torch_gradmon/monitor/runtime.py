@@ -147,6 +147,7 @@ class StepMeasurement:
         self._lifecycle, self._captures, self._ownership = loop.lifecycle, loop.lifecycle.captures, loop.ownership
         self._optimizer_hooks, self._backward, self._scaler = loop.optimizer_hooks, loop.backward_hooks, loop.scaler_hooks
         self._complaints = loop.fence.complaints
+        # the machine asks these two of the sources themselves
         self.backward_ended, self.release_gradients = self._captures.modules.backward_ended, self._captures.gradients.release
         self._accumulated: dict[Hashable, tuple[weakref.ref[Tensor], int]] = {}  # a gradient of an optimizer, and its version
 

@@ -131,7 +131,7 @@ class StepPlanning:
     """Prepares steps that take values, and registers and removes the hooks on modules and parameters for them.
 
     Attributes:
-        loop: the followed loop, which owns the hooks on parameters; None where the script begins and ends steps itself.
+        loop: a ``FollowedLoop`` of runtime.py, which owns the hooks on parameters; None where the script begins and ends steps itself.
         installed_for: a version of the plan, and whether hooks on modules are there too; None if they may not be what is needed.
         is_bare: only hooks that a step without measurements needs are registered.
     """
