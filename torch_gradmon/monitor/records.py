@@ -22,10 +22,9 @@ from ..core.records import KeyFormatter, SpikeEvent, StepRecord, StepValues, los
 from ..core.torch_modes import HomeProcess, fresh_grad_mode, outside_dispatch_modes, process_facts
 from ..core.validation import subsample_steps
 from ..plugins.spike_policy.policy import Policy, policy_of
-from ..spikes.attribution import SuspectHistory
 from ..spikes.detector import SpikeDetector
 from ..spikes.detector_set import DetectorSet
-from ..spikes.signals import by_size
+from ..spikes.signals import SuspectHistory, by_size
 from ..step.buffer import StepBuffer
 from ..step.exchange import RankExchange
 from ..step.plan import Registry

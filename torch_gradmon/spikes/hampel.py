@@ -95,6 +95,8 @@ FAR_FROM = 40
 ACCEPT_AT_ONCE, ACCEPT_IN_THE_END, RECENT = 5, 3, 9
 #: A value is usual, and no spike, after this number of similarly high ones among the last ``window``.
 USUAL = 16
+#: Steps whose gradients are kept for attribution: 13 kB each for 200 parameters.
+REMEMBERED = 64
 #: The logarithm used for a norm of zero: below the logarithm of any positive number.
 LOG_OF_ZERO = -745.0
 
