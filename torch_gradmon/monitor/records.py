@@ -26,8 +26,8 @@ from ..spikes.detector import SpikeDetector
 from ..spikes.detector_set import DetectorSet
 from ..spikes.signals import SuspectHistory, by_size
 from ..step.buffer import StepBuffer
-from ..step.exchange import RankExchange
 from ..step.plan import Registry
+from ..step.planner import ExchangePolicy
 from ..step.record_builder import PendingStep, asked_for, missing
 from ..step.summary import LayerSelection, ReasonContext, Summary, SummaryChoice
 from .plugin_set import PluginSet
@@ -670,7 +670,7 @@ class RecordPipeline:
         publisher: Publisher,
         plugins: PluginSet,
         on_spike: str | Policy | Callable[[SpikeEvent], Any] | None,
-        exchange: RankExchange,
+        exchange: ExchangePolicy,
         fence: Fence,
         is_muted: Callable[[], bool],
     ) -> None:

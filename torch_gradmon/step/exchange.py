@@ -12,7 +12,7 @@ import contextlib
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -20,18 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import keys as n
 from ..core.errors import WarningLog
 from ..core.formatting import listed
 from ..core.keys import PARAMETER_SOURCES, Key
-from ..core.moments import ALL_COLUMNS, SQUARES, Column, identity
+from ..core.moments import ALL_COLUMNS, Column, identity
 from ..core.torch_modes import HomeProcess, second_connection
 from ..statistics.request import accumulator_dtype
 from .buffer import SKEW, StepBuffer
-from .plan import SourcePlan
-from .planner import Planner
-from .ranks import Ranks, digest_of
-from .summary import Summary
+from .ranks import EMPTY_SLOT, METRICS, NAMES, Ranks, digest_of
 
 # --- Whether all ranks take part in an exchange. No rank has to answer, so none can block the others ---
 
@@ -311,13 +307,8 @@ def store_of(prefix: str, connected_anew: bool = False) -> Any:
 Entry = tuple[str, ...]
 #: Columns of the exchange's own row that hold the broadcast slot.
 _SLOT = [Column.COUNT, Column.ABS_SUM, Column.SQUARE_SUM, Column.NEAR_ZERO, Column.NONFINITE]
-#: The empty broadcast slot.
-EMPTY_SLOT: tuple[float, ...] = (0.0,) * len(_SLOT)
 #: By source, the names of tensors whose rows are exchanged, and the columns.
 Tensors = Mapping[str, tuple[Sequence[str], frozenset[Column]]]
-
-#: Parts of what ranks have in common: the names of tensors, the metrics, and what else has to be equal for any exchange.
-NAMES, METRICS, CADENCE = "names of parameters", "metrics", "every="
 
 _ALONE = {
     "tensors": (
@@ -345,9 +336,6 @@ class RankExchange:
         self._has_told: dict[str, bool] = {}  # whether all take part, once it is known
         self._common: list[str] | None = None  # names that all ranks have, where some have others
         self._entries: list[Entry] = []
-        self.takes_place = False  # there was any exchange
-        self.shares_values = False  # ranks have exchanged values of their batches
-        self._broadcast_slot = self._received_slot = EMPTY_SLOT
 
     def run(
         self,
@@ -358,8 +346,12 @@ class RankExchange:
         may_extend: bool = True,
         asked: str = "",
         parts: Callable[[], Mapping[str, Any]] = dict,
-    ) -> None:
-        """Merge the values in ``buffer`` with those of the other ranks. A no-op without other ranks or anything to merge.
+        slot: Sequence[float] = EMPTY_SLOT,
+    ) -> tuple[float, ...] | None:
+        """Merge the values in ``buffer`` with those of the other ranks, if there is anything to merge.
+
+        Returns:
+            What all ranks have sent, :data:`EMPTY_SLOT` where none can; None if no exchange took place.
 
         Args:
             tensors: rows that all ranks expect.
@@ -368,9 +360,10 @@ class RankExchange:
             may_extend: whether the list of shared values may grow in this step, which synchronises with the device.
             asked: what all ranks are asked to take part in; by default tensors or values.
             parts: what ranks must have in common for that.
+            slot: five numbers to send. They are added up, so at most one rank may send any.
         """
-        if not (tensors or shares_values) or self.ranks.count == 1:
-            return
+        if not (tensors or shares_values):
+            return None
         what = asked or ("tensors" if tensors else "values")
         if not self.all_take_part(what, parts, buffer.step):
             why = self.why_not(what)
@@ -378,7 +371,7 @@ class RankExchange:
                 buffer.refuse_all(source, why)
             if shares_values and not self._agreement(what).is_alone:  # else it is said that values are of this rank's batches
                 buffer.withhold_values(watches, why)
-            return
+            return None
         tensors = self._common_of(buffer, tensors)
         buffer.join_streams()
         columns = ALL_COLUMNS if shares_values else frozenset[Column]().union(*(of for _, of in tensors.values()))
@@ -386,8 +379,8 @@ class RankExchange:
         has_new = identity(int(shares_values))
         has_new[:, Column.SUM] = float(not mine.keys() <= set(self._entries))
         has_new[:, [Column.MIN, Column.MAX]] = float(buffer.step)
-        if may_extend and self._broadcast_slot is not EMPTY_SLOT:
-            has_new[:, _SLOT] = torch.tensor(self._broadcast_slot, dtype=torch.float64, device="cpu")
+        if may_extend and slot is not EMPTY_SLOT:
+            has_new[:, _SLOT] = torch.tensor(slot, dtype=torch.float64, device="cpu")
         known = [buffer.rows_or_none(source, names) for source, (names, _) in tensors.items()]
         merged = self._merged([has_new, *known, *_rows(mine, self._entries)], columns)
         start = len(has_new)
@@ -395,28 +388,14 @@ class RankExchange:
             buffer.put_exchanged(source, names, merged[start : start + len(names)], of)
             start += len(names)
         _take(buffer, self._entries, merged[start:])
-        self.shares_values |= shares_values
-        self.takes_place = True
         if shares_values:
             buffer.noted[SKEW] = merged[0, Column.MAX] - merged[0, Column.MIN]
-        if shares_values and may_extend:
-            received = merged[0].tolist()
-            self._received_slot = tuple(received[column] for column in _SLOT)
-            self._broadcast_slot = EMPTY_SLOT
-            if received[Column.SUM] > 0:
-                self._extend(buffer, mine)
-
-    def broadcast(self, slot: tuple[float, ...]) -> None:
-        """Send five numbers with the next exchange of a monitored step. They are added up, so at most one rank may send any."""
-        self._broadcast_slot = slot
-
-    @property
-    def has_received(self) -> bool:
-        return self._received_slot is not EMPTY_SLOT
-
-    def take_received(self) -> tuple[float, ...]:
-        received, self._received_slot = self._received_slot, EMPTY_SLOT
-        return received
+        if not (shares_values and may_extend):
+            return EMPTY_SLOT
+        received = merged[0].tolist()
+        if received[Column.SUM] > 0:
+            self._extend(buffer, mine)
+        return tuple(received[column] for column in _SLOT)
 
     def _extend(self, buffer: StepBuffer, mine: Mapping[Entry, Tensor]) -> None:
         known = set(self._entries)
@@ -434,8 +413,6 @@ class RankExchange:
         """Whether every rank exchanges ``"tensors"``, ``"values"`` or ``"decisions"``; also where some have other names or metrics, what
         all have in common. Asked the first time, a rank without peers waits; ``step``: the one in flight, in which late ranks may join.
         """
-        if self.ranks.count == 1:
-            return True
         agreement = self._agreement(what)
         if agreement.is_met:
             return self._has_told[what]
@@ -465,7 +442,7 @@ class RankExchange:
 
     def are_equal(self, what: str) -> bool:
         """Whether it is known that every rank takes part, and has all of it in common."""
-        return self.ranks.count == 1 or (self._agreement(what).is_met and not self._agreement(what).differing)
+        return self._agreement(what).is_met and not self._agreement(what).differing
 
     def is_refused(self, what: str) -> bool:
         return what in self._agreements and not (self._agreements[what].is_met and self._has_told[what])
@@ -532,72 +509,3 @@ def _take(buffer: StepBuffer, entries: Sequence[Entry], rows: Tensor) -> None:
             buffer.put_shared(Key(*key), reducer, rows[place])
     for source, places in tensors.items():
         buffer.put_exchanged(source, [entries[place][1] for place in places], rows[places], ALL_COLUMNS)
-
-
-# --- Which values of a step ranks exchange, and what all ranks must have in common for that ---
-
-
-class ExchangePolicy:
-    """Merges the values of a step over ranks. The plan determines which, not what this rank has seen."""
-
-    def __init__(self, exchange: RankExchange, planner: Planner, summary: Summary, detectors: Any, every: int | None = 1) -> None:
-        self.exchange, self._every = exchange, every
-        self.reduces = self._is_leaving = False  # a value was logged to be merged over ranks; the run ends here
-        self._planner, self._summary, self._detectors = planner, summary, detectors  # the last is the DetectorSet of a room above
-
-    @contextlib.contextmanager
-    def without_others(self) -> Iterator[None]:
-        """The run ends on this rank, perhaps within a step, so other ranks may not come to the exchange."""
-        self._is_leaving = True
-        try:
-            yield
-        finally:
-            self._is_leaving = False
-
-    def ranks_take_part(self, step: int | None = None) -> bool:
-        """Whether every rank exchanges rows of tensors, of the same model and metrics. Waits for the others the first time."""
-        return self.exchange.all_take_part("tensors", self.parts, step) and self.exchange.are_equal("tensors")
-
-    def parts(self) -> dict[str, object]:
-        """What all ranks must have in common to exchange values, and rows of tensors, as JSON."""
-        return {CADENCE: self._every, **self.parts_of_tensors()}
-
-    def parts_of_tensors(self) -> dict[str, object]:
-        """What all ranks must have in common to exchange rows of tensors in one step, as JSON."""
-        inventory = self._planner.inventory
-        if inventory is None or not inventory.spread:  # perhaps no model is watched, but gradients are clipped
-            return {}
-        metrics = [(m.source, m.name, m.pattern.pattern, m.every) for m in self._planner.registry.own]
-        of_model = inventory.spread, inventory.excluded, inventory.trainable.names
-        names = [(name, *(name in some for some in of_model)) for name in inventory.names]
-        return {METRICS: [metrics, sorted(self._summary.choice.shown)], NAMES: names}
-
-    @property
-    def _is_sharded(self) -> bool:
-        inventory = self._planner.inventory
-        return inventory is not None and bool(inventory.spread)
-
-    @property
-    def _has_values(self) -> bool:
-        """Whether values are exchanged. The plan decides, since a rank cannot know whether the others have any."""
-        return self._is_sharded or self.reduces or self._planner.measures_batches or self._detectors.watches_values
-
-    @property
-    def exchanges_values(self) -> bool:
-        what = "tensors" if self._is_sharded else "values"
-        return self.exchange.ranks.count > 1 and self._has_values and not self.exchange.is_refused(what)
-
-    def run(self, buffer: StepBuffer, plans: Mapping[str, SourcePlan], may_extend: bool) -> None:
-        """Exchange the values of a step that ends; ``may_extend``: the list of shared values may grow, and the first rank broadcast."""
-        if self.exchange.ranks.count == 1:
-            return
-        wanted = {source: (plan.exchanged, plan.columns) for source, plan in plans.items() if plan.exchanged}
-        if self._is_leaving:
-            for source in wanted:
-                buffer.refuse_all(source, "the run ended in the middle of the step")
-            return
-        if n.UPDATE in wanted:
-            wanted[n.UPDATE_BASE] = wanted[n.UPDATE][0], SQUARES
-        asked = "tensors" if self._is_sharded else ""
-        self.exchange.run(buffer, wanted, self._has_values, self._detectors.watches, may_extend, asked, self.parts)
-        self._detectors.accepts_late_values = not self.exchange.shares_values

@@ -22,6 +22,10 @@ from ..core.moments import ALWAYS, SUMMED, Column, identity
 from ..core.moments import merge as merge_rows
 from ..statistics.request import PLAIN
 
+#: Parts of what ranks must have in common to exchange values: the names of tensors, the metrics, and what else has to be equal.
+NAMES, METRICS, CADENCE = "names of parameters", "metrics", "every="
+#: What a rank sends to the others beside the values of a step; of one that sends nothing.
+EMPTY_SLOT: tuple[float, ...] = (0.0,) * 5
 #: Up to this number of bytes of all ranks, one all-gather is used; beyond, two all-reduces move less.
 GATHERED = 1 << 20
 
