@@ -28,8 +28,8 @@ from ..spikes.signals import SuspectHistory, by_size
 from ..step.buffer import StepBuffer
 from ..step.plan import Registry
 from ..step.planner import ExchangePolicy
-from ..step.record_builder import PendingStep, asked_for, missing
-from ..step.summary import LayerSelection, ReasonContext, Summary, SummaryChoice
+from ..step.record_builder import PendingStep, ReasonContext, Reasons, asked_for
+from ..step.summary import LayerSelection, Summary, SummaryChoice
 from .plugin_set import PluginSet
 
 if TYPE_CHECKING:
@@ -374,7 +374,7 @@ class RecordFactory:
         """Why requested values are not in ``record``, the last one. ``owned``: the parameters of attached optimizers, if known."""
         if self._reasons is None:
             return {}
-        return missing(record, list(self._registry.metrics), names, absent, self._reasons, self.layers, owned)
+        return Reasons(record, names, absent, self._reasons, owned).missing(self._registry.metrics, self.layers)
 
 
 # --- Output of records to sinks, when their steps are complete ---

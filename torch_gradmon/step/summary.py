@@ -7,7 +7,7 @@ import re
 import statistics
 from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache
 from operator import attrgetter
@@ -21,9 +21,7 @@ from ..core.errors import nearest, warn_user
 from ..core.formatting import times
 from ..core.keys import Key, blocks_of, compile_pattern, shared_key
 from ..core.moments import ALL_COLUMNS, SQUARES, VIEWS, Column, merge_by_group
-from ..core.records import ASKED_LATE, Block, Metric, StatsTable, StepRecord, are_others, brings_others, views_of
-from .model_index import ModelIndex
-from .plan import SourcePlan
+from ..core.records import ASKED_LATE, Block, StatsTable, are_others, brings_others, views_of
 
 TOP = 10
 SHARE = "share"
@@ -153,7 +151,6 @@ def not_applied(context: Mapping[str, Any]) -> str:
     return f"the step was not applied: {why}" if why else "the step was not applied"
 
 
-FROZEN = "it is frozen: its requires_grad is False"
 #: What makes gradients before clipping known where no hook sees them: those of a backward pass, and those that the optimizer got otherwise.
 CLIP_SEEN = "clip with monitor.clip_grad_norm_, or call monitor.monitor_gradients(before_clip=True) before you clip"
 SET_BY_HAND = (
@@ -163,92 +160,6 @@ OTHERS = (
     "the optimizer used other gradients than those of the last backward pass, and no multiple of them: the loop has set them itself; call "
     "monitor.monitor_gradients(before_clip=True) once they are set, before any clip"
 )
-_OF_GRADIENTS = frozenset({n.GRADIENT, n.GRADIENT_BEFORE_CLIP, n.GRADIENT_LOCAL})
-_OF_OPTIMIZERS = frozenset({n.UPDATE, n.OPTIMIZER})
-_NEEDS_HOOKS = {
-    n.GRADIENT_LOCAL: "gradients of micro-batches are measured by hooks, which attach() installs",
-    n.UPDATE: "updates are measured by hooks on the optimizer, which attach() installs",
-    n.OPTIMIZER: "the optimizer's state is measured by hooks on it, which attach() installs",
-}
-_UNUSED = "it had no gradient: the loss does not depend on it, or its gradient was removed"
-
-
-@dataclass(frozen=True)
-class ReasonContext:
-    inventory: ModelIndex
-    plans: Mapping[str, SourcePlan]  # the requested measurements of parameters, by source
-    due: tuple[Metric, ...]  # the metrics of modules that were due
-    shown: tuple[str, ...]  # the names of the requested whole-model values; a live change may have requested others since
-    attached: bool
-    refused: Mapping[str, str]  # a reason by source if some of its tensors could not be measured
-
-    def planned(self, metric: Metric) -> bool:
-        plan = self.plans.get(metric.source)
-        if plan is None:
-            return metric in self.due
-        return any(metric is known for known, _ in plan.views) or any(metric in some for some in plan.functions.values())
-
-    def is_frozen(self, source: str, name: str) -> bool:
-        """Whether no gradient of ``name`` could come, since it was frozen when the step began."""
-        return source in _OF_GRADIENTS and self.inventory.trainable.is_frozen(name) and name in self.inventory.parameters
-
-    def reason(self, source: str, name: str, record: StepRecord, owned: Set[str] | None) -> str:
-        """Why nothing was measured of ``name``; empty if unknown. ``owned``: the parameters of attached optimizers."""
-        if name in self.inventory.excluded:
-            return "exclude= (excluded_modules_regex=) leaves it out"
-        if not self.attached and source in _NEEDS_HOOKS:
-            return _NEEDS_HOOKS[source]
-        if source == n.GRADIENT_LOCAL and name in self.inventory.spread:
-            return "ranks have parts of it or of the model, whose gradients are measured only once they are reduced"
-        if source in _OF_OPTIMIZERS and owned is not None:
-            frozen = "it is frozen, and " * self.inventory.trainable.is_frozen(name)
-            return "its optimizer did not step" if name in owned else f"{frozen}no attached optimizer has it"
-        if source not in (n.GRADIENT, n.GRADIENT_BEFORE_CLIP):
-            return ""
-        table, is_used = record.tables.get(source), _has(record, n.GRADIENT, name)
-        others = table is not None and len(table.names) > 0
-        if source == n.GRADIENT_BEFORE_CLIP and self.attached and is_used:
-            return f"no gradient before clipping was seen: no backward pass ran through the parameter's hook; {SET_BY_HAND}"
-        if others and source == n.GRADIENT and _has(record, n.GRADIENT_BEFORE_CLIP, name):
-            when = (
-                "the optimizer stepped, or its optimizer did not step"
-                if self.attached
-                else "monitor.monitor_gradients() was called"
-            )
-            return f"its gradient was gone when {when}"
-        if others:
-            return _UNUSED
-        if self.attached:
-            return ""
-        if source == n.GRADIENT:
-            return "no gradient of it was measured: call monitor.monitor_gradients() between backward and the optimizer's step"
-        return f"no gradient of it was measured before clipping: {CLIP_SEEN}"
-
-
-def _has(record: StepRecord, source: str, name: str) -> bool:
-    return source in record.tables and name in record.tables[source].row_of
-
-
-_ANY = re.compile("")
-
-
-def of_layers(
-    layers: LayerSelection, situation: ReasonContext, record: StepRecord, why: Callable[[Metric, str], str]
-) -> dict[Key, str]:
-    """The reason for each missing value of ``layers``; ``why`` returns the reason of one parameter."""
-    found: dict[Key, str] = {}
-    for source, name in ((n.GRADIENT_BEFORE_CLIP, "norm"), (n.UPDATE, "ratio")):
-        plan = situation.plans.get(source)
-        if plan is None or Column.SQUARE_SUM not in plan.columns:  # updates are shown in the steps that measure them
-            continue
-        metric = Metric(name, source, _ANY, shown=False)
-        for label, members in layers.members(situation.inventory.names).items():
-            reasons = [why(metric, member) for member in members if not _has(record, source, member)]
-            distinct = dict.fromkeys(filter(None, (situation.refused.get(source), *reasons)))
-            found[Key(source, label, name)] = (
-                "; ".join(distinct) or "the norm of its parameters was zero or NaN before the update"
-            )
-    return found
 
 
 # --- Whole-model values that need only the gradients before clipping ---
