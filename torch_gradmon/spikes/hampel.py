@@ -368,6 +368,12 @@ class HampelBank:
         self._levels = {name: _Windows(signals, sizes[name]) for name in ("near", "far")}
         self._residuals = {name: _Windows(signals, sizes["window"]) for name in self._levels}
         self._between = _Windows(signals, sizes["lag"])  # of the near window and the far one
+        # those whose values are in the state as they are
+        self._plain = {
+            **self._levels,
+            **{f"{name}_residuals": of for name, of in self._residuals.items()},
+            "between": self._between,
+        }
         self._peaks = _Windows(signals, sizes["window"], -math.inf)  # values above the threshold, -inf for the others
         self._peaks.count[:] = sizes["window"]
         self._recent, self._flags = _Windows(signals, RECENT), _Windows(signals, RECENT, 0.0)  # values, and which were spikes
@@ -426,9 +432,7 @@ class HampelBank:
         """As of a single rule."""
         recent = zip(self._recent.ordered(signal), map(bool, self._flags.ordered(signal)), strict=True)
         return {
-            **{name: level.ordered(signal) for name, level in self._levels.items()},
-            **{f"{name}_residuals": residuals.ordered(signal) for name, residuals in self._residuals.items()},
-            "between": self._between.ordered(signal),
+            **{name: window.ordered(signal) for name, window in self._plain.items()},
             "recent": list(map(list, recent)),
             "peaks": [None if peak == -math.inf else peak for peak in self._peaks.ordered(signal)],
             "count": int(self._count[signal]),
@@ -439,10 +443,8 @@ class HampelBank:
     def load(self, states: Sequence[Mapping[str, Any]]) -> None:
         """The inverse of :meth:`state`, for all signals."""
         for signal, state in enumerate(states):
-            for name, level in self._levels.items():
-                level.load(signal, state[name])
-                self._residuals[name].load(signal, state[f"{name}_residuals"])
-            self._between.load(signal, state["between"])
+            for name, window in self._plain.items():
+                window.load(signal, state[name])
             self._recent.load(signal, [position for position, _ in state["recent"]])
             self._flags.load(signal, [flag for _, flag in state["recent"]])
             self._peaks.load(signal, [-math.inf if peak is None else peak for peak in state["peaks"]])

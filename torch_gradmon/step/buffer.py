@@ -177,18 +177,20 @@ def part_from(row: Tensor, reducer: str) -> Tensor:
     """The inverse of :func:`contribution`: one part of a pending value, from the merged rows."""
     if reducer == "mean":
         return torch.stack([row[Column.SUM], row[Column.COUNT]])
-    if reducer == "norm":
-        return row[Column.SUM].sqrt().reshape(1)
-    if reducer == "rms":
-        return (row[Column.SUM] / row[Column.SUM + 1]).sqrt().reshape(1)
-    if reducer in _OF_PRODUCTS:
-        return _OF_PRODUCTS[reducer](*row[Column.SUM : Column.SUM + 3].unbind()).reshape(1)
     if reducer in _EXTREMES:
         return torch.where(row[Column.NONFINITE] > 0, torch.nan, row[_EXTREMES[reducer]]).reshape(1)
-    return row[Column.SUM].reshape(1)
+    sums = row[Column.SUM : Column.SUM + 3].unbind()
+    return (_OF_SUMS[reducer](*sums) if reducer in _OF_SUMS else sums[0]).reshape(1)
 
 
-_OF_PRODUCTS = {"cosine": cosine, "angle": turn, "growth": growth}
+#: The value from up to three sums; for other reducers it is the first one.
+_OF_SUMS: dict[str, Callable[..., Tensor]] = {
+    "norm": lambda squares, *_: squares.sqrt(),
+    "rms": lambda squares, count, _: (squares / count).sqrt(),
+    "cosine": cosine,
+    "angle": turn,
+    "growth": growth,
+}
 _EXTREMES = {"min": Column.MIN, "max": Column.MAX}
 
 

@@ -123,6 +123,7 @@ class Agreement:
         self._step: int | None = None  # the last one in which this was asked
         self._is_asked = self._is_over = self._has_ended = False
         self._process = HomeProcess()
+        self.takes_part: bool | None = None  # whether ranks that have come exchange anything, once that was told
         self.is_met = False  # all ranks have come, and do so in each step from now on
         self.is_open = True  # ranks that were absent may still turn out to be late
         self.differing: Mapping[str, Sequence[int]] = {}  # by the part of the cards, the ranks whose part is not that of most
@@ -138,11 +139,8 @@ class Agreement:
         return not (self.is_met or self._is_over)
 
     def ask(self, card: Callable[[], Mapping[str, str]], step: int | None = None) -> bool:
-        """Whether all ranks take part; the same on all of them, and the same all through a step.
-
-        Args:
-            card: what ranks should have in common, by part: a digest of each.
-            step: the one in flight; without it nothing changes after the first time, when this waits for the others.
+        """Whether all ranks take part; the same on all of them, and all through a ``step``, that in flight. Without one nothing changes
+        after the first time, when this waits for the others. ``card``: digests of what ranks should have in common, by part.
         """
         if self.is_met or self._is_over or (self._is_asked and (step is None or step == self._step)):
             return self.is_met
@@ -333,7 +331,6 @@ class RankExchange:
         self.ranks = ranks
         self._complaints = complaints
         self._agreements: dict[str, Agreement] = {}
-        self._has_told: dict[str, bool] = {}  # whether all take part, once it is known
         self._common: list[str] | None = None  # names that all ranks have, where some have others
         self._entries: list[Entry] = []
 
@@ -348,19 +345,11 @@ class RankExchange:
         parts: Callable[[], Mapping[str, Any]] = dict,
         slot: Sequence[float] = EMPTY_SLOT,
     ) -> tuple[float, ...] | None:
-        """Merge the values in ``buffer`` with those of the other ranks, if there is anything to merge.
+        """Merge rows of ``tensors`` with those of the other ranks; if ``shares_values`` also those of modules, and values that were logged
+        to be shared or that a detector ``watches``, whose list may grow if it ``may_extend``, which synchronises with the device.
 
-        Returns:
-            What all ranks have sent, :data:`EMPTY_SLOT` where none can; None if no exchange took place.
-
-        Args:
-            tensors: rows that all ranks expect.
-            shares_values: whether to merge activations, and values that were logged to be shared.
-            watches: whether a logged value is shared in any case, as its mean, because a detector uses it.
-            may_extend: whether the list of shared values may grow in this step, which synchronises with the device.
-            asked: what all ranks are asked to take part in; by default tensors or values.
-            parts: what ranks must have in common for that.
-            slot: five numbers to send. They are added up, so at most one rank may send any.
+        Returns what all ranks have sent, :data:`EMPTY_SLOT` where none can; None if no exchange took place. The numbers of a ``slot`` are
+        added up, so at most one rank may send any. ``parts``: what ranks must have in common for what they are ``asked`` to take part in.
         """
         if not (tensors or shares_values):
             return None
@@ -415,7 +404,7 @@ class RankExchange:
         """
         agreement = self._agreement(what)
         if agreement.is_met:
-            return self._has_told[what]
+            return bool(agreement.takes_part)
         is_met = agreement.ask(lambda: {part: digest_of(value) for part, value in parts().items()}, step)
         if what == "tensors":
             self.ranks.is_alone = not self.are_equal(what)
@@ -425,8 +414,8 @@ class RankExchange:
         if takes_part and NAMES in agreement.differing:
             everybody = [{tuple(each) for each in found} for found in self.ranks.gathered(parts().get(NAMES, []))]
             self._common = sorted(each[0] for each in set.intersection(*everybody))
-        if is_met or what not in self._has_told:
-            self._has_told[what] = takes_part
+        if is_met or agreement.takes_part is None:
+            agreement.takes_part = takes_part
             if not takes_part or agreement.differing:
                 words = (
                     "tensors are reported as far as all ranks have them and measure them alike" if takes_part else _ALONE[what]
@@ -438,14 +427,13 @@ class RankExchange:
         """The run ends on this rank. Where ranks were absent, all are asked anew the next time."""
         for what in [what for what, agreement in self._agreements.items() if not agreement.is_met]:
             self._agreements.pop(what).end()
-            self._has_told.pop(what, None)
 
     def are_equal(self, what: str) -> bool:
         """Whether it is known that every rank takes part, and has all of it in common."""
         return self._agreement(what).is_met and not self._agreement(what).differing
 
     def is_refused(self, what: str) -> bool:
-        return what in self._agreements and not (self._agreements[what].is_met and self._has_told[what])
+        return what in self._agreements and not (self._agreements[what].is_met and self._agreements[what].takes_part)
 
     def why_not(self, what: str) -> str:
         agreement = self._agreement(what)

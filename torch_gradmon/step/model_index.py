@@ -7,6 +7,7 @@ import re
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
@@ -121,37 +122,6 @@ class ParameterRefs:
 
 _CHILDREN, _PARAMETERS = attrgetter("_modules"), attrgetter("_parameters")
 _KEYS, _VALUES = methodcaller("keys"), methodcaller("values")
-
-
-class ModelShape:
-    def __init__(self, modules: Sequence[nn.Module], refs: ParameterRefs) -> None:
-        self._refs, self._modules = refs, [weakref.ref(module) for module in modules]
-        self._known = _identities(modules)
-        # what may be in the place of each parameter during a pass: under fully_shard (True) any other one, for a sharded one that a
-        # parent module keeps elsewhere a plain one of this shape
-        self._in_pass = [
-            (id(module), name) in refs.places or (parameter.shape if parameter is not None and is_sharded(parameter) else None)
-            for module in modules
-            for name, parameter in module._parameters.items()
-        ]
-
-    def is_current(self) -> bool:
-        """False once a parameter or module was added, removed or replaced, or a parameter was frozen or thawed."""
-        if self._refs.places and not self._refs.is_current():
-            return False
-        modules = []
-        for reference in self._modules:
-            if (module := reference()) is not None:
-                modules.append(module)
-        now = _identities(modules)
-        if self._known == now:
-            return True  # as nearly always, and without a call for each module or parameter
-        if self._known[:2] != now[:2]:
-            return False
-        parameters = chain.from_iterable(module._parameters.values() for module in modules)
-        return all(
-            map(_is_same, zip(self._known[2], self._known[3], strict=True), zip(*now[2:], strict=True), parameters, self._in_pass)
-        )
 
 
 def _is_same(known: object, now: object, parameter: Tensor | None, in_pass: object) -> bool:
@@ -379,13 +349,8 @@ def checked(source: object) -> GradientSource | None:
     return source
 
 
-class _FlatPlace:
-    def __init__(self, handle: weakref.ref[Any]) -> None:
-        self._handle = handle
-
-    def __call__(self) -> nn.Parameter | None:
-        handle = self._handle()
-        return None if handle is None else handle.flat_param
+def _flat_of(handle: weakref.ref[Any]) -> nn.Parameter | None:
+    return getattr(handle(), "flat_param", None)
 
 
 class Fsdp1Source(GradientSource):
@@ -425,7 +390,7 @@ class Fsdp1Source(GradientSource):
 
     def hook_places(self, places: Sequence[Place]) -> Sequence[Place]:
         """The flat parameters, which original ones are views of, and all others."""
-        flat: list[Place] = [_FlatPlace(handle) for handle in self._handles]
+        flat: list[Place] = [partial(_flat_of, handle) for handle in self._handles]
         return [*flat, *(place for place in places if id(place()) not in self._known)]
 
     def shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
@@ -476,28 +441,17 @@ class TrainableNames:
 class ModelIndex:
     """Names and weak references of one moment; :meth:`is_current` checks cheaply whether they are still valid.
 
-    A tied parameter appears once, under its first name; ``aliases`` has the others.
-
-    Args:
-        module: the watched model.
-        excluded: metrics skip modules and parameters whose canonical name matches this pattern. Whole-model values use all parameters.
-        format_name: the user's change of each canonical name.
-        distinct: a matching parameter differs between ranks, and its elements on all ranks are counted.
-        source: where gradients are.
-        whole: the model that ``module`` is a part of, where other ranks have the others.
-
-    Raises:
-        ValueError: ``format_name`` gives one name to two parameters.
+    A tied parameter appears once, under its first name; ``aliases`` has the others. ValueError if ``format_name`` gives one name to two.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        excluded: re.Pattern[str] | None = None,
-        format_name: Callable[[str], str] | None = None,
-        distinct: re.Pattern[str] | None = None,
+        excluded: re.Pattern[str] | None = None,  # of metrics, by canonical names; whole-model values use all parameters
+        format_name: Callable[[str], str] | None = None,  # the user's change of each canonical name
+        distinct: re.Pattern[str] | None = None,  # of what differs between ranks, whose elements on all ranks are counted
         source: GradientSource = PLAIN_GRADIENTS,
-        whole: WholeModel | None = None,
+        whole: WholeModel | None = None,  # the model that ``module`` is a part of, where other ranks have the others
     ) -> None:
         self.source = source
         self.foreign: set[str] = set()  # parameters that only other ranks have
@@ -555,7 +509,15 @@ class ModelIndex:
             if raw_name not in raw and known not in (None, alias):
                 self.aliases.setdefault(known, []).append(alias)
         modules = dict(module.named_modules())
-        self._shape = ModelShape([*modules.values()], refs)
+        self._refs, self._watched = refs, [weakref.ref(each) for each in modules.values()]
+        self._known = _identities([*modules.values()])
+        # what may be in the place of each parameter during a pass: under fully_shard (True) any other one, for a sharded one that a
+        # parent module keeps elsewhere a plain one of this shape
+        self._in_pass = [
+            (id(each), name) in refs.places or (parameter.shape if parameter is not None and is_sharded(parameter) else None)
+            for each in modules.values()
+            for name, parameter in each._parameters.items()
+        ]
         self._take_modules(modules, whole, of_user, in_whole, is_excluded)
 
     def _take_modules(
@@ -607,7 +569,22 @@ class ModelIndex:
         return {"parameters": self.parameters, "aliases": self.aliases, "matrices": self.matrices, "kinds": self.kinds}
 
     def is_current(self) -> bool:
-        return self._shape.is_current()
+        """False once a parameter or module was added, removed or replaced, or a parameter was frozen or thawed."""
+        if self._refs.places and not self._refs.is_current():
+            return False
+        modules = []
+        for reference in self._watched:
+            if (module := reference()) is not None:
+                modules.append(module)
+        now = _identities(modules)
+        if self._known == now:
+            return True  # as nearly always, and without a call for each module or parameter
+        if self._known[:2] != now[:2]:
+            return False
+        parameters = chain.from_iterable(module._parameters.values() for module in modules)
+        return all(
+            map(_is_same, zip(self._known[2], self._known[3], strict=True), zip(*now[2:], strict=True), parameters, self._in_pass)
+        )
 
     def positions(self, parameters: Iterable[Tensor]) -> list[int]:
         """Positions in :attr:`names` of the model's parameters that these ``parameters`` of optimizers stand for, ascending."""

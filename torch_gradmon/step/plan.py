@@ -40,7 +40,6 @@ class BuiltIn:
     module: str = ""  # of the statistics, imported where the metric is asked for: most programs need none
 
     def loaded(self) -> tuple[Callable[..., Any] | ForModule | None, Callable[..., Any] | None]:
-        """The two functions."""
         home = import_module(f"..statistics.{self.module}", __package__) if self.module else None
         function = getattr(home, self.function) if isinstance(self.function, str) else self.function
         return function, None if self.aggregation is None else getattr(home, self.aggregation)
@@ -201,11 +200,7 @@ class Registry:
         self._compose()
 
     def set_overlay(self, name: str, metrics: Sequence[Metric] | None, replaces_hidden: bool = False) -> None:
-        """Measure ``metrics``, all hidden, in addition to those of the script; None ends it.
-
-        Metrics that exist by source and name stay, and so do those that the script adds meanwhile. With ``replaces_hidden`` they replace
-        all hidden metrics of the script.
-        """
+        """Measure ``metrics``, all hidden, beside those of the script of other names, or in the place of its hidden ones; None ends it."""
         self._overlays.pop(name, None)
         if metrics is not None:
             first = {(metric.source, metric.name): metric for metric in reversed(metrics)}
@@ -438,10 +433,7 @@ def compile_plan(
     spread: Set[str] = frozenset(),
     kernels: Set[str] = frozenset(),
 ) -> SourcePlan:
-    """The plan of one source: ``metrics`` on ``names`` without ``excluded``, and the columns ``always`` on ``always_on``.
-
-    The selections are sets: each name is looked for in all of them.
-    """
+    """The plan of one source: ``metrics`` on ``names`` without ``excluded``, and the columns ``always`` on ``always_on``."""
     columns = set(always)
     measured = {position for position, name in enumerate(names) if always and name in always_on}
     views: list[tuple[Metric, tuple[Key, ...]]] = []

@@ -156,9 +156,8 @@ class Ranks:
         return known
 
     def merged(self, rows: Tensor, columns: frozenset[Column]) -> Tensor:
-        """``rows``, ``[n, 8]`` on :attr:`device`, merged with as many of the other ranks; the same bits on each rank.
-
-        Collective, of ``n`` times the number of ``columns`` float64. Does not synchronise the host with the device.
+        """``rows``, ``[n, 8]`` on :attr:`device`, merged with as many of the other ranks; the same bits on each rank. Collective. Does not
+        synchronise the host with the device.
         """
         sent = sorted(columns | ALWAYS)
         found = identity(len(rows), rows.device, rows.dtype)
@@ -166,10 +165,7 @@ class Ranks:
         return found
 
     def gathered(self, thing: Any) -> list[Any]:
-        """``thing`` of each rank, as JSON. Two collectives, which synchronise the device.
-
-        ``torch.distributed.all_gather_object`` would need NumPy, which the package does not require.
-        """
+        """``thing`` of each rank, as JSON. Two collectives, which synchronise the device."""
         if self.count == 1:
             return [thing]
         sent = torch.frombuffer(bytearray(json.dumps(thing).encode()), dtype=torch.uint8)

@@ -685,13 +685,9 @@ class Summary:
         self.nonfinite += steps - interrupted
 
     def sets_others(self, tables: Mapping[str, StatsTable], rounding: float, is_assigned: bool, is_dropped: bool) -> bool:
-        """Whether the gradients that the loop has put in the place of those of the backward passes are its own, see :func:`are_others`.
-
-        Args:
-            rounding: relative rounding of the gradients in between.
-            is_assigned: the optimizer used other tensors than the backward passes had left.
-            is_dropped: the gradients of an earlier backward pass were dropped, so that those of the last one are perhaps only a part of
-                what the loop has put into the same tensors.
+        """Whether the gradients that the loop has put in the place of those of the backward passes are its own, see :func:`are_others`:
+        in other tensors (``is_assigned``), or in the same ones after it has dropped those of an earlier pass, so that the last one's are
+        perhaps only a part.
         """
         before, after = tables.get(n.GRADIENT_BEFORE_CLIP), tables.get(n.GRADIENT)
         if before is None or after is None:
