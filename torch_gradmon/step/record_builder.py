@@ -296,8 +296,9 @@ class PendingStep:
         tables, custom, noted = self.readback.land()
         base, batches = tables.pop(n.UPDATE_BASE, None), tables.pop(n.BATCH_GRADIENT, None)
         gone = self._drop_others(summary, tables, noted)
-        facts = self._facts(tables, noted)
-        if facts.updates_void:
+        found_inf = bool(noted.pop("found_inf", 0))
+        facts = self._facts(tables, noted, found_inf)
+        if found_inf:  # updates of zero were measured by a fused optimizer
             tables.pop(n.UPDATE, None)
             gone.add(n.UPDATE)
         if not facts.applied:
@@ -335,7 +336,7 @@ class PendingStep:
                 blocks += plan.evaluate(tables[source], base)
         if layers.choice is not None:
             of_several = layers.choice in ("blocks", "top")  # which all have to be measured for that
-            blocks += layers.values(whole if of_several else tables, base, facts.groups, self.inventory.names)
+            blocks += layers.values(whole if of_several else tables, base, self.groups, self.inventory.names)
         values = StepValues(Block(tuple(first), tuple(first.values())), *blocks, Block(tuple(custom), tuple(custom.values())))
         hidden = heads | _hidden(values, registry.hidden) if registry.hidden else heads
         context = {**facts.context, "batch_norms": norms} if norms else facts.context
@@ -363,9 +364,9 @@ class PendingStep:
         self.readback.buffer.absent[n.GRADIENT_BEFORE_CLIP, ""] = OTHERS
         return {n.GRADIENT_BEFORE_CLIP}
 
-    def _facts(self, tables: Mapping[str, StatsTable], noted: dict[str, float]) -> StepFacts:
+    def _facts(self, tables: Mapping[str, StatsTable], noted: dict[str, float], found_inf: bool) -> StepFacts:
         buffer, active, inventory = self.readback.buffer, self.active, self.inventory
-        edited, found_inf = bool(noted.pop("edited", 0)), bool(noted.pop("found_inf", 0))
+        edited = bool(noted.pop("edited", 0))
         rounding, rounds = noted.pop("rounding", 0.0), bool(noted.pop("rounds", 0))
         # what of the whole model was not measured in this step, although a whole-model value of it was requested since
         refused: dict[str, str] = {}
@@ -382,12 +383,10 @@ class PendingStep:
         return StepFacts(
             buffer.step,
             applied=not (active.is_overflowed or found_inf or active.is_skipped),
-            updates_void=found_inf,
             edited=edited,
             used=buffer.used,
             trainable=inventory.trainable.trained(buffer.thawed) - buffer.frozen,
             matrices=inventory.matrices.keys(),
-            groups=self.groups,
             refused={**refused, **buffer.refused},
             rounding=rounding,
             rounds=rounds,

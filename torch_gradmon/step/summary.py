@@ -8,7 +8,6 @@ import statistics
 from array import array
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence, Set
-from dataclasses import dataclass, field
 from functools import cache
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -101,7 +100,9 @@ class LayerSelection:
         self, table: StatsTable, groups: Sequence[tuple[str, frozenset[str]]], names: Sequence[str]
     ) -> list[tuple[str, Tensor]]:
         if self.choice == "blocks":
-            return sums_over_blocks(table, self._blocks_of(names)) + sums_over_groups(table, groups)
+            sums = _sums(table, {name: label for label, members in groups for name in members})
+            of_groups = [(label, sums[label]) for label, _ in groups if label in sums and sums[label][Column.COUNT] > 0]
+            return [*_sums(table, self._blocks_of(names)).items(), *of_groups]
         return [
             (name, row)
             for name, row in zip(table.names, table.rows, strict=True)
@@ -114,20 +115,12 @@ def _block(source: str, metric: str, values: Sequence[tuple[str, float]], are_vi
     return Block(keys, array("d", [value for _, value in values]), source if are_views else "")
 
 
-def sums_over_blocks(table: StatsTable, block_of: Mapping[str, str]) -> list[tuple[str, Tensor]]:
-    """One merged row per block, in model order. Exact, since rows are additive."""
-    blocks = list(dict.fromkeys(block_of[name] for name in table.names))
-    position = {block: index for index, block in enumerate(blocks)}
-    merged = merge_by_group(table.rows, [position[block_of[name]] for name in table.names], len(blocks))
-    return list(zip(blocks, merged, strict=True))
-
-
-def sums_over_groups(table: StatsTable, groups: Sequence[tuple[str, frozenset[str]]]) -> list[tuple[str, Tensor]]:
-    """One merged row per parameter group of the optimizers, for the parameters in ``table``."""
-    number = {name: index for index, (_, members) in enumerate(groups) for name in members}
-    rows = [row for row, name in enumerate(table.names) if name in number]
-    merged = merge_by_group(table.rows[rows], [number[table.names[row]] for row in rows], len(groups))
-    return [(label, row) for (label, _), row in zip(groups, merged, strict=True) if row[Column.COUNT] > 0]
+def _sums(table: StatsTable, label_of: Mapping[str, str]) -> dict[str, Tensor]:
+    """One merged row for each label of parameters, in the order of the table. Exact, since rows are additive."""
+    rows = [row for row, name in enumerate(table.names) if name in label_of]
+    labels = [label_of[table.names[row]] for row in rows]
+    number = {label: index for index, label in enumerate(dict.fromkeys(labels))}
+    return dict(zip(number, merge_by_group(table.rows[rows], [number[label] for label in labels], len(number)), strict=True))
 
 
 def top_shares(table: StatsTable | None, count: int) -> list[tuple[str, float]]:
@@ -179,19 +172,11 @@ def gradient_values(before: StatsTable, wanted: Collection[str] = ()) -> dict[st
     if 0 < values["grad_norm"] < float("inf"):
         values["grad_top_fraction"] = before.largest[Column.SQUARE_SUM] / values["grad_norm"] ** 2
     if not DISTRIBUTION.keys().isdisjoint(wanted):
-        values |= _distribution(before, wanted)
+        row = merge_by_group(before.rows, [0] * len(before.names), 1)  # rows are additive, so this is that of all elements
+        for name, view in ((name, VIEWS[view]) for name, view in DISTRIBUTION.items() if name in wanted):
+            if view.columns <= before.columns and bool(view.defined(row).all()):
+                values[name] = view.compute(row).item()
     return values
-
-
-def _distribution(table: StatsTable, wanted: Collection[str]) -> dict[str, float]:
-    """Rows are additive, so the row of all elements is the sum of the layers' rows."""
-    row = merge_by_group(table.rows, [0] * len(table.names), 1)
-    views = {name: VIEWS[view] for name, view in DISTRIBUTION.items() if name in wanted}
-    return {
-        name: view.compute(row).item()
-        for name, view in views.items()
-        if view.columns <= table.columns and bool(view.defined(row).all())
-    }
 
 
 def norm_of(table: StatsTable) -> float:
@@ -349,25 +334,22 @@ def key(name: str) -> Key:
     return Key(n.SUMMARY, "", name)
 
 
-@dataclass
-class StepFacts:
+class StepFacts(NamedTuple):
     step: int
     applied: bool
     edited: bool  # the gradients were written to between backward and the optimizer; if not, their values can show it
     used: Set[str]  # names of the parameters whose gradients an optimizer has used, or would have if they had existed
     trainable: Set[str]
     matrices: Set[str]  # names of the parameters of two or more dimensions
-    groups: Sequence[tuple[str, frozenset[str]]] = ()  # names of the parameters of each of the optimizers' groups
-    updates_void: bool = False  # updates of zero were measured, because a fused optimizer found infinite gradients
-    refused: Mapping[str, str] = field(default_factory=dict)  # a reason by source if some of its tensors could not be measured
-    context: Mapping[str, Any] = field(default_factory=dict)  # learning rates and the like, for the record
-    ranks: int = 1
-    refusal: bool = False  # a GradScaler did not let the optimizer apply it
-    is_interrupted: bool = False  # the loop left it by an error before it was applied
-    nonfinite: bool = False  # a gradient holds NaN or Inf, before clipping or as the optimizer uses it
-    attached: bool = False  # hooks on optimizers took part
-    rounding: float = 0.0  # relative rounding of the gradients that the optimizer uses, if larger than in float32
-    rounds: bool = False  # they were rounded once more in between, as a GradScaler does when it unscales them
+    refused: Mapping[str, str]  # a reason by source if some of its tensors could not be measured
+    context: Mapping[str, Any]  # learning rates and the like, for the record
+    ranks: int
+    refusal: bool  # a GradScaler did not let the optimizer apply it
+    is_interrupted: bool  # the loop left it by an error before it was applied
+    nonfinite: bool  # a gradient holds NaN or Inf, before clipping or as the optimizer uses it
+    attached: bool  # hooks on optimizers took part
+    rounding: float  # relative rounding of the gradients that the optimizer uses, if larger than in float32
+    rounds: bool  # they were rounded once more in between, as a GradScaler does when it unscales them
 
 
 # --- Which whole-model values are shown or needed, and which statistics of tensors that takes ---
