@@ -191,7 +191,7 @@ class GradientNormHistory:
             self._steps.clear()
         self.rewind(step)
         self.spoiled = spoiled_between(tables)
-        if (table := tables.get(self.source)) is not None and table.has("norm"):
+        if (table := tables.get(self.source)) is not None and Column.SQUARE_SUM in table.columns:
             self._steps.append(_Known(step, table, self.spoiled))
 
     def rewind(self, step: int) -> None:

@@ -587,10 +587,10 @@ class StepBuffer:
         gone = None if names is None else frozenset(names)
         if self._dropped is not None:
             self._dropped.update([(source, None)] if gone is None else ((source, name) for name in gone))
-        if gone is None or gone >= self.names_of(source):
-            self._rows.pop(source, None)
-        else:
+        if gone is not None and source in self._rows:
             self._rows[source] = {name: place for name, place in self._rows[source].items() if name not in gone}
+        if gone is None or not self._rows.get(source):
+            self._rows.pop(source, None)
         if self._parts:
             self._parts = {w: p for w, p in self._parts.items() if w[0] != source or (gone is not None and w[1] not in gone)}
         for key in [*self._pending, *self._finals]:
@@ -752,9 +752,9 @@ class StepBuffer:
         return self.start_readback().land()
 
 
-def _blocks_of(places: Iterable[Mapping[Any, tuple[Tensor, int]]]) -> dict[int, Tensor]:
+def _blocks_of(places: Iterable[dict[Any, tuple[Tensor, int]]]) -> dict[int, Tensor]:
     """The tensors at these places by id, each once."""
-    blocks = [*map(_BLOCK, chain.from_iterable(each.values() for each in places))]
+    blocks = [*map(_BLOCK, chain.from_iterable(map(dict.values, places)))]
     return dict(zip(map(id, blocks), blocks, strict=True))
 
 
@@ -800,15 +800,18 @@ class PendingReadback:
         self.buffer = buffer
         self.extras: dict[str, Tensor] = {}  # what plugins have sent along, once the copy has landed: float64
         # merged on the host, which is cheaper than one launch for each
-        self._merged = [(where, len(rows)) for where, rows in buffer._parts.items() if rows]
+        counts = zip(buffer._parts, map(len, buffer._parts.values()), strict=True)
+        self._merged = [*filter(itemgetter(1), counts)]
         reduced = self._reduced(buffer)
         self._keys = [*reduced]
-        self._noted = [name for name, fact in buffer.noted.items() if isinstance(fact, Tensor)]
         self._blocks = _blocks_of([*buffer._rows.values(), buffer._finals])
-        facts = map(buffer.noted.get, self._noted)
         parts = chain.from_iterable(buffer._parts.values())
+        facts = []
+        for fact in buffer.noted.values():
+            if isinstance(fact, Tensor):
+                facts.append(fact)
         scalars = chain(reduced.values(), facts, buffer._counts.values())
-        self.arrival = DeviceToHostCopy([*self._blocks.values(), *parts, *scalars, *buffer.extras.values()])  # type: ignore[list-item]
+        self.arrival = DeviceToHostCopy([*self._blocks.values(), *parts, *scalars, *buffer.extras.values()])
 
     @staticmethod
     def _reduced(buffer: StepBuffer) -> dict[Key, Tensor]:
@@ -829,7 +832,6 @@ class PendingReadback:
         """Tables by source, custom values and facts, on the host. Waits for the copy, once per device."""
         buffer, host = self.buffer, iter(self.arrival.land())
         blocks = dict(zip(self._blocks, host, strict=False))
-        finals = {number: rows.tolist() for number, rows in blocks.items() if rows.dim() == 1}
         merged: dict[tuple[str, str], tuple[Tensor, int]] = {}
         if self._merged:
             owners = [number for number, (_, count) in enumerate(self._merged) for _ in range(count)]
@@ -839,14 +841,18 @@ class PendingReadback:
             merged = {where: (rows, row) for row, (where, _) in enumerate(self._merged)}
         tables = self._tables(blocks, merged)
         values = dict(zip(self._keys, map(float, host), strict=False))
-        facts = {name: float(next(host) if isinstance(fact, Tensor) else fact) for name, fact in buffer.noted.items()}
+        facts: dict[str, float] = {}
+        for name, fact in buffer.noted.items():
+            facts[name] = float(next(host) if isinstance(fact, Tensor) else fact)
         if facts.pop(SKEW, 0.0):
             buffer.warn_of_skew()
             return {}, {}, facts
         for key, contributed in zip(buffer._counts, map(float, host), strict=False):
             if not contributed:
                 values.pop(key, None)
-        values.update({key: finals[id(vector)][place] for key, (vector, place) in buffer._finals.items()})
+        if buffer._finals:
+            finals = {number: vector.tolist() for number, vector in blocks.items() if vector.dim() == 1}
+            values.update({key: finals[id(vector)][place] for key, (vector, place) in buffer._finals.items()})
         self.extras = dict(zip(buffer.extras, host, strict=True))
         return tables, values, facts
 
@@ -855,7 +861,7 @@ class PendingReadback:
     ) -> dict[str, StatsTable]:
         """The tables by source, from what was put and what was ``merged``; ``blocks``: rows on the host by the id of those in places."""
         buffer = self.buffer
-        found = {source: places.copy() for source, places in buffer._rows.items()}
+        found = dict(zip(buffer._rows, map(dict.copy, buffer._rows.values()), strict=True))
         for source, name in buffer._exchanged:
             place = found.get(source, {}).get(name)
             if place is not None and not blocks[id(place[0])][place[1], Column.COUNT] > 0:  # no rank had any
