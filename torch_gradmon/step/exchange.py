@@ -341,7 +341,7 @@ class RankExchange:
         shares_values: bool,
         watches: Callable[[Key], bool],
         may_extend: bool = True,
-        asked: str = "",
+        what: str = "tensors",
         parts: Callable[[], Mapping[str, Any]] = dict,
         slot: Sequence[float] = EMPTY_SLOT,
     ) -> tuple[float, ...] | None:
@@ -349,11 +349,10 @@ class RankExchange:
         to be shared or that a detector ``watches``, whose list may grow if it ``may_extend``, which synchronises with the device.
 
         Returns what all ranks have sent, :data:`EMPTY_SLOT` where none can; None if no exchange took place. The numbers of a ``slot`` are
-        added up, so at most one rank may send any. ``parts``: what ranks must have in common for what they are ``asked`` to take part in.
+        added up, so at most one rank may send any. ``parts``: what ranks must have in common for ``what`` they are asked to take part in.
         """
         if not (tensors or shares_values):
             return None
-        what = asked or ("tensors" if tensors else "values")
         if not self.all_take_part(what, parts, buffer.step):
             why = self.why_not(what)
             for source in tensors:

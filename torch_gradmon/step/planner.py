@@ -318,9 +318,8 @@ class ExchangePolicy:
             return
         if n.UPDATE in wanted:
             wanted[n.UPDATE_BASE] = wanted[n.UPDATE][0], SQUARES
-        asked, has_values = "tensors" if self._what == "tensors" else "", self._has_values
-        watches = self._detectors.watches
-        received = self.between.run(buffer, wanted, has_values, watches, may_extend, asked, self.parts, self.sent)
+        has_values, watches = self._has_values, self._detectors.watches
+        received = self.between.run(buffer, wanted, has_values, watches, may_extend, self._what, self.parts, self.sent)
         if received is not None:
             self.takes_place, self.shares_values = True, self.shares_values or has_values
             if received is not EMPTY_SLOT:

@@ -86,11 +86,9 @@ class Ranks:
 
     @property
     def members(self) -> list[int]:
-        return (
-            torch.distributed.get_process_group_ranks(self.group or torch.distributed.group.WORLD)
-            if self._is_distributed()
-            else [0]
-        )
+        if not self._is_distributed():
+            return [0]
+        return torch.distributed.get_process_group_ranks(self.group or torch.distributed.group.WORLD)
 
     @property
     def is_first(self) -> bool:
@@ -109,14 +107,10 @@ class Ranks:
         """:meth:`own_part` of each, by position; ``spread`` has the positions of those whose rows will be merged."""
         if self._homes is None and PLAIN.issuperset(map(type, tensors.values())):
             return tensors
-        return {position: self.own_part(tensor, position in spread, self._home(position)) for position, tensor in tensors.items()}
+        return {position: self.part_at(position, tensor, position in spread) for position, tensor in tensors.items()}
 
-    def part_at(self, position: int, tensor: Tensor) -> Tensor:
-        """:meth:`own_part` of one tensor whose values will be merged, of the parameter at ``position``."""
-        return self.own_part(tensor, True, self._home(position))
-
-    def _home(self, position: int) -> int | None:
-        return None if self._homes is None else self._homes[position]
+    def part_at(self, position: int, tensor: Tensor, spread: bool = True) -> Tensor:
+        return self.own_part(tensor, spread, None if self._homes is None else self._homes[position])
 
     def own_part(self, tensor: Tensor, spread: bool, home: int | None = None) -> Tensor:
         """The elements of ``tensor`` that this rank counts, as a plain tensor; a plain tensor is returned unchanged.

@@ -699,7 +699,7 @@ class Summary:
         self.interrupted += facts.is_interrupted
         values["steps_not_applied"] = float(self.not_applied)
         before, after = tables.get(n.GRADIENT_BEFORE_CLIP), tables.get(n.GRADIENT)
-        self._gradients(values, before, after, facts, absent)
+        values |= self._gradients(before, after, facts, absent)
         values |= self._clip_values(before, after, facts, absent)
         self.nonfinite += facts.nonfinite or facts.refusal
         if self._batches is not None:
@@ -721,38 +721,28 @@ class Summary:
         return values
 
     def _gradients(
-        self,
-        values: dict[str, float],
-        before: StatsTable | None,
-        after: StatsTable | None,
-        facts: StepFacts,
-        absent: dict[str, str],
-    ) -> None:
+        self, before: StatsTable | None, after: StatsTable | None, facts: StepFacts, absent: dict[str, str]
+    ) -> dict[str, float]:
         if before is None or (after is not None and brings_others(before, after)):
             advice = SET_BY_HAND if facts.attached and after is not None else CLIP_SEEN
             if before is None and after is None and facts.used:
                 advice = "no parameter had a gradient when the optimizers stepped"
             reason = f"the gradients before clipping were not seen: no backward pass ran through the parameters' hooks; {advice}"
-            reason = facts.refused.get(n.GRADIENT_BEFORE_CLIP, reason)
-            absent.update(dict.fromkeys(OF_GRADIENTS, reason))
-        else:
-            values |= gradient_values(before, self.choice.wanted)
-            norm = values["grad_norm"]
-            known = views_of(before.columns)
-            for name, view in _VIEWS_OF_GRADIENTS.items():
-                if view not in known:
-                    absent[name] = ASKED_LATE
-            if "max" in known and "grad_max" not in values:
-                absent.update(dict.fromkeys(("grad_max", "grad_sparsity"), "no gradient has a finite element"))
-            if "grad_top_fraction" not in values:
-                absent["grad_top_fraction"] = f"the gradient norm is {norm}"
-            if facts.applied and after is not None and facts.used >= set(before.names):
-                self._add_clip(before, after, facts)
-
-    def _add_clip(self, before: StatsTable, after: StatsTable, facts: StepFacts) -> None:
-        edited = facts.edited or differ(before, after, facts.rounding if facts.rounds else 0.0)
-        # a removed gradient is not clipped
-        self._clips.add(edited, norm_of(rows_of(before, set(after.names))), norm_of(after), facts.rounding)
+            absent.update(dict.fromkeys(OF_GRADIENTS, facts.refused.get(n.GRADIENT_BEFORE_CLIP, reason)))
+            return {}
+        values, known = gradient_values(before, self.choice.wanted), views_of(before.columns)
+        for name, view in _VIEWS_OF_GRADIENTS.items():
+            if view not in known:
+                absent[name] = ASKED_LATE
+        if "max" in known and "grad_max" not in values:
+            absent.update(dict.fromkeys(("grad_max", "grad_sparsity"), "no gradient has a finite element"))
+        if "grad_top_fraction" not in values:
+            absent["grad_top_fraction"] = f"the gradient norm is {values['grad_norm']}"
+        if facts.applied and after is not None and facts.used >= set(before.names):
+            edited = facts.edited or differ(before, after, facts.rounding if facts.rounds else 0.0)
+            # a removed gradient is not clipped
+            self._clips.add(edited, norm_of(rows_of(before, set(after.names))), norm_of(after), facts.rounding)
+        return values
 
     def _clip_values(
         self, before: StatsTable | None, after: StatsTable | None, facts: StepFacts, absent: MutableMapping[str, str]

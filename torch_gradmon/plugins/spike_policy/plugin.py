@@ -565,7 +565,7 @@ class SpikePolicy(Plugin):
             part.clear(source, optimizer.ignored)
         spread = {source: (plans[source].exchanged, plans[source].columns) for source in _SOURCES if plans[source].exchanged}
         if self._ranks.count > 1:
-            self._exchange.run(part, spread, self._detectors.watches_values, self._detectors.watches, asked="decisions")
+            self._exchange.run(part, spread, self._detectors.watches_values, self._detectors.watches, what="decisions")
         events: list[SpikeEvent] = []
         count, refused = 0, optimizer.is_overflowed
         try:
