@@ -243,12 +243,7 @@ class SpikeDetector:
 
     def state_dict(self) -> dict[str, Any]:
         """What the rules have learned, as plain numbers and lists, for JSON and ``torch.load(weights_only=True)``."""
-        return {
-            "signal": self.name,
-            "kind": type(self.rule).__name__,
-            "rule": state_of(self.rule),
-            "rules": self._learned(),
-        }
+        return {"signal": self.name, "kind": type(self.rule).__name__, "rule": state_of(self.rule), "rules": self._learned()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state_dict`.

@@ -198,11 +198,7 @@ class WholeModel:
 
     @classmethod
     def gathered(
-        cls,
-        ranks: Ranks,
-        own: Sequence[PartFacts],
-        modules: Sequence[tuple[int, str, str]],
-        cards: Sequence[dict[str, Any]],
+        cls, ranks: Ranks, own: Sequence[PartFacts], modules: Sequence[tuple[int, str, str]], cards: Sequence[dict[str, Any]]
     ) -> WholeModel:
         """From what each rank has. Collective."""
         found = ranks.gathered([own, modules, cards])

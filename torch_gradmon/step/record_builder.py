@@ -16,17 +16,7 @@ from .active_step import ActiveStep
 from .buffer import PendingReadback, StepBuffer, merged
 from .model_index import ModelIndex
 from .plan import HISTOGRAM_NAME, KURTOSIS, STABLE_RANK, Registry, SourcePlan
-from .summary import (
-    CLIP_SEEN,
-    OTHERS,
-    SET_BY_HAND,
-    LayerSelection,
-    StepFacts,
-    Summary,
-    head_values,
-    norms_by_rank,
-    not_applied,
-)
+from .summary import CLIP_SEEN, OTHERS, SET_BY_HAND, LayerSelection, StepFacts, Summary, head_values, norms_by_rank, not_applied
 from .summary import key as summary_key
 
 _UNDEFINED = {
