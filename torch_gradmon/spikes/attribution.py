@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..core.formatting import factor_text, listed, times
+from ..core.formatting import factor_text, listed, percent, times
 from ..core.keys import ACTIVATION, ACTIVATION_GRADIENT, PARAMETER, ROOT
 from ..core.moments import Column
 from ..core.records import StatsTable, StepRecord
@@ -267,8 +269,12 @@ _PART = 0.5
 _MOST = 0.75
 #: A parameter with more than this share of the squared norm has most of it.
 _MAJORITY = 0.5
-#: Number of layers named individually.
+#: Number of layers, and of rows of a batch, that are named individually.
 _NAMED = 3
+#: A row stands out if it has more than the mean loss, and this many times the mean of the rows with smaller ones.
+_ROW_STANDS_OUT = 5.0
+#: Factor above the median of the others from which on a micro-batch stands out.
+_BATCH_STANDS_OUT = 3.0
 
 
 @dataclass(frozen=True)
@@ -424,3 +430,45 @@ def _nonfinite_cause(suspects: Sequence[ParameterAttribution], loss: float | Non
         finite = min((suspect for suspect in suspects if not suspect.nonfinite), key=lambda suspect: suspect.place)
         words += f"; nearer to the loss, from {finite.name} on, all are finite, so it arose at {last.name}"
     return SpikeCause(spoiled[0].name, "has NaN or Inf", words)
+
+
+# --- rows of a batch, and micro-batches, that stand out ---
+
+
+def rows_text(rows: Mapping[str, Any]) -> str:
+    """Which rows stand out, as part of a sentence about a spike; empty without any."""
+    if not rows or rows["count"] < 2:
+        return ""
+    ids, losses, count, total = list(map(str, rows["ids"])), rows["losses"], rows["count"], rows["sum"]
+    if rows["nonfinite"]:
+        odd = [name for name, loss in zip(ids, losses, strict=True) if not math.isfinite(loss)][:_NAMED]
+        more = rows["nonfinite"] - len(odd)
+        names = ", ".join(odd) + (f" and {more} more" if more > 0 else "")
+        return f"of {count} rows {rows['nonfinite']} have a loss that is NaN or infinite: {names}"
+    if not total > 0 or rows.get("negative"):
+        return ""
+    far = 0
+    for place, loss in enumerate(losses[: count - 1], 1):
+        others = max(total - sum(losses[:place]), 0.0) / (count - place)
+        far = place if loss > max(_ROW_STANDS_OUT * others, total / count) else far
+    shares = [loss / total for loss in losses]
+    if not far:
+        return f"no row of {count} stands out: the largest share of the loss, of row {ids[0]}, is {percent(shares[0])}"
+    named = listed([f"{name} ({percent(share)})" for name, share in zip(ids[:far], shares, strict=False)], _NAMED)
+    return f"of {count} rows the largest shares of the loss are those of {named}"
+
+
+def rank_norms_text(norms: Mapping[str, Sequence[float]]) -> str:
+    """Which micro-batch stands out, as part of a sentence about a spike; empty with fewer than two."""
+    every = [(number, int(rank), norm) for rank, each in norms.items() for number, norm in enumerate(each)]
+    if len(every) < 2:
+        return ""
+    spoiled = sorted((number, rank) for number, rank, norm in every if not math.isfinite(norm))
+    if spoiled:
+        number, rank = spoiled[0]
+        return f"of {len(every)} micro-batches {len(spoiled)} brought NaN or Inf, first number {number} of rank {rank}"
+    number, rank, worst = max(every, key=lambda each: each[2])
+    usual = statistics.median(norm for *where, norm in every if where != [number, rank])
+    if worst < _BATCH_STANDS_OUT * usual or not usual:
+        return f"all {len(every)} micro-batches are alike"
+    return f"micro-batch {number} of rank {rank} has {times(worst / usual)} the norm of the {len(every) - 1} others"

@@ -14,10 +14,10 @@ import torch
 from ..core.errors import display
 from ..core.formatting import is_multiple, times
 from ..core.records import SpikeEvent
-from .hampel import Hampel, HampelBank, value_at
+from .hampel import Hampel, value_at
 
 if TYPE_CHECKING:
-    from .rules import Rule
+    from .rules import HampelBank, Rule
 
 # --- verdicts ---
 
@@ -225,6 +225,8 @@ class SpikeDetector:
         assert isinstance(self.rule, Hampel)
         if any(isinstance(each, Hampel) and each.linear for each in self._rules.values()):
             return
+        from .rules import HampelBank  # most trainings have few signals
+
         learned, fresh = self._learned(), self.rule.state_dict()
         self._rows = {name: row for row, name in enumerate(dict.fromkeys([*learned, *signals]))}
         self._bank, self._rules = HampelBank(self.rule, len(self._rows)), {}

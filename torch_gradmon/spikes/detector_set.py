@@ -14,8 +14,7 @@ from ..core.formatting import factor_text, times
 from ..core.keys import GRADIENT, GRADIENT_BEFORE_CLIP, PARAMETER_SOURCES, SPIKE_SCORE, SUMMARY, Key, parse_key, shared_key
 from ..core.moments import Column
 from ..core.records import SpikeEvent, StepRecord, StepValues, loss_in
-from ..step.buffer import rows_text
-from ..step.summary import KEY_DOCUMENTATION, not_applied, rank_norms_text
+from ..step.summary import KEY_DOCUMENTATION, not_applied
 from .detector import SpikeDetector, Verdict
 from .hampel import LEAST
 from .signals import MatchingValues, SuspectHistory, size, value_of
@@ -389,7 +388,7 @@ class DetectorSet:
     def _with_causes(
         self, events: Iterable[SpikeEvent], record: StepRecord, largest: float, loss: float | None
     ) -> list[SpikeEvent]:
-        from .attribution import spike_cause  # most trainings have no spike
+        from .attribution import rank_norms_text, rows_text, spike_cause  # most trainings have no spike
 
         suspects, context = self.history.at_spike(record.step, largest), record.context
         before = self.follow_up.complete

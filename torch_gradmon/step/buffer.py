@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from ..core.errors import WarningLog
-from ..core.formatting import listed, percent
 from ..core.keys import (
     GRADIENT,
     GRADIENT_BEFORE_CLIP,
@@ -279,9 +278,6 @@ class DeviceToHostCopy:
 
 #: Rows that are kept of each step.
 KEPT = 8
-#: A row stands out if it has more than the mean loss, and this many times the mean of the rows with smaller ones.
-_STANDS_OUT = 5.0
-_NAMED = 3
 #: Identities on a device travel in three parts of as many bits, which float32 holds exactly.
 _PARTS, _BITS = 3, 22
 
@@ -328,29 +324,6 @@ def merged(calls: Sequence[tuple[Identities, int, Tensor]]) -> dict[str, Any]:
         "negative": int(negative),
         "count": sum(count for _, count, _ in calls),
     }
-
-
-def rows_text(rows: Mapping[str, Any]) -> str:
-    """Which rows stand out, as part of a sentence about a spike; empty without any."""
-    if not rows or rows["count"] < 2:
-        return ""
-    ids, losses, count, total = list(map(str, rows["ids"])), rows["losses"], rows["count"], rows["sum"]
-    if rows["nonfinite"]:
-        odd = [name for name, loss in zip(ids, losses, strict=True) if not math.isfinite(loss)][:_NAMED]
-        more = rows["nonfinite"] - len(odd)
-        names = ", ".join(odd) + (f" and {more} more" if more > 0 else "")
-        return f"of {count} rows {rows['nonfinite']} have a loss that is NaN or infinite: {names}"
-    if not total > 0 or rows.get("negative"):
-        return ""
-    far = 0
-    for place, loss in enumerate(losses[: count - 1], 1):
-        others = max(total - sum(losses[:place]), 0.0) / (count - place)
-        far = place if loss > max(_STANDS_OUT * others, total / count) else far
-    shares = [loss / total for loss in losses]
-    if not far:
-        return f"no row of {count} stands out: the largest share of the loss, of row {ids[0]}, is {percent(shares[0])}"
-    named = listed([f"{name} ({percent(share)})" for name, share in zip(ids[:far], shares, strict=False)], _NAMED)
-    return f"of {count} rows the largest shares of the loss are those of {named}"
 
 
 def _joined(high: float, middle: float, low: float) -> int:

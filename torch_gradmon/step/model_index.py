@@ -7,7 +7,6 @@ import re
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import chain
 from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
@@ -343,70 +342,6 @@ def checked(source: object) -> GradientSource | None:
     if source is not None and not isinstance(source, GradientSource):
         raise TypeError(f"gradient_source={display(source)} must be an instance of a subclass of torch_gradmon.GradientSource")
     return source
-
-
-def _flat_of(handle: weakref.ref[Any]) -> nn.Parameter | None:
-    return getattr(handle(), "flat_param", None)
-
-
-class Fsdp1Source(GradientSource):
-    """Gradients are in ``.grad``, of the part that this rank has; with ``use_orig_params=False`` parameters are the flat ones."""
-
-    def __init__(self, model: nn.Module) -> None:
-        from torch.distributed.fsdp import FullyShardedDataParallel  # loaded already, since there is one
-
-        self._handles: list[weakref.ref[Any]] = []
-        self._known: set[int] = set()  # flat parameters, and original ones
-        self._shapes: dict[int, tuple[int, ...]] = {}
-        self._lengths: dict[int, int] = {}  # of flat parameters, without the padding behind the last one
-        self._parts: set[int] = set()
-        self._copies: set[int] = set()  # parts that a rank of an earlier group has too
-        for unit in model.modules():
-            handle = unit._handle if isinstance(unit, FullyShardedDataParallel) else None
-            if handle is None:
-                continue
-            flat: Any = handle.flat_param
-            self._handles.append(weakref.ref(handle))
-            self._known.add(id(flat))
-            originals = flat._params or []
-            self._shapes.update((id(p), tuple(shape)) for p, shape in zip(originals, flat._shapes, strict=bool(originals)))
-            there = [info for info in flat._shard_param_infos if info.in_shard] if handle.uses_sharded_strategy else []
-            if handle.uses_sharded_strategy:
-                self._lengths[id(flat)] = max((info.offset_in_shard + info.numel_in_shard for info in there), default=0)
-                self._parts.update(map(id, originals or [flat]))
-                replicas = getattr(unit, "_inter_node_pg", None)
-                if replicas is not None and torch.distributed.get_rank(replicas):
-                    self._copies.update(map(id, originals or [flat]))
-        self._known.update(self._shapes)
-        for name, parameter in model.named_parameters():
-            if getattr(parameter, "_fsdp_flattened", False) and id(parameter) not in self._known:
-                raise ValueError(
-                    f"{name} is a part of a flat parameter of FSDP1 above this module: watch the outermost FullyShardedDataParallel"
-                )
-
-    def hook_places(self, places: Sequence[Place]) -> Sequence[Place]:
-        """The flat parameters, which original ones are views of, and all others."""
-        flat: list[Place] = [partial(_flat_of, handle) for handle in self._handles]
-        return [*flat, *(place for place in places if id(place()) not in self._known)]
-
-    def shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        return self._shapes.get(id(parameter), tuple(parameter.shape))
-
-    def is_part(self, parameter: nn.Parameter) -> bool:
-        return id(parameter) in self._parts
-
-    def value(self, parameter: nn.Parameter) -> Tensor:
-        return self._own(parameter, parameter)
-
-    def accumulated(self, parameter: nn.Parameter) -> Tensor | None:
-        return None if parameter.grad is None else self._own(parameter, parameter.grad)
-
-    used = accumulated
-
-    def _own(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
-        if id(parameter) in self._copies:
-            return tensor.detach().new_empty(0)
-        return tensor.detach().view(-1)[: self._lengths[id(parameter)]] if id(parameter) in self._lengths else tensor
 
 
 # --- The index ---

@@ -73,7 +73,7 @@ def source_for(model: nn.Module, named: object = None) -> GradientSource:
         return source
     fsdp1 = sys.modules.get("torch.distributed.fsdp")
     if fsdp1 is not None and any(isinstance(module, fsdp1.FullyShardedDataParallel) for module in model.modules()):
-        from .model_index import Fsdp1Source
+        from .exchange import Fsdp1Source
 
         return Fsdp1Source(model)
     has_buffers = any(hasattr(parameter, "main_grad") for parameter in model.parameters())

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ..core import keys as n
 from ..core.errors import nearest, warn_user
-from ..core.formatting import times
 from ..core.keys import Key, blocks_of, compile_pattern, shared_key
 from ..core.moments import ALL_COLUMNS, SQUARES, VIEWS, Column, merge_by_group
 from ..core.records import ASKED_LATE, Block, StatsTable, are_others, brings_others, views_of
@@ -195,8 +194,6 @@ BATCH_DOCUMENTATION = {
 }
 #: Decay of the running means whose quotient is the noise scale.
 _DECAY = 0.99
-#: Factor above the median of the others from which on a micro-batch stands out.
-_STANDS_OUT = 3.0
 _NOT_SEEN = (
     "no gradient of a micro-batch was seen: it takes a backward pass, the hooks that attach() installs, and the whole model on "
     "each rank"
@@ -272,22 +269,6 @@ def norms_by_rank(table: StatsTable) -> dict[str, list[float]]:
     return {
         rank: [each[number] for number in sorted(each)] for rank, each in sorted(found.items(), key=lambda item: int(item[0]))
     }
-
-
-def rank_norms_text(norms: Mapping[str, Sequence[float]]) -> str:
-    """Which micro-batch stands out, as part of a sentence about a spike; empty with fewer than two."""
-    every = [(number, int(rank), norm) for rank, each in norms.items() for number, norm in enumerate(each)]
-    if len(every) < 2:
-        return ""
-    spoiled = sorted((number, rank) for number, rank, norm in every if not math.isfinite(norm))
-    if spoiled:
-        number, rank = spoiled[0]
-        return f"of {len(every)} micro-batches {len(spoiled)} brought NaN or Inf, first number {number} of rank {rank}"
-    number, rank, worst = max(every, key=lambda each: each[2])
-    usual = statistics.median(norm for *where, norm in every if where != [number, rank])
-    if worst < _STANDS_OUT * usual or not usual:
-        return f"all {len(every)} micro-batches are alike"
-    return f"micro-batch {number} of rank {rank} has {times(worst / usual)} the norm of the {len(every) - 1} others"
 
 
 # --- The whole-model keys, and the facts about a step that their values need ---
