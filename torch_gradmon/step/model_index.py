@@ -369,6 +369,28 @@ class TrainableNames:
         return name not in self.names or name in self.doubtful
 
 
+class _Naming(NamedTuple):
+    """How names of a module become those of keys."""
+
+    module: nn.Module
+    whole: WholeModel | None
+    format_name: Callable[[str], str] | None
+    excluded: re.Pattern[str] | None
+
+    def in_whole(self, name: str) -> str:
+        return name if self.whole is None else self.whole.name_of(self.module, name)
+
+    def of_user(self, name: str) -> str:
+        return name if self.format_name is None else self.format_name(name)
+
+    def shown(self, name: str) -> str:
+        return self.of_user(self.in_whole(name))
+
+    def is_excluded(self, name: str) -> bool:
+        """Of a name in the whole model."""
+        return self.excluded is not None and self.excluded.search(name) is not None
+
+
 class ModelIndex:
     """Names and weak references of one moment; :meth:`is_current` checks cheaply whether they are still valid.
 
@@ -389,14 +411,7 @@ class ModelIndex:
         refs = ParameterRefs(module)
         raw = {name: (parameter, place) for name, parameter, place in refs.parameters(module)}
         short = canonical_names(raw)
-        of_user = format_name or (lambda name: name)
-
-        def in_whole(name: str) -> str:
-            return name if whole is None else whole.name_of(module, name)
-
-        def is_excluded(name: str) -> bool:
-            return excluded is not None and excluded.search(name) is not None
-
+        naming = _Naming(module, whole, format_name, excluded)
         self.names: list[str] = []
         self.parameters: dict[str, dict[str, Any]] = {}  # shape and dtype by name, for the run directory
         self.references: list[Place] = []
@@ -408,7 +423,7 @@ class ModelIndex:
         self.aliases: dict[str, list[str]] = {}
         name_of: dict[int, str] = {}
         for raw_name, (parameter, place) in raw.items():
-            name = name_of[id(parameter)] = of_user(in_whole(short[raw_name]))
+            name = name_of[id(parameter)] = naming.shown(short[raw_name])
             self.names.append(name)
             shape = source.shape(parameter)
             self.parameters[name] = {"shape": list(shape), "dtype": str(parameter.dtype)}
@@ -422,7 +437,7 @@ class ModelIndex:
             is_part = source is not PLAIN_GRADIENTS and source.is_part(parameter)
             if is_part or is_sharded(parameter) or (distinct is not None and distinct.search(name)):
                 self.spread.add(name)
-            if is_excluded(in_whole(short[raw_name])):
+            if naming.is_excluded(naming.in_whole(short[raw_name])):
                 self.excluded.add(name)
         self.homes: list[int] = []  # with other parts elsewhere: the first rank that has each parameter
         # then also the parameters of each of the optimizers' groups, and the settings of all of them
@@ -430,49 +445,43 @@ class ModelIndex:
         self.cards: list[dict[str, Any]] | None = None
         self.trainable = TrainableNames(name_of[id(parameter)] for parameter, _ in raw.values() if parameter.requires_grad)
         if whole is not None:
-            self._widen(whole, of_user, is_excluded)
+            self._widen(whole, naming)
         if len(set(self.names)) < len(self.names):
             twice = next(name for name in self.names if self.names.count(name) > 1)
             raise ValueError(f"format_module_name_fn gives the name {twice!r} to more than one parameter; names must differ")
         for raw_name, parameter, _ in refs.parameters(module, remove_duplicate=False):
             # torch leaves out modules that compare equal to others
-            known, alias = name_of.get(id(parameter)), in_whole(canonical_name(raw_name))
+            known, alias = name_of.get(id(parameter)), naming.in_whole(canonical_name(raw_name))
             if raw_name not in raw and known not in (None, alias):
                 self.aliases.setdefault(known, []).append(alias)
-        modules = dict(module.named_modules())
-        self._refs, self._watched = refs, [weakref.ref(each) for each in modules.values()]
+        self._take_modules(dict(module.named_modules()), refs, naming)
+
+    def _take_modules(self, modules: Mapping[str, nn.Module], refs: ParameterRefs, naming: _Naming) -> None:
+        self._refs, self._watched = refs, [weakref.ref(module) for module in modules.values()]
         self._known = _identities([*modules.values()])
         # what may be in the place of each parameter during a pass: under fully_shard (True) any other one, for a sharded one that a
         # parent module keeps elsewhere a plain one of this shape
         self._in_pass = [
-            (id(each), name) in refs.places or (parameter.shape if parameter is not None and is_sharded(parameter) else None)
-            for each in modules.values()
-            for name, parameter in each._parameters.items()
+            (id(module), name) in refs.places or (parameter.shape if parameter is not None and is_sharded(parameter) else None)
+            for module in modules.values()
+            for name, parameter in module._parameters.items()
         ]
-        self._take_modules(modules, whole, of_user, in_whole, is_excluded)
-
-    def _take_modules(
-        self,
-        modules: Mapping[str, nn.Module],
-        whole: WholeModel | None,
-        of_user: Callable[[str], str],
-        in_whole: Callable[[str], str],
-        is_excluded: Callable[[str], bool],
-    ) -> None:
         self.modules: dict[str, Callable[[], nn.Module | None]] = {}
         # a wrapper such as DDP or a compiled module represents the only module that it holds
         owners = {name: wrapped_in(modules[name.rpartition(".")[0]]) for name in modules}
         short = canonical_names(name for name, module in modules.items() if not name or owners[name] is not module)
         for raw_name, name in short.items():
-            if name == ROOT or not is_excluded(in_whole(name)):
-                self.modules[of_user(in_whole(name))] = weakref.ref(modules[raw_name])
-        own = {of_user(in_whole(name)): kind_of(modules[raw]) for raw, name in short.items()}
-        others = {} if whole is None else {of_user(name): (kind, is_excluded(name)) for name, kind in whole.kinds.items()}
-        self.kinds: dict[str, str] = {**{name: kind for name, (kind, _) in others.items()}, **own}
-        self.modules.update((name, _nowhere) for name, (_, is_out) in others.items() if not (is_out or name in own))
+            if name == ROOT or not naming.is_excluded(naming.in_whole(name)):
+                self.modules[naming.shown(name)] = weakref.ref(modules[raw_name])
+        own = {naming.shown(name): kind_of(modules[raw]) for raw, name in short.items()}
+        elsewhere = {} if naming.whole is None else naming.whole.kinds
+        self.kinds: dict[str, str] = {**{naming.of_user(name): kind for name, kind in elsewhere.items()}, **own}
+        for name in elsewhere:
+            if not naming.is_excluded(name) and naming.of_user(name) not in own:
+                self.modules[naming.of_user(name)] = _nowhere
 
-    def _widen(self, whole: WholeModel, of_user: Callable[[str], str], is_excluded: Callable[[str], bool]) -> None:
-        places, known = dict(zip(self.names, self.references, strict=True)), self.parameters
+    def _widen(self, whole: WholeModel, naming: _Naming) -> None:
+        places, known, of_user = dict(zip(self.names, self.references, strict=True)), self.parameters, naming.of_user
         facts = {of_user(name): fact for name, fact in whole.facts.items()}
         homes = {of_user(name): rank for name, rank in whole.homes.items()}
         self.names = list(facts)  # without one that has come since on this rank: all ranks exchange the same rows
@@ -489,7 +498,7 @@ class ModelIndex:
         }
         self.foreign = set(self.names) - places.keys()
         self.spread = set(self.names)
-        self.excluded = {of_user(name) for name in whole.facts if is_excluded(name)}
+        self.excluded = {of_user(name) for name in whole.facts if naming.is_excluded(name)}
         self.groups = [frozenset(map(of_user, names)) for names in whole.groups()]
         self.cards = [{**card, "parameters": list(map(of_user, card["parameters"]))} for card in whole.cards]
         # as it was when ranks met: what one of them freezes or thaws later is not known to the others

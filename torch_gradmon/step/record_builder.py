@@ -314,6 +314,12 @@ class PendingStep:
         summarised = summary.compute(facts, whole, base, reasons, norms)
         for name, why in reasons.items():
             buffer.absent[n.SUMMARY, name] = why
+        for source, plan in self.active.plans.items():
+            if plan.views and source in tables:
+                blocks += plan.evaluate(tables[source], base)
+        if layers.choice is not None:
+            of_several = layers.choice in ("blocks", "top")  # which all have to be measured for that
+            blocks += layers.values(whole if of_several else tables, base, self.groups, self.inventory.names)
         first: dict[Key, float] = {}
         for name in summary.choice.shown:
             if name in summarised:
@@ -321,27 +327,11 @@ class PendingStep:
         for key, value in custom.items():
             if key.source == n.SUMMARY:
                 first[key] = value
-        for source, plan in self.active.plans.items():
-            if plan.views and source in tables:
-                blocks += plan.evaluate(tables[source], base)
-        if layers.choice is not None:
-            of_several = layers.choice in ("blocks", "top")  # which all have to be measured for that
-            blocks += layers.values(whole if of_several else tables, base, self.groups, self.inventory.names)
         values = StepValues(Block(tuple(first), tuple(first.values())), *blocks, Block(tuple(custom), tuple(custom.values())))
         hidden = heads | _hidden(values, registry.hidden) if registry.hidden else heads
         context = {**facts.context, "batch_norms": norms} if norms else facts.context
-        record = StepRecord(
-            facts.step,
-            time.time(),
-            facts.applied,
-            values,
-            tables,
-            context,
-            hidden=hidden,
-            rng=buffer.rng,
-            extras=self.readback.extras,
-        )
-        return record, summarised
+        of_step = facts.step, time.time(), facts.applied
+        return StepRecord(*of_step, values, tables, context, (), hidden, buffer.rng, self.readback.extras), summarised
 
     def _drop_others(self, summary: Summary, tables: dict[str, StatsTable], noted: dict[str, float]) -> set[str]:
         """Drop the gradients before clipping if the optimizer used others; returns the sources that are gone."""
