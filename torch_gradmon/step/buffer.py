@@ -340,6 +340,11 @@ def _plain(name: Any) -> Any:
 _FIRST = frozenset({PARAMETER, PARAMETER_DIFFERENCE})
 #: Facts that count all optimizers of a step.
 _ADDED = frozenset({"edited", "found_inf", "unseen_refusals"})
+#: Sets, and dicts of which the later one counts, of two parts of a step.
+_UNITED = (
+    *("thawed", "frozen", "used", "unshown", "absent", "refused", "noted", "extras"),
+    *("_replaced", "_shared", "_contributions", "_counts", "_reducers"),
+)
 #: A fact: the difference between the steps of ranks that have exchanged values.
 SKEW = "ranks/skew"
 
@@ -637,16 +642,12 @@ class StepBuffer:
         _rejoin_values(self, earlier)
         _rejoin_rows(self, earlier)
         added = {name: earlier.noted[name] + fact for name, fact in self.noted.items() if name in _ADDED & earlier.noted.keys()}
-        self.noted = {**earlier.noted, **self.noted, **added}
-        calls = [*earlier.rows, *self.rows]
         losses = [buffer.extras.pop(f"rows/{call}") for buffer in (earlier, self) for call in range(len(buffer.rows))]
-        self.extras = {**earlier.extras, **self.extras, **{f"rows/{call}": each for call, each in enumerate(losses)}}
-        self.rows, self.rng = calls, earlier.rng
-        self.thawed |= earlier.thawed
-        self.frozen |= earlier.frozen
-        self.used |= earlier.used
-        self.unshown |= earlier.unshown
-        self.absent, self.refused = {**earlier.absent, **self.absent}, {**earlier.refused, **self.refused}
+        for name in _UNITED:
+            setattr(self, name, getattr(earlier, name) | getattr(self, name))
+        self.noted |= added
+        self.extras |= {f"rows/{call}": each for call, each in enumerate(losses)}
+        self.rows, self.rng = [*earlier.rows, *self.rows], earlier.rng
 
     def _is_dropped(self, source: str, name: str) -> bool:
         return self._dropped is not None and not self._dropped.isdisjoint({(source, name), (source, None)})
@@ -732,10 +733,11 @@ def _blocks_of(places: Iterable[dict[Any, tuple[Tensor, int]]]) -> dict[int, Ten
 
 
 def _rejoin_values(late: StepBuffer, earlier: StepBuffer) -> None:
-    found: dict[Key, PendingValue] = {}
-    for key, value in earlier._pending.items():
-        if key.source in _FIRST or not (key in late._replaced or late._is_dropped(key.source, key.name)):
-            found[key] = PendingValue(value.aggregation, list(value.parts))
+    found = {
+        key: PendingValue(value.aggregation, [*value.parts])
+        for key, value in earlier._pending.items()
+        if key.source in _FIRST or not (key in late._replaced or late._is_dropped(key.source, key.name))
+    }
     for key, value in late._pending.items():
         if key in found and key.source not in _FIRST:
             found[key].parts += value.parts
@@ -748,10 +750,6 @@ def _rejoin_values(late: StepBuffer, earlier: StepBuffer) -> None:
     }
     finals.update((key, place) for key, place in late._finals.items() if key not in finals)
     late._pending, late._finals = found, finals
-    late._replaced |= earlier._replaced
-    late._shared |= earlier._shared
-    late._contributions = {**earlier._contributions, **late._contributions}
-    late._counts, late._reducers = {**earlier._counts, **late._counts}, {**earlier._reducers, **late._reducers}
 
 
 def _rejoin_rows(late: StepBuffer, earlier: StepBuffer) -> None:

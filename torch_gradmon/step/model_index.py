@@ -91,15 +91,11 @@ class ParameterRefs:
         fsdp = sys.modules.get("torch.distributed.fsdp")
         for module in root.modules() if hasattr(fsdp, "FSDPModule") else ():
             if isinstance(module, fsdp.FSDPModule):  # type: ignore[union-attr]
-                for group in fsdp_param_groups(module._get_fsdp_state()):
-                    for held in group.fsdp_params:
-                        self._put(held)
-
-    def _put(self, held: Any) -> None:
-        info, place = held._module_info, FsdpParameterRef(held)
-        self._kept.append((place, _identity(held.sharded_param)))
-        owners = zip([info.module, *info.shared_modules], [info.param_name, *info.shared_param_names], strict=True)
-        self.places.update(((id(module), name), place) for module, name in owners)
+                for held in chain.from_iterable(group.fsdp_params for group in fsdp_param_groups(module._get_fsdp_state())):
+                    info, place = held._module_info, FsdpParameterRef(held)
+                    self._kept.append((place, _identity(held.sharded_param)))
+                    owners = zip([info.module, *info.shared_modules], [info.param_name, *info.shared_param_names], strict=True)
+                    self.places.update(((id(owner), name), place) for owner, name in owners)
 
     def is_current(self) -> bool:
         """False once one of them was replaced, frozen or thawed."""
