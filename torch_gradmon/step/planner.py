@@ -63,7 +63,6 @@ PRESETS: dict[str, Preset] = {
 }
 
 
-_GRADIENTS = frozenset({n.GRADIENT, n.GRADIENT_BEFORE_CLIP})
 #: Sources of inputs and outputs of modules.
 OF_MODULES = frozenset({*n.MODULE_SOURCES, *n.RCC_SOURCES, *n.ATTENTION_SOURCES.values()})
 
@@ -174,15 +173,7 @@ class Planner:
             metrics = [metric for metric, is_due in zip(self.registry.metrics, due, strict=True) if is_due]
             found = self._cache[key] = {
                 source: compile_plan(
-                    source,
-                    [metric for metric in metrics if metric.source == source],
-                    self.inventory.names,
-                    excluded=self.inventory.excluded,
-                    always=needs.get(source, frozenset()),
-                    # the optimizer moves a frozen parameter that still has a gradient, and its gradient is clipped
-                    always_on=self.inventory.parameters.keys() if source in _GRADIENTS else self.inventory.trainable.names,
-                    spread=frozenset() if source == n.GRADIENT_LOCAL else self.inventory.spread,
-                    kernels=self.inventory.kernels,
+                    source, [m for m in metrics if m.source == source], self.inventory, needs.get(source, frozenset())
                 )
                 for source in n.PARAMETER_SOURCES
             }
