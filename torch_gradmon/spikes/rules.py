@@ -102,6 +102,7 @@ class Ratio(StatefulRule):
 
     @property
     def baseline(self) -> float | None:
+        """The moving average."""
         return self._mean if self._count else None
 
     def score(self, value: float) -> float | None:
@@ -168,6 +169,7 @@ class Cusum(StatefulRule):
         return max(0.0, self._sum + (log_of(value) - mean) / max(spread, self._floor) - self._allowance)
 
     def update(self, value: float) -> None:
+        """Add ``value`` to the sum."""
         score = self.score(value)
         if score is not None and score > self.threshold:
             self._values.clear()
@@ -221,14 +223,17 @@ class MeanStd(StatefulRule):
 
     @property
     def baseline(self) -> float | None:
+        """The mean."""
         return self._mean if self._count else None
 
     def score(self, value: float) -> float | None:
+        """Standard deviations above the mean."""
         if self._count < max(2, self._warmup):
             return None
         return _distance(value, self._mean, math.sqrt(self._squares / (self._count - 1)))
 
     def update(self, value: float) -> None:
+        """Learn ``value``."""
         self._count += 1
         change = value - self._mean
         self._mean += change / self._count
@@ -257,6 +262,7 @@ class RollingZScore(StatefulRule):
         return math.fsum(self._values) / len(self._values) if self._values else None
 
     def score(self, value: float) -> float | None:
+        """Standard deviations above the mean."""
         count, size = len(self._values), self._values.maxlen or 0
         if count < max(2, size // 2):
             return None
@@ -264,6 +270,7 @@ class RollingZScore(StatefulRule):
         return _distance(value, mean, math.sqrt(math.fsum(_square(x - mean) for x in self._values) / (count - 1)))
 
     def update(self, value: float) -> None:
+        """Learn ``value``."""
         self._values.append(value)
 
 
@@ -290,6 +297,7 @@ class EmaZScore(StatefulRule):
 
     @property
     def baseline(self) -> float | None:
+        """The average."""
         return self._mean if len(self._first) >= self._warmup else None
 
     def score(self, value: float) -> float | None:
